@@ -1,0 +1,25 @@
+"""Errors meant for the person who started the run.
+
+The message of a `MegaclipError` is one line: what was expected, what was got, what to do about it. The launcher prints it
+once and ends every rank with a non-zero exit code; anything else that escapes is a bug and keeps its traceback.
+"""
+
+
+class MegaclipError(Exception):
+    """Base of every error whose message is written for users."""
+
+
+class ConfigError(MegaclipError, ValueError):
+    """A setting is unknown, misplaced, inert or contradicts another one."""
+
+
+class DataError(MegaclipError, ValueError):
+    """Training or evaluation data is missing, unreadable, or not what it was when the run began."""
+
+
+class CheckpointError(MegaclipError):
+    """A checkpoint or exported model is missing, incomplete, or belongs to another model or run."""
+
+
+class NonFiniteError(MegaclipError, ArithmeticError):
+    """The loss or a gradient became infinite or NaN; raised before the parameters are updated."""
