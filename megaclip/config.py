@@ -1,0 +1,324 @@
+"""ds_config.json, read and checked before anything else happens.
+
+The file belongs to DeepSpeed, except for its section "megaclip", which is ours (`MegaclipSection`). DeepSpeed accepts
+unknown top-level keys and ignores several known ones, so a typing mistake would pass silently: here every
+key that is unknown, misplaced or without effect is a `ConfigError` naming the key and the nearest valid one. The file
+is handed to DeepSpeed as it was read; nothing is rewritten.
+"""
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megaclip.errors import ConfigError
+
+
+class MegaclipSection(BaseModel):
+    """The section "megaclip" of ds_config.json: what DeepSpeed does not know about."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    loss: Literal["clip"] = "clip"
+    """Contrastive loss; "clip" is InfoNCE over images and texts with every other sample as a negative."""
+
+    exchange: Literal["auto", "ring", "all_gather"] = "auto"
+    """How text features reach the other ranks: neighbour by neighbour, or all at once."""
+
+    reduction: Literal["auto", "feature", "scalar"] = "auto"
+    """What crosses ranks for the gradient: feature gradients, or only log-normalisers."""
+
+    implementation: Literal["auto", "torch", "triton"] = "auto"
+    """Which tile implementation runs: "auto" takes Triton on a GPU and PyTorch elsewhere."""
+
+    tile_budget_mib: int = Field(128, gt=0)
+    """Upper bound, in MiB, of the temporary memory that a tile of logits may take."""
+
+    coalesce_gradient_reduction: bool = False
+    """Reduce parameter gradients once per step, not once per gradient-cache chunk (ZeRO 1 to 3): less traffic, but
+    whole gradients are held until the end of the step."""
+
+
+SUPPORTED_OPTIMIZERS = ("AdamW", "Adam")
+
+_HONOURED_KEYS = {
+    "megaclip",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "bf16",
+    "data_types",
+    "communication_data_type",
+    "zero_optimization",
+    "zero_force_ds_cpu_optimizer",
+    "activation_checkpointing",
+    "aio",
+    "comms_logger",
+    "flops_profiler",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "disable_python_gc",
+    "log_level",
+    "timers",
+}
+
+_REFUSED_KEYS = {
+    "scheduler": "the schedule is set on the command line: --lr-scheduler, --warmup, --epochs",
+    "fp16": "float16 needs a loss scale that the gradient cache does not carry; use bf16",
+    "amp": "use bf16",
+    "torch_autocast": "use bf16",
+    "pipeline": "pipeline parallelism is not supported; use ZeRO-3",
+    "prescale_gradients": "it changes the gradient scale under ZeRO; leave it out",
+    "gradient_predivide_factor": "it changes the gradient scale under ZeRO; leave it out",
+    "gradient_allreduce_op": "gradients are averaged over ranks; leave it out",
+    "managed_gradient_accumulation": "the gradient cache relies on DeepSpeed's own accumulation; leave it out",
+    "sparse_gradients": "it has no effect here; leave it out",
+    "dataloader_drop_last": "the data order is MegaCLIP's own and never drops a sample; leave it out",
+    "tensor_parallel": "tensor parallelism is not supported in this version; use ZeRO-3",
+    "expert_parallel": "there are no experts in a CLIP model; leave it out",
+    "elasticity": "elastic batch sizes would change the contrastive batch; leave it out",
+    "autotuning": "set the batch sizes directly",
+    "hybrid_engine": "it is for text generation; leave it out",
+    "data_efficiency": "the data order is MegaCLIP's own; leave it out",
+    "curriculum_learning": "use --shard-order sequential with shards in curriculum order",
+    "compression_training": "it is not supported; leave it out",
+    "weight_quantization": "it is not supported; leave it out",
+    "checkpoint": "MegaCLIP writes and finds its checkpoints itself: --logs, --name, --resume",
+    "compile": "it is not supported in this version; leave it out",
+    "zero_allow_untested_optimizer": f"only {', '.join(SUPPORTED_OPTIMIZERS)} are supported; leave it out",
+}
+
+_ACTIVATION_CHECKPOINTING_KEYS = {"cpu_checkpointing", "synchronize_checkpoint_boundary", "profile"}
+_REFUSED_ACTIVATION_CHECKPOINTING_KEYS = {
+    "partition_activations": "it needs tensor parallelism",
+    "contiguous_memory_optimization": "it needs partitioned activations, hence tensor parallelism",
+    "number_checkpoints": "every transformer block is one checkpoint",
+}
+_OPTIMIZER_KEYS = {"type", "params"}
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """DeepSpeed's batch triple, complete. `global_batch` is the contrastive batch B."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """A ds_config.json that passed every check: the dictionary for DeepSpeed as read, and our section, typed."""
+
+    path: Path
+    deepspeed: dict[str, Any]
+    megaclip: MegaclipSection
+
+    @property
+    def zero_stage(self) -> int:
+        return int(self.deepspeed.get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def bf16(self) -> bool:
+        return bool(self.deepspeed.get("bf16", {}).get("enabled", False))
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        return "activation_checkpointing" in self.deepspeed
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.deepspeed["optimizer"]["params"]["lr"])
+
+    def batch_plan(self, world_size: int) -> BatchPlan:
+        """Complete the batch triple for `world_size` data-parallel ranks.
+
+        Raises ConfigError when the three numbers and the world size do not fit together.
+        """
+        total = self.deepspeed.get("train_batch_size")
+        micro = self.deepspeed.get("train_micro_batch_size_per_gpu")
+        accumulation = self.deepspeed.get("gradient_accumulation_steps")
+        if total is None and micro is None:
+            raise ConfigError(f"{self.path}: set train_batch_size, train_micro_batch_size_per_gpu, or both")
+        if total is None:
+            accumulation = accumulation or 1
+            total = micro * accumulation * world_size
+        elif micro is None:
+            accumulation = accumulation or 1
+            micro = total // (accumulation * world_size)
+        elif accumulation is None:
+            accumulation = total // (micro * world_size)
+        if micro * accumulation * world_size != total or min(micro, accumulation) < 1:
+            raise ConfigError(
+                f"{self.path}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro or '?'} x "
+                f"gradient_accumulation_steps {accumulation or '?'} x {world_size} ranks; change one of them or the "
+                "number of ranks"
+            )
+        return BatchPlan(global_batch=total, micro_batch=micro, accumulation=accumulation, world_size=world_size)
+
+
+def nearest(word: str, known: set[str]) -> str:
+    """ "; did you mean ...?" for the known word closest to `word`, or nothing."""
+    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def load_training_config(path: str | Path) -> TrainingConfig:
+    """Read and check ds_config.json. Raises ConfigError with one line that names the key at fault."""
+    path = Path(path)
+    config = _read_json(path)
+    _check_top_level(path, config)
+    _check_batch_numbers(path, config)
+    _check_optimizer(path, config)
+    _check_zero(path, config)
+    _check_activation_checkpointing(path, config)
+    section = _parse_section(path, config.get("megaclip", {}))
+    loaded = TrainingConfig(path=path, deepspeed=config, megaclip=section)
+    if section.coalesce_gradient_reduction and loaded.zero_stage == 0:
+        raise ConfigError(f"{path}: megaclip.coalesce_gradient_reduction needs zero_optimization.stage 1, 2 or 3")
+    return loaded
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the DeepSpeed config {str(path)!r}: {error}") from None
+    try:
+        config = json.loads(text, object_pairs_hook=_reject_duplicate_keys)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold one JSON object, not a {type(config).__name__}")
+    return config
+
+
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"the key {key!r} is written twice")
+    return dict(pairs)
+
+
+def _is_switched_off(value: Any) -> bool:
+    return value is False or (isinstance(value, dict) and value.get("enabled") is False)
+
+
+def _check_top_level(path: Path, config: dict[str, Any]) -> None:
+    for key, value in config.items():
+        if key in _HONOURED_KEYS or (key in _REFUSED_KEYS and _is_switched_off(value)):
+            continue
+        if key in _REFUSED_KEYS:
+            raise ConfigError(f"{path}: {key!r} cannot be used: {_REFUSED_KEYS[key]}")
+        if key in MegaclipSection.model_fields:
+            raise ConfigError(f"{path}: {key!r} is misplaced: it belongs in the section 'megaclip'")
+        raise ConfigError(f"{path}: unknown key {key!r}{nearest(key, _HONOURED_KEYS)}")
+
+
+def _check_batch_numbers(path: Path, config: dict[str, Any]) -> None:
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        value = config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{path}: {key} must be a positive whole number, not {value!r}")
+    clipping = config.get("gradient_clipping")
+    if isinstance(clipping, bool) or not isinstance(clipping, int | float) or clipping < 0:
+        raise ConfigError(
+            f"{path}: write gradient_clipping as a number (0.0 turns it off): left out, DeepSpeed would clip at 1.0"
+        )
+
+
+def _check_optimizer(path: Path, config: dict[str, Any]) -> None:
+    optimizer = config.get("optimizer")
+    if not isinstance(optimizer, dict) or "type" not in optimizer:
+        raise ConfigError(f'{path}: an optimizer is needed, for example {{"type": "AdamW", "params": {{"lr": 0.001}}}}')
+    _check_keys(path, "optimizer", optimizer, _OPTIMIZER_KEYS)
+    if optimizer["type"] not in SUPPORTED_OPTIMIZERS:
+        hint = nearest(str(optimizer["type"]), set(SUPPORTED_OPTIMIZERS))
+        raise ConfigError(
+            f"{path}: optimizer.type {optimizer['type']!r} is not one of {', '.join(SUPPORTED_OPTIMIZERS)}{hint}"
+        )
+    params = optimizer.get("params")
+    rate = params.get("lr") if isinstance(params, dict) else None
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0:
+        raise ConfigError(
+            f"{path}: optimizer.params.lr must be a positive number (the peak learning rate), not {rate!r}"
+        )
+    _check_keys(
+        path,
+        "optimizer.params",
+        params,
+        {"lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode", "torch_adam", "fp32_optimizer_states"},
+    )
+
+
+def _check_zero(path: Path, config: dict[str, Any]) -> None:
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero = config.get("zero_optimization", {})
+    if isinstance(zero, dict):
+        stage = zero.get("stage", 0)
+        for key in zero:
+            if stage != 3 and (key.startswith("stage3_") or key == "offload_param"):
+                raise ConfigError(f"{path}: zero_optimization.{key} has no effect at stage {stage}; it needs stage 3")
+            if stage == 0 and key == "offload_optimizer":
+                raise ConfigError(f"{path}: zero_optimization.offload_optimizer needs stage 1, 2 or 3")
+    for name, model in (("zero_optimization", DeepSpeedZeroConfig), ("bf16", DeepSpeedBF16Config)):
+        section = config.get(name, {})
+        fields = {field.alias or key for key, field in model.model_fields.items()}
+        _check_keys(path, name, section, fields)
+        try:
+            model(**section)
+        except ValidationError as error:
+            raise ConfigError(f"{path}: {_first_problem(name, error)}") from None
+
+
+def _check_activation_checkpointing(path: Path, config: dict[str, Any]) -> None:
+    section = config.get("activation_checkpointing", {})
+    if isinstance(section, dict):
+        for key, value in section.items():
+            if key in _REFUSED_ACTIVATION_CHECKPOINTING_KEYS and value:
+                reason = _REFUSED_ACTIVATION_CHECKPOINTING_KEYS[key]
+                raise ConfigError(f"{path}: activation_checkpointing.{key} cannot be used: {reason}")
+    known = _ACTIVATION_CHECKPOINTING_KEYS | set(_REFUSED_ACTIVATION_CHECKPOINTING_KEYS)
+    _check_keys(path, "activation_checkpointing", section, known)
+
+
+def _parse_section(path: Path, section: Any) -> MegaclipSection:
+    _check_keys(path, "megaclip", section, set(MegaclipSection.model_fields))
+    try:
+        return MegaclipSection(**section)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_first_problem('megaclip', error)}") from None
+
+
+def _check_keys(path: Path, name: str, section: Any, known: set[str]) -> None:
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path}: {name} must be a JSON object, not {section!r}")
+    for key in section:
+        if key in known:
+            continue
+        if key in _HONOURED_KEYS:
+            raise ConfigError(f"{path}: {name}.{key} is misplaced: it belongs at the top level")
+        raise ConfigError(f"{path}: unknown key {name}.{key}{nearest(key, known)}")
+
+
+def _first_problem(name: str, error: ValidationError) -> str:
+    problem = error.errors()[0]
+    key = ".".join([name, *(str(part) for part in problem["loc"])])
+    return f"{key}: {problem['msg']}, got {problem['input']!r}"

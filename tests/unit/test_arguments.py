@@ -1,0 +1,44 @@
+"""The command line: open_clip's names, readable mistakes, and no overlap with ds_config.json."""
+
+import pytest
+
+from megaclip.arguments import parse_arguments
+from megaclip.errors import ConfigError
+
+NEEDED = ["--deepspeed_config", "c.json", "--model", "ViT-B-32", "--train-data", "a.tar", "b.tar"]
+
+
+def test_flags_are_typed():
+    arguments = parse_arguments([*NEEDED, "--warmup", "5", "--aug-scale", "0.5", "1", "--lock-image", "--local_rank=1"])
+    assert arguments.train_data == ["a.tar", "b.tar"] and arguments.warmup == 5
+    assert arguments.aug_scale == (0.5, 1.0) and arguments.lock_image and arguments.local_rank == 1
+    assert arguments.image_mean is None
+    assert parse_arguments([*NEEDED, "--image-mean", "0.5", "0.4", "0.3"]).image_mean == (0.5, 0.4, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        (["--warmpu", "5"], "unknown argument '--warmpu'; did you mean '--warmup'?"),
+        (["--batch-size", "64"], "--batch-size is set in ds_config.json: train_micro_batch_size_per_gpu"),
+        (["--lr=1"], "--lr is set in ds_config.json"),
+        (["--warmup", "many"], "--warmup: "),
+        (["--warmup", "-1"], "greater than or equal to 0"),
+        (["--epochs", "1", "--train-steps", "2"], "not both"),
+        (["--lr-scheduler", "const-cooldown"], "go together"),
+        (["--lr-scheduler", "linear"], "'cosine', 'const' or 'const-cooldown'"),
+        (["--train-data-weights", "1"], "one weight for each"),
+        (["--aug-scale", "1"], "expected 2 arguments"),
+        (["--lock-text-unlocked-layers", "1"], "needs --lock-text"),
+        (["--eval-every-steps", "1"], "needs --val-data or --zeroshot-data"),
+    ],
+)
+def test_a_mistake_is_one_readable_line(extra, expected):
+    with pytest.raises(ConfigError) as error:
+        parse_arguments([*NEEDED, *extra])
+    assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_missing_flag_is_named():
+    with pytest.raises(ConfigError, match="--train-data is needed"):
+        parse_arguments(NEEDED[:4])

@@ -1,0 +1,120 @@
+"""ds_config.json: every unknown, misplaced, inert or contradictory key is one readable error."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megaclip.config import load_training_config
+from megaclip.errors import ConfigError
+
+VALID = {
+    "train_batch_size": 24,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.98], "weight_decay": 0.1}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "megaclip": {"exchange": "ring"},
+}
+
+
+def write(folder: Path, **changes) -> Path:
+    config = {key: value for key, value in {**VALID, **changes}.items() if value is not ...}
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
+    path = write(tmp_path)
+    config = load_training_config(path)
+    assert config.megaclip.exchange == "ring" and config.megaclip.reduction == "auto"
+    assert config.zero_stage == 3 and not config.bf16 and not config.activation_checkpointing
+    assert config.deepspeed == json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"megaclipp": {}}, "unknown key 'megaclipp'; did you mean 'megaclip'?"),
+        ({"megaclip": {"exchnage": "ring"}}, "unknown key megaclip.exchnage; did you mean 'exchange'?"),
+        ({"megaclip": {"exchange": "rign"}}, "megaclip.exchange: Input should be 'auto', 'ring' or 'all_gather'"),
+        ({"megaclip": {"tile_budget_mib": 0}}, "megaclip.tile_budget_mib"),
+        ({"megaclip": {"gradient_clipping": 1.0}}, "megaclip.gradient_clipping is misplaced"),
+        ({"megaclip": []}, "megaclip must be a JSON object"),
+        ({"exchange": "ring"}, "'exchange' is misplaced: it belongs in the section 'megaclip'"),
+        ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'?"),
+        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "did you mean 'overlap_comm'?"),
+        ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage"),
+        (
+            {"zero_optimization": {"stage": 1, "stage3_max_live_parameters": 1}},
+            "has no effect at stage 1; it needs stage 3",
+        ),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "needs stage 1, 2 or 3"),
+        ({"scheduler": {"type": "WarmupLR"}}, "--lr-scheduler"),
+        ({"fp16": {"enabled": True}}, "use bf16"),
+        ({"prescale_gradients": True}, "'prescale_gradients' cannot be used"),
+        ({"gradient_clipping": ...}, "DeepSpeed would clip at 1.0"),
+        ({"optimizer": ...}, "an optimizer is needed"),
+        ({"optimizer": {"type": "AdmW", "params": {"lr": 1}}}, "did you mean 'AdamW'?"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr must be a positive number"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1, "beta": 1}}}, "did you mean 'betas'?"),
+        ({"activation_checkpointing": {"partition_activations": True}}, "it needs tensor parallelism"),
+        ({"activation_checkpointing": {"cpu_checkpoint": True}}, "did you mean 'cpu_checkpointing'?"),
+        ({"train_batch_size": "auto"}, "train_batch_size must be a positive whole number"),
+        (
+            {"megaclip": {"coalesce_gradient_reduction": True}, "zero_optimization": {"stage": 0}},
+            "coalesce_gradient_reduction needs",
+        ),
+    ],
+)
+def test_a_mistake_names_the_key_and_the_cure(tmp_path, changes, expected):
+    with pytest.raises(ConfigError) as error:
+        load_training_config(write(tmp_path, **changes))
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_section_that_is_switched_off_is_accepted(tmp_path):
+    load_training_config(write(tmp_path, fp16={"enabled": False}, prescale_gradients=False))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": 1, "a": 2}', "\ufeff{}"])
+def test_what_is_not_one_json_object_is_refused(tmp_path, text):
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"ds_config\.json"):
+        load_training_config(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the DeepSpeed config"):
+        load_training_config(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "accumulation", "expected"),
+    [
+        (24, 4, ..., (24, 4, 3)),
+        (24, ..., 3, (24, 4, 3)),
+        (..., 4, 3, (24, 4, 3)),
+        (24, 4, 3, (24, 4, 3)),
+        (8, ..., ..., (8, 4, 1)),
+    ],
+)
+def test_the_batch_triple_is_completed(tmp_path, total, micro, accumulation, expected):
+    path = write(
+        tmp_path,
+        train_batch_size=total,
+        train_micro_batch_size_per_gpu=micro,
+        gradient_accumulation_steps=accumulation,
+    )
+    plan = load_training_config(path).batch_plan(world_size=2)
+    assert (plan.global_batch, plan.micro_batch, plan.accumulation) == expected
+
+
+@pytest.mark.parametrize("world_size", [4, 5, 48])
+def test_a_world_size_that_does_not_divide_the_batch_is_refused(tmp_path, world_size):
+    config = load_training_config(write(tmp_path, train_batch_size=24, train_micro_batch_size_per_gpu=4))
+    with pytest.raises(ConfigError, match=f"{world_size} ranks"):
+        config.batch_plan(world_size)
