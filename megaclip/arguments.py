@@ -1,7 +1,7 @@
 """The command line of launch/train.py: data, model, schedule, evaluation and paths.
 
-Flags carry open_clip's names where open_clip has the flag. What DeepSpeed owns (batch sizes, precision, optimizer, ZeRO) is
-set in ds_config.json alone; open_clip's flags for those are refused with the place to set them.
+Flags carry open_clip's names where open_clip has the flag. What DeepSpeed owns (batch sizes, precision, optimizer, ZeRO)
+is set in ds_config.json alone; open_clip's flags for those are refused with the place to set them.
 """
 
 import argparse
@@ -21,7 +21,9 @@ class TrainArguments(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    deepspeed_config: str = Field(description="ds_config.json: batch, precision, optimizer, ZeRO, and section 'megaclip'")
+    deepspeed_config: str = Field(
+        description="ds_config.json: batch, precision, optimizer, ZeRO, and section 'megaclip'"
+    )
     model: str = Field(description="preset name (ViT-B-32, ...) or the path of a model JSON in open_clip's schema")
     train_data: list[str] = Field(
         min_length=1,
@@ -39,7 +41,8 @@ class TrainArguments(BaseModel):
     tokenizer: str = Field(default="clip", description="'clip', or the path of a sentencepiece model")
     workers: NotNegative = Field(default=4, description="data worker processes per rank")
     shard_order: Literal["shuffled", "sequential"] = Field(
-        default="shuffled", description="'sequential' visits shards in the order given (curricula), shuffled within each"
+        default="shuffled",
+        description="'sequential' visits shards in the order given (curricula), shuffled within each",
     )
     max_bad_fraction: float = Field(
         default=0.01, ge=0, le=1, description="stop when more than this fraction of the samples cannot be read"
@@ -55,7 +58,9 @@ class TrainArguments(BaseModel):
     lock_image_unlocked_groups: NotNegative = Field(default=0, description="leave the last n layer groups unfrozen")
     lock_text: bool = Field(default=False, description="freeze the text tower")
     lock_text_unlocked_layers: NotNegative = Field(default=0, description="leave the last n layers unfrozen")
-    force_patch_dropout: float | None = Field(default=None, ge=0, lt=1, description="override the model's patch dropout")
+    force_patch_dropout: float | None = Field(
+        default=None, ge=0, lt=1, description="override the model's patch dropout"
+    )
     logit_scale_max: float = Field(default=100.0, gt=0, description="upper bound of exp(logit_scale)")
 
     epochs: Positive | None = Field(default=None, description="passes over the training data (default 32)")
@@ -69,10 +74,16 @@ class TrainArguments(BaseModel):
     seed: NotNegative = Field(default=0, description="seed of the data order, augmentation, initialisation and dropout")
 
     logs: str = Field(default="runs", description="folder that holds the runs")
-    name: str | None = Field(default=None, description="name of the run, its folder below --logs (default: model and time)")
-    resume: str | None = Field(default=None, description="'auto' for the run's latest checkpoint, or a checkpoint folder")
+    name: str | None = Field(
+        default=None, description="name of the run, its folder below --logs (default: model and time)"
+    )
+    resume: str | None = Field(
+        default=None, description="'auto' for the run's latest checkpoint, or a checkpoint folder"
+    )
     save_frequency: NotNegative = Field(default=1, description="save every n epochs (0: only at the end)")
-    save_every_steps: Positive | None = Field(default=None, description="save every n steps, instead of --save-frequency")
+    save_every_steps: Positive | None = Field(
+        default=None, description="save every n steps, instead of --save-frequency"
+    )
     keep_last: Positive = Field(default=3, description="checkpoints to keep")
     val_frequency: NotNegative = Field(default=1, description="evaluate every n epochs (0: only at the end)")
     eval_every_steps: Positive | None = Field(default=None, description="evaluate every n steps, instead")

@@ -147,20 +147,18 @@ class TrainingConfig:
 
         Raises ConfigError when the three numbers and the world size do not fit together.
         """
-        total = self.deepspeed.get("train_batch_size")
-        micro = self.deepspeed.get("train_micro_batch_size_per_gpu")
-        accumulation = self.deepspeed.get("gradient_accumulation_steps")
-        if total is None and micro is None:
-            raise ConfigError(f"{self.path}: set train_batch_size, train_micro_batch_size_per_gpu, or both")
-        if total is None:
-            accumulation = accumulation or 1
-            total = micro * accumulation * world_size
-        elif micro is None:
+        total: int | None = self.deepspeed.get("train_batch_size")
+        micro: int | None = self.deepspeed.get("train_micro_batch_size_per_gpu")
+        accumulation: int | None = self.deepspeed.get("gradient_accumulation_steps")
+        if micro is None:
+            if total is None:
+                raise ConfigError(f"{self.path}: set train_batch_size, train_micro_batch_size_per_gpu, or both")
             accumulation = accumulation or 1
             micro = total // (accumulation * world_size)
         elif accumulation is None:
-            accumulation = total // (micro * world_size)
-        if micro * accumulation * world_size != total or min(micro, accumulation) < 1:
+            accumulation = total // (micro * world_size) if total else 1
+        total = total or micro * accumulation * world_size
+        if micro * accumulation * world_size != total:
             raise ConfigError(
                 f"{self.path}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro or '?'} x "
                 f"gradient_accumulation_steps {accumulation or '?'} x {world_size} ranks; change one of them or the "
