@@ -1,0 +1,47 @@
+"""How evaluation asks a model for features: a callable that every rank calls the same number of times.
+
+Under ZeRO-3 a forward pass is a collective operation (parameters are gathered), so no rank may skip or add one.
+Everything in this room keeps that promise: it pads the work instead of the calls.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn.functional import normalize
+
+
+class Encode(Protocol):
+    """Images (b, 3, H, W) float32 and/or tokens (b, L) int64, on any device -> unit features (b, D), or None, each."""
+
+    def __call__(
+        self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]: ...
+
+
+class ModelEncoder:
+    """An `Encode` over a `ClipModel` or the DeepSpeed engine around one; moves inputs to the device, features come
+    in float32.
+
+    image_dtype: what the image tower takes (the engine's precision). The model is called without gradients; its
+    training or evaluation mode is the caller's affair.
+    """
+
+    def __init__(self, model: nn.Module, *, device: torch.device, image_dtype: torch.dtype = torch.float32) -> None:
+        self._model, self._device, self._image_dtype = model, device, image_dtype
+
+    @torch.no_grad()
+    def __call__(
+        self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if images is not None:
+            images = images.to(self._device, self._image_dtype, non_blocking=True)
+        if tokens is not None:
+            tokens = tokens.to(self._device, non_blocking=True)
+        image_features, text_features, _ = self._model(images, tokens)
+        return _unit(image_features), _unit(text_features)
+
+
+def _unit(features: torch.Tensor | None) -> torch.Tensor | None:
+    """Unit length again in float32: a bfloat16 forward pass leaves lengths a little off, which would move ranks."""
+    return None if features is None else normalize(features.float(), dim=-1)
