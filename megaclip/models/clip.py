@@ -1,0 +1,110 @@
+"""The dual encoder: an image tower, a text tower and the logarithm of the logit scale.
+
+`build_model(config)` is the way to make one. Everything that training does with the parameters goes through
+`ClipModel.forward`, because under ZeRO-3 a parameter has its value only inside its own module's forward.
+
+Shapes: b batch, L text length, D embedding.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megaclip.errors import ConfigError
+from megaclip.models.blocks import CheckpointFunction, Part
+from megaclip.models.config import ModelConfig
+from megaclip.models.initialise import initialise
+from megaclip.models.text import TextTower
+from megaclip.models.vision import VisionTower
+
+
+class ClipModel(nn.Module):
+    """Images and captions to unit-length embeddings. Parameters hold no useful values until `initialise` or loading."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.visual = VisionTower(config.vision_cfg, config.embed_dim, config.quick_gelu)
+        self.text = TextTower(config.text_cfg, config.embed_dim, config.quick_gelu)
+        # Shape (1,): DeepSpeed cannot initialise with 0-d parameters.
+        self.logit_scale = nn.Parameter(torch.empty(1))
+
+    def forward(
+        self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+        """Encode what is given.
+
+        Args:
+            images: (b, 3, image_size, image_size), normalised pixels, or None.
+            tokens: (b, context_length) int64, or None.
+
+        Returns:
+            image features (b, D) of unit length or None, text features (b, D) of unit length or None (both in the
+            parameters' dtype, normalised in float32), and the natural logarithm of the logit scale, (1,) float32.
+        """
+        image_features = None if images is None else _unit_length(self.visual(images))
+        text_features = None if tokens is None else _unit_length(self.text(tokens))
+        # A copy: a parameter itself, returned under ZeRO-3, would be partitioned again before the caller reads it.
+        return image_features, text_features, self.logit_scale.to(torch.float32, copy=True)
+
+    def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
+        """Run every block as `checkpoint_fn(block, x)` while gradients are on; None turns it off.
+
+        With locked lower layers the function must be a non-reentrant one: a reentrant checkpoint gives no gradient to
+        the parameters of a block whose input needs none.
+        """
+        self.visual.transformer.checkpoint_fn = checkpoint_fn
+        self.text.transformer.checkpoint_fn = checkpoint_fn
+
+    def lock_image_tower(self, unlocked_groups: int = 0) -> None:
+        """Freeze the image tower but its last groups: projection; last block and norm; each earlier block; stem."""
+        _lock(self.visual, self.visual.trainable_groups(), unlocked_groups)
+
+    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
+        """Freeze the text tower but its last groups: projection; last block and norm; each earlier block; stem."""
+        _lock(self.text, self.text.trainable_groups(), unlocked_layers)
+
+    def no_weight_decay_names(self) -> set[str]:
+        """Names of the parameters that open_clip trains without weight decay: vectors, norms, biases, logit scale."""
+        return {
+            name
+            for name, parameter in self.named_parameters()
+            # ds_shape: the shape of a parameter that ZeRO-3 has partitioned.
+            if len(getattr(parameter, "ds_shape", parameter.shape)) < 2
+            or any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
+        }
+
+
+def build_model(config: ModelConfig, *, patch_dropout: float | None = None) -> ClipModel:
+    """A model with open_clip's initial values, drawn from torch's global seed.
+
+    The same `torch.manual_seed` gives the same values whether or not this runs under `deepspeed.zero.Init` (then every
+    rank must call it, with the same seed). Under `torch.device("meta")` the parameters stay without values.
+
+    Args:
+        config: what to build.
+        patch_dropout: replaces `config.vision_cfg.patch_dropout`.
+
+    Raises:
+        ConfigError: patch_dropout is outside [0, 1).
+    """
+    if patch_dropout is not None:
+        config = config.replace(vision_cfg={"patch_dropout": patch_dropout})
+    # Drawn before construction, which uses the generator differently under deepspeed.zero.Init.
+    seed = int(torch.randint(2**62, (1,), device="cpu"))
+    model = ClipModel(config)
+    initialise(model, config, seed)
+    return model
+
+
+def _unit_length(features: torch.Tensor) -> torch.Tensor:
+    return F.normalize(features.float(), dim=-1).to(features.dtype)
+
+
+def _lock(tower: nn.Module, groups: list[list[Part]], unlocked_groups: int) -> None:
+    if unlocked_groups < 0:
+        raise ConfigError(f"the number of unlocked groups must be 0 or more, got {unlocked_groups}.")
+    tower.requires_grad_(False)
+    for group in groups[len(groups) - min(unlocked_groups, len(groups)) :]:
+        for part in group:
+            part.requires_grad_(True)

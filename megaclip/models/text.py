@@ -1,0 +1,56 @@
+"""The text tower: token and position embeddings, pre-norm causal blocks, one embedding per caption.
+
+Parameter names and semantics are open_clip's `TextTransformer`. The parameters that no submodule owns (positions,
+final projection) are used only in this module's own forward, which is where ZeRO-3 has them.
+
+Shapes: b batch, L tokens, C width, D embedding.
+"""
+
+import torch
+from torch import nn
+
+from megaclip.models.blocks import Part, Transformer
+from megaclip.models.config import TextConfig
+
+
+class TextTower(nn.Module):
+    """Tokens to embeddings; not yet unit length."""
+
+    def __init__(self, config: TextConfig, embed_dim: int, quick_gelu: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.width)
+        self.positional_embedding = nn.Parameter(torch.empty(config.context_length, config.width))
+        self.transformer = Transformer(
+            width=config.width,
+            layers=config.layers,
+            heads=config.heads,
+            mlp_ratio=config.mlp_ratio,
+            ls_init_value=config.ls_init_value,
+            quick_gelu=quick_gelu,
+            causal=not config.no_causal_mask,
+        )
+        self.ln_final = nn.LayerNorm(config.width)
+        self.text_projection = nn.Parameter(torch.empty(config.width, embed_dim))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens (b, context_length) int64 -> (b, D) in the parameters' dtype."""
+        x_bLC = self.token_embedding(tokens) + self.positional_embedding
+        x_bLC = self.ln_final(self.transformer(x_bLC))
+        rows = torch.arange(len(tokens), device=tokens.device)
+        return x_bLC[rows, self._pooled_position(tokens)] @ self.text_projection
+
+    def _pooled_position(self, tokens: torch.Tensor) -> torch.Tensor | int:
+        """The position whose feature stands for the caption: (b,) int64, or one for all."""
+        pool_type = self.config.pool_type
+        if pool_type == "argmax":
+            return tokens.argmax(dim=1)
+        if pool_type == "eos":
+            return (tokens == self.config.eos_id).int().argmax(dim=1)
+        return 0 if pool_type == "first" else -1
+
+    def trainable_groups(self) -> list[list[Part]]:
+        """Parts of the tower from input to output, in the groups that open_clip locks and unlocks."""
+        blocks: list[list[Part]] = [[block] for block in self.transformer.resblocks]
+        stem: list[Part] = [self.token_embedding, self.positional_embedding]
+        return [stem, *blocks[:-1], [*blocks[-1], self.ln_final], [self.text_projection]]
