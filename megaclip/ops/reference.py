@@ -1,8 +1,8 @@
 """The oracle: whole-matrix float64 losses and gradients that every other implementation is tested against.
 
-Nothing here is fast or small: each function forms the whole matrix of logits, in float64, in the plainest way that can be
-written. Losses take their gradients from autograd; the tile functions follow their defining sums term by term. Tests and
-benchmarks read it; the training path never does.
+Nothing here is fast or small: each function forms the whole matrix of logits, in float64, in the plainest way that can
+be written. Losses take their gradients from autograd; the tile functions follow their defining sums term by term. Tests
+and benchmarks read it; the training path never does.
 
 Shapes: B contrastive batch, D embedding, m and n the rows and columns of a tile.
 """
@@ -47,7 +47,8 @@ class TileSigmoid(NamedTuple):
 def info_nce(image_features: Tensor, text_features: Tensor, logit_scale: float | Tensor) -> LossAndGrads:
     """InfoNCE over the whole batch: the mean of the two cross-entropies over rows and over columns (CLIP, figure 3).
 
-    image_features, text_features: (B, D), any floating dtype. logit_scale: the multiplier alpha itself, not its logarithm.
+    image_features, text_features: (B, D), any floating dtype. logit_scale: the multiplier alpha itself, not its
+    logarithm.
     """
     x_BD = image_features.detach().double().requires_grad_()
     y_BD = text_features.detach().double().requires_grad_()
@@ -62,7 +63,8 @@ def info_nce(image_features: Tensor, text_features: Tensor, logit_scale: float |
 def tile_stats(
     x: Tensor, y: Tensor, row_scale: Scalars, col_scale: Scalars, *, diagonal: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`row_lse_i = log sum_j exp(row_scale_i * s_ij)` (m,) and `col_lse_j = log sum_i exp(col_scale_j * s_ij)` (n,), float64.
+    """`row_lse_i = log sum_j exp(row_scale_i * s_ij)` (m,) and `col_lse_j = log sum_i exp(col_scale_j * s_ij)` (n,),
+    float64.
 
     x (m, D), y (n, D); entries with `i + diagonal == j` are left out; an empty sum gives -inf.
     """
@@ -87,7 +89,8 @@ def tile_grads(
     """The gradient tile, float64, with entries `i + diagonal == j` left out.
 
     `P_ij = row_weight_i*exp(row_scale_i*s_ij - row_shift_i) + col_weight_j*exp(col_scale_j*s_ij - col_shift_j)`;
-    `dx = P y`, `dy = P^T x`, `row_dot_i = sum_j (row part of P_ij)*s_ij`, `col_dot_j = sum_i (column part of P_ij)*s_ij`.
+    `dx = P y`, `dy = P^T x`, `row_dot_i = sum_j (row part of P_ij)*s_ij`, `col_dot_j = sum_i (column part of
+    P_ij)*s_ij`.
     """
     s_mn, kept_mn = _similarities(x, y, diagonal)
     row_mn = _column(row_weight, s_mn) * torch.exp(_column(row_scale, s_mn) * s_mn - _column(row_shift, s_mn))
@@ -100,10 +103,12 @@ def tile_grads(
 def tile_sigmoid(
     x: Tensor, y: Tensor, scale: float | Tensor, bias: float | Tensor, *, diagonal: int | None = None
 ) -> TileSigmoid:
-    """The sigmoid loss's negatives in one tile, float64, with entries `i + diagonal == j` left out (SigLIP, equation 1).
+    """The sigmoid loss's negatives in one tile, float64, with entries `i + diagonal == j` left out (SigLIP, equation
+    1).
 
-    With `z_ij = scale*s_ij + bias` and `P_ij = sigmoid(z_ij)`: `row_loss_i = sum_j softplus(z_ij)`, `dx = P y`, `dy = P^T x`,
-    `row_dot_i = sum_j P_ij*s_ij` and `row_sum_i = sum_j P_ij`. The caller multiplies by alpha/B, alpha/B, 1/B and 1/B.
+    With `z_ij = scale*s_ij + bias` and `P_ij = sigmoid(z_ij)`: `row_loss_i = sum_j softplus(z_ij)`, `dx = P y`, `dy =
+    P^T x`, `row_dot_i = sum_j P_ij*s_ij` and `row_sum_i = sum_j P_ij`. The caller multiplies by alpha/B, alpha/B, 1/B
+    and 1/B.
     """
     s_mn, kept_mn = _similarities(x, y, diagonal)
     z_mn = torch.as_tensor(scale).double().to(s_mn.device) * s_mn + torch.as_tensor(bias).double().to(s_mn.device)

@@ -1,0 +1,175 @@
+"""Tiles of the similarity matrix: what every contrastive loss here is built from (one device, no ranks, no autograd).
+
+`tile_stats` gives both directions' log-sum-exp from one product, `tile_grads` both sides' gradients from one
+recomputation. Positives never enter a tile: their terms are done outside, per row, because `1 - p_ii` is lost when
+`p_ii` is rounded. This module checks arguments, expands numbers to vectors, picks an implementation and calls it:
+
+    tiles_torch    plain PyTorch, any device and dtype
+    tiles_triton   kernels for CUDA (and Triton's interpreter); same functions, same arguments
+
+Shapes: m rows, n columns, D embedding. `s_ij = <x_i, y_j>`.
+"""
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megaclip.logging import get_logger
+
+Scalars = float | Tensor  # a number, a 0-d or one-element tensor, or one value per row or per column
+
+IMPLEMENTATIONS = ("auto", "torch", "triton")
+PRECISIONS = ("auto", "float32", "tf32", "bf16")
+FEATURE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+_logger = get_logger(__name__)
+_announced: set[str] = set()
+
+
+def tile_stats(
+    x: Tensor,
+    y: Tensor,
+    row_scale: Scalars,
+    col_scale: Scalars,
+    *,
+    diagonal: int | None = None,
+    precision: str = "auto",
+    implementation: str = "auto",
+    tile_budget_mib: float = 128,
+) -> tuple[Tensor, Tensor]:
+    """`row_lse_i = log sum_j exp(row_scale_i*s_ij)` (m,) and `col_lse_j = log sum_i exp(col_scale_j*s_ij)` (n,).
+
+    x (m, D), y (n, D): one dtype of bfloat16, float16, float32, float64, one device. Results are float32, float64 for
+    float64 features. An empty sum gives -inf.
+
+    diagonal: the column, in this block, of local row 0's positive; entries with `i + diagonal == j` are left out. It
+    may be
+        negative or beyond the last column. None leaves nothing out.
+    precision: how features are multiplied. "auto": as they are (float32 without TF32); "float32", "tf32", "bf16":
+    rounded
+        to that first. Sums are float32 in every case. float64 features allow "auto" only.
+    implementation: "auto" (triton for CUDA tensors when it can be imported, else torch), "torch" or "triton".
+    tile_budget_mib: MiB that the buffers of one tile of logits may take together.
+
+    Raises ValueError for arguments that do not fit together.
+    """
+    dtype = _check_features(x, y, precision, tile_budget_mib)
+    run = _implementation(implementation, x)
+    row_scale = _vector(row_scale, "row_scale", x, dtype)
+    col_scale = _vector(col_scale, "col_scale", y, dtype)
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        return run.tile_stats(
+            x, y, row_scale, col_scale, diagonal=diagonal, precision=precision, tile_budget_mib=tile_budget_mib
+        )
+
+
+def tile_grads(
+    x: Tensor,
+    y: Tensor,
+    row_scale: Scalars,
+    row_shift: Scalars,
+    row_weight: Scalars,
+    col_scale: Scalars,
+    col_shift: Scalars,
+    col_weight: Scalars,
+    *,
+    diagonal: int | None = None,
+    need_dx: bool = True,
+    need_dy: bool = True,
+    precision: str = "auto",
+    implementation: str = "auto",
+    tile_budget_mib: float = 128,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """dx (m, D), dy (n, D), row_dot (m,), col_dot (n,) of one block, in float32 (float64 for float64 features).
+
+    `P_ij = row_weight_i*exp(row_scale_i*s_ij - row_shift_i) + col_weight_j*exp(col_scale_j*s_ij - col_shift_j)`;
+    `dx = P y`, `dy = P^T x`, `row_dot_i = sum_j (row part of P_ij)*s_ij`, `col_dot_j = sum_i (column part of
+    P_ij)*s_ij`.
+
+    Row values are numbers or (m,), column values numbers or (n,). need_dx, need_dy: a side that is not needed costs no
+    product and is returned as None. To leave a direction out set its scale, shift and weight to 0. Everything else as
+    in `tile_stats`.
+    """
+    dtype = _check_features(x, y, precision, tile_budget_mib)
+    run = _implementation(implementation, x)
+    rows = [_vector(value, name, x, dtype) for name, value in _named("row", row_scale, row_shift, row_weight)]
+    cols = [_vector(value, name, y, dtype) for name, value in _named("col", col_scale, col_shift, col_weight)]
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        return run.tile_grads(
+            x,
+            y,
+            *rows,
+            *cols,
+            diagonal=diagonal,
+            need_dx=need_dx,
+            need_dy=need_dy,
+            precision=precision,
+            tile_budget_mib=tile_budget_mib,
+        )
+
+
+def accumulation_dtype(features: Tensor) -> torch.dtype:
+    """The dtype of sums over these features: float64 for float64, float32 for every other."""
+    return torch.float64 if features.dtype == torch.float64 else torch.float32
+
+
+def _named(side: str, scale: Scalars, shift: Scalars, weight: Scalars) -> list[tuple[str, Scalars]]:
+    return [(f"{side}_scale", scale), (f"{side}_shift", shift), (f"{side}_weight", weight)]
+
+
+def _check_features(x: Tensor, y: Tensor, precision: str, tile_budget_mib: float) -> torch.dtype:
+    """Raise ValueError unless x and y can be multiplied as asked; return the dtype of the results."""
+    if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[1]:
+        raise ValueError(f"expected x (m, D) and y (n, D) with one D, got {tuple(x.shape)} and {tuple(y.shape)}")
+    if x.dtype != y.dtype or x.device != y.device:
+        raise ValueError(
+            f"expected x and y of one dtype on one device, got {x.dtype} on {x.device} and {y.dtype} on {y.device}"
+        )
+    if x.dtype not in FEATURE_DTYPES:
+        raise ValueError(f"expected bfloat16, float16, float32 or float64 features, got {x.dtype}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"expected precision to be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if x.dtype == torch.float64 and precision != "auto":
+        raise ValueError(f"float64 features are multiplied in float64: precision must be 'auto', got {precision!r}")
+    if tile_budget_mib <= 0:
+        raise ValueError(f"expected a positive tile_budget_mib, got {tile_budget_mib}")
+    return accumulation_dtype(x)
+
+
+def _vector(value: Scalars, name: str, features: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` as a contiguous vector, one element per row of `features`, in `dtype` on the same device."""
+    count = len(features)
+    vector = torch.as_tensor(value, dtype=dtype, device=features.device).detach()
+    if vector.numel() == 1:
+        return vector.reshape(1).expand(count).contiguous()
+    if vector.shape != (count,):
+        raise ValueError(f"expected {name} to be a number or of shape ({count},), got shape {tuple(vector.shape)}")
+    return vector.contiguous()
+
+
+def _implementation(name: str, x: Tensor) -> ModuleType:
+    """The module that runs `name` for tensors like x; says once in the log which one that is, and why."""
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"expected implementation to be one of {', '.join(IMPLEMENTATIONS)}, got {name!r}")
+    if name == "auto":
+        name, reason = _automatic(x)
+    else:
+        reason = "as asked"
+    if name not in _announced:
+        _announced.add(name)
+        _logger.info("logit tiles run in %s (%s)", name, reason)
+    return importlib.import_module(f"megaclip.ops.tiles_{name}")
+
+
+def _automatic(x: Tensor) -> tuple[str, str]:
+    if not x.is_cuda:
+        return "torch", f"features on {x.device.type}"
+    if x.dtype == torch.float64:
+        return "torch", "float64 features"
+    try:
+        importlib.import_module("megaclip.ops.tiles_triton")
+    except ImportError as error:
+        return "torch", f"the Triton kernels cannot be imported: {error}"
+    return "triton", f"{x.dtype} features on CUDA"
