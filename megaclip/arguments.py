@@ -1,6 +1,6 @@
 """The command line of launch/train.py: data, model, schedule, evaluation and paths.
 
-Flags carry open_clip's names where open_clip has the flag. What DeepSpeed owns (batch sizes, precision, optimizer, ZeRO)
+Flags carry open_clip's names where open_clip has the flag. What DeepSpeed owns (batches, precision, optimizer, ZeRO)
 is set in ds_config.json alone; open_clip's flags for those are refused with the place to set them.
 """
 

@@ -1,0 +1,41 @@
+# make demo | test | check | test-long | test-gpu | clean: each does its own set-up.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+# DeepSpeed compiles its CPU ops at first use: one cache per environment, and its ninja on PATH.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: demo test test-long test-gpu check clean
+
+demo: $(VENV)/.ops
+	DS_ACCELERATOR=cpu $(BIN)/python tools/demo.py
+
+test: $(VENV)/.ops
+	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long"
+
+test-long: $(VENV)/.ops
+	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long"
+
+# On a machine with a GPU, in the environment that holds its CUDA torch (no set-up of ours).
+test-gpu:
+	$(PYTHON) -m pytest -m gpu tests/gpu
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit/test_import_rules.py
+
+clean:
+	rm -rf $(VENV) runs data build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[open_clip,demo,dev]'
+	touch $@
+
+$(VENV)/.ops: $(VENV)/.installed tools/build_ops.py
+	DS_ACCELERATOR=cpu $(BIN)/python tools/build_ops.py
+	touch $@

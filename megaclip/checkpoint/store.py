@@ -1,0 +1,150 @@
+"""Training checkpoints: written so that a killed run never loses the last good one, and found again.
+
+    RUN/checkpoints/
+        latest              name of the newest complete checkpoint, replaced atomically after every rank has written
+        step_00000100/      DeepSpeed's files of all ranks, and state.json (written last of all)
+        model/              open_clip_config.json and the tokenizer: the export but for the weights
+
+DeepSpeed itself writes `latest` before the other ranks have finished, so it is told not to.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from megaclip.comm.collectives import raise_together
+from megaclip.errors import CheckpointError
+
+LATEST = "latest"
+STATE = "state.json"
+MODEL_CARD = "model"
+_TAG = re.compile(r"step_\d{8,}")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by a file that holds `text`; whoever reads it sees the old text or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+
+
+def save(engine: DeepSpeedEngine, folder: Path, step: int, state: dict[str, Any], keep_last: int) -> str:
+    """Write a checkpoint from all ranks, move `latest` onto it, delete all but the newest `keep_last`.
+
+    Args:
+        engine: whose parameters and optimizer state are written.
+        folder: RUN/checkpoints; exists.
+        step: optimizer steps taken.
+        state: JSON-able; what `load` gives back.
+        keep_last: at least 1.
+
+    Returns:
+        the checkpoint's tag.
+
+    Raises:
+        CheckpointError: on every rank, when the first rank cannot write.
+    """
+    tag = f"step_{step:08d}"
+    first = dist.get_rank() == 0
+    _on_first_rank(lambda: shutil.rmtree(folder / tag, ignore_errors=True), first)
+    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)  # ends with a barrier
+
+    def finish() -> None:
+        write_atomically(folder / tag / STATE, json.dumps(state, indent=1))
+        write_atomically(folder / LATEST, tag)
+        for old in sorted(path for path in folder.iterdir() if _TAG.fullmatch(path.name))[:-keep_last]:
+            if old.name != tag:
+                shutil.rmtree(old, ignore_errors=True)
+
+    _on_first_rank(finish, first)
+    return tag
+
+
+def _on_first_rank(action: Any, first: bool) -> None:
+    error: Exception | None = None
+    if first:
+        try:
+            action()
+        except OSError as problem:
+            error = CheckpointError(
+                f"cannot write the checkpoint: {problem}; free space or fix permissions, then --resume"
+            )
+    raise_together(error)
+
+
+def find_latest(folder: Path) -> str | None:
+    """Tag of the newest complete checkpoint below `folder`, or None when there is none.
+
+    Raises:
+        CheckpointError: `latest` names a checkpoint that is not there or not complete.
+    """
+    latest = folder / LATEST
+    if not latest.is_file():
+        return None
+    tag = latest.read_text(encoding="utf-8").strip()
+    require_complete(folder, tag)
+    return tag
+
+
+def locate(path: Path) -> tuple[Path, str]:
+    """The checkpoints folder and tag that `--resume PATH` means: a step's folder, a checkpoints folder, or a run's.
+
+    Raises:
+        CheckpointError: none of the three.
+    """
+    if _TAG.fullmatch(path.name) and path.is_dir():
+        require_complete(path.parent, path.name)
+        return path.parent, path.name
+    for folder in (path, path / "checkpoints"):
+        tag = find_latest(folder)
+        if tag is not None:
+            return folder, tag
+    raise CheckpointError(
+        f"no checkpoint at {str(path)!r}: expected a step_N folder, or a folder with a file '{LATEST}'"
+    )
+
+
+def require_complete(folder: Path, tag: str) -> None:
+    """Raise CheckpointError unless checkpoint `tag` was written to the end."""
+    if not _TAG.fullmatch(tag) or not (folder / tag / STATE).is_file():
+        raise CheckpointError(
+            f"checkpoint {str(folder / tag)!r} is missing or was not written to the end; point --resume at another one"
+        )
+
+
+def read_state(folder: Path, tag: str) -> dict[str, Any]:
+    """What `save` was given as `state`. Raises CheckpointError when it cannot be read."""
+    path = folder / tag / STATE
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {str(path)!r}: {error}") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{str(path)!r} does not hold a JSON object")
+    return state
+
+
+def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
+    """Load parameters and optimizer state into `engine` on every rank.
+
+    Raises:
+        CheckpointError: on every rank, when any of them cannot read its part.
+    """
+    error: Exception | None = None
+    try:
+        loaded, _ = engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+        if loaded is None:
+            error = CheckpointError(f"checkpoint {str(folder / tag)!r} lacks DeepSpeed's files")
+    except Exception as problem:  # whatever DeepSpeed or torch.load makes of a damaged file
+        first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+        error = CheckpointError(f"cannot load checkpoint {str(folder / tag)!r}: {first_line}")
+    raise_together(error)

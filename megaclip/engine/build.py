@@ -1,0 +1,73 @@
+"""From a checked configuration to a DeepSpeed engine around the model, ready to train."""
+
+import logging as standard_logging
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from pydantic import ValidationError
+
+from megaclip.arguments import TrainArguments
+from megaclip.config import TrainingConfig
+from megaclip.checkpoint.open_clip import load_pretrained
+from megaclip.engine.optimizers import guard_gradients, parameter_groups
+from megaclip.errors import ConfigError
+from megaclip.logging import get_logger
+from megaclip.models import ClipModel, ModelConfig, build_model
+
+logger = get_logger(__name__)
+
+
+def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config: ModelConfig) -> DeepSpeedEngine:
+    """Build the model (partitioned from the start under ZeRO-3), load pretrained weights, lock, checkpoint, wrap.
+
+    Every rank calls it with the same arguments, after the process group exists.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the configuration.
+        CheckpointError: the pretrained weights cannot be read or do not fit.
+    """
+    torch.manual_seed(arguments.seed)
+    with deepspeed.zero.Init(config_dict_or_path=config.deepspeed, enabled=config.zero_stage == 3):
+        model = build_model(model_config, patch_dropout=arguments.force_patch_dropout)
+    if arguments.pretrained:
+        logger.info("%s", load_pretrained(model, arguments.pretrained))
+    if arguments.lock_image:
+        model.lock_image_tower(arguments.lock_image_unlocked_groups)
+    if arguments.lock_text:
+        model.lock_text_tower(arguments.lock_text_unlocked_layers)
+    weight_decay = config.deepspeed["optimizer"]["params"].get("weight_decay", 0.0)
+    groups = parameter_groups(model, weight_decay)
+    try:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config.deepspeed)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ConfigError(f"{config.path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+    if config.activation_checkpointing:
+        deepspeed.checkpointing.configure(None, deepspeed_config=config.deepspeed)
+        engine.module.set_activation_checkpointing(deepspeed.checkpointing.non_reentrant_checkpoint)
+    guard_gradients(engine)
+    _describe(engine, config, model)
+    return engine
+
+
+def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel) -> None:
+    sizes = [(getattr(p, "ds_numel", p.numel()), bool(getattr(p, "ds_persist", False))) for p in model.parameters()]
+    total = sum(size for size, _ in sizes)
+    partitioned = sum(size for size, persistent in sizes if not persistent) if config.zero_stage == 3 else 0
+    logger.info(
+        "model: %.1f M parameters in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s",
+        total / 1e6,
+        str(engine.get_data_types()[0]).removeprefix("torch."),
+        config.zero_stage,
+        dist.get_world_size(),
+        100 * partitioned / total,
+        type(engine.basic_optimizer).__name__,
+        ", activation checkpointing" if config.activation_checkpointing else "",
+    )
+
+
+def quiet_deepspeed() -> None:
+    """DeepSpeed's own logger to WARNING, unless ds_config.json's "log_level" says otherwise later."""
+    standard_logging.getLogger("DeepSpeed").setLevel(standard_logging.WARNING)

@@ -1,0 +1,72 @@
+"""The float32 master of `logit_scale`: read it exactly, and keep it inside its bounds.
+
+Under bf16 the model's own copy is rounded (2.65378 becomes 2.65625), and clamping that copy never reaches the master
+that the optimizer updates. Where the master lies differs by ZeRO stage and precision; this file is the one place that
+knows.
+"""
+
+import math
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
+
+
+class LogitScale:
+    """Access to the master of `engine.module.logit_scale`. Every method is called by all ranks together."""
+
+    def __init__(self, engine: DeepSpeedEngine, maximum: float) -> None:
+        """`maximum` bounds exp(logit_scale) from above; 1 bounds it from below, as in open_clip."""
+        self._engine = engine
+        self._parameter: torch.nn.Parameter = engine.module.logit_scale
+        self._bounds = (0.0, math.log(maximum))
+
+    def read(self) -> torch.Tensor:
+        """The logarithm of the scale: (1,) float32 on the engine's device, the same on every rank."""
+        parameter = self._parameter
+        if hasattr(parameter, "ds_id"):
+            value = safe_get_local_fp32_param(parameter).detach().to(torch.float32, copy=True)
+            # Partitioned parameters start on the first rank of their group; the others hold padding.
+            group = parameter.ds_process_group
+            dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
+            return value
+        if hasattr(parameter, "_hp_mapping"):
+            return safe_get_full_fp32_param(parameter).detach()
+        return self._whole_master().detach().to(torch.float32, copy=True).reshape(1)
+
+    @torch.no_grad()
+    def clamp_(self) -> torch.Tensor:
+        """Bring master and working copy back inside the bounds, where needed; returns the value, as `read` does."""
+        value = self.read()
+        clamped = value.clamp(*self._bounds)
+        if torch.equal(value, clamped):
+            return value
+        parameter = self._parameter
+        if hasattr(parameter, "ds_id"):
+            safe_set_local_fp32_param(parameter, clamped)
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(clamped)
+        else:
+            if hasattr(parameter, "_hp_mapping"):
+                safe_set_full_fp32_param(parameter, clamped)
+            else:
+                self._whole_master().data.copy_(clamped)
+            parameter.data.copy_(clamped)
+        return clamped
+
+    def _whole_master(self) -> torch.Tensor:
+        """ZeRO-0: the parameter itself in float32; in bf16 the flat master of its group, which holds nothing else."""
+        optimizer = self._engine.optimizer
+        if not hasattr(optimizer, "fp32_groups_flat") and not hasattr(optimizer, "fp32_groups"):
+            return self._parameter
+        index = next(i for i, group in enumerate(optimizer.param_groups) if group.get("name") == "logit_scale")
+        if hasattr(optimizer, "fp32_groups_flat"):
+            return optimizer.fp32_groups_flat[index]
+        return optimizer.fp32_groups[index][0]

@@ -1,0 +1,84 @@
+"""Parameter groups, the learning rate, and the update that refuses non-finite gradients.
+
+DeepSpeed builds the optimizer from ds_config.json; this file decides which parameters it decays, gives `logit_scale` a
+group of its own (so that its float32 master is one tensor at every ZeRO stage) and takes the step.
+"""
+
+import math
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from megaclip.errors import NonFiniteError
+from megaclip.models import ClipModel
+
+
+def parameter_groups(model: ClipModel, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters as optimizer groups: decayed, not decayed, and logit_scale alone (not decayed).
+
+    Groups without parameters are left out. Names, not shapes, decide, so it works on parameters ZeRO-3 has partitioned.
+    """
+    not_decayed = model.no_weight_decay_names()
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {
+            "name": "decayed",
+            "params": [parameter for name, parameter in named if name not in not_decayed],
+            "weight_decay": weight_decay,
+        },
+        {
+            "name": "not_decayed",
+            "params": [parameter for name, parameter in named if name in not_decayed and name != "logit_scale"],
+            "weight_decay": 0.0,
+        },
+        {"name": "logit_scale", "params": [model.logit_scale], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def set_learning_rate(engine: DeepSpeedEngine, learning_rate: float) -> None:
+    """Give every parameter group this learning rate for the next update."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def guard_gradients(engine: DeepSpeedEngine) -> None:
+    """Make the optimizer refuse an update whose global gradient norm is infinite or NaN.
+
+    DeepSpeed checks this itself in bf16 (and skips the step silently), but not in float32. The hook runs on every rank
+    with the same global norm, inside `engine.step()`, before any parameter changes.
+    """
+
+    def refuse(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        norm = getattr(engine.optimizer, "_global_grad_norm", None)
+        if norm is not None:
+            _check_norm(float(norm), engine.global_steps)
+
+    engine.basic_optimizer.register_step_pre_hook(refuse)
+
+
+def update(engine: DeepSpeedEngine) -> float:
+    """Take the optimizer step at the end of an accumulation and return the gradient's global norm before clipping.
+
+    Raises:
+        NonFiniteError: on every rank, when the norm is infinite or NaN; no parameter was changed.
+    """
+    own_norm = None
+    if not hasattr(engine.optimizer, "_global_grad_norm"):  # ZeRO-0 in float32: a plain torch optimizer
+        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+        own_norm = float(torch.nn.utils.get_total_norm(gradients))
+        _check_norm(own_norm, engine.global_steps)
+    steps_before = engine.global_steps
+    engine.step()
+    if getattr(engine.optimizer, "overflow", False):
+        _check_norm(math.inf, steps_before)
+    return own_norm if own_norm is not None else float(engine.get_global_grad_norm())
+
+
+def _check_norm(norm: float, step: int) -> None:
+    if not math.isfinite(norm):
+        raise NonFiniteError(
+            f"step {step}: the gradient norm is {norm}; the update was not made. Lower the learning rate, lengthen "
+            "--warmup or set gradient_clipping, and resume from the last checkpoint"
+        )

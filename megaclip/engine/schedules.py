@@ -1,0 +1,42 @@
+"""Learning-rate schedules as plain functions of the step, with open_clip's three shapes.
+
+Nothing is remembered between steps, so a resumed run needs only its step number.
+"""
+
+import math
+from collections.abc import Callable
+
+Schedule = Callable[[int], float]
+"""step (0-based, the one about to be taken) -> factor of the peak learning rate."""
+
+
+def _warmed_up(warmup_steps: int, after: Schedule) -> Schedule:
+    return lambda step: (step + 1) / warmup_steps if step < warmup_steps else after(step)
+
+
+def constant(warmup_steps: int) -> Schedule:
+    """Linear warm-up over `warmup_steps`, then 1."""
+    return _warmed_up(warmup_steps, lambda step: 1.0)
+
+
+def cosine(warmup_steps: int, total_steps: int) -> Schedule:
+    """Linear warm-up, then half a cosine from 1 to 0 at `total_steps`."""
+    decay_steps = max(1, total_steps - warmup_steps)
+    return _warmed_up(
+        warmup_steps, lambda step: 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup_steps) / decay_steps)))
+    )
+
+
+def constant_with_cooldown(
+    warmup_steps: int, total_steps: int, cooldown_steps: int, power: float, end_factor: float
+) -> Schedule:
+    """Linear warm-up, 1, then over the last `cooldown_steps` a polynomial decay of degree `power` to `end_factor`."""
+    start = total_steps - cooldown_steps
+
+    def after(step: int) -> float:
+        if step < start:
+            return 1.0
+        remaining = 1 - min(1.0, (step - start) / cooldown_steps)
+        return end_factor + (1 - end_factor) * remaining**power
+
+    return _warmed_up(warmup_steps, after)

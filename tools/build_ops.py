@@ -1,0 +1,57 @@
+"""Compile the DeepSpeed ops that CPU runs use, once, so that the first run does not stop to do it.
+
+usage: python tools/build_ops.py
+
+The results lie in TORCH_EXTENSIONS_DIR (default ~/.cache/torch_extensions). A build that was killed leaves a lock file
+behind on which every later build waits for ever; this removes it first, so do not run two of these at once.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from deepspeed.accelerator import get_accelerator
+from tqdm import tqdm
+
+from megaclip.errors import MegaclipError
+
+CPU_OPS = ("CPUAdamBuilder", "FusedAdamBuilder", "ShareMemCommBuilder")
+
+
+def remove_stale_locks() -> None:
+    """Delete the lock files of builds that did not end."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    for lock in folder.glob("**/lock"):
+        lock.unlink()
+
+
+def build(name: str) -> None:
+    """Compile and load one op. Raises MegaclipError with what is missing."""
+    if name == "ShareMemCommBuilder":  # the CPU accelerator builds it by itself, without offering it by name
+        from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+        builder = ShareMemCommBuilder()
+    else:
+        builder = get_accelerator().create_op_builder(name)
+    try:
+        builder.load(verbose=False)
+    except Exception as error:  # a compiler's failure has no type of its own
+        raise MegaclipError(f"cannot compile {name}: {error}; g++, ninja and the Python headers are needed") from error
+
+
+def main() -> int:
+    remove_stale_locks()
+    started = time.monotonic()
+    try:
+        for name in tqdm(CPU_OPS, desc="compiling DeepSpeed's CPU ops", unit="op"):
+            build(name)
+    except MegaclipError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"DeepSpeed's CPU ops are ready ({time.monotonic() - started:.0f} s)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
