@@ -43,13 +43,13 @@ def to_open_clip(state_dict: StateDict, config: ModelConfig) -> StateDict:
 
 
 def from_open_clip(state_dict: StateDict) -> StateDict:
-    """open_clip's state dict (of CLIP or CustomTextCLIP) in MegaCLIP's names; names it does not know are kept."""
+    """open_clip's state dict (of CLIP or CustomTextCLIP) in MegaCLIP's names; unknown entries stay as they are."""
     result = {}
     for name, value in state_dict.items():
         if name.startswith(_TEXT_ROOTS):
             name = f"text.{name}"
         match = _FUSED.fullmatch(name)
-        if match is not None:
+        if match is not None and value.ndim > 0 and len(value) % 3 == 0:
             stem, kind = match.groups()
             for projection, part in zip(_PROJECTIONS, value.chunk(3), strict=True):
                 result[f"{stem}{projection}.{kind}"] = part

@@ -1,0 +1,40 @@
+"""The one place that imports the real open_clip, and with it torchvision.
+
+PyPI's torchvision is built for CUDA: beside the CPU build of torch its import fails when it registers shapes for
+operators that are not there ("operator torchvision::nms does not exist"). Nothing here or in open_clip's CLIP models
+uses those operators, so their registration is skipped during that import. torchvision 0.28, torch 2.13.
+"""
+
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megaclip.errors import CheckpointError
+
+
+def import_open_clip() -> ModuleType:
+    """The `open_clip` package.
+
+    Raises:
+        CheckpointError: open_clip (or torchvision) is not installed; says how to install it.
+    """
+    try:
+        _import_torchvision()
+        import open_clip
+    except ImportError as error:
+        raise CheckpointError(
+            f"open_clip cannot be imported ({error}): install it with  pip install 'megaclip[open_clip]'."
+        ) from None
+    return open_clip
+
+
+def _import_torchvision() -> None:
+    if torch.version.cuda is None:
+        with mock.patch("torch.library.register_fake", _register_nothing):
+            import torchvision  # noqa: F401
+
+
+def _register_nothing(*_args: Any, **_kwargs: Any) -> Any:
+    return lambda function: function
