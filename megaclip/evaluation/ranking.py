@@ -15,10 +15,11 @@ from collections.abc import Iterator
 
 import torch
 
+PADDING_ID = -1
 TIE_TOLERANCE = 1e-10
 
-# Per element of a tile: the float64 similarity, a temporary of its size, and three masks.
-_TILE_BYTES = 8 + 8 + 3
+# Per element of a tile: the float64 similarity, that of the tile before (alive until it is replaced), and five masks.
+_TILE_BYTES = 8 + 8 + 5
 # Per element of an operand: as it came (float32), and its float64 copy.
 _OPERAND_BYTES = 4 + 8
 
@@ -49,5 +50,5 @@ def ahead(similarities: torch.Tensor, right_answer: torch.Tensor, wrong: torch.T
 
 
 def nan_is_worst(similarities: torch.Tensor) -> torch.Tensor:
-    """The similarities with NaN as -inf: a right answer nobody can compute is behind every candidate."""
+    """The similarities with NaN as -inf, for places that look for the highest: NaN would win there."""
     return similarities.masked_fill(similarities.isnan(), -math.inf)

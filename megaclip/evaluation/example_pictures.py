@@ -1,0 +1,61 @@
+"""From collected examples to the two pictures: reads words and images by id from the dataset, where they are drawn."""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from megaclip.evaluation.captions import PairSource
+from megaclip.evaluation.examples import RetrievalExamples
+from megaclip.evaluation.pictures import RetrievedRow, retrieval_grid, similarity_heatmap
+from megaclip.evaluation.ranking import PADDING_ID
+from megaclip.logging import get_logger, warn_once
+
+_logger = get_logger(__name__)
+_LARGEST_SIDE = 256
+
+
+def example_pictures(examples: RetrievalExamples, dataset: PairSource) -> dict[str, np.ndarray]:
+    """{"similarity": heat map, "retrieval": grid}, each RGB uint8 (3, H, W), for `SummaryWriter.add_image`.
+
+    Reads about `len(examples.ids) + 5 * len(examples.queries)` samples of `dataset`, the one that was evaluated.
+    One rank alone may call it. A sample that cannot be read leaves an empty square.
+    """
+    captions, images = zip(*(_read(dataset, int(pair)) for pair in examples.ids), strict=True)
+    heat_map = similarity_heatmap(examples.similarities, captions, images)
+    return {"similarity": heat_map, "retrieval": retrieval_grid(_rows(examples, captions, dataset))}
+
+
+def _rows(examples: RetrievalExamples, captions: Sequence[str], dataset: PairSource) -> list[RetrievedRow]:
+    rows = []
+    for number, query in enumerate(examples.queries):
+        found = examples.found_ids[number].tolist()
+        own = int(examples.ids[query])
+        rows.append(
+            RetrievedRow(
+                caption=captions[query],
+                images=[_read(dataset, pair)[1] for pair in found],
+                similarities=examples.found_similarities[number].tolist(),
+                correct=found.index(own) if own in found else None,
+                rank=int(examples.ranks[number]),
+                candidates=examples.candidates,
+            )
+        )
+    return rows
+
+
+def _read(dataset: PairSource, pair: int) -> tuple[str, Image.Image | None]:
+    """The first line of the caption, and the image, large enough for a thumbnail; None where there is none."""
+    if pair == PADDING_ID:
+        return "", None
+    sample = dataset.read(pair)
+    caption = next((line.strip() for line in sample.caption.splitlines() if line.strip()), "")
+    try:
+        image = Image.open(io.BytesIO(sample.image))
+        image.draft("RGB", (_LARGEST_SIDE, _LARGEST_SIDE))
+        image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
+        return caption, image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        warn_once(_logger, f"an example of the evaluation pictures cannot be decoded: {sample.key}: {error}")
+        return caption, None

@@ -1,0 +1,197 @@
+"""Image-text retrieval over all ranks: exact recall at K in both directions, without ever holding an N x N matrix.
+
+Every rank keeps the features it encoded. Text features visit in pieces gathered from all ranks; each tile of
+similarities is computed once, by the rank that owns the images, and serves both directions. Two passes: the first
+finds the similarity of every right answer, the second counts the wrong candidates ahead of it (`ranking.ahead` says
+how ties count). What grows with the dataset on a rank is its own features and a few scalars per caption; everything
+else fits `tile_budget_mib`.
+
+An image may have several captions (COCO and Flickr have five): a caption names its image by id. Image to text, the
+rank is that of the best of the image's own captions, and its other captions are not competitors; text to image,
+every caption is a query. That is the convention of CLIP_benchmark (LAION), with ties counted against the model.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megaclip.comm.collectives import gather_integers, gather_rows, sum_over_ranks
+from megaclip.comm.groups import group_rank, group_size
+from megaclip.errors import DataError
+from megaclip.evaluation.ranking import PADDING_ID, ahead, nan_is_worst, similarity_tiles, tile_side
+
+RECALL_AT = (1, 5, 10)
+
+
+@dataclass(frozen=True)
+class RetrievalRanks:
+    """Ranks of this process's rows, 0 the best, in the order they were given; -1 at padding rows. int64."""
+
+    image_to_text: torch.Tensor
+    text_to_image: torch.Tensor
+
+
+def retrieval(
+    image_features: torch.Tensor,
+    text_features: torch.Tensor,
+    image_ids: torch.Tensor,
+    text_image_ids: torch.Tensor | None = None,
+    *,
+    group: Any = None,
+    tile_budget_mib: float = 128,
+) -> dict[str, float]:
+    """Recall at 1, 5 and 10 over all ranks: `retrieval_r1_i2t` ... `retrieval_r10_t2i`, the same on every rank.
+
+    The arguments are those of `retrieval_ranks`. Image to text is a mean over images, text to image a mean over
+    captions.
+    """
+    ranks = retrieval_ranks(
+        image_features, text_features, image_ids, text_image_ids, group=group, tile_budget_mib=tile_budget_mib
+    )
+    metrics = {}
+    for direction, local in (("i2t", ranks.image_to_text), ("t2i", ranks.text_to_image)):
+        kept = local[local >= 0]
+        hits = [(kept < k).sum() for k in RECALL_AT]
+        *totals, count = sum_over_ranks(torch.stack([*hits, kept.new_tensor(len(kept))]), group=group).tolist()
+        for k, total in zip(RECALL_AT, totals, strict=True):
+            metrics[f"retrieval_r{k}_{direction}"] = total / count
+    return metrics
+
+
+def retrieval_ranks(
+    image_features: torch.Tensor,
+    text_features: torch.Tensor,
+    image_ids: torch.Tensor,
+    text_image_ids: torch.Tensor | None = None,
+    *,
+    group: Any = None,
+    tile_budget_mib: float = 128,
+) -> RetrievalRanks:
+    """Exact ranks of the local images and captions among those of all ranks. Every rank must call it.
+
+    image_features: (n, D), text_features: (m, D), this rank's, unit length, any floating dtype; n and m may differ
+    between ranks and may be 0. image_ids: (n,) int64, each image once over all ranks; text_image_ids: (m,) int64,
+    the id of the image that the caption belongs to, by default `image_ids` (one caption each). Rows with id -1 are
+    padding and count nowhere. Raises DataError where an id is repeated, a caption's image is missing, or an image
+    has no caption.
+    """
+    if text_image_ids is None:
+        text_image_ids = image_ids
+    images = _Rows.without_padding(image_features, image_ids)
+    texts = _Rows.without_padding(text_features, text_image_ids)
+    side = tile_side(image_features.shape[1], tile_budget_mib)
+    visits = _Visits(texts, side, group)
+    image_best, text_best = _right_answers(images, visits, group)
+
+    image_rank = torch.zeros_like(images.ids)
+    text_rank = torch.zeros(visits.total, dtype=torch.int64, device=images.ids.device)
+    for place, visiting in visits:
+        for rows, similarities in similarity_tiles(images.features, visiting.features, side):
+            wrong = (images.ids[rows, None] != visiting.ids) & (visiting.ids != PADDING_ID)
+            image_rank[rows] += ahead(similarities, image_best[rows, None], wrong).sum(dim=1)
+            text_rank[place] += ahead(similarities, text_best[place], wrong).sum(dim=0)
+    text_rank = visits.own(sum_over_ranks(text_rank, group=group))
+    return RetrievalRanks(_with_padding(image_rank, image_ids), _with_padding(text_rank, text_image_ids))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Features (n, D) and for each the id (n,) int64 of its image."""
+
+    features: torch.Tensor
+    ids: torch.Tensor
+
+    @staticmethod
+    def without_padding(features: torch.Tensor, ids: torch.Tensor) -> "_Rows":
+        if len(features) != len(ids):
+            raise DataError(f"retrieval expects one id per feature row, got {len(features)} rows and {len(ids)} ids")
+        kept = ids != PADDING_ID
+        return _Rows(features[kept], ids[kept])
+
+
+class _Visits:
+    """Iterates over the captions of all ranks, a piece from every rank at a time.
+
+    Yields `(place, rows)`: the features and ids of one visit, and the slice that they take in a vector of `total`
+    scalars, one per caption of all ranks. Short pieces are filled up with padding rows. Every rank must iterate to
+    the end.
+    """
+
+    def __init__(self, texts: _Rows, side: int, group: Any) -> None:
+        self._texts, self._group = texts, group
+        self._world_size = group_size(group)
+        self._piece = max(1, side // self._world_size)
+        longest = max(count for (count,) in gather_integers([len(texts.ids)], group=group))
+        self._count = -(-longest // self._piece)
+        self.total = self._count * self._piece * self._world_size
+
+    def __iter__(self) -> Iterator[tuple[slice, _Rows]]:
+        width = self._piece * self._world_size
+        for visit in range(self._count):
+            mine = slice(visit * self._piece, (visit + 1) * self._piece)
+            features, ids = self._texts.features[mine], self._texts.ids[mine]
+            missing = self._piece - len(ids)
+            features = torch.nn.functional.pad(features, (0, 0, 0, missing))
+            ids = torch.nn.functional.pad(ids, (0, missing), value=PADDING_ID)
+            rows = _Rows(gather_rows(features, group=self._group), gather_rows(ids, group=self._group))
+            yield slice(visit * width, (visit + 1) * width), rows
+
+    def own(self, values: torch.Tensor) -> torch.Tensor:
+        """This rank's part (m,) of a vector (total,) that is laid out by visits."""
+        by_rank = values.view(self._count, self._world_size, self._piece)[:, group_rank(self._group)]
+        return by_rank.reshape(-1)[: len(self._texts.ids)]
+
+
+def _right_answers(images: _Rows, visits: _Visits, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The similarity to beat: of each local image with the best of its captions (n,), of each caption with its
+    image (total,).
+
+    Float64, -inf instead of NaN. Raises DataError on every rank when images and captions do not match up.
+    """
+    device = images.ids.device
+    sorted_ids, order = images.ids.sort()
+    image_best = torch.full((len(order),), -torch.inf, dtype=torch.float64, device=device)
+    captions_of_image = torch.zeros_like(order)
+    text_best = torch.zeros(visits.total, dtype=torch.float64, device=device)
+    images_of_text = torch.zeros(visits.total, dtype=torch.int64, device=device)
+    present = torch.zeros(visits.total, dtype=torch.bool, device=device)
+    for place, visiting in visits:
+        present[place] = visiting.ids != PADDING_ID
+        if not len(order):
+            continue
+        position = torch.searchsorted(sorted_ids, visiting.ids).clamp(max=len(order) - 1)
+        here = torch.nonzero(sorted_ids[position] == visiting.ids).flatten()
+        image = order[position[here]]
+        similarity = nan_is_worst((images.features[image].double() * visiting.features[here].double()).sum(dim=1))
+        image_best.scatter_reduce_(0, image, similarity, reduce="amax")
+        captions_of_image.index_add_(0, image, torch.ones_like(image))
+        text_best[place][here] = similarity
+        images_of_text[place][here] = 1
+
+    images_of_text = sum_over_ranks(images_of_text, group=group)
+    repeated = (sorted_ids[1:] == sorted_ids[:-1]).sum()
+    counts = torch.stack([(captions_of_image == 0).sum(), repeated, repeated.new_tensor(len(order))])
+    _check_matching(sum_over_ranks(counts, group=group).tolist(), images_of_text[present])
+    return image_best, sum_over_ranks(text_best, group=group)
+
+
+def _check_matching(image_counts: list[int], images_of_text: torch.Tensor) -> None:
+    without_caption, repeated, images = image_counts
+    if not images:
+        raise DataError("retrieval needs at least one image with its caption, got none: all rows are padding")
+    if repeated or (images_of_text > 1).any():
+        raise DataError("retrieval expects every image id once over all ranks, got an id twice: remove the copies")
+    if (images_of_text == 0).any():
+        missing = int((images_of_text == 0).sum())
+        raise DataError(f"retrieval expects the image of every caption, got {missing} captions without it")
+    if without_caption:
+        raise DataError(f"retrieval expects a caption for every image, got {without_caption} images without one")
+
+
+def _with_padding(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Values of the real rows at their places among all rows of `ids`; PADDING_ID elsewhere."""
+    padded = torch.full_like(ids, PADDING_ID)
+    padded[ids != PADDING_ID] = values
+    return padded

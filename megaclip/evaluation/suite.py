@@ -1,0 +1,141 @@
+"""All evaluations of a run in one call: what the training loop and tools/evaluate.py use.
+
+Data comes from evaluation loaders (the same number of batches on every rank, padding rows with id -1), features from an
+`Encode`. Every rank calls `evaluate`, and all call `encode` equally often, so it works under ZeRO-3.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from megaclip.comm.collectives import gather_integers
+from megaclip.errors import DataError
+from megaclip.evaluation.captions import CaptionGroups, encode_captions
+from megaclip.evaluation.encoder import Encode
+from megaclip.evaluation.examples import RetrievalExamples, retrieval_examples, spread
+from megaclip.evaluation.retrieval import retrieval
+from megaclip.evaluation.zero_shot import zero_shot
+
+Tokenize = Callable[[list[str]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ZeroShotTask:
+    """Labelled images and their classes: `batches` of `LabelledBatch`, names, and `templates` with `{c}` in each."""
+
+    batches: Iterable[Any]
+    class_names: Sequence[str]
+    templates: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics by name, the same on every rank, and the data for the pictures (None without retrieval)."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    examples: RetrievalExamples | None = None
+
+
+def evaluate(
+    encode: Encode,
+    *,
+    tokenizer: Tokenize,
+    pairs: Iterable[Any] | None = None,
+    captions: CaptionGroups | None = None,
+    labelled: ZeroShotTask | None = None,
+    example_count: int = 32,
+    tile_budget_mib: float = 128,
+    group: Any = None,
+) -> Evaluation:
+    """Retrieval over `pairs` and zero-shot classification of `labelled`, whichever are given. Every rank must call it.
+
+    pairs: this rank's `Batch`es of held-out image-caption pairs. By default every caption belongs to its own image;
+    with `captions` (from `captions.group_captions`) an image may have several, and the tokens of the batches are
+    not used. example_count: images and captions in the similarity picture. Raises DataError when there is nothing
+    to evaluate.
+    """
+    metrics: dict[str, float] = {}
+    examples = None
+    if labelled is not None:
+        metrics |= zero_shot(
+            encode,
+            labelled.batches,
+            labelled.class_names,
+            labelled.templates,
+            tokenizer,
+            group=group,
+            tile_budget_mib=tile_budget_mib,
+        )
+    if pairs is not None:
+        if captions is None:
+            features = _encode_pairs(encode, pairs)
+        else:
+            features = _encode_groups(encode, pairs, captions, tokenizer, group)
+        rows = (features.images, features.texts, features.image_ids)
+        metrics |= retrieval(*rows, features.text_image_ids, group=group, tile_budget_mib=tile_budget_mib)
+        chosen = spread(_all_image_ids(features.image_ids, captions, group), example_count)
+        examples = retrieval_examples(*rows, features.leading_ids, chosen, group=group)
+    if not metrics:
+        raise DataError("expected image-caption pairs or labelled images to evaluate on, got neither")
+    return Evaluation(metrics, examples)
+
+
+@dataclass(frozen=True)
+class _PairFeatures:
+    """This rank's features (n, D), (m, D), and the image id of each row, (n,), (m,) int64; all on one device.
+    `leading_ids` are `text_image_ids` with -1 where the image has an earlier caption."""
+
+    images: torch.Tensor
+    texts: torch.Tensor
+    image_ids: torch.Tensor
+    text_image_ids: torch.Tensor
+    leading_ids: torch.Tensor
+
+
+def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> _PairFeatures:
+    """One caption per image: both towers, batch by batch."""
+    images, texts, ids = [], [], []
+    for batch in pairs:
+        image_features, text_features = encode(images=batch.images, tokens=batch.tokens)
+        assert image_features is not None and text_features is not None, "encode returns what it is given"
+        images.append(image_features)
+        texts.append(text_features)
+        ids.append(batch.ids.to(image_features.device))
+    _check_not_empty(ids)
+    all_ids = torch.cat(ids)
+    return _PairFeatures(torch.cat(images), torch.cat(texts), all_ids, all_ids, all_ids)
+
+
+def _encode_groups(
+    encode: Encode, pairs: Iterable[Any], captions: CaptionGroups, tokenizer: Tokenize, group: Any
+) -> _PairFeatures:
+    """Several captions per image: the images of the pairs, then this rank's captions."""
+    images, ids = [], []
+    for batch in pairs:
+        image_features, _ = encode(images=batch.images)
+        assert image_features is not None, "encode returns what it is given"
+        images.append(image_features)
+        ids.append(captions.image_ids_of(batch.ids).to(image_features.device))
+    _check_not_empty(ids)
+    image_ids = torch.cat(ids)
+    device = image_ids.device
+    texts = encode_captions(encode, captions.texts, tokenizer, group=group)
+    return _PairFeatures(
+        torch.cat(images), texts, image_ids, captions.image_ids.to(device), captions.leading_ids.to(device)
+    )
+
+
+def _check_not_empty(batches: list[torch.Tensor]) -> None:
+    if not batches:
+        raise DataError("retrieval needs at least one batch of image-caption pairs on every rank, got none")
+
+
+def _all_image_ids(local_ids: torch.Tensor, captions: CaptionGroups | None, group: Any) -> np.ndarray:
+    """The ids of all images of all ranks, (n,) int64, ascending."""
+    if captions is not None:
+        return captions.image_of_pair.unique().numpy()
+    highest = max(value for (value,) in gather_integers([int(local_ids.max())], group=group))
+    return np.arange(highest + 1)

@@ -1,0 +1,162 @@
+"""Retrieval on one process against the whole sorted similarity matrix: odd sizes, ties, captions, tiny tiles."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megaclip.errors import DataError
+from megaclip.evaluation.ranking import similarity_tiles, tile_side
+from megaclip.evaluation.retrieval import retrieval, retrieval_ranks
+from tests.evaluation_oracle import (
+    coarse_features,
+    paired_features,
+    ranks_by_sorting,
+    retrieval_by_sorting,
+    unit_features,
+)
+
+TINY_MIB = 2e-3  # tiles of about five rows at D = 16
+
+
+def tensors(*arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
+
+
+@pytest.mark.parametrize("image_count", [1, 2, 63, 131])
+@pytest.mark.parametrize("captions", [1, 5])
+@pytest.mark.parametrize("tile_budget_mib", [128, TINY_MIB])
+def test_equals_the_sorted_matrix(image_count: int, captions: int, tile_budget_mib: float) -> None:
+    data = paired_features(np.random.default_rng(image_count), image_count, captions, dim=16)
+    expected = retrieval_by_sorting(*data)
+    assert retrieval(*tensors(*data), tile_budget_mib=tile_budget_mib) == pytest.approx(expected)
+    if image_count > 50:
+        assert 0.05 < expected["retrieval_r1_t2i"] < 0.95, "the data should leave something to get wrong"
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("tile_budget_mib", [128, 1e-4])
+def test_ties_count_against_the_model(seed: int, tile_budget_mib: float) -> None:
+    generator = np.random.default_rng(seed)
+    images, texts = coarse_features(generator, 37), coarse_features(generator, 61)
+    image_ids = np.arange(37)
+    text_image_ids = np.concatenate([image_ids, generator.integers(0, 37, size=24)])
+    similarities = images.astype(np.float64) @ texts.astype(np.float64).T
+    is_right = image_ids[:, None] == text_image_ids
+    ranks = retrieval_ranks(*tensors(images, texts, image_ids, text_image_ids), tile_budget_mib=tile_budget_mib)
+    np.testing.assert_array_equal(ranks.image_to_text, ranks_by_sorting(similarities, is_right))
+    np.testing.assert_array_equal(ranks.text_to_image, ranks_by_sorting(similarities.T, is_right.T))
+
+
+@pytest.mark.parametrize("collapsed", ["one point", "zero", "nan"])
+def test_a_collapsed_model_scores_zero(collapsed: str) -> None:
+    value = {"one point": 0.25, "zero": 0.0, "nan": float("nan")}[collapsed]
+    features = torch.full((50, 16), value)
+    assert set(retrieval(features, features, torch.arange(50)).values()) == {0.0}
+
+
+def test_a_copy_of_the_right_caption_is_a_tie_at_every_tile_size() -> None:
+    """Equal vectors at different places of a matrix product may differ in the last bit; they must still tie."""
+    features = torch.from_numpy(unit_features(np.random.default_rng(3), 40, 48)).repeat(2, 1)
+    for budget in (128, 0.05, 0.01, 0.002):
+        ranks = retrieval_ranks(features, features, torch.arange(80), tile_budget_mib=budget)
+        assert ranks.image_to_text.tolist() == [1] * 80
+        assert ranks.text_to_image.tolist() == [1] * 80
+
+
+def test_a_perfect_model_scores_one() -> None:
+    features = torch.eye(11)
+    assert set(retrieval(features, features, torch.arange(11)).values()) == {1.0}
+
+
+def test_padding_rows_do_not_count() -> None:
+    """Poisoned padding (infinite, NaN, or a copy of a query) changes nothing and has rank -1."""
+    images, texts, ids, text_ids = paired_features(np.random.default_rng(7), 29, 1, dim=16)
+    clean = retrieval_ranks(*tensors(images, texts, ids, text_ids), tile_budget_mib=TINY_MIB)
+    infinite, nan = np.full((4, 16), np.inf, dtype=np.float32), np.full((4, 16), np.nan, dtype=np.float32)
+    for poison in (infinite, nan, images[:4]):
+        padded = [np.concatenate([rows[:10], poison[:2], rows[10:], poison[2:]]) for rows in (images, texts)]
+        padded_ids = [np.concatenate([some[:10], [-1, -1], some[10:], [-1, -1]]) for some in (ids, text_ids)]
+        ranks = retrieval_ranks(*tensors(*padded, *padded_ids), tile_budget_mib=TINY_MIB)
+        is_padding = torch.from_numpy(padded_ids[0] == -1)
+        for got, want in ((ranks.image_to_text, clean.image_to_text), (ranks.text_to_image, clean.text_to_image)):
+            assert got[is_padding].tolist() == [-1] * 4
+            torch.testing.assert_close(got[~is_padding], want)
+
+
+def test_one_nan_feature_spoils_its_own_rank_and_stands_ahead_of_others() -> None:
+    features = torch.eye(6)
+    images = features.clone()
+    images[2] = float("nan")
+    ranks = retrieval_ranks(images, features, torch.arange(6))
+    assert ranks.image_to_text.tolist() == [0, 0, 5, 0, 0, 0]
+    assert ranks.text_to_image.tolist() == [1, 1, 5, 1, 1, 1]
+
+
+def test_a_nan_caption_leaves_the_image_its_other_captions() -> None:
+    texts, text_image_ids = torch.eye(5)[[0, 1, 2, 3, 4, 1]], torch.tensor([0, 1, 2, 3, 4, 1])
+    texts[1] = float("nan")
+    ranks = retrieval_ranks(torch.eye(5), texts, torch.arange(5), text_image_ids)
+    assert ranks.image_to_text.tolist() == [1, 0, 1, 1, 1]
+    assert ranks.text_to_image.tolist() == [0, 4, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    images, texts, ids, text_ids = tensors(*paired_features(np.random.default_rng(2), 41, 2, dim=16))
+    images, texts = images.to(dtype), texts.to(dtype)
+    expected = retrieval_by_sorting(images.double().numpy(), texts.double().numpy(), ids.numpy(), text_ids.numpy())
+    assert retrieval(images, texts, ids, text_ids) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("image_ids", "text_image_ids", "message"),
+    [
+        ([0, 1, 2], [0, 1, 2, 9], "1 captions without it"),
+        ([0, 1, 2], [0, 1, 1, 0], "1 images without one"),
+        ([0, 1, 1], [0, 1, 1, 0], "an id twice"),
+        ([0, 1, 2], [0, 1, 2], "one id per feature row"),
+        ([-1, -1, -1], [-1, -1, -1, -1], "at least one image"),
+    ],
+)
+def test_what_does_not_match_up_is_an_error(image_ids: list[int], text_image_ids: list[int], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        retrieval(torch.eye(4)[:3], torch.eye(4), torch.tensor(image_ids), torch.tensor(text_image_ids))
+
+
+@pytest.mark.parametrize("feature_dim", [1, 64, 1024])
+@pytest.mark.parametrize("tile_budget_mib", [1e-6, 0.01, 1, 128])
+def test_a_tile_and_its_operands_fit_the_budget(feature_dim: int, tile_budget_mib: float) -> None:
+    side = tile_side(feature_dim, tile_budget_mib)
+    float64_tile, float64_operands = 8 * side * side, 2 * 8 * side * feature_dim
+    assert side == 1 or float64_tile + float64_operands <= tile_budget_mib * 2**20
+    assert side >= 1
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Records the size of the largest tensor that any operation returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.bytes = max(self.bytes, tensor.nbytes)
+        return result
+
+
+def test_no_tensor_grows_with_the_square_of_the_dataset() -> None:
+    images, texts, ids, text_ids = tensors(*paired_features(np.random.default_rng(1), 500, 2, dim=16))
+    with _LargestTensor() as largest:
+        retrieval(images, texts, ids, text_ids, tile_budget_mib=0.25)
+    assert 500 * 1000 * 8 > 10 * 2**20 / 4, "the whole matrix is much larger than the budget"
+    assert largest.bytes <= 0.25 * 2**20
+
+
+def test_tiles_are_small_and_cover_every_row_once() -> None:
+    rows, columns = torch.randn(23, 4), torch.randn(7, 4)
+    pieces = list(similarity_tiles(rows, columns, side=5))
+    assert max(len(tile) for _, tile in pieces) == 5
+    torch.testing.assert_close(torch.cat([tile for _, tile in pieces]), rows.double() @ columns.double().T)
+    assert [index for piece, _ in pieces for index in range(23)[piece]] == list(range(23))

@@ -1,0 +1,156 @@
+"""`evaluate` on one process, with toy data and a toy encoder: one caption per image, and the two layouts of several."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megaclip.errors import DataError
+from megaclip.evaluation import ModelEncoder, ZeroShotTask, evaluate, group_captions
+from megaclip.evaluation.captions import CaptionGroups
+from tests.evaluation_oracle import retrieval_by_sorting, unit_features
+
+DIM, BATCH = 8, 4
+WORDS = torch.from_numpy(unit_features(np.random.default_rng(0), 500, DIM))
+
+
+def tokenizer(texts: list[str]) -> torch.Tensor:
+    """The number in the text is its one token."""
+    return torch.tensor([[int("".join(filter(str.isdigit, text)) or 0)] for text in texts])
+
+
+def encode(
+    images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return None if images is None else images[:, 0, 0], None if tokens is None else WORDS[tokens[:, 0]]
+
+
+class Pairs:
+    """Equal features are equal images, byte by byte; `batches` is what a loader would yield."""
+
+    def __init__(self, features: np.ndarray, captions: list[str]) -> None:
+        self.features, self.captions = features, captions
+
+    def __len__(self) -> int:
+        return len(self.captions)
+
+    def read(self, sample_id: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            image=self.features[sample_id].tobytes(), caption=self.captions[sample_id], key=str(sample_id)
+        )
+
+    def batches(self) -> list[SimpleNamespace]:
+        padding = -len(self) % BATCH
+        poison = np.full((padding, DIM), np.nan, dtype=np.float32)
+        images = torch.from_numpy(np.concatenate([self.features, poison]))[:, None, None, :]
+        tokens = torch.cat([tokenizer(self.captions), torch.zeros(padding, 1, dtype=torch.int64)])
+        ids = torch.cat([torch.arange(len(self)), torch.full((padding,), -1)])
+        parts = [part.split(BATCH) for part in (images, tokens, ids)]
+        return [SimpleNamespace(images=i, tokens=t, ids=d) for i, t, d in zip(*parts, strict=True)]
+
+
+def noisy_images(words: np.ndarray) -> np.ndarray:
+    features = WORDS[torch.from_numpy(words)].numpy() + 0.8 * unit_features(np.random.default_rng(1), len(words), DIM)
+    return (features / np.linalg.norm(features, axis=1, keepdims=True)).astype(np.float32)
+
+
+def test_one_caption_per_image() -> None:
+    words = np.arange(100, 149)
+    pairs = Pairs(noisy_images(words), [f"word {word}" for word in words])
+    result = evaluate(encode, tokenizer=tokenizer, pairs=pairs.batches(), example_count=7)
+    ids = np.arange(49)
+    expected = retrieval_by_sorting(pairs.features, WORDS[words].numpy(), ids, ids)
+    assert result.metrics == pytest.approx(expected)
+    assert result.examples is not None
+    assert result.examples.ids.tolist() == [0, 8, 16, 24, 32, 40, 48]
+    by_hand = WORDS[words].numpy().astype(np.float64) @ pairs.features.astype(np.float64).T
+    np.testing.assert_allclose(result.examples.similarities, by_hand[::8, ::8], atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["one pair per caption", "one line per caption"])
+def test_several_captions_per_image(layout: str) -> None:
+    image_count, each = 21, 3
+    images = noisy_images(np.arange(0, image_count * each, each))
+    texts = [f"word {index}" for index in range(image_count * each)]
+    owner = np.arange(image_count * each) // each
+    if layout == "one pair per caption":
+        pairs = Pairs(images[owner], texts)
+        leading = np.arange(image_count) * each
+    else:
+        pairs = Pairs(images, ["\n".join([*texts[i * each : i * each + each], " "]) for i in range(image_count)])
+        leading = np.arange(image_count)
+    result = evaluate(
+        encode, tokenizer=tokenizer, pairs=pairs.batches(), captions=group_captions(pairs), example_count=5
+    )
+    expected = retrieval_by_sorting(images, WORDS[: image_count * each].numpy(), np.arange(image_count), owner)
+    assert result.metrics == pytest.approx(expected)
+    assert 0.1 < expected["retrieval_r1_t2i"] < 0.9
+    assert result.examples is not None and result.examples.candidates == image_count
+    chosen = np.array([0, 5, 10, 15, 20])
+    assert result.examples.ids.tolist() == leading[chosen].tolist()
+    first_captions = WORDS[chosen * each].numpy().astype(np.float64)
+    np.testing.assert_allclose(
+        result.examples.similarities, first_captions @ images[chosen].astype(np.float64).T, atol=1e-12
+    )
+
+
+def test_captions_are_grouped_by_equal_images() -> None:
+    images = np.arange(3, dtype=np.float32)[:, None].repeat(DIM, axis=1)[[0, 1, 0, 2, 1]]
+    groups = group_captions(Pairs(images, ["a 1", "b 2\n\n c 3 ", "d 4", "", "e 5"]))
+    assert groups.image_of_pair.tolist() == [0, 1, 0, 3, 1]
+    assert groups.texts == ["a 1", "b 2", "c 3", "d 4", "", "e 5"]
+    assert groups.image_ids.tolist() == [0, 1, 1, 0, 3, 1]
+    assert groups.leading_ids.tolist() == [0, 1, -1, -1, 3, -1]
+    assert groups.image_ids_of(torch.tensor([4, 1, -1, 2, 0])).tolist() == [-1, 1, -1, -1, 0]
+
+
+def test_zero_shot_and_retrieval_together() -> None:
+    words = np.arange(20)
+    pairs = Pairs(noisy_images(words), [f"word {word}" for word in words])
+    labelled = [
+        SimpleNamespace(images=batch.images, labels=batch.ids.clamp(min=0), ids=batch.ids) for batch in pairs.batches()
+    ]
+    names = [str(word) for word in words]
+    result = evaluate(
+        encode,
+        tokenizer=tokenizer,
+        pairs=pairs.batches(),
+        labelled=ZeroShotTask(labelled, names, ["{c}", "a {c}"]),
+    )
+    assert set(result.metrics) == {
+        "zero_shot_top1",
+        "zero_shot_top5",
+        *(f"retrieval_r{k}_{way}" for k in (1, 5, 10) for way in ("i2t", "t2i")),
+    }
+    # Both templates give the caption's own token, so classification is retrieval of the caption by the image.
+    assert result.metrics["zero_shot_top1"] == result.metrics["retrieval_r1_i2t"]
+    assert result.metrics["zero_shot_top5"] == result.metrics["retrieval_r5_i2t"]
+
+
+def test_nothing_to_evaluate_is_an_error() -> None:
+    with pytest.raises(DataError, match="got neither"):
+        evaluate(encode, tokenizer=tokenizer)
+    for captions in (None, CaptionGroups(torch.arange(2), [], torch.arange(0), torch.arange(0))):
+        with pytest.raises(DataError, match="at least one batch"):
+            evaluate(encode, tokenizer=tokenizer, pairs=[], captions=captions)
+
+
+def test_the_model_encoder_moves_casts_and_renormalises() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, images: torch.Tensor | None, tokens: torch.Tensor | None) -> tuple:
+            assert images is None or images.dtype == torch.bfloat16
+            text = None if tokens is None else tokens.to(torch.bfloat16) * self.weight.bfloat16()
+            return images, text, self.weight
+
+    model = ModelEncoder(Model(), device=torch.device("cpu"), image_dtype=torch.bfloat16)
+    images, texts = model(torch.tensor([[3.0, 4.0]]), torch.tensor([[5, 12]]))
+    assert images is not None and texts is not None and not texts.requires_grad
+    torch.testing.assert_close(images, torch.tensor([[0.6, 0.8]]))
+    torch.testing.assert_close(texts, torch.tensor([[5 / 13, 12 / 13]]))
+    assert model(images=torch.ones(1, 2))[1] is None
+    assert model(tokens=torch.ones(1, 2))[0] is None

@@ -1,0 +1,136 @@
+"""Zero-shot classification on one process against numpy, with a toy encoder whose features are known."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megaclip.errors import DataError
+from megaclip.evaluation.zero_shot import class_weights, zero_shot
+from tests.evaluation_oracle import coarse_features, ranks_by_sorting, recall, unit_features
+
+DIM = 12
+TEMPLATES = ["a photo of a {c}.", "{c}", "a drawing of {c}, or is it?"]
+
+
+class ToyModel:
+    """Text features are looked up by the hash of the prompt, image features are the image's own numbers."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def tokenizer(self, prompts: list[str]) -> torch.Tensor:
+        return torch.tensor([[sum(prompt.encode()), len(prompt)] for prompt in prompts])
+
+    def prompt_features(self, prompt: str) -> np.ndarray:
+        return np.random.default_rng([sum(prompt.encode()), len(prompt)]).normal(size=DIM)
+
+    def __call__(
+        self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if tokens is not None:
+            self.calls.append(("tokens", len(tokens)))
+            rows = [np.random.default_rng(row).normal(size=DIM) for row in tokens.tolist()]
+            return None, torch.tensor(np.stack(rows), dtype=torch.float32)
+        assert images is not None
+        self.calls.append(("images", len(images)))
+        return images[:, 0, 0, :], None
+
+
+def batches(features: np.ndarray, labels: np.ndarray, ids: np.ndarray, size: int) -> list[SimpleNamespace]:
+    """The toy model's "images" hold the features in one row of pixels."""
+    pictures = torch.from_numpy(features)[:, None, None, :]
+    return [
+        SimpleNamespace(
+            images=pictures[start : start + size],
+            labels=torch.from_numpy(labels[start : start + size]),
+            ids=torch.from_numpy(ids[start : start + size]),
+        )
+        for start in range(0, len(features), size)
+    ]
+
+
+def oracle_weights(model: ToyModel, names: list[str]) -> np.ndarray:
+    weights = []
+    for name in names:
+        rows = np.stack([model.prompt_features(template.replace("{c}", name)) for template in TEMPLATES])
+        mean = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).mean(axis=0)
+        weights.append(mean / np.linalg.norm(mean))
+    return np.stack(weights)
+
+
+@pytest.mark.parametrize("prompt_batch_size", [1, 7, 256])
+def test_class_weights_are_the_mean_of_unit_prompts(prompt_batch_size: int) -> None:
+    model, names = ToyModel(), [f"class {index}" for index in range(11)]
+    weights = class_weights(model, names, TEMPLATES, model.tokenizer, prompt_batch_size=prompt_batch_size)
+    np.testing.assert_allclose(weights.numpy(), oracle_weights(model, names), atol=1e-6)
+    assert max(size for _, size in model.calls) <= prompt_batch_size
+
+
+@pytest.mark.parametrize("tile_budget_mib", [128, 1e-3])
+def test_accuracy_equals_the_sorted_matrix(tile_budget_mib: float) -> None:
+    generator, model, names = np.random.default_rng(0), ToyModel(), [f"class {index}" for index in range(23)]
+    weights = oracle_weights(model, names)
+    labels = generator.integers(0, 23, size=101)
+    features = (weights[labels] + 1.5 * unit_features(generator, 101, DIM)).astype(np.float32)
+    ids = np.arange(101)
+    ids[[0, 50, 100]] = -1
+    features[[0, 50, 100]] = [[np.nan], [np.inf], [0.0]]
+    kept = ids >= 0
+    similarities = features[kept].astype(np.float64) @ weights.T
+    ranks = ranks_by_sorting(similarities, np.arange(23) == labels[kept][:, None])
+    expected = {"zero_shot_top1": recall(ranks, 1), "zero_shot_top5": recall(ranks, 5)}
+    assert 0.1 < expected["zero_shot_top1"] < expected["zero_shot_top5"] < 1
+
+    got = zero_shot(
+        model,
+        batches(features, labels, ids, 9),
+        names,
+        TEMPLATES,
+        model.tokenizer,
+        prompt_batch_size=8,
+        tile_budget_mib=tile_budget_mib,
+    )
+    assert got == pytest.approx(expected)
+
+
+def test_equal_classes_tie_against_the_model() -> None:
+    """A class named twice: its images are right only at 2, whichever of the two labels they carry."""
+    model, names = ToyModel(), ["cat", "dog", "cat", "cow", "hen", "fox"]
+    weights = oracle_weights(model, names).astype(np.float32)
+    labels = np.arange(6)
+    got = zero_shot(model, batches(weights, labels, labels, 6), names, TEMPLATES, model.tokenizer)
+    assert got == pytest.approx({"zero_shot_top1": 4 / 6, "zero_shot_top5": 1.0})
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_a_model_without_features_scores_zero(value: float) -> None:
+    model, labels = ToyModel(), np.arange(8)
+    features = np.full((8, DIM), value, dtype=np.float32)
+    names = [f"class {index}" for index in range(8)]
+    got = zero_shot(model, batches(features, labels, labels, 3), names, TEMPLATES, model.tokenizer)
+    assert got == {"zero_shot_top1": 0.0, "zero_shot_top5": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("names", "templates", "labels", "message"),
+    [
+        ([], TEMPLATES, [0, 0], "got 0 and 3"),
+        (["a"], [], [0, 0], "got 1 and 0"),
+        (["a"], ["a photo"], [0, 0], "in every template"),
+        (["a", "b"], TEMPLATES, [0, 2], "labels below 2, .* got 1 others"),
+        (["a", "b"], TEMPLATES, [0, -1], "labels below 2, .* got 1 others"),
+    ],
+)
+def test_bad_classes_are_an_error(names: list[str], templates: list[str], labels: list[int], message: str) -> None:
+    model, features = ToyModel(), coarse_features(np.random.default_rng(0), 2, DIM)
+    data = batches(features, np.array(labels), np.arange(2), 2)
+    with pytest.raises(DataError, match=message):
+        zero_shot(model, data, names, templates, model.tokenizer)
+
+
+def test_only_padding_is_an_error() -> None:
+    model, features = ToyModel(), coarse_features(np.random.default_rng(0), 2, DIM)
+    with pytest.raises(DataError, match="at least one image"):
+        zero_shot(model, batches(features, np.array([0, 0]), np.array([-1, -1]), 2), ["a"], TEMPLATES, model.tokenizer)
