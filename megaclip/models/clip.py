@@ -40,12 +40,12 @@ class ClipModel(nn.Module):
 
         Returns:
             image features (b, D) of unit length or None, text features (b, D) of unit length or None (both in the
-            parameters' dtype, normalised in float32), and the natural logarithm of the logit scale, (1,) float32.
+            parameters' dtype, normalised in float32 at least), and the natural logarithm of the logit scale, (1,) float32.
         """
         image_features = None if images is None else _unit_length(self.visual(images))
         text_features = None if tokens is None else _unit_length(self.text(tokens))
         # A copy: a parameter itself, returned under ZeRO-3, would be partitioned again before the caller reads it.
-        return image_features, text_features, self.logit_scale.to(torch.float32, copy=True)
+        return image_features, text_features, _at_least_float32(self.logit_scale.clone())
 
     def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
         """Run every block as `checkpoint_fn(block, x)` while gradients are on; None turns it off.
@@ -98,7 +98,11 @@ def build_model(config: ModelConfig, *, patch_dropout: float | None = None) -> C
 
 
 def _unit_length(features: torch.Tensor) -> torch.Tensor:
-    return F.normalize(features.float(), dim=-1).to(features.dtype)
+    return F.normalize(_at_least_float32(features), dim=-1).to(features.dtype)
+
+
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _lock(tower: nn.Module, groups: list[list[Part]], unlocked_groups: int) -> None:

@@ -1,0 +1,118 @@
+"""Model descriptions: open_clip's own JSON files are the oracle for the presets; everything else is refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megaclip.checkpoint.open_clip_package import import_open_clip
+from megaclip.errors import ConfigError
+from megaclip.models import ModelConfig, list_models, load_model_config
+
+DEMO_PRESETS = {"demo-tiny"}
+
+
+def description(**changes):
+    base = {"embed_dim": 32, "vision_cfg": {"width": 64, "head_width": 32}, "text_cfg": {"width": 64, "heads": 2}}
+    for key, value in changes.items():
+        if isinstance(value, dict):
+            base[key] = {**base[key], **value}
+        else:
+            base[key] = value
+    return base
+
+
+@pytest.mark.parametrize("name", sorted(set(list_models()) - DEMO_PRESETS))
+def test_preset_says_what_open_clip_says(name):
+    theirs = import_open_clip().get_model_config(name)
+    ours = load_model_config(name).to_open_clip()
+    for section in ("vision_cfg", "text_cfg"):
+        assert {key: ours[section][key] for key in theirs[section]} == theirs[section]
+    assert ours["embed_dim"] == theirs["embed_dim"]
+    assert ours["quick_gelu"] == theirs.get("quick_gelu", False)
+
+
+def test_all_models_of_the_readme_are_there():
+    towers = ["ViT-B-32", "ViT-B-16", "ViT-L-14"]
+    larger = ["ViT-L-14-336", "ViT-H-14", "ViT-g-14", "ViT-bigG-14", "demo-tiny"]
+    assert set(towers + [f"{name}-quickgelu" for name in towers] + larger) <= set(list_models())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vision_cfg": {"widht": 64}}, ["vision_cfg.widht", "vision_cfg.width"]),
+        ({"text_cfg": {"contextlength": 7}}, ["text_cfg.contextlength", "text_cfg.context_length"]),
+        ({"quickgelu": True}, ["quickgelu", "quick_gelu"]),
+        ({"vision_cfg": {"attentional_pool": True}}, ["vision_cfg.attentional_pool", "does not have"]),
+        ({"vision_cfg": {"pos_embed_type": "sin_cos_2d"}}, ["pos_embed_type", "vision_position_init"]),
+        ({"text_cfg": {"hf_model_name": "roberta-base"}}, ["text_cfg.hf_model_name", "does not have"]),
+        ({"text_cfg": {"embed_cls": True}}, ["text_cfg.embed_cls"]),
+        ({"vision_cfg": {"width": "64"}}, ["vision_cfg.width", "integer"]),
+        ({"vision_cfg": {"width": 65}}, ["vision_cfg.width", "65", "head_width"]),
+        ({"text_cfg": {"width": 65}}, ["text_cfg.width", "heads"]),
+        ({"text_cfg": {"pool_type": "eos", "eos_id": 50000}}, ["eos_id", "vocab_size"]),
+        ({"text_cfg": {"pool_type": "mean"}}, ["text_cfg.pool_type", "argmax"]),
+        ({"vision_cfg": {"patch_dropout": 1.0}}, ["vision_cfg.patch_dropout"]),
+        ({"vision_cfg": {"patch_size": 300}}, ["patch_size", "image_size"]),
+        ({"embed_dim": 0}, ["embed_dim"]),
+    ],
+)
+def test_bad_descriptions_are_refused_by_name_in_one_line(changes, words):
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.from_dict(description(**changes))
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_features_that_are_switched_off_are_accepted():
+    config = ModelConfig.from_dict(
+        description(
+            init_logit_bias=None,
+            vision_cfg={"attentional_pool": False, "attn_pooler_heads": 8, "pos_embed_type": "learnable"},
+            text_cfg={"hf_model_name": None, "hf_proj_type": "mlp", "qk_norm": False},
+        )
+    )
+    assert config.vision_cfg.width == 64
+    with pytest.raises(ConfigError, match=r"vision_cfg\.attn_pooler_heads"):
+        ModelConfig.from_dict(description(vision_cfg={"attn_pooler_heads": 8}))
+
+
+def test_card_file_and_directory_read_alike(tmp_path: Path):
+    card = tmp_path / "open_clip_config.json"
+    card.write_text(json.dumps({"model_cfg": description(), "preprocess_cfg": {}}))
+    bare = tmp_path / "bare.json"
+    bare.write_text(json.dumps(description()))
+    assert load_model_config(card) == load_model_config(tmp_path) == load_model_config(bare)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"{", "not JSON"), (b"[1]", "expected a JSON object"), (b"\xff\xfe", "cannot be read")]
+)
+def test_bad_files_are_refused_in_one_line(tmp_path: Path, content: bytes, words: str):
+    path = tmp_path / "model.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as error:
+        load_model_config(path)
+    assert "\n" not in str(error.value)
+
+
+def test_unknown_name_gets_the_nearest_preset():
+    with pytest.raises(ConfigError, match="'ViT-B-32'"):
+        load_model_config("ViT-B32")
+
+
+def test_export_leaves_out_what_is_ours_and_reads_back():
+    config = load_model_config("demo-tiny")
+    exported = config.to_open_clip()
+    assert "vision_position_init" not in exported
+    assert ModelConfig.from_dict(exported) == config.replace(vision_position_init="normal")
+
+
+def test_replace_checks_what_it_changes():
+    config = load_model_config("demo-tiny").replace(text_cfg={"vocab_size": 300, "eos_id": 7})
+    assert (config.text_cfg.vocab_size, config.text_cfg.eos_id, config.text_cfg.width) == (300, 7, 96)
+    with pytest.raises(ConfigError, match="vocab"):
+        config.replace(text_cfg={"vocab": 3})
