@@ -1,0 +1,1 @@
+"""Process groups, the neighbour ring and collectives over deepspeed.comm; knows no loss."""

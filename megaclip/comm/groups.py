@@ -1,0 +1,102 @@
+"""Who a rank works with: the only place that looks a process group up.
+
+Everything that communicates takes a keyword `group`: a process group of deepspeed.comm (or torch.distributed), or None
+for the default data-parallel group. That default is every rank of the job, until the engine names another one (tensor
+parallelism: ranks of one tensor-parallel group hold the same features, so only data-parallel peers may exchange them).
+
+`resolve` turns the handle into a `RankGroup` that knows this process's rank, the size and its peers' global ranks.
+A plain Python process without any launcher is a group of one, and a group of one takes the same path as any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from megaclip.logging import get_logger
+
+_logger = get_logger(__name__)
+_default_group: Any = None  # None: every rank of the job
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """A process group seen from one of its members."""
+
+    handle: Any  # what deepspeed.comm takes as `group`; None is every rank of the job, or no job at all
+    rank: int  # of this process within the group
+    size: int
+
+    def global_rank(self, rank: int) -> int:
+        """Global rank of member `rank` (taken modulo the size), as point-to-point calls want it."""
+        member = rank % self.size
+        return member if self.handle is None else dist.get_global_rank(self.handle, member)
+
+    @property
+    def message_device(self) -> torch.device:
+        """Where a small tensor must lie so that this group can send it."""
+        if torch.distributed.get_backend(self.handle) == "gloo":
+            return torch.device("cpu")
+        return torch.device(get_accelerator().current_device_name())
+
+
+def resolve(group: Any = None) -> RankGroup:
+    """The group behind a handle, a `RankGroup` (returned as it is) or None (the default data-parallel group).
+
+    Raises ValueError when this process is not a member, or when a group is given although nothing is initialised.
+    """
+    if isinstance(group, RankGroup):
+        return group
+    handle = _default_group if group is None else group
+    if not _initialised():
+        if handle is not None:
+            raise ValueError(
+                "a process group was given but neither deepspeed.comm nor torch.distributed is initialised: "
+                "call deepspeed.init_distributed() first"
+            )
+        return RankGroup(handle=None, rank=0, size=1)
+    rank = dist.get_rank(handle)
+    if rank < 0:
+        raise ValueError(
+            f"global rank {dist.get_rank()} is not a member of the group it was given: "
+            "pass each rank the group that contains it"
+        )
+    return RankGroup(handle=handle, rank=rank, size=dist.get_world_size(handle))
+
+
+def every_rank() -> RankGroup:
+    """All ranks of the job, whatever the default data-parallel group is."""
+    if not _initialised():
+        return RankGroup(handle=None, rank=0, size=1)
+    return RankGroup(handle=None, rank=dist.get_rank(), size=dist.get_world_size())
+
+
+def set_data_parallel_group(group: Any) -> None:
+    """Make `group` what `group=None` means from now on; None goes back to every rank of the job."""
+    global _default_group
+    _default_group = group
+
+
+def group_rank(group: Any = None) -> int:
+    """This process's rank within the group."""
+    return resolve(group).rank
+
+
+def group_size(group: Any = None) -> int:
+    """Number of ranks in the group; 1 in a plain Python process."""
+    return resolve(group).size
+
+
+def _initialised() -> bool:
+    """True when there are peers to talk to. Joins the groups of a program that initialised torch.distributed only."""
+    if dist.is_initialized():
+        return True
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    _logger.info("joining the ranks that torch.distributed has initialised")
+    dist.init_distributed(dist_backend=str(torch.distributed.get_backend()), verbose=False)
+    return True

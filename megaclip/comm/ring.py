@@ -1,0 +1,86 @@
+"""Neighbour exchange: blocks go round the ranks of a group while each rank works on the block it holds.
+
+Every rank sends to the next rank and receives from the previous one. `circulate` shows a rank all W blocks in W-1
+exchanges; the next one is under way while the caller works on the present block. What is computed *for* a block (its
+column statistics, its gradient) follows one exchange behind in a `Carried`, which merges each rank's part and after W
+exchanges is back with the rank that owns the block:
+
+    hop      0          1          2                     rank r holds, at hop k, the block of rank r-k
+    blocks   r          r-1        r-2
+    carried  r   ->     r-1   ->   r-2   ->  home: r
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from torch import Tensor
+
+from megaclip.comm.groups import RankGroup, resolve
+
+Tensors = tuple[Tensor, ...]
+
+# Gloo pairs messages by tag: blocks and what is carried for them are under way at the same time (NCCL goes by order).
+_BLOCK_TAG = 0
+_CARRIED_TAG = 100
+
+
+def circulate(block: Sequence[Tensor], *, group: Any = None) -> Iterator[tuple[int, Tensors]]:
+    """Yield (rank that owns the block, its tensors) W times, this rank's own block first.
+
+    block: tensors whose shapes and dtypes are the same on all ranks. The caller must not change what it is given: it is
+    being sent on.
+    """
+    ranks = resolve(group)
+    held: Tensors = tuple(tensor.contiguous() for tensor in block)
+    for hop in range(ranks.size):
+        exchange = _Exchange(held, ranks, _BLOCK_TAG) if hop < ranks.size - 1 else None
+        yield (ranks.rank - hop) % ranks.size, held
+        if exchange is not None:
+            held = exchange.wait()
+
+
+class Carried:
+    """Tensors that travel one exchange behind the blocks of `circulate` and collect a part from every rank.
+
+    merge(arrived, part) joins what came along with this rank's part; it may work in place on either.
+    """
+
+    def __init__(self, merge: Callable[[Tensors, Tensors], Tensors], *, group: Any = None) -> None:
+        self._merge = merge
+        self._ranks = resolve(group)
+        self._under_way: _Exchange | None = None
+
+    def add(self, part: Tensors) -> None:
+        """This rank's part for the block it holds; call it once per hop. The part must not be used afterwards."""
+        if self._under_way is not None:
+            part = self._merge(self._under_way.wait(), part)
+        self._under_way = _Exchange(part, self._ranks, _CARRIED_TAG)
+
+    def home(self) -> Tensors:
+        """After the last hop: the merged parts of all ranks for this rank's own block."""
+        assert self._under_way is not None, "home() before the first add()"
+        return self._under_way.wait()
+
+
+class _Exchange:
+    """Tensors on their way to the next rank, while the previous rank's arrive. A group of one hands its own back."""
+
+    def __init__(self, tensors: Tensors, ranks: RankGroup, tag: int) -> None:
+        self._sent = tensors  # kept alive until they have left
+        if ranks.size == 1:
+            self._received, self._works = tensors, []
+            return
+        self._received = tuple(torch.empty_like(tensor) for tensor in tensors)
+        following, previous = ranks.global_rank(ranks.rank + 1), ranks.global_rank(ranks.rank - 1)
+        operations = []
+        for index, (sent, received) in enumerate(zip(self._sent, self._received, strict=True)):
+            operations.append(dist.P2POp(dist.isend, sent, following, group=ranks.handle, tag=tag + index))
+            operations.append(dist.P2POp(dist.irecv, received, previous, group=ranks.handle, tag=tag + index))
+        self._works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> Tensors:
+        for work in self._works:
+            work.wait()
+        return self._received

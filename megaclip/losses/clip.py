@@ -1,0 +1,132 @@
+"""InfoNCE over the whole batch of all ranks: CLIP's loss, in the memory of one tile of logits.
+
+`L = 1/(2B) sum_i [softplus(row_lse_i - alpha*s_ii) + softplus(col_lse_i - alpha*s_ii)]`, where the log-sum-exps leave
+the positive out (MATH.md, "Losses in stable form"). The forward pass takes one statistics pass over the batch, the
+backward pass one gradient pass; the positives' own terms are added here, per row.
+
+The reduction contract. Data-parallel engines average parameter gradients over ranks. So each rank's backward hands out
+`W * dL/d(local features)`, and for logit_scale, which every rank owns, the whole `dL/d(logit_scale)`: after averaging,
+both are exact.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megaclip.comm.collectives import sum_over_ranks
+from megaclip.comm.groups import resolve
+from megaclip.losses.agreement import check_features
+from megaclip.losses.distributed_tiles import Terms, distributed_grads, distributed_stats, gather_columns
+from megaclip.losses.plan import Plan, TileOptions, check_choices, make_plan
+from megaclip.ops.tiles import accumulation_dtype
+
+
+class ClipLoss(nn.Module):
+    """CLIP's loss with every sample of every rank as a negative; takes what open_clip's trainer passes to its ClipLoss.
+
+    group: the ranks that share the batch (a deepspeed.comm or torch.distributed group); None is the default
+    data-parallel
+        group, and plain Python without any launcher is a group of one.
+    exchange: "ring", "all_gather" or "auto"; reduction: "feature", "scalar" or "auto". All are exact; `losses/plan.py`
+        says how they differ and how "auto" chooses.
+    precision, implementation, tile_budget_mib: as in `megaclip.ops.tiles`.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: Any = None,
+        exchange: str = "auto",
+        reduction: str = "auto",
+        precision: str = "auto",
+        implementation: str = "auto",
+        tile_budget_mib: float = 128,
+    ) -> None:
+        super().__init__()
+        check_choices(exchange, reduction)
+        self.group = group
+        self.exchange = exchange
+        self.reduction = reduction
+        self.tiles = TileOptions(precision, implementation, tile_budget_mib)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        """The global mean loss, the same number on every rank: () float32, float64 for float64 features.
+
+        image_features, text_features: (b, D) of unit length, bfloat16, float16, float32 or float64; all ranks have the
+        same
+            shape and dtype. logit_scale: the multiplier alpha = exp(log scale) itself, () or (1,).
+        logit_bias: cancels in a softmax; it changes nothing and receives a zero gradient.
+        output_dict: return {"contrastive_loss": loss}, as open_clip's trainer asks.
+
+        Every rank must call it. Features that do not fit together, on one rank or between ranks, raise ValueError on
+        all.
+        """
+        ranks = resolve(self.group)
+        check_features(image_features, text_features, logit_scale, ranks=ranks)
+        plan = make_plan(
+            image_features, ranks=ranks, exchange=self.exchange, reduction=self.reduction, tiles=self.tiles
+        )
+        loss = _InfoNCE.apply(image_features, text_features, logit_scale, plan)
+        if logit_bias is not None:
+            loss = loss + 0.0 * logit_bias.sum()
+        return {"contrastive_loss": loss} if output_dict else loss
+
+
+class _InfoNCE(torch.autograd.Function):
+    """The statistics pass forward, the gradient pass backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, logit_scale: Tensor, plan: Plan) -> Tensor:
+        alpha = logit_scale.reshape(()).to(accumulation_dtype(x))
+        y_all = gather_columns(y, plan)
+        row_lse, col_lse = distributed_stats(x, y, alpha, alpha, plan=plan, y_all=y_all)
+        s_ii = _positives(x, y)
+        local_sum = (_softplus(row_lse - alpha * s_ii) + _softplus(col_lse - alpha * s_ii)).sum()
+        ctx.plan = plan
+        ctx.save_for_backward(x, y, y_all, logit_scale, row_lse, col_lse, s_ii)
+        return sum_over_ranks(local_sum, group=plan.ranks) / (2 * len(x) * plan.ranks.size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        plan: Plan = ctx.plan
+        x, y, y_all, logit_scale, row_lse, col_lse, s_ii = ctx.saved_tensors
+        alpha = logit_scale.reshape(()).to(s_ii.dtype)
+        weight = 1 / (2 * len(x))  # W/(2B): the contract's factor W is in it; alpha follows when the sums are complete
+        row = Terms(scale=alpha, shift=torch.logaddexp(row_lse, alpha * s_ii), weight=weight)
+        col = Terms(scale=alpha, shift=torch.logaddexp(col_lse, alpha * s_ii), weight=weight)
+        negatives = distributed_grads(x, y, row, col, plan=plan, y_all=y_all)
+
+        # The positive's share, 1 - p_ii, as a sigmoid: a difference would lose it when p_ii is near 1.
+        pull = weight * (torch.sigmoid(row_lse - alpha * s_ii) + torch.sigmoid(col_lse - alpha * s_ii))
+        dx = _minus_rows(negatives.dx, pull, y).mul_(alpha * d_loss)
+        dy = _minus_rows(negatives.dy, pull, x).mul_(alpha * d_loss)
+        local_d_alpha = (negatives.row_dot + negatives.col_dot - pull * s_ii).sum() / plan.ranks.size
+        d_alpha = sum_over_ranks(local_d_alpha, group=plan.ranks) * d_loss
+        return dx.to(x.dtype), dy.to(y.dtype), d_alpha.to(logit_scale.dtype).reshape(logit_scale.shape), None
+
+
+def _positives(x: Tensor, y: Tensor) -> Tensor:
+    """`s_ii` (b,) of local features, in the dtype of sums."""
+    dtype = accumulation_dtype(x)
+    return (x.to(dtype) * y.to(dtype)).sum(dim=1)
+
+
+def _minus_rows(total: Tensor, pull: Tensor, features: Tensor) -> Tensor:
+    """`total_i - pull_i * features_i` (b, D), in place."""
+    return total.addcmul_(pull[:, None], features.to(total.dtype), value=-1)
+
+
+def _softplus(values: Tensor) -> Tensor:
+    """`log(1 + exp(v))`; PyTorch's own switches to v at 20, which is not float64-exact."""
+    return F.softplus(values, threshold=50)
