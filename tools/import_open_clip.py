@@ -36,7 +36,7 @@ def main() -> None:
         report = import_weights(arguments.source, arguments.out_dir, arguments.model)
     except MegaclipError as error:
         sys.exit(f"error: {error}")
-    print(report.summary())
+    print(report)
     if not report.complete:
         print_differences(report)
         sys.exit(f"error: {arguments.source} is not this model; {arguments.out_dir} was not written.")

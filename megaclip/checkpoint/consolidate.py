@@ -17,21 +17,19 @@ from megaclip.errors import CheckpointError
 from megaclip.models.open_clip_keys import StateDict
 
 
-def consolidated_weights(checkpoints: str | Path, tag: str | None = None) -> StateDict:
-    """MegaCLIP's state dict, float32 on the CPU, of the step `tag` (None: the one that `latest` names).
+def consolidated_weights(folder: Path, tag: str) -> StateDict:
+    """MegaCLIP's state dict, float32 on the CPU, of the checkpoint `tag` in RUN/checkpoints.
 
     Raises:
-        CheckpointError: there is no such step, it is incomplete, or its model is split over tensor-parallel ranks.
+        CheckpointError: there is no such checkpoint, it is incomplete, or its model is tensor parallel.
     """
-    checkpoints = Path(checkpoints)
-    tag = tag or latest_tag(checkpoints)
-    step = checkpoints / tag
+    step = folder / tag
     if not step.is_dir():
         raise CheckpointError(f"{step} does not exist: expected a directory saved by training.")
     if any(step.glob("*mp_rank_01_model_states.pt")):
         raise CheckpointError(f"{step} is split over tensor-parallel ranks: convert it to one rank before exporting.")
     try:
-        weights = _joined_weights(checkpoints, tag) if any(step.glob("*_optim_states.pt")) else {}
+        weights = _joined_weights(folder, tag) if any(step.glob("*_optim_states.pt")) else {}
         # Without ZeRO the model file has everything; at ZeRO-1 zero_to_fp32 leaves frozen parameters out, it has those.
         model_file = step / "mp_rank_00_model_states.pt"
         if model_file.is_file():
@@ -44,19 +42,7 @@ def consolidated_weights(checkpoints: str | Path, tag: str | None = None) -> Sta
     return {name: value.detach().clone().float() for name, value in weights.items()}
 
 
-def latest_tag(checkpoints: str | Path) -> str:
-    """The step that `latest` names.
-
-    Raises:
-        CheckpointError: there is no `latest`: nothing was saved yet, or this is not a checkpoints directory.
-    """
-    path = Path(checkpoints) / "latest"
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist: expected RUN/checkpoints, the directory that training saves in.")
-    return path.read_text(encoding="utf-8").strip()
-
-
-def _joined_weights(checkpoints: Path, tag: str) -> StateDict:
+def _joined_weights(folder: Path, tag: str) -> StateDict:
     # zero_to_fp32 prints its progress.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return dict(get_fp32_state_dict_from_zero_checkpoint(str(checkpoints), tag))
+        return dict(get_fp32_state_dict_from_zero_checkpoint(str(folder), tag))

@@ -70,7 +70,7 @@ class LoadReport:
         """Every parameter of the model and of the file found its counterpart."""
         return not (self.missing or self.unexpected or self.mismatched)
 
-    def summary(self) -> str:
+    def __str__(self) -> str:
         """One line: the counts, and the first name of each kind that is not fine."""
         parts = [f"{len(self.loaded)} parameters loaded"]
         for kind, names in (("missing", self.missing), ("unexpected", self.unexpected)):
@@ -124,7 +124,7 @@ def write_weights(directory: str | Path, state_dict: StateDict, config: ModelCon
     """
     report = compare_weights(meta_model(config), state_dict)
     if not report.complete:
-        raise CheckpointError(f"the weights are not those of the model in the card: {report.summary()}.")
+        raise CheckpointError(f"the weights are not those of the model in the card: {report}.")
     tensors = {name: value.float().contiguous() for name, value in to_open_clip(state_dict, config).items()}
     path = Path(directory) / WEIGHTS_NAME
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
@@ -173,7 +173,7 @@ def assigned_model(config: ModelConfig, state_dict: StateDict) -> ClipModel:
     model = meta_model(config)
     report = compare_weights(model, state_dict)
     if not report.complete:
-        raise CheckpointError(f"the weights are not those of the model in the card: {report.summary()}.")
+        raise CheckpointError(f"the weights are not those of the model in the card: {report}.")
     model.load_state_dict({name: value.float() for name, value in state_dict.items()}, assign=True)
     return model.eval()
 
@@ -213,7 +213,7 @@ def load_pretrained(model: ClipModel, path_or_dir: str | Path, *, allow_partial:
     state_dict = read_weights(path_or_dir)
     report = compare_weights(model, state_dict)
     if not report.loaded or not (report.complete or allow_partial):
-        raise CheckpointError(f"{path_or_dir} does not fit the model: {report.summary()}.")
+        raise CheckpointError(f"{path_or_dir} does not fit the model: {report}.")
     parameters = dict(model.named_parameters())
     for name in report.loaded:
         with deepspeed.zero.GatheredParameters(parameters[name], modifier_rank=0):

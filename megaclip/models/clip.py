@@ -40,7 +40,7 @@ class ClipModel(nn.Module):
 
         Returns:
             image features (b, D) of unit length or None, text features (b, D) of unit length or None (both in the
-            parameters' dtype, normalised in float32 at least), and the natural logarithm of the logit scale, (1,) float32.
+            parameters' dtype, normalised in float32 at least), and the log of the logit scale, (1,) float32.
         """
         image_features = None if images is None else _unit_length(self.visual(images))
         text_features = None if tokens is None else _unit_length(self.text(tokens))

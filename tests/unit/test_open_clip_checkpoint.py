@@ -1,0 +1,296 @@
+"""open_clip's directories written and read: the real open_clip loads what we write; bad files end in one line."""
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megaclip.checkpoint.open_clip import (
+    OPENAI_PREPROCESS,
+    assigned_model,
+    load_pretrained,
+    read_weights,
+    write_model_card,
+    write_weights,
+)
+from megaclip.checkpoint.open_clip_package import import_open_clip
+from megaclip.checkpoint.verify import TOLERANCE, verify
+from megaclip.data.tokenizers import load_tokenizer
+from megaclip.errors import CheckpointError
+from megaclip.models import build_model, load_model_config
+from megaclip.models.open_clip_keys import to_open_clip
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def config():
+    """Small towers with CLIP's vocabulary, so that open_clip's own tokenizer fits."""
+    text = {"vocab_size": 49408, "width": 24, "heads": 3, "pool_type": "argmax"}
+    return load_model_config("demo-tiny").replace(text_cfg=text)
+
+
+@pytest.fixture(scope="module")
+def model(config):
+    torch.manual_seed(7)
+    return build_model(config).eval()
+
+
+@pytest.fixture
+def exported(tmp_path, config, model):
+    directory = tmp_path / "exported"
+    write_model_card(directory, config, {**OPENAI_PREPROCESS, "mean": [0.5, 0.5, 0.5], "resize_mode": "squash"})
+    write_weights(directory, model.state_dict(), config)
+    return directory
+
+
+def open_clips_state_dict(model):
+    return {name: value.clone() for name, value in to_open_clip(model.state_dict(), model.config).items()}
+
+
+def assert_same_weights(got, model):
+    expected = model.state_dict()
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+# ------------------------------------------------------------------------------------------------ writing, verifying
+
+
+def test_open_clip_loads_what_we_write(exported, model):
+    package = import_open_clip()
+    theirs, _, preprocess = package.create_model_and_transforms(f"local-dir:{exported}")
+    for name, value in open_clips_state_dict(model).items():
+        assert torch.equal(theirs.state_dict()[name], value), name
+    assert theirs.visual.preprocess_cfg["mean"] == [0.5, 0.5, 0.5]
+    assert theirs.visual.preprocess_cfg["resize_mode"] == "squash"
+    assert theirs.visual.preprocess_cfg["size"] == (24, 24)
+    assert preprocess is not None
+
+
+def test_verification_passes_on_the_same_model_and_tokenizer(exported, model, config):
+    result = verify(exported, model, load_tokenizer("clip", config.text_cfg.context_length))
+    assert result.passed
+    assert 0 <= result.max_abs_diff <= TOLERANCE
+    assert (result.captions_compared, result.captions_differing) == (5, 0)
+
+
+@pytest.mark.parametrize("parameter", ["visual.proj", "text.ln_final.bias", "logit_scale"])
+def test_verification_fails_when_one_parameter_is_another(exported, model, parameter):
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.get_parameter(parameter).add_(torch.randn_like(changed.get_parameter(parameter)) * 1e-2)
+    result = verify(exported, changed)
+    assert result.max_abs_diff > TOLERANCE
+    assert not result.passed
+    assert result.captions_compared == 0
+
+
+def test_verification_counts_captions_that_are_tokenised_differently(exported, model, config):
+    tokenizer = load_tokenizer("clip", config.text_cfg.context_length)
+    result = verify(exported, model, lambda captions: tokenizer([caption[:12] for caption in captions]))
+    assert result.captions_differing == 4  # all but the empty one
+    assert not result.passed
+
+
+def test_verification_of_a_directory_without_weights_is_an_error(tmp_path, model, config):
+    write_model_card(tmp_path, config, OPENAI_PREPROCESS)
+    with pytest.raises(CheckpointError, match="open_clip cannot load"):
+        verify(tmp_path, model)
+
+
+def test_custom_text_models_go_back_to_open_clip(tmp_path, config, model):
+    custom = config.replace(custom_text=True)
+    write_model_card(tmp_path, custom, OPENAI_PREPROCESS)
+    write_weights(tmp_path, model.state_dict(), custom)
+    assert "text.token_embedding.weight" in load_file(tmp_path / "open_clip_model.safetensors")
+    assert verify(tmp_path, assigned_model(custom, model.state_dict())).passed
+
+
+def test_weights_are_written_in_float32_and_only_whole(tmp_path, config, model):
+    path = write_weights(tmp_path, {name: value.bfloat16() for name, value in model.state_dict().items()}, config)
+    written = load_file(path)
+    assert {value.dtype for value in written.values()} == {torch.float32}
+    assert written["logit_scale"].shape == ()
+    assert os.listdir(tmp_path) == [path.name]
+    broken = dict(model.state_dict())
+    del broken["visual.proj"]
+    with pytest.raises(CheckpointError, match=r"1 missing \(first: visual\.proj\)"):
+        write_weights(tmp_path, broken, config)
+
+
+def test_tokenizer_files_go_beside_the_card(tmp_path, config):
+    source = tmp_path / "tokenizer.model"
+    source.write_bytes(b"x")
+    write_model_card(tmp_path / "out", config, OPENAI_PREPROCESS, [source])
+    write_model_card(tmp_path / "out", config, OPENAI_PREPROCESS, [tmp_path / "out" / "tokenizer.model"])
+    assert sorted(os.listdir(tmp_path / "out")) == ["open_clip_config.json", "tokenizer.model"]
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+@pytest.mark.parametrize("form", ["directory", "safetensors", "bare", "state_dict", "module.", "_orig_mod.module."])
+def test_every_form_of_weights_reads_alike(tmp_path, exported, model, form):
+    if form == "directory":
+        path = exported
+    elif form == "safetensors":
+        path = exported / "open_clip_model.safetensors"
+    else:
+        path = tmp_path / "weights.pt"
+        state_dict = open_clips_state_dict(model)
+        if form.endswith("."):
+            state_dict = {form + name: value for name, value in state_dict.items()}
+        # open_clip's trainer saves this much around the state dict
+        torch.save(state_dict if form == "bare" else {"epoch": 3, "name": "run", "state_dict": state_dict}, path)
+    assert_same_weights(read_weights(path), model)
+
+
+def test_settings_among_the_weights_are_left_out(tmp_path, model):
+    extra = {"attn_mask": torch.zeros(2, 2), "input_resolution": torch.tensor(24), "vocab_size": torch.tensor(5)}
+    torch.save({**open_clips_state_dict(model), **extra}, tmp_path / "old.pt")
+    assert_same_weights(read_weights(tmp_path / "old.pt"), model)
+
+
+def bad_files():
+    tensor = {"logit_scale": torch.ones(())}
+    return {
+        "missing": None,
+        "empty": b"",
+        "noise": bytes(range(256)) * 4,
+        "not_a_dict": [1, 2],
+        "no_tensors": {"epoch": 3},
+        "number": {**tensor, "visual.proj": 3.0},
+        "integers": {**tensor, "visual.proj": torch.ones(2, dtype=torch.int64)},
+        "sparse": {**tensor, "visual.proj": torch.eye(3).to_sparse()},
+        "namespace": {"state_dict": tensor, "args": types.SimpleNamespace(lr=1)},
+    }
+
+
+@pytest.mark.parametrize("name", bad_files())
+def test_bad_files_end_in_one_line_that_names_them(tmp_path, name):
+    content = bad_files()[name]
+    path = tmp_path / f"{name}.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError) as error:
+        read_weights(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_that_runs_code_is_refused_before_it_runs(tmp_path):
+    evidence = tmp_path / "evidence"
+    for name, save in (("torch.pt", torch.save), ("plain.pt", lambda x, path: path.write_bytes(pickle.dumps(x)))):
+        save({"state_dict": {"visual.proj": Malicious(evidence)}}, tmp_path / name)
+        with pytest.raises(CheckpointError):
+            read_weights(tmp_path / name)
+    assert not evidence.exists()
+
+
+@pytest.mark.parametrize("cut", [4, 100, -10])
+def test_a_truncated_safetensors_file_is_refused(tmp_path, exported, cut):
+    whole = (exported / "open_clip_model.safetensors").read_bytes()
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(whole[:cut])
+    with pytest.raises(CheckpointError, match=r"cut\.safetensors is not a safetensors file"):
+        read_weights(path)
+
+
+def test_a_tensor_that_pretends_to_be_huge_is_never_made(tmp_path, model, config):
+    state_dict = open_clips_state_dict(model)
+    state_dict["visual.proj"] = torch.zeros(1).expand(10**9, 10**6)  # 4 bytes in the file, 4 PB if copied
+    torch.save(state_dict, tmp_path / "huge.pt")
+    with pytest.raises(CheckpointError, match=r"1 of another shape \(first: visual\.proj"):
+        load_pretrained(build_model(config), tmp_path / "huge.pt")
+
+
+# ------------------------------------------------------------------------------------------------ starting from weights
+
+
+def test_load_pretrained_reports_and_copies(exported, model, config):
+    fresh = build_model(config).bfloat16()
+    report = load_pretrained(fresh, exported)
+    assert report.complete
+    assert len(report.loaded) == len(list(model.parameters()))
+    for name, value in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value.bfloat16()), name
+
+
+def test_partial_weights_need_permission_and_are_reported(tmp_path, model, config):
+    state_dict = open_clips_state_dict(model)
+    del state_dict["ln_final.weight"]
+    state_dict["visual.ln_post.bias"] = torch.zeros(5)
+    state_dict["visual.transformer.resblocks.0.attn.in_proj_bias"] = torch.zeros(7)
+    state_dict["visual.head"] = torch.zeros(1)
+    save_file(state_dict, tmp_path / "partial.safetensors")
+    fresh = build_model(config)
+    before = copy.deepcopy(fresh.state_dict())
+    with pytest.raises(CheckpointError, match=r"4 missing \(first: .*, 2 unexpected \(first: .*, 1 of another shape"):
+        load_pretrained(fresh, tmp_path / "partial.safetensors")
+    assert_same_weights(before, fresh)
+
+    report = load_pretrained(fresh, tmp_path / "partial.safetensors", allow_partial=True)
+    biases = {f"visual.transformer.resblocks.0.attn.{kind}_proj.bias" for kind in "qkv"}
+    assert set(report.missing) == biases | {"text.ln_final.weight"}
+    assert set(report.unexpected) == {"visual.head", "visual.transformer.resblocks.0.attn.in_proj_bias"}
+    assert report.mismatched == (("visual.ln_post.bias", (96,), (5,)),)
+    untouched = set(report.missing) | {"visual.ln_post.bias"}
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(value, before[name] if name in untouched else model.state_dict()[name]), name
+
+
+def test_weights_that_have_nothing_in_common_are_refused_even_in_part(tmp_path, config):
+    save_file({"weight": torch.zeros(3)}, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match="0 parameters loaded"):
+        load_pretrained(build_model(config), tmp_path / "other.safetensors", allow_partial=True)
+
+
+# ------------------------------------------------------------------------------------------------ the import command
+
+
+def run_import(*arguments):
+    command = [sys.executable, "tools/import_open_clip.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+
+
+def test_import_of_a_directory_keeps_card_and_tokenizer(tmp_path, exported, model, config):
+    (exported / "tokenizer.json").write_text("{}")
+    done = run_import(exported, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(exported))
+    assert load_model_config(tmp_path / "out") == config.replace(vision_position_init="normal")
+    assert json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["preprocess_cfg"]["mean"] == [0.5] * 3
+    fresh = build_model(config)
+    load_pretrained(fresh, tmp_path / "out")
+    assert_same_weights(fresh.state_dict(), model)
+
+
+def test_import_of_another_models_file_lists_the_differences_and_writes_nothing(tmp_path, exported, config):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(config.replace(text_cfg={"layers": 1}, embed_dim=32).to_open_clip()))
+    done = run_import(exported / "open_clip_model.safetensors", tmp_path / "out", "--model", other)
+    assert done.returncode == 1
+    assert "unexpected  text.transformer.resblocks.1.ln_1.weight" in done.stdout
+    assert "shape       visual.proj: the model has [96, 32], the file [96, 64]" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
