@@ -1,8 +1,8 @@
 """Collectives of the losses and the evaluation: gather, reduce-scatter, sums, log-sum-exp, and errors shared by all
 ranks.
 
-None writes into its argument, though a group of one may hand it back; all take `group` as `megaclip.comm.groups` says, and
-every rank of it must call them in the same order. Shapes: W ranks of the group, b rows of one rank.
+None writes into its argument, though a group of one may hand it back; all take `group` as `megaclip.comm.groups` says,
+and every rank of it must call them in the same order. Shapes: W ranks of the group, b rows of one rank.
 """
 
 import functools

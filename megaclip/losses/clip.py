@@ -74,7 +74,12 @@ class ClipLoss(nn.Module):
         ranks = resolve(self.group)
         check_features(image_features, text_features, logit_scale, ranks=ranks)
         plan = make_plan(
-            image_features, ranks=ranks, exchange=self.exchange, reduction=self.reduction, tiles=self.tiles
+            image_features,
+            ranks=ranks,
+            exchange=self.exchange,
+            reduction=self.reduction,
+            tiles=self.tiles,
+            need_dots=False,
         )
         loss = _InfoNCE.apply(image_features, text_features, logit_scale, plan)
         if logit_bias is not None:
@@ -109,10 +114,13 @@ class _InfoNCE(torch.autograd.Function):
 
         # The positive's share, 1 - p_ii, as a sigmoid: a difference would lose it when p_ii is near 1.
         pull = weight * (torch.sigmoid(row_lse - alpha * s_ii) + torch.sigmoid(col_lse - alpha * s_ii))
-        dx = _minus_rows(negatives.dx, pull, y).mul_(alpha * d_loss)
-        dy = _minus_rows(negatives.dy, pull, x).mul_(alpha * d_loss)
-        local_d_alpha = (negatives.row_dot + negatives.col_dot - pull * s_ii).sum() / plan.ranks.size
+        dx = _minus_rows(negatives.dx, pull, y)
+        dy = _minus_rows(negatives.dy, pull, x)
+        # L is a function of alpha*x: alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>, and dx lacks its alpha still.
+        local_d_alpha = (x * dx).sum() / plan.ranks.size
         d_alpha = sum_over_ranks(local_d_alpha, group=plan.ranks) * d_loss
+        dx.mul_(alpha * d_loss)
+        dy.mul_(alpha * d_loss)
         return dx.to(x.dtype), dy.to(y.dtype), d_alpha.to(logit_scale.dtype).reshape(logit_scale.shape), None
 
 

@@ -16,7 +16,7 @@ No autograd: call these from the forward and backward of a `torch.autograd.Funct
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class BatchGrads(NamedTuple):
 
     dx: Tensor  # (b, D)
     dy: Tensor  # (b, D)
-    row_dot: Tensor  # (b,)
+    row_dot: Tensor  # (b,); zeros unless the plan needs dots
     col_dot: Tensor  # (b,)
 
 
@@ -143,14 +143,14 @@ def _gathered_scalar(x: Tensor, y: Tensor, y_all: Tensor, row: Terms, col: Terms
 
 
 def _both_sides(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None) -> BatchGrads:
-    dx, dy, row_dot, col_dot = tile_grads(x, y, *row, *col, diagonal=diagonal, **vars(plan.tiles))
+    dx, dy, row_dot, col_dot = tile_grads(x, y, *row, *col, diagonal=diagonal, **_options(plan))
     assert dx is not None and dy is not None, "both sides were asked for"
     return BatchGrads(dx, dy, row_dot, col_dot)
 
 
 def _row_side(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None) -> tuple[Tensor, Tensor]:
     """dx and row_dot only: the columns' owner computes theirs."""
-    dx, _, row_dot, _ = tile_grads(x, y, *row, *col, diagonal=diagonal, need_dy=False, **vars(plan.tiles))
+    dx, _, row_dot, _ = tile_grads(x, y, *row, *col, diagonal=diagonal, need_dy=False, **_options(plan))
     assert dx is not None, "the row side was asked for"
     return dx, row_dot
 
@@ -159,9 +159,13 @@ def _column_side(
     x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None
 ) -> tuple[Tensor, Tensor]:
     """dy and col_dot only: the rows' owner computes theirs."""
-    _, dy, _, col_dot = tile_grads(x, y, *row, *col, diagonal=diagonal, need_dx=False, **vars(plan.tiles))
+    _, dy, _, col_dot = tile_grads(x, y, *row, *col, diagonal=diagonal, need_dx=False, **_options(plan))
     assert dy is not None, "the column side was asked for"
     return dy, col_dot
+
+
+def _options(plan: Plan) -> dict[str, Any]:
+    return {"need_dots": plan.need_dots, **vars(plan.tiles)}
 
 
 class _PerSample:

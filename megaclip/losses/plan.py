@@ -42,6 +42,7 @@ class Plan:
     exchange: str  # "ring" | "all_gather"
     reduction: str  # "feature" | "scalar"
     tiles: TileOptions
+    need_dots: bool = True  # row_dot and col_dot, which only per-sample temperatures need
 
 
 def check_choices(exchange: str, reduction: str) -> None:
@@ -51,7 +52,9 @@ def check_choices(exchange: str, reduction: str) -> None:
             raise ValueError(f"expected {name} to be one of auto, {', '.join(known)}, got {value!r}")
 
 
-def make_plan(features: Tensor, *, ranks: RankGroup, exchange: str, reduction: str, tiles: TileOptions) -> Plan:
+def make_plan(
+    features: Tensor, *, ranks: RankGroup, exchange: str, reduction: str, tiles: TileOptions, need_dots: bool
+) -> Plan:
     """The plan for local features (b, D) on each of `ranks`; logs once what "auto" became and why."""
     if exchange == "auto":
         exchange, reason = _choose_exchange(features, ranks.size)
@@ -59,7 +62,7 @@ def make_plan(features: Tensor, *, ranks: RankGroup, exchange: str, reduction: s
     if reduction == "auto":
         reduction = "feature"
         _announce("reduction: feature (fewest products; choose scalar where moving gradients is the bottleneck)")
-    return Plan(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles)
+    return Plan(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles, need_dots=need_dots)
 
 
 def _choose_exchange(features: Tensor, world_size: int) -> tuple[str, str]:

@@ -78,6 +78,7 @@ def tile_grads(
     diagonal: int | None = None,
     need_dx: bool = True,
     need_dy: bool = True,
+    need_dots: bool = True,
     precision: str = "auto",
     implementation: str = "auto",
     tile_budget_mib: float = 128,
@@ -88,9 +89,11 @@ def tile_grads(
     `dx = P y`, `dy = P^T x`, `row_dot_i = sum_j (row part of P_ij)*s_ij`, `col_dot_j = sum_i (column part of
     P_ij)*s_ij`.
 
-    Row values are numbers or (m,), column values numbers or (n,). need_dx, need_dy: a side that is not needed costs no
-    product and is returned as None. To leave a direction out set its scale, shift and weight to 0. Everything else as
-    in `tile_stats`.
+    Row values are numbers or (m,), column values numbers or (n,). To leave a direction out set its scale, shift and
+    weight to 0. Everything else as in `tile_stats`.
+
+    need_dx, need_dy: a side that is not needed costs no product and is returned as None.
+    need_dots: False leaves the dots at zero and saves their sums; the total over both of them is also `sum(x * dx)`.
     """
     dtype = _check_features(x, y, precision, tile_budget_mib)
     run = _implementation(implementation, x)
@@ -105,6 +108,7 @@ def tile_grads(
             diagonal=diagonal,
             need_dx=need_dx,
             need_dy=need_dy,
+            need_dots=need_dots,
             precision=precision,
             tile_budget_mib=tile_budget_mib,
         )

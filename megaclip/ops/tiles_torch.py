@@ -62,6 +62,7 @@ def tile_grads(
     diagonal: int | None,
     need_dx: bool,
     need_dy: bool,
+    need_dots: bool,
     precision: str,
     tile_budget_mib: float,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
@@ -76,9 +77,11 @@ def tile_grads(
             offset = None if diagonal is None else diagonal + rows.start - cols.start
             s_mn = _product(x[rows], y[cols].T)
             p_mn = _weights(s_mn, row_scale[rows, None], row_shift[rows, None], row_weight[rows, None], offset)
-            row_dot[rows] += (p_mn * s_mn).sum(1)
+            if need_dots:
+                row_dot[rows] += (p_mn * s_mn).sum(1)
             col_mn = _weights(s_mn, col_scale[None, cols], col_shift[None, cols], col_weight[None, cols], offset)
-            col_dot[cols] += (col_mn * s_mn).sum(0)
+            if need_dots:
+                col_dot[cols] += (col_mn * s_mn).sum(0)
             p_mn = p_mn.add_(col_mn).to(x.dtype)
             if dx is not None:
                 dx[rows] += _product(p_mn, y[cols])
