@@ -7,6 +7,7 @@ crosses between ranks.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,8 +16,8 @@ import torch
 
 from megaclip.comm.collectives import gather_integers
 from megaclip.comm.groups import group_rank, group_size
+from megaclip.data.batch import PADDING_ID, BadSample
 from megaclip.evaluation.encoder import Encode
-from megaclip.evaluation.ranking import PADDING_ID
 
 
 class PairSource(Protocol):
@@ -46,15 +47,28 @@ class CaptionGroups:
         leading = self.image_of_pair.to(pair_ids.device)[pair_ids.clamp(min=0)] == pair_ids
         return pair_ids.masked_fill(~leading, PADDING_ID)
 
+    def of_images(self, present: torch.Tensor) -> "CaptionGroups":
+        """Without the captions of images that are not `present` (n,) bool by id: those that could not be decoded."""
+        kept = [image < len(present) and bool(present[image]) for image in self.image_ids.tolist()]
+        return CaptionGroups(
+            self.image_of_pair,
+            list(itertools.compress(self.texts, kept)),
+            self.image_ids[torch.tensor(kept, dtype=torch.bool)],
+            self.leading_ids[torch.tensor(kept, dtype=torch.bool)],
+        )
+
 
 def group_captions(dataset: PairSource, *, group: Any = None) -> CaptionGroups:
     """Read all pairs once, over all ranks, and group their captions by image. Every rank must call it."""
     captions: dict[int, list[str]] = {}
     digests: list[int] = []
     for pair in range(group_rank(group), len(dataset), group_size(group)):
-        sample = dataset.read(pair)
-        digest = hashlib.blake2b(sample.image, digest_size=8).digest()
-        digests.append(int.from_bytes(digest, "little", signed=True))
+        try:
+            sample = dataset.read(pair)
+        except BadSample:  # the loader counts it and leaves it out; it is an image of its own without captions
+            digests.append(_digest(b"unreadable", pair))
+            continue
+        digests.append(_digest(sample.image))
         captions[pair] = [line.strip() for line in sample.caption.splitlines() if line.strip()] or [""]
     image_of_pair = _first_of_its_kind(_interleaved(digests, len(dataset), group))
     texts, image_ids, leading_ids = [], [], []
@@ -86,6 +100,12 @@ def encode_captions(
         assert text_features is not None, "encode(tokens=...) returns text features"
         features.append(text_features[: len(batch)])
     return torch.cat(features)
+
+
+def _digest(content: bytes, number: int = 0) -> int:
+    """A 64-bit digest."""
+    digest = hashlib.blake2b(content, digest_size=8, salt=number.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _interleaved(values: list[int], count: int, group: Any) -> torch.Tensor:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
+from megaclip.data.batch import PADDING_ID, BadSample
+from megaclip.data.images import FORMATS
 from megaclip.evaluation.captions import PairSource
 from megaclip.evaluation.examples import RetrievalExamples
 from megaclip.evaluation.pictures import RetrievedRow, retrieval_grid, similarity_heatmap
-from megaclip.evaluation.ranking import PADDING_ID
 from megaclip.logging import get_logger, warn_once
 
 _logger = get_logger(__name__)
@@ -49,10 +50,13 @@ def _read(dataset: PairSource, pair: int) -> tuple[str, Image.Image | None]:
     """The first line of the caption, and the image, large enough for a thumbnail; None where there is none."""
     if pair == PADDING_ID:
         return "", None
-    sample = dataset.read(pair)
+    try:
+        sample = dataset.read(pair)
+    except BadSample:
+        return "", None
     caption = next((line.strip() for line in sample.caption.splitlines() if line.strip()), "")
     try:
-        image = Image.open(io.BytesIO(sample.image))
+        image = Image.open(io.BytesIO(sample.image), formats=FORMATS)
         image.draft("RGB", (_LARGEST_SIDE, _LARGEST_SIDE))
         image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
         return caption, image.convert("RGB")

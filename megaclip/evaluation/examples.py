@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from megaclip.comm.collectives import gather_rows, sum_over_ranks
-from megaclip.evaluation.ranking import PADDING_ID, ahead, nan_is_worst
+from megaclip.data.batch import PADDING_ID
+from megaclip.evaluation.ranking import ahead, nan_is_worst
 
 RETRIEVED = 5
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 import torch
 
-PADDING_ID = -1
 TIE_TOLERANCE = 1e-10
 
 # Per element of a tile: the float64 similarity, that of the tile before (alive until it is replaced), and five masks.

@@ -19,8 +19,9 @@ import torch
 
 from megaclip.comm.collectives import gather_integers, gather_rows, sum_over_ranks
 from megaclip.comm.groups import group_rank, group_size
+from megaclip.data.batch import PADDING_ID
 from megaclip.errors import DataError
-from megaclip.evaluation.ranking import PADDING_ID, ahead, nan_is_worst, similarity_tiles, tile_side
+from megaclip.evaluation.ranking import ahead, nan_is_worst, similarity_tiles, tile_side
 
 RECALL_AT = (1, 5, 10)
 

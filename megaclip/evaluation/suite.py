@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
-from megaclip.comm.collectives import gather_integers
+from megaclip.comm.collectives import gather_integers, sum_over_ranks
+from megaclip.data.batch import PADDING_ID
 from megaclip.errors import DataError
 from megaclip.evaluation.captions import CaptionGroups, encode_captions
 from megaclip.evaluation.encoder import Encode
@@ -76,7 +76,8 @@ def evaluate(
             features = _encode_groups(encode, pairs, captions, tokenizer, group)
         rows = (features.images, features.texts, features.image_ids)
         metrics |= retrieval(*rows, features.text_image_ids, group=group, tile_budget_mib=tile_budget_mib)
-        chosen = spread(_all_image_ids(features.image_ids, captions, group), example_count)
+        all_ids = torch.nonzero(_present(features.image_ids, group)).flatten().cpu().numpy()
+        chosen = spread(all_ids, example_count)
         examples = retrieval_examples(*rows, features.leading_ids, chosen, group=group)
     if not metrics:
         raise DataError("expected image-caption pairs or labelled images to evaluate on, got neither")
@@ -121,6 +122,7 @@ def _encode_groups(
         ids.append(captions.image_ids_of(batch.ids).to(image_features.device))
     _check_not_empty(ids)
     image_ids = torch.cat(ids)
+    captions = captions.of_images(_present(image_ids, group).cpu())
     device = image_ids.device
     texts = encode_captions(encode, captions.texts, tokenizer, group=group)
     return _PairFeatures(
@@ -133,9 +135,9 @@ def _check_not_empty(batches: list[torch.Tensor]) -> None:
         raise DataError("retrieval needs at least one batch of image-caption pairs on every rank, got none")
 
 
-def _all_image_ids(local_ids: torch.Tensor, captions: CaptionGroups | None, group: Any) -> np.ndarray:
-    """The ids of all images of all ranks, (n,) int64, ascending."""
-    if captions is not None:
-        return captions.image_of_pair.unique().numpy()
-    highest = max(value for (value,) in gather_integers([int(local_ids.max())], group=group))
-    return np.arange(highest + 1)
+def _present(ids: torch.Tensor, group: Any) -> torch.Tensor:
+    """Which image ids occur on any rank: (highest id + 1,) bool."""
+    count = 1 + max(value for (value,) in gather_integers([int(ids.max())], group=group))
+    present = torch.zeros(count, dtype=torch.int64, device=ids.device)
+    present[ids[ids != PADDING_ID]] = 1
+    return sum_over_ranks(present, group=group) > 0

@@ -14,9 +14,10 @@ from torch.nn.functional import normalize
 
 from megaclip.comm.collectives import gather_rows, sum_over_ranks
 from megaclip.comm.groups import group_rank, group_size
+from megaclip.data.batch import PADDING_ID
 from megaclip.errors import DataError
 from megaclip.evaluation.encoder import Encode
-from megaclip.evaluation.ranking import PADDING_ID, ahead, similarity_tiles, tile_side
+from megaclip.evaluation.ranking import ahead, similarity_tiles, tile_side
 
 TOP = (1, 5)
 CLASS_PLACE = "{c}"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megaclip.data.batch import BadSample
 from megaclip.errors import DataError
 from megaclip.evaluation import ModelEncoder, ZeroShotTask, evaluate, group_captions
 from megaclip.evaluation.captions import CaptionGroups
@@ -103,6 +104,31 @@ def test_captions_are_grouped_by_equal_images() -> None:
     assert groups.image_ids.tolist() == [0, 1, 1, 0, 3, 1]
     assert groups.leading_ids.tolist() == [0, 1, -1, -1, 3, -1]
     assert groups.image_ids_of(torch.tensor([4, 1, -1, 2, 0])).tolist() == [-1, 1, -1, -1, 0]
+
+
+@pytest.mark.parametrize("several_captions", [False, True])
+def test_bad_samples_are_left_out(several_captions: bool) -> None:
+    """Pair 3 cannot be read and image 0 not decoded: the loader gives both id -1; their captions go too."""
+    words = np.arange(23)
+    pairs = Pairs(noisy_images(words), [f"word {word}" for word in words])
+    batches = pairs.batches()
+    batches[0].ids[[0, 3]] = -1
+    batches[0].images[[0, 3]] = float("nan")
+    groups = None
+    if several_captions:
+        good_read = pairs.read
+
+        def read(sample_id: int) -> SimpleNamespace:
+            if sample_id == 3:
+                raise BadSample("damaged", "3")
+            return good_read(sample_id)
+
+        pairs.read = read  # type: ignore[method-assign]
+        groups = group_captions(pairs)
+    result = evaluate(encode, tokenizer=tokenizer, pairs=batches, captions=groups, example_count=40)
+    kept = np.delete(words, [0, 3])
+    assert result.metrics == pytest.approx(retrieval_by_sorting(pairs.features[kept], WORDS[kept].numpy(), kept, kept))
+    assert result.examples is not None and result.examples.ids.tolist() == kept.tolist()
 
 
 def test_zero_shot_and_retrieval_together() -> None:
