@@ -1,16 +1,18 @@
 """From a checked configuration to a DeepSpeed engine around the model, ready to train."""
 
 import logging as standard_logging
+from collections.abc import Callable
 
 import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from pydantic import ValidationError
+from torch.utils.checkpoint import checkpoint
 
 from megaclip.arguments import TrainArguments
-from megaclip.config import TrainingConfig
 from megaclip.checkpoint.open_clip import load_pretrained
+from megaclip.config import TrainingConfig
 from megaclip.engine.optimizers import guard_gradients, parameter_groups
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
@@ -45,11 +47,21 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
         problem = error.errors()[0]
         raise ConfigError(f"{config.path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
     if config.activation_checkpointing:
-        deepspeed.checkpointing.configure(None, deepspeed_config=config.deepspeed)
-        engine.module.set_activation_checkpointing(deepspeed.checkpointing.non_reentrant_checkpoint)
+        model.set_activation_checkpointing(_checkpoint_on_cpu if config.cpu_checkpointing else _checkpoint)
     guard_gradients(engine)
     _describe(engine, config, model)
     return engine
+
+
+# PyTorch's checkpoint, not DeepSpeed's: deepspeed.checkpointing.checkpoint loses the gradients of a block whose input
+# needs none (locked towers), and its non_reentrant_checkpoint fails on parameters that ZeRO-3 has partitioned.
+def _checkpoint(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    return checkpoint(function, *tensors, use_reentrant=False)
+
+
+def _checkpoint_on_cpu(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return _checkpoint(function, *tensors)
 
 
 def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel) -> None:

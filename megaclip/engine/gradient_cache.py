@@ -4,8 +4,8 @@ The gradient cache (Gao et al., 2021, arXiv:2101.06983): encode every micro-batc
 embeddings; evaluate the loss once over all of them; then encode each micro-batch again, with the same random state, and
 back-propagate its cached embedding gradients. The result is the gradient of the whole batch, not of the micro-batches.
 
-Scale. DeepSpeed averages parameter gradients over the W data-parallel ranks. The losses hand back feature gradients that
-are already W times those of the global mean loss and, on every rank, the whole gradient of the logit scale, so the
+Scale. DeepSpeed averages parameter gradients over the W data-parallel ranks. The losses hand back feature gradients
+that are already W times those of the global mean loss and, on every rank, the whole gradient of the logit scale, so the
 surrogate is back-propagated as it is: no division by the number of micro-batches.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megaclip.data import Batch
+from megaclip.data.batch import Batch
 from megaclip.errors import NonFiniteError
 
 ContrastiveLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -59,8 +59,8 @@ def accumulate_gradients(
 
     Args:
         engine: a DeepSpeed engine around a `ClipModel`, with `gradient_accumulation_steps` = len(micro_batches).
-        loss_function: (image features (b, D), text features (b, D), scale (1,)) -> global mean loss, under the reduction
-            contract of `megaclip.losses`.
+        loss_function: (image features (b, D), text features (b, D), scale (1,)) -> global mean loss, under the
+            reduction contract of `megaclip.losses`.
         micro_batches: this rank's share of the batch, on any device; each is moved to the engine's device when encoded.
         log_scale: (1,) float32, the master value of logit_scale.
         random_state: replayed for each micro-batch.
@@ -92,6 +92,7 @@ def accumulate_gradients(
                 outputs = cached_in_graph
             engine.set_gradient_accumulation_boundary(index == last)
             engine.backward(_surrogate(outputs, cached, index, is_last=index == last), scale_wrt_gas=False)
+    engine.set_gradient_accumulation_boundary(True)  # coalesce_grad_reduction put the flag back as it was
     return loss
 
 

@@ -6,6 +6,7 @@ knows.
 """
 
 import math
+from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
@@ -25,7 +26,7 @@ class LogitScale:
     def __init__(self, engine: DeepSpeedEngine, maximum: float) -> None:
         """`maximum` bounds exp(logit_scale) from above; 1 bounds it from below, as in open_clip."""
         self._engine = engine
-        self._parameter: torch.nn.Parameter = engine.module.logit_scale
+        self._parameter: Any = engine.module.logit_scale  # DeepSpeed adds attributes to it
         self._bounds = (0.0, math.log(maximum))
 
     def read(self) -> torch.Tensor:

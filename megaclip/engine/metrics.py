@@ -1,7 +1,7 @@
 """What a run shows while it works: a progress bar, log lines, TensorBoard scalars and pictures.
 
-Only the first rank shows anything; the other ranks hold a `Metrics` that stays silent. On a terminal the bar carries the
-numbers; where the output goes to a file, a log line every few steps does. DeepSpeed's own monitors (wandb, comet, csv),
+Only the first rank shows anything; the other ranks hold a `Metrics` that stays silent. On a terminal the bar carries
+the numbers; where the output goes to a file, a log line every few steps does. DeepSpeed's own monitors (wandb, comet, csv),
 when ds_config.json turns them on, receive the same scalars.
 """
 
@@ -46,7 +46,14 @@ class Metrics:
     """Context manager around a run; `step` after each update, `evaluation` after each evaluation."""
 
     def __init__(
-        self, folder: Path, *, first_rank: bool, start_step: int, total_steps: int, global_batch: int, log_every: int,
+        self,
+        folder: Path,
+        *,
+        first_rank: bool,
+        start_step: int,
+        total_steps: int,
+        global_batch: int,
+        log_every: int,
         monitor: Any,
     ) -> None:
         """`folder` is the run's; TensorBoard's files go to its subfolder. `monitor` is DeepSpeed's MonitorMaster."""
@@ -57,7 +64,9 @@ class Metrics:
         self._monitor = monitor
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step) if first_rank else None
         on_terminal = first_rank and sys.stderr.isatty()
-        self._bar = tqdm(total=total_steps, initial=start_step, unit="step", disable=not on_terminal, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=total_steps, initial=start_step, unit="step", disable=not on_terminal, dynamic_ncols=True
+        )
         self._shows_bar = on_terminal
         self._step_ends: deque[float] = deque([time.monotonic()], maxlen=51)
         self._training_s = 0.0

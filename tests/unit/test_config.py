@@ -54,6 +54,15 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         ({"scheduler": {"type": "WarmupLR"}}, "--lr-scheduler"),
         ({"fp16": {"enabled": True}}, "use bf16"),
         ({"prescale_gradients": True}, "'prescale_gradients' cannot be used"),
+        ({"bf16": {"enabled": True}, "zero_optimization": {}}, "bf16 needs zero_optimization.stage 1, 2 or 3"),
+        (
+            {
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 1},
+                "data_types": {"grad_accum_dtype": "fp32"},
+            },
+            "grad_accum_dtype fp32 with bf16 needs",
+        ),
         ({"gradient_clipping": ...}, "DeepSpeed would clip at 1.0"),
         ({"optimizer": ...}, "an optimizer is needed"),
         ({"optimizer": {"type": "AdmW", "params": {"lr": 1}}}, "did you mean 'AdamW'?"),

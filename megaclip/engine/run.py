@@ -1,0 +1,343 @@
+"""A training run from its command line to its last checkpoint.
+
+`main(argv)` is what launch/train.py calls on every rank: read and check everything, start the process group, build the
+engine, resume if asked, then step, evaluate and save until the schedule ends.
+"""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from megaclip.arguments import TrainArguments, parse_arguments
+from megaclip.checkpoint import store
+from megaclip.checkpoint.open_clip import write_model_card
+from megaclip.comm.collectives import gather_objects, raise_together
+from megaclip.config import BatchPlan
+from megaclip.data import Batch, EvaluationLoader, TrainLoader, check_manifest
+from megaclip.engine.build import build_engine, quiet_deepspeed
+from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
+from megaclip.engine.inputs import Inputs, read_inputs
+from megaclip.engine.logit_scale import LogitScale
+from megaclip.engine.metrics import Metrics, StepMetrics
+from megaclip.engine.optimizers import set_learning_rate, update
+from megaclip.engine.schedules import Schedule, constant, constant_with_cooldown, cosine
+from megaclip.errors import CheckpointError, ConfigError, MegaclipError
+from megaclip.evaluation import ModelEncoder, ZeroShotTask, evaluate, example_pictures
+from megaclip.logging import get_logger
+from megaclip.losses import LOSSES
+
+logger = get_logger(__name__)
+
+DEFAULT_EPOCHS = 32
+
+
+def main(argv: list[str]) -> int:
+    """Run one rank's part of the training that `argv` asks for; returns the process's exit code."""
+    arguments: TrainArguments | None = None
+    try:
+        arguments = parse_arguments(argv)
+        train(arguments)
+    except MegaclipError as error:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            logger.error("%s", error)
+        if arguments is not None and arguments.debug_traceback:
+            raise
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def train(arguments: TrainArguments) -> dict[str, float]:
+    """Train on this rank, together with the others; returns the last evaluation's scores.
+
+    Raises MegaclipError, on every rank, when anything the user can mend goes wrong.
+    """
+    inputs = read_inputs(arguments)
+    if arguments.resume == "auto" and arguments.name is None:
+        raise ConfigError("--resume auto needs --name: the run to go on with")
+    start_process_group()
+    batch_plan = inputs.config.batch_plan(dist.get_world_size())
+    folder = _prepare_folder(arguments, inputs)
+    return _Run(arguments, inputs, batch_plan, folder).to_the_end()
+
+
+def start_process_group() -> None:
+    """Join the launcher's process group; without a launcher, make a group of one."""
+    quiet_deepspeed()
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", "29500")
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name())
+
+
+def _prepare_folder(arguments: TrainArguments, inputs: Inputs) -> Path:
+    """Make RUN and RUN/checkpoints with the model card, on the first rank; every rank gets the path or the error."""
+    error: Exception | None = None
+    folder = Path()
+    if dist.get_rank() == 0:
+        name = arguments.name or f"{Path(arguments.model).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = Path(arguments.logs) / name
+        try:
+            checkpoints = folder / "checkpoints"
+            if arguments.resume is None and (checkpoints / store.LATEST).exists():
+                raise CheckpointError(
+                    f"{str(folder)!r} holds a run already: add --resume auto, or choose another --name"
+                )
+            card = checkpoints / store.MODEL_CARD
+            card.mkdir(parents=True, exist_ok=True)
+            inputs.tokenizer.write_open_clip(card)
+            write_model_card(card, inputs.model_config, inputs.preprocess_cfg)
+            settings = {"arguments": arguments.model_dump(), "ds_config": inputs.config.deepspeed}
+            store.write_atomically(folder / "settings.json", json.dumps(settings, indent=1))
+        except OSError as problem:
+            error = ConfigError(f"cannot write to the run's folder {str(folder)!r}: {problem}")
+        except MegaclipError as problem:
+            error = problem
+    raise_together(error)
+    return gather_objects(folder)[0]
+
+
+class _Run:
+    """One rank's run: what the steps share."""
+
+    def __init__(self, arguments: TrainArguments, inputs: Inputs, batch_plan: BatchPlan, folder: Path) -> None:
+        self.arguments = arguments
+        self.inputs = inputs
+        self.batch_plan = batch_plan
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self.rank = dist.get_rank()
+        self.total_steps = self._count_steps()
+        self.schedule = self._make_schedule()
+        self.engine: DeepSpeedEngine = build_engine(inputs.config, arguments, inputs.model_config)
+        self.logit_scale = LogitScale(self.engine, arguments.logit_scale_max)
+        section = inputs.config.megaclip
+        self.loss = LOSSES[section.loss](
+            exchange=section.exchange,
+            reduction=section.reduction,
+            implementation=section.implementation,
+            tile_budget_mib=section.tile_budget_mib,
+        )
+        self.step = self._resume()
+        self.scores: dict[str, float] = {}
+
+    def to_the_end(self) -> dict[str, float]:
+        """Train from `self.step` to the last step; returns the last evaluation's scores."""
+        loader = self._train_loader()
+        last_step = min(self.total_steps, self.arguments.stop_after_steps or self.total_steps)
+        logger.info(
+            "training steps %d to %d of %d: contrastive batch %d = %d ranks x %d chunks x %d, %d samples an epoch",
+            self.step,
+            last_step,
+            self.total_steps,
+            self.batch_plan.global_batch,
+            self.batch_plan.world_size,
+            self.batch_plan.accumulation,
+            self.batch_plan.micro_batch,
+            loader.samples_per_epoch,
+        )
+        with Metrics(
+            self.folder,
+            first_rank=self.rank == 0,
+            start_step=self.step,
+            total_steps=self.total_steps,
+            global_batch=self.batch_plan.global_batch,
+            log_every=self.arguments.log_every_n_steps,
+            monitor=self.engine.monitor,
+        ) as metrics:
+            while self.step < last_step:
+                metrics.step(self.step + 1, self._train_step(loader))
+                self.step += 1
+                ends = self.step == last_step
+                if ends or self._is_due(self.arguments.eval_every_steps, self.arguments.val_frequency):
+                    self._evaluate(metrics)
+                if ends or self._is_due(self.arguments.save_every_steps, self.arguments.save_frequency):
+                    self._save(loader.samples_consumed)
+                    metrics.resume_clock()
+            if self.rank == 0:
+                self._write_summary(metrics)
+        return self.scores
+
+    def _train_step(self, loader: TrainLoader) -> StepMetrics:
+        micro_batches = self._next_micro_batches(loader)
+        loss = accumulate_gradients(
+            self.engine,
+            self.loss,
+            micro_batches,
+            self.logit_scale.read(),
+            RandomState(self.arguments.seed, self.step, self.rank),
+            coalesce=self.inputs.config.megaclip.coalesce_gradient_reduction,
+        )
+        learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)
+        set_learning_rate(self.engine, learning_rate)
+        gradient_norm = update(self.engine)
+        return StepMetrics(loss, float(self.logit_scale.clamp_().exp()), learning_rate, gradient_norm)
+
+    def _next_micro_batches(self, loader: TrainLoader) -> list[Batch]:
+        """This rank's share of the step's batch; a rank whose data fails takes the others with it."""
+        error: Exception | None = None
+        micro_batches: list[Batch] = []
+        try:
+            micro_batches = [next(loader) for _ in range(self.batch_plan.accumulation)]
+        except Exception as problem:
+            error = problem
+        raise_together(error)
+        return micro_batches
+
+    def _evaluate(self, metrics: Metrics) -> None:
+        inputs = self.inputs
+        if inputs.validation is None and inputs.labelled is None:
+            return
+        shared: dict[str, Any] = {
+            "batch_size": self.arguments.eval_batch_size,
+            "rank": self.rank,
+            "world_size": dist.get_world_size(),
+            "num_workers": self.arguments.workers,
+        }
+        pairs = labelled = None
+        if inputs.validation is not None:
+            pairs = EvaluationLoader(inputs.validation, inputs.evaluation_transform, inputs.tokenizer, **shared)
+        if inputs.labelled is not None:
+            batches = EvaluationLoader(inputs.labelled, inputs.evaluation_transform, None, **shared)
+            labelled = ZeroShotTask(batches, inputs.labelled.class_names, inputs.labelled.templates)
+        encode = ModelEncoder(self.engine, device=self.engine.device, image_dtype=self.engine.get_data_types()[0])
+        self.engine.eval()
+        try:
+            result = evaluate(encode, tokenizer=inputs.tokenizer, pairs=pairs, labelled=labelled)
+        finally:
+            self.engine.train()
+        self.scores = result.metrics
+        pictures = {}
+        if self.rank == 0 and result.examples is not None and inputs.validation is not None:
+            pictures = example_pictures(result.examples, inputs.validation)
+        metrics.evaluation(self.step, result.metrics, pictures)
+        metrics.resume_clock()
+
+    def _save(self, samples_consumed: int) -> None:
+        state = {
+            "step": self.step,
+            "samples_consumed": samples_consumed,
+            "world_size": dist.get_world_size(),
+            "zero_stage": self.inputs.config.zero_stage,
+            **self._identity(),
+        }
+        tag = store.save(self.engine, self.checkpoints, self.step, state, self.arguments.keep_last)
+        logger.info("saved %s", self.checkpoints / tag)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same in a run and its continuation."""
+        return {
+            "seed": self.arguments.seed,
+            "shard_order": self.arguments.shard_order,
+            "global_batch": self.batch_plan.global_batch,
+            "total_steps": self.total_steps,
+            "model": self.inputs.model_config.to_open_clip(),
+            "data": self.inputs.train.manifest(),
+        }
+
+    def _resume(self) -> int:
+        """Load the checkpoint that --resume means, if there is one; returns the number of steps already taken."""
+        wanted = self.arguments.resume
+        error: Exception | None = None
+        found: tuple[Path, str] | None = None
+        state: dict[str, Any] = {}
+        try:
+            if wanted == "auto":
+                tag = store.find_latest(self.checkpoints)
+                found = (self.checkpoints, tag) if tag else None
+            elif wanted is not None:
+                found = store.locate(Path(wanted))
+            if found is not None:
+                state = store.read_state(*found)
+                self._check_continues(state)
+        except MegaclipError as problem:
+            error = problem
+        raise_together(error)
+        self.samples_consumed = int(state.get("samples_consumed", 0))
+        if found is None:
+            return 0
+        store.load(self.engine, *found)
+        logger.info("resumed from %s at step %d", found[0] / found[1], state["step"])
+        return int(state["step"])
+
+    def _check_continues(self, state: dict[str, Any]) -> None:
+        if (was := state.get("world_size")) != (now := dist.get_world_size()):
+            raise CheckpointError(f"the checkpoint was written by {was} ranks and this run has {now}: use {was} ranks")
+        if (was := state.get("zero_stage")) != (now := self.inputs.config.zero_stage):
+            raise CheckpointError(
+                f"the checkpoint was written at ZeRO stage {was}, not {now}: set zero_optimization.stage"
+            )
+        check_manifest(state.get("data", {}), self.inputs.train.manifest())
+        for key, now in self._identity().items():
+            if key != "data" and (was := state.get(key)) != json.loads(json.dumps(now)):
+                raise CheckpointError(f"the checkpoint was written with {key} {was!r}, this run has {now!r}")
+
+    def _train_loader(self) -> TrainLoader:
+        return TrainLoader(
+            self.inputs.train,
+            self.inputs.train_transform,
+            self.inputs.tokenizer,
+            micro_batch_size=self.batch_plan.micro_batch,
+            micro_batches_per_step=self.batch_plan.accumulation,
+            rank=self.rank,
+            world_size=dist.get_world_size(),
+            seed=self.arguments.seed,
+            num_workers=self.arguments.workers,
+            samples_consumed=self.samples_consumed,
+            shard_order=self.arguments.shard_order,
+            max_bad_fraction=self.arguments.max_bad_fraction,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def _count_steps(self) -> int:
+        if self.arguments.train_steps:
+            return self.arguments.train_steps
+        return self._epochs_to_steps(self.arguments.epochs or DEFAULT_EPOCHS)
+
+    def _epochs_to_steps(self, epochs: int) -> int:
+        return max(1, epochs * len(self.inputs.train) // self.batch_plan.global_batch)
+
+    def _make_schedule(self) -> Schedule:
+        arguments = self.arguments
+        if arguments.warmup > self.total_steps:
+            raise ConfigError(f"--warmup {arguments.warmup} is longer than the run's {self.total_steps} steps")
+        if arguments.lr_scheduler == "const":
+            return constant(arguments.warmup)
+        if arguments.lr_scheduler == "cosine":
+            return cosine(arguments.warmup, self.total_steps)
+        cooldown_steps = arguments.cooldown_steps or self._epochs_to_steps(arguments.epochs_cooldown or 1)
+        if arguments.warmup + cooldown_steps > self.total_steps:
+            raise ConfigError(f"warm-up and cooldown together are longer than the run's {self.total_steps} steps")
+        end_factor = arguments.lr_cooldown_end / self.inputs.config.learning_rate
+        return constant_with_cooldown(
+            arguments.warmup, self.total_steps, cooldown_steps, arguments.lr_cooldown_power, end_factor
+        )
+
+    def _is_due(self, every_steps: int | None, every_epochs: int) -> bool:
+        """Whether something that happens every so many steps, or else epochs, is due after `self.step` steps."""
+        if every_steps is not None:
+            return self.step % every_steps == 0
+        if every_epochs == 0:
+            return False
+        samples_per_period = every_epochs * len(self.inputs.train)
+        before = (self.step - 1) * self.batch_plan.global_batch
+        return (before + self.batch_plan.global_batch) // samples_per_period > before // samples_per_period
+
+    def _write_summary(self, metrics: Metrics) -> None:
+        finite = {name: value for name, value in self.scores.items() if math.isfinite(value)}
+        summary = {**finite, "steps": self.step, "samples_per_s": metrics.samples_per_s}
+        store.write_atomically(self.folder / "metrics.json", json.dumps(summary, indent=1))
