@@ -1,0 +1,31 @@
+"""The data room: image-text pairs and labelled images in, `Batch` and `LabelledBatch` out.
+
+sources.py opens what the user has; order.py says which sample comes when; loader.py yields this rank's batches.
+"""
+
+from megaclip.data.batch import PADDING_ID, Batch, LabelledBatch, RawSample
+from megaclip.data.images import OPENAI_MEAN, OPENAI_STD, ImageTransform
+from megaclip.data.labelled import LabelledDataset, open_labelled
+from megaclip.data.loader import EvaluationLoader, TrainLoader
+from megaclip.data.sources import DATASET_TYPES, PairDataset, check_manifest, open_pairs
+from megaclip.data.tokenizers import Tokenizer, load_tokenizer
+
+__all__ = [
+    "DATASET_TYPES",
+    "OPENAI_MEAN",
+    "OPENAI_STD",
+    "PADDING_ID",
+    "Batch",
+    "EvaluationLoader",
+    "ImageTransform",
+    "LabelledBatch",
+    "LabelledDataset",
+    "PairDataset",
+    "RawSample",
+    "Tokenizer",
+    "TrainLoader",
+    "check_manifest",
+    "load_tokenizer",
+    "open_labelled",
+    "open_pairs",
+]

@@ -1,0 +1,73 @@
+"""What flows through the data room: one raw sample from a source, one batch to the model.
+
+Shapes: b samples of this rank, H x W pixels, L tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+PADDING_ID = -1
+"""The id of a row that only fills up a rank's evaluation batch; it never occurs in training."""
+
+
+class BadSample(Exception):
+    """One sample cannot be used; the loader counts it under `kind` and takes a substitute, so users never see this."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(f"{kind}: {detail}")
+        self.kind = kind
+        self.detail = detail
+
+
+@dataclasses.dataclass(frozen=True)
+class RawSample:
+    """An undecoded sample."""
+
+    image: bytes
+    """The encoded image file."""
+    caption: str
+    """The caption; of a labelled image, the number of its class."""
+    key: str
+    """Where it came from (shard and name), for messages."""
+
+
+class _Movable:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False):
+        """The same batch with every tensor on `device`."""
+        moved = {f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in _fields(self)}
+        return type(self)(**moved)
+
+    def pin_memory(self):
+        """The same batch in page-locked memory; torch's DataLoader calls this."""
+        return type(self)(**{f.name: getattr(self, f.name).pin_memory() for f in _fields(self)})
+
+
+def _fields(batch) -> tuple[dataclasses.Field, ...]:
+    return dataclasses.fields(batch)
+
+
+@dataclasses.dataclass
+class Batch(_Movable):
+    """Image-text pairs."""
+
+    images: torch.Tensor
+    """(b, 3, H, W) float32, normalised."""
+    tokens: torch.Tensor
+    """(b, L) int64."""
+    ids: torch.Tensor
+    """(b,) int64: the rows in the dataset, dense and stable."""
+
+
+@dataclasses.dataclass
+class LabelledBatch(_Movable):
+    """Images with the number of their class."""
+
+    images: torch.Tensor
+    """(b, 3, H, W) float32, normalised."""
+    labels: torch.Tensor
+    """(b,) int64; -1 where the id is PADDING_ID."""
+    ids: torch.Tensor
+    """(b,) int64."""

@@ -1,0 +1,125 @@
+"""From an encoded image to the model's input, with Pillow alone.
+
+Evaluation gives exactly what open_clip's transform gives (resize the shorter side, or squash; crop the centre;
+normalise). Training takes a random resized crop in one Pillow call, `resize(box=..., reducing_gap=2.0)`, after JPEG
+draft decoding when the source is much larger than the target. The crop depends on (seed, epoch, id) only.
+
+Files come from strangers: only raster formats are opened, and their size is checked before a pixel is decoded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+
+import numpy as np
+import torch
+from PIL import Image
+
+from megaclip.data.batch import BadSample
+from megaclip.errors import ConfigError
+
+OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
+MAX_PIXELS = 128 << 20
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+_RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+_RATIO = (3 / 4, 4 / 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageTransform:
+    """bytes -> (3, size, size) float32.
+
+    training: a random resized crop of `scale` of the area; otherwise `resize_mode` "shortest" (then the centre is
+    cropped) or "squash". `mean` and `std` are per channel, of values in 0..1. `size` in pixels.
+    """
+
+    size: int
+    training: bool = False
+    mean: tuple[float, float, float] = OPENAI_MEAN
+    std: tuple[float, float, float] = OPENAI_STD
+    scale: tuple[float, float] = (0.9, 1.0)
+    interpolation: str = "bicubic"
+    resize_mode: str = "shortest"
+
+    def __post_init__(self) -> None:
+        if self.interpolation not in _RESAMPLING:
+            raise ConfigError(f"interpolation is one of {sorted(_RESAMPLING)}, not {self.interpolation!r}")
+        if self.resize_mode not in ("shortest", "squash"):
+            raise ConfigError(f"resize_mode is 'shortest' or 'squash', not {self.resize_mode!r}")
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise ConfigError(f"the scale of the crop is 0 < low <= high <= 1, not {self.scale}")
+
+    def __call__(self, content: bytes, *, seeds: tuple[int, ...] = ()) -> torch.Tensor:
+        """Decode and transform one image file; `seeds` decide the crop in training. Raises BadSample."""
+        try:
+            image = _open(content)
+            image = self._random_crop(image, seeds) if self.training else self._resize_and_crop(image)
+        except BadSample:
+            raise
+        except Exception as error:  # Pillow's decoders raise almost anything on a damaged file
+            raise BadSample("undecodable image", f"{type(error).__name__}: {error}") from error
+        return self._normalise(image)
+
+    def _random_crop(self, image: Image.Image, seeds: tuple[int, ...]) -> Image.Image:
+        full = image.size
+        left, top, width, height = random_box(full, self.scale, np.random.default_rng(seeds))
+        # Draft mode decodes JPEG at 1/2, 1/4 or 1/8 of the size, here never below what the crop needs.
+        image.draft("RGB", (math.ceil(self.size * full[0] / width), math.ceil(self.size * full[1] / height)))
+        image = image.convert("RGB")
+        x, y = image.width / full[0], image.height / full[1]
+        box = (left * x, top * y, min((left + width) * x, image.width), min((top + height) * y, image.height))
+        return image.resize((self.size, self.size), _RESAMPLING[self.interpolation], box=box, reducing_gap=2.0)
+
+    def _resize_and_crop(self, image: Image.Image) -> Image.Image:
+        # open_clip resizes first and converts to RGB afterwards; for palettes the order matters.
+        width, height = image.size
+        filter_ = _RESAMPLING[self.interpolation]
+        if self.resize_mode == "squash":
+            return image.resize((self.size, self.size), filter_).convert("RGB")
+        short = min(width, height)
+        # torchvision's arithmetic: the longer side is cut down, and the crop's corner rounded half to even.
+        new = (int(self.size * width / short), int(self.size * height / short))
+        if new != (width, height):
+            image = image.resize(new, filter_)
+        left, top = round((new[0] - self.size) / 2), round((new[1] - self.size) / 2)
+        return image.crop((left, top, left + self.size, top + self.size)).convert("RGB")
+
+    def _normalise(self, image: Image.Image) -> torch.Tensor:
+        """By a table of 256 values per channel, in torchvision's order of float32 operations: equal to the last bit."""
+        pixels = np.asarray(image)
+        values = np.arange(256, dtype=np.float32) / np.float32(255)
+        output = np.empty((3, self.size, self.size), dtype=np.float32)
+        for channel in range(3):
+            table = (values - np.float32(self.mean[channel])) / np.float32(self.std[channel])
+            np.take(table, pixels[:, :, channel], out=output[channel])
+        return torch.from_numpy(output)
+
+
+def _open(content: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(content), formats=FORMATS)
+    if image.width * image.height > MAX_PIXELS:
+        raise BadSample("image too large", f"{image.width} x {image.height} pixels")
+    return image
+
+
+def random_box(
+    size: tuple[int, int], scale: tuple[float, float], generator: np.random.Generator
+) -> tuple[int, int, int, int]:
+    """left, top, width, height of a crop with a share of the area in `scale` and an aspect ratio of 3/4 to 4/3.
+
+    The distribution of torchvision's RandomResizedCrop: ten tries, then the centre with the nearest allowed ratio.
+    """
+    full_width, full_height = size
+    for _ in range(10):
+        area = full_width * full_height * generator.uniform(*scale)
+        ratio = math.exp(generator.uniform(math.log(_RATIO[0]), math.log(_RATIO[1])))
+        width, height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < width <= full_width and 0 < height <= full_height:
+            left = int(generator.integers(full_width - width + 1))
+            return left, int(generator.integers(full_height - height + 1)), width, height
+    ratio = min(max(full_width / full_height, _RATIO[0]), _RATIO[1])
+    width, height = min(full_width, round(full_height * ratio)), min(full_height, round(full_width / ratio))
+    return (full_width - width) // 2, (full_height - height) // 2, width, height

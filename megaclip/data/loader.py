@@ -1,0 +1,163 @@
+"""Batches for this rank: order arithmetic in front, worker processes behind.
+
+`TrainLoader` never ends: it yields this rank's micro-batches, epoch after epoch. Its whole state is `samples_consumed`.
+The ids of step s are positions s*B..(s+1)*B-1 of the dataset's order (order.py), and rank r takes every W-th of them;
+so for one seed and one global batch the sequence is the same for any number of ranks, workers and micro-batches. A work
+item is a pair of integers; the worker (workers.py) turns it into ids, and the ids into tensors (reading.py).
+
+`EvaluationLoader` goes through a dataset once per iteration, with as many batches on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from megaclip.data.batch import PADDING_ID, Batch, LabelledBatch
+from megaclip.data.images import ImageTransform
+from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
+from megaclip.data.reading import BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
+from megaclip.data.sources import PairDataset
+from megaclip.data.tokenizers import Tokenizer
+from megaclip.data.workers import map_in_workers
+from megaclip.errors import DataError
+
+
+class TrainLoader:
+    """Micro-batches of this rank, for ever; iterate it, or call `next`.
+
+    micro_batch_size x micro_batches_per_step x world_size samples make one step. `samples_consumed` counts samples of
+    all ranks and moves on when the last micro-batch of a step was taken; a loader made with that number goes on there.
+    shard_order, window_size: see order.SampleOrder. max_bad_fraction: of the samples that this rank has seen; above it,
+    `next` raises DataError. pin_memory: batches come in page-locked memory, for copies to a GPU that do not wait.
+    """
+
+    def __init__(
+        self,
+        dataset: PairDataset,
+        transform: ImageTransform,
+        tokenizer: Tokenizer,
+        *,
+        micro_batch_size: int,
+        micro_batches_per_step: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        num_workers: int = 0,
+        samples_consumed: int = 0,
+        shard_order: str = "shuffled",
+        window_size: int | None = None,
+        max_bad_fraction: float = 0.01,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        self._step_size = micro_batch_size * micro_batches_per_step * world_size
+        if self._step_size > len(dataset):
+            raise DataError(
+                f"a contrastive batch of {self._step_size} needs as many different samples; the data has {len(dataset)}"
+            )
+        self.samples_per_epoch = len(dataset)
+        self.samples_consumed = samples_consumed
+        self._micro_batches_per_step = micro_batches_per_step
+        self._micro_batch_size = micro_batch_size
+        self._taken = 0
+        self._log = BadSampleLog(max_bad_fraction, "a substitute is used")
+        order = dataset.order(seed=seed, shard_order=shard_order, window_size=window_size)
+        reader = TrainReader(dataset, transform, tokenizer, seed)
+        self._batches = map_in_workers(
+            functools.partial(_load_train, order, reader, micro_batch_size, rank, world_size),
+            _schedule(samples_consumed, self._step_size, micro_batches_per_step),
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+        )
+
+    @property
+    def bad_counts(self) -> dict[str, int]:
+        """Bad samples that this rank met and replaced since it began, by kind."""
+        return dict(self._log.counts)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        loaded = next(self._batches)
+        self._log.add(loaded.complaints, self._micro_batch_size)
+        if loaded.fatal:
+            raise DataError(loaded.fatal)
+        self._taken += 1
+        if self._taken % self._micro_batches_per_step == 0:
+            self.samples_consumed += self._step_size
+        return loaded.batch
+
+    def close(self) -> None:
+        """End the worker processes; iterating afterwards stops at once."""
+        self._batches = iter(())
+
+
+def _schedule(samples_consumed: int, step_size: int, micro_batches_per_step: int) -> Iterator[tuple[int, int]]:
+    """Work items for ever: (position where the step begins, number of the micro-batch in it)."""
+    for start in itertools.count(samples_consumed, step_size):
+        for micro_batch in range(micro_batches_per_step):
+            yield start, micro_batch
+
+
+def _load_train(
+    order: SampleOrder | MixtureOrder,
+    reader: TrainReader,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    item: tuple[int, int],
+) -> Loaded:
+    return reader.read(*order.visit(rank_positions(*item, micro_batch_size, rank, world_size)))
+
+
+class EvaluationLoader:
+    """Every sample of a dataset once, spread over the ranks; iterate it as often as needed.
+
+    With a tokenizer the batches are `Batch`, without `LabelledBatch`. Every rank gets `len(self)` batches of
+    `batch_size` rows; rows without a sample, and bad samples, have the id PADDING_ID and zeros for an image.
+    """
+
+    def __init__(
+        self,
+        dataset: ReadableSet,
+        transform: ImageTransform,
+        tokenizer: Tokenizer | None,
+        *,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        max_bad_fraction: float = 0.01,
+    ) -> None:
+        self._reader = EvaluationReader(dataset, transform, tokenizer)
+        self._samples = len(dataset)
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._num_workers = num_workers
+        self._max_bad_fraction = max_bad_fraction
+        self.bad_counts: dict[str, int] = {}
+        """Bad samples that this rank met in its last pass, by kind."""
+
+    def __len__(self) -> int:
+        return -(-self._samples // (self._batch_size * self._world_size))
+
+    def __iter__(self) -> Iterator[Batch | LabelledBatch]:
+        log = BadSampleLog(self._max_bad_fraction, "it is left out")
+        for loaded in map_in_workers(self._reader.read, self._rank_ids(), num_workers=self._num_workers):
+            log.add(loaded.complaints, self._batch_size)
+            self.bad_counts = dict(log.counts)
+            yield loaded.batch
+
+    def _rank_ids(self) -> Iterator[np.ndarray]:
+        for batch in range(len(self)):
+            ids = rank_positions(
+                batch * self._batch_size * self._world_size, 0, self._batch_size, self._rank, self._world_size
+            )
+            yield np.where(ids < self._samples, ids, PADDING_ID)

@@ -1,0 +1,160 @@
+"""The order in which samples are visited: pure arithmetic, so that a loader's whole state is one integer.
+
+A *position* counts the samples that all ranks together have consumed since the beginning of training. `SampleOrder`
+turns positions into sample ids:
+
+    epoch = position // N, and within the epoch: the shards, permuted by (seed, epoch), are laid end to end, cut into
+    windows, and each window is permuted by (seed, epoch, window).
+
+Every id of 0..N-1 therefore comes exactly once per epoch, whatever the number of ranks and workers, and nothing has to
+be replayed to resume. Epochs follow each other without a gap: a batch may begin in one and end in the next, so no
+sample is dropped. `MixtureOrder` interleaves several orders with fixed quotas per block of positions.
+
+Permutations come from NumPy's legacy generator because its stream is frozen: the same seed gives the same order under
+every NumPy version.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from megaclip.errors import DataError
+
+DEFAULT_WINDOW = 65_536
+"""Samples shuffled together; a permutation of this size takes about a millisecond."""
+MIXTURE_BLOCK = 1000
+"""Positions per block of a mixture: weights are met to a thousandth in every block."""
+
+_SHARDS, _WINDOWS, _BLOCKS = range(3)
+
+
+@functools.lru_cache(maxsize=16)
+def permutation(size: int, *seeds: int) -> np.ndarray:
+    """A permutation of 0..size-1 that depends only on `size` and `seeds` (integers >= 0)."""
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds))).permutation(size)
+
+
+def rank_positions(step_start: int, micro_batch: int, micro_batch_size: int, rank: int, world_size: int) -> np.ndarray:
+    """Positions of one rank's micro-batch: rank r takes every W-th position of the step that begins at `step_start`.
+
+    Returns (micro_batch_size,) int64, ascending.
+    """
+    rows = np.arange(micro_batch * micro_batch_size, (micro_batch + 1) * micro_batch_size, dtype=np.int64)
+    return step_start + rank + world_size * rows
+
+
+class SampleOrder:
+    """The order of one dataset.
+
+    shard_sizes: samples per shard; shard_order: "shuffled", or "sequential" (shards stay as given, for curricula);
+    window_size: samples shuffled together, by default 65,536, and in sequential order at most the largest shard, so
+    that shards of equal size are never mixed.
+    """
+
+    def __init__(
+        self,
+        shard_sizes: Sequence[int] | np.ndarray,
+        *,
+        seed: int,
+        shard_order: str = "shuffled",
+        window_size: int | None = None,
+    ) -> None:
+        if shard_order not in ("shuffled", "sequential"):
+            raise DataError(f"shard_order is 'shuffled' or 'sequential', not {shard_order!r}")
+        self._sizes = np.asarray(shard_sizes, dtype=np.int64)
+        self._bases = np.concatenate([[0], np.cumsum(self._sizes)])[:-1]
+        self._seed = seed
+        self._shuffled = shard_order == "shuffled"
+        self.samples_per_epoch = int(self._sizes.sum())
+        if self.samples_per_epoch == 0:
+            raise DataError("the dataset holds no samples")
+        default = DEFAULT_WINDOW if self._shuffled else min(DEFAULT_WINDOW, int(self._sizes.max()))
+        self.window_size = window_size or default
+
+    def visit(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and epochs, both (n,) int64, at `positions` (n,) int64."""
+        epochs, places = np.divmod(positions, self.samples_per_epoch)
+        ids = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            ids[chosen] = self._ids_of_epoch(int(epoch), places[chosen])
+        return ids, epochs
+
+    def _ids_of_epoch(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        windows, offsets = np.divmod(places, self.window_size)
+        shuffled = np.empty_like(places)
+        for window in np.unique(windows):
+            chosen = windows == window
+            start = int(window) * self.window_size
+            size = min(self.window_size, self.samples_per_epoch - start)
+            within = permutation(size, self._seed, _WINDOWS, epoch, int(window))
+            shuffled[chosen] = start + within[offsets[chosen]]
+        shards, ends = self._laid_out(epoch if self._shuffled else 0)
+        slots = np.searchsorted(ends, shuffled, side="right")
+        rows = shuffled - (ends[slots] - self._sizes[shards[slots]])
+        return self._bases[shards[slots]] + rows
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 (an order lives as long as its loader)
+    def _laid_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The shards in the order of `epoch`, and where each ends when they are laid end to end."""
+        count = len(self._sizes)
+        shards = permutation(count, self._seed, _SHARDS, epoch) if self._shuffled else np.arange(count)
+        return shards, np.cumsum(self._sizes[shards])
+
+
+class MixtureOrder:
+    """Several orders interleaved: every block of 1,000 positions holds a fixed number from each, in a shuffled pattern.
+
+    Each part advances at its own pace through its own epochs, so a small part with a large weight repeats sooner.
+    """
+
+    def __init__(self, parts: Sequence[SampleOrder], weights: Sequence[float], *, seed: int) -> None:
+        self._parts = list(parts)
+        self._seed = seed
+        self.quotas = block_quotas(weights)
+        sizes = [part.samples_per_epoch for part in parts]
+        self._bases = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+        self.samples_per_epoch = sum(sizes)
+
+    def visit(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids over all parts (the second part's follow the first's) and each part's own epochs; (n,) int64 each."""
+        ids, epochs = np.empty_like(positions), np.empty_like(positions)
+        owners, places = self._owners(positions)
+        for number, part in enumerate(self._parts):
+            chosen = owners == number
+            if chosen.any():
+                ids[chosen], epochs[chosen] = part.visit(places[chosen])
+                ids[chosen] += self._bases[number]
+        return ids, epochs
+
+    def _owners(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which part each position belongs to, and the position within that part."""
+        blocks, offsets = np.divmod(positions, MIXTURE_BLOCK)
+        owners, places = np.empty_like(positions), np.empty_like(positions)
+        for block in np.unique(blocks):
+            chosen = blocks == block
+            # Slot s of the unshuffled block belongs to the part whose quota covers it.
+            slots = permutation(MIXTURE_BLOCK, self._seed, _BLOCKS, int(block))[offsets[chosen]]
+            ends = np.cumsum(self.quotas)
+            owner = np.searchsorted(ends, slots, side="right")
+            owners[chosen] = owner
+            # A part's slots are taken in the order of the pattern's numbering: each number once per block.
+            places[chosen] = block * self.quotas[owner] + slots - (ends[owner] - self.quotas[owner])
+        return owners, places
+
+
+def block_quotas(weights: Sequence[float]) -> np.ndarray:
+    """Positions per block for each part, (K,) int64 with sum 1,000: proportional, by largest remainder, at least 1."""
+    shares = np.asarray(weights, dtype=np.float64)
+    if not (np.isfinite(shares).all() and (shares > 0).all()):
+        raise DataError(f"mixture weights must be positive numbers, got {list(weights)}")
+    exact = shares / shares.sum() * MIXTURE_BLOCK
+    quotas = np.floor(exact).astype(np.int64)
+    largest = np.argsort(quotas - exact, kind="stable")[: MIXTURE_BLOCK - int(quotas.sum())]
+    quotas[largest] += 1
+    if (quotas == 0).any():
+        raise DataError(f"mixture weights {list(weights)}: the smallest is under 1/{MIXTURE_BLOCK} of their sum")
+    return quotas

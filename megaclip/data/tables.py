@@ -1,0 +1,191 @@
+"""Tables of image-text pairs: parquet, CSV, TSV, JSON lines, image folders, saved and hub datasets.
+
+Hugging Face `datasets` turns each into Arrow files that are memory-mapped and read by row. Images stay undecoded: a
+column holds the bytes, or the path of a file (relative to the table's folder, or else to the working directory).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megaclip.data.batch import BadSample, RawSample
+from megaclip.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+TABLE_TYPES = ("parquet", "csv", "json", "imagefolder", "saved", "hub")
+IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "img", "filepath", "file_path", "image_path", "file_name", "path")
+CAPTION_COLUMNS = ("caption", "text", "txt", "title", "captions", "sentence", "alt_text")
+ROWS_PER_SHARD = 1024
+"""A table has no shards of its own: runs of this many rows are permuted in their place."""
+MAX_IMAGE_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class HubTable:
+    """`NAME[:SPLIT[:CONFIG]]`."""
+
+    name: str
+    split: str = "train"
+    config: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> HubTable:
+        """Read the part after `hf:`."""
+        parts = text.split(":")
+        if not parts[0] or len(parts) > 3:
+            raise DataError(f"hub data 'hf:{text}': expected hf:NAME[:SPLIT[:CONFIG]]")
+        return cls(*parts)
+
+    def load(self) -> Dataset:
+        """Download (or find in the cache) and open."""
+        return _load(self.name, self.config, split=self.split)
+
+
+class Table:
+    """Rows of one HF dataset."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        name: str,
+        kind: str,
+        folder: str | None,
+        image_key: str | None,
+        caption_key: str | None,
+        files: Sequence[str] = (),
+    ) -> None:
+        from datasets import Image
+
+        self.kind = kind
+        self._name = name
+        self._folder = folder
+        self._files = list(files)
+        self._image = _column(dataset, image_key, IMAGE_COLUMNS, "image", name)
+        self._caption = _column(dataset, caption_key, CAPTION_COLUMNS, "caption", name)
+        dataset = dataset.select_columns([self._image, self._caption])
+        if isinstance(dataset.features[self._image], Image):
+            dataset = dataset.cast_column(self._image, Image(decode=False))
+        self._rows = dataset
+        if len(dataset) == 0:
+            raise DataError(f"data {name!r} has no rows")
+        full, rest = divmod(len(dataset), ROWS_PER_SHARD)
+        self.shard_sizes = np.array([ROWS_PER_SHARD] * full + [rest] * bool(rest), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def problems(self) -> dict[str, int]:
+        """Tables are read whole or not at all."""
+        return {}
+
+    def manifest(self) -> list[list[Any]]:
+        """Per file: name, bytes, rows; only the first file carries the number of rows of the whole table."""
+        if not self._files:
+            return [[self._name if self.kind == "hub" else Path(self._name).name, 0, len(self)]]
+        sizes = [[Path(file).name, os.path.getsize(file), 0] for file in self._files]
+        sizes[0][2] = len(self)
+        return sizes
+
+    def shard_name(self, row: int) -> str:
+        """The table; rows are not traced back to files."""
+        return self._name
+
+    def read(self, row: int) -> RawSample:
+        """The undecoded sample; raises BadSample."""
+        record = self._rows[row]
+        key = f"{Path(self._name).name}[{row}]"
+        return RawSample(self._content(record[self._image], key), self._text(record[self._caption], key), key)
+
+    def caption(self, row: int) -> str:
+        """Only the caption of a sample."""
+        return self._text(self._rows.with_format(columns=[self._caption])[row][self._caption], str(row))
+
+    def _text(self, value: Any, key: str) -> str:
+        if isinstance(value, list | tuple):
+            value = value[0] if value else None  # several captions of one image: the first
+        if value is None:
+            raise BadSample("missing caption", key)
+        return str(value)
+
+    def _content(self, value: Any, key: str) -> bytes:
+        if isinstance(value, dict):
+            value = value.get("bytes") or value.get("path")
+        if isinstance(value, bytes) and value:
+            return value
+        if not isinstance(value, str) or not value:
+            raise BadSample("missing image", key)
+        return self._file(value, key)
+
+    def _file(self, path: str, key: str) -> bytes:
+        if self._folder is not None and os.path.exists(os.path.join(self._folder, path)):
+            path = os.path.join(self._folder, path)
+        try:
+            size = os.path.getsize(path)
+            if size > MAX_IMAGE_BYTES:
+                raise BadSample("image too large", f"{key}: {size} bytes")
+            return Path(path).read_bytes()
+        except (OSError, ValueError) as error:
+            raise BadSample("missing image", f"{key}: {error}") from error
+
+
+def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: str | None) -> Table:
+    """Open files (or one folder, for "imagefolder" and "saved") as a table."""
+    if kind == "saved":
+        return Table(_load_saved(paths[0]), paths[0], kind, None, image_key, caption_key)
+    if kind == "imagefolder":
+        dataset = _load("imagefolder", data_dir=paths[0], split="train", drop_labels=True)
+        return Table(dataset, paths[0], kind, None, image_key, caption_key)
+    options: dict[str, Any] = {}
+    if kind == "csv":
+        # pandas would read the captions "NA", "null" and "None" as missing.
+        options = {"sep": _separator(paths[0]), "keep_default_na": False}
+    dataset = _load(kind, data_files=[os.path.abspath(path) for path in paths], split="train", **options)
+    return Table(dataset, paths[0], kind, os.path.dirname(paths[0]) or ".", image_key, caption_key, files=paths)
+
+
+def _separator(path: str) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        header = file.readline(1 << 16)
+    return "\t" if "\t" in header else ","
+
+
+def _load(*arguments: Any, **options: Any) -> Dataset:
+    import datasets
+
+    try:
+        return datasets.load_dataset(*arguments, **options)
+    except Exception as error:  # `datasets` raises many kinds; all mean that the data cannot be read
+        what = options.get("data_files") or options.get("data_dir") or arguments[0]
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(f"cannot read {what} as {arguments[0]}: {type(error).__name__}: {reason}") from error
+
+
+def _load_saved(folder: str) -> Dataset:
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(folder)
+    except Exception as error:
+        raise DataError(f"cannot read the saved dataset {folder}: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if "train" not in loaded:
+            raise DataError(f"{folder} holds the splits {sorted(loaded)}; give the folder of one of them")
+        return loaded["train"]
+    return loaded
+
+
+def _column(dataset: Dataset, wanted: str | None, usual: Sequence[str], what: str, name: str) -> str:
+    for column in [wanted] if wanted else usual:
+        if column in dataset.column_names:
+            return column
+    expected = wanted or " or ".join(usual)
+    raise DataError(f"data {name!r} has no {what} column {expected}; it has {', '.join(dataset.column_names)}")

@@ -1,0 +1,262 @@
+"""Tar shards in webdataset layout, read in place through an offset index.
+
+Opening a set of shards walks their headers once and keeps what it found (tar_walk.py) in two files, in the folder
+`.megaclip` beside the first shard or, when that is read-only, in the user's cache:
+
+    <fingerprint>.npy     one row per sample: where its image and caption lie; memory-mapped by every rank and worker
+    <fingerprint>.json    the manifest: shard names, sizes in bytes, sample counts, damage
+
+The fingerprint covers names, sizes, modification times and the wanted members, so an index never outlives its shards.
+Each file appears whole (written aside, then renamed). When several processes open the same shards, one walks and the
+others wait for it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaclip.data.batch import BadSample, RawSample
+from megaclip.data.tar_walk import ENTRY, MISSING, ShardContents, walk_shard
+from megaclip.errors import DataError
+from megaclip.logging import get_logger
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
+CAPTION_EXTENSIONS = ("txt", "caption", "text")
+INDEX_FOLDER = ".megaclip"
+MAX_MEMBER_BYTES = 256 << 20
+_FORMAT = 1
+_OPEN_SHARDS = 64
+_LOCK_STALE_S = 60.0
+
+_logger = get_logger(__name__)
+
+
+class TarShards:
+    """Samples of a list of tar shards; `read(row)` takes any row of 0..len-1."""
+
+    kind = "webdataset"
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        *,
+        image_extensions: Sequence[str] = IMAGE_EXTENSIONS,
+        caption_extensions: Sequence[str] = CAPTION_EXTENSIONS,
+    ) -> None:
+        self._paths = [Path(path).absolute() for path in paths]
+        self._index = _open_index(self._paths, tuple(image_extensions), tuple(caption_extensions))
+        manifest = json.loads(self._index.with_suffix(".json").read_text())
+        self.shards: list[dict[str, Any]] = manifest["shards"]
+        self.shard_sizes = np.array([shard["samples"] for shard in self.shards], dtype=np.int64)
+        self._ends = np.cumsum(self.shard_sizes)
+        self._files: dict[int, int] = {}
+        self._report_damage()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker that is not forked opens the index and the shards itself.
+        return {k: v for k, v in self.__dict__.items() if k != "_entries"} | {"_files": {}}
+
+    @functools.cached_property
+    def _entries(self) -> np.ndarray:
+        # np.load cannot map an empty file; __init__ refuses empty sets before this is read.
+        return np.load(self._index, mmap_mode="r")
+
+    @property
+    def problems(self) -> dict[str, int]:
+        """What the walk found wrong, by kind."""
+        damaged = sum(bool(shard["damage"]) for shard in self.shards)
+        return {"damaged shard": damaged} if damaged else {}
+
+    def manifest(self) -> list[list[Any]]:
+        """Per shard: name below the common folder, bytes, samples."""
+        return [[shard["name"], shard["bytes"], shard["samples"]] for shard in self.shards]
+
+    def shard_name(self, row: int) -> str:
+        """The path of the shard that holds `row`."""
+        return str(self._paths[self._shard_of(row)])
+
+    def read(self, row: int) -> RawSample:
+        """The undecoded sample; raises BadSample when a member is missing, too large or unreadable."""
+        shard = self._shard_of(row)
+        entry = self._entries[row]
+        key = f"{self._paths[shard].name}/{entry['key'].decode('utf-8', 'replace')}"
+        image = self._member(shard, int(entry["image_offset"]), int(entry["image_size"]), "image", key)
+        caption = self._member(shard, int(entry["caption_offset"]), int(entry["caption_size"]), "caption", key)
+        return RawSample(image, caption.decode("utf-8", "replace"), key)
+
+    def caption(self, row: int) -> str:
+        """Only the caption of a sample."""
+        entry = self._entries[row]
+        offset, size = int(entry["caption_offset"]), int(entry["caption_size"])
+        return self._member(self._shard_of(row), offset, size, "caption", str(row)).decode("utf-8", "replace")
+
+    def _shard_of(self, row: int) -> int:
+        return int(np.searchsorted(self._ends, row, side="right"))
+
+    def _member(self, shard: int, offset: int, size: int, what: str, key: str) -> bytes:
+        if size == MISSING:
+            raise BadSample(f"missing {what}", key)
+        if size > MAX_MEMBER_BYTES:
+            raise BadSample(f"{what} too large", f"{key}: {size} bytes")
+        try:
+            content = os.pread(self._file(shard), size, offset)
+        except OSError as error:
+            raise BadSample("unreadable shard", f"{key}: {error}") from error
+        if len(content) < size:
+            raise BadSample("unreadable shard", f"{key}: the shard became shorter after it was opened")
+        return content
+
+    def _file(self, shard: int) -> int:
+        """A descriptor for reading at offsets; the longest unused one is closed when there are many."""
+        descriptor = self._files.pop(shard, None)
+        if descriptor is None:
+            descriptor = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
+            if len(self._files) >= _OPEN_SHARDS:
+                os.close(self._files.pop(next(iter(self._files))))
+        self._files[shard] = descriptor
+        return descriptor
+
+    def _report_damage(self) -> None:
+        damaged = [shard for shard in self.shards if shard["damage"]]
+        if len(self) == 0:
+            why = f"; {damaged[0]['name']}: {damaged[0]['damage']}" if damaged else ""
+            raise DataError(f"no samples in {len(self.shards)} tar shards, first {self._paths[0]}{why}")
+        if damaged:
+            listed = ", ".join(f"{shard['name']} ({shard['damage']})" for shard in damaged[:3])
+            _logger.warning("%d damaged shards, whole samples are used: %s", len(damaged), listed)
+
+
+# ---------------------------------------------------------------- the index on disk
+
+
+def _open_index(paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...]) -> Path:
+    """The path of the .npy of these shards' index, which is made first when there is none."""
+    root = Path(os.path.commonpath([path.parent for path in paths]))
+    facts = [_FORMAT, image_extensions, caption_extensions]
+    stats = [path.stat() for path in paths]
+    names = [str(path.relative_to(root)) for path in paths]
+    facts += [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats, strict=True)]
+    fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+    folders = _index_folders(root)
+    for folder in folders:
+        if (folder / f"{fingerprint}.json").exists():
+            return folder / f"{fingerprint}.npy"
+    folder = next(folder for folder in folders if _writable(folder))
+    index = folder / f"{fingerprint}.npy"
+    with _one_walker(index) as mine:
+        if mine:
+            contents = _walk_all(paths, image_extensions, caption_extensions)
+            _write_index(index, contents, names, [stat.st_size for stat in stats])
+    return index
+
+
+def _index_folders(root: Path) -> list[Path]:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    place = hashlib.sha256(str(root).encode()).hexdigest()[:16]
+    return [root / INDEX_FOLDER, cache / "megaclip" / place]
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+@contextlib.contextmanager
+def _one_walker(index: Path) -> Iterator[bool]:
+    """True for the one process that is to make `index`; the others wait and then get False.
+
+    The walker touches its lock while it works; a lock that has not changed for a minute, by the waiting process's own
+    clock, was left by a process that died.
+    """
+    lock = index.with_suffix(".lock")
+    while not _take(lock):
+        if index.with_suffix(".json").exists():
+            yield False
+            return
+    try:
+        with _heartbeat(lock):
+            yield not index.with_suffix(".json").exists()
+    finally:
+        lock.unlink(missing_ok=True)
+
+
+def _take(lock: Path) -> bool:
+    """Try to create the lock; False after it went away or the wait for a change is worth another look."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        return True
+    seen, since = None, time.monotonic()
+    while time.monotonic() - since < _LOCK_STALE_S:
+        try:
+            now = lock.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        if now != seen:
+            seen, since = now, time.monotonic()
+        time.sleep(0.05)
+    lock.unlink(missing_ok=True)
+    return False
+
+
+@contextlib.contextmanager
+def _heartbeat(lock: Path) -> Iterator[None]:
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(_LOCK_STALE_S / 6):
+            with contextlib.suppress(OSError):
+                os.utime(lock)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _walk_all(
+    paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...]
+) -> list[ShardContents]:
+    """Walk every shard; threads hide the latency of remote disks, though the parsing itself takes turns."""
+    began = time.monotonic()
+    work = functools.partial(walk_shard, image_extensions=image_extensions, caption_extensions=caption_extensions)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        contents = list(pool.map(work, paths))
+    samples = sum(len(shard.entries) for shard in contents)
+    _logger.info("indexed %s samples in %d shards in %.1f s", f"{samples:,}", len(paths), time.monotonic() - began)
+    return contents
+
+
+def _write_index(index: Path, contents: list[ShardContents], names: list[str], sizes: list[int]) -> None:
+    entries = np.concatenate([shard.entries for shard in contents]) if contents else np.empty(0, ENTRY)
+    unfinished = index.with_name(f"{index.stem}.{os.getpid()}.unfinished")
+    with open(unfinished, "wb") as file:
+        np.save(file, entries)
+    os.replace(unfinished, index)
+    shards = [
+        {"name": name, "bytes": size, "samples": len(shard.entries), "damage": shard.damage}
+        for name, size, shard in zip(names, sizes, contents, strict=True)
+    ]
+    # The manifest comes last: where it exists, the rows do.
+    unfinished.write_text(json.dumps({"format": _FORMAT, "shards": shards}))
+    os.replace(unfinished, index.with_suffix(".json"))

@@ -1,0 +1,213 @@
+"""Captions to token ids: CLIP's byte-pair vocabulary, or a sentencepiece model trained on the user's captions.
+
+Both give what open_clip gives for the same captions, and say how open_clip finds them again (`write_open_clip`).
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import gzip
+import itertools
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import tokenizers
+import torch
+from sentencepiece import sentencepiece_model_pb2
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from megaclip.data.text_cleaning import clean_caption
+from megaclip.errors import ConfigError
+
+CLIP_VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
+CLIP_MERGES = 49_152 - 256 - 2
+CLIP_START, CLIP_END = "<start_of_text>", "<end_of_text>"
+# openai/CLIP simple_tokenizer.py, without the special tokens, which are split off before.
+CLIP_WORDS = r"(?i)'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+
+
+class Tokenizer(abc.ABC):
+    """list of captions -> (n, context_length) int64, cut to fit; the last token kept is always the end of text."""
+
+    vocab_size: int
+    eos_id: int
+    pad_id: int
+    context_length: int
+
+    def __call__(self, captions: Sequence[str]) -> torch.Tensor:
+        """Tokenise; (n, L) int64, filled up with `pad_id`."""
+        tokens = torch.full((len(captions), self.context_length), self.pad_id, dtype=torch.int64)
+        for row, caption in enumerate(captions):
+            ids = [*self._encode(caption)[: self.context_length - 1], self.eos_id]
+            tokens[row, : len(ids)] = torch.tensor(ids)
+        return tokens
+
+    @abc.abstractmethod
+    def _encode(self, caption: str) -> list[int]:
+        """The ids of a caption, with the start of text where there is one and without the end."""
+
+    @abc.abstractmethod
+    def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
+        """Write what open_clip's `local-dir:` needs; the keys and values that `text_cfg` must have."""
+
+
+def load_tokenizer(spec: str, context_length: int) -> Tokenizer:
+    """`spec` is "clip" or the path of a sentencepiece .model file."""
+    if context_length < 2:
+        raise ConfigError(f"the context length is at least 2, got {context_length}")
+    return ClipTokenizer(context_length) if spec == "clip" else SentencePieceTokenizer(spec, context_length)
+
+
+class ClipTokenizer(Tokenizer):
+    """CLIP's 49,408 byte-pair tokens; lower-cases. Ids equal open_clip's SimpleTokenizer."""
+
+    def __init__(self, context_length: int) -> None:
+        self._model = _clip_model()
+        self.context_length = context_length
+        self.vocab_size = self._model.get_vocab_size()
+        vocabulary = self._model.get_vocab()
+        self._start_id, self.eos_id = vocabulary[CLIP_START], vocabulary[CLIP_END]
+        self.pad_id = 0
+
+    def _encode(self, caption: str) -> list[int]:
+        return [self._start_id, *self._model.encode(clean_caption(caption, lower=True)).ids]
+
+    def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
+        """Nothing to write: this is open_clip's default."""
+        return {"vocab_size": self.vocab_size, "context_length": self.context_length}
+
+
+@functools.lru_cache(maxsize=1)
+def _clip_model() -> tokenizers.Tokenizer:
+    packed = resources.files("megaclip.data").joinpath(CLIP_VOCABULARY).read_bytes()
+    lines = gzip.decompress(packed).decode().split("\n")[1 : CLIP_MERGES + 1]
+    merges = [(left, right) for left, right in (line.split() for line in lines)]
+    letters = _byte_letters()
+    words = [*letters, *(letter + "</w>" for letter in letters), *(a + b for a, b in merges), CLIP_START, CLIP_END]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    model = tokenizers.Tokenizer(models.BPE(vocabulary, merges, end_of_word_suffix="</w>"))
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(CLIP_WORDS), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    model.add_special_tokens([CLIP_START, CLIP_END])
+    return model
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter that stands for each byte, in the vocabulary's order: printable bytes first."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = len(set(range(256)) - set(printable))
+    return [chr(byte) for byte in printable] + [chr(256 + number) for number in range(others)]
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece unigram model with padding and end-of-text pieces (tools/train_tokenizer.py makes one)."""
+
+    def __init__(self, path: Path | str, context_length: int) -> None:
+        if not Path(path).is_file():
+            raise ConfigError(f"tokenizer {str(path)!r}: expected 'clip' or the path of a sentencepiece .model file")
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(f"tokenizer {path} is not a sentencepiece model: {error}") from error
+        self.context_length = context_length
+        self.vocab_size = self._model.vocab_size()
+        self.eos_id = self._model.eos_id()
+        self.pad_id = self._model.pad_id()
+        if self.eos_id < 0 or self.pad_id < 0:
+            raise ConfigError(f"tokenizer {path} has no end-of-text or no padding piece; see tools/train_tokenizer.py")
+
+    def _encode(self, caption: str) -> list[int]:
+        return self._model.encode(clean_caption(caption))
+
+    def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
+        """Write tokenizer.json and tokenizer_config.json, from which transformers and open_clip give equal ids."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.as_hugging_face().save(str(directory / "tokenizer.json"))
+        pieces = {"unk": self._model.unk_id(), "eos": self.eos_id, "pad": self.pad_id}
+        names = {f"{name}_token": self._model.id_to_piece(number) for name, number in pieces.items()}
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self.context_length,
+            "clean_up_tokenization_spaces": False,
+            **names,
+        }
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        return {
+            "hf_tokenizer_name": "sentencepiece",  # any name: `local-dir:` then reads the files beside the card
+            "vocab_size": self.vocab_size,
+            "context_length": self.context_length,
+            "pool_type": "eos",
+            "eos_id": self.eos_id,
+            "pad_id": self.pad_id,
+        }
+
+    def as_hugging_face(self) -> tokenizers.Tokenizer:
+        """The same model in HF tokenizers' form, which adds the end of text itself."""
+        proto = sentencepiece_model_pb2.ModelProto.FromString(  # type: ignore[attr-defined]
+            self._model.serialized_model_proto()
+        )
+        if proto.trainer_spec.model_type != proto.trainer_spec.UNIGRAM:
+            raise ConfigError("only unigram sentencepiece models can be exported; train one with model_type 'unigram'")
+        pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+        model = tokenizers.Tokenizer(
+            models.Unigram(pieces, unk_id=self._model.unk_id(), byte_fallback=proto.trainer_spec.byte_fallback)
+        )
+        model.normalizer = _normalizer(proto.normalizer_spec)
+        prefix = "always" if proto.normalizer_spec.add_dummy_prefix else "never"
+        model.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prefix)
+        model.decoder = decoders.Metaspace(replacement="▁", prepend_scheme=prefix)
+        end = self._model.id_to_piece(self.eos_id)
+        model.post_processor = processors.TemplateProcessing(
+            single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, self.eos_id)]
+        )
+        special = (self.pad_id, self.eos_id, self._model.unk_id())
+        model.add_special_tokens([self._model.id_to_piece(number) for number in sorted(special)])
+        return model
+
+
+def _normalizer(spec: Any) -> normalizers.Normalizer:
+    """sentencepiece's normalisation: its compiled character map, and white space made single."""
+    steps: list[normalizers.Normalizer] = []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
+    return normalizers.Sequence(steps)
+
+
+def train_sentencepiece(captions: Any, path: Path | str, *, vocab_size: int) -> SentencePieceTokenizer:
+    """Train a unigram model on an iterable of captions and write it to `path`, ending in .model.
+
+    Ids 0, 1, 2 are padding, unknown and end of text. The vocabulary is smaller than `vocab_size` when the captions have
+    too few pieces. The captions get the same cleaning as at run time.
+    """
+    cleaned = (clean_caption(caption) for caption in captions)
+    first = list(itertools.islice((caption for caption in cleaned if caption), 1))
+    if not first:
+        raise ConfigError("cannot train a tokenizer: there are no captions")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=itertools.chain(first, cleaned),
+        model_prefix=str(Path(path).with_suffix("")),
+        model_type="unigram",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        character_coverage=1.0,
+        byte_fallback=False,
+        pad_id=0,
+        unk_id=1,
+        eos_id=2,
+        bos_id=-1,
+        shuffle_input_sentence=False,
+        minloglevel=2,
+    )
+    return SentencePieceTokenizer(path, context_length=77)
