@@ -1,0 +1,303 @@
+"""Evaluation over gloo ranks against numpy on the whole data: every metric is that of one process, on every rank."""
+
+from types import SimpleNamespace
+
+import deepspeed
+import deepspeed.comm as dist
+import numpy as np
+import pytest
+import torch
+
+from megaclip.comm.collectives import gather_objects
+from megaclip.comm.groups import group_rank, group_size
+from megaclip.errors import DataError
+from megaclip.evaluation import ModelEncoder, ZeroShotTask, evaluate, group_captions, retrieval_examples, zero_shot
+from megaclip.evaluation.retrieval import retrieval, retrieval_ranks
+from megaclip.models import ModelConfig, build_model
+from tests.distributed.harness import run_ranks
+from tests.evaluation_oracle import (
+    coarse_features,
+    paired_features,
+    ranks_by_sorting,
+    recall,
+    retrieval_by_sorting,
+    unit_features,
+)
+
+DIM = 16
+TINY_MIB = 2e-3
+WORDS = torch.from_numpy(unit_features(np.random.default_rng(0), 300, DIM))
+NAN = np.float32("nan")
+
+
+def share(rows: np.ndarray, owner: np.ndarray, group: object = None) -> np.ndarray:
+    """The rows that `owner` gives to this rank."""
+    return rows[owner % group_size(group) == group_rank(group)]
+
+
+def padded(rows: np.ndarray, ids: np.ndarray, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`count` poisoned padding rows in front and behind."""
+    poison = np.full((count, rows.shape[1]), NAN)
+    filler = np.full(count, -1)
+    return (
+        torch.from_numpy(np.concatenate([poison, rows, poison])),
+        torch.from_numpy(np.concatenate([filler, ids, filler])),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ retrieval
+
+
+def check_retrieval(image_count: int, captions: int, tile_budget_mib: float) -> None:
+    """Images and captions lie on unrelated ranks, unevenly, with poisoned padding rows."""
+    generator = np.random.default_rng(image_count)
+    images, texts, image_ids, text_image_ids = paired_features(generator, image_count, captions, DIM)
+    owner_of_image = generator.integers(0, 6, size=len(images)) // 2
+    owner_of_text = generator.integers(0, 4, size=len(texts)) // 2
+    local_images = padded(share(images, owner_of_image), share(image_ids, owner_of_image), group_rank())
+    local_texts = padded(share(texts, owner_of_text), share(text_image_ids, owner_of_text), 2)
+    got = retrieval(local_images[0], local_texts[0], local_images[1], local_texts[1], tile_budget_mib=tile_budget_mib)
+    assert got == pytest.approx(retrieval_by_sorting(images, texts, image_ids, text_image_ids))
+
+
+def check_ties(tile_budget_mib: float) -> None:
+    generator = np.random.default_rng(5)
+    images, texts = coarse_features(generator, 37), coarse_features(generator, 61)
+    image_ids = np.arange(37)
+    text_image_ids = np.concatenate([image_ids, generator.integers(0, 37, size=24)])
+    similarities = images.astype(np.float64) @ texts.astype(np.float64).T
+    is_right = image_ids[:, None] == text_image_ids
+    image_owner, text_owner = np.arange(37), np.arange(61) // 7
+    local = [share(images, image_owner), share(texts, text_owner), share(image_ids, image_owner)]
+    ranks = retrieval_ranks(
+        *(torch.from_numpy(rows) for rows in [*local, share(text_image_ids, text_owner)]),
+        tile_budget_mib=tile_budget_mib,
+    )
+    expected = ranks_by_sorting(similarities, is_right), ranks_by_sorting(similarities.T, is_right.T)
+    np.testing.assert_array_equal(ranks.image_to_text, share(expected[0], image_owner))
+    np.testing.assert_array_equal(ranks.text_to_image, share(expected[1], text_owner))
+
+
+def check_errors_reach_every_rank() -> None:
+    """The mistake lies on the last rank; all of them must stop."""
+    rank, last = group_rank(), group_size() - 1
+    ids = torch.tensor([2 * rank, 2 * rank + 1])
+    wrong = ids.clone()
+    wrong[1] = 999 if rank == last else wrong[1]
+    features = torch.eye(4)[:2]
+    with pytest.raises(DataError, match="1 captions without it"):
+        retrieval(features, features, ids, wrong)
+    wrong[1] = ids[0] if rank == last else wrong[1]
+    with pytest.raises(DataError, match="1 images without one"):
+        retrieval(features, features, ids, wrong)
+    if group_size() > 1:
+        with pytest.raises(DataError, match="an id twice"):
+            retrieval(features, features, torch.tensor([7, rank]))
+
+
+def check_a_subgroup() -> None:
+    """Ranks 0 and 2 evaluate without rank 1, which must not be waited for."""
+    group = dist.new_group([0, 2])
+    if group_rank() == 1:
+        return
+    images, texts, ids, text_ids = paired_features(np.random.default_rng(3), 31, 1, DIM)
+    parts = [share(rows, np.arange(31), group) for rows in (images, texts, ids, text_ids)]
+    got = retrieval(*(torch.from_numpy(part) for part in parts), group=group, tile_budget_mib=TINY_MIB)
+    assert got == pytest.approx(retrieval_by_sorting(images, texts, ids, text_ids))
+
+
+def check_examples() -> None:
+    generator = np.random.default_rng(8)
+    count = 4  # fewer than the images a query retrieves, and than some ranks would need to have one each
+    images, texts = unit_features(generator, count, DIM), unit_features(generator, count, DIM)
+    ids, chosen = np.arange(count), np.array([0, 1, 3])
+    local_images = padded(share(images, ids + 1), share(ids, ids + 1), 1)
+    local_texts = padded(share(texts, ids // 2), share(ids, ids // 2), 0)
+    examples = retrieval_examples(local_images[0], local_texts[0], local_images[1], local_texts[1], chosen)
+    similarities = texts.astype(np.float64) @ images.astype(np.float64).T
+    np.testing.assert_allclose(examples.similarities, similarities[np.ix_(chosen, chosen)], atol=1e-12)
+    order = np.argsort(-similarities[chosen], axis=1)
+    np.testing.assert_array_equal(examples.found_ids, order)
+    np.testing.assert_array_equal(
+        examples.ranks, [list(line).index(own) for line, own in zip(order, chosen, strict=True)]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ zero-shot, suite
+
+
+class ToyModel:
+    """Text features are looked up by the prompt's number, image features are the pixels; calls are recorded."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(
+        self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        self.calls.append((images is not None) + 2 * (tokens is not None))
+        return None if images is None else images[:, 0, 0], None if tokens is None else WORDS[tokens[:, 0]]
+
+    def check_ranks_are_in_step(self) -> None:
+        """Under ZeRO-3 a rank that skips a call, or makes another kind of call, hangs the job."""
+        assert all(calls == self.calls for calls in gather_objects(self.calls))
+
+
+class Pairs:
+    """Equal features are equal images, byte by byte."""
+
+    def __init__(self, features: np.ndarray, captions: list[str]) -> None:
+        self._features, self._captions = features, captions
+
+    def __len__(self) -> int:
+        return len(self._captions)
+
+    def read(self, sample_id: int) -> SimpleNamespace:
+        return SimpleNamespace(image=self._features[sample_id].tobytes(), caption=self._captions[sample_id])
+
+
+def tokenizer(texts: list[str]) -> torch.Tensor:
+    """The number in the text is its one token."""
+    return torch.tensor([[int("".join(filter(str.isdigit, text)) or 0)] for text in texts])
+
+
+def local_batches(features: np.ndarray, labels: np.ndarray, size: int = 4) -> list[SimpleNamespace]:
+    """What an evaluation loader yields here: every W-th row, poisoned rows up to the same number of full batches."""
+    rows_per_rank = -(-len(features) // group_size())
+    total = -(-rows_per_rank // size) * size
+    mine = np.arange(len(features)) % group_size() == group_rank()
+    missing = total - int(mine.sum())
+    pixels = np.concatenate([features[mine], np.full((missing, DIM), NAN)])
+    columns = [torch.from_numpy(pixels)[:, None, None, :]]
+    for column in (labels[mine], labels[mine], np.nonzero(mine)[0]):
+        columns.append(torch.from_numpy(np.concatenate([column, np.full(missing, -1)])))
+    columns[1] = columns[1].clamp(min=0)[:, None]
+    parts = [column.split(size) for column in columns]
+    return [SimpleNamespace(images=i, tokens=t, labels=c, ids=d) for i, t, c, d in zip(*parts, strict=True)]
+
+
+def check_zero_shot(class_count: int, image_count: int) -> None:
+    generator, model = np.random.default_rng(class_count), ToyModel()
+    labels = generator.integers(0, class_count, size=image_count)
+    templates = ["{c}", "1{c}", "number {c}"]
+    weights = (2 * WORDS[:class_count] + WORDS[[int(f"1{index}") for index in range(class_count)]]).double().numpy()
+    weights /= np.linalg.norm(weights, axis=1, keepdims=True)
+    features = (weights[labels] + 1.5 * unit_features(generator, image_count, DIM)).astype(np.float32)
+    got = zero_shot(
+        model,
+        local_batches(features, labels),
+        [str(index) for index in range(class_count)],
+        templates,
+        tokenizer,
+        prompt_batch_size=4,
+        tile_budget_mib=TINY_MIB,
+    )
+    ranks = ranks_by_sorting(features.astype(np.float64) @ weights.T, np.arange(class_count) == labels[:, None])
+    assert got == pytest.approx({"zero_shot_top1": recall(ranks, 1), "zero_shot_top5": recall(ranks, 5)})
+    model.check_ranks_are_in_step()
+
+
+def check_suite(several_captions: bool) -> None:
+    """7 images, so that some ranks have only padding in their last batch; captions of uneven number per rank."""
+    image_count = 7
+    owner = np.sort(np.random.default_rng(2).integers(0, image_count, size=25 - image_count))
+    owner = np.concatenate([np.arange(image_count), owner]) if several_captions else np.arange(image_count)
+    words = np.arange(len(owner))
+    features = unit_features(np.random.default_rng(4), image_count, DIM) + WORDS[:image_count].numpy()
+    features = (features / np.linalg.norm(features, axis=1, keepdims=True)).astype(np.float32)
+    captions = ["\n".join(f"word {word}" for word in words[owner == image]) for image in range(image_count)]
+    groups = group_captions(Pairs(features, captions)) if several_captions else None
+    model, numbers = ToyModel(), np.arange(image_count)
+    result = evaluate(
+        model,
+        tokenizer=tokenizer,
+        pairs=local_batches(features, numbers),
+        captions=groups,
+        labelled=ZeroShotTask(local_batches(features, numbers), [str(n) for n in numbers], ["{c}"]),
+        example_count=3,
+    )
+    expected = retrieval_by_sorting(features, WORDS[words].numpy(), numbers, owner)
+    similarities = features.astype(np.float64) @ WORDS[:image_count].numpy().astype(np.float64).T
+    ranks = ranks_by_sorting(similarities, np.eye(image_count, dtype=bool))
+    expected |= {"zero_shot_top1": recall(ranks, 1), "zero_shot_top5": recall(ranks, 5)}
+    assert result.metrics == pytest.approx(expected)
+    assert result.examples is not None and result.examples.ids.tolist() == [0, 3, 6]
+    model.check_ranks_are_in_step()
+
+
+ZERO_3 = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero_force_ds_cpu_optimizer": False,
+}
+TINY_TOWER = {"width": 16, "layers": 1}
+TINY_MODEL = {
+    "embed_dim": DIM,
+    "vision_cfg": {**TINY_TOWER, "head_width": 8, "image_size": 8, "patch_size": 4},
+    "text_cfg": {**TINY_TOWER, "heads": 2, "context_length": 4, "vocab_size": 50, "pool_type": "last"},
+}
+
+
+def length_tokens(texts: list[str]) -> torch.Tensor:
+    return torch.tensor([[len(text), 1, 2, 3] for text in texts])
+
+
+def check_zero_3() -> None:
+    """A real model whose parameters are partitioned and ranks of unequal work: the metrics of the whole model."""
+    torch.manual_seed(0)
+    model = build_model(ModelConfig.from_dict(TINY_MODEL))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # as it is initialised, a model hardly tells two images apart
+    images, tokens, ids = torch.rand(11, 3, 8, 8), torch.randint(0, 49, (11, 4)), np.arange(11)
+    names, labels = ["a", "bb", "cccc"], ids % 3
+    with torch.no_grad():
+        image_features, text_features, _ = model(images, tokens)
+        prompts = model(None, length_tokens(["a", "a!", "bb", "bb!", "cccc", "cccc!"]))[1].double().numpy()
+    classes = prompts.reshape(3, 2, DIM).mean(axis=1)
+    similarities = image_features.double().numpy() @ (classes / np.linalg.norm(classes, axis=1, keepdims=True)).T
+    ranks = ranks_by_sorting(similarities, np.arange(3) == labels[:, None])
+    expected = retrieval_by_sorting(image_features.numpy(), text_features.numpy(), ids, ids)
+    expected |= {"zero_shot_top1": recall(ranks, 1), "zero_shot_top5": 1.0}
+    assert 0 < expected["retrieval_r5_i2t"] < 1, "the data should leave something to get wrong"
+
+    engine, *_ = deepspeed.initialize(model=model, config=ZERO_3)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 0, "every parameter is partitioned"
+    mine = torch.arange(group_rank(), 12, group_size())
+    mine[mine == 11] = -1
+    batches = [
+        SimpleNamespace(images=images[i], tokens=tokens[i], labels=i.clamp(min=0) % 3, ids=i) for i in mine.split(2)
+    ]
+    result = evaluate(
+        ModelEncoder(engine, device=torch.device("cpu")),
+        tokenizer=length_tokens,
+        pairs=batches,
+        labelled=ZeroShotTask(batches, names, ["{c}", "{c}!"]),
+    )
+    assert result.metrics == pytest.approx(expected)
+
+
+def check_everything() -> None:
+    for image_count in (1, 2, 63):
+        for captions in (1, 3):
+            for tile_budget_mib in (128, TINY_MIB):
+                check_retrieval(image_count, captions, tile_budget_mib)
+    for tile_budget_mib in (128, 1e-4):
+        check_ties(tile_budget_mib)
+    check_errors_reach_every_rank()
+    check_examples()
+    for class_count, image_count in ((1, 1), (2, 3), (7, 40), (23, 101)):
+        check_zero_shot(class_count, image_count)
+    for several_captions in (False, True):
+        check_suite(several_captions)
+    if group_size() == 2:
+        check_zero_3()
+    if group_size() == 3:
+        check_a_subgroup()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rank_has_the_metrics_of_one_process(world_size: int) -> None:
+    run_ranks(check_everything, world_size)
