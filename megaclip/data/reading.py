@@ -8,7 +8,9 @@ scores. Every one is counted by kind, and above a limit the run stops.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -85,7 +87,7 @@ class TrainReader:
         self, sample_id: int, epoch: int, complaints: list[Complaint]
     ) -> tuple[torch.Tensor, str] | None:
         first, count = self._dataset.siblings(sample_id)
-        for candidate in [sample_id, *_substitutes(self._seed, sample_id, first, count)]:
+        for candidate in itertools.chain([sample_id], _substitutes(self._seed, sample_id, first, count)):
             try:
                 raw = self._dataset.read(candidate)
                 check_caption(raw)
@@ -96,7 +98,7 @@ class TrainReader:
         return None
 
 
-def _substitutes(seed: int, sample_id: int, first: int, count: int):
+def _substitutes(seed: int, sample_id: int, first: int, count: int) -> Iterator[int]:
     """Ids to try instead of a bad one, the same in every run."""
     generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, sample_id])))
     for _ in range(SUBSTITUTE_TRIES):

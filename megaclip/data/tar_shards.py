@@ -240,7 +240,7 @@ def _walk_all(
     """Walk every shard; threads hide the latency of remote disks, though the parsing itself takes turns."""
     began = time.monotonic()
     work = functools.partial(walk_shard, image_extensions=image_extensions, caption_extensions=caption_extensions)
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
         contents = list(pool.map(work, paths))
     samples = sum(len(shard.entries) for shard in contents)
     _logger.info("indexed %s samples in %d shards in %.1f s", f"{samples:,}", len(paths), time.monotonic() - began)
