@@ -1,0 +1,166 @@
+"""Two gloo ranks: one seed gives one model at every ZeRO stage, pretrained weights reach partitioned parameters, and
+every stage's checkpoint exports to the weights that training had."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+import torch.multiprocessing
+
+from megaclip.checkpoint import store
+from megaclip.checkpoint.consolidate import consolidated_weights
+from megaclip.checkpoint.open_clip import OPENAI_PREPROCESS, load_pretrained, write_model_card, write_weights
+from megaclip.errors import CheckpointError
+from megaclip.models import build_model, load_model_config
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = load_model_config("demo-tiny").replace(text_cfg={"vocab_size": 49408, "width": 24, "pool_type": "argmax"})
+SEED = 3
+
+
+def ds_config(stage, bf16):
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        # Threshold 0: even the logit scale is partitioned.
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "bf16": {"enabled": bf16},
+    }
+
+
+def built(stage, bf16):
+    torch.manual_seed(SEED)
+    config = ds_config(stage, bf16)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
+        return build_model(CONFIG)
+
+
+def whole_values(model):
+    values = {}
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter):
+            values[name] = parameter.detach().clone()
+    return values
+
+
+def assert_equal(got, expected):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+def check_initial_values(bf16):
+    torch.manual_seed(SEED)
+    plain = build_model(CONFIG)
+    partitioned = built(3, bf16)
+    assert partitioned.visual.proj.numel() == 0  # or nothing below means anything
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    assert_equal(whole_values(partitioned), {name: value.to(dtype) for name, value in plain.state_dict().items()})
+    assert partitioned.no_weight_decay_names() == plain.no_weight_decay_names()
+
+
+def check_pretrained(directory):
+    torch.manual_seed(SEED + 1)
+    source = build_model(CONFIG)
+    if dist.get_rank() == 0:
+        write_model_card(directory, CONFIG, OPENAI_PREPROCESS)
+        write_weights(directory, source.state_dict(), CONFIG)
+    dist.barrier()
+    model = built(3, bf16=False)
+    assert load_pretrained(model, directory).complete
+    assert_equal(whole_values(model), dict(source.state_dict()))
+
+
+def step_of_training(engine):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    images = torch.randn(2, 3, 24, 24, generator=generator)
+    tokens = torch.randint(CONFIG.text_cfg.vocab_size, (2, CONFIG.text_cfg.context_length), generator=generator)
+    image_features, text_features, log_scale = engine(images, tokens)
+    engine.backward(-(image_features.float() * text_features.float()).sum() * log_scale.exp().sum())
+    engine.step()
+
+
+def check_export(stage, bf16, folder):
+    """After a step with a partly frozen model, the joined weights are those of the running model."""
+    model = built(stage, bf16)
+    model.lock_text_tower(1)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config(stage, bf16))
+    before = whole_values(engine.module)
+    step_of_training(engine)
+    after = whole_values(engine.module)
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert "visual.proj" in moved
+    assert "text.token_embedding.weight" not in moved
+    assert bf16 or "logit_scale" in moved
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+        write_model_card(folder / store.MODEL_CARD, CONFIG, OPENAI_PREPROCESS)
+    dist.barrier()
+    tag = store.save(engine, folder, step=1, state={}, keep_last=1)
+    if dist.get_rank() == 0:
+        joined = consolidated_weights(folder, tag)
+        assert {value.dtype for value in joined.values()} == {torch.float32}
+        # In bfloat16 the masters are exported; the running weights are their rounding.
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        assert_equal({name: value.to(dtype) for name, value in joined.items()}, after)
+    dist.barrier()
+
+
+def run_checks(rank, world_size, root):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), DS_ACCELERATOR="cpu")
+    torch.set_num_threads(1)
+    rendezvous = f"file://{root}/rendezvous"
+    deepspeed.init_distributed(
+        "gloo", auto_mpi_discovery=False, init_method=rendezvous, rank=rank, world_size=world_size
+    )
+    for bf16 in (False, True):
+        check_initial_values(bf16)
+        for stage in range(4):
+            check_export(stage, bf16, root / f"stage{stage}{'_bf16' if bf16 else ''}")
+    check_pretrained(root / "pretrained")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("zero")
+    torch.multiprocessing.spawn(run_checks, (2, root), nprocs=2)
+    return root
+
+
+def test_every_stage_starts_loads_and_exports_alike(root):
+    assert (root / "pretrained" / "open_clip_model.safetensors").is_file()
+
+
+def run_export(*arguments):
+    command = [sys.executable, "tools/export_open_clip.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+
+
+def test_the_export_command_writes_a_directory_that_open_clip_verifies(root, tmp_path):
+    done = run_export(root / "stage3", tmp_path / "out", "--verify")
+    assert done.returncode == 0, done.stderr
+    words = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert float(words["export_max_abs_diff"]) <= 1e-5
+    assert words["export_captions_differing"] == "0 of 5"
+    assert sorted(os.listdir(tmp_path / "out")) == ["open_clip_config.json", "open_clip_model.safetensors"]
+
+
+def test_an_incomplete_or_foreign_checkpoint_is_refused_in_one_line(root, tmp_path):
+    broken = shutil.copytree(root / "stage2", tmp_path / "broken")
+    next(broken.glob("step_*/*rank_1*optim_states.pt")).unlink()
+    done = run_export(broken, tmp_path / "out")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"error: {broken / 'step_00000001'} cannot be joined")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        consolidated_weights(root / "stage2", "step_00000009")
