@@ -47,15 +47,17 @@ def evaluate(
     captions: CaptionGroups | None = None,
     labelled: ZeroShotTask | None = None,
     example_count: int = 32,
+    text_batch_size: int = 256,
     tile_budget_mib: float = 128,
     group: Any = None,
 ) -> Evaluation:
     """Retrieval over `pairs` and zero-shot classification of `labelled`, whichever are given. Every rank must call it.
 
     pairs: this rank's `Batch`es of held-out image-caption pairs. By default every caption belongs to its own image;
-    with `captions` (from `captions.group_captions`) an image may have several, and the tokens of the batches are
-    not used. example_count: images and captions in the similarity picture. Raises DataError when there is nothing
-    to evaluate.
+    with `captions` (from `captions.group_captions`) an image may have several, and the tokens of the batches are not
+    used. example_count: images and captions in the similarity picture. text_batch_size: prompts (or captions of
+    `captions`) that a rank encodes at once. tile_budget_mib: memory for similarities.
+    Raises DataError when there is nothing to evaluate, or images and captions do not match up.
     """
     metrics: dict[str, float] = {}
     examples = None
@@ -67,13 +69,14 @@ def evaluate(
             labelled.templates,
             tokenizer,
             group=group,
+            prompt_batch_size=text_batch_size,
             tile_budget_mib=tile_budget_mib,
         )
     if pairs is not None:
         if captions is None:
             features = _encode_pairs(encode, pairs)
         else:
-            features = _encode_groups(encode, pairs, captions, tokenizer, group)
+            features = _encode_groups(encode, pairs, captions, tokenizer, text_batch_size, group)
         rows = (features.images, features.texts, features.image_ids)
         metrics |= retrieval(*rows, features.text_image_ids, group=group, tile_budget_mib=tile_budget_mib)
         all_ids = torch.nonzero(_present(features.image_ids, group)).flatten().cpu().numpy()
@@ -111,7 +114,7 @@ def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> _PairFeatures:
 
 
 def _encode_groups(
-    encode: Encode, pairs: Iterable[Any], captions: CaptionGroups, tokenizer: Tokenize, group: Any
+    encode: Encode, pairs: Iterable[Any], captions: CaptionGroups, tokenizer: Tokenize, text_batch_size: int, group: Any
 ) -> _PairFeatures:
     """Several captions per image: the images of the pairs, then this rank's captions."""
     images, ids = [], []
@@ -124,7 +127,7 @@ def _encode_groups(
     image_ids = torch.cat(ids)
     captions = captions.of_images(_present(image_ids, group).cpu())
     device = image_ids.device
-    texts = encode_captions(encode, captions.texts, tokenizer, group=group)
+    texts = encode_captions(encode, captions.texts, tokenizer, batch_size=text_batch_size, group=group)
     return _PairFeatures(
         torch.cat(images), texts, image_ids, captions.image_ids.to(device), captions.leading_ids.to(device)
     )

@@ -197,24 +197,30 @@ def check_zero_shot(class_count: int, image_count: int) -> None:
     model.check_ranks_are_in_step()
 
 
-def check_suite(several_captions: bool) -> None:
+def check_suite(layout: str) -> None:
     """7 images, so that some ranks have only padding in their last batch; captions of uneven number per rank."""
     image_count = 7
     owner = np.sort(np.random.default_rng(2).integers(0, image_count, size=25 - image_count))
-    owner = np.concatenate([np.arange(image_count), owner]) if several_captions else np.arange(image_count)
+    owner = np.concatenate([np.arange(image_count), owner]) if layout != "one caption" else np.arange(image_count)
     words = np.arange(len(owner))
     features = unit_features(np.random.default_rng(4), image_count, DIM) + WORDS[:image_count].numpy()
     features = (features / np.linalg.norm(features, axis=1, keepdims=True)).astype(np.float32)
-    captions = ["\n".join(f"word {word}" for word in words[owner == image]) for image in range(image_count)]
-    groups = group_captions(Pairs(features, captions)) if several_captions else None
     model, numbers = ToyModel(), np.arange(image_count)
+    groups, pairs = None, local_batches(features, numbers)
+    if layout == "captions on lines":
+        captions = ["\n".join(f"word {word}" for word in words[owner == image]) for image in numbers]
+        groups = group_captions(Pairs(features, captions))
+    elif layout == "image repeated":
+        groups = group_captions(Pairs(features[owner], [f"word {word}" for word in words]))
+        pairs = local_batches(features[owner], words)
     result = evaluate(
         model,
         tokenizer=tokenizer,
-        pairs=local_batches(features, numbers),
+        pairs=pairs,
         captions=groups,
         labelled=ZeroShotTask(local_batches(features, numbers), [str(n) for n in numbers], ["{c}"]),
         example_count=3,
+        text_batch_size=2,
     )
     expected = retrieval_by_sorting(features, WORDS[words].numpy(), numbers, owner)
     similarities = features.astype(np.float64) @ WORDS[:image_count].numpy().astype(np.float64).T
@@ -290,8 +296,8 @@ def check_everything() -> None:
     check_examples()
     for class_count, image_count in ((1, 1), (2, 3), (7, 40), (23, 101)):
         check_zero_shot(class_count, image_count)
-    for several_captions in (False, True):
-        check_suite(several_captions)
+    for layout in ("one caption", "captions on lines", "image repeated"):
+        check_suite(layout)
     if group_size() == 2:
         check_zero_3()
     if group_size() == 3:
