@@ -100,7 +100,8 @@ def _prepare_folder(arguments: TrainArguments, inputs: Inputs) -> Path:
             card = checkpoints / store.MODEL_CARD
             card.mkdir(parents=True, exist_ok=True)
             inputs.tokenizer.write_open_clip(card)
-            write_model_card(card, inputs.model_config, inputs.preprocess_cfg)
+            tokenizer_files = [] if arguments.tokenizer == "clip" else [arguments.tokenizer]
+            write_model_card(card, inputs.model_config, inputs.preprocess_cfg, tokenizer_files)
             settings = {"arguments": arguments.model_dump(), "ds_config": inputs.config.deepspeed}
             store.write_atomically(folder / "settings.json", json.dumps(settings, indent=1))
         except OSError as problem:
