@@ -29,9 +29,11 @@ class RawSample:
     image: bytes
     """The encoded image file."""
     caption: str
-    """The caption; of a labelled image, the number of its class."""
+    """The caption, or all captions, one per line; of a labelled image, the number of its class."""
     key: str
     """Where it came from (shard and name), for messages."""
+    alternatives: tuple[str, ...] = ()
+    """The captions one by one, where the source keeps several for an image: training takes one of them at a time."""
 
 
 class _Movable:

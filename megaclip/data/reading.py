@@ -91,7 +91,8 @@ class TrainReader:
             try:
                 raw = self._dataset.read(candidate)
                 check_caption(raw)
-                return self._transform(raw.image, seeds=(self._seed, epoch, sample_id)), raw.caption
+                image = self._transform(raw.image, seeds=(self._seed, epoch, sample_id))
+                return image, _one_caption(raw, epoch + sample_id)
             except BadSample as bad:
                 # A bad substitute counts too: it is as likely as any sample to be drawn, so the rate stays honest.
                 complaints.append(Complaint(bad.kind, bad.detail, self._dataset.shard_name(candidate)))
@@ -103,6 +104,11 @@ def _substitutes(seed: int, sample_id: int, first: int, count: int) -> Iterator[
     generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, sample_id])))
     for _ in range(SUBSTITUTE_TRIES):
         yield first + int(generator.randint(count))
+
+
+def _one_caption(raw: RawSample, turn: int) -> str:
+    """The caption, or where there are several, another one every epoch."""
+    return raw.alternatives[turn % len(raw.alternatives)] if raw.alternatives else raw.caption
 
 
 def check_caption(raw: RawSample) -> None:

@@ -74,6 +74,7 @@ class Table:
         if isinstance(dataset.features[self._image], Image):
             dataset = dataset.cast_column(self._image, Image(decode=False))
         self._rows = dataset
+        self._only_captions = dataset.select_columns([self._caption])
         if len(dataset) == 0:
             raise DataError(f"data {name!r} has no rows")
         full, rest = divmod(len(dataset), ROWS_PER_SHARD)
@@ -103,18 +104,22 @@ class Table:
         """The undecoded sample; raises BadSample."""
         record = self._rows[row]
         key = f"{Path(self._name).name}[{row}]"
-        return RawSample(self._content(record[self._image], key), self._text(record[self._caption], key), key)
+        captions = self._captions(record[self._caption], key)
+        image = self._content(record[self._image], key)
+        return RawSample(image, "\n".join(captions), key, captions if len(captions) > 1 else ())
 
     def caption(self, row: int) -> str:
-        """Only the caption of a sample."""
-        return self._text(self._rows.with_format(columns=[self._caption])[row][self._caption], str(row))
+        """Only the caption of a sample, or its captions, one per line."""
+        return "\n".join(self._captions(self._only_captions[row][self._caption], str(row)))
 
-    def _text(self, value: Any, key: str) -> str:
-        if isinstance(value, list | tuple):
-            value = value[0] if value else None  # several captions of one image: the first
-        if value is None:
+    @staticmethod
+    def _captions(value: Any, key: str) -> tuple[str, ...]:
+        """The one or several captions in a cell, white space made single."""
+        values = value if isinstance(value, list | tuple) else [value]
+        captions = tuple(" ".join(str(text).split()) for text in values if text is not None)
+        if not captions:
             raise BadSample("missing caption", key)
-        return str(value)
+        return captions
 
     def _content(self, value: Any, key: str) -> bytes:
         if isinstance(value, dict):

@@ -1,0 +1,57 @@
+"""Small datasets on disk for the data room's tests, written without any code of the data room."""
+
+import io
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+
+def picture(number: int, width: int = 12, height: int = 10, kind: str = "PNG", mode: str = "RGB") -> bytes:
+    """An image file with pixels drawn from `number`."""
+    pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def write_tar(path: Path, members: Iterable[tuple[str, bytes]], *, format: int = tarfile.USTAR_FORMAT) -> Path:
+    """A tar file with these members."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=format) as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def pair_members(numbers: Iterable[int]) -> list[tuple[str, bytes]]:
+    """Image and caption of each number, as webdataset names them; the caption says the number."""
+    return [
+        member
+        for number in numbers
+        for member in ((f"{number:06d}.png", picture(number)), (f"{number:06d}.txt", f"caption {number}".encode()))
+    ]
+
+
+def write_shards(folder: Path, sizes: Iterable[int]) -> list[Path]:
+    """Tar shards of these sizes; samples are numbered through all shards."""
+    paths, start = [], 0
+    for shard, size in enumerate(sizes):
+        paths.append(write_tar(folder / f"{shard:05d}.tar", pair_members(range(start, start + size))))
+        start += size
+    return paths
+
+
+class CountingTokenizer:
+    """Stands in for a tokenizer where tokens do not matter: the number in "caption 17" as the only token."""
+
+    vocab_size, eos_id, pad_id, context_length = 1000, 1, 0, 2
+
+    def __call__(self, captions):
+        import torch
+
+        return torch.tensor([[int(caption.split()[-1]) if caption else -1, 1] for caption in captions])

@@ -1,0 +1,105 @@
+"""The order of samples: every id once per epoch, whatever the ranks; resumable from one integer; mixtures by quota."""
+
+import numpy as np
+import pytest
+
+from megaclip.data.order import MIXTURE_BLOCK, MixtureOrder, SampleOrder, block_quotas, rank_positions
+from megaclip.errors import DataError
+
+SIZES = [7, 1, 0, 30, 12, 50]
+
+
+def visit(order, start, count):
+    return order.visit(np.arange(start, start + count))
+
+
+@pytest.mark.parametrize("shard_order", ["shuffled", "sequential"])
+@pytest.mark.parametrize("window", [None, 1, 16, 33, 1000])
+def test_each_epoch_visits_every_id_exactly_once(shard_order, window):
+    order = SampleOrder(SIZES, seed=3, shard_order=shard_order, window_size=window)
+    for epoch in range(3):
+        ids, epochs = visit(order, epoch * 100, 100)
+        assert sorted(ids) == list(range(100))
+        assert set(epochs) == {epoch}
+
+
+def test_epochs_and_seeds_differ_and_repeat():
+    order = SampleOrder(SIZES, seed=3)
+    first, second = visit(order, 0, 100)[0], visit(order, 100, 100)[0]
+    assert (first != second).any()
+    assert (first != visit(SampleOrder(SIZES, seed=4), 0, 100)[0]).any()
+    np.testing.assert_array_equal(first, visit(SampleOrder(SIZES, seed=3), 0, 100)[0])
+
+
+def test_the_order_is_frozen():
+    """A checkpoint must resume under any version of NumPy and of this code: recorded once, never to be changed."""
+    assert visit(SampleOrder([4, 4, 4], seed=0), 0, 12)[0].tolist() == [1, 11, 6, 5, 7, 8, 0, 4, 9, 3, 2, 10]
+
+
+def test_positions_may_be_asked_for_in_any_pieces():
+    order = SampleOrder(SIZES, seed=1, window_size=16)
+    whole = visit(order, 0, 250)[0]
+    pieces = [visit(order, start, 25)[0] for start in range(0, 250, 25)]
+    np.testing.assert_array_equal(np.concatenate(pieces), whole)
+
+
+def test_sequential_order_keeps_shards_in_order_and_shuffles_within():
+    ids = visit(SampleOrder([20] * 5, seed=0, shard_order="sequential"), 0, 100)[0]
+    np.testing.assert_array_equal(ids // 20, np.repeat(np.arange(5), 20))
+    assert (ids != np.arange(100)).any()
+
+
+def test_shuffled_windows_mix_shards():
+    ids = visit(SampleOrder([20] * 5, seed=0), 0, 100)[0]
+    assert len(set(ids[:20] // 20)) > 2
+
+
+def test_ranks_share_a_step_by_taking_every_wth_position():
+    """One oracle for all splits: the positions of a step, dealt like cards."""
+    for world_size, micro_batches, size in [(1, 1, 24), (2, 3, 4), (3, 2, 4), (4, 1, 6)]:
+        dealt = [
+            [rank_positions(48, m, size, rank, world_size) for m in range(micro_batches)] for rank in range(world_size)
+        ]
+        for rank in range(world_size):
+            expected = [48 + place for place in range(24) if place % world_size == rank]
+            assert np.concatenate(dealt[rank]).tolist() == expected
+
+
+def test_a_position_deep_in_a_large_dataset_is_found_at_once():
+    """3e8 of 4e8 samples: nothing is replayed and nothing of the dataset's size per sample is held."""
+    order = SampleOrder(np.full(40_000, 10_000), seed=0)
+    ids, epochs = visit(order, 300_000_000, 64)
+    assert len(set(ids.tolist())) == 64 and ids.min() >= 0 and ids.max() < 400_000_000
+    assert set(epochs) == {0}
+
+
+def test_mixtures_meet_their_quotas_in_every_block():
+    parts = [SampleOrder([300], seed=0), SampleOrder([50, 50], seed=1)]
+    order = MixtureOrder(parts, [3.0, 1.0], seed=0)
+    for block in range(4):
+        ids, _ = visit(order, block * MIXTURE_BLOCK, MIXTURE_BLOCK)
+        assert (ids < 300).sum() == 750 and (ids >= 300).sum() == 250
+
+
+def test_each_part_of_a_mixture_goes_through_its_own_epochs():
+    parts = [SampleOrder([300], seed=0), SampleOrder([50, 50], seed=1)]
+    ids, epochs = visit(MixtureOrder(parts, [3.0, 1.0], seed=0), 0, 4 * MIXTURE_BLOCK)
+    for first, size in ((0, 300), (300, 100)):
+        mine = (ids >= first) & (ids < first + size)
+        for epoch in range(mine.sum() // size):
+            assert sorted(ids[mine & (epochs == epoch)]) == list(range(first, first + size))
+
+
+def test_quotas_add_up_and_refuse_what_cannot_be_met():
+    assert block_quotas([1, 1, 1]).sum() == MIXTURE_BLOCK
+    assert block_quotas([0.5, 0.25, 0.25]).tolist() == [500, 250, 250]
+    for weights in ([1, 0], [1, -1], [1, float("nan")], [1, 1e-6]):
+        with pytest.raises(DataError, match="weights"):
+            block_quotas(weights)
+
+
+def test_empty_datasets_and_unknown_orders_are_refused():
+    with pytest.raises(DataError, match="no samples"):
+        SampleOrder([0, 0], seed=0)
+    with pytest.raises(DataError, match="shard_order"):
+        SampleOrder([1], seed=0, shard_order="random")

@@ -1,0 +1,222 @@
+"""Tar shards: the header walk against tarfile, damage of every kind, and the index on disk."""
+
+import io
+import multiprocessing
+import os
+import pickle
+import tarfile
+import time
+
+import pytest
+from data_samples import pair_members, picture, write_shards, write_tar
+
+from megaclip.data import tar_shards
+from megaclip.data.batch import BadSample
+from megaclip.data.tar_shards import TarShards
+from megaclip.data.tar_walk import walk_shard
+from megaclip.errors import DataError
+
+LONG = "a-rather-long-directory-name/" * 6
+
+
+def walk(path):
+    return walk_shard(path, ("jpg", "png"), ("txt",))
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_the_walk_finds_what_tarfile_finds(tmp_path, format):
+    """Long names, non-ASCII names and fractional times make each format write its extension headers."""
+    names = ["000.png", "deep/er/001.png", LONG + "002.png"]
+    if format != tarfile.USTAR_FORMAT:
+        names += ["caf\u00e9.png", "x" * 200 + ".png"]
+    path = tmp_path / "shard.tar"
+    with tarfile.open(path, "w", format=format) as tar:
+        for number, name in enumerate(names):
+            for suffix, content in ((".png", picture(number)), (".txt", f"caption {number}".encode())):
+                member = tarfile.TarInfo(name.replace(".png", suffix))
+                member.size, member.mtime = len(content), 1e9 + 0.5
+                tar.addfile(member, io.BytesIO(content))
+    contents = walk(path)
+    assert contents.damage == ""
+    with tarfile.open(path) as tar:
+        expected = [(m.offset_data, m.size) for m in tar.getmembers()]
+    found = [
+        pair
+        for entry in contents.entries
+        for pair in ((entry["image_offset"], entry["image_size"]), (entry["caption_offset"], entry["caption_size"]))
+    ]
+    assert found == expected
+
+
+def test_members_in_any_order_and_of_other_kinds(tmp_path):
+    path = tmp_path / "shard.tar"
+    with tarfile.open(path, "w") as tar:
+        folder = tarfile.TarInfo("images")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        link = tarfile.TarInfo("images/link.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+        for name, content in [("images/b.TXT", b"two"), ("images/._a.png", b"mac"), ("images/a.json", b"{}")]:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        for name, content in [("images/a.png", picture(0)), ("images/a.txt", b"one"), ("images/b.png", picture(1))]:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    shards = TarShards([path])
+    assert [shards.read(row).caption for row in range(len(shards))] == ["two", "one"]
+    assert shards.read(0).image == picture(1)
+
+
+def test_names_that_climb_out_of_the_folder_are_only_names(tmp_path):
+    path = write_tar(tmp_path / "s" / "shard.tar", [("../../evil.png", picture(0)), ("../../evil.txt", b"a caption")])
+    sample = TarShards([path]).read(0)
+    assert sample.caption == "a caption" and sample.key == "shard.tar/../../evil"
+    assert not (tmp_path / "evil.png").exists() and not (tmp_path.parent / "evil.png").exists()
+
+
+def test_a_cut_off_shard_gives_its_whole_samples(tmp_path, caplog):
+    path = write_tar(tmp_path / "shard.tar", pair_members(range(5)))
+    with tarfile.open(path) as tar:
+        fourth = tar.getmember("000003.txt")
+    for cut in (fourth.offset_data + fourth.size, fourth.offset_data + 512 + 100, fourth.offset_data + 512 * 2 + 3):
+        with open(path, "r+b") as file:
+            file.truncate(cut)
+        shards = TarShards([path])
+        assert [shards.read(row).caption for row in range(4)] == [f"caption {n}" for n in range(4)]
+        assert len(shards) == 4
+        path = write_tar(tmp_path / "shard.tar", pair_members(range(5)))
+    with open(path, "r+b") as file:
+        file.truncate(fourth.offset_data + 512 * 2 + 3)
+    assert TarShards([path]).problems == {"damaged shard": 1}
+
+
+def test_garbage_in_the_middle_ends_the_walk_with_a_reason(tmp_path):
+    path = write_tar(tmp_path / "shard.tar", pair_members(range(5)))
+    with tarfile.open(path) as tar:
+        third = tar.getmember("000002.png")
+    with open(path, "r+b") as file:
+        file.seek(third.offset + 3)
+        file.write(b"garbage")
+    contents = walk(path)
+    assert len(contents.entries) == 2 and "checksum" in contents.damage
+
+
+def test_hostile_headers_are_bounded(tmp_path):
+    """A header may claim any size: none makes the walk read or allocate it."""
+    member = tarfile.TarInfo("000.png")
+    member.size = 1 << 60
+    huge_file = tmp_path / "huge_file.tar"
+    huge_file.write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    member.type = tarfile.XHDTYPE
+    huge_header = tmp_path / "huge_header.tar"
+    huge_header.write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    for path in (huge_file, huge_header):
+        contents = walk(path)
+        assert len(contents.entries) == 0 and contents.damage
+
+
+def test_missing_members_are_bad_samples_by_name(tmp_path):
+    members = [("a.png", picture(0)), ("b.txt", b"only text"), ("c.png", picture(1)), ("c.txt", b"both")]
+    shards = TarShards([write_tar(tmp_path / "shard.tar", members)])
+    kinds = []
+    for row in range(3):
+        try:
+            shards.read(row)
+            kinds.append("good")
+        except BadSample as bad:
+            kinds.append(bad.kind)
+    assert kinds == ["missing caption", "missing image", "good"]
+
+
+def test_nothing_to_read_is_an_error_that_says_where(tmp_path):
+    text = tmp_path / "shard.tar"
+    text.write_text("this is no tar file" * 100)
+    with pytest.raises(DataError, match=r"shard\.tar.*no tar header"):
+        TarShards([text])
+    empty = write_tar(tmp_path / "empty.tar", [])
+    with pytest.raises(DataError, match="no samples"):
+        TarShards([empty])
+
+
+def test_the_index_is_reused_until_a_shard_changes(tmp_path, monkeypatch):
+    paths = write_shards(tmp_path, [3, 4])
+    assert len(TarShards(paths)) == 7
+    monkeypatch.setattr(tar_shards, "walk_shard", _must_not_walk)
+    again = TarShards(paths)
+    assert again.shard_sizes.tolist() == [3, 4] and again.read(6).caption == "caption 6"
+    monkeypatch.undo()
+    write_tar(paths[1], pair_members(range(90, 95)))
+    assert len(TarShards(paths)) == 8 and TarShards(paths).read(7).caption == "caption 94"
+    assert not [name for name in os.listdir(tmp_path / ".megaclip") if name.endswith((".lock", ".unfinished"))]
+
+
+def _must_not_walk(*_, **__):
+    raise AssertionError("walked again")
+
+
+def test_a_read_only_folder_uses_the_users_cache(tmp_path, monkeypatch):
+    paths = write_shards(tmp_path / "shards", [2])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # As a mode would not stop root, a file where the index folder should be makes it impossible to create.
+    (tmp_path / "shards" / ".megaclip").write_text("")
+    assert TarShards(paths).read(1).caption == "caption 1"
+    assert list((tmp_path / "cache" / "megaclip").rglob("*.npy"))
+
+
+def test_processes_that_open_together_walk_once(tmp_path):
+    paths = write_shards(tmp_path, [3, 3])
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        results = pool.map(_open_and_say_who_walked, [(paths, tmp_path / "walks")] * 4)
+    assert results == [6] * 4
+    assert len((tmp_path / "walks").read_text().split()) == 2  # two shards, once each
+
+
+def _open_and_say_who_walked(job):
+    paths, record = job
+    real = tar_shards.walk_shard
+
+    def recorded(path, **extensions):
+        with open(record, "a") as file:
+            file.write(f"{path.name}\n")
+        time.sleep(0.1)
+        return real(path, **extensions)
+
+    tar_shards.walk_shard = recorded
+    return len(TarShards(paths))
+
+
+def test_a_lock_left_by_a_dead_process_is_taken_over(tmp_path, monkeypatch):
+    paths = write_shards(tmp_path, [3])
+    TarShards(paths)
+    (index,) = (tmp_path / ".megaclip").glob("*.json")
+    index.unlink()
+    index.with_suffix(".lock").touch()
+    monkeypatch.setattr(tar_shards, "_LOCK_STALE_S", 0.2)
+    assert len(TarShards(paths)) == 3
+
+
+def test_many_shards_keep_few_files_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(tar_shards, "_OPEN_SHARDS", 3)
+    shards = TarShards(write_shards(tmp_path, [1] * 10))
+    before = len(os.listdir("/proc/self/fd"))
+    assert [shards.read(row).caption for row in (*range(10), *range(10))] == [f"caption {n}" for n in range(10)] * 2
+    assert len(os.listdir("/proc/self/fd")) <= before + 3 + 1
+
+
+def test_a_pickled_copy_opens_the_shards_itself(tmp_path):
+    shards = TarShards(write_shards(tmp_path, [2]))
+    shards.read(0)
+    packed = pickle.dumps(shards)
+    assert len(packed) < 4000 and pickle.loads(packed).read(1).caption == "caption 1"
+
+
+def test_a_shard_cut_after_opening_is_a_bad_sample(tmp_path):
+    paths = write_shards(tmp_path, [2])
+    shards = TarShards(paths)
+    with open(paths[0], "r+b") as file:
+        file.truncate(600)
+    with pytest.raises(BadSample, match="shorter"):
+        shards.read(1)
