@@ -10,6 +10,7 @@ hangs.
 import datetime
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -18,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-_PRELOADED = ["torch", "deepspeed", "megaclip.losses"]
+_PRELOADED = ["torch", "deepspeed"]
 # After the first failure: how long the other ranks may take to report their own, which is often the same one.
 _GRACE_S = 2.0
 
@@ -42,12 +43,13 @@ def run_ranks(
     context.set_forkserver_preload(_PRELOADED)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server loads torch
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    work = pickle.dumps((function, arguments))
     with tempfile.TemporaryDirectory() as folder:
         processes, reports = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             place = (rank, world_size, os.path.join(folder, "store"), environment or {}, time_limit_s)
-            process = context.Process(target=_run_rank, args=(sender, function, arguments, *place), daemon=True)
+            process = context.Process(target=_run_rank, args=(sender, work, *place), daemon=True)
             process.start()
             sender.close()
             processes.append(process)
@@ -88,8 +90,7 @@ def _collect(processes: list[BaseProcess], reports: list[Connection], time_limit
 
 def _run_rank(
     report: Connection,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    work: bytes,
     rank: int,
     world_size: int,
     store: str,
@@ -102,6 +103,7 @@ def _run_rank(
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **environment})
     try:
         _join(rank, world_size, store, time_limit_s)
+        function, arguments = pickle.loads(work)  # imports the test: only now, when the rank is known
         report.send((True, function(*arguments)))
     except BaseException:  # whatever ended this rank is the test's finding
         report.send((False, traceback.format_exc()))

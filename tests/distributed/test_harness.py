@@ -1,4 +1,4 @@
-"""The harness itself: results in rank order, failures with their tracebacks, deaths and stalls within the time limit."""
+"""The harness itself: results in rank order, tracebacks of failures, deaths and stalls within the time limit."""
 
 import os
 import time

@@ -1,0 +1,348 @@
+"""ClipLoss on 1, 2 and 3 ranks against plain cross-entropy of one process on the whole batch.
+
+Every combination of exchange and reduction, float64 to 1e-12: the loss on every rank, and all gradients under the
+reduction contract (features times W, logit_scale whole). Rank functions collect what differs; one launch per world size
+runs all of them.
+"""
+
+import itertools
+from typing import Any, NamedTuple
+
+import deepspeed.comm as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megaclip.comm.groups import group_rank, group_size, set_data_parallel_group
+from megaclip.losses import ClipLoss
+from tests.distributed.harness import run_ranks
+from tests.tolerances import GRADIENT, VALUE, relative_error
+
+WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar")))
+
+
+class Whole(NamedTuple):
+    """The loss of the whole batch and its gradients, float64."""
+
+    loss: Tensor
+    d_image: Tensor
+    d_text: Tensor
+    d_logit_scale: Tensor
+
+
+def oracle(image_features: Tensor, text_features: Tensor, logit_scale: Tensor) -> Whole:
+    x, y, alpha = (t.detach().double().requires_grad_() for t in (image_features, text_features, logit_scale))
+    logits, labels = alpha * x @ y.T, torch.arange(len(x))
+    loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+    loss.backward()
+    assert x.grad is not None and y.grad is not None and alpha.grad is not None
+    return Whole(loss.detach(), x.grad, y.grad, alpha.grad)
+
+
+def random_batch(batch: int, embedding: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Unit vectors whose positives are closer than chance, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    x, noise = torch.randn(2, batch, embedding, generator=generator, dtype=torch.float64)
+    return F.normalize(x, dim=1).to(dtype), F.normalize(x + noise, dim=1).to(dtype)
+
+
+def problems(
+    whole: tuple[Tensor, Tensor],
+    scale: Tensor,
+    expected: Whole,
+    *,
+    group: Any = None,
+    magnified: float = 1,
+    **options: Any,
+) -> list[str]:
+    """What differs between ClipLoss on this rank's share of the batch and `expected`; empty when nothing does.
+
+    magnified: by how much the case magnifies roundings beyond what the table of tolerances allows for.
+    """
+    rank, world_size = group_rank(group), group_size(group)
+    local = [features.chunk(world_size)[rank].clone().requires_grad_() for features in whole]
+    logit_scale = scale.clone().requires_grad_()
+    loss = ClipLoss(group=group, **options)(*local, logit_scale)
+    loss.backward()
+    dtype = whole[0].dtype
+    mine = slice(rank * len(local[0]), (rank + 1) * len(local[0]))
+    comparisons = (
+        ("loss", loss, expected.loss, VALUE),
+        ("image gradient", local[0].grad, world_size * expected.d_image[mine], GRADIENT),
+        ("text gradient", local[1].grad, world_size * expected.d_text[mine], GRADIENT),
+        ("logit_scale gradient", logit_scale.grad, expected.d_logit_scale, GRADIENT),
+    )
+    found = []
+    for name, got, wanted, tolerances in comparisons:
+        assert got is not None
+        error = relative_error(got, wanted)
+        if not error <= magnified * tolerances[dtype]:
+            found.append(f"{name} off by {error:.1e} with {options}, W={world_size}, b={len(local[0])}, {dtype}")
+    return found
+
+
+def in_every_way(whole: tuple[Tensor, Tensor], scale: Tensor, **options: Any) -> list[str]:
+    expected = oracle(*whole, scale)
+    return [
+        problem
+        for exchange, reduction in WAYS
+        for problem in problems(whole, scale, expected, exchange=exchange, reduction=reduction, **options)
+    ]
+
+
+# ------------------------------------------------------------------------------------------ cases, run on every rank
+
+
+def check_float64() -> list[str]:
+    found = []
+    for batch, embedding, tile_budget_mib in ((1, 3, 128), (5, 7, 128), (63, 16, 0.02), (70, 33, 0.005)):
+        whole = random_batch(batch * group_size(), embedding, torch.float64)
+        for scale in (torch.tensor(14.3), torch.tensor([3.0])):
+            found += in_every_way(whole, scale.double(), tile_budget_mib=tile_budget_mib)
+    return found
+
+
+def check_other_dtypes() -> list[str]:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        whole = random_batch(17 * group_size(), 32, dtype)
+        for scale in (14.3, 100.0):
+            found += in_every_way(whole, torch.tensor([scale]), tile_budget_mib=0.005)
+    return found
+
+
+def check_extreme_scales_and_vectors() -> list[str]:
+    """Scale 1000, and batches whose similarities are all 1, -1 or 0, with gradients that cancel."""
+    x, y = random_batch(6 * group_size(), 8, torch.float64)
+    same = x[:1].expand_as(x).contiguous()
+    batches = {"random": (x, y), "identical": (same, same), "opposite": (same, -same), "zero": (x, torch.zeros_like(x))}
+    found = []
+    for name, (images, texts) in batches.items():
+        for scale in (100.0, 1000.0):
+            # exp(scale*s) magnifies roundings by the scale; gradients of size scale that cancel do so once more.
+            magnified = scale if name == "random" else scale**2 / 10
+            found += [
+                f"{name}: {p}" for p in in_every_way((images, texts), torch.tensor(scale).double(), magnified=magnified)
+            ]
+        whole = images.float(), texts.float()
+        expected = oracle(*whole, torch.tensor(1000.0))
+        for exchange, reduction in WAYS:
+            local = [features.chunk(group_size())[group_rank()].clone().requires_grad_() for features in whole]
+            loss = ClipLoss(exchange=exchange, reduction=reduction)(*local, torch.tensor(1000.0))
+            loss.backward()
+            # float32 keeps 1000*s to 6e-5 only.
+            if not relative_error(loss, expected.loss) < 1e-4 or not local[0].grad.isfinite().all():
+                found.append(f"{name} float32 at scale 1000: {loss.item()} instead of {expected.loss.item()}")
+    return found
+
+
+def check_that_wrong_scales_are_noticed() -> list[str]:
+    """The comparison must reject the mistakes that published codes make (MATH.md, the reduction contract)."""
+    whole, scale, world_size = (
+        random_batch(4 * group_size(), 8, torch.float64),
+        torch.tensor(5.0).double(),
+        group_size(),
+    )
+    right = oracle(*whole, scale)
+    wrong = {"temperature": oracle(*whole, scale * (1 + 1e-9)), "loss": right._replace(loss=right.loss * world_size)}
+    if world_size > 1:
+        wrong["image"] = right._replace(d_image=right.d_image / world_size)
+        wrong["text"] = right._replace(d_text=right.d_text / world_size)
+        wrong["logit_scale"] = right._replace(d_logit_scale=right.d_logit_scale * world_size)
+    else:
+        del wrong["loss"]
+    return [
+        f"a wrong {name} was not noticed" for name, expected in wrong.items() if not problems(whole, scale, expected)
+    ]
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.image = nn.Parameter(torch.randn(6, 5, generator=generator, dtype=torch.float64))
+        self.text = nn.Parameter(torch.randn(6, 5, generator=generator, dtype=torch.float64))
+        self.logit_scale = nn.Parameter(torch.tensor([1.3], dtype=torch.float64))
+
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        encoded = F.normalize(images @ self.image, dim=1), F.normalize(texts @ self.text, dim=1)
+        return *encoded, self.logit_scale.exp()
+
+
+def check_under_data_parallel() -> list[str]:
+    """Parameters' gradients after DDP's averaging, through `.exp()` of the log scale: those of one process."""
+    images, texts = torch.randn(2, 4 * group_size(), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    serial = Towers()
+    x, y, alpha = serial(images, texts)
+    logits, labels = alpha * x @ y.T, torch.arange(len(x))
+    ((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2).backward()
+    found = []
+    for exchange, reduction in WAYS:
+        parallel = DistributedDataParallel(Towers())
+        local = (whole.chunk(group_size())[group_rank()] for whole in (images, texts))
+        ClipLoss(exchange=exchange, reduction=reduction)(*parallel(*local)).backward()
+        for (name, got), wanted in zip(parallel.module.named_parameters(), serial.parameters(), strict=True):
+            if not relative_error(got.grad, wanted.grad) < 1e-12:
+                found.append(f"{name} under DDP with {exchange}, {reduction}")
+    return found
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements of any tensor that an operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and not func.is_view:
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def check_memory() -> list[str]:
+    """No tensor of forward or backward exceeds the tile budget, though b x b and b x B do, many times over."""
+    local, budget_mib = 200, 0.05
+    budget = int(budget_mib * 2**20 / 4)
+    whole = random_batch(local * group_size(), 4, torch.float32)
+    found = []
+    for exchange, reduction in WAYS:
+        x, y = (features.chunk(group_size())[group_rank()].clone().requires_grad_() for features in whole)
+        for phase in ("forward", "backward"):
+            with LargestTensor() as largest:
+                if phase == "forward":
+                    loss = ClipLoss(exchange=exchange, reduction=reduction, tile_budget_mib=budget_mib)(
+                        x, y, torch.tensor(10.0)
+                    )
+                else:
+                    loss.backward()
+            if not budget / 8 < largest.elements <= budget < local * local / 2:
+                found.append(f"{largest.elements} elements in {phase} with {exchange}, {reduction}; budget {budget}")
+    return found
+
+
+def check_trainer_arguments() -> list[str]:
+    """What open_clip's trainer passes and expects: logit_bias, output_dict, scaled losses, a scale of either shape."""
+    whole = random_batch(4 * group_size(), 8, torch.float32)
+    x, y = (features.chunk(group_size())[group_rank()].clone().requires_grad_() for features in whole)
+    bias, scale = torch.tensor(-10.0, requires_grad=True), torch.tensor([10.0], requires_grad=True)
+    outputs = ClipLoss()(x, y, logit_scale=scale, logit_bias=bias, output_dict=True)
+    (outputs["contrastive_loss"] * 65536).backward()
+    expected = oracle(*whole, scale)
+    found = []
+    if list(outputs) != ["contrastive_loss"] or bias.grad != 0:
+        found.append(f"outputs {list(outputs)}, bias gradient {bias.grad}")
+    if not relative_error(scale.grad / 65536, expected.d_logit_scale) < GRADIENT[torch.float32]:
+        found.append("the upstream gradient does not reach logit_scale")
+    mine = expected.d_image.chunk(group_size())[group_rank()] * group_size()
+    if not relative_error(x.grad / 65536, mine) < GRADIENT[torch.float32]:
+        found.append("the upstream gradient does not reach the features")
+    return found
+
+
+def expect_same_error(build: Any, text: str) -> list[str]:
+    """Every rank must raise ValueError with `text` in it."""
+    try:
+        build()
+    except ValueError as error:
+        return [] if text in str(error) else [f"rank {dist.get_rank()} says {error!r}, not {text!r}"]
+    return [f"rank {dist.get_rank()} did not raise {text!r}"]
+
+
+def check_errors() -> list[str]:
+    """A mistake on one rank is a ValueError on all of them."""
+    last = group_rank() == group_size() - 1
+    scale = torch.tensor(1.0)
+
+    def shorter_batch() -> None:
+        features = torch.randn(3 if last else 4, 5)
+        ClipLoss()(features, features, scale)
+
+    def other_dtype() -> None:
+        features = torch.randn(4, 5, dtype=torch.bfloat16 if last else torch.float32)
+        ClipLoss()(features, features, scale)
+
+    def unequal_towers() -> None:
+        ClipLoss()(torch.randn(4, 5), torch.randn(4, 6 if last else 5), scale)
+
+    def two_scales() -> None:
+        ClipLoss()(torch.randn(4, 5), torch.randn(4, 5), torch.ones(2) if last else scale)
+
+    found = expect_same_error(unequal_towers, "got (4, 5) and (4, 6)") + expect_same_error(two_scales, "shape (2,)")
+    if group_size() > 1:
+        found += expect_same_error(
+            shorter_batch, f"(4, 5) torch.float32 on rank 0 and (3, 5) torch.float32 on rank {group_size() - 1}"
+        )
+        found += expect_same_error(other_dtype, "torch.bfloat16 on rank")
+    return found
+
+
+def check_everything() -> list[str]:
+    checks = (
+        check_float64,
+        check_other_dtypes,
+        check_extreme_scales_and_vectors,
+        check_that_wrong_scales_are_noticed,
+        check_under_data_parallel,
+        check_memory,
+        check_trainer_arguments,
+        check_errors,
+    )
+    return [problem for check in checks for problem in check()]
+
+
+def check_a_subgroup() -> list[str]:
+    """Ranks 2 and 0 of three share a batch; rank 1 has none of it and is told so."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        features = torch.randn(2, 3)
+        return expect_same_error(lambda: ClipLoss(group=group)(features, features, torch.tensor(1.0)), "not a member")
+    whole, scale = random_batch(10, 7, torch.float64), torch.tensor(9.0).double()
+    found = in_every_way(whole, scale, group=group)
+    set_data_parallel_group(group)
+    found += in_every_way(whole, scale)
+    set_data_parallel_group(None)
+    return found
+
+
+def check_torch_distributed_alone() -> list[str]:
+    """A program that initialised torch.distributed and never heard of deepspeed.comm."""
+    dist.comm.cdb = None
+    assert not dist.is_initialized() and torch.distributed.is_initialized()
+    return in_every_way(random_batch(8, 7, torch.float64), torch.tensor(9.0).double())
+
+
+# --------------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_equals_one_process_on_the_whole_batch(world_size: int) -> None:
+    assert run_ranks(check_everything, world_size) == [[]] * world_size
+
+
+def test_a_subgroup_of_ranks() -> None:
+    assert run_ranks(check_a_subgroup, 3) == [[]] * 3
+
+
+def test_a_program_that_initialised_torch_distributed_only() -> None:
+    assert run_ranks(check_torch_distributed_alone, 2) == [[]] * 2
+
+
+def test_plain_python() -> None:
+    assert not torch.distributed.is_initialized()
+    assert in_every_way(random_batch(9, 7, torch.float64), torch.tensor([9.0]).double(), tile_budget_mib=0.001) == []
+
+
+def test_autocast_does_not_reach_the_tiles() -> None:
+    whole = random_batch(9, 7, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert in_every_way(whole, torch.tensor(50.0)) == []
+
+
+@pytest.mark.parametrize("options", [{"exchange": "gather"}, {"reduction": "ring"}])
+def test_unknown_choices_are_refused(options: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"expected (exchange|reduction) to be one of auto"):
+        ClipLoss(**options)
