@@ -176,7 +176,7 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
         text = _read_description(name)
     try:
         description = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name} is not JSON: {error}.") from None
     if isinstance(description, dict) and "model_cfg" in description:
         description = description["model_cfg"]

@@ -39,6 +39,14 @@ def test_every_parameter_gets_a_value(config):
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
+def test_a_model_on_the_meta_device_has_shapes_and_no_values(config):
+    with torch.device("meta"):
+        model = build_model(config)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    expected = {name: value.shape for name, value in build_model(config).state_dict().items()}
+    assert {name: value.shape for name, value in model.state_dict().items()} == expected
+
+
 def test_a_tower_is_skipped_when_its_input_is_not_given(config):
     model = build_model(config)
     images, tokens = batch()

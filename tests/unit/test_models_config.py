@@ -89,7 +89,13 @@ def test_card_file_and_directory_read_alike(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(b"{", "not JSON"), (b"[1]", "expected a JSON object"), (b"\xff\xfe", "cannot be read")]
+    ("content", "words"),
+    [
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[1]", "expected a JSON object"),
+        (b"\xff\xfe", "cannot be read"),
+    ],
 )
 def test_bad_files_are_refused_in_one_line(tmp_path: Path, content: bytes, words: str):
     path = tmp_path / "model.json"

@@ -23,7 +23,7 @@ from megaclip.checkpoint.open_clip import (
 )
 from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.checkpoint.verify import TOLERANCE, verify
-from megaclip.data.tokenizers import load_tokenizer
+from megaclip.data.tokenizers import load_tokenizer, train_sentencepiece
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.open_clip_keys import to_open_clip
@@ -100,6 +100,21 @@ def test_verification_counts_captions_that_are_tokenised_differently(exported, m
     result = verify(exported, model, lambda captions: tokenizer([caption[:12] for caption in captions]))
     assert result.captions_differing == 4  # all but the empty one
     assert not result.passed
+
+
+def test_a_sentencepiece_model_goes_with_its_weights(tmp_path, config):
+    pytest.importorskip("transformers", reason="open_clip reads Hugging Face tokenizers through transformers")
+    captions = [f"a {colour} {thing}" for colour in ("red", "green", "blue") for thing in ("cat", "dog", "house")]
+    tokenizer = train_sentencepiece(captions * 5, tmp_path / "tokenizer.model", vocab_size=60)
+    additions = tokenizer.write_open_clip(tmp_path / "out")
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"), config.text_cfg.context_length)
+    additions["context_length"] = config.text_cfg.context_length
+    spoken = build_model(config.replace(text_cfg=additions)).eval()
+    write_model_card(tmp_path / "out", spoken.config, OPENAI_PREPROCESS, [tmp_path / "tokenizer.model"])
+    write_weights(tmp_path / "out", spoken.state_dict(), spoken.config)
+    result = verify(tmp_path / "out", spoken, tokenizer)
+    assert result.passed
+    assert (result.captions_compared, result.captions_differing) == (5, 0)
 
 
 def test_verification_of_a_directory_without_weights_is_an_error(tmp_path, model, config):

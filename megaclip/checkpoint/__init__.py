@@ -1,0 +1,1 @@
+"""Checkpoints: atomic save and exact resume; open_clip in and out."""
