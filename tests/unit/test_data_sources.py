@@ -1,0 +1,290 @@
+"""Every kind of storage gives the same pairs; patterns, mixtures, and manifests that refuse changed data."""
+
+import csv
+import json
+
+import pytest
+from data_samples import pair_members, picture, write_shards, write_tar
+
+from megaclip.data import check_manifest, open_labelled, open_pairs
+from megaclip.data.batch import BadSample
+from megaclip.data.patterns import expand_braces, expand_pattern
+from megaclip.data.tables import ROWS_PER_SHARD
+from megaclip.errors import DataError
+
+COUNT = 5
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path, monkeypatch):
+    """`datasets` keeps its Arrow files in a folder of this test, and must not look at the network."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def captions(dataset):
+    return [dataset.read(number).caption for number in range(len(dataset))]
+
+
+def images(dataset):
+    return [dataset.read(number).image for number in range(len(dataset))]
+
+
+def make_tars(folder):
+    write_shards(folder, [2, 3])
+    return str(folder / "{00000..00001}.tar")
+
+
+def make_parquet(folder):
+    import datasets
+
+    rows = {"image": [{"bytes": picture(n), "path": None} for n in range(COUNT)], "caption": _texts()}
+    features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / "part.parquet")
+    return str(folder / "*.parquet")
+
+
+def make_parquet_of_plain_bytes(folder):
+    import datasets
+
+    datasets.Dataset.from_dict({"jpg": [picture(n) for n in range(COUNT)], "text": _texts()}).to_parquet(
+        folder / "part.parquet"
+    )
+    return str(folder / "part.parquet")
+
+
+def make_csv(folder, separator=",", name="pairs.csv"):
+    _write_pictures(folder)
+    with open(folder / name, "w", newline="") as file:
+        writer = csv.writer(file, delimiter=separator)
+        writer.writerows([["filepath", "title"], *([f"{n}.png", text] for n, text in enumerate(_texts()))])
+    return str(folder / name)
+
+
+def make_tsv(folder):
+    return make_csv(folder, "\t", "pairs.tsv")
+
+
+def make_csv_with_tabs(folder):
+    """open_clip's own default: tabs in a file called .csv."""
+    return make_csv(folder, "\t")
+
+
+def make_json_lines(folder):
+    _write_pictures(folder)
+    lines = [json.dumps({"image": str(folder / f"{n}.png"), "text": text}) for n, text in enumerate(_texts())]
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    return str(folder / "pairs.jsonl")
+
+
+def make_image_folder(folder):
+    _write_pictures(folder)
+    lines = [json.dumps({"file_name": f"{n}.png", "caption": text}) for n, text in enumerate(_texts())]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return str(folder)
+
+
+def make_saved(folder):
+    import datasets
+
+    rows = {"image": [picture(n) for n in range(COUNT)], "caption": _texts()}
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+def make_hub(folder):
+    """The hub's own path through `datasets`: a repository is a folder of parquet files."""
+    make_parquet(folder)
+    return f"hf:{folder}:train"
+
+
+def _texts():
+    return [f"caption {n}" for n in range(COUNT)]
+
+
+def _write_pictures(folder):
+    for number in range(COUNT):
+        (folder / f"{number}.png").write_bytes(picture(number))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_tars,
+        make_parquet,
+        make_parquet_of_plain_bytes,
+        make_csv,
+        make_tsv,
+        make_csv_with_tabs,
+        make_json_lines,
+        make_image_folder,
+        make_saved,
+        make_hub,
+    ],
+)
+def test_every_source_gives_the_same_pairs(tmp_path, make):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    dataset = open_pairs([make(folder)])
+    assert captions(dataset) == _texts()
+    assert [dataset.caption(number) for number in range(COUNT)] == _texts()
+    assert images(dataset) == [picture(n) for n in range(COUNT)]
+    assert dataset.shard_sizes.sum() == len(dataset) == COUNT
+    check_manifest(json.loads(json.dumps(dataset.manifest())), dataset.manifest())
+
+
+def test_folders_stand_for_their_files(tmp_path):
+    make_tars(tmp_path / "tars")
+    assert len(open_pairs([str(tmp_path / "tars")])) == COUNT
+    (tmp_path / "table").mkdir()
+    make_parquet(tmp_path / "table")
+    assert len(open_pairs([str(tmp_path / "table")], dataset_type="parquet")) == COUNT
+
+
+def test_captions_that_pandas_takes_for_missing_stay(tmp_path):
+    _write_pictures(tmp_path)
+    (tmp_path / "pairs.csv").write_text("filepath,title\n0.png,NA\n1.png,null\n2.png,None\n")
+    assert captions(open_pairs([str(tmp_path / "pairs.csv")])) == ["NA", "null", "None"]
+
+
+def test_rows_without_image_or_caption_are_bad_samples(tmp_path):
+    _write_pictures(tmp_path)
+    rows = [{"image": "0.png", "caption": None}, {"image": "gone.png", "caption": "a"}, {"image": None, "caption": "b"}]
+    rows += [{"image": "0.png", "caption": "c"}, {"image": "../0\0.png", "caption": "d"}]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    dataset = open_pairs([str(tmp_path / "pairs.jsonl")])
+    kinds = []
+    for row in range(len(rows)):
+        try:
+            kinds.append(dataset.read(row).caption)
+        except BadSample as bad:
+            kinds.append(bad.kind)
+    assert kinds == ["missing caption", "missing image", "missing image", "c", "missing image"]
+
+
+def test_several_captions_of_an_image_stay_apart(tmp_path):
+    _write_pictures(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "0.png", "caption": ["a  dog", "an\nanimal"]}))
+    sample = open_pairs([str(tmp_path / "pairs.jsonl")]).read(0)
+    assert sample.alternatives == ("a dog", "an animal") and sample.caption == "a dog\nan animal"
+
+
+def test_tables_are_shuffled_in_runs_of_rows(tmp_path):
+    import datasets
+
+    rows = 2 * ROWS_PER_SHARD + 5
+    datasets.Dataset.from_dict({"image": [b"x"] * rows, "text": ["y"] * rows}).save_to_disk(tmp_path / "saved")
+    assert open_pairs([str(tmp_path / "saved")]).shard_sizes.tolist() == [ROWS_PER_SHARD, ROWS_PER_SHARD, 5]
+
+
+def test_keys_choose_columns_and_members(tmp_path):
+    members = [("0.png", picture(0)), ("0.jpg", picture(1)), ("0.txt", b"no"), ("0.alt", b"yes")]
+    path = write_tar(tmp_path / "shard.tar", members)
+    sample = open_pairs([str(path)], image_key="webp;png", caption_key="alt").read(0)
+    assert sample.caption == "yes" and sample.image == picture(0)
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "a", "caption": "no", "other": "yes"}))
+    assert open_pairs([str(tmp_path / "pairs.jsonl")], caption_key="other").caption(0) == "yes"
+    with pytest.raises(DataError, match="no caption column nothing; it has image, caption, other"):
+        open_pairs([str(tmp_path / "pairs.jsonl")], caption_key="nothing")
+
+
+def test_braces_expand_as_in_a_shell():
+    cases = {
+        "a{1..3}": ["a1", "a2", "a3"],
+        "{08..11}.tar": ["08.tar", "09.tar", "10.tar", "11.tar"],
+        "{000..002}": ["000", "001", "002"],
+        "{9..10}": ["9", "10"],
+        "{2..0}": ["2", "1", "0"],
+        "{a,b}/{0..1}": ["a/0", "a/1", "b/0", "b/1"],
+        "{a,b{0..1}}": ["a", "b0", "b1"],
+        "plain": ["plain"],
+    }
+    for pattern, expected in cases.items():
+        assert list(expand_braces(pattern)) == expected
+    for broken in ("{a", "{a,{b}"):
+        with pytest.raises(DataError, match="not balanced"):
+            list(expand_braces(broken))
+    with pytest.raises(DataError, match="stands for"):
+        list(expand_braces("{0..999999999999}"))
+
+
+def test_patterns_find_files_or_say_what_is_missing(tmp_path):
+    write_shards(tmp_path, [1, 1, 1])
+    assert [path[-9:] for path in expand_pattern(str(tmp_path / "*.tar"))] == ["00000.tar", "00001.tar", "00002.tar"]
+    with pytest.raises(DataError, match=r"2 of 5 files are missing, first .*00003\.tar"):
+        expand_pattern(str(tmp_path / "{00000..00004}.tar"))
+    with pytest.raises(DataError, match="no file matches"):
+        open_pairs([str(tmp_path / "none*.tar")])
+    with pytest.raises(DataError, match="no data"):
+        open_pairs([])
+    (tmp_path / "notes.md").write_text("")
+    with pytest.raises(DataError, match="known type"):
+        open_pairs([str(tmp_path / "notes.md")])
+    with pytest.raises(DataError, match="dataset type"):
+        open_pairs([str(tmp_path / "*.tar")], dataset_type="zip")
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    with pytest.raises(DataError, match="cannot read"):
+        open_pairs([str(tmp_path / "bad.parquet")])
+
+
+def test_sources_lie_end_to_end_and_ids_stay_within_them(tmp_path):
+    first, second = write_shards(tmp_path, [2, 3])
+    dataset = open_pairs([str(second), str(first)])
+    assert captions(dataset) == [f"caption {n}" for n in (2, 3, 4, 0, 1)]
+    assert dataset.siblings(1) == (0, 3) and dataset.siblings(4) == (3, 2)
+    assert dataset.shard_name(4) == str(first)
+    with pytest.raises(IndexError):
+        dataset.read(5)
+    with pytest.raises(DataError, match="one weight per dataset"):
+        open_pairs([str(first), str(second)], weights=[1.0])
+
+
+def test_a_changed_manifest_is_refused_by_name(tmp_path):
+    paths = write_shards(tmp_path, [2, 3])
+    specs = [str(path) for path in paths]
+    saved = open_pairs(specs).manifest()
+    (tmp_path / "moved").mkdir()
+    moved = [str(path.rename(tmp_path / "moved" / path.name)) for path in paths]
+    check_manifest(saved, open_pairs(moved).manifest())  # another place, the same data
+    cases = {
+        "2 datasets, this run has 1": open_pairs(moved[:1]),
+        "mixture weights": open_pairs(moved, weights=[1, 2]),
+        "dataset 0: a file was name 00000.tar.*now name 00001.tar": open_pairs(moved[::-1]),
+    }
+    write_tar(tmp_path / "moved" / "00001.tar", pair_members(range(2, 6)))
+    cases["dataset 1: a file was name 00001.tar, bytes 10240, samples 3; now.*samples 4"] = open_pairs(moved)
+    for message, dataset in cases.items():
+        with pytest.raises(DataError, match=message):
+            check_manifest(saved, dataset.manifest())
+
+
+def test_labelled_sets_in_both_layouts(tmp_path):
+    shards = tmp_path / "wds"
+    members = [m for n in range(4) for m in ((f"s{n}.png", picture(n)), (f"s{n}.cls", str(n % 2).encode()))]
+    write_tar(shards / "test" / "10.tar", members[4:])
+    write_tar(shards / "test" / "2.tar", members[:4])
+    with pytest.raises(DataError, match=r"classnames\.txt"):
+        open_labelled(shards)
+    (shards / "classnames.txt").write_text("tabby cat\nbig dog\n")
+    (shards / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n{c}\n")
+    folder = tmp_path / "folder"
+    for number in range(4):
+        place = folder / ("big_dog" if number % 2 else "a_cat")
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.PNG").write_bytes(picture(number))
+    by_shard, by_folder = open_labelled(shards), open_labelled(folder)
+    assert by_shard.class_names == ["tabby cat", "big dog"] and by_shard.templates == ["a photo of a {c}.", "{c}"]
+    assert by_folder.class_names == ["a cat", "big dog"] and by_folder.templates == ["a photo of a {c}."]
+    assert [by_shard.read(n).caption for n in range(4)] == ["0", "1", "0", "1"]
+    assert images(by_shard) == [picture(n) for n in range(4)]
+    assert [by_folder.read(n).caption for n in range(4)] == ["0", "0", "1", "1"]
+    (shards / "classnames.txt").write_text("tabby cat\n")
+    with pytest.raises(BadSample, match="outside"):
+        open_labelled(shards).read(1)
+    (folder / "classnames.txt").write_text("one\n")
+    with pytest.raises(DataError, match="1 class names for 2 folders"):
+        open_labelled(folder)
+    with pytest.raises(DataError, match="expected a folder"):
+        open_labelled(tmp_path / "nowhere")
