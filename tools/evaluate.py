@@ -1,0 +1,244 @@
+"""Evaluate a model: zero-shot classification and image-text retrieval, exact, on one process or all ranks.
+
+    python tools/evaluate.py OUT_DIR --val-data 'val/{00..09}.tar' --zeroshot-data imagenet_val --json scores.json
+    deepspeed tools/evaluate.py runs/NAME --val-data 'val/{00..09}.tar'
+
+MODEL is an exported open_clip directory, or a run (runs/NAME, its checkpoints folder; --tag picks the step). Ties count
+against the model, so copies in the data cost recall: COCO and Flickr, with several captions per image, need
+--group-captions, which makes one image of equal ones and one caption of each line. --pictures writes the similarity
+heat map and the retrieved images that training shows in TensorBoard.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from PIL import Image
+
+from megaclip.checkpoint.consolidate import consolidated_weights
+from megaclip.checkpoint.open_clip import assigned_model, read_preprocess, read_weights
+from megaclip.checkpoint.store import MODEL_CARD, locate
+from megaclip.comm.collectives import gather_objects
+from megaclip.comm.groups import group_rank, group_size
+from megaclip.data import (
+    DATASET_TYPES,
+    EvaluationLoader,
+    ImageTransform,
+    LabelledDataset,
+    PairDataset,
+    Tokenizer,
+    load_tokenizer,
+    open_labelled,
+    open_pairs,
+)
+from megaclip.errors import CheckpointError, ConfigError, MegaclipError
+from megaclip.evaluation import Evaluation, ModelEncoder, ZeroShotTask, evaluate, example_pictures, group_captions
+from megaclip.models import ClipModel, ModelConfig, load_model_config
+from megaclip.models.config import CARD_NAME
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        deepspeed.init_distributed(verbose=False)
+    started = time.monotonic()
+    try:
+        model = load_model(arguments.model, arguments.tag, arguments.tokenizer)
+        data = Data.open(arguments, model)
+        result = run(arguments, model, data)
+    except MegaclipError as error:
+        sys.exit(f"error: {error}")
+    bad = sum((Counter(loader.bad_counts) for loader in data.loaders), Counter())
+    bad = sum(gather_objects(bad), Counter())
+    if group_rank() == 0:
+        report(arguments, result, data, dict(bad), time.monotonic() - started)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, metavar="MODEL", help="exported directory, run, or its checkpoints folder")
+    parser.add_argument("--tag", help="which checkpoint of a run, such as step_00000100 (default: the latest)")
+    parser.add_argument("--val-data", nargs="+", default=[], metavar="SPEC", help="image-text pairs, for retrieval")
+    parser.add_argument("--dataset-type", default="auto", choices=DATASET_TYPES, help="how to read --val-data")
+    parser.add_argument("--image-key", help="column or extension of the image")
+    parser.add_argument("--caption-key", help="column or extension of the caption")
+    parser.add_argument("--group-captions", action="store_true", help="several captions per image (COCO, Flickr)")
+    parser.add_argument("--zeroshot-data", metavar="FOLDER", help="labelled images, for zero-shot classification")
+    parser.add_argument("--tokenizer", help="'clip' or a sentencepiece .model (default: what the model's card says)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the model's forward pass")
+    parser.add_argument("--batch-size", type=int, default=64, help="images, and prompts, per rank")
+    parser.add_argument("--workers", type=int, default=4, help="data worker processes per rank")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the scores here too")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="write similarity.png and retrieval.png here")
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # from the deepspeed launcher
+    arguments = parser.parse_args()
+    if not arguments.val_data and not arguments.zeroshot_data:
+        parser.error("say what to evaluate on: --val-data, --zeroshot-data or both")
+    return arguments
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with what turns files and words into its inputs."""
+
+    model: ClipModel
+    transform: ImageTransform
+    tokenizer: Tokenizer
+
+
+def load_model(source: Path, tag: str | None, tokenizer: str | None) -> LoadedModel:
+    """Read MODEL, in float32 on the CPU."""
+    if (source / CARD_NAME).is_file():
+        if tag is not None:
+            raise ConfigError(f"--tag {tag} picks a checkpoint of a run, but {source} is an exported model")
+        card, weights = source, read_weights(source)
+    else:
+        folder, latest = locate(source)
+        card, weights = folder / MODEL_CARD, consolidated_weights(folder, tag or latest)
+    config = load_model_config(card)
+    preprocess = read_preprocess(card)
+    transform = ImageTransform(
+        config.vision_cfg.image_size,
+        mean=tuple(preprocess["mean"]),
+        std=tuple(preprocess["std"]),
+        interpolation=preprocess["interpolation"],
+        resize_mode=preprocess["resize_mode"],
+    )
+    spec = tokenizer or tokenizer_of(card, config)
+    return LoadedModel(assigned_model(config, weights), transform, load_tokenizer(spec, config.text_cfg.context_length))
+
+
+def tokenizer_of(card: Path, config: ModelConfig) -> str:
+    """CLIP's, or the sentencepiece model beside the card."""
+    if not config.text_cfg.hf_tokenizer_name:
+        return "clip"
+    models = sorted(card.glob("*.model"))
+    if len(models) != 1:
+        raise CheckpointError(
+            f"{card} should hold the sentencepiece model it was trained with, but has {len(models)} *.model files: "
+            "say which it is with --tokenizer"
+        )
+    return str(models[0])
+
+
+@dataclass(frozen=True)
+class Data:
+    """What was asked for, and this rank's loaders of it; None where it was not."""
+
+    pairs: PairDataset | None
+    labelled: LabelledDataset | None
+    pair_loader: EvaluationLoader | None
+    labelled_loader: EvaluationLoader | None
+
+    @staticmethod
+    def open(arguments: argparse.Namespace, model: LoadedModel) -> "Data":
+        pairs = labelled = pair_loader = labelled_loader = None
+        if arguments.val_data:
+            pairs = open_pairs(
+                arguments.val_data,
+                dataset_type=arguments.dataset_type,
+                image_key=arguments.image_key,
+                caption_key=arguments.caption_key,
+            )
+            pair_loader = open_loader(arguments, pairs, model.transform, model.tokenizer)
+        if arguments.zeroshot_data:
+            labelled = open_labelled(arguments.zeroshot_data)
+            labelled_loader = open_loader(arguments, labelled, model.transform, None)
+        return Data(pairs, labelled, pair_loader, labelled_loader)
+
+    @property
+    def loaders(self) -> list[EvaluationLoader]:
+        return [loader for loader in (self.pair_loader, self.labelled_loader) if loader is not None]
+
+
+def open_loader(
+    arguments: argparse.Namespace,
+    dataset: PairDataset | LabelledDataset,
+    transform: ImageTransform,
+    tokenizer: Tokenizer | None,
+) -> EvaluationLoader:
+    """This rank's part of the dataset."""
+    return EvaluationLoader(
+        dataset,
+        transform,
+        tokenizer,
+        batch_size=arguments.batch_size,
+        rank=group_rank(),
+        world_size=group_size(),
+        num_workers=arguments.workers,
+    )
+
+
+def run(arguments: argparse.Namespace, loaded: LoadedModel, data: Data) -> Evaluation:
+    """Evaluate on this rank's device, together with the other ranks."""
+    device, dtype = torch.device(get_accelerator().current_device_name()), PRECISIONS[arguments.precision]
+    task = None
+    if data.labelled is not None and data.labelled_loader is not None:
+        task = ZeroShotTask(data.labelled_loader, data.labelled.class_names, data.labelled.templates)
+    return evaluate(
+        ModelEncoder(loaded.model.to(device, dtype), device=device, image_dtype=dtype),
+        tokenizer=loaded.tokenizer,
+        pairs=data.pair_loader,
+        captions=group_captions(data.pairs) if data.pairs is not None and arguments.group_captions else None,
+        labelled=task,
+        text_batch_size=arguments.batch_size,
+    )
+
+
+def report(
+    arguments: argparse.Namespace, result: Evaluation, data: Data, bad_samples: dict[str, int], seconds: float
+) -> None:
+    """Print the table; write the files that were asked for."""
+    metrics = result.metrics
+    if data.labelled is not None:
+        print(f"\nzero-shot, {len(data.labelled)} images, {len(data.labelled.class_names)} classes")
+        print_row("", "top-1", "top-5")
+        print_row("accuracy", *(metrics[f"zero_shot_top{k}"] for k in (1, 5)))
+    if data.pairs is not None:
+        print(f"\nretrieval, {len(data.pairs)} pairs")
+        print_row("", "R@1", "R@5", "R@10")
+        for name, way in (("image to text", "i2t"), ("text to image", "t2i")):
+            print_row(name, *(metrics[f"retrieval_r{k}_{way}"] for k in (1, 5, 10)))
+    for kind, count in bad_samples.items():
+        print(f"left out: {count} samples ({kind})")
+    print(f"\n{seconds:.1f} s on {group_size()} rank{'s' if group_size() > 1 else ''}")
+    if arguments.json:
+        content: dict[str, Any] = {
+            "model": str(arguments.model),
+            "tag": arguments.tag,
+            "val_data": arguments.val_data,
+            "group_captions": arguments.group_captions,
+            "zeroshot_data": arguments.zeroshot_data,
+            "precision": arguments.precision,
+            "world_size": group_size(),
+            "bad_samples": bad_samples,
+            "metrics": metrics,
+        }
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if arguments.pictures and result.examples is not None and data.pairs is not None:
+        arguments.pictures.mkdir(parents=True, exist_ok=True)
+        for name, picture in example_pictures(result.examples, data.pairs).items():
+            Image.fromarray(picture.transpose(1, 2, 0)).save(arguments.pictures / f"{name}.png")
+
+
+def print_row(name: str, *values: str | float) -> None:
+    cells = (value if isinstance(value, str) else f"{100 * value:.2f} %" for value in values)
+    print(f"  {name:<14}" + "".join(f"{cell:>10}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()
