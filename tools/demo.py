@@ -1,0 +1,134 @@
+"""The main job from end to end on real handwriting, on two CPU cores: what `make demo` runs.
+
+    python tools/demo.py [--seed N] [--steps N] [--name NAME]
+
+Draws digit scenes, trains a tokenizer on their captions, trains a small CLIP model under the deepspeed launcher (two
+ranks, ZeRO-3 with optimizer offload, activation checkpointing, a gradient cache of 4 chunks, the ring exchange; see
+ds_configs/demo_cpu.json), evaluates on held-out scenes, exports to open_clip's format, verifies the export with the real
+open_clip, prints a table and writes RUN/metrics.json.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = 2
+STEPS = 300
+BATCH = 256
+CHANCE = {"zero_shot_top1": 0.1, "retrieval_r1_i2t": 0.001, "retrieval_r1_t2i": 0.001}
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    data = ROOT / "data" / "digit_scenes"
+    run = ROOT / "runs" / arguments.name
+    started = time.monotonic()
+    try:
+        make_data(data, arguments.steps)
+        train(data, run, arguments)
+        difference = export_and_verify(run)
+    except subprocess.CalledProcessError as error:
+        print(f"error: `{' '.join(map(str, error.cmd))}` ended with exit code {error.returncode}", file=sys.stderr)
+        return 1
+    metrics = json.loads((run / "metrics.json").read_text())
+    metrics |= {
+        "export_max_abs_diff": difference,
+        "seed": arguments.seed,
+        "wall_s": round(time.monotonic() - started, 1),
+    }
+    (run / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+    print_table(metrics, run)
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the training run (default 0)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps of batch {BATCH} (default {STEPS})")
+    parser.add_argument("--name", default="demo", help="name of the run below runs/; an older one is replaced")
+    return parser.parse_args()
+
+
+def python(*command: str | Path, capture: bool = False) -> str:
+    """Run a tool of this project; its output goes to the terminal, or is returned."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE if capture else None,
+    )
+    return done.stdout or ""
+
+
+def make_data(data: Path, steps: int) -> None:
+    """Scenes for one pass of the curriculum, and a tokenizer for their captions; kept for the next call."""
+    python("tools/make_digit_scenes.py", data, "--train", str(steps * BATCH))
+    if not (data / "tokenizer.model").exists():
+        python(
+            "tools/train_tokenizer.py",
+            data / "train/*.tar",
+            "--out",
+            data / "tokenizer.model",
+            "--vocab-size",
+            "128",
+            "--model-type",
+            "bpe",
+        )
+
+
+def train(data: Path, run: Path, arguments: argparse.Namespace) -> None:
+    """One run under the deepspeed launcher, replacing an older one of the same name."""
+    shutil.rmtree(run, ignore_errors=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+        **os.environ,
+    }
+    command = [
+        Path(sys.executable).with_name("deepspeed"), "--num_gpus", RANKS, "--master_port", port, "launch/train.py",
+        "--deepspeed_config", "ds_configs/demo_cpu.json", "--model", "demo-tiny",
+        "--train-data", data / "train/*.tar", "--shard-order", "sequential", "--tokenizer", data / "tokenizer.model",
+        "--val-data", data / "held_out/*.tar", "--zeroshot-data", data / "zero_shot",
+        "--train-steps", arguments.steps, "--warmup", min(50, arguments.steps // 3), "--workers", 0,
+        "--seed", arguments.seed, "--logs", run.parent, "--name", run.name, "--log-every-n-steps", 20,
+        "--eval-every-steps", 100,
+    ]  # fmt: skip
+    subprocess.run([str(part) for part in command], cwd=ROOT, check=True, env=environment)
+
+
+def export_and_verify(run: Path) -> float:
+    """Write RUN/open_clip and return the largest difference between MegaCLIP's and open_clip's features."""
+    output = python("tools/export_open_clip.py", run / "checkpoints", run / "open_clip", "--verify", capture=True)
+    print(output, end="")
+    found = re.search(r"^export_max_abs_diff (\S+)$", output, re.MULTILINE)
+    assert found is not None, "tools/export_open_clip.py --verify prints export_max_abs_diff"
+    return float(found.group(1))
+
+
+def print_table(metrics: dict[str, float], run: Path) -> None:
+    print(f"\n{'held-out':28} {'result':>8} {'chance':>8}")
+    for name, chance in CHANCE.items():
+        print(f"{name:28} {metrics[name]:8.3f} {chance:8.3f}")
+    print(f"{'export_max_abs_diff':28} {metrics['export_max_abs_diff']:8.1e}")
+    print(f"{'steps':28} {metrics['steps']:8.0f}")
+    print(f"{'samples_per_s':28} {metrics['samples_per_s']:8.0f}")
+    print(f"\nmetrics      {run.relative_to(ROOT) / 'metrics.json'}")
+    print(f"open_clip    {run.relative_to(ROOT) / 'open_clip'}   (a complete local-dir: export)")
+    print(f"pictures     tensorboard --logdir {run.relative_to(ROOT) / 'tensorboard'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
