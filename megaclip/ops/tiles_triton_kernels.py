@@ -1,0 +1,443 @@
+"""Triton kernels of the tile engine: one matrix product per tile, everything else in its epilogue.
+
+Launched by `tiles_triton.py`, which cuts the work into blocks, stages features and merges the partial results. Notation:
+a *block* is what one launch covers, (m, D) rows x and (n, D) columns y; a *tile* is BLOCK_M x BLOCK_N logits of it, held in
+registers and never written as logits. All kernels are deterministic: every partial result has one writer and no atomics are used.
+
+Logits are handled in base 2: t_ij = scale * s_ij * log2(e). Two paths, chosen per tile at run time by a uniform branch:
+
+* *Bounded*: one scale for all rows and columns of the tile, and |t| <= EXPONENT_LIMIT in it, known from the norms of its rows and
+  columns (Cauchy-Schwarz) or, failing that, from the tile itself. Then exp2(t) and its sums are ordinary float32 numbers, so that no
+  maximum is needed and one exponential serves rows and columns. Unit features with scale up to 76 always take it; at scale 100 every
+  tile does whose cosines stay within 0.76 of zero.
+* *General*: any scales. Row and column maxima of the tile are taken first, and rows and columns have their own exponentials.
+
+Masked entries (the diagonal, what lies outside the block) get the logit MASKED before the exponential: a large negative *finite* number,
+because products such as exp(t) * t must give 0, not NaN.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+# Sums of 2**17 terms exp2(t) stay below float32's maximum 2**128, and exp2(-t) is normal.
+EXPONENT_LIMIT = tl.constexpr(110.0)
+MASKED = tl.constexpr(-1.0e30)
+# Below every real maximum, far above MASKED: the maximum of a row whose entries are all masked.
+MAXIMUM_FLOOR = tl.constexpr(-1.0e20)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# What `_tile_limits_kernel` leaves for each tile of rows or columns.
+LIMITS = tl.constexpr(4)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def _log2_add(a, b):
+    """log2(2**a + 2**b) elementwise; -inf stands for an empty sum."""
+    top = tl.maximum(a, b)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    return top + tl.log2(tl.exp2(a - top) + tl.exp2(b - top))
+
+
+@triton.jit
+def _item_origin(item, rows, cols, GROUP: tl.constexpr):
+    """Row and column of a work item in a grid of rows x cols items.
+
+    Items are numbered down groups of GROUP columns, so that programs running at one time share few features and find them in
+    the L2 cache.
+    """
+    group = item // (GROUP * rows)
+    width = tl.minimum(cols - group * GROUP, GROUP)
+    within = item - group * GROUP * rows
+    return within // width, group * GROUP + within % width
+
+
+@triton.jit
+def _dot(x, y, s):
+    """s + x @ y.T, accumulated in float32; float32 operands multiply as TF32."""
+    if INTERPRETED:  # numpy knows no bfloat16
+        x = x.to(tl.float32)
+        y = y.to(tl.float32)
+    return tl.dot(x, y.T, s, input_precision="tf32")
+
+
+@triton.jit
+def _kept(row0, col0, m, n, diagonal, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(BLOCK_M, BLOCK_N): whether an entry counts, being inside (m, n) and off the diagonal i + diagonal == j."""
+    rows = row0 + tl.arange(0, BLOCK_M)
+    cols = col0 + tl.arange(0, BLOCK_N)
+    return (rows < m)[:, None] & (cols < n)[None, :] & (rows[:, None] + diagonal != cols[None, :])
+
+
+@triton.jit
+def _meets_mask(row0, col0, m, n, diagonal, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether the tile holds an entry that does not count."""
+    crosses = (row0 + diagonal < col0 + BLOCK_N) & (row0 + diagonal + BLOCK_M > col0)
+    return crosses | (row0 + BLOCK_M > m) | (col0 + BLOCK_N > n)
+
+
+@triton.jit
+def _tile_scale(row_limits, col_limits):
+    """The tile's one scale if it has one and it is positive, else 0; and the largest |s| by Cauchy-Schwarz."""
+    lowest = tl.minimum(tl.load(row_limits + 1), tl.load(col_limits + 1))
+    highest = tl.maximum(tl.load(row_limits + 2), tl.load(col_limits + 2))
+    return tl.where(lowest == highest, tl.maximum(lowest, 0.0), 0.0), tl.load(row_limits) * tl.load(col_limits)
+
+
+@triton.jit
+def _is_bounded(t, limit_from_norms):
+    """Whether |t| <= EXPONENT_LIMIT in the whole tile: from the norms if they tell, else from the tile."""
+    bounded = limit_from_norms <= EXPONENT_LIMIT
+    if not bounded:
+        bounded = tl.max(tl.max(tl.abs(t), axis=1), axis=0) <= EXPONENT_LIMIT
+    return bounded
+
+
+@triton.jit
+def _fold_rows(e, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """Column sums of e (BLOCK_M, BLOCK_N) as far as one thread can add: (NUM_WARPS, 8, BLOCK_N).
+
+    In the accumulator layout of a Hopper matrix product, a thread holds rows r and r + 8 of its warp's 16 (and every 16 * NUM_WARPS
+    rows below them). Finishing the sum needs shuffles between lanes, as dear as the exponentials: they wait until a whole chunk is added.
+    """
+    folded = tl.reshape(e, (BLOCK_M // (16 * NUM_WARPS), NUM_WARPS, 2, 8, BLOCK_N))
+    return tl.sum(tl.sum(folded, axis=2), axis=0)
+
+
+@triton.jit(do_not_specialize=["m", "x_stride_row", "x_stride_col"])
+def _tile_limits_kernel(
+    x_ptr,  # in: (m, D) features, any strides
+    scale_ptr,  # in: (m,) float32
+    shift_ptr,  # in: (m,) float32; unused without HAS_SHIFT
+    limits_ptr,  # out: (ceil(m / BLOCK), LIMITS) float32
+    m,
+    x_stride_row,
+    x_stride_col,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+):
+    """For each BLOCK rows: largest norm, smallest and largest scale, largest |shift| * log2(e) (else 0)."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < m
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, D, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        offsets = rows[:, None].to(tl.int64) * x_stride_row + k[None, :].to(tl.int64) * x_stride_col
+        x = tl.load(x_ptr + offsets, mask=inside[:, None] & (k < D)[None, :], other=0.0).to(tl.float32)
+        squares += tl.sum(x * x, axis=1)
+    limits = limits_ptr + tl.program_id(0) * LIMITS
+    tl.store(limits, tl.sqrt(tl.max(squares, axis=0)))
+    scale = tl.load(scale_ptr + rows, mask=inside, other=0.0)
+    tl.store(limits + 1, tl.min(tl.where(inside, scale, float("inf")), axis=0))
+    tl.store(limits + 2, tl.max(tl.where(inside, scale, float("-inf")), axis=0))
+    shift_limit = 0.0
+    if HAS_SHIFT:
+        shift_limit = tl.max(tl.abs(tl.load(shift_ptr + rows, mask=inside, other=0.0)), axis=0) * LOG2_E
+    tl.store(limits + 3, shift_limit)
+
+
+@triton.jit(do_not_specialize=["m", "n", "diagonal"])
+def _tile_stats_kernel(
+    x_desc,  # in: (m, D) bfloat16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); the logits s (m, n) when LOADED
+    y_desc,  # in: (n, D) likewise, block (BLOCK_N, BLOCK_K)
+    row_scale_ptr,  # in: (m,) float32
+    col_scale_ptr,  # in: (n,) float32
+    row_limits_ptr,  # in: (row_tiles, LIMITS) float32, of `_tile_limits_kernel`
+    col_limits_ptr,  # in: (col_tiles, LIMITS) float32
+    row_part_ptr,  # out: (col_tiles, m) float32, log2 of each row's sum over one column tile
+    col_part_ptr,  # in/out: (row_chunks, n) float32, log2 of each column's sum over one chunk of row tiles; -inf on entry
+    m,
+    n,
+    diagonal,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+    LOADED: tl.constexpr,
+):
+    """Row and column log-sum-exp partials of every tile. Persistent: the grid is the number of multiprocessors."""
+    K_TILES: tl.constexpr = 1 if LOADED else (D + BLOCK_K - 1) // BLOCK_K
+    row_tiles = tl.cdiv(m, BLOCK_M)
+    col_tiles = tl.cdiv(n, BLOCK_N)
+    row_chunks = tl.cdiv(row_tiles, CHUNK)
+    my_items = tl.cdiv(row_chunks * col_tiles - tl.program_id(0), tl.num_programs(0))
+    col_sums = tl.zeros((NUM_WARPS, 8, BLOCK_N), dtype=tl.float32)
+    s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    row_tile = 0
+    col_tile = 0
+    # One loop over tiles and slices of D, so that the next tile's loads are under way during this one's epilogue.
+    for index in range(my_items * CHUNK * K_TILES):
+        k = index % K_TILES
+        step = (index // K_TILES) % CHUNK
+        if k == 0:
+            item = tl.program_id(0) + (index // (K_TILES * CHUNK)) * tl.num_programs(0)
+            row_chunk, col_tile = _item_origin(item, row_chunks, col_tiles, GROUP)
+            row_tile = row_chunk * CHUNK + step
+        row0 = row_tile * BLOCK_M
+        col0 = col_tile * BLOCK_N
+        if LOADED:
+            s = x_desc.load([row0, col0])
+        else:
+            x = x_desc.load([row0, k * BLOCK_K])
+            y = y_desc.load([col0, k * BLOCK_K])
+            s = _dot(x, y, s)
+        if k == K_TILES - 1:
+            rows = row0 + tl.arange(0, BLOCK_M)
+            cols = col0 + tl.arange(0, BLOCK_N)
+            row_part = row_part_ptr + col_tile.to(tl.int64) * m + rows
+            col_part = col_part_ptr + (row_tile // CHUNK).to(tl.int64) * n + cols
+            row_limits = row_limits_ptr + tl.minimum(row_tile, row_tiles - 1) * LIMITS
+            scale, similarity = _tile_scale(row_limits, col_limits_ptr + col_tile * LIMITS)
+            scale2 = tl.where(scale > 0.0, scale, 1.0) * LOG2_E
+            t = s * scale2
+            bounded = scale > 0.0
+            if bounded:
+                bounded = _is_bounded(t, scale2 * similarity)
+            rows = row0 + tl.arange(0, BLOCK_M)
+            cols = col0 + tl.arange(0, BLOCK_N)
+            row_part = row_part_ptr + col_tile.to(tl.int64) * m + rows
+            col_part = col_part_ptr + (row_tile // CHUNK).to(tl.int64) * n + cols
+            if _meets_mask(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N):
+                t = tl.where(_kept(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N), t, MASKED)
+            if bounded:
+                e = tl.exp2(t)
+                tl.store(row_part, tl.log2(tl.sum(e, axis=1)), mask=rows < m)
+                col_sums += _fold_rows(e, BLOCK_M, BLOCK_N, NUM_WARPS)
+            else:
+                # t is s * scale2: the tile's one scale, or LOG2_E when it has none.
+                kept = t > 0.5 * MASKED
+                row_scale = tl.load(row_scale_ptr + rows, mask=rows < m, other=1.0) * LOG2_E / scale2
+                col_scale = tl.load(col_scale_ptr + cols, mask=cols < n, other=1.0) * LOG2_E / scale2
+                row_t = tl.where(kept, t * row_scale[:, None], MASKED)
+                col_t = tl.where(kept, t * col_scale[None, :], MASKED)
+                row_top = tl.maximum(tl.max(row_t, axis=1), MAXIMUM_FLOOR)
+                row_sum = tl.sum(tl.exp2(row_t - row_top[:, None]), axis=1)
+                tl.store(row_part, row_top + tl.log2(row_sum), mask=rows < m)
+                col_top = tl.maximum(tl.max(col_t, axis=0), MAXIMUM_FLOOR)
+                col_sum = tl.sum(tl.exp2(col_t - col_top[None, :]), axis=0)
+                # The slot is this program's own, and each thread's own: both updates of it have one layout.
+                before = tl.load(col_part, mask=cols < n, other=float("-inf"))
+                tl.store(col_part, _log2_add(before, col_top + tl.log2(col_sum)), mask=cols < n)
+            if step == CHUNK - 1:
+                sums = tl.sum(tl.sum(col_sums, axis=1), axis=0)
+                col_sums = tl.zeros((NUM_WARPS, 8, BLOCK_N), dtype=tl.float32)
+                before = tl.load(col_part, mask=cols < n, other=float("-inf"))
+                tl.store(col_part, _log2_add(before, tl.log2(sums)), mask=cols < n)
+            s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+
+
+@triton.jit
+def _store_tile(p_desc, row0, col0, p, STORES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Write p (BLOCK_M, BLOCK_N), rounded, in one piece or in two halves that need half the shared memory."""
+    if STORES == 1:
+        p_desc.store([row0, col0], p.to(p_desc.dtype))
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(p, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        p_desc.store([row0, col0], left.to(p_desc.dtype))
+        p_desc.store([row0, col0 + BLOCK_N // 2], right.to(p_desc.dtype))
+
+
+@triton.jit(do_not_specialize=["m", "n", "diagonal"])
+def _tile_grads_kernel(
+    x_desc,  # in: (m, D) bfloat16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); the logits s (m, n) when LOADED
+    y_desc,  # in: (n, D) likewise, block (BLOCK_N, BLOCK_K)
+    p_desc,  # out: (m, n) P, descriptor with block (BLOCK_M, BLOCK_N // STORES); may be the buffer of s
+    row_scale_ptr,  # in: (m,) float32
+    row_shift_ptr,  # in: (m,) float32
+    row_weight_ptr,  # in: (m,) float32
+    col_scale_ptr,  # in: (n,) float32
+    col_shift_ptr,  # in: (n,) float32
+    col_weight_ptr,  # in: (n,) float32
+    row_limits_ptr,  # in: (row_tiles, LIMITS) float32, of `_tile_limits_kernel`
+    col_limits_ptr,  # in: (col_tiles, LIMITS) float32
+    row_part_ptr,  # out: (col_tiles, m) float32, row_dot over one column tile; unused without DOTS
+    col_part_ptr,  # out: (row_tiles, n) float32, col_dot over one row tile
+    m,
+    n,
+    diagonal,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STORES: tl.constexpr,
+    LOADED: tl.constexpr,
+    DOTS: tl.constexpr,
+):
+    """P of every tile, and the partial sums of row_dot and col_dot. Persistent."""
+    K_TILES: tl.constexpr = 1 if LOADED else (D + BLOCK_K - 1) // BLOCK_K
+    row_tiles = tl.cdiv(m, BLOCK_M)
+    col_tiles = tl.cdiv(n, BLOCK_N)
+    my_tiles = tl.cdiv(row_tiles * col_tiles - tl.program_id(0), tl.num_programs(0))
+    s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    row_tile = 0
+    col_tile = 0
+    for index in range(my_tiles * K_TILES):
+        k = index % K_TILES
+        if k == 0:
+            item = tl.program_id(0) + (index // K_TILES) * tl.num_programs(0)
+            row_tile, col_tile = _item_origin(item, row_tiles, col_tiles, GROUP)
+        row0 = row_tile * BLOCK_M
+        col0 = col_tile * BLOCK_N
+        if LOADED:
+            s = x_desc.load([row0, col0])
+        else:
+            x = x_desc.load([row0, k * BLOCK_K])
+            y = y_desc.load([col0, k * BLOCK_K])
+            s = _dot(x, y, s)
+        if k == K_TILES - 1:
+            # All loads first: the last products of the tile are still under way.
+            rows = row0 + tl.arange(0, BLOCK_M)
+            cols = col0 + tl.arange(0, BLOCK_N)
+            row_shift = tl.load(row_shift_ptr + rows, mask=rows < m, other=0.0) * LOG2_E
+            col_shift = tl.load(col_shift_ptr + cols, mask=cols < n, other=0.0) * LOG2_E
+            row_weight = tl.load(row_weight_ptr + rows, mask=rows < m, other=0.0)
+            col_weight = tl.load(col_weight_ptr + cols, mask=cols < n, other=0.0)
+            row_limits = row_limits_ptr + row_tile * LIMITS
+            col_limits = col_limits_ptr + col_tile * LIMITS
+            scale, similarity = _tile_scale(row_limits, col_limits)
+            shift_limit = tl.maximum(tl.load(row_limits + 3), tl.load(col_limits + 3))
+            scale2 = tl.where(scale > 0.0, scale, 1.0) * LOG2_E
+            t = s * scale2
+            bounded = (scale > 0.0) & (shift_limit <= EXPONENT_LIMIT)
+            if bounded:
+                bounded = _is_bounded(t, scale2 * similarity)
+            if _meets_mask(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N):
+                t = tl.where(_kept(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N), t, MASKED)
+            row_part = row_part_ptr + col_tile.to(tl.int64) * m + rows
+            col_part = col_part_ptr + row_tile.to(tl.int64) * n + cols
+            if bounded:
+                e = tl.exp2(t)
+                row_factor = row_weight * tl.exp2(-row_shift)
+                col_factor = col_weight * tl.exp2(-col_shift)
+                if DOTS:
+                    es = e * t
+                    tl.store(row_part, row_factor * tl.sum(es, axis=1) / scale2, mask=rows < m)
+                    tl.store(col_part, col_factor * tl.sum(es, axis=0) / scale2, mask=cols < n)
+                p = e * (row_factor[:, None] + col_factor[None, :])
+                _store_tile(p_desc, row0, col0, p, STORES, BLOCK_M, BLOCK_N)
+            else:
+                # t is s * scale2: the tile's one scale, or LOG2_E when it has none.
+                kept = t > 0.5 * MASKED
+                row_scale = tl.load(row_scale_ptr + rows, mask=rows < m, other=1.0) * LOG2_E / scale2
+                col_scale = tl.load(col_scale_ptr + cols, mask=cols < n, other=1.0) * LOG2_E / scale2
+                row_p = row_weight[:, None] * tl.exp2(t * row_scale[:, None] - row_shift[:, None])
+                col_p = col_weight[None, :] * tl.exp2(t * col_scale[None, :] - col_shift[None, :])
+                row_p = tl.where(kept, row_p, 0.0)
+                col_p = tl.where(kept, col_p, 0.0)
+                if DOTS:
+                    tl.store(row_part, tl.sum(row_p * t, axis=1) / scale2, mask=rows < m)
+                    tl.store(col_part, tl.sum(col_p * t, axis=0) / scale2, mask=cols < n)
+                _store_tile(p_desc, row0, col0, row_p + col_p, STORES, BLOCK_M, BLOCK_N)
+            s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+
+
+@triton.jit
+def _join_log1p(a, b):
+    """(1 + a) * (1 + b) - 1 without cancellation."""
+    return a + b + a * b
+
+
+@triton.jit
+def _log1p(q):
+    """log(1 + q) for q >= 0, accurate for small q."""
+    series = q * (1.0 - q * (0.5 - q * (0.33333333 - q * 0.25)))
+    return tl.where(q < 0.01, series, tl.log2(1.0 + q) * LN_2)
+
+
+@triton.jit(do_not_specialize=["m", "n", "diagonal"])
+def _tile_sigmoid_kernel(
+    x_desc,  # in: (m, D) bfloat16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); the logits s (m, n) when LOADED
+    y_desc,  # in: (n, D) likewise, block (BLOCK_N, BLOCK_K)
+    p_desc,  # out: (m, n) P = sigmoid(z), descriptor with block (BLOCK_M, BLOCK_N // STORES); may be the buffer of s
+    scale_ptr,  # in: (1,) float32
+    bias_ptr,  # in: (1,) float32
+    row_part_ptr,  # out: (3, col_tiles, m) float32: sums over one column tile of softplus(z), P * s and P
+    m,
+    n,
+    diagonal,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STORES: tl.constexpr,
+    LOADED: tl.constexpr,
+):
+    """Sigmoid loss and P of every tile, z = scale * s + bias. Persistent.
+
+    softplus(z) = max(z, 0) + log1p(u) with u = exp(-|z|). The logarithm is taken once for up to 16 entries of a row, of the product
+    of their (1 + u) <= 2: one exponential and one reciprocal square root per entry are all that is left.
+    """
+    K_TILES: tl.constexpr = 1 if LOADED else (D + BLOCK_K - 1) // BLOCK_K
+    # Columns 8k + c of one c lie in one thread of the accumulator layout.
+    PRODUCT: tl.constexpr = 16 if BLOCK_N >= 128 else BLOCK_N // 8
+    row_tiles = tl.cdiv(m, BLOCK_M)
+    col_tiles = tl.cdiv(n, BLOCK_N)
+    my_tiles = tl.cdiv(row_tiles * col_tiles - tl.program_id(0), tl.num_programs(0))
+    scale2 = tl.load(scale_ptr) * LOG2_E
+    bias2 = tl.load(bias_ptr) * LOG2_E
+    s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    row_tile = 0
+    col_tile = 0
+    for index in range(my_tiles * K_TILES):
+        k = index % K_TILES
+        if k == 0:
+            item = tl.program_id(0) + (index // K_TILES) * tl.num_programs(0)
+            row_tile, col_tile = _item_origin(item, row_tiles, col_tiles, GROUP)
+        row0 = row_tile * BLOCK_M
+        col0 = col_tile * BLOCK_N
+        if LOADED:
+            s = x_desc.load([row0, col0])
+        else:
+            x = x_desc.load([row0, k * BLOCK_K])
+            y = y_desc.load([col0, k * BLOCK_K])
+            s = _dot(x, y, s)
+        if k == K_TILES - 1:
+            z = s * scale2 + bias2
+            if _meets_mask(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N):
+                z = tl.where(_kept(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N), z, MASKED)
+            u = tl.exp2(-tl.abs(z))
+            root = tl.rsqrt(1.0 + u)
+            p = root * root * tl.where(z > 0.0, 1.0, u)
+            row_sum = tl.sum(p, axis=1)
+            row_dot = (tl.sum(p * z, axis=1) - bias2 * row_sum) / scale2
+            q = tl.reduce(tl.reshape(u, (BLOCK_M, BLOCK_N // (8 * PRODUCT), PRODUCT, 8)), 2, _join_log1p)
+            row_loss = tl.sum(tl.sum(_log1p(q), axis=2), axis=1) + tl.sum(tl.maximum(z, 0.0), axis=1) * LN_2
+            rows = row0 + tl.arange(0, BLOCK_M)
+            row_part = row_part_ptr + col_tile.to(tl.int64) * m + rows
+            stride = col_tiles.to(tl.int64) * m
+            tl.store(row_part, row_loss, mask=rows < m)
+            tl.store(row_part + stride, row_dot, mask=rows < m)
+            tl.store(row_part + 2 * stride, row_sum, mask=rows < m)
+            _store_tile(p_desc, row0, col0, p, STORES, BLOCK_M, BLOCK_N)
+            s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+
+
+@triton.jit(do_not_specialize=["parts", "length"])
+def _merge_stats_kernel(
+    part_ptr,  # in: (parts, length) float32, log2 of partial sums
+    lse_ptr,  # in/out: (length,) float32, natural log-sum-exp so far
+    parts,
+    length,
+    BLOCK: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """lse <- log(exp(lse) + sum over parts of 2**part)."""
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    merged = tl.load(lse_ptr + cols, mask=cols < length, other=0.0) * LOG2_E
+    for start in range(0, parts, BLOCK_PARTS):
+        part = start + tl.arange(0, BLOCK_PARTS)
+        mask = (part < parts)[:, None] & (cols < length)[None, :]
+        values = tl.load(part_ptr + part[:, None].to(tl.int64) * length + cols[None, :], mask=mask, other=float("-inf"))
+        top = tl.max(values, axis=0)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        merged = _log2_add(merged, top + tl.log2(tl.sum(tl.exp2(values - top[None, :]), axis=0)))
+    tl.store(lse_ptr + cols, merged * LN_2, mask=cols < length)
