@@ -109,7 +109,7 @@ def _byte_letters() -> list[str]:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece unigram model with padding and end-of-text pieces (tools/train_tokenizer.py makes one)."""
+    """A sentencepiece model (unigram or bpe) with padding and end-of-text pieces (tools/train_tokenizer.py makes one)."""
 
     def __init__(self, path: Path | str, context_length: int) -> None:
         if not Path(path).is_file():
@@ -156,12 +156,7 @@ class SentencePieceTokenizer(Tokenizer):
         proto = sentencepiece_model_pb2.ModelProto.FromString(  # type: ignore[attr-defined]
             self._model.serialized_model_proto()
         )
-        if proto.trainer_spec.model_type != proto.trainer_spec.UNIGRAM:
-            raise ConfigError("only unigram sentencepiece models can be exported; train one with model_type 'unigram'")
-        pieces = [(piece.piece, piece.score) for piece in proto.pieces]
-        model = tokenizers.Tokenizer(
-            models.Unigram(pieces, unk_id=self._model.unk_id(), byte_fallback=proto.trainer_spec.byte_fallback)
-        )
+        model = tokenizers.Tokenizer(_hugging_face_model(proto, self._model.unk_id()))
         model.normalizer = _normalizer(proto.normalizer_spec)
         prefix = "always" if proto.normalizer_spec.add_dummy_prefix else "never"
         model.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prefix)
@@ -175,6 +170,29 @@ class SentencePieceTokenizer(Tokenizer):
         return model
 
 
+def _hugging_face_model(proto: Any, unknown_id: int) -> models.Model:
+    """The vocabulary and its scores, for the two kinds of sentencepiece model that can be exported."""
+    spec = proto.trainer_spec
+    if spec.model_type == spec.UNIGRAM:
+        pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+        return models.Unigram(pieces, unk_id=unknown_id, byte_fallback=spec.byte_fallback)
+    if spec.model_type == spec.BPE:
+        ids = {piece.piece: number for number, piece in enumerate(proto.pieces)}
+        unknown = proto.pieces[unknown_id].piece
+        return models.BPE(ids, _merges(ids), unk_token=unknown, fuse_unk=True, byte_fallback=spec.byte_fallback)
+    raise ConfigError("only unigram and bpe sentencepiece models can be exported; train one of these")
+
+
+def _merges(ids: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to join two pieces into a third, in the order sentencepiece learnt the third."""
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(ids, key=ids.__getitem__)
+        for cut in range(1, len(piece))
+        if piece[:cut] in ids and piece[cut:] in ids
+    ]
+
+
 def _normalizer(spec: Any) -> normalizers.Normalizer:
     """sentencepiece's normalisation: its compiled character map, and white space made single."""
     steps: list[normalizers.Normalizer] = []
@@ -185,11 +203,14 @@ def _normalizer(spec: Any) -> normalizers.Normalizer:
     return normalizers.Sequence(steps)
 
 
-def train_sentencepiece(captions: Any, path: Path | str, *, vocab_size: int) -> SentencePieceTokenizer:
-    """Train a unigram model on an iterable of captions and write it to `path`, ending in .model.
+def train_sentencepiece(
+    captions: Any, path: Path | str, *, vocab_size: int, model_type: str = "unigram"
+) -> SentencePieceTokenizer:
+    """Train a "unigram" or "bpe" model on an iterable of captions and write it to `path`, ending in .model.
 
-    Ids 0, 1, 2 are padding, unknown and end of text. The vocabulary is smaller than `vocab_size` when the captions have
-    too few pieces. The captions get the same cleaning as at run time.
+    A unigram model only learns pieces that several different words share, so a few dozen words want "bpe". Ids 0, 1, 2
+    are padding, unknown and end of text. The vocabulary is smaller than `vocab_size` when the captions have too few
+    pieces. The captions get the same cleaning as at run time.
     """
     cleaned = (clean_caption(caption) for caption in captions)
     first = list(itertools.islice((caption for caption in cleaned if caption), 1))
@@ -198,7 +219,7 @@ def train_sentencepiece(captions: Any, path: Path | str, *, vocab_size: int) -> 
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=itertools.chain(first, cleaned),
         model_prefix=str(Path(path).with_suffix("")),
-        model_type="unigram",
+        model_type=model_type,
         vocab_size=vocab_size,
         hard_vocab_limit=False,
         character_coverage=1.0,
