@@ -52,7 +52,7 @@ def info_nce(image_features: Tensor, text_features: Tensor, logit_scale: float |
     """
     x_BD = image_features.detach().double().requires_grad_()
     y_BD = text_features.detach().double().requires_grad_()
-    alpha = torch.as_tensor(logit_scale, device=x_BD.device).detach().double().reshape(()).requires_grad_()
+    alpha = torch.as_tensor(logit_scale, dtype=torch.float64, device=x_BD.device).detach().reshape(()).requires_grad_()
     logits_BB = alpha * x_BD @ y_BD.T
     target_B = torch.arange(len(x_BD), device=x_BD.device)
     loss = (F.cross_entropy(logits_BB, target_B) + F.cross_entropy(logits_BB.T, target_B)) / 2
@@ -111,7 +111,7 @@ def tile_sigmoid(
     and 1/B.
     """
     s_mn, kept_mn = _similarities(x, y, diagonal)
-    z_mn = torch.as_tensor(scale).double().to(s_mn.device) * s_mn + torch.as_tensor(bias).double().to(s_mn.device)
+    z_mn = _column(scale, s_mn) * s_mn + _column(bias, s_mn)
     p_mn = torch.sigmoid(z_mn).masked_fill(~kept_mn, 0.0)
     row_loss = F.softplus(z_mn, threshold=40.0).masked_fill(~kept_mn, 0.0).sum(1)
     return TileSigmoid(row_loss, p_mn @ y.double(), p_mn.T @ x.double(), (p_mn * s_mn).sum(1), p_mn.sum(1))
@@ -129,9 +129,9 @@ def _similarities(x: Tensor, y: Tensor, diagonal: int | None) -> tuple[Tensor, T
 
 def _column(value: Scalars, like: Tensor) -> Tensor:
     """A number or an (m,) vector as (1, 1) or (m, 1) float64."""
-    return torch.as_tensor(value, device=like.device).double().reshape(-1, 1)
+    return torch.as_tensor(value, dtype=torch.float64, device=like.device).reshape(-1, 1)
 
 
 def _row(value: Scalars, like: Tensor) -> Tensor:
     """A number or an (n,) vector as (1, 1) or (1, n) float64."""
-    return torch.as_tensor(value, device=like.device).double().reshape(1, -1)
+    return torch.as_tensor(value, dtype=torch.float64, device=like.device).reshape(1, -1)

@@ -1,0 +1,109 @@
+"""Which room may import which: the table of the architecture, held by reading every import statement of the package.
+
+Imports inside functions and under TYPE_CHECKING count too: the table says what a reader must know to understand a room.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "megaclip"
+
+FOUNDATION = {"errors", "logging", "config", "arguments"}
+MAY_IMPORT = {
+    "errors": FOUNDATION,
+    "logging": FOUNDATION,
+    "config": FOUNDATION,
+    "arguments": FOUNDATION,
+    "ops": FOUNDATION,
+    "comm": FOUNDATION,
+    "data": FOUNDATION,
+    "losses": FOUNDATION | {"ops", "comm"},
+    "models": FOUNDATION | {"comm"},
+    "checkpoint": FOUNDATION | {"models", "comm"},
+    "evaluation": FOUNDATION | {"models", "data", "ops", "comm"},
+    "engine": FOUNDATION | {"ops", "comm", "data", "losses", "models", "checkpoint", "evaluation"},
+    "planner": FOUNDATION | {"models"},
+}
+
+
+def imported_modules(source: str, module: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of everything that `source`, the text of `module`, imports anywhere in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "import_module"):
+            name = node.args[0]
+            literal = name.values[0] if isinstance(name, ast.JoinedStr) else name
+            if isinstance(literal, ast.Constant):
+                yield node.lineno, str(literal.value)
+
+
+def violations(source: str, module: str) -> list[str]:
+    """Every import in `source` that the table does not allow to `module` (dotted, a package as `room.__init__`)."""
+    room = module.split(".")[1]
+    found = []
+    for line, name in imported_modules(source, module):
+        top, _, rest = name.partition(".")
+        target = rest.split(".")[0]
+        if top in ("launch", "tools", "tests"):
+            found.append(f"{module}:{line} imports {name}: nothing imports {top}")
+        elif top == "megaclip" and target not in ("", "__version__", room) and target not in MAY_IMPORT[room]:
+            allowed = ", ".join(sorted(MAY_IMPORT[room]))
+            found.append(f"{module}:{line} imports {name}: {room} may import {allowed}")
+    return found
+
+
+def modules() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+
+
+def test_every_room_is_in_the_table() -> None:
+    assert {dotted(path).split(".")[1] for path in modules()} <= MAY_IMPORT.keys()
+
+
+def test_rooms_import_only_what_the_table_allows() -> None:
+    assert [line for path in modules() for line in violations(path.read_text(), dotted(path))] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        ("import megaclip.losses.clip", "megaclip.ops.tiles"),
+        ("from megaclip import engine", "megaclip.losses.clip"),
+        ("def later():\n    from megaclip.models import build_model", "megaclip.losses.clip"),
+        ("if TYPE_CHECKING:\n    from megaclip.data.batch import Batch", "megaclip.models.clip"),
+        ("from ..losses import ClipLoss", "megaclip.comm.ring"),
+        ("from .. import engine", "megaclip.comm.__init__"),
+        ("import importlib\nimportlib.import_module(f'megaclip.losses.{name}')", "megaclip.ops.tiles"),
+        ("from tools import export_open_clip", "megaclip.engine.build"),
+        ("from megaclip.engine.build import build", "megaclip.planner.memory"),
+    ],
+)
+def test_a_forbidden_import_is_found(source: str, module: str) -> None:
+    assert len(violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "module"),
+    [
+        (
+            "from megaclip.ops import tiles\nfrom .plan import Plan\nimport torch, tools_of_others",
+            "megaclip.losses.clip",
+        ),
+        ("from megaclip import __version__", "megaclip.checkpoint.store"),
+    ],
+)
+def test_an_allowed_import_is_not(source: str, module: str) -> None:
+    assert violations(source, module) == []
