@@ -1,0 +1,284 @@
+"""The loaders: exactly once through changes of ranks and workers, exact resume, bad samples, dying workers."""
+
+import functools
+import os
+import signal
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from data_samples import CountingTokenizer, pair_members, picture, write_shards, write_tar
+
+from megaclip.data import PADDING_ID, EvaluationLoader, ImageTransform, TrainLoader, open_labelled, open_pairs
+from megaclip.data import reading as reading_module
+from megaclip.data.workers import map_in_workers
+from megaclip.errors import DataError
+
+SAMPLES = 60
+STEP = 12
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pairs")
+    write_shards(folder, [7, 20, 3, 30])
+    return open_pairs([str(folder / "*.tar")])
+
+
+def loader_of(dataset, *, rank=0, world_size=1, micro_batches=1, **options):
+    return TrainLoader(
+        dataset,
+        ImageTransform(8, training=True),
+        CountingTokenizer(),
+        micro_batch_size=STEP // world_size // micro_batches,
+        micro_batches_per_step=micro_batches,
+        rank=rank,
+        world_size=world_size,
+        **{"seed": 5, **options},
+    )
+
+
+def take_steps(dataset, count, *, world_size=1, micro_batches=1, **options):
+    """Ids (count, STEP) in global order, images by (step, id), and the samples consumed, from all ranks."""
+    ids = np.empty((count, STEP), dtype=np.int64)
+    images: dict[tuple[int, int], torch.Tensor] = {}
+    consumed = set()
+    for rank in range(world_size):
+        loader = loader_of(dataset, rank=rank, world_size=world_size, micro_batches=micro_batches, **options)
+        for step in range(count):
+            batches = [next(loader) for _ in range(micro_batches)]
+            mine = torch.cat([batch.ids for batch in batches])
+            ids[step, rank::world_size] = mine
+            images |= {(step, int(i)): image for b in batches for i, image in zip(b.ids, b.images, strict=True)}
+            assert [int(t) for b in batches for t in b.tokens[:, 0]] == mine.tolist()  # captions belong to the ids
+        consumed.add(loader.samples_consumed)
+        loader.close()
+    assert len(consumed) == 1
+    return ids, images, consumed.pop()
+
+
+def test_an_epoch_split_over_changing_ranks_and_workers_sees_each_sample_once(pairs):
+    """W = 1, then 3, then 2 ranks, with 0, 1 and 2 workers: together exactly one epoch."""
+    seen, consumed = [], 0
+    for steps, world_size, workers, micro_batches in [(1, 1, 0, 2), (2, 3, 1, 1), (2, 2, 2, 3)]:
+        ids, _, consumed = take_steps(
+            pairs,
+            steps,
+            world_size=world_size,
+            num_workers=workers,
+            micro_batches=micro_batches,
+            samples_consumed=consumed,
+        )
+        seen += ids.flatten().tolist()
+    assert consumed == SAMPLES
+    assert sorted(seen) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize(("world_size", "workers", "micro_batches"), [(1, 2, 1), (3, 0, 2), (2, 1, 3)])
+def test_ids_and_pixels_do_not_depend_on_the_split(pairs, world_size, workers, micro_batches):
+    ids, images, _ = take_steps(pairs, 7)  # into the second epoch
+    other_ids, other_images, _ = take_steps(
+        pairs, 7, world_size=world_size, num_workers=workers, micro_batches=micro_batches
+    )
+    np.testing.assert_array_equal(ids, other_ids)
+    assert all(torch.equal(images[key], other_images[key]) for key in images)
+
+
+def test_resuming_from_the_integer_continues_the_sequence(pairs):
+    whole, images, _ = take_steps(pairs, 8)
+    rest, rest_images, consumed = take_steps(pairs, 5, samples_consumed=3 * STEP, world_size=2, num_workers=2)
+    np.testing.assert_array_equal(rest, whole[3:])
+    assert all(torch.equal(image, images[step + 3, i]) for (step, i), image in rest_images.items())
+    assert consumed == 8 * STEP
+
+
+def test_samples_consumed_moves_on_with_the_last_micro_batch(pairs):
+    loader = loader_of(pairs, micro_batches=3)
+    states = []
+    for _ in range(6):
+        next(loader)
+        states.append(loader.samples_consumed)
+    assert states == [0, 0, 12, 12, 12, 24]
+    assert loader.samples_per_epoch == SAMPLES
+
+
+def test_augmentation_changes_with_the_epoch(pairs):
+    _, images, _ = take_steps(pairs, 10)
+    first = {i: image for (step, i), image in images.items() if step < 5}
+    second = {i: image for (step, i), image in images.items() if step >= 5}
+    different = [not torch.equal(first[i], second[i]) for i in range(SAMPLES)]
+    assert sum(different) > SAMPLES // 2
+
+
+def test_the_global_random_generator_is_left_alone(pairs):
+    """Dropout and patch dropout draw from it: looking at data must not change a training run."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    for workers in (0, 1):
+        loader = loader_of(pairs, num_workers=workers)
+        next(loader)
+        loader.close()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_batch_larger_than_the_dataset_is_refused(pairs):
+    with pytest.raises(DataError, match="contrastive batch of 61 needs as many different samples"):
+        TrainLoader(pairs, ImageTransform(8), CountingTokenizer(), micro_batch_size=61)
+
+
+def test_mixtures_reach_the_loader(tmp_path):
+    write_shards(tmp_path / "a", [40])
+    write_tar(tmp_path / "b" / "0.tar", pair_members(range(40, 60)))
+    dataset = open_pairs([str(tmp_path / "a"), str(tmp_path / "b")], weights=[1, 3])
+    ids, _, _ = take_steps(dataset, 50)
+    share = (ids >= 40).mean()
+    assert 0.70 < share < 0.80
+
+
+# ---------------------------------------------------------------- bad samples
+
+
+def make_bad(folder, bad):
+    """60 samples in two shards; `bad` maps a number to its members."""
+    for shard in range(2):
+        members = []
+        for number in range(shard * 30, shard * 30 + 30):
+            members += bad.get(number, pair_members([number]))
+        write_tar(folder / f"{shard}.tar", members)
+    return open_pairs([str(folder)])
+
+
+BAD = {
+    7: [("7.png", b"not an image"), ("7.txt", b"caption 7")],
+    11: [("11.png", picture(11)[:200]), ("11.txt", b"caption 11")],
+    20: [("20.png", picture(20)), ("20.txt", b" \n\t ")],
+    41: [("41.png", picture(41))],
+    42: [("42.txt", b"caption 42")],
+}
+KINDS = {"undecodable image": 2, "empty caption": 1, "missing caption": 1, "missing image": 1}
+
+
+def test_bad_samples_are_counted_and_replaced_and_nothing_shifts(tmp_path):
+    dataset = make_bad(tmp_path, BAD)
+    loader = loader_of(dataset, max_bad_fraction=0.5, num_workers=1)
+    batches = [next(loader) for _ in range(5)]
+    ids = torch.cat([batch.ids for batch in batches])
+    shown = torch.cat([batch.tokens[:, 0] for batch in batches])
+    assert sorted(ids.tolist()) == list(range(SAMPLES))
+    assert Counter(loader.bad_counts) >= Counter(KINDS)
+    for number, caption in zip(ids.tolist(), shown.tolist(), strict=True):
+        assert (caption == number) == (number not in BAD)
+        assert caption not in BAD
+    assert captions_shown_by_three_ranks(dataset) == dict(zip(ids.tolist(), shown.tolist(), strict=True))
+
+
+def captions_shown_by_three_ranks(dataset):
+    """The caption shown for each id: the substitutes must be the same."""
+    shown = {}
+    for rank in range(3):
+        loader = loader_of(dataset, rank=rank, world_size=3, max_bad_fraction=0.5)
+        for _ in range(5):
+            batch = next(loader)
+            shown |= dict(zip(batch.ids.tolist(), batch.tokens[:, 0].tolist(), strict=True))
+    return shown
+
+
+def test_each_kind_is_logged_once(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(reading_module._logger, "warning", lambda message, *values: said.append(message % values))
+    loader = loader_of(make_bad(tmp_path, BAD), max_bad_fraction=0.5)
+    for _ in range(10):
+        next(loader)
+    assert sorted(line.split(":")[0] for line in said) == sorted(KINDS)
+
+
+def test_too_many_bad_samples_stop_the_run_and_name_the_shard(tmp_path):
+    broken = {n: [(f"{n}.png", b"broken"), (f"{n}.txt", b"caption")] for n in range(30)}
+    loader = loader_of(make_bad(tmp_path, broken), max_bad_fraction=0.01, num_workers=1)
+    with pytest.raises(DataError, match=r"samples are bad \(\d+ undecodable image\), over the limit of 1\.00%.*/0\.tar"):
+        for _ in range(5):
+            next(loader)
+    loader = loader_of(make_bad(tmp_path, {3: broken[3]}), max_bad_fraction=0.0)
+    with pytest.raises(DataError, match="limit of 0"):
+        for _ in range(5):
+            next(loader)
+
+
+def test_a_dataset_of_only_bad_samples_ends_in_one_error(tmp_path):
+    broken = {n: [(f"{n}.png", b"broken"), (f"{n}.txt", b"caption")] for n in range(60)}
+    loader = loader_of(make_bad(tmp_path, broken), max_bad_fraction=1.0)
+    with pytest.raises(DataError, match="16 substitutes are all bad"):
+        next(loader)
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 1), (3, 2)])
+def test_evaluation_covers_everything_once_with_equal_batches(pairs, world_size, workers):
+    seen, lengths = [], set()
+    for rank in range(world_size):
+        loader = EvaluationLoader(
+            pairs,
+            ImageTransform(8),
+            CountingTokenizer(),
+            batch_size=7,
+            rank=rank,
+            world_size=world_size,
+            num_workers=workers,
+        )
+        batches = list(loader)
+        lengths |= {len(loader), len(batches)}
+        assert all(batch.images.shape == (7, 3, 8, 8) for batch in batches)
+        seen += [int(i) for batch in batches for i in batch.ids if i != PADDING_ID]
+        assert torch.equal(batches[0].images, next(iter(loader)).images)  # a second pass is the same
+    assert sorted(seen) == list(range(SAMPLES))
+    assert len(lengths) == 1
+
+
+def test_evaluation_leaves_bad_samples_out(tmp_path):
+    loader = EvaluationLoader(
+        make_bad(tmp_path, BAD), ImageTransform(8), CountingTokenizer(), batch_size=16, max_bad_fraction=0.5
+    )
+    ids = torch.cat([batch.ids for batch in loader])
+    assert sorted(i for i in ids.tolist() if i != PADDING_ID) == [n for n in range(SAMPLES) if n not in BAD]
+    assert loader.bad_counts == KINDS
+
+
+def test_labelled_batches(tmp_path):
+    members = [m for n in range(10) for m in ((f"{n}.png", picture(n)), (f"{n}.cls", str(n % 3).encode()))]
+    write_tar(tmp_path / "0.tar", members)
+    (tmp_path / "classnames.txt").write_text("a\nb\nc\n")
+    batches = list(EvaluationLoader(open_labelled(tmp_path), ImageTransform(8), None, batch_size=6))
+    assert torch.cat([b.labels for b in batches]).tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, -1, -1]
+    assert torch.cat([b.ids for b in batches]).tolist() == [*range(10), -1, -1]
+
+
+# ---------------------------------------------------------------- workers
+
+
+def _die_at(limit, item):
+    if item == limit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+def test_a_worker_that_dies_while_we_wait_is_one_data_error():
+    began = time.monotonic()
+    with pytest.raises(DataError, match="data worker died"):
+        list(map_in_workers(functools.partial(_die_at, 3), range(100), num_workers=1))
+    assert time.monotonic() - began < 30
+
+
+def test_a_worker_that_dies_during_a_training_step_is_one_data_error():
+    batches = map_in_workers(functools.partial(_die_at, 2), range(100), num_workers=1)
+    with pytest.raises(DataError, match="data worker died"):
+        next(batches)
+        time.sleep(20)  # a training step; the signal interrupts it
+
+
+def test_an_error_in_a_worker_keeps_its_type():
+    with pytest.raises(ZeroDivisionError):
+        list(map_in_workers(functools.partial(divmod, 1), [0], num_workers=1))
