@@ -31,6 +31,7 @@ _VIRIDIS = np.array(
 )  # fmt: skip
 _MARGIN = 20
 _CAPTION_WIDTH = 250
+_LABEL_WIDTH = 340
 _THUMBNAIL = 128
 _GAP = 10
 
@@ -61,7 +62,7 @@ def similarity_heatmap(
     """
     count = len(similarities)
     cell = max(14, min(40, 768 // max(1, count)))
-    side, left, top = cell * count, _MARGIN + _CAPTION_WIDTH + _GAP, 84 + cell
+    side, left, top = cell * count, _MARGIN + _LABEL_WIDTH + _GAP, 84 + cell
     canvas = Image.new("RGB", (left + side + 104, top + side + _MARGIN), _PAPER)
     draw = ImageDraw.Draw(canvas)
     draw.text((_MARGIN, 16), "Similarity of captions and images", _INK, font=_font(20, bold=True))
@@ -75,7 +76,7 @@ def similarity_heatmap(
     for index in range(count):
         start = index * cell
         canvas.paste(_thumbnail(images[index], cell - 1), (left + start, top - cell - 3))
-        text = _shortened(captions[index], font, _CAPTION_WIDTH)
+        text = _shortened(captions[index], font, _LABEL_WIDTH)
         draw.text((left - _GAP, top + start + cell / 2), text, _INK, font=font, anchor="rm")
         if cell >= 20:
             draw.rectangle((left + start, top + start, left + start + cell - 1, top + start + cell - 1), outline=_PAPER)

@@ -1,0 +1,153 @@
+"""tools/evaluate.py on a small exported model and on a run's checkpoint, against the sorted matrix of its features."""
+
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megaclip.checkpoint.open_clip import OPENAI_PREPROCESS, write_model_card, write_weights
+from megaclip.data import ImageTransform, load_tokenizer
+from megaclip.models import ClipModel, build_model, load_model_config
+from tests.evaluation_oracle import ranks_by_sorting, recall, retrieval_by_sorting
+from tests.unit.data_samples import write_tar
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIG = load_model_config("demo-tiny").replace(text_cfg={"vocab_size": 49408, "eos_id": 49407})
+COUNT = 23
+COLOURS = np.random.default_rng(0).integers(0, 256, size=(COUNT, 2, 2, 3), dtype=np.uint8)
+CAPTIONS = [f"picture number {index}, a test" for index in range(COUNT)]
+CLASSES = ["red", "green", "blue"]
+
+
+@pytest.fixture(scope="module")
+def command() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("evaluate_command", REPOSITORY / "tools" / "evaluate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model() -> ClipModel:
+    torch.manual_seed(0)
+    model = build_model(CONFIG)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # as it is initialised, a model hardly tells two images apart
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, model: ClipModel) -> Path:
+    """model/ exported, run/checkpoints/ with one step, pairs.tar, labelled/."""
+    folder = tmp_path_factory.mktemp("evaluation")
+    write_model_card(folder / "model", CONFIG, OPENAI_PREPROCESS)
+    write_weights(folder / "model", model.state_dict(), CONFIG)
+    checkpoints = folder / "run" / "checkpoints"
+    step = checkpoints / "step_00000007"
+    step.mkdir(parents=True)
+    write_model_card(checkpoints / "model", CONFIG, OPENAI_PREPROCESS)
+    torch.save({"module": model.state_dict()}, step / "mp_rank_00_model_states.pt")
+    (step / "state.json").write_text("{}")
+    (checkpoints / "latest").write_text(step.name)
+    members = [
+        (f"{i:04d}.{kind}", content(i)) for i in range(COUNT) for kind, content in (("png", encoded), ("txt", words))
+    ]
+    write_tar(folder / "pairs.tar", members)
+    for index in range(COUNT):
+        path = folder / "labelled" / CLASSES[index % 3] / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(index))
+    return folder
+
+
+def encoded(index: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(COLOURS[index]).resize((30, 26), Image.Resampling.NEAREST).save(buffer, "png")
+    return buffer.getvalue()
+
+
+def words(index: int) -> bytes:
+    return CAPTIONS[index].encode()
+
+
+@pytest.fixture(scope="module")
+def expected(model: ClipModel) -> dict[str, float]:
+    """From the features of single images and captions, the whole matrix sorted."""
+    transform, tokenizer = (
+        ImageTransform(CONFIG.vision_cfg.image_size),
+        load_tokenizer("clip", CONFIG.text_cfg.context_length),
+    )
+    model.eval()
+    with torch.no_grad():
+        images = torch.cat([model(transform(encoded(index))[None])[0] for index in range(COUNT)])
+        texts = torch.cat([model(None, tokenizer([caption]))[1] for caption in CAPTIONS])
+        prompts = torch.cat([model(None, tokenizer([f"a photo of a {name}."]))[1] for name in sorted(CLASSES)])
+    ids = np.arange(COUNT)
+    labels = np.array([sorted(CLASSES).index(CLASSES[index % 3]) for index in ids])
+    ranks = ranks_by_sorting(images.double().numpy() @ prompts.double().numpy().T, np.arange(3) == labels[:, None])
+    metrics = retrieval_by_sorting(images.numpy(), texts.numpy(), ids, ids)
+    return {**metrics, "zero_shot_top1": recall(ranks, 1), "zero_shot_top5": 1.0}
+
+
+def run(command: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, arguments)])
+    command.main()
+
+
+@pytest.mark.parametrize("source", ["model", "run", "run/checkpoints"])
+def test_the_scores_are_those_of_the_sorted_matrix(
+    command: ModuleType,
+    folder: Path,
+    expected: dict[str, float],
+    source: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = ["--val-data", folder / "pairs.tar", "--zeroshot-data", folder / "labelled", "--workers", 0]
+    written = ["--json", tmp_path / "scores.json", "--pictures", tmp_path / "pictures", "--batch-size", 7]
+    run(command, monkeypatch, folder / source, *data, *written)
+    content = json.loads((tmp_path / "scores.json").read_text())
+    assert content["metrics"] == pytest.approx(expected)
+    table = capsys.readouterr().out
+    for value in expected.values():
+        assert f"{100 * value:.2f} %" in table
+    for name in ("similarity", "retrieval"):
+        assert Image.open(tmp_path / "pictures" / f"{name}.png").mode == "RGB"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model", "--tag", "step_00000007", "--val-data", "pairs.tar"], "error: --tag step_00000007 picks"),
+        (["model", "--val-data", "missing.tar"], "error: "),
+        (["labelled", "--val-data", "pairs.tar"], "error: no checkpoint at"),
+        (["run", "--tag", "step_00000008", "--val-data", "pairs.tar"], "error: .*step_00000008 does not exist"),
+    ],
+)
+def test_mistakes_end_in_one_line(
+    command: ModuleType, folder: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit, match=message) as exit_info:
+        run(command, monkeypatch, *arguments)
+    assert "\n" not in str(exit_info.value)
+
+
+def test_a_sentencepiece_model_must_lie_beside_its_card(command: ModuleType, tmp_path: Path) -> None:
+    config = CONFIG.replace(text_cfg={"hf_tokenizer_name": "sentencepiece"})
+    assert command.tokenizer_of(tmp_path, CONFIG) == "clip"
+    with pytest.raises(command.CheckpointError, match="--tokenizer"):
+        command.tokenizer_of(tmp_path, config)
+    (tmp_path / "words.model").touch()
+    assert command.tokenizer_of(tmp_path, config) == str(tmp_path / "words.model")
