@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-_PRELOADED = ["torch", "deepspeed"]
+_PRELOADED = ["torch", "deepspeed", "pytest"]
 # After the first failure: how long the other ranks may take to report their own, which is often the same one.
 _GRACE_S = 2.0
 
