@@ -1,0 +1,127 @@
+"""Tokenizers: ids equal to open_clip's, the exported sentencepiece model gives equal ids, and training from captions."""
+
+import json
+import random
+import string
+
+import ftfy
+import pytest
+import tokenizers
+import torch
+
+from megaclip.checkpoint.open_clip_package import import_open_clip
+from megaclip.data import load_tokenizer
+from megaclip.data.text_cleaning import clean_caption
+from megaclip.data.tokenizers import ClipTokenizer, train_sentencepiece
+from megaclip.errors import ConfigError
+
+HARD = [
+    "a CAT &amp;amp; a dog &lt;b&gt;",
+    "caf\u00e9 na\u00efve \u00dcBER stra\u00dfe",
+    "\u4f60\u597d\u4e16\u754c hello \u3053\u3093\u306b\u3061\u306f",
+    "emoji \U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "it's we'll I'D 123 4567 ain't",
+    "x  y\n\tz\u00a0w\u3000v",
+    "mojibake: \u00c3\u00a9t\u00c3\u00a9 \u00e2\u20ac\u0153quotes\u00e2\u20ac\u009d",
+    "don\u2019t \u201cquote\u201d \u2026",
+    "!!!??? ... #hashtag @user http://example.com/a_b-c?d=e&f=g",
+    "",
+    "   ",
+    "\u0130stanbul \u01c5 \ufb01ne \uff41\uff42\uff43 \u0301\u0301",
+    "a" * 600,
+    "word " * 200,
+    "\0nul \x1b[31mred\x1b[0m \ufeffbom",
+    "<end_of_text> in a caption",
+    "\u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u05e2\u05d1\u05e8\u05d9\u05ea \u0939\u093f\u0928\u094d\u0926\u0940",
+]
+
+
+@pytest.fixture(scope="module")
+def captions():
+    """A thousand captions: words, printable ASCII, and any letters of the basic plane."""
+    generator = random.Random(0)
+    words = "a red three to the left of Blue seven's photo, 3x4 &eacute; &#39;quoted&#39; -- naïve 東京 ЖУК".split()
+    plane = [chr(code) for code in range(32, 0xFFFF) if chr(code).isprintable()]
+    made = [" ".join(generator.choices(words, k=generator.randint(1, 30))) for _ in range(400)]
+    made += ["".join(generator.choices(string.printable, k=generator.randint(1, 90))) for _ in range(300)]
+    made += ["".join(generator.choices(plane, k=generator.randint(1, 40))) for _ in range(300)]
+    return made + HARD
+
+
+def test_clip_tokens_equal_open_clips(captions):
+    theirs = import_open_clip().tokenizer.SimpleTokenizer()
+    ours = load_tokenizer("clip", 77)
+    assert torch.equal(ours(captions), theirs(captions))
+    assert torch.equal(load_tokenizer("clip", 9)(captions), theirs(captions, context_length=9))
+    assert ours.vocab_size == theirs.vocab_size == 49408
+    assert ours.eos_id == theirs.eot_token_id
+
+
+def test_cleaning_equals_open_clips(captions):
+    theirs = import_open_clip().tokenizer
+    assert [clean_caption(c) for c in captions] == [theirs.get_clean_fn("whitespace")(c) for c in captions]
+    assert [clean_caption(c, lower=True) for c in captions] == [theirs.get_clean_fn("lower")(c) for c in captions]
+
+
+def test_the_shortcut_of_the_cleaning_skips_only_what_ftfy_leaves_alone():
+    generator = random.Random(1)
+    printable = [chr(code) for code in range(32, 127) if chr(code) != "&"]
+    for _ in range(300):
+        text = "".join(generator.choices(printable, k=50))
+        assert ftfy.fix_text(text) == text
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_tokenizer(tmp_path_factory, captions):
+    path = tmp_path_factory.mktemp("tokenizer") / "spm.model"
+    train_sentencepiece(captions[:700], path, vocab_size=500)
+    return load_tokenizer(str(path), 20)
+
+
+def test_sentencepiece_tokens_end_and_fit(sentencepiece_tokenizer, captions):
+    tokens = sentencepiece_tokenizer(captions)
+    assert tokens.shape == (len(captions), 20) and tokens.dtype == torch.int64
+    assert (sentencepiece_tokenizer.pad_id, sentencepiece_tokenizer.eos_id) == (0, 2)
+    assert tokens.max() < sentencepiece_tokenizer.vocab_size <= 500
+    for row in tokens.tolist():
+        end = row.index(2)
+        assert row.count(2) == 1 and 0 not in row[:end] and set(row[end + 1 :]) <= {0}
+    assert sentencepiece_tokenizer([]).shape == (0, 20)
+
+
+def test_the_exported_tokenizer_gives_equal_ids(sentencepiece_tokenizer, captions, tmp_path):
+    """Read back by HF tokenizers, an implementation of its own, the way transformers and so open_clip use it."""
+    settings = sentencepiece_tokenizer.write_open_clip(tmp_path)
+    exported = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    exported.enable_truncation(20)
+    exported.enable_padding(length=20, pad_id=settings["pad_id"])
+    theirs = [exported.encode(clean_caption(caption)).ids for caption in captions]
+    assert torch.equal(sentencepiece_tokenizer(captions), torch.tensor(theirs))
+    assert settings["pool_type"] == "eos" and settings["eos_id"] == 2 and settings["hf_tokenizer_name"]
+    assert settings["vocab_size"] == exported.get_vocab_size()
+    written = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["eos_token"] == "</s>"
+
+
+def test_open_clip_itself_loads_the_export(sentencepiece_tokenizer, captions, tmp_path):
+    pytest.importorskip("transformers", reason="open_clip reads such tokenizers through transformers")
+    sentencepiece_tokenizer.write_open_clip(tmp_path)
+    theirs = import_open_clip().tokenizer.HFTokenizer(str(tmp_path), context_length=20)
+    assert torch.equal(sentencepiece_tokenizer(captions), theirs(captions))
+
+
+def test_clip_needs_nothing_written(tmp_path):
+    assert ClipTokenizer(16).write_open_clip(tmp_path) == {"vocab_size": 49408, "context_length": 16}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_tokenizers_are_refused(tmp_path, captions):
+    with pytest.raises(ConfigError, match=r"expected 'clip' or the path"):
+        load_tokenizer(str(tmp_path / "none.model"), 16)
+    (tmp_path / "text.model").write_text("no model")
+    with pytest.raises(ConfigError, match="not a sentencepiece model"):
+        load_tokenizer(str(tmp_path / "text.model"), 16)
+    with pytest.raises(ConfigError, match="at least 2"):
+        load_tokenizer("clip", 1)
+    with pytest.raises(ConfigError, match="no captions"):
+        train_sentencepiece(["", "  "], tmp_path / "spm.model", vocab_size=50)
