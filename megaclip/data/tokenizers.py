@@ -109,7 +109,7 @@ def _byte_letters() -> list[str]:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model (unigram or bpe) with padding and end-of-text pieces; tools/train_tokenizer.py makes one."""
+    """A sentencepiece model (unigram or bpe) with padding and end-of-text pieces; see tools/train_tokenizer.py."""
 
     def __init__(self, path: Path | str, context_length: int) -> None:
         if not Path(path).is_file():
