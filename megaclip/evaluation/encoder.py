@@ -4,11 +4,16 @@ Under ZeRO-3 a forward pass is a collective operation (parameters are gathered),
 Everything in this room keeps that promise: it pads the work instead of the calls.
 """
 
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.functional import normalize
+
+from megaclip.comm.collectives import raise_together
+
+T = TypeVar("T")
 
 
 class Encode(Protocol):
@@ -40,6 +45,21 @@ class ModelEncoder:
             tokens = tokens.to(self._device, non_blocking=True)
         image_features, text_features, _ = self._model(images, tokens)
         return _unit(image_features), _unit(text_features)
+
+
+def in_step(batches: Iterable[T], *, group: Any = None) -> Iterator[T]:
+    """The same batches; if a rank's loader fails, all ranks raise its error instead of waiting for that rank."""
+    iterator = iter(batches)
+    while True:
+        batch, error = None, None
+        try:
+            batch = next(iterator, None)
+        except Exception as problem:
+            error = problem
+        raise_together(error, group)
+        if batch is None:
+            return
+        yield batch
 
 
 def _unit(features: torch.Tensor | None) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ from megaclip.comm.collectives import gather_integers, sum_over_ranks
 from megaclip.data.batch import PADDING_ID
 from megaclip.errors import DataError
 from megaclip.evaluation.captions import CaptionGroups, encode_captions
-from megaclip.evaluation.encoder import Encode
+from megaclip.evaluation.encoder import Encode, in_step
 from megaclip.evaluation.examples import RetrievalExamples, retrieval_examples, spread
 from megaclip.evaluation.retrieval import retrieval
 from megaclip.evaluation.zero_shot import zero_shot
@@ -74,7 +74,7 @@ def evaluate(
         )
     if pairs is not None:
         if captions is None:
-            features = _encode_pairs(encode, pairs)
+            features = _encode_pairs(encode, pairs, group)
         else:
             features = _encode_groups(encode, pairs, captions, tokenizer, text_batch_size, group)
         rows = (features.images, features.texts, features.image_ids)
@@ -99,10 +99,10 @@ class _PairFeatures:
     leading_ids: torch.Tensor
 
 
-def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> _PairFeatures:
+def _encode_pairs(encode: Encode, pairs: Iterable[Any], group: Any) -> _PairFeatures:
     """One caption per image: both towers, batch by batch."""
     images, texts, ids = [], [], []
-    for batch in pairs:
+    for batch in in_step(pairs, group=group):
         image_features, text_features = encode(images=batch.images, tokens=batch.tokens)
         assert image_features is not None and text_features is not None, "encode returns what it is given"
         images.append(image_features)
@@ -118,7 +118,7 @@ def _encode_groups(
 ) -> _PairFeatures:
     """Several captions per image: the images of the pairs, then this rank's captions."""
     images, ids = [], []
-    for batch in pairs:
+    for batch in in_step(pairs, group=group):
         image_features, _ = encode(images=batch.images)
         assert image_features is not None, "encode returns what it is given"
         images.append(image_features)

@@ -16,7 +16,7 @@ from megaclip.comm.collectives import gather_rows, sum_over_ranks
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.data.batch import PADDING_ID
 from megaclip.errors import DataError
-from megaclip.evaluation.encoder import Encode
+from megaclip.evaluation.encoder import Encode, in_step
 from megaclip.evaluation.ranking import ahead, similarity_tiles, tile_side
 
 TOP = (1, 5)
@@ -43,7 +43,7 @@ def zero_shot(
     """
     weights = class_weights(encode, class_names, templates, tokenizer, group=group, prompt_batch_size=prompt_batch_size)
     totals = torch.zeros(len(TOP) + 2, dtype=torch.int64, device=weights.device)
-    for batch in batches:
+    for batch in in_step(batches, group=group):
         features, _ = encode(images=batch.images)
         assert features is not None, "encode(images=...) returns image features"
         kept = (batch.ids != PADDING_ID).to(weights.device)

@@ -1,5 +1,6 @@
 """Evaluation over gloo ranks against numpy on the whole data: every metric is that of one process, on every rank."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import deepspeed
@@ -231,6 +232,21 @@ def check_suite(layout: str) -> None:
     model.check_ranks_are_in_step()
 
 
+def check_a_failing_loader_stops_every_rank() -> None:
+    """The last rank's data fails at its second batch, when the others would go on and wait for it."""
+
+    def failing() -> Iterator[SimpleNamespace]:
+        for number, batch in enumerate(local_batches(WORDS[:12].numpy(), np.arange(12), size=2)):
+            if number == 1 and group_rank() == group_size() - 1:
+                raise DataError("too many bad samples")
+            yield batch
+
+    with pytest.raises(DataError, match="too many bad samples"):
+        evaluate(ToyModel(), tokenizer=tokenizer, pairs=failing())
+    with pytest.raises(DataError, match="too many bad samples"):
+        evaluate(ToyModel(), tokenizer=tokenizer, labelled=ZeroShotTask(failing(), ["1"], ["{c}"]))
+
+
 ZERO_3 = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
@@ -298,6 +314,7 @@ def check_everything() -> None:
         check_zero_shot(class_count, image_count)
     for layout in ("one caption", "captions on lines", "image repeated"):
         check_suite(layout)
+    check_a_failing_loader_stops_every_rank()
     if group_size() == 2:
         check_zero_3()
     if group_size() == 3:
