@@ -1,4 +1,4 @@
-"""Images: the evaluation transform equals open_clip's, training crops are torchvision's, and hostile files are refused."""
+"""Images: the evaluation transform is open_clip's, training crops are torchvision's, hostile files are refused."""
 
 import io
 

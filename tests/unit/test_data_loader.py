@@ -197,7 +197,9 @@ def test_each_kind_is_logged_once(tmp_path, monkeypatch):
 def test_too_many_bad_samples_stop_the_run_and_name_the_shard(tmp_path):
     broken = {n: [(f"{n}.png", b"broken"), (f"{n}.txt", b"caption")] for n in range(30)}
     loader = loader_of(make_bad(tmp_path, broken), max_bad_fraction=0.01, num_workers=1)
-    with pytest.raises(DataError, match=r"samples are bad \(\d+ undecodable image\), over the limit of 1\.00%.*/0\.tar"):
+    with pytest.raises(
+        DataError, match=r"samples are bad \(\d+ undecodable image\), over the limit of 1\.00%.*/0\.tar"
+    ):
         for _ in range(5):
             next(loader)
     loader = loader_of(make_bad(tmp_path, {3: broken[3]}), max_bad_fraction=0.0)

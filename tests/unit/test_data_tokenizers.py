@@ -1,4 +1,4 @@
-"""Tokenizers: ids equal to open_clip's, the exported sentencepiece model gives equal ids, and training from captions."""
+"""Tokenizers: ids equal open_clip's, the exported sentencepiece model gives equal ids, training from captions."""
 
 import json
 import random
@@ -40,7 +40,21 @@ HARD = [
 def captions():
     """A thousand captions: words, printable ASCII, and any letters of the basic plane."""
     generator = random.Random(0)
-    words = "a red three to the left of Blue seven's photo, 3x4 &eacute; &#39;quoted&#39; -- naïve 東京 ЖУК".split()
+    words = [
+        "a",
+        "red",
+        "three",
+        "to",
+        "the",
+        "Blue",
+        "seven's",
+        "3x4",
+        "&eacute;",
+        "&#39;so&#39;",
+        "--",
+        "naïve",
+        "東京",
+    ]
     plane = [chr(code) for code in range(32, 0xFFFF) if chr(code).isprintable()]
     made = [" ".join(generator.choices(words, k=generator.randint(1, 30))) for _ in range(400)]
     made += ["".join(generator.choices(string.printable, k=generator.randint(1, 90))) for _ in range(300)]
@@ -71,10 +85,10 @@ def test_the_shortcut_of_the_cleaning_skips_only_what_ftfy_leaves_alone():
         assert ftfy.fix_text(text) == text
 
 
-@pytest.fixture(scope="module")
-def sentencepiece_tokenizer(tmp_path_factory, captions):
+@pytest.fixture(scope="module", params=["unigram", "bpe"])
+def sentencepiece_tokenizer(tmp_path_factory, captions, request):
     path = tmp_path_factory.mktemp("tokenizer") / "spm.model"
-    train_sentencepiece(captions[:700], path, vocab_size=500)
+    train_sentencepiece(captions[:700], path, vocab_size=500, model_type=request.param)
     return load_tokenizer(str(path), 20)
 
 
@@ -108,6 +122,15 @@ def test_open_clip_itself_loads_the_export(sentencepiece_tokenizer, captions, tm
     sentencepiece_tokenizer.write_open_clip(tmp_path)
     theirs = import_open_clip().tokenizer.HFTokenizer(str(tmp_path), context_length=20)
     assert torch.equal(sentencepiece_tokenizer(captions), theirs(captions))
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+def test_frequent_words_are_whole_pieces_however_few_words_there_are(tmp_path, model_type):
+    words = ["a", "red", "seven", "above", "magenta", "three", "below", "an", "orange", "eight"]
+    captions = [" ".join(random.Random(n).choices(words, k=6)) for n in range(500)]
+    train_sentencepiece(captions, tmp_path / "spm.model", vocab_size=100, model_type=model_type)
+    tokens = load_tokenizer(str(tmp_path / "spm.model"), 20)(captions)
+    assert (tokens != 0).sum(1).tolist() == [7] * 500  # six words and the end
 
 
 def test_clip_needs_nothing_written(tmp_path):
