@@ -1,0 +1,268 @@
+"""Two steps of training through the engine, and the same two steps in one plain process in float64: the oracle.
+
+The engine's side is built as a run builds it (ds_config.json from a file, `build_engine`, `accumulate_gradients`,
+`update`); the oracle is a whole-batch cross-entropy, autograd, and torch's AdamW with open_clip's weight-decay rule.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import deepspeed
+import deepspeed.comm as dist
+import numpy as np
+import torch
+import torch.nn.functional as F
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
+
+from megaclip.arguments import parse_arguments
+from megaclip.config import TrainingConfig, load_training_config
+from megaclip.data.batch import Batch
+from megaclip.engine.build import build_engine, quiet_deepspeed
+from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
+from megaclip.engine.logit_scale import LogitScale
+from megaclip.engine.optimizers import set_learning_rate, update
+from megaclip.losses import ClipLoss
+from megaclip.models import ModelConfig, build_model
+
+WORLD_SIZE = 2
+BATCH = 12
+STEPS = 2
+SEED = 5
+# The two steps differ in their rate, so a rate that misses a group or a step shows. An eps as large as typical
+# gradients keeps Adam from magnifying the rounding of those that are exactly zero in theory (the keys' biases).
+LEARNING_RATES = (5e-3, 1e-2)
+EPS = 5e-2
+BETAS = (0.9, 0.98)
+WEIGHT_DECAY = 0.1
+MODEL = ModelConfig.from_dict(
+    {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 8, "layers": 2, "width": 32, "head_width": 16, "patch_size": 2},
+        "text_cfg": {
+            "context_length": 6,
+            "vocab_size": 32,
+            "width": 32,
+            "heads": 2,
+            "layers": 1,
+            "eos_id": 2,
+            "pool_type": "eos",
+        },
+    }
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to train; the defaults are the plainest way."""
+
+    stage: int = 0
+    accumulation: int = 1
+    bf16: bool = False
+    grad_accum_dtype: str | None = None
+    checkpointing: str = ""
+    """"", "plain" or "cpu"."""
+    offload: str = ""
+    """"", "optimizer" or "all" (parameters too)."""
+    coalesce: bool = False
+    patch_dropout: float = 0.0
+    clipping: float = 0.0
+    locked: bool = False
+    persistence_threshold: int = 0
+    exchange: str = "ring"
+    reduction: str = "feature"
+    feature_fault: float = 1.0
+    """Factor of the feature gradients; anything but 1 is a deliberate mistake."""
+    scale_fault: float = 1.0
+    """Factor of logit_scale's gradient, likewise."""
+
+
+@dataclass
+class Outcome:
+    """What two steps gave."""
+
+    losses: list[float]
+    norms: list[float]
+    scale_gradients: list[float]
+    parameters: dict[str, np.ndarray]
+    """Values after the last step, whole."""
+
+
+def whole_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Images (BATCH, 3, 8, 8) and tokens (BATCH, 6) of a step, the same in every process."""
+    generator = torch.Generator().manual_seed(100 + step)
+    images = torch.randn(BATCH, 3, 8, 8, generator=generator)
+    words = torch.randint(3, 32, (BATCH, 5), generator=generator)
+    return images, torch.cat([words, torch.full((BATCH, 1), 2)], dim=1)
+
+
+def micro_batches_of(step: int, rank: int, accumulation: int) -> list[Batch]:
+    """The share of one rank: every WORLD_SIZE-th sample, in equal chunks."""
+    images, tokens = (whole[rank::WORLD_SIZE] for whole in whole_batch(step))
+    size = len(images) // accumulation
+    chunks = zip(images.split(size), tokens.split(size), strict=True)
+    return [Batch(image, token, torch.arange(size)) for image, token in chunks]
+
+
+def open_clip_decays(name: str, parameter: Tensor) -> bool:
+    """open_clip's rule: matrices are decayed, unless they belong to a norm, a bias or the logit scale."""
+    return parameter.ndim >= 2 and not any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
+
+
+def trains(name: str, locked: bool) -> bool:
+    """What --lock-image and --lock-text with one unlocked group each leave: the projections and the logit scale."""
+    return not locked or name in ("visual.proj", "text.text_projection", "logit_scale")
+
+
+def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays) -> Outcome:
+    """The same training of one process: float64, whole batch, no engine, no cache."""
+    torch.manual_seed(SEED)
+    model = build_model(MODEL, patch_dropout=case.patch_dropout).double()
+    parameters = {name: p for name, p in model.named_parameters() if trains(name, case.locked)}
+    decayed = [p for name, p in parameters.items() if decays(name, p)]
+    others = [p for name, p in parameters.items() if not decays(name, p)]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
+        betas=BETAS,
+        eps=EPS,
+    )
+    outcome = Outcome([], [], [], {})
+    for step in range(STEPS):
+        features = []
+        for rank in range(WORLD_SIZE):
+            for index, batch in enumerate(micro_batches_of(step, rank, case.accumulation)):
+                RandomState(SEED, step, rank).enter(index)
+                features.append(model(batch.images.double(), batch.tokens)[:2])
+        x, y = (torch.cat(side) for side in zip(*features, strict=True))
+        logits, labels = model.logit_scale.exp() * x @ y.T, torch.arange(BATCH)
+        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        outcome.losses.append(loss.item())
+        outcome.scale_gradients.append(model.logit_scale.grad.item())
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), case.clipping or float("inf"))
+        outcome.norms.append(norm.item())
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATES[step]
+        optimizer.step()
+    outcome.parameters = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    return outcome
+
+
+def training_config(case: Case) -> TrainingConfig:
+    """The case's ds_config.json, through a file and every check that the command line makes."""
+    zero: dict = {"stage": case.stage}
+    if case.stage == 3:
+        zero["stage3_param_persistence_threshold"] = case.persistence_threshold
+    if case.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if case.offload == "all":
+        zero["offload_param"] = {"device": "cpu"}
+    config: dict = {
+        "train_batch_size": BATCH,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": case.clipping,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1.0, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY},
+        },
+        "zero_optimization": zero,
+        "bf16": {"enabled": case.bf16},
+        "megaclip": {"coalesce_gradient_reduction": case.coalesce},
+    }
+    if case.grad_accum_dtype:
+        config["data_types"] = {"grad_accum_dtype": case.grad_accum_dtype}
+    if case.checkpointing:
+        config["activation_checkpointing"] = {"cpu_checkpointing": case.checkpointing == "cpu"}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ds_config.json"
+        path.write_text(json.dumps(config))
+        return load_training_config(path)
+
+
+def unchecked_config(case: Case) -> TrainingConfig:
+    """The same for a combination that the checks refuse."""
+    allowed = training_config(replace(case, bf16=False, grad_accum_dtype=None))
+    refused = {"bf16": {"enabled": case.bf16}}
+    if case.grad_accum_dtype:
+        refused["data_types"] = {"grad_accum_dtype": case.grad_accum_dtype}
+    return replace(allowed, deepspeed={**allowed.deepspeed, **refused})
+
+
+def start_engine(case: Case, config: TrainingConfig | None = None) -> DeepSpeedEngine:
+    """The engine as a run builds it."""
+    quiet_deepspeed()
+    flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--seed", str(SEED)]
+    flags += ["--force-patch-dropout", str(case.patch_dropout)]
+    if case.locked:
+        flags += [
+            "--lock-image",
+            "--lock-image-unlocked-groups",
+            "1",
+            "--lock-text",
+            "--lock-text-unlocked-layers",
+            "1",
+        ]
+    return build_engine(config or training_config(case), parse_arguments(flags), MODEL)
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def loss_of(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The project's loss, with the case's deliberate mistakes."""
+    loss = ClipLoss(exchange=case.exchange, reduction=case.reduction)
+
+    def faulty(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        x, y = _Scaled.apply(x, case.feature_fault), _Scaled.apply(y, case.feature_fault)
+        return loss(x, y, _Scaled.apply(scale, case.scale_fault))
+
+    return faulty
+
+
+def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, micro_batches=None) -> float:
+    """Leave the gradient of one step in the engine; returns the loss."""
+    return accumulate_gradients(
+        engine,
+        loss or loss_of(case),
+        micro_batches or micro_batches_of(step, dist.get_rank(), case.accumulation),
+        LogitScale(engine, 100.0).read(),
+        RandomState(SEED, step, dist.get_rank()),
+        coalesce=case.coalesce,
+    )
+
+
+def train(case: Case, config: TrainingConfig | None = None) -> Outcome:
+    """Two steps on this rank, together with the others."""
+    engine = start_engine(case, config)
+    outcome = Outcome([], [], [], {})
+    for step in range(STEPS):
+        outcome.losses.append(backpropagate(engine, case, step))
+        outcome.scale_gradients.append(safe_get_full_grad(engine.module.logit_scale).item())
+        set_learning_rate(engine, LEARNING_RATES[step])
+        outcome.norms.append(update(engine))
+    outcome.parameters = whole_parameters(engine)
+    return outcome
+
+
+def whole_parameters(engine: DeepSpeedEngine) -> dict[str, np.ndarray]:
+    """Every parameter's working value, gathered, as float32."""
+    values = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters(parameter):
+            values[name] = parameter.detach().float().clone().numpy()
+    return values

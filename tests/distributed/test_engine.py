@@ -1,0 +1,118 @@
+"""Training through the engine equals one process on the whole batch: ZeRO 0 to 3, gradient cache, offload and the rest.
+
+Two AdamW steps on two ranks against `engine_cases.oracle` in float64; all cases share one launch. The last tests prove
+that the comparison can fail.
+"""
+
+import itertools
+import traceback
+
+import pytest
+
+from tests.distributed.engine_cases import WORLD_SIZE, Case, Outcome, oracle, train
+from tests.distributed.harness import run_ranks
+
+# Largest differences from float64, all absolute but the norm's. Losses are about 2.5 and norms about 1: a few float32
+# roundings. An update moves a parameter by at most 1.5e-2, of which Adam here passes on the gradient's relative error.
+TOLERANCES = {"parameters": 1e-6, "loss": 2e-6, "norm": 5e-6, "scale_gradient": 1e-6}
+
+WAYS = {
+    "ring": {"exchange": "ring", "reduction": "feature"},
+    "gather": {"exchange": "all_gather", "reduction": "scalar"},
+}
+CASES = {
+    f"zero{stage} x {chunks}": Case(stage, chunks, persistence_threshold=100 * (chunks == 3), **WAYS[way])
+    for (stage, chunks), way in zip(itertools.product(range(4), (1, 3)), itertools.cycle(WAYS))
+}
+for _stage in (0, 3):
+    CASES[f"zero{_stage} checkpointing"] = Case(_stage, 3, checkpointing="plain" if _stage == 3 else "cpu")
+    CASES[f"zero{_stage} locked"] = Case(_stage, 3, locked=True, checkpointing="plain")
+    CASES[f"zero{_stage} patch dropout"] = Case(_stage, 3, patch_dropout=0.5)
+for _stage in range(4):
+    CASES[f"zero{_stage} clipped"] = Case(_stage, 3, clipping=0.1)
+for _stage in (1, 2, 3):
+    CASES[f"zero{_stage} coalesced"] = Case(_stage, 3, coalesce=True)
+    CASES[f"zero{_stage} offloaded"] = Case(_stage, 3, offload="optimizer")
+CASES["zero3 everything"] = Case(
+    3, 3, offload="all", checkpointing="cpu", coalesce=True, patch_dropout=0.5, clipping=0.1
+)
+
+# The mistakes that MATH.md found in published code, and their like.
+FAULTS = {
+    "logit_scale gradient times chunks": Case(3, 3, scale_fault=3.0),
+    "logit_scale gradient times ranks": Case(1, 1, scale_fault=2.0),
+    "feature gradients over ranks": Case(2, 3, feature_fault=0.5),
+    "feature gradients over chunks": Case(0, 3, feature_fault=1 / 3),
+}
+
+
+def train_all(cases: dict[str, Case]) -> dict[str, Outcome | str]:
+    """Every case's outcome on this rank, or the traceback of what it raised."""
+    outcomes: dict[str, Outcome | str] = {}
+    for name, case in cases.items():
+        try:
+            outcomes[name] = train(case)
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Outcome | str]]:
+    """Per rank: name of the case -> its outcome."""
+    return run_ranks(train_all, WORLD_SIZE, {**CASES, **FAULTS}, time_limit_s=240)
+
+
+def differences(got: Outcome | str, expected: Outcome) -> dict[str, float]:
+    """Largest difference in each of the measured things."""
+    assert isinstance(got, Outcome), got
+    assert got.parameters.keys() == expected.parameters.keys()
+    return {
+        "parameters": max(float(abs(got.parameters[n] - p).max()) for n, p in expected.parameters.items()),
+        "loss": max(abs(a - b) for a, b in zip(got.losses, expected.losses, strict=True)),
+        "norm": max(abs(a / b - 1) for a, b in zip(got.norms, expected.norms, strict=True)),
+        "scale_gradient": max(abs(a - b) for a, b in zip(got.scale_gradients, expected.scale_gradients, strict=True)),
+    }
+
+
+def excess(found: dict[str, float]) -> dict[str, float]:
+    """What exceeds its tolerance (a NaN does)."""
+    return {name: value for name, value in found.items() if not value <= TOLERANCES[name]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_steps_equal_one_process_on_the_whole_batch(trained, name):
+    expected = oracle(CASES[name])
+    for rank, outcomes in enumerate(trained):
+        assert excess(differences(outcomes[name], expected)) == {}, f"rank {rank}"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_scale_fails_the_same_comparison(trained, name):
+    expected = oracle(FAULTS[name])
+    for outcomes in trained:
+        found = differences(outcomes[name], expected)
+        assert found["parameters"] > 30 * TOLERANCES["parameters"]
+        assert {"parameters", "norm"} <= excess(found).keys()
+
+
+def test_the_comparison_sees_weight_decay_dropout_and_clipping(trained):
+    """An oracle that does these differently is far away, so agreement above means something."""
+    plain = trained[0]["zero3 x 3"]
+    for other in (
+        oracle(Case(), decays=lambda name, p: True),
+        oracle(
+            Case(patch_dropout=0.5),
+        ),
+        oracle(Case(clipping=0.1)),
+    ):
+        assert differences(plain, other)["parameters"] > 30 * TOLERANCES["parameters"]
+
+
+@pytest.mark.parametrize("name", ["zero0 locked", "zero3 locked"])
+def test_locked_parameters_keep_their_bits(trained, name):
+    start = oracle(Case(locked=True))  # float64 copies of the float32 start
+    outcome = trained[0][name]
+    assert isinstance(outcome, Outcome), outcome
+    moving = {n for n, p in start.parameters.items() if (p != outcome.parameters[n]).any()}
+    assert moving <= {"visual.proj", "text.text_projection", "logit_scale"}
