@@ -1,0 +1,177 @@
+"""Digit scenes: deterministic, split by source image, captions that say what is drawn; the commands that use them."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import sys
+import tarfile
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megaclip.data import open_labelled, open_pairs
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tools():
+    """The commands as modules, under their own names, so that their worker processes find them."""
+    loaded = {}
+    for name in ("make_digit_scenes", "train_tokenizer", "inspect_data"):
+        spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+        loaded[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded[name])
+    yield loaded
+    for name in loaded:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def tool(tools):
+    return tools["make_digit_scenes"]
+
+
+def run(module, *arguments):
+    """What the command prints; in this process, because starting Python and scikit-learn takes seconds."""
+    printed = io.StringIO()
+    with mock.patch("sys.argv", [module.__name__, *map(str, arguments)]), contextlib.redirect_stdout(printed):
+        module.main()
+    return printed.getvalue()
+
+
+def make(tool, folder, *options):
+    sizes = ("--train", "600", "--held-out", "120", "--zero-shot", "50")
+    return run(tool, folder, *sizes, *options)
+
+
+@pytest.fixture(scope="module")
+def scenes(tool, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scenes") / "scenes"
+    make(tool, folder, "--shard-size", "200", "--processes", "2")
+    return folder
+
+
+def members(folder, extension):
+    contents = []
+    for path in sorted(folder.rglob("*.tar")):
+        with tarfile.open(path) as tar:
+            contents += [tar.extractfile(m).read() for m in tar if m.name.endswith("." + extension)]
+    return contents
+
+
+def test_the_same_seed_gives_the_same_bytes_with_any_number_of_processes(scenes, tool, tmp_path):
+    again, other = tmp_path / "again", tmp_path / "other"
+    make(tool, again, "--shard-size", "200", "--processes", "1")
+    make(tool, other, "--shard-size", "200", "--processes", "1", "--seed", "1")
+    names = [path.relative_to(scenes) for path in sorted(scenes.rglob("*.tar"))]
+    assert len(names) == 3 + 1 + 1
+    for name in names:
+        assert (scenes / name).read_bytes() == (again / name).read_bytes() != (other / name).read_bytes()
+
+
+def test_no_handwritten_digit_is_on_both_sides_of_the_split(scenes, tool):
+    drawn = {
+        split: {source for record in members(scenes / split, "json") for source in json.loads(record)["sources"]}
+        for split in ("train", "held_out")
+    }
+    assert drawn["train"] and drawn["held_out"] and not drawn["train"] & drawn["held_out"]
+    allowed = {
+        s: {int(r) for rows in tool.sources_by_digit(s, 0) for r in rows} for s in ("train", "held_out", "zero_shot")
+    }
+    assert not allowed["train"] & (allowed["held_out"] | allowed["zero_shot"])
+    assert drawn["train"] <= allowed["train"] and drawn["held_out"] <= allowed["held_out"]
+    assert len(allowed["train"]) + len(allowed["held_out"]) == 1797
+
+
+def test_captions_name_the_digits_that_the_labels_of_scikit_learn_say(scenes, tool):
+    labels = tool.load_handwriting()[1]
+    for split in ("train", "held_out"):
+        for record, caption in zip(members(scenes / split, "json"), members(scenes / split, "txt"), strict=True):
+            said = [word.strip(",") for word in caption.decode().split()]
+            said_digits = Counter(word for word in said if word in tool.DIGITS)
+            assert said_digits == Counter(tool.DIGITS[labels[source]] for source in json.loads(record)["sources"])
+
+
+def test_positions_and_colours_are_as_the_caption_says(tool):
+    """Oracle: where each colour's pixels lie in the picture."""
+    generator = np.random.default_rng(0)
+    rows = tool.sources_by_digit("train", 0)
+    shares = tool.Shares(single=0.0, colours_named=1.0, ground_named=1.0)
+    checked = Counter()
+    for _ in range(200):
+        scene = tool.invent(generator, rows, 0.0)
+        if len(scene.digits) != 2 or scene.ground != "black":
+            continue
+        pixels = np.asarray(tool.draw(scene, 24, generator), dtype=float)
+        words = tool.describe(scene, shares, generator).split()
+        first, second = (colour for colour in words if colour in tool.COLOURS)
+        centres = []
+        for colour in (first, second):
+            direction = np.array(tool.COLOURS[colour]) / np.linalg.norm(tool.COLOURS[colour])
+            length = np.linalg.norm(pixels, axis=2)
+            likeness = (pixels @ direction) / np.maximum(length, 1)
+            y, x = np.nonzero((likeness > 0.999) & (length > 60))
+            centres.append((x.mean(), y.mean()))
+        (x1, y1), (x2, y2) = centres
+        says = {"left": x1 < x2, "right": x1 > x2, "above": y1 < y2, "below": y1 > y2}
+        (relation,) = [word for word in words if word in says]
+        assert says[relation], words
+        checked[relation] += 1
+    assert len(checked) == 4
+
+
+def test_held_out_scenes_are_distinct_so_retrieval_has_one_right_answer(scenes):
+    assert len(set(members(scenes / "held_out", "txt"))) == 120
+    assert len(set(members(scenes / "held_out", "jpg"))) == 120
+
+
+def test_the_curriculum_begins_with_digits_and_ends_with_colours(scenes, tool):
+    def share(captions, words):
+        return np.mean([bool(words & set(caption.decode().split())) for caption in captions])
+
+    captions = members(scenes / "train", "txt")
+    colours = set(tool.COLOURS)
+    assert share(captions[:100], colours) < 0.25 and share(captions[-100:], colours) > 0.75
+    single = [len(json.loads(record)["digits"]) == 1 for record in members(scenes / "train", "json")]
+    assert np.mean(single[:100]) > 0.75 > 0.55 > np.mean(single[-100:])
+
+
+def test_shards_open_as_pairs_and_the_zero_shot_set_as_labelled_images(scenes, tool):
+    pairs = open_pairs([str(scenes / "train" / "*.tar")])
+    assert len(pairs) == 600 and pairs.shard_sizes.tolist() == [200] * 3
+    labelled = open_labelled(scenes / "zero_shot")
+    assert labelled.class_names == list(tool.DIGITS) and len(labelled) == 50
+    assert all("{c}" in template for template in labelled.templates)
+    image = Image.open(io.BytesIO(labelled.read(0).image))
+    assert image.size == (24, 24) and image.format == "JPEG"
+
+
+def test_a_second_call_does_nothing_and_other_settings_replace(tool, tmp_path):
+    folder = tmp_path / "scenes"
+    assert "wrote 600 training" in make(tool, folder, "--shard-size", "100")
+    assert "already" in make(tool, folder, "--shard-size", "100")
+    assert "wrote 600 training" in make(tool, folder, "--shard-size", "300")
+    assert len(list((folder / "train").glob("*.tar"))) == 2
+
+
+def test_the_commands_train_a_tokenizer_and_inspect_the_data(scenes, tools, tmp_path):
+    model = tmp_path / "tokenizer.model"
+    run(tools["train_tokenizer"], scenes / "train" / "*.tar", "--vocab-size", "200", "--out", model)
+    report = json.loads(
+        run(
+            tools["inspect_data"], scenes / "train" / "*.tar", "--tokenizer", model, "--context-length", "32",
+            "--image-size", "24", "--samples", "300", "--seconds", "0.2", "--json",
+        )
+    )  # fmt: skip
+    assert report["samples"] == 600 and report["datasets"][0]["files"] == 3
+    sample = report["sample"]
+    assert sample["looked_at"] == 300 and sample["bad"] == {}
+    assert sample["width"]["max"] == 24 and sample["caption_characters"]["min"] >= len("a one")
+    assert sample["tokens"]["max"] < 32 and sample["captions_that_fill_the_context"] == 0
+    assert report["loader"]["samples_per_s_per_core"] > 0
