@@ -81,7 +81,7 @@ def check_raise_together() -> None:
     for error in (errors.DataError("expected shards, got none"), errors.ConfigError("x")):
         with pytest.raises(type(error), match=re.escape(str(error))):
             raise_together(error if group_rank() == last else None)
-    with pytest.raises(errors.CheckpointError, match="^from rank 0$"):
+    with pytest.raises(errors.CheckpointError, match=r"^from rank 0$"):
         raise_together(errors.CheckpointError(f"from rank {group_rank()}"))
 
     # A bug keeps its own exception where it happened; its peers learn which rank to look at.
@@ -106,7 +106,7 @@ def check_groups() -> None:
     group = dist.new_group([2, 0])
     assert every_rank().size == 3
     if dist.get_rank() == 1:
-        with pytest.raises(ValueError, match="global rank 1 is not a member of the group"):
+        with pytest.raises(ValueError, match="not a member"):
             resolve(group)
         return
     check_collectives(group)

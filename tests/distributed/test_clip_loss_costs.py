@@ -1,0 +1,147 @@
+"""What ClipLoss costs: one tile of memory, each tile computed once, and no more traffic than the strategy needs.
+
+Results are tested in test_clip_loss.py; here operations, allocations and messages are counted, exactly.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from megaclip.comm.groups import group_size
+from megaclip.losses import ClipLoss
+from tests.distributed.harness import run_ranks
+
+WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar")))
+
+
+def two_phases(batch: int, embedding: int, **options: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Forward and backward of a ClipLoss on random local features (batch, embedding), to be called in this order."""
+    x, y = torch.randn(2, batch, embedding).unbind()
+    x.requires_grad_()
+    y.requires_grad_()
+    losses: list[Tensor] = []
+    loss = ClipLoss(**options)
+    return (lambda: losses.append(loss(x, y, torch.tensor(2.0)))), (lambda: losses[0].backward())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements of any tensor that an operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and not func.is_view:
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def check_memory() -> None:
+    """No tensor of forward or backward exceeds the tile budget, though b x b and b x B do, many times over."""
+    batch, budget_mib = 200, 0.05
+    budget = int(budget_mib * 2**20 / 4)
+    assert budget < batch * batch / 2
+    for exchange, reduction in WAYS:
+        options = {"exchange": exchange, "reduction": reduction, "tile_budget_mib": budget_mib}
+        for phase, run in zip(("forward", "backward"), two_phases(batch, 4, **options), strict=True):
+            with LargestTensor() as largest:
+                run()
+            assert budget / 8 < largest.elements <= budget, f"{largest.elements} elements in {phase} with {options}"
+
+
+def check_products() -> None:
+    """Products in units of b*B*D multiplications and additions: 2 forward; 6 backward, 8 where no gradient moves.
+
+    In the ring a rank's own block serves both of its sides, which saves 2 of its b*b*D there.
+    """
+    batch, embedding, size = 12, 8, group_size()
+    unit = batch * batch * size * embedding
+    expected = {
+        ("ring", "feature"): 6 * unit,
+        ("all_gather", "feature"): 6 * unit,
+        ("ring", "scalar"): 8 * unit - 2 * unit // size,
+        ("all_gather", "scalar"): 8 * unit,
+    }
+    for exchange, reduction in WAYS:
+        forward, backward = two_phases(batch, embedding, exchange=exchange, reduction=reduction)
+        with FlopCounterMode(display=False) as counter:
+            forward()
+        assert counter.get_total_flops() == 2 * unit, (exchange, reduction)
+        with FlopCounterMode(display=False) as counter:
+            backward()
+        assert counter.get_total_flops() == expected[exchange, reduction], (exchange, reduction)
+
+
+def elements_sent() -> dict[str, float]:
+    """float32 elements this rank sent, by operation, since the log was reset (from DeepSpeed's comms logger)."""
+    size = group_size()
+    share = {  # of a logged message that leaves this rank
+        "batch_isend_irecv": 0.5,  # logged: sent and received
+        "all_gather_into_tensor": size - 1,  # logged: this rank's shard
+        "reduce_scatter_tensor": (size - 1) / size,  # logged: the whole input
+        "all_to_all_single": (size - 1) / size,
+    }
+    logged = dist.comm.comms_logger.comms_dict
+    return {
+        name: share[name] * sum(size_bytes * record[0] for size_bytes, record in sizes.items()) / 4
+        for name, sizes in logged.items()
+        if name != "all_reduce"  # the loss and one temperature gradient: one element each
+    }
+
+
+def check_traffic() -> None:
+    """Features and per-sample values sent per rank and step, in elements; agreeing on shapes takes 4 int64 a step."""
+    batch, embedding, hops = 16, 24, group_size() - 1
+    features, agreement = batch * embedding, 4 * 2 * hops
+    expected = {
+        # y; behind it the column statistics, with one hop more to come home. Then y with its shifts; dy and dots
+        # behind.
+        ("ring", "feature"): {
+            "batch_isend_irecv": (hops * features + (hops + 1) * batch)
+            + hops * (features + batch)
+            + (hops + 1) * (features + batch),
+            "all_gather_into_tensor": agreement,
+        },
+        # As before forward; then x and y with one shift each, and no gradient.
+        ("ring", "scalar"): {
+            "batch_isend_irecv": (hops * features + (hops + 1) * batch) + hops * 2 * (features + batch),
+            "all_gather_into_tensor": agreement,
+        },
+        # y forward, column shifts backward; dy and dots are reduced.
+        ("all_gather", "feature"): {
+            "all_gather_into_tensor": hops * (features + batch) + agreement,
+            "all_to_all_single": hops * batch,
+            "reduce_scatter_tensor": hops * (features + batch),
+        },
+        # y forward; x and both shifts backward, and no gradient.
+        ("all_gather", "scalar"): {
+            "all_gather_into_tensor": hops * 2 * (features + batch) + agreement,
+            "all_to_all_single": hops * batch,
+        },
+    }
+    dist.configure(enabled=True, prof_all=True)
+    for exchange, reduction in WAYS:
+        dist.reset_log()
+        for run in two_phases(batch, embedding, exchange=exchange, reduction=reduction):
+            run()
+        assert elements_sent() == expected[exchange, reduction], (exchange, reduction)
+
+
+def check_everything() -> None:
+    check_memory()
+    check_products()
+    if group_size() > 1:
+        check_traffic()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_memory_products_and_traffic(world_size: int) -> None:
+    run_ranks(check_everything, world_size)
