@@ -25,7 +25,6 @@ class LogitScale:
 
     def __init__(self, engine: DeepSpeedEngine, maximum: float) -> None:
         """`maximum` bounds exp(logit_scale) from above; 1 bounds it from below, as in open_clip."""
-        self._engine = engine
         self._parameter: Any = engine.module.logit_scale  # DeepSpeed adds attributes to it
         self._bounds = (0.0, math.log(maximum))
 
@@ -40,7 +39,7 @@ class LogitScale:
             return value
         if hasattr(parameter, "_hp_mapping"):
             return safe_get_full_fp32_param(parameter).detach()
-        return self._whole_master().detach().to(torch.float32, copy=True).reshape(1)
+        return parameter.detach().to(torch.float32, copy=True)  # ZeRO-0, in float32 only (config.py): its own master
 
     @torch.no_grad()
     def clamp_(self) -> torch.Tensor:
@@ -57,17 +56,5 @@ class LogitScale:
         else:
             if hasattr(parameter, "_hp_mapping"):
                 safe_set_full_fp32_param(parameter, clamped)
-            else:
-                self._whole_master().data.copy_(clamped)
             parameter.data.copy_(clamped)
         return clamped
-
-    def _whole_master(self) -> torch.Tensor:
-        """ZeRO-0: the parameter itself in float32; in bf16 the flat master of its group, which holds nothing else."""
-        optimizer = self._engine.optimizer
-        if not hasattr(optimizer, "fp32_groups_flat") and not hasattr(optimizer, "fp32_groups"):
-            return self._parameter
-        index = next(i for i, group in enumerate(optimizer.param_groups) if group.get("name") == "logit_scale")
-        if hasattr(optimizer, "fp32_groups_flat"):
-            return optimizer.fp32_groups_flat[index]
-        return optimizer.fp32_groups[index][0]
