@@ -134,6 +134,8 @@ class Table:
         if self._folder is not None and os.path.exists(os.path.join(self._folder, path)):
             path = os.path.join(self._folder, path)
         try:
+            if not os.path.isfile(path):  # nothing that could block or never end, such as a device
+                raise BadSample("missing image", f"{key}: {path[:200]!r} is no file")
             size = os.path.getsize(path)
             if size > MAX_IMAGE_BYTES:
                 raise BadSample("image too large", f"{key}: {size} bytes")

@@ -35,7 +35,7 @@ from megaclip.logging import get_logger
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 CAPTION_EXTENSIONS = ("txt", "caption", "text")
 INDEX_FOLDER = ".megaclip"
-MAX_MEMBER_BYTES = 256 << 20
+MAX_BYTES = {"image": 256 << 20, "caption": 1 << 20}
 _FORMAT = 1
 _OPEN_SHARDS = 64
 _LOCK_STALE_S = 60.0
@@ -111,7 +111,7 @@ class TarShards:
     def _member(self, shard: int, offset: int, size: int, what: str, key: str) -> bytes:
         if size == MISSING:
             raise BadSample(f"missing {what}", key)
-        if size > MAX_MEMBER_BYTES:
+        if size > MAX_BYTES[what]:
             raise BadSample(f"{what} too large", f"{key}: {size} bytes")
         try:
             content = os.pread(self._file(shard), size, offset)

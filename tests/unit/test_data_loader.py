@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pickle
 import signal
 import time
 from collections import Counter
@@ -11,8 +12,17 @@ import pytest
 import torch
 from data_samples import CountingTokenizer, pair_members, picture, write_shards, write_tar
 
-from megaclip.data import PADDING_ID, EvaluationLoader, ImageTransform, TrainLoader, open_labelled, open_pairs
+from megaclip.data import (
+    PADDING_ID,
+    EvaluationLoader,
+    ImageTransform,
+    TrainLoader,
+    load_tokenizer,
+    open_labelled,
+    open_pairs,
+)
 from megaclip.data import reading as reading_module
+from megaclip.data.reading import TrainReader
 from megaclip.data.workers import map_in_workers
 from megaclip.errors import DataError
 
@@ -121,6 +131,17 @@ def test_the_global_random_generator_is_left_alone(pairs):
         next(loader)
         loader.close()
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("tokenizer", [CountingTokenizer(), load_tokenizer("clip", 8)])
+def test_work_can_be_sent_to_workers_that_are_not_forked(pairs, tokenizer):
+    """Where the system cannot fork, everything a worker needs travels to it pickled."""
+    order, reader = pairs.order(seed=0), TrainReader(pairs, ImageTransform(8, training=True), tokenizer, 0)
+    copied_order, copied_reader = pickle.loads(pickle.dumps((order, reader)))
+    places = np.arange(12)
+    expected, copied = reader.read(*order.visit(places)), copied_reader.read(*copied_order.visit(places))
+    assert torch.equal(expected.batch.images, copied.batch.images)
+    assert torch.equal(expected.batch.tokens, copied.batch.tokens)
 
 
 def test_a_batch_larger_than_the_dataset_is_refused(pairs):

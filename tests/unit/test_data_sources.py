@@ -153,6 +153,7 @@ def test_rows_without_image_or_caption_are_bad_samples(tmp_path):
     _write_pictures(tmp_path)
     rows = [{"image": "0.png", "caption": None}, {"image": "gone.png", "caption": "a"}, {"image": None, "caption": "b"}]
     rows += [{"image": "0.png", "caption": "c"}, {"image": "../0\0.png", "caption": "d"}]
+    rows += [{"image": "/dev/zero", "caption": "e"}]  # never ends when read
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     dataset = open_pairs([str(tmp_path / "pairs.jsonl")])
     kinds = []
@@ -161,7 +162,7 @@ def test_rows_without_image_or_caption_are_bad_samples(tmp_path):
             kinds.append(dataset.read(row).caption)
         except BadSample as bad:
             kinds.append(bad.kind)
-    assert kinds == ["missing caption", "missing image", "missing image", "c", "missing image"]
+    assert kinds == ["missing caption", "missing image", "missing image", "c", "missing image", "missing image"]
 
 
 def test_several_captions_of_an_image_stay_apart(tmp_path):

@@ -131,6 +131,12 @@ def test_missing_members_are_bad_samples_by_name(tmp_path):
     assert kinds == ["missing caption", "missing image", "good"]
 
 
+def test_a_caption_of_megabytes_is_refused_unread(tmp_path):
+    members = [("a.png", picture(0)), ("a.txt", b"x" * (2 << 20))]
+    with pytest.raises(BadSample, match="caption too large"):
+        TarShards([write_tar(tmp_path / "shard.tar", members)]).read(0)
+
+
 def test_nothing_to_read_is_an_error_that_says_where(tmp_path):
     text = tmp_path / "shard.tar"
     text.write_text("this is no tar file" * 100)
