@@ -1,0 +1,57 @@
+"""The tile engine over ranks with a scale, shift and weight of every row's and column's own, against the whole matrix.
+
+ClipLoss uses one scale for all; losses with per-sample temperatures or estimators need all that is tested here, dots too.
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaclip.comm.groups import group_rank, group_size, resolve
+from megaclip.losses.distributed_tiles import Terms, distributed_grads, distributed_stats, gather_columns
+from megaclip.losses.plan import Plan, TileOptions
+from megaclip.ops import reference
+from tests.distributed.harness import run_ranks
+from tests.tolerances import GRADIENT, VALUE, relative_error
+
+
+def plans() -> Iterator[Plan]:
+    for exchange, reduction in itertools.product(("ring", "all_gather"), ("feature", "scalar")):
+        yield Plan(resolve(), exchange, reduction, TileOptions(tile_budget_mib=0.005))
+
+
+def check(batch: int, vectors: frozenset[int]) -> None:
+    """Values 0 to 2 are the rows' scale, shift, weight, 3 to 5 the columns'; those in `vectors` differ per sample."""
+    generator = torch.Generator().manual_seed(batch)
+    total = batch * group_size()
+    x, y = F.normalize(torch.randn(2, total, 9, generator=generator, dtype=torch.float64), dim=2)
+    everyone: list[Tensor | float] = [
+        1 + 5 * torch.rand(total, generator=generator, dtype=torch.float64) if index in vectors else 0.7 + index
+        for index in range(6)
+    ]
+    mine = slice(batch * group_rank(), batch * (group_rank() + 1))
+    local = [value[mine] if isinstance(value, Tensor) else value for value in everyone]
+    expected_stats = reference.tile_stats(x, y, everyone[0], everyone[3], diagonal=0)
+    expected_grads = reference.tile_grads(x, y, *everyone, diagonal=0)
+    for plan in plans():
+        y_all = gather_columns(y[mine], plan)
+        stats = distributed_stats(x[mine], y[mine], local[0], local[3], plan=plan, y_all=y_all)
+        grads = distributed_grads(x[mine], y[mine], Terms(*local[:3]), Terms(*local[3:]), plan=plan, y_all=y_all)
+        for name, got, wanted in zip(("row_lse", "col_lse"), stats, expected_stats, strict=True):
+            assert relative_error(got, wanted[mine]) <= VALUE[torch.float64], (name, plan, vectors)
+        for name, got, wanted in zip(grads._fields, grads, expected_grads, strict=True):
+            assert relative_error(got, wanted[mine]) <= GRADIENT[torch.float64], (name, plan, vectors)
+
+
+def check_everything() -> None:
+    for batch in (2, 37):
+        for vectors in ((), (0,), (3,), (1, 2), (4, 5), (0, 4), range(6)):
+            check(batch, frozenset(vectors))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_per_sample_scales_shifts_and_weights(world_size: int) -> None:
+    run_ranks(check_everything, world_size)
