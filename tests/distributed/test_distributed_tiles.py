@@ -1,6 +1,8 @@
 """The tile engine over ranks with a scale, shift and weight of every row's and column's own, against the whole matrix.
 
-ClipLoss uses one scale for all; losses with per-sample temperatures or estimators need all that is tested here, dots too.
+ClipLoss uses one scale for all samples; losses with temperatures or estimators of each sample's own need what is tested
+here, dots included.
+"""
 
 import itertools
 from collections.abc import Iterator
