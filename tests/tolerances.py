@@ -22,6 +22,21 @@ GRADIENT = {
     torch.float16: 1e-3,  # half a unit in the last of 11 bits, 5e-4
 }
 
+# Tile gradients, as the norm of the difference relative to the norm of the expected gradient.
+TILE_GRADIENT = {
+    "bf16": 3e-3,  # P is rounded to 8 bits, about 1.5e-3
+    "bf16 truncated": 4.5e-3,  # Triton's interpreter truncates instead, about 3e-3
+    "tf32": 5e-3,  # 11 bits of the features, magnified by the scale, here up to 20
+    "float32": 1e-5,  # for scales up to 20; the roundings of scale*s grow with the scale
+}
+
+
+def norm_error(got: Tensor, expected: Tensor) -> float:
+    """Norm of the difference relative to the norm of the expected tensor."""
+    assert got.shape == expected.shape, f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    got, expected = got.detach().double(), expected.detach().double()
+    return ((got - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """Largest difference relative to the largest expected value (absolute where all expected values are tiny)."""

@@ -3,16 +3,17 @@
 `tiles.py` calls these with checked tensors. A call is cut into blocks of rows and columns whose buffers stay within
 `tile_budget_mib`, however large the matrix of similarities is:
 
-* statistics: one kernel per block takes both directions' partial sums from one product; a second one merges them into the
-  running log-sum-exp of rows and columns.
-* gradients, sigmoid: one kernel per block writes P, rounded to the product's dtype, into a buffer that all blocks share; two library
-  products with float32 accumulation then add `P y` to dx and `P^T x` to dy. So the wide accumulators (up to 2048 columns)
-  never meet the register file, and the library runs them at its full rate.
+* statistics: one kernel per block takes both directions' partial sums from one product; a second one merges them into
+  the running log-sum-exp of rows and columns.
+* gradients, sigmoid: one kernel per block writes P, rounded to the product's dtype, into a buffer that all blocks
+  share; two library products with float32 accumulation then add `P y` to dx and `P^T x` to dy. So the wide
+  accumulators (up to 2048 columns) never meet the register file, and the library runs them at its full rate.
 
-Precision: "bf16" rounds features and P to bfloat16 (float16 features too: P spans more orders of magnitude than float16 holds);
-"tf32" multiplies float32 features in TF32; "float32" multiplies them exactly, with the library, into the same buffer
-that P then overwrites. All accumulate in float32. Features that the copy engine cannot read in place (another dtype, rows not
-contiguous or not aligned to 16 bytes) are staged block by block.
+Precision: "bf16" rounds features to bfloat16; "tf32" multiplies float32 features in TF32; "float32" multiplies them
+exactly, with the library, into the same buffer that P then overwrites; "auto" takes features as they are. With 16-bit
+features P is rounded to bfloat16 for its two products (and so are float16 features there: P spans more orders of
+magnitude than float16 holds). All accumulate in float32. Features that the copy engine cannot read in place (another
+dtype, rows not contiguous or not aligned to 16 bytes) are staged block by block.
 
 Set TRITON_INTERPRET=1 before triton is imported to run all of this on the CPU, slowly.
 """
@@ -56,12 +57,13 @@ class TileConfig:
     stores: int = 1  # pieces in which a tile of P is written
 
 
-# Measured on an H200 (docs/performance.md). One register file holds a 128 x 256 accumulator and little more.
+# Measured on an H200. Two programs share a multiprocessor, so that one's epilogue hides behind the other's products;
+# the sigmoid's epilogue needs more registers than that leaves. 32 KiB per stage and P fill the shared memory.
 _TILES = {
-    ("bf16", "stats"): TileConfig(128, 256, 64, num_warps=8, num_stages=3),
-    ("bf16", "grads"): TileConfig(128, 256, 64, num_warps=8, num_stages=3),
-    ("bf16", "sigmoid"): TileConfig(128, 256, 64, num_warps=8, num_stages=3),
-    ("tf32", "stats"): TileConfig(128, 256, 32, num_warps=8, num_stages=3),
+    ("bf16", "stats"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2),
+    ("bf16", "grads"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2, stores=2),
+    ("bf16", "sigmoid"): TileConfig(128, 256, 64, num_warps=8, num_stages=4, stores=2),
+    ("tf32", "stats"): TileConfig(128, 128, 32, num_warps=4, num_stages=3, programs_per_sm=2),
     ("tf32", "grads"): TileConfig(128, 128, 32, num_warps=8, num_stages=3),
     ("tf32", "sigmoid"): TileConfig(128, 128, 32, num_warps=8, num_stages=3),
     ("float32", "stats"): TileConfig(64, 128, 64, num_warps=4, num_stages=2),
@@ -88,7 +90,7 @@ def tile_stats(
     plan = _Plan(x, y, "stats", precision, diagonal, tile_budget_mib)
     tile = plan.tile
     row_scale, col_scale = _vector(row_scale, x), _vector(col_scale, y)
-    with _current_device(x):
+    with _launching(plan):
         row_limits = _tile_limits(x, row_scale, None, tile.block_m)
         col_limits = _tile_limits(y, col_scale, None, tile.block_n)
         for block in plan.blocks(4 / tile.block_n + 4 / tile.block_m):
@@ -110,6 +112,7 @@ def tile_stats(
             )
             _merge_stats(row_parts, row_lse[block.rows])
             _merge_stats(col_parts, col_lse[block.cols])
+            del row_parts, col_parts  # before the next block's are allocated
     return row_lse, col_lse
 
 
@@ -140,10 +143,10 @@ def tile_grads(
     row_scale, row_shift, row_weight = (_vector(value, x) for value in (row_scale, row_shift, row_weight))
     col_scale, col_shift, col_weight = (_vector(value, y) for value in (col_scale, col_shift, col_weight))
     products = _GradientProducts(x if need_dx else None, y if need_dy else None, empty=not len(x) or not len(y))
-    with _current_device(x):
+    with _launching(plan):
         row_limits = _tile_limits(x, row_scale, row_shift, tile.block_m)
         col_limits = _tile_limits(y, col_scale, col_shift, tile.block_n)
-        for block in plan.blocks(plan.dtype.itemsize, keeps_tile=True):
+        for block in plan.blocks(plan.p_dtype.itemsize, keeps_tile=True):
             rows, cols = block.rows, block.cols
             row_parts = row_dot.new_empty((triton.cdiv(block.n, tile.block_n), block.m))
             col_parts = col_dot.new_empty((block.row_tiles, block.n))
@@ -178,23 +181,33 @@ def tile_sigmoid(
     precision: str = "auto",
     tile_budget_mib: float = 128,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """row_loss (m,), dx (m, D), dy (n, D), row_dot (m,), row_sum (m,), float32, of the sigmoid loss's negatives in one pass.
+    """row_loss (m,), dx (m, D), dy (n, D), row_dot (m,), row_sum (m,), float32, of the sigmoid loss's negatives in
+    one pass.
 
-    With `z_ij = scale*s_ij + bias`, `P_ij = sigmoid(z_ij)`: `row_loss_i = sum_j softplus(z_ij)`, `dx = P y`, `dy = P^T x`,
-    `row_dot_i = sum_j P_ij*s_ij`, `row_sum_i = sum_j P_ij` (SigLIP, equation 1, without its positives and its factor 1/B).
+    With `z_ij = scale*s_ij + bias`, `P_ij = sigmoid(z_ij)`: `row_loss_i = sum_j softplus(z_ij)`, `dx = P y`, `dy =
+    P^T x`, `row_dot_i = sum_j P_ij*s_ij`, `row_sum_i = sum_j P_ij` (SigLIP, equation 1, without its positives and its
+    factor 1/B).
     """
     row_results = x.new_zeros((3, len(x)), dtype=torch.float32)
     plan = _Plan(x, y, "sigmoid", precision, diagonal, tile_budget_mib)
     scale, bias = _vector(scale, x[:1]), _vector(bias, x[:1])
     products = _GradientProducts(x, y, empty=not len(x) or not len(y))
-    with _current_device(x):
-        for block in plan.blocks(plan.dtype.itemsize, keeps_tile=True):
+    with _launching(plan):
+        for block in plan.blocks(plan.p_dtype.itemsize, keeps_tile=True):
             row_parts = row_results.new_empty((3, triton.cdiv(block.n, plan.tile.block_n), block.m))
             _tile_sigmoid_kernel[block.grid(block.row_tiles)](
-                *block.factors, block.p_descriptor, scale, bias, row_parts, *block.sizes, STORES=plan.tile.stores, **block.constants
+                *block.factors,
+                block.p_descriptor,
+                scale,
+                bias,
+                row_parts,
+                *block.sizes,
+                STORES=plan.tile.stores,
+                **block.constants,
             )
             products.add(block)
             row_results[:, block.rows] += row_parts.sum(1)
+    assert products.dx is not None and products.dy is not None
     row_loss, row_dot, row_sum = row_results
     return row_loss, products.dx, products.dy, row_dot, row_sum
 
@@ -203,17 +216,22 @@ class _Plan:
     """How one call is cut into blocks, and the buffers the blocks share."""
 
     def __init__(self, x: Tensor, y: Tensor, kernel: str, precision: str, diagonal: int | None, tile_budget_mib: float):
+        self.x, self.y = x, y
         if precision == "auto":
             precision = "float32" if x.dtype == torch.float32 else "bf16"
-        self.x, self.y = x, y
-        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+            self.dtype = x.dtype
+        else:
+            self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        # float16 has too few exponents for P.
+        self.p_dtype = torch.bfloat16 if self.dtype == torch.float16 else self.dtype
         self.exact = precision == "float32"
         self.tile = _INTERPRETER_TILE if _INTERPRETED else _TILES[precision, kernel]
         self.diagonal = diagonal
         self.budget_bytes = tile_budget_mib * 2**20
 
     def blocks(self, bytes_per_entry: float, *, keeps_tile: bool = False) -> Iterator["_Block"]:
-        """Blocks in row-major order. bytes_per_entry: what a kernel writes for each entry of a block (P or partial sums).
+        """Blocks in row-major order. bytes_per_entry: what a kernel writes for each entry of a block (P or partial
+        sums).
 
         keeps_tile: the blocks need the buffer of P; exact products need it anyway, for the logits.
         """
@@ -221,8 +239,11 @@ class _Plan:
         if m == 0 or n == 0:
             return
         bytes_per_entry += 4 if self.exact and not keeps_tile else 0
-        row_bytes = 0 if _readable(self.x, self.dtype) else depth * self.dtype.itemsize
-        col_bytes = 0 if _readable(self.y, self.dtype) else depth * self.dtype.itemsize
+        row_bytes, col_bytes = (
+            sum(depth * dtype.itemsize for dtype in {self.dtype, self.p_dtype} if not _readable(side, dtype))
+            for side in (self.x, self.y)
+        )
+        col_bytes *= 2  # a block's columns are staged while those of the block before are still held
         # side**2 * bytes_per_entry + side * (row_bytes + col_bytes) = budget
         half = (row_bytes + col_bytes) / (2 * bytes_per_entry)
         side = math.sqrt(half**2 + self.budget_bytes / bytes_per_entry) - half
@@ -231,13 +252,13 @@ class _Plan:
         cols_per_block = self._even(n, room / (rows_per_block * bytes_per_entry + col_bytes))
         buffer = None
         if self.exact or keeps_tile:
-            buffer = self.x.new_empty(min(rows_per_block, m) * _aligned(min(cols_per_block, n)), dtype=self.dtype)
+            buffer = self.x.new_empty(min(rows_per_block, m) * _aligned(min(cols_per_block, n)), dtype=self.p_dtype)
         for row0 in range(0, m, rows_per_block):
             rows = slice(row0, min(row0 + rows_per_block, m))
-            x = _staged(self.x[rows], self.dtype)
+            x = _Side(self.x[rows], self)
             for col0 in range(0, n, cols_per_block):
                 cols = slice(col0, min(col0 + cols_per_block, n))
-                yield _Block(self, rows, cols, x, _staged(self.y[cols], self.dtype), buffer)
+                yield _Block(self, rows, cols, x, _Side(self.y[cols], self), buffer)
 
     def _even(self, total: int, limit: float) -> int:
         """A block length of at most `limit` (but at least one quantum) that cuts `total` evenly."""
@@ -246,35 +267,44 @@ class _Plan:
         return triton.cdiv(triton.cdiv(total, triton.cdiv(total, limit)), quantum) * quantum
 
 
+class _Side:
+    """Rows of x or y as the kernels and the library products take them."""
+
+    def __init__(self, features: Tensor, plan: _Plan):
+        self.kernel = _staged(features, plan.dtype)
+        self.product = _staged(features, plan.p_dtype) if plan.p_dtype != plan.dtype else self.kernel
+
+
 class _Block:
     """One launch: rows x cols of a plan, with the arguments that all kernels share."""
 
-    def __init__(self, plan: _Plan, rows: slice, cols: slice, x: Tensor, y: Tensor, buffer: Tensor | None):
+    def __init__(self, plan: _Plan, rows: slice, cols: slice, x: _Side, y: _Side, buffer: Tensor | None):
         tile = plan.tile
         self.rows, self.cols, self.x, self.y = rows, cols, x, y
-        self.m, self.n = len(x), len(y)
+        self.m, self.n = len(x.kernel), len(y.kernel)
         self.p: Tensor | None = None
         if buffer is not None:
             pitch = _aligned(self.n)
             self.p = buffer[: self.m * pitch].view(self.m, pitch)[:, : self.n]
             self.p_descriptor = TensorDescriptor.from_tensor(self.p, [tile.block_m, tile.block_n // tile.stores])
         if plan.exact:
-            torch.mm(x, y.T, out=self.p)
+            torch.mm(x.kernel, y.kernel.T, out=self.p)
             logits = TensorDescriptor.from_tensor(self.p, [tile.block_m, tile.block_n])
             self.factors = (logits, logits)
         else:
             self.factors = (
-                TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]),
-                TensorDescriptor.from_tensor(y, [tile.block_n, tile.block_k]),
+                TensorDescriptor.from_tensor(x.kernel, [tile.block_m, tile.block_k]),
+                TensorDescriptor.from_tensor(y.kernel, [tile.block_n, tile.block_k]),
             )
         diagonal = _NO_DIAGONAL if plan.diagonal is None else plan.diagonal + rows.start - cols.start
-        self.programs = _program_count(x.device, tile)
+        diagonal = max(-_NO_DIAGONAL, min(diagonal, _NO_DIAGONAL))
+        self.programs = _program_count(plan.x.device, tile)
         self.row_tiles, self.col_tiles = triton.cdiv(self.m, tile.block_m), triton.cdiv(self.n, tile.block_n)
         # Row tiles per work item of the statistics: four share one column reduction, if there is work enough for all.
         self.chunk = 4 if self.row_tiles * self.col_tiles >= 16 * self.programs else 1
         self.sizes = (self.m, self.n, diagonal)
         self.constants = dict(
-            D=x.shape[1],
+            D=plan.x.shape[1],
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
@@ -302,9 +332,9 @@ class _GradientProducts:
         """Add one block's products; the first block of a row or column writes instead."""
         assert block.p is not None
         if self.dx is not None:
-            _add_product(self.dx[block.rows], block.p, block.y, accumulate=block.cols.start > 0)
+            _add_product(self.dx[block.rows], block.p, block.y.product, accumulate=block.cols.start > 0)
         if self.dy is not None:
-            _add_product(self.dy[block.cols], block.p.T, block.x, accumulate=block.rows.start > 0)
+            _add_product(self.dy[block.cols], block.p.T, block.x.product, accumulate=block.rows.start > 0)
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
@@ -371,6 +401,14 @@ def _program_count(device: torch.device, tile: TileConfig) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count * tile.programs_per_sm
 
 
-def _current_device(x: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device: make it x's."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+@contextlib.contextmanager
+def _launching(plan: _Plan) -> Iterator[None]:
+    """Make x's device the current one (Triton launches there), and set what the library may round float32 products
+    to."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = not plan.exact
+    try:
+        with torch.cuda.device(plan.x.device) if plan.x.is_cuda else contextlib.nullcontext():
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

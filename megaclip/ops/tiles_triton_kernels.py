@@ -1,19 +1,21 @@
 """Triton kernels of the tile engine: one matrix product per tile, everything else in its epilogue.
 
-Launched by `tiles_triton.py`, which cuts the work into blocks, stages features and merges the partial results. Notation:
-a *block* is what one launch covers, (m, D) rows x and (n, D) columns y; a *tile* is BLOCK_M x BLOCK_N logits of it, held in
-registers and never written as logits. All kernels are deterministic: every partial result has one writer and no atomics are used.
+Launched by `tiles_triton.py`, which cuts the work into blocks, stages features and merges the partial results.
+Notation: a *block* is what one launch covers, (m, D) rows x and (n, D) columns y; a *tile* is BLOCK_M x BLOCK_N
+logits of it, held in registers and never written as logits. All kernels are deterministic: every partial result has
+one writer and no atomics are used.
 
 Logits are handled in base 2: t_ij = scale * s_ij * log2(e). Two paths, chosen per tile at run time by a uniform branch:
 
-* *Bounded*: one scale for all rows and columns of the tile, and |t| <= EXPONENT_LIMIT in it, known from the norms of its rows and
-  columns (Cauchy-Schwarz) or, failing that, from the tile itself. Then exp2(t) and its sums are ordinary float32 numbers, so that no
-  maximum is needed and one exponential serves rows and columns. Unit features with scale up to 76 always take it; at scale 100 every
-  tile does whose cosines stay within 0.76 of zero.
-* *General*: any scales. Row and column maxima of the tile are taken first, and rows and columns have their own exponentials.
+* *Bounded*: one scale for all rows and columns of the tile, and |t| <= EXPONENT_LIMIT in it, known from the norms of
+  its rows and columns (Cauchy-Schwarz) or, failing that, from the tile itself. Then exp2(t) and its sums are ordinary
+  float32 numbers, so that no maximum is needed and one exponential serves rows and columns. Unit features with scale
+  up to 76 always take it; at scale 100 every tile does whose cosines stay within 0.76 of zero.
+* *General*: any scales. Row and column maxima of the tile are taken first, and rows and columns have their own
+  exponentials.
 
-Masked entries (the diagonal, what lies outside the block) get the logit MASKED before the exponential: a large negative *finite* number,
-because products such as exp(t) * t must give 0, not NaN.
+Masked entries (the diagonal, what lies outside the block) get the logit MASKED before the exponential: a large
+negative *finite* number, because products such as exp(t) * t must give 0, not NaN.
 """
 
 import os
@@ -45,8 +47,8 @@ def _log2_add(a, b):
 def _item_origin(item, rows, cols, GROUP: tl.constexpr):
     """Row and column of a work item in a grid of rows x cols items.
 
-    Items are numbered down groups of GROUP columns, so that programs running at one time share few features and find them in
-    the L2 cache.
+    Items are numbered down groups of GROUP columns, so that programs running at one time share few features and find
+    them in the L2 cache.
     """
     group = item // (GROUP * rows)
     width = tl.minimum(cols - group * GROUP, GROUP)
@@ -99,14 +101,15 @@ def _is_bounded(t, limit_from_norms):
 def _fold_rows(e, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr):
     """Column sums of e (BLOCK_M, BLOCK_N) as far as one thread can add: (NUM_WARPS, 8, BLOCK_N).
 
-    In the accumulator layout of a Hopper matrix product, a thread holds rows r and r + 8 of its warp's 16 (and every 16 * NUM_WARPS
-    rows below them). Finishing the sum needs shuffles between lanes, as dear as the exponentials: they wait until a whole chunk is added.
+    In the accumulator layout of a Hopper matrix product, a thread holds rows r and r + 8 of its warp's 16 (and every
+    16 * NUM_WARPS rows below them). Finishing the sum needs shuffles between lanes, as dear as the exponentials: they
+    wait until a whole chunk is added.
     """
     folded = tl.reshape(e, (BLOCK_M // (16 * NUM_WARPS), NUM_WARPS, 2, 8, BLOCK_N))
     return tl.sum(tl.sum(folded, axis=2), axis=0)
 
 
-@triton.jit(do_not_specialize=["m", "x_stride_row", "x_stride_col"])
+@triton.jit(do_not_specialize=["m", "x_stride_row"])
 def _tile_limits_kernel(
     x_ptr,  # in: (m, D) features, any strides
     scale_ptr,  # in: (m,) float32
@@ -142,14 +145,17 @@ def _tile_limits_kernel(
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
 def _tile_stats_kernel(
-    x_desc,  # in: (m, D) bfloat16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); the logits s (m, n) when LOADED
+    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); the logits s (m,
+    # n) when LOADED
+    x_desc,
     y_desc,  # in: (n, D) likewise, block (BLOCK_N, BLOCK_K)
     row_scale_ptr,  # in: (m,) float32
     col_scale_ptr,  # in: (n,) float32
     row_limits_ptr,  # in: (row_tiles, LIMITS) float32, of `_tile_limits_kernel`
     col_limits_ptr,  # in: (col_tiles, LIMITS) float32
     row_part_ptr,  # out: (col_tiles, m) float32, log2 of each row's sum over one column tile
-    col_part_ptr,  # in/out: (row_chunks, n) float32, log2 of each column's sum over one chunk of row tiles; -inf on entry
+    # in/out: (row_chunks, n) float32, log2 of each column's sum over one chunk of row tiles; -inf on entry
+    col_part_ptr,
     m,
     n,
     diagonal,
@@ -170,8 +176,8 @@ def _tile_stats_kernel(
     my_items = tl.cdiv(row_chunks * col_tiles - tl.program_id(0), tl.num_programs(0))
     col_sums = tl.zeros((NUM_WARPS, 8, BLOCK_N), dtype=tl.float32)
     s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    row_tile = 0
-    col_tile = 0
+    row_tile = tl.program_id(0)
+    col_tile = tl.program_id(0)
     # One loop over tiles and slices of D, so that the next tile's loads are under way during this one's epilogue.
     for index in range(my_items * CHUNK * K_TILES):
         k = index % K_TILES
@@ -246,7 +252,9 @@ def _store_tile(p_desc, row0, col0, p, STORES: tl.constexpr, BLOCK_M: tl.constex
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
 def _tile_grads_kernel(
-    x_desc,  # in: (m, D) bfloat16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); the logits s (m, n) when LOADED
+    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); the logits s (m,
+    # n) when LOADED
+    x_desc,
     y_desc,  # in: (n, D) likewise, block (BLOCK_N, BLOCK_K)
     p_desc,  # out: (m, n) P, descriptor with block (BLOCK_M, BLOCK_N // STORES); may be the buffer of s
     row_scale_ptr,  # in: (m,) float32
@@ -277,8 +285,8 @@ def _tile_grads_kernel(
     col_tiles = tl.cdiv(n, BLOCK_N)
     my_tiles = tl.cdiv(row_tiles * col_tiles - tl.program_id(0), tl.num_programs(0))
     s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    row_tile = 0
-    col_tile = 0
+    row_tile = tl.program_id(0)
+    col_tile = tl.program_id(0)
     for index in range(my_tiles * K_TILES):
         k = index % K_TILES
         if k == 0:
@@ -354,7 +362,9 @@ def _log1p(q):
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
 def _tile_sigmoid_kernel(
-    x_desc,  # in: (m, D) bfloat16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); the logits s (m, n) when LOADED
+    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); the logits s (m,
+    # n) when LOADED
+    x_desc,
     y_desc,  # in: (n, D) likewise, block (BLOCK_N, BLOCK_K)
     p_desc,  # out: (m, n) P = sigmoid(z), descriptor with block (BLOCK_M, BLOCK_N // STORES); may be the buffer of s
     scale_ptr,  # in: (1,) float32
@@ -373,8 +383,9 @@ def _tile_sigmoid_kernel(
 ):
     """Sigmoid loss and P of every tile, z = scale * s + bias. Persistent.
 
-    softplus(z) = max(z, 0) + log1p(u) with u = exp(-|z|). The logarithm is taken once for up to 16 entries of a row, of the product
-    of their (1 + u) <= 2: one exponential and one reciprocal square root per entry are all that is left.
+    softplus(z) = max(z, 0) + log1p(u) with u = exp(-|z|). The logarithm is taken once for up to 16 entries of a row,
+    of the product of their (1 + u) <= 2: one exponential and one reciprocal square root per entry are all that is
+    left.
     """
     K_TILES: tl.constexpr = 1 if LOADED else (D + BLOCK_K - 1) // BLOCK_K
     # Columns 8k + c of one c lie in one thread of the accumulator layout.
@@ -385,8 +396,8 @@ def _tile_sigmoid_kernel(
     scale2 = tl.load(scale_ptr) * LOG2_E
     bias2 = tl.load(bias_ptr) * LOG2_E
     s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    row_tile = 0
-    col_tile = 0
+    row_tile = tl.program_id(0)
+    col_tile = tl.program_id(0)
     for index in range(my_tiles * K_TILES):
         k = index % K_TILES
         if k == 0:

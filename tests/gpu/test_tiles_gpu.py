@@ -1,0 +1,90 @@
+"""The Triton kernels compiled for the GPU, against the float64 oracle: the interpreter's cases, and sizes it cannot
+reach."""
+
+import pytest
+import torch
+
+from tests.tile_cases import (
+    SMALL_CASES,
+    TileCase,
+    check_converged_training,
+    check_sigmoid_case,
+    check_tile_case,
+    features_of,
+)
+
+pytestmark = pytest.mark.gpu
+
+LARGE_CASES = [
+    *(TileCase(1000, 777, embedding) for embedding in (16, 384, 512, 640, 768, 1152, 2048)),
+    TileCase(1000, 777, 70, layout="offset"),
+    TileCase(1000, 777, 512, scale=100.0, dtype=torch.float16),
+    TileCase(1000, 777, 512, scale=1000.0, diagonal=-100),
+    TileCase(1000, 777, 512, scale=100.0, vectors="extreme"),
+    TileCase(1000, 777, 512, per_sample_scales=True, layout="transposed"),
+    TileCase(1000, 777, 512, dtype=torch.float32),
+    TileCase(1000, 777, 512, dtype=torch.float32, scale=1000.0, layout="strided"),
+    TileCase(1000, 777, 512, dtype=torch.float32, precision="tf32"),
+    TileCase(1000, 777, 512, dtype=torch.float32, precision="bf16", budget_mib=1),
+    TileCase(3000, 5000, 768, budget_mib=4, diagonal=1000),
+    TileCase(4096, 32768, 512, scale=14.3, diagonal=8192),
+    TileCase(32768, 63, 512),
+]
+
+
+@pytest.fixture(scope="module")
+def triton_tiles():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    from megaclip.ops import tiles_triton
+
+    return tiles_triton
+
+
+@pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES], ids=str)
+def test_statistics_and_gradients(triton_tiles, case: TileCase) -> None:
+    check_tile_case(triton_tiles, case, "cuda")
+
+
+@pytest.mark.parametrize("bias", [-10.0, 0.0, 5.0])
+@pytest.mark.parametrize("case", [c for c in [*SMALL_CASES, *LARGE_CASES] if not c.per_sample_scales], ids=str)
+def test_sigmoid(triton_tiles, case: TileCase, bias: float) -> None:
+    check_sigmoid_case(triton_tiles, case, "cuda", bias)
+
+
+@pytest.mark.parametrize("batch", [63, 1000, 4096])
+def test_converged_training(triton_tiles, batch: int) -> None:
+    check_converged_training(triton_tiles, batch, "cuda")
+
+
+def test_two_runs_give_the_same_bits(triton_tiles) -> None:
+    x, y = features_of(TileCase(3000, 5000, 512), "cuda")
+
+    def run() -> list[torch.Tensor]:
+        stats = triton_tiles.tile_stats(x, y, 20.0, 20.0, diagonal=0, tile_budget_mib=8)
+        grads = triton_tiles.tile_grads(x, y, 20.0, 5.0, 1e-3, 20.0, 6.0, 1e-3, diagonal=0, tile_budget_mib=8)
+        sigmoid = triton_tiles.tile_sigmoid(x, y, 20.0, -10.0, diagonal=0, tile_budget_mib=8)
+        return [*stats, *grads, *sigmoid]
+
+    first, second = run(), run()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("batch", [8192, 32768, 65536])
+def test_memory_does_not_grow_with_the_batch(triton_tiles, batch: int) -> None:
+    x, y = features_of(TileCase(batch, batch, 256), "cuda")
+    gradients_mib = 2 * batch * 256 * 4 / 2**20
+    # Vectors of the batch's length, and the library's workspace.
+    allowed_mib = 64 + 40 + gradients_mib
+    for run in (
+        lambda: triton_tiles.tile_stats(x, y, 20.0, 20.0, diagonal=0, tile_budget_mib=64),
+        lambda: triton_tiles.tile_grads(x, y, 20.0, 5.0, 1.0, 20.0, 5.0, 1.0, diagonal=0, tile_budget_mib=64),
+        lambda: triton_tiles.tile_sigmoid(x, y, 20.0, -10.0, diagonal=0, tile_budget_mib=64),
+    ):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        peak_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
+        assert peak_mib <= allowed_mib

@@ -1,0 +1,234 @@
+"""What every implementation of the tiles on CUDA must get right, compiled or interpreted: cases, oracle and checks.
+
+The oracle is `megaclip.ops.reference`, in float64, on the features as they are rounded for the product. Every buffer
+that the implementation allocates without filling it starts as NaN, so that a value nobody wrote cannot pass.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaclip.ops import reference
+from tests.tolerances import TILE_GRADIENT, norm_error
+
+
+@dataclass(frozen=True)
+class TileCase:
+    """One call: sizes, dtype, scales, and how the features lie in memory."""
+
+    m: int
+    n: int
+    embedding: int
+    dtype: torch.dtype = torch.bfloat16
+    precision: str = "auto"
+    scale: float = 10.0
+    diagonal: int | None = 0
+    layout: str = "contiguous"
+    vectors: str = "random"
+    per_sample_scales: bool = False
+    budget_mib: float = 128
+
+    def __str__(self) -> str:
+        differing = [
+            f"{name}={value}"
+            for name, value in self.__dict__.items()
+            if name not in ("m", "n", "embedding") and value != TileCase.__dataclass_fields__[name].default
+        ]
+        return "-".join([f"{self.m}x{self.n}x{self.embedding}", *differing]).replace("torch.", "")
+
+
+def random_features(count: int, embedding: int, seed: int, device: str) -> Tensor:
+    """Unit vectors, (count, embedding) float32."""
+    generator = torch.Generator().manual_seed(seed)
+    return F.normalize(torch.randn(count, embedding, generator=generator), dim=1).to(device)
+
+
+def features_of(case: TileCase, device: str) -> tuple[Tensor, Tensor]:
+    """x (m, D) and y (n, D) of the case."""
+    x = random_features(case.m, case.embedding, 1, device)
+    y = random_features(case.n, case.embedding, 2, device)
+    if case.vectors == "extreme":  # identical, opposite and zero vectors
+        y[:] = y[0]
+        x[:] = y[0]
+        x[: case.m // 3] = -y[0]
+        x[case.m // 2] = 0
+        y[case.n // 2] = 0
+        y[case.n // 3] = -x[-1]
+    x, y = x.to(case.dtype), y.to(case.dtype)
+    return _laid_out(x, case.layout), _laid_out(y, case.layout)
+
+
+def _laid_out(x: Tensor, layout: str) -> Tensor:
+    """x, equal in value, elsewhere in memory."""
+    rows, cols = x.shape
+    if layout == "contiguous":
+        return x
+    if layout == "offset":  # a tile of a larger matrix that starts at an odd address
+        home = torch.full((rows + 3, cols + 7), torch.nan, dtype=x.dtype, device=x.device)[2:-1, 5:-2]
+    elif layout == "strided":  # every second row
+        home = torch.full((2 * rows, cols), torch.nan, dtype=x.dtype, device=x.device)[::2]
+    else:
+        assert layout == "transposed"
+        home = torch.full((cols, rows), torch.nan, dtype=x.dtype, device=x.device).T
+    home.copy_(x)
+    return home
+
+
+@contextlib.contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Unfilled floating-point tensors start as NaN."""
+    empty, new_empty = torch.empty, Tensor.new_empty
+
+    def poison(tensor: Tensor) -> Tensor:
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    with (
+        mock.patch.object(torch, "empty", lambda *a, **k: poison(empty(*a, **k))),
+        mock.patch.object(Tensor, "new_empty", lambda self, *a, **k: poison(new_empty(self, *a, **k))),
+    ):
+        yield
+
+
+def _as_multiplied(x: Tensor, case: TileCase) -> Tensor:
+    return x.to(torch.bfloat16) if case.precision == "bf16" else x
+
+
+def _gradient_tolerance(case: TileCase, device: str) -> float:
+    """Exact and TF32 products: logits are off by scale * roundings of s, and so is P."""
+    if case.precision == "tf32":
+        return TILE_GRADIENT["tf32"] * max(1.0, case.scale / 20)
+    if case.precision == "float32" or (case.precision == "auto" and case.dtype == torch.float32):
+        return TILE_GRADIENT["float32"] * max(1.0, case.scale / 20)
+    # float16 features are themselves rounded to bfloat16 for the products with P.
+    return TILE_GRADIENT["bf16" if device == "cuda" else "bf16 truncated"] * (
+        1.5 if case.dtype == torch.float16 else 1.0
+    )
+
+
+def _value_tolerance(case: TileCase) -> float:
+    """Absolute: float32 roundings of s (TF32: 2**-11 of both factors), times the scale."""
+    return 5e-6 + case.scale * (1e-3 if case.precision == "tf32" else 1e-6)
+
+
+def _assert_within(error: float, tolerance: float, name: str) -> None:
+    assert error <= tolerance, f"{name} is off by {error:.1e}, more than {tolerance:.1e}"
+
+
+def _scales(case: TileCase, device: str) -> tuple[Any, Any]:
+    if not case.per_sample_scales:
+        return case.scale, case.scale
+    return tuple(
+        case.scale * (0.25 + torch.rand(count, generator=torch.Generator().manual_seed(seed))).to(device)
+        for seed, count in ((3, case.m), (4, case.n))
+    )
+
+
+def check_tile_case(module: Any, case: TileCase, device: str) -> None:
+    """Assert that `module.tile_stats` and `module.tile_grads` give what float64 gives."""
+    x, y = features_of(case, device)
+    options = dict(diagonal=case.diagonal, precision=case.precision, tile_budget_mib=case.budget_mib)
+    row_scale, col_scale = _scales(case, device)
+    exact = (_as_multiplied(x, case), _as_multiplied(y, case))
+    expected = reference.tile_stats(*exact, row_scale, col_scale, diagonal=case.diagonal)
+    with poisoned_allocations():
+        got = module.tile_stats(x, y, row_scale, col_scale, **options)
+    for name, result, wanted in zip(("row_lse", "col_lse"), got, expected, strict=True):
+        assert result.dtype == torch.float32 and result.shape == wanted.shape
+        empty = wanted == -torch.inf
+        assert torch.equal(result == -torch.inf, empty), f"{name}: empty sums are -inf"
+        _assert_within(
+            (result - wanted)[~empty].abs().max().nan_to_num(torch.inf).item() if (~empty).any() else 0,
+            _value_tolerance(case),
+            name,
+        )
+
+    # Shifts as a loss would give them: finite, and near the log-sum-exp.
+    row_shift, col_shift = (lse.clamp_min(-2 * case.scale).float() for lse in expected)
+    row_weight, col_weight = (0.1 + torch.linspace(0, 1, len(t), device=device) for t in (x, y))
+    terms = (row_scale, row_shift, row_weight, col_scale, col_shift, col_weight)
+    wanted_grads = reference.tile_grads(*exact, *terms, diagonal=case.diagonal)
+    with poisoned_allocations():
+        got_grads = module.tile_grads(x, y, *terms, **options)
+    tolerance = _gradient_tolerance(case, device)
+    for name, result, wanted in zip(wanted_grads._fields, got_grads, wanted_grads, strict=True):
+        assert result.dtype == torch.float32
+        if wanted.norm() == 0:
+            assert result.norm() == 0, f"{name} is not zero"
+        else:
+            _assert_within(norm_error(result, wanted), tolerance, name)
+
+
+def check_sigmoid_case(module: Any, case: TileCase, device: str, bias: float) -> None:
+    """Assert that `module.tile_sigmoid` gives what float64 gives."""
+    x, y = features_of(case, device)
+    options = dict(diagonal=case.diagonal, precision=case.precision, tile_budget_mib=case.budget_mib)
+    wanted_results = reference.tile_sigmoid(
+        _as_multiplied(x, case), _as_multiplied(y, case), case.scale, bias, diagonal=case.diagonal
+    )
+    with poisoned_allocations():
+        got = module.tile_sigmoid(x, y, case.scale, bias, **options)
+    for name, result, wanted in zip(wanted_results._fields, got, wanted_results, strict=True):
+        assert result.dtype == torch.float32
+        if wanted.norm() == 0:
+            assert result.norm() == 0, f"{name} is not zero"
+        else:
+            _assert_within(norm_error(result, wanted), _gradient_tolerance(case, device), name)
+
+
+def check_converged_training(module: Any, batch: int, device: str) -> None:
+    """Where every positive's probability is above 0.999, the bfloat16 gradient stays within 1e-2 of float64.
+
+    What is left of the gradient is the negatives' part, a thousandth of the positives': it survives because the
+    positives never enter a tile, and their 1 - p is taken from the negatives' sum.
+    """
+    alpha = math.log(batch * 2000.0)
+    x = random_features(batch, 512, 1, device)
+    y = F.normalize(x + 0.003 * random_features(batch, 512, 2, device), dim=1)
+    x, y = x.bfloat16(), y.bfloat16()
+    row_lse, col_lse = module.tile_stats(x, y, alpha, alpha, diagonal=0)
+    positive = alpha * (x.float() * y.float()).sum(1)
+    row_full, col_full = torch.logaddexp(row_lse, positive), torch.logaddexp(col_lse, positive)
+    assert torch.exp(positive - row_full).min() > 0.999
+    weight = alpha / (2 * batch)
+    dx, dy, _, _ = module.tile_grads(x, y, alpha, row_full, weight, alpha, col_full, weight, diagonal=0)
+    missing = weight * (torch.exp(row_lse - row_full) + torch.exp(col_lse - col_full))[:, None]
+    expected = reference.info_nce(x, y, alpha)
+    _assert_within(norm_error(dx - missing * y, expected.d_image), 1e-2, "d_image")
+    _assert_within(norm_error(dy - missing * x, expected.d_text), 1e-2, "d_text")
+
+
+# Small enough for Triton's interpreter, whose tiles are 32 x 64.
+SMALL_CASES = [
+    TileCase(1, 1, 16, diagonal=None, dtype=torch.float32),
+    TileCase(1, 70, 16),
+    TileCase(1, 1, 16),  # nothing is left
+    TileCase(63, 70, 16),
+    TileCase(70, 63, 17, diagonal=-20),
+    TileCase(33, 65, 384, diagonal=40),
+    TileCase(65, 33, 640, diagonal=None, layout="offset"),
+    TileCase(40, 70, 1152, dtype=torch.float16, layout="strided"),
+    TileCase(40, 40, 2048, scale=100.0),
+    TileCase(70, 63, 48, dtype=torch.float16, scale=100.0),
+    TileCase(70, 63, 48, dtype=torch.float32),
+    TileCase(70, 63, 50, dtype=torch.float32, layout="transposed"),
+    TileCase(70, 63, 48, dtype=torch.float32, precision="tf32", diagonal=10**6),
+    TileCase(70, 63, 48, dtype=torch.float32, precision="bf16", layout="offset"),
+    TileCase(70, 63, 48, precision="float32", diagonal=-(10**6)),
+    TileCase(70, 63, 48, dtype=torch.float32, scale=1000.0),
+    TileCase(70, 130, 48, scale=1000.0),
+    TileCase(130, 70, 48, vectors="extreme"),
+    TileCase(130, 70, 48, vectors="extreme", scale=100.0),
+    TileCase(130, 70, 48, vectors="extreme", scale=1000.0, dtype=torch.float32),
+    TileCase(130, 70, 48, per_sample_scales=True),
+    TileCase(70, 130, 48, per_sample_scales=True, scale=100.0, dtype=torch.float32, precision="tf32"),
+    TileCase(200, 300, 16, budget_mib=0.02),
+    TileCase(200, 300, 16, budget_mib=0.05, diagonal=150, dtype=torch.float32),
+    TileCase(200, 300, 16, budget_mib=0.03, diagonal=-70, layout="offset", dtype=torch.float16),
+]

@@ -1,0 +1,81 @@
+"""The Triton kernels under Triton's interpreter, on the CPU, against the float64 oracle.
+
+The interpreter is chosen when triton is imported, for the whole process. So this file runs itself once more, in a
+process of its own with TRITON_INTERPRET=1; the cases below exist in that process only.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tile_cases import SMALL_CASES, TileCase, check_converged_training, check_sigmoid_case, check_tile_case
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+
+    def test_under_the_interpreter() -> None:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        root = Path(__file__).parents[2]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        assert " passed" in done.stdout
+
+else:
+    from megaclip.ops import tiles, tiles_triton
+
+    @pytest.mark.parametrize("case", SMALL_CASES, ids=str)
+    def test_statistics_and_gradients(case: TileCase) -> None:
+        check_tile_case(tiles_triton, case, "cpu")
+
+    @pytest.mark.parametrize("bias", [-10.0, 0.0, 5.0])
+    @pytest.mark.parametrize("case", [case for case in SMALL_CASES if not case.per_sample_scales][::3], ids=str)
+    def test_sigmoid(case: TileCase, bias: float) -> None:
+        check_sigmoid_case(tiles_triton, case, "cpu", bias)
+
+    def test_converged_training() -> None:
+        check_converged_training(tiles_triton, 70, "cpu")
+
+    def test_through_the_dispatcher() -> None:
+        x, y = torch.randn(33, 24), torch.randn(40, 24)
+        for ours, other in zip(
+            tiles.tile_stats(x, y, 3.0, 3.0, diagonal=0, implementation="triton"),
+            tiles.tile_stats(x, y, 3.0, 3.0, diagonal=0, implementation="torch"),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
+
+    def test_only_what_is_needed() -> None:
+        x, y = torch.randn(33, 24), torch.randn(40, 24)
+        terms = (1.0, 5.0, 0.5, 1.0, 4.0, 0.25)
+        dx, dy, row_dot, col_dot = tiles_triton.tile_grads(x, y, *terms)
+        without_dx = tiles_triton.tile_grads(x, y, *terms, need_dx=False)
+        without_dy = tiles_triton.tile_grads(x, y, *terms, need_dy=False, need_dots=False)
+        assert without_dx[0] is None and torch.equal(without_dx[1], dy) and torch.equal(without_dx[2], row_dot)
+        assert without_dy[1] is None and torch.equal(without_dy[0], dx)
+        assert not without_dy[2].any() and not without_dy[3].any()
+        # The sum of both dots is the temperature's gradient, which dx has too.
+        torch.testing.assert_close((x * dx).sum(), row_dot.sum() + col_dot.sum())
+
+    def test_no_rows() -> None:
+        x, y = torch.randn(0, 24), torch.randn(40, 24)
+        row_lse, col_lse = tiles_triton.tile_stats(x, y, 1.0, 1.0)
+        assert row_lse.shape == (0,) and torch.equal(col_lse, torch.full((40,), -torch.inf))
+        dx, dy, _, col_dot = tiles_triton.tile_grads(x, y, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0)
+        assert dx.shape == (0, 24) and not dy.any() and not col_dot.any()
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    @pytest.mark.parametrize(("rows", "cols"), [(1000, 1000), (8192, 8192), (100_000, 3000), (60_000, 60_000)])
+    def test_buffers_stay_within_the_budget(rows: int, cols: int, dtype: torch.dtype) -> None:
+        """Blocks are cut without launching anything; P, and what must be staged, are all that grows with a block."""
+        x, y = torch.zeros(1, 64, dtype=dtype).expand(rows, 64), torch.zeros(1, 64, dtype=dtype).expand(cols, 64)
+        plan = tiles_triton._Plan(x, y, "grads", "bf16", 0, 16)
+        area = 0
+        for block in plan.blocks(2, keeps_tile=True):
+            staged = sum(side.kernel.untyped_storage().nbytes() for side in (block.x, block.y))
+            assert block.p.untyped_storage().nbytes() + staged <= 16 * 2**20
+            area += block.m * block.n
+        assert area == rows * cols
