@@ -1,4 +1,4 @@
-"""Run a function on n gloo ranks of this machine: `run_ranks(function, world_size, *arguments)`.
+"""Run a function on n ranks of this machine: `run_ranks(function, world_size, *arguments)`.
 
 Each rank is a process that joins the others through deepspeed.comm and a file store. Processes fork from a server that
 has torch and deepspeed loaded, so a launch takes about a second; still put many cases into one. The function must be
@@ -34,21 +34,24 @@ def run_ranks(
     *arguments: Any,
     time_limit_s: float = 60,
     environment: dict[str, str] | None = None,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Results of `function(*arguments)` on ranks 0 to world_size-1; deepspeed.comm is initialised there (gloo).
+    """Results of `function(*arguments)` on ranks 0 to world_size-1; deepspeed.comm is initialised there.
 
-    environment: set in every rank before the function runs. Raises `RankFailure`.
+    environment: set in every rank before the function runs. backend: "nccl" gives every rank a GPU of its own, and a
+    process that starts from nothing. Raises `RankFailure`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server loads torch
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
+    if backend == "gloo":
+        context.set_forkserver_preload(_PRELOADED)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server loads torch
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     work = pickle.dumps((function, arguments))
     with tempfile.TemporaryDirectory() as folder:
         processes, reports = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            place = (rank, world_size, os.path.join(folder, "store"), environment or {}, time_limit_s)
+            place = (rank, world_size, os.path.join(folder, "store"), environment or {}, time_limit_s, backend)
             process = context.Process(target=_run_rank, args=(sender, work, *place), daemon=True)
             process.start()
             sender.close()
@@ -96,13 +99,14 @@ def _run_rank(
     store: str,
     environment: dict[str, str],
     time_limit_s: float,
+    backend: str,
 ) -> None:
     """The life of one rank: set the launcher's variables, join the others, run, report."""
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in local.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **environment})
     try:
-        _join(rank, world_size, store, time_limit_s)
+        _join(rank, world_size, store, time_limit_s, backend)
         function, arguments = pickle.loads(work)  # imports the test: only now, when the rank is known
         report.send((True, function(*arguments)))
     except BaseException:  # whatever ended this rank is the test's finding
@@ -112,19 +116,21 @@ def _run_rank(
         os._exit(0)  # a failed peer must not hold this rank in gloo's destructors
 
 
-def _join(rank: int, world_size: int, store: str, time_limit_s: float) -> None:
+def _join(rank: int, world_size: int, store: str, time_limit_s: float, backend: str) -> None:
     import deepspeed.comm as dist
     import deepspeed.ops
     import torch
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     # DeepSpeed compiles a shared-memory all-reduce for CPU inference at start-up; no test uses it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=time_limit_s),
     )
-    dist.init_distributed(dist_backend="gloo", verbose=False)
+    dist.init_distributed(dist_backend=backend, verbose=False)
