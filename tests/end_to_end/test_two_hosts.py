@@ -1,0 +1,133 @@
+"""launch/multi_node.sh trains over two hosts as one host does, and ends everything when a rank dies."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from two_hosts import INTERFACE, TwoHosts, two_hosts, why_not
+
+ROOT = Path(__file__).resolve().parents[2]
+MULTI_NODE = ROOT / "launch" / "multi_node.sh"
+STEPS = 3
+LIMIT_S = 120
+# The ranks sum the same numbers in another order when they share memory: a few float32 roundings of losses near 5.
+LOSS_TOLERANCE = 1e-6
+
+if _reason := why_not():
+    pytest.skip(_reason, allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
+    with two_hosts(tmp_path_factory.mktemp("two_hosts")) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def environment(hosts: TwoHosts) -> dict[str, str]:
+    """What the user of the hosts has set; the ranks get theirs from the file that stands in for ~/.deepspeed_env."""
+    for_ranks = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR", "PATH") if name in os.environ}
+    for_ranks |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+    env_file = hosts.hostfile.with_name("deepspeed_env")
+    env_file.write_text("".join(f"{name}={value}\n" for name, value in for_ranks.items()))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ssh = f"-F {hosts.ssh_config}"
+    return {"PATH": path, "HOME": os.environ["HOME"], "DS_ENV_FILE": str(env_file), "PDSH_SSH_ARGS_APPEND": ssh}
+
+
+@pytest.fixture(scope="module")
+def losses_of_one_host(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    logs = tmp_path_factory.mktemp("one_host")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    deepspeed = Path(sys.executable).with_name("deepspeed")
+    command = [deepspeed, "--num_gpus", "2", "--master_port", port, ROOT / "launch" / "train.py"]
+    subprocess.run([*command, *training(tiny_run, logs)], cwd=tiny_run, check=True, timeout=LIMIT_S)
+    return losses(logs)
+
+
+def training(tiny_run: Path, logs: Path, steps: int = STEPS) -> list[str]:
+    """Arguments of launch/train.py, with a pattern that a remote shell must not expand."""
+    options = {
+        "--deepspeed_config": tiny_run / "zero3.json",
+        "--model": tiny_run / "model.json",
+        "--train-data": "train/{00000..00003}.tar",  # relative: the launcher's folder is the ranks' folder
+        "--tokenizer": tiny_run / "tokenizer.model",
+        "--train-steps": steps,
+        "--warmup": 1,
+        "--workers": 0,
+        "--log-every-n-steps": 1,
+        "--logs": logs,
+        "--name": "a run",
+    }
+    return [str(part) for option in options.items() for part in option]
+
+
+def losses(logs: Path) -> list[float]:
+    """The loss of every step, in float32, from TensorBoard's file."""
+    events = EventAccumulator(str(logs / "a run" / "tensorboard"))
+    events.Reload()
+    tag = next(tag for tag in events.Tags()["scalars"] if tag.endswith("loss"))
+    return [event.value for event in events.Scalars(tag)]
+
+
+def test_through_pdsh(
+    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path, losses_of_one_host: list[float]
+) -> None:
+    launch = hosts.first.command(
+        MULTI_NODE, "--hostfile", hosts.hostfile, *training(tiny_run, tmp_path), folder=tiny_run
+    )
+    output = finished(launch, environment)
+    for host in (hosts.first, hosts.second):
+        assert re.search(rf"^{host.address}: .*process \d+ spawned", output, re.MULTILINE), output
+    assert len(losses_of_one_host) == STEPS
+    assert losses(tmp_path) == pytest.approx(losses_of_one_host, abs=LOSS_TOLERANCE, rel=0)
+
+
+def test_without_ssh(
+    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path, losses_of_one_host: list[float]
+) -> None:
+    del environment["PDSH_SSH_ARGS_APPEND"]  # no way to reach the other host
+    options = ("--no_ssh", "--hostfile", hosts.hostfile, "--node_rank")
+    launches = [
+        host.command(MULTI_NODE, *options, str(node_rank), *training(tiny_run, tmp_path), folder=tiny_run)
+        for node_rank, host in enumerate((hosts.first, hosts.second))
+    ]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(finished, launches, [environment] * 2))
+    assert losses(tmp_path) == pytest.approx(losses_of_one_host, abs=LOSS_TOLERANCE, rel=0)
+
+
+def finished(launch: list[str], environment: dict[str, str]) -> str:
+    """The output of a launch that must succeed."""
+    done = subprocess.run(
+        launch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_a_dead_rank_ends_the_others(
+    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path
+) -> None:
+    """Even a rank that cannot notice: it is stopped, as if it waited for a GPU."""
+    arguments = training(tiny_run, tmp_path, steps=100_000)
+    launch = hosts.first.command(MULTI_NODE, "--hostfile", hosts.hostfile, *arguments, folder=tiny_run)
+    log = tmp_path / "log"
+    with open(log, "w") as output, subprocess.Popen(launch, env=environment, stdout=output, stderr=output) as launcher:
+        wait_until(lambda: "step 2/" in log.read_text())
+        subprocess.run(hosts.first.command("pkill", "-STOP", "-f", RANK), check=True)
+        subprocess.run(hosts.second.command("pkill", "-KILL", "-f", RANK), check=True)
+        assert launcher.wait(timeout=END_LIMIT_S) != 0
+    wait_until(lambda: hosts.first.processes(RANK) == [])
