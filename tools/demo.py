@@ -4,8 +4,8 @@
 
 Draws digit scenes, trains a tokenizer on their captions, trains a small CLIP model under the deepspeed launcher (two
 ranks, ZeRO-3 with optimizer offload, activation checkpointing, a gradient cache of 4 chunks, the ring exchange; see
-ds_configs/demo_cpu.json), evaluates on held-out scenes, exports to open_clip's format, verifies the export with the real
-open_clip, prints a table and writes RUN/metrics.json.
+ds_configs/demo_cpu.json), evaluates on held-out scenes, exports to open_clip's format, verifies the export with the
+real open_clip, prints a table and writes RUN/metrics.json.
 """
 
 import argparse
@@ -72,17 +72,9 @@ def python(*command: str | Path, capture: bool = False) -> str:
 def make_data(data: Path, steps: int) -> None:
     """Scenes for one pass of the curriculum, and a tokenizer for their captions; kept for the next call."""
     python("tools/make_digit_scenes.py", data, "--train", str(steps * BATCH))
-    if not (data / "tokenizer.model").exists():
-        python(
-            "tools/train_tokenizer.py",
-            data / "train/*.tar",
-            "--out",
-            data / "tokenizer.model",
-            "--vocab-size",
-            "128",
-            "--model-type",
-            "bpe",
-        )
+    tokenizer = data / "tokenizer.model"
+    if not tokenizer.exists():
+        python("tools/train_tokenizer.py", data / "train/*.tar", "--out", tokenizer, "--vocab-size", "192")
 
 
 def train(data: Path, run: Path, arguments: argparse.Namespace) -> None:
@@ -102,7 +94,7 @@ def train(data: Path, run: Path, arguments: argparse.Namespace) -> None:
         "--deepspeed_config", "ds_configs/demo_cpu.json", "--model", "demo-tiny",
         "--train-data", data / "train/*.tar", "--shard-order", "sequential", "--tokenizer", data / "tokenizer.model",
         "--val-data", data / "held_out/*.tar", "--zeroshot-data", data / "zero_shot",
-        "--train-steps", arguments.steps, "--warmup", min(50, arguments.steps // 3), "--workers", 0,
+        "--train-steps", arguments.steps, "--warmup", min(50, arguments.steps // 3), "--workers", 0, "--aug-scale", 1, 1,
         "--seed", arguments.seed, "--logs", run.parent, "--name", run.name, "--log-every-n-steps", 20,
         "--eval-every-steps", 100,
     ]  # fmt: skip
