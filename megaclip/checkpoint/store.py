@@ -55,18 +55,33 @@ def save(engine: DeepSpeedEngine, folder: Path, step: int, state: dict[str, Any]
     """
     tag = f"step_{step:08d}"
     first = dist.get_rank() == 0
-    _on_first_rank(lambda: shutil.rmtree(folder / tag, ignore_errors=True), first)
+    _on_first_rank(lambda: _clear(folder, tag), first)
     engine.save_checkpoint(str(folder), tag=tag, save_latest=False)  # ends with a barrier
 
     def finish() -> None:
         write_atomically(folder / tag / STATE, json.dumps(state, indent=1))
         write_atomically(folder / LATEST, tag)
-        for old in sorted(path for path in folder.iterdir() if _TAG.fullmatch(path.name))[:-keep_last]:
-            if old.name != tag:
-                shutil.rmtree(old, ignore_errors=True)
+        for old in _tags(folder)[:-keep_last]:
+            if old != tag:
+                shutil.rmtree(folder / old, ignore_errors=True)
 
     _on_first_rank(finish, first)
     return tag
+
+
+def _clear(folder: Path, tag: str) -> None:
+    """Delete what lies at `tag`. A run that went back may write again what `latest` names: an earlier one first."""
+    latest = folder / LATEST
+    if latest.is_file() and latest.read_text(encoding="utf-8").strip() == tag:
+        earlier = [old for old in _tags(folder) if old < tag and (folder / old / STATE).is_file()]
+        if earlier:
+            write_atomically(latest, earlier[-1])
+    shutil.rmtree(folder / tag, ignore_errors=True)
+
+
+def _tags(folder: Path) -> list[str]:
+    """Every step_N folder, the oldest first, complete or not."""
+    return sorted(path.name for path in folder.iterdir() if _TAG.fullmatch(path.name))
 
 
 def _on_first_rank(action: Any, first: bool) -> None:

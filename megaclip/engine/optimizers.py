@@ -46,8 +46,8 @@ def set_learning_rate(engine: DeepSpeedEngine, learning_rate: float) -> None:
 def guard_gradients(engine: DeepSpeedEngine) -> None:
     """Make the optimizer refuse an update whose global gradient norm is infinite or NaN.
 
-    DeepSpeed checks this itself in bf16 (and skips the step silently), but not in float32. The hook runs on every rank
-    with the same global norm, inside `engine.step()`, before any parameter changes.
+    DeepSpeed skips such a step silently (`update` says so), and takes it where bf16.check_grad_overflow is off. The
+    hook runs on every rank with the same global norm, inside `engine.step()`, before any parameter changes.
     """
 
     def refuse(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:

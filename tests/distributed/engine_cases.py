@@ -63,6 +63,8 @@ class Case:
     stage: int = 0
     accumulation: int = 1
     bf16: bool = False
+    check_overflow: bool = True
+    """DeepSpeed's own check of bf16 gradients."""
     grad_accum_dtype: str | None = None
     checkpointing: str = ""
     """"", "plain" or "cpu"."""
@@ -171,7 +173,7 @@ def training_config(case: Case) -> TrainingConfig:
             "params": {"lr": 1.0, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY},
         },
         "zero_optimization": zero,
-        "bf16": {"enabled": case.bf16},
+        "bf16": {"enabled": case.bf16, "check_grad_overflow": case.check_overflow},
         "megaclip": {"coalesce_gradient_reduction": case.coalesce},
     }
     if case.grad_accum_dtype:

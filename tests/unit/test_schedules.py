@@ -1,0 +1,55 @@
+"""Learning-rate schedules: open_clip's own functions are the oracle, step by step."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from megaclip.engine.schedules import constant, constant_with_cooldown, cosine
+
+scheduler = pytest.importorskip("open_clip_train.scheduler", reason="open_clip's training package is the oracle")
+
+RATE = 0.3
+TOTAL = 23
+WARMUPS = (0, 1, 7)
+
+
+def theirs(function, *arguments, **keywords) -> list[float]:
+    """Rates that open_clip's schedule gives the optimizer before steps 0 to TOTAL-1."""
+    optimizer = SimpleNamespace(param_groups=[{}])
+    adjust = function(optimizer, RATE, *arguments, **keywords)
+    rates = []
+    for step in range(TOTAL):
+        adjust(step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def ours(schedule) -> list[float]:
+    return [RATE * schedule(step) for step in range(TOTAL)]
+
+
+@pytest.mark.parametrize("warmup", WARMUPS)
+def test_constant(warmup):
+    assert ours(constant(warmup)) == pytest.approx(theirs(scheduler.const_lr, warmup, TOTAL), rel=1e-12)
+
+
+@pytest.mark.parametrize("warmup", [*WARMUPS, TOTAL])
+def test_cosine(warmup):
+    assert ours(cosine(warmup, TOTAL)) == pytest.approx(theirs(scheduler.cosine_lr, warmup, TOTAL), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "cooldown", "power", "end"), [*itertools.product(WARMUPS, (1, 9), (1.0, 2.5), (0.0, 0.06))]
+)
+def test_constant_with_cooldown(warmup, cooldown, power, end):
+    expected = theirs(scheduler.const_lr_cooldown, warmup, TOTAL, cooldown, cooldown_power=power, cooldown_end_lr=end)
+    assert ours(constant_with_cooldown(warmup, TOTAL, cooldown, power, end / RATE)) == pytest.approx(
+        expected, rel=1e-12
+    )
+
+
+def test_the_end_is_reached_and_kept():
+    """A step beyond the last, as a resumed and prolonged run takes, does not turn the rate up again."""
+    assert [cosine(2, 10)(step) for step in (10, 11, 25)] == [0.0, 0.0, 0.0]
+    assert [constant_with_cooldown(2, 10, 4, 1.0, 0.5)(step) for step in (10, 11, 25)] == [0.5, 0.5, 0.5]
