@@ -1,8 +1,8 @@
 """What a run shows while it works: a progress bar, log lines, TensorBoard scalars and pictures.
 
 Only the first rank shows anything; the other ranks hold a `Metrics` that stays silent. On a terminal the bar carries
-the numbers; where the output goes to a file, a log line every few steps does. DeepSpeed's own monitors (wandb, comet, csv),
-when ds_config.json turns them on, receive the same scalars.
+the numbers; where the output goes to a file, a log line every few steps does. DeepSpeed's own monitors (wandb, comet,
+csv), when ds_config.json turns them on, receive the same scalars.
 """
 
 import resource
