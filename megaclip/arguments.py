@@ -37,6 +37,7 @@ class TrainArguments(BaseModel):
     image_key: str | None = Field(default=None, description="column or extension of the image")
     caption_key: str | None = Field(default=None, description="column or extension of the caption")
     val_data: list[str] = Field(default=[], description="held-out image-text pairs for retrieval")
+    group_captions: bool = Field(default=False, description="--val-data has several captions per image (COCO, Flickr)")
     zeroshot_data: str | None = Field(default=None, description="labelled images for zero-shot classification")
     tokenizer: str = Field(default="clip", description="'clip', or the path of a sentencepiece model")
     workers: NotNegative = Field(default=4, description="data worker processes per rank")
@@ -112,6 +113,8 @@ class TrainArguments(BaseModel):
             raise ValueError("--lock-image-unlocked-groups needs --lock-image")
         if self.lock_text_unlocked_layers and not self.lock_text:
             raise ValueError("--lock-text-unlocked-layers needs --lock-text")
+        if self.group_captions and not self.val_data:
+            raise ValueError("--group-captions needs --val-data")
         if self.val_data == [] and self.zeroshot_data is None and self.eval_every_steps:
             raise ValueError("--eval-every-steps needs --val-data or --zeroshot-data")
         return self

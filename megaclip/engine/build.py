@@ -1,6 +1,7 @@
 """From a checked configuration to a DeepSpeed engine around the model, ready to train."""
 
 import logging as standard_logging
+import warnings
 from collections.abc import Callable
 
 import deepspeed
@@ -81,5 +82,6 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel)
 
 
 def quiet_deepspeed() -> None:
-    """DeepSpeed's own logger to WARNING, unless ds_config.json's "log_level" says otherwise later."""
+    """Set DeepSpeed's logger to WARNING, and silence what PyTorch says of DeepSpeed's calls, which no user can mend."""
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     standard_logging.getLogger("DeepSpeed").setLevel(standard_logging.WARNING)

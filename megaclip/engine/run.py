@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,14 @@ from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.schedules import Schedule, constant, constant_with_cooldown, cosine
 from megaclip.errors import CheckpointError, ConfigError, MegaclipError
-from megaclip.evaluation import ModelEncoder, ZeroShotTask, evaluate, example_pictures
+from megaclip.evaluation import (
+    CaptionGroups,
+    ModelEncoder,
+    ZeroShotTask,
+    evaluate,
+    example_pictures,
+    group_captions,
+)
 from megaclip.logging import get_logger
 from megaclip.losses import LOSSES
 
@@ -43,6 +51,7 @@ DEFAULT_EPOCHS = 32
 def main(argv: list[str]) -> int:
     """Run one rank's part of the training that `argv` asks for; returns the process's exit code."""
     arguments: TrainArguments | None = None
+    exit_code = 0
     try:
         arguments = parse_arguments(argv)
         train(arguments)
@@ -51,11 +60,11 @@ def main(argv: list[str]) -> int:
             logger.error("%s", error)
         if arguments is not None and arguments.debug_traceback:
             raise
-        return 1
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
+        exit_code = 1
+    # Not after any other exception: the peers may be inside a collective, and leaving the group would wait for them.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return exit_code
 
 
 def train(arguments: TrainArguments) -> dict[str, float]:
@@ -218,7 +227,9 @@ class _Run:
         encode = ModelEncoder(self.engine, device=self.engine.device, image_dtype=self.engine.get_data_types()[0])
         self.engine.eval()
         try:
-            result = evaluate(encode, tokenizer=inputs.tokenizer, pairs=pairs, labelled=labelled)
+            result = evaluate(
+                encode, tokenizer=inputs.tokenizer, pairs=pairs, captions=self._validation_captions, labelled=labelled
+            )
         finally:
             self.engine.train()
         self.scores = result.metrics
@@ -227,6 +238,13 @@ class _Run:
             pictures = example_pictures(result.examples, inputs.validation)
         metrics.evaluation(self.step, result.metrics, pictures)
         metrics.resume_clock()
+
+    @cached_property
+    def _validation_captions(self) -> CaptionGroups | None:
+        """With --group-captions, which captions belong to the same image; read once."""
+        if self.inputs.validation is None or not self.arguments.group_captions:
+            return None
+        return group_captions(self.inputs.validation)
 
     def _save(self, samples_consumed: int) -> None:
         state = {
