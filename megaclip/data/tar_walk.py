@@ -56,7 +56,7 @@ def walk_shard(path: Path | str, image_extensions: Sequence[str], caption_extens
         with open(path, "rb") as file:
             for name, offset, size in _members(file):
                 key, extension = _split_name(name)
-                if extension in wanted and key:
+                if extension in wanted:
                     samples.setdefault(key, {}).setdefault(extension, (offset, size))
     except _Damaged as error:
         damage = str(error)
@@ -65,10 +65,10 @@ def walk_shard(path: Path | str, image_extensions: Sequence[str], caption_extens
 
 
 def _split_name(name: bytes) -> tuple[bytes, str]:
-    """Key and extension; the key is empty for a hidden file such as macOS's "._000017.jpg"."""
+    """Key and extension: `dir/17.seg.png` is dir/17 and seg.png, macOS's hidden `._17.png` has the extension _17.png."""
     directory, slash, base = name.rpartition(b"/")
     stem, _, extension = base.partition(b".")
-    return directory + slash + stem if stem else b"", extension.decode("utf-8", "replace").lower()
+    return directory + slash + stem, extension.decode("utf-8", "replace").lower()
 
 
 def _entry(

@@ -206,10 +206,11 @@ def _normalizer(spec: Any) -> normalizers.Normalizer:
 
 
 def _with_whole_words(captions: Iterable[str], vocab_size: int) -> Iterator[str]:
-    """The captions, and after them every frequent word, written twice in a row.
+    """The captions, and after them every frequent word on a line of its own, twice.
 
-    A unigram model considers only pieces that occur in two different words. Where captions use few words, as ours of
-    digits do, "seven" would be spelt "s ev en"; next to "sevenseven" it is a candidate, and one line tips no scale.
+    A unigram model's candidates are the branches of a suffix tree: strings that different characters follow. A word
+    that never ends a caption is always followed by a space, so in regular captions, as ours of digits are, "left" would
+    be spelt "l e f t". "left left" lets it be followed by a space and by the end; one line tips no scale.
     """
     words: Counter[str] = Counter()
     for caption in captions:
@@ -217,7 +218,7 @@ def _with_whole_words(captions: Iterable[str], vocab_size: int) -> Iterator[str]
         yield caption
     for word, _ in words.most_common(vocab_size):
         if len(word) <= MAX_PIECE_LENGTH:
-            yield word + word
+            yield f"{word} {word}"
 
 
 def train_sentencepiece(

@@ -103,6 +103,27 @@ def test_extreme_shapes_fall_back_to_the_centre():
     assert random_box((10, 1000), (0.9, 1.0), generator) == (0, (1000 - 13) // 2, 10, 13)
 
 
+def test_draft_decoding_never_goes_below_what_the_crop_needs():
+    """On noise any missing pixel shows: the crop is under twice the target, so all of it must be decoded."""
+    content = picture(5, 70, 70, "JPEG")
+    left, top, width, height = random_box((70, 70), (0.5, 0.6), images_module._generator((0, 0, 1)))
+    assert max(width, height) < 64
+    whole = Image.open(io.BytesIO(content)).crop((left, top, left + width, top + height))
+    buffer = io.BytesIO()
+    whole.resize((32, 32), Image.BICUBIC).save(buffer, "PNG")
+    expected = ImageTransform(32)(buffer.getvalue())
+    got = ImageTransform(32, training=True, scale=(0.5, 0.6))(content, seeds=(0, 0, 1))
+    assert (got - expected).abs().mean() < 0.1  # at half the size it would be 0.3
+
+
+def test_only_raster_formats_of_the_web_are_opened():
+    buffer = io.BytesIO()
+    Image.new("RGB", (20, 20)).save(buffer, "PCX")
+    assert Image.open(io.BytesIO(buffer.getvalue())).size == (20, 20)
+    with pytest.raises(BadSample):
+        ImageTransform(16)(buffer.getvalue())
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_what_cannot_be_decoded_is_a_bad_sample(training):
     transform = ImageTransform(16, training=training)

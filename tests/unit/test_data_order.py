@@ -47,6 +47,8 @@ def test_sequential_order_keeps_shards_in_order_and_shuffles_within():
     ids = visit(SampleOrder([20] * 5, seed=0, shard_order="sequential"), 0, 100)[0]
     np.testing.assert_array_equal(ids // 20, np.repeat(np.arange(5), 20))
     assert (ids != np.arange(100)).any()
+    again = visit(SampleOrder([20] * 5, seed=0, shard_order="sequential"), 100, 100)[0]
+    assert (ids[:20] != again[:20]).any()
 
 
 def test_shuffled_windows_mix_shards():

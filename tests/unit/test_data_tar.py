@@ -216,6 +216,8 @@ def test_a_pickled_copy_opens_the_shards_itself(tmp_path):
     shards = TarShards(write_shards(tmp_path, [2]))
     shards.read(0)
     packed = pickle.dumps(shards)
+    for descriptor in shards._files.values():
+        os.close(descriptor)
     assert len(packed) < 4000 and pickle.loads(packed).read(1).caption == "caption 1"
 
 

@@ -32,6 +32,9 @@ HARD = [
     "word " * 200,
     "\0nul \x1b[31mred\x1b[0m \ufeffbom",
     "<end_of_text> in a caption",
+    "&amp;amp;lt; twice and no more, beside <b>",
+    "it'\u017f long s \u212a kelvin",
+    "\u00a8a \u00a8 b\u00a8",
     "\u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u05e2\u05d1\u05e8\u05d9\u05ea \u0939\u093f\u0928\u094d\u0926\u0940",
 ]
 
@@ -126,11 +129,12 @@ def test_open_clip_itself_loads_the_export(sentencepiece_tokenizer, captions, tm
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
 def test_frequent_words_are_whole_pieces_however_few_words_there_are(tmp_path, model_type):
-    words = ["a", "red", "seven", "above", "magenta", "three", "below", "an", "orange", "eight"]
-    captions = [" ".join(random.Random(n).choices(words, k=6)) for n in range(500)]
+    colours, digits = ["red", "blue", "magenta", "yellow"], ["seven", "three", "eight", "four"]
+    draw = random.Random(0).choice
+    captions = [f"the {draw(colours)} {draw(digits)} left of the {draw(digits)} handwritten" for _ in range(500)]
     train_sentencepiece(captions, tmp_path / "spm.model", vocab_size=100, model_type=model_type)
     tokens = load_tokenizer(str(tmp_path / "spm.model"), 20)(captions)
-    assert (tokens != 0).sum(1).tolist() == [7] * 500  # six words and the end
+    assert (tokens != 0).sum(1).tolist() == [9] * 500  # eight words and the end
 
 
 def test_clip_needs_nothing_written(tmp_path):
