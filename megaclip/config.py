@@ -10,7 +10,7 @@ import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -43,6 +43,23 @@ class MegaclipSection(BaseModel):
 
 
 SUPPORTED_OPTIMIZERS = ("AdamW", "Adam")
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _OptimizerParams(BaseModel):
+    """optimizer.params, which DeepSpeed hands on unchecked: a wrong beta would show as a loss of NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lr: float = Field(gt=0)
+    betas: list[_Decay] = Field([0.9, 0.999], min_length=2, max_length=2)
+    eps: float = Field(1e-8, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    bias_correction: bool = True
+    adam_w_mode: bool = True
+    torch_adam: bool = False
+    fp32_optimizer_states: bool = True
+
 
 _HONOURED_KEYS = {
     "megaclip",
@@ -263,12 +280,11 @@ def _check_optimizer(path: Path, config: dict[str, Any]) -> None:
         raise ConfigError(
             f"{path}: optimizer.params.lr must be a positive number (the peak learning rate), not {rate!r}"
         )
-    _check_keys(
-        path,
-        "optimizer.params",
-        params,
-        {"lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode", "torch_adam", "fp32_optimizer_states"},
-    )
+    _check_keys(path, "optimizer.params", params, set(_OptimizerParams.model_fields))
+    try:
+        _OptimizerParams.model_validate(params)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_first_problem('optimizer.params', error)}") from None
 
 
 def _check_zero(path: Path, config: dict[str, Any]) -> None:

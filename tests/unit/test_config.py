@@ -68,6 +68,8 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         ({"optimizer": {"type": "AdmW", "params": {"lr": 1}}}, "did you mean 'AdamW'?"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr must be a positive number"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1, "beta": 1}}}, "did you mean 'betas'?"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1, "betas": [0.9, 2]}}}, "optimizer.params.betas.1"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1, "eps": "1e-6"}}}, "optimizer.params.eps"),
         ({"activation_checkpointing": {"partition_activations": True}}, "it needs tensor parallelism"),
         ({"activation_checkpointing": {"cpu_checkpoint": True}}, "did you mean 'cpu_checkpointing'?"),
         ({"train_batch_size": "auto"}, "train_batch_size must be a positive whole number"),

@@ -1,0 +1,165 @@
+"""Whatever a user gets wrong ends in one readable line and a non-zero exit code on every rank: no traceback, no hang.
+
+Most mistakes are made one after the other in the ranks of one launch; two go through the deepspeed launcher.
+"""
+
+import io
+import json
+import shutil
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaclip.models import ModelConfig, build_model
+from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, launch, run_in_ranks
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What differs from a run that works, and words that the error must hold.
+
+    In texts, TINY stands for the tiny run's folder and MADE for what the fixture `made` has spoilt.
+    """
+
+    expected: list[str]
+    changes: dict[str, Any] = field(default_factory=dict)
+    config_changes: dict[str, Any] = field(default_factory=dict)
+    config: str = "zero1.json"
+
+    def command(self, number: int, tiny: Path, made: Path) -> list[str]:
+        config = json.loads((tiny / self.config).read_text()) | self.config_changes
+        path = made / f"ds_config_{number}.json"
+        path.write_text(json.dumps(config))
+        changes = {"deepspeed_config": path, "logs": made / f"runs_{number}", **self.changes}
+        places = {"TINY": str(tiny), "MADE": str(made)}
+        for name, value in changes.items():
+            for word, place in places.items():
+                changes[name] = value = value.replace(word, place) if isinstance(value, str) else value
+        return flags(tiny, **changes)
+
+
+GOING_ON = {"logs": "MADE/runs", "resume": "auto"}
+MISTAKES = {
+    "missing data": Mistake(["nowhere/0.tar"], {"train_data": "MADE/nowhere/0.tar"}),
+    "a glob that matches nothing": Mistake(["*.tarr"], {"train_data": "TINY/train/*.tarr"}),
+    "braces that match nothing": Mistake(["00007.tar"], {"train_data": "TINY/train/{00007..00008}.tar"}),
+    "missing validation data": Mistake(["nowhere"], {"val_data": "MADE/nowhere"}),
+    "missing zero-shot data": Mistake(["nowhere"], {"zeroshot_data": "MADE/nowhere"}),
+    "a corrupt shard": Mistake(["bad", "corrupt.tar"], {"train_data": "MADE/corrupt.tar"}),
+    "not a tar file": Mistake(["noise.tar"], {"train_data": "MADE/noise.tar"}),
+    "a batch larger than the data": Mistake(["batch of 32", "has 20"], {"train_data": "MADE/short.tar"}),
+    "an unknown model": Mistake(["ViT-B-3", "ViT-B-32"], {"model": "ViT-B-3"}),
+    "a model JSON that is none": Mistake(["list.json"], {"model": "MADE/list.json"}),
+    "patches larger than the image": Mistake(["patch_size"], {"model": "MADE/large_patches.json"}),
+    "a missing tokenizer": Mistake(["nowhere.model"], {"tokenizer": "MADE/nowhere.model"}),
+    "a tokenizer of another kind": Mistake(["model.json"], {"tokenizer": "TINY/model.json"}),
+    "weights of another model": Mistake(["other.pt"], {"pretrained": "MADE/other.pt"}),
+    "weights that are none": Mistake(["noise.tar"], {"pretrained": "MADE/noise.tar"}),
+    "missing weights": Mistake(["nowhere.pt"], {"pretrained": "MADE/nowhere.pt"}),
+    "a wrong key": Mistake(
+        ["unknown key megaclip.exchnage", "did you mean 'exchange'?"], config_changes={"megaclip": {"exchnage": "ring"}}
+    ),
+    "a misspelt section": Mistake(["unknown key 'megclip'", "mean 'megaclip'?"], config_changes={"megclip": {}}),
+    "a value that DeepSpeed refuses": Mistake(
+        ["allgather_bucket_size"], config_changes={"zero_optimization": {"stage": 1, "allgather_bucket_size": -1}}
+    ),
+    "a value that the optimizer refuses": Mistake(
+        ["optimizer.params.betas", "less than 1"],
+        config_changes={"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [2, 3]}}},
+    ),
+    "no config": Mistake(["nowhere.json"], {"deepspeed_config": "MADE/nowhere.json"}),
+    "a batch that the ranks do not divide": Mistake(
+        ["train_batch_size 31", "2 ranks"], config_changes={"train_batch_size": 31}
+    ),
+    "an unknown flag": Mistake(["--train-steppes", "--train-steps"], {"train_steppes": 3}),
+    "a flag for what ds_config.json owns": Mistake(["--lr", "optimizer.params.lr"], {"lr": 3}),
+    "a warm-up longer than the run": Mistake(["--warmup 9", "2 steps"], {"warmup": 9}),
+    "a file in the folder's place": Mistake(["cannot write", "noise.tar"], {"logs": "MADE/noise.tar"}),
+    "an unwritable folder": Mistake(["cannot write", "/proc"], {"logs": "/proc"}),
+    "nothing to resume": Mistake(["no checkpoint at", "nowhere"], {"resume": "MADE/nowhere"}),
+    "resume without a name": Mistake(["--resume auto needs --name"], {"resume": "auto", "name": None}),
+    "a run that exists": Mistake(["holds a run already", "--resume auto"], {"logs": "MADE/runs"}),
+    "fewer data on resume": Mistake(["4 files, now 3"], {**GOING_ON, "train_data": "TINY/train/0000[0-2].tar"}),
+    "a changed shard on resume": Mistake(["00003.tar"], {**GOING_ON, "train_data": "MADE/train/*.tar"}),
+    "another seed on resume": Mistake(["seed 0", "has 1"], {**GOING_ON, "seed": 1}),
+    "another ZeRO stage on resume": Mistake(["stage 1, not 3"], GOING_ON, config="zero3.json"),
+    "a damaged checkpoint": Mistake(["cannot load checkpoint"], {"resume": "MADE/damaged/run"}),
+}
+LAUNCHED = ("a glob that matches nothing", "a corrupt shard")
+
+
+@pytest.fixture(scope="module")
+def made(tiny_run, tmp_path_factory) -> Path:
+    """Spoilt inputs, and MADE/runs/run: a run that worked, with a checkpoint."""
+    folder = tmp_path_factory.mktemp("made")
+    write_corrupt_shard(tiny_run / "train" / "00000.tar", folder / "corrupt.tar")
+    write_shard_of(tiny_run / "train" / "00000.tar", folder / "short.tar", scenes=20)
+    shutil.copytree(tiny_run / "train", folder / "train")
+    shutil.copy(folder / "short.tar", folder / "train" / "00003.tar")
+    (folder / "noise.tar").write_bytes(b"no tar, no weights " * 100)
+    (folder / "list.json").write_text("[]")
+    model = json.loads((tiny_run / "model.json").read_text())
+    (folder / "large_patches.json").write_text(
+        json.dumps({**model, "vision_cfg": {"image_size": 24, "patch_size": 48}})
+    )
+    other = ModelConfig.from_dict({**model, "embed_dim": 48})
+    torch.save(build_model(other).state_dict(), folder / "other.pt")
+    worked = run_in_ranks([flags(tiny_run, tiny_run / "zero1.json", folder / "runs")])[0]
+    assert [end.exit_code for end in worked] == [0] * WORLD_SIZE, worked[0].output
+    shutil.copytree(folder / "runs", folder / "damaged")
+    next((folder / "damaged").glob("run/checkpoints/step_*/*rank_1*")).write_bytes(b"cut off")
+    return folder
+
+
+def write_corrupt_shard(source: Path, target: Path) -> None:
+    """The same captions, and images of which none can be decoded."""
+    with tarfile.open(source) as archive, tarfile.open(target, "w") as copy:
+        for member in archive:
+            content = archive.extractfile(member)
+            assert content is not None
+            data = content.read()
+            if member.name.endswith(".jpg"):
+                data = bytes(len(data))
+            copy.addfile(member, io.BytesIO(data))
+
+
+def write_shard_of(source: Path, target: Path, scenes: int) -> None:
+    with tarfile.open(source) as archive, tarfile.open(target, "w") as copy:
+        names: set[str] = set()
+        for member in archive:
+            names.add(member.name.split(".")[0])
+            if len(names) > scenes:
+                break
+            copy.addfile(member, archive.extractfile(member))
+
+
+@pytest.fixture(scope="module")
+def ends(tiny_run, made) -> dict[str, list[Finished]]:
+    """Name of the mistake -> how each rank ended."""
+    commands = [mistake.command(number, tiny_run, made) for number, mistake in enumerate(MISTAKES.values())]
+    return dict(zip(MISTAKES, run_in_ranks(commands), strict=True))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_readable_line_and_a_failure_on_every_rank(ends, name):
+    first, *others = ends[name]
+    assert [end.exit_code for end in ends[name]] == [1] * WORLD_SIZE
+    assert len(first.errors) == 1, first.output
+    for words in MISTAKES[name].expected:
+        assert words in first.errors[0]
+    assert all(end.errors == [] for end in others)
+    for end in ends[name]:
+        assert "Traceback" not in end.output
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_the_launcher_ends_with_the_same_line(ends, made, tiny_run, name):
+    command = MISTAKES[name].command(list(MISTAKES).index(name), tiny_run, made)
+    done = launch(command)
+    assert done.exit_code != 0
+    assert done.errors == ends[name][0].errors
+    assert "Traceback" not in done.output

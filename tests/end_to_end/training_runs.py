@@ -1,0 +1,140 @@
+"""Ways to run launch/train.py in a test: under the real deepspeed launcher, or many runs in ranks of the harness.
+
+The launcher costs ten seconds a run; `run_in_ranks` calls the same `main(argv)` in processes that have torch loaded,
+one run after the other, with everything that reaches standard error kept.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.distributed.harness import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD_SIZE = 2
+
+
+@dataclass
+class Finished:
+    """How one rank's process, or a launcher with all its ranks, ended."""
+
+    exit_code: int
+    output: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines that the logger marked as errors, without the time in front."""
+        return [line.split(" ", 1)[1] for line in self.output.splitlines() if " ERROR " in line]
+
+
+def flags(folder: Path, deepspeed_config: Path, logs: Path, **changes: Any) -> list[str]:
+    """The command line of a tiny run; `changes` are further flags, by their names with underscores."""
+    values: dict[str, Any] = {
+        "deepspeed_config": deepspeed_config,
+        "model": folder / "model.json",
+        "train_data": str(folder / "train" / "*.tar"),
+        "tokenizer": folder / "tokenizer.model",
+        "logs": logs,
+        "name": "run",
+        "warmup": 1,
+        "train_steps": 2,
+        "workers": 0,
+        "log_every_n_steps": 1,
+        **changes,
+    }
+    command: list[str] = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}" if name != "deepspeed_config" else "--deepspeed_config"
+        if value is not None:
+            command += [flag] if value is True else [flag, str(value)]
+    return command
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launcher_command(arguments: list[str], ranks: int = WORLD_SIZE) -> list[str]:
+    """`deepspeed launch/train.py` on the ranks of this machine."""
+    launcher = [shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))]
+    return [*launcher, "--num_gpus", str(ranks), "--master_port", str(free_port()), "launch/train.py", *arguments]
+
+
+def launcher_environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, and the launcher's python
+    return {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+def launch(arguments: list[str], ranks: int = WORLD_SIZE) -> Finished:
+    """Run to the end under the deepspeed launcher."""
+    command = launcher_command(arguments, ranks)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=launcher_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    return Finished(done.returncode, done.stdout)
+
+
+def run_in_ranks(commands: list[list[str]], time_limit_s: float = 120) -> list[list[Finished]]:
+    """Each command's end on every rank: `result[command][rank]`."""
+    with tempfile.TemporaryDirectory() as stores:
+        per_rank = run_ranks(_run_all, WORLD_SIZE, commands, stores, time_limit_s=time_limit_s)
+    return [list(ends) for ends in zip(*per_rank, strict=True)]
+
+
+def _run_all(commands: list[list[str]], stores: str) -> list[Finished]:
+    return [run_here(command, Path(stores) / str(number)) for number, command in enumerate(commands)]
+
+
+def run_here(command: list[str], store: Path) -> Finished:
+    """`main(command)` in this rank; then joins the other ranks again, through `store`, because main left them."""
+    from megaclip.engine.run import main
+
+    with standard_error_kept() as output:
+        exit_code = main(command)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    return Finished(exit_code, output())
+
+
+@contextlib.contextmanager
+def standard_error_kept() -> Iterator[Callable[[], str]]:
+    """Send file descriptor 2 to a file meanwhile; what the context gives returns the text."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), 2)
+        text: list[str] = []
+        try:
+            yield lambda: text[0]
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            text.append(file.read())
+
+
+def scalars(run: Path) -> dict[str, dict[int, float]]:
+    """TensorBoard's scalars of a run: name -> step -> value (float32)."""
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
