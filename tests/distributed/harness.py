@@ -32,7 +32,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *arguments: Any,
-    time_limit_s: float = 60,
+    time_limit_s: float = 120,
     environment: dict[str, str] | None = None,
     backend: str = "gloo",
 ) -> list[Any]:
