@@ -65,7 +65,7 @@ def walk_shard(path: Path | str, image_extensions: Sequence[str], caption_extens
 
 
 def _split_name(name: bytes) -> tuple[bytes, str]:
-    """Key and extension: `dir/17.seg.png` is dir/17 and seg.png, macOS's hidden `._17.png` has the extension _17.png."""
+    """Key and extension: `dir/17.seg.png` is dir/17 and seg.png; macOS's hidden `._17.png` is no image."""
     directory, slash, base = name.rpartition(b"/")
     stem, _, extension = base.partition(b".")
     return directory + slash + stem, extension.decode("utf-8", "replace").lower()
