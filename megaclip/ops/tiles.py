@@ -114,6 +114,32 @@ def tile_grads(
         )
 
 
+def tile_sigmoid(
+    x: Tensor,
+    y: Tensor,
+    scale: float | Tensor,
+    bias: float | Tensor,
+    *,
+    diagonal: int | None = None,
+    precision: str = "auto",
+    implementation: str = "auto",
+    tile_budget_mib: float = 128,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """row_loss (m,), dx (m, D), dy (n, D), row_dot (m,), row_sum (m,) of the sigmoid loss's negatives, in one pass.
+
+    With `z_ij = scale*s_ij + bias` and `P_ij = sigmoid(z_ij)`: `row_loss_i = sum_j softplus(z_ij)`, `dx = P y`,
+    `dy = P^T x`, `row_dot_i = sum_j P_ij*s_ij`, `row_sum_i = sum_j P_ij` (SigLIP, equation 1, without its positives
+    and its factor 1/B). scale, bias: numbers or tensors of one element. Everything else as in `tile_stats`.
+    """
+    dtype = _check_features(x, y, precision, tile_budget_mib)
+    run = _implementation(implementation, x)
+    scale, bias = (_vector(value, name, x[:1], dtype) for value, name in ((scale, "scale"), (bias, "bias")))
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        return run.tile_sigmoid(
+            x, y, scale, bias, diagonal=diagonal, precision=precision, tile_budget_mib=tile_budget_mib
+        )
+
+
 def accumulation_dtype(features: Tensor) -> torch.dtype:
     """The dtype of sums over these features: float64 for float64, float32 for every other."""
     return torch.float64 if features.dtype == torch.float64 else torch.float32
@@ -145,6 +171,8 @@ def _check_features(x: Tensor, y: Tensor, precision: str, tile_budget_mib: float
 def _vector(value: Scalars, name: str, features: Tensor, dtype: torch.dtype) -> Tensor:
     """`value` as a contiguous vector, one element per row of `features`, in `dtype` on the same device."""
     count = len(features)
+    if not isinstance(value, Tensor):
+        return features.new_full((count,), value, dtype=dtype)  # filled on the device: a copy to it would wait for it
     vector = torch.as_tensor(value, dtype=dtype, device=features.device).detach()
     if vector.numel() == 1:
         return vector.reshape(1).expand(count).contiguous()

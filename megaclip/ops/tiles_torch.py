@@ -90,6 +90,35 @@ def tile_grads(
     return dx, dy, row_dot, col_dot
 
 
+def tile_sigmoid(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    diagonal: int | None,
+    precision: str,
+    tile_budget_mib: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """row_loss, dx, dy, row_dot, row_sum, as `tiles.tile_sigmoid` says. scale and bias are (1,)."""
+    dx, dy = scale.new_zeros(x.shape), scale.new_zeros(y.shape)
+    row_loss, row_dot, row_sum = scale.new_zeros((3, len(x))).unbind()
+    x, y = _operands(x, y, precision)
+    with _tf32(precision == "tf32"):
+        for rows, cols in _tiles(len(x), len(y), _tile_side(tile_budget_mib, _GRADS_BUFFERS, scale.dtype)):
+            offset = None if diagonal is None else diagonal + rows.start - cols.start
+            s_mn = _product(x[rows], y[cols].T)
+            z_mn = _leave_out(s_mn * scale + bias, offset, -math.inf)
+            row_loss[rows] += torch.nn.functional.softplus(z_mn, threshold=50).sum(1)
+            p_mn = z_mn.sigmoid_()
+            row_sum[rows] += p_mn.sum(1)
+            row_dot[rows] += (p_mn * s_mn).sum(1)
+            p_mn = p_mn.to(x.dtype)
+            dx[rows] += _product(p_mn, y[cols])
+            dy[cols] += _product(p_mn.T, x[rows])
+    return row_loss, dx, dy, row_dot, row_sum
+
+
 def _weights(s_mn: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, offset: int | None) -> Tensor:
     """`weight * exp(scale*s - shift)` (m, n) for one direction, zero on the diagonal `offset`."""
     return _leave_out((s_mn * scale).sub_(shift).exp_().mul_(weight), offset, 0.0)

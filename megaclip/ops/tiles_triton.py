@@ -54,7 +54,7 @@ class TileConfig:
     num_stages: int
     programs_per_sm: int = 1
     group: int = 8  # column tiles that neighbouring programs share
-    stores: int = 1  # pieces in which a tile of P is written
+    stores: int = 1  # pieces in which the gradients' kernel writes a tile of P
 
 
 # Measured on an H200. Two programs share a multiprocessor, so that one's epilogue hides behind the other's products;
@@ -62,7 +62,7 @@ class TileConfig:
 _TILES = {
     ("bf16", "stats"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2),
     ("bf16", "grads"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2, stores=2),
-    ("bf16", "sigmoid"): TileConfig(128, 256, 64, num_warps=8, num_stages=4, stores=2),
+    ("bf16", "sigmoid"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2),
     ("tf32", "stats"): TileConfig(128, 128, 32, num_warps=4, num_stages=3, programs_per_sm=2),
     ("tf32", "grads"): TileConfig(128, 128, 32, num_warps=8, num_stages=3),
     ("tf32", "sigmoid"): TileConfig(128, 128, 32, num_warps=8, num_stages=3),
@@ -202,7 +202,6 @@ def tile_sigmoid(
                 bias,
                 row_parts,
                 *block.sizes,
-                STORES=plan.tile.stores,
                 **block.constants,
             )
             products.add(block)
@@ -226,6 +225,7 @@ class _Plan:
         self.p_dtype = torch.bfloat16 if self.dtype == torch.float16 else self.dtype
         self.exact = precision == "float32"
         self.tile = _INTERPRETER_TILE if _INTERPRETED else _TILES[precision, kernel]
+        self.stores = 4 if kernel == "sigmoid" else self.tile.stores
         self.diagonal = diagonal
         self.budget_bytes = tile_budget_mib * 2**20
 
@@ -286,7 +286,7 @@ class _Block:
         if buffer is not None:
             pitch = _aligned(self.n)
             self.p = buffer[: self.m * pitch].view(self.m, pitch)[:, : self.n]
-            self.p_descriptor = TensorDescriptor.from_tensor(self.p, [tile.block_m, tile.block_n // tile.stores])
+            self.p_descriptor = TensorDescriptor.from_tensor(self.p, [tile.block_m, tile.block_n // plan.stores])
         if plan.exact:
             torch.mm(x.kernel, y.kernel.T, out=self.p)
             logits = TensorDescriptor.from_tensor(self.p, [tile.block_m, tile.block_n])
@@ -372,7 +372,9 @@ def _tile_limits(x: Tensor, scale: Tensor, shift: Tensor | None, block: int) -> 
 
 def _vector(value: Scalars, like: Tensor) -> Tensor:
     """A number, or one value per row of `like`, as a contiguous float32 vector."""
-    value = torch.as_tensor(value, dtype=torch.float32, device=like.device)
+    if not isinstance(value, Tensor):
+        return like.new_full((len(like),), value, dtype=torch.float32)
+    value = value.to(like.device, torch.float32)
     return value.reshape(-1)[: len(like)].expand(len(like)).contiguous()
 
 

@@ -240,12 +240,18 @@ def _tile_stats_kernel(
 
 
 @triton.jit
+def _halves(tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """The left and right half of tile (HEIGHT, WIDTH): in the accumulator layout no value changes its thread."""
+    return tl.split(tl.permute(tl.reshape(tile, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
+
+
+@triton.jit
 def _store_tile(p_desc, row0, col0, p, STORES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Write p (BLOCK_M, BLOCK_N), rounded, in one piece or in two halves that need half the shared memory."""
     if STORES == 1:
         p_desc.store([row0, col0], p.to(p_desc.dtype))
     else:
-        left, right = tl.split(tl.permute(tl.reshape(p, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        left, right = _halves(p, BLOCK_M, BLOCK_N)
         p_desc.store([row0, col0], left.to(p_desc.dtype))
         p_desc.store([row0, col0 + BLOCK_N // 2], right.to(p_desc.dtype))
 
@@ -360,13 +366,39 @@ def _log1p(q):
     return tl.where(q < 0.01, series, tl.log2(1.0 + q) * LN_2)
 
 
+@triton.jit
+def _fold_columns(e, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Row sums of e (HEIGHT, WIDTH) as far as one thread can add: (HEIGHT, 8)."""
+    return tl.sum(tl.reshape(e, (HEIGHT, WIDTH // 8, 8)), axis=1)
+
+
+@triton.jit
+def _sigmoid_piece(
+    s, sums, p_desc, row0, col0, m, n, diagonal, scale2, bias2, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Write P of one piece of a tile, s (HEIGHT, WIDTH), and add its part to `sums`, four tensors (HEIGHT, 8)."""
+    q, above, dot, total = sums
+    z = s * scale2 + bias2
+    if _meets_mask(row0, col0, m, n, diagonal, HEIGHT, WIDTH):
+        z = tl.where(_kept(row0, col0, m, n, diagonal, HEIGHT, WIDTH), z, MASKED)
+    u = tl.exp2(-tl.abs(z))
+    root = tl.rsqrt(1.0 + u)
+    p = root * root * tl.where(z > 0.0, 1.0, u)
+    p_desc.store([row0, col0], p.to(p_desc.dtype))
+    q = _join_log1p(q, tl.reduce(tl.reshape(u, (HEIGHT, WIDTH // 8, 8)), 1, _join_log1p))
+    above += _fold_columns(tl.maximum(z, 0.0), HEIGHT, WIDTH)
+    dot += _fold_columns(p * z, HEIGHT, WIDTH)
+    total += _fold_columns(p, HEIGHT, WIDTH)
+    return q, above, dot, total
+
+
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
 def _tile_sigmoid_kernel(
     # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); the logits s (m,
     # n) when LOADED
     x_desc,
     y_desc,  # in: (n, D) likewise, block (BLOCK_N, BLOCK_K)
-    p_desc,  # out: (m, n) P = sigmoid(z), descriptor with block (BLOCK_M, BLOCK_N // STORES); may be the buffer of s
+    p_desc,  # out: (m, n) P = sigmoid(z), descriptor with block (BLOCK_M, BLOCK_N // 4); may be the buffer of s
     scale_ptr,  # in: (1,) float32
     bias_ptr,  # in: (1,) float32
     row_part_ptr,  # out: (3, col_tiles, m) float32: sums over one column tile of softplus(z), P * s and P
@@ -378,18 +410,15 @@ def _tile_sigmoid_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    STORES: tl.constexpr,
     LOADED: tl.constexpr,
 ):
     """Sigmoid loss and P of every tile, z = scale * s + bias. Persistent.
 
-    softplus(z) = max(z, 0) + log1p(u) with u = exp(-|z|). The logarithm is taken once for up to 16 entries of a row,
+    softplus(z) = max(z, 0) + log1p(u) with u = exp(-|z|). The logarithm is taken once for up to 32 entries of a row,
     of the product of their (1 + u) <= 2: one exponential and one reciprocal square root per entry are all that is
     left.
     """
     K_TILES: tl.constexpr = 1 if LOADED else (D + BLOCK_K - 1) // BLOCK_K
-    # Columns 8k + c of one c lie in one thread of the accumulator layout.
-    PRODUCT: tl.constexpr = 16 if BLOCK_N >= 128 else BLOCK_N // 8
     row_tiles = tl.cdiv(m, BLOCK_M)
     col_tiles = tl.cdiv(n, BLOCK_N)
     my_tiles = tl.cdiv(row_tiles * col_tiles - tl.program_id(0), tl.num_programs(0))
@@ -412,23 +441,32 @@ def _tile_sigmoid_kernel(
             y = y_desc.load([col0, k * BLOCK_K])
             s = _dot(x, y, s)
         if k == K_TILES - 1:
-            z = s * scale2 + bias2
-            if _meets_mask(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N):
-                z = tl.where(_kept(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N), z, MASKED)
-            u = tl.exp2(-tl.abs(z))
-            root = tl.rsqrt(1.0 + u)
-            p = root * root * tl.where(z > 0.0, 1.0, u)
-            row_sum = tl.sum(p, axis=1)
-            row_dot = (tl.sum(p * z, axis=1) - bias2 * row_sum) / scale2
-            q = tl.reduce(tl.reshape(u, (BLOCK_M, BLOCK_N // (8 * PRODUCT), PRODUCT, 8)), 2, _join_log1p)
-            row_loss = tl.sum(tl.sum(_log1p(q), axis=2), axis=1) + tl.sum(tl.maximum(z, 0.0), axis=1) * LN_2
+            zeros = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
+            sums = (zeros, zeros, zeros, zeros)
+            # Four pieces, one after the other, need a quarter of the registers.
+            HALF: tl.constexpr = BLOCK_N // 2
+            PIECE: tl.constexpr = BLOCK_N // 4
+            left, right = _halves(s, BLOCK_M, BLOCK_N)
+            s0, s1 = _halves(left, BLOCK_M, HALF)
+            s2, s3 = _halves(right, BLOCK_M, HALF)
+            sums = _sigmoid_piece(s0, sums, p_desc, row0, col0, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE)
+            sums = _sigmoid_piece(s1, sums, p_desc, row0, col0 + PIECE, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE)
+            sums = _sigmoid_piece(
+                s2, sums, p_desc, row0, col0 + 2 * PIECE, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE
+            )
+            sums = _sigmoid_piece(
+                s3, sums, p_desc, row0, col0 + 3 * PIECE, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE
+            )
+            q, above, dot, total = sums
+            row_sum = tl.sum(total, axis=1)
+            row_dot = (tl.sum(dot, axis=1) - bias2 * row_sum) / scale2
+            row_loss = tl.sum(_log1p(q), axis=1) + tl.sum(above, axis=1) * LN_2
             rows = row0 + tl.arange(0, BLOCK_M)
             row_part = row_part_ptr + col_tile.to(tl.int64) * m + rows
             stride = col_tiles.to(tl.int64) * m
             tl.store(row_part, row_loss, mask=rows < m)
             tl.store(row_part + stride, row_dot, mask=rows < m)
             tl.store(row_part + 2 * stride, row_sum, mask=rows < m)
-            _store_tile(p_desc, row0, col0, p, STORES, BLOCK_M, BLOCK_N)
             s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
 

@@ -4,10 +4,12 @@ reach."""
 import pytest
 import torch
 
+from megaclip.ops import rows
 from tests.tile_cases import (
     SMALL_CASES,
     TileCase,
     check_converged_training,
+    check_row_operations,
     check_sigmoid_case,
     check_tile_case,
     features_of,
@@ -55,6 +57,11 @@ def test_sigmoid(triton_tiles, case: TileCase, bias: float) -> None:
 @pytest.mark.parametrize("batch", [63, 1000, 4096])
 def test_converged_training(triton_tiles, batch: int) -> None:
     check_converged_training(triton_tiles, batch, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_row_operations(triton_tiles, dtype: torch.dtype) -> None:
+    check_row_operations(rows, dtype, "cuda")
 
 
 def test_two_runs_give_the_same_bits(triton_tiles) -> None:

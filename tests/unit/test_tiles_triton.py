@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tile_cases import SMALL_CASES, TileCase, check_converged_training, check_sigmoid_case, check_tile_case
+from tests.tile_cases import (
+    SMALL_CASES,
+    TileCase,
+    check_converged_training,
+    check_row_operations,
+    check_sigmoid_case,
+    check_tile_case,
+)
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
@@ -25,7 +32,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         assert " passed" in done.stdout
 
 else:
-    from megaclip.ops import tiles, tiles_triton
+    from megaclip.ops import rows_triton, tiles, tiles_triton
 
     @pytest.mark.parametrize("case", SMALL_CASES, ids=str)
     def test_statistics_and_gradients(case: TileCase) -> None:
@@ -39,11 +46,21 @@ else:
     def test_converged_training() -> None:
         check_converged_training(tiles_triton, 70, "cpu")
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_row_operations(dtype: torch.dtype) -> None:
+        check_row_operations(rows_triton, dtype, "cpu")
+
     def test_through_the_dispatcher() -> None:
         x, y = torch.randn(33, 24), torch.randn(40, 24)
         for ours, other in zip(
             tiles.tile_stats(x, y, 3.0, 3.0, diagonal=0, implementation="triton"),
             tiles.tile_stats(x, y, 3.0, 3.0, diagonal=0, implementation="torch"),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
+        for ours, other in zip(
+            tiles.tile_sigmoid(x, y, 3.0, -2.0, diagonal=0, implementation="triton"),
+            tiles.tile_sigmoid(x, y, 3.0, -2.0, diagonal=0, implementation="torch"),
             strict=True,
         ):
             torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,283 @@
+"""Times the contrastive losses on 1 to 4 GPUs against open_clip, Inf-CL and siglip-kernel, where those are installed.
+
+    python tools/bench_loss.py --batch 32768 --embedding 512 1024
+    torchrun --nproc_per_node 4 tools/bench_loss.py --batch 131072 --embedding 512
+
+For each method: forward + backward time (median, the slowest rank's), extra peak memory (what the call allocates beyond
+features and their gradients' inputs), gradient error against float32, and TFLOP/s counted on 8*b*B*D for InfoNCE and
+6*b*B*D for the sigmoid loss, whatever the method really computes, with its share of this machine's own 8192^3 bfloat16
+product. Everything, that product included, runs warm: a GPU at its power limit is slower than one that has just woken.
+
+--batch is the global batch B; each rank holds b = B / ranks. Results go to --json.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+import torch.nn.functional as F
+from torch import Tensor
+
+WARM_SECONDS = 0.3
+MEASURED_SECONDS = 0.5
+LEAST_REPEATS = 10
+MOST_REPEATS = 200
+
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # image, text, logit_scale, logit_bias -> loss
+
+
+@dataclass
+class Result:
+    """One line of the table."""
+
+    method: str
+    batch: int
+    embedding: int
+    ranks: int
+    milliseconds: float
+    extra_peak_mib: float
+    gradient_error: float
+    tflops: float
+    share_of_matmul: float
+
+
+class Ranks:
+    """This process among its peers; one process without any launcher is a group of one."""
+
+    def __init__(self) -> None:
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0"))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        if self.size > 1:
+            torch_dist.init_process_group("nccl", device_id=self.device)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            torch_dist.barrier()
+
+    def largest(self, value: float) -> float:
+        """The largest of all ranks' values."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
+        torch_dist.all_reduce(tensor, op=torch_dist.ReduceOp.MAX)
+        return tensor.item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[8192, 32768], help="global batch sizes B")
+    parser.add_argument("--embedding", type=int, nargs="+", default=[512, 1024])
+    parser.add_argument("--logit-scale", type=float, default=1 / 0.07)
+    parser.add_argument("--loss", choices=["clip", "siglip"], default="clip")
+    parser.add_argument("--methods", nargs="+", help="only the methods whose name starts with one of these")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    ranks = Ranks()
+    methods = clip_methods(ranks) if options.loss == "clip" else siglip_methods(ranks)
+    if options.methods:
+        methods = {name: make for name, make in methods.items() if name.startswith(tuple(options.methods))}
+    results = []
+    for batch in options.batch:
+        for embedding in options.embedding:
+            results += benchmark(methods, batch, embedding, options.logit_scale, options.loss, ranks)
+    if options.json and ranks.rank == 0:
+        record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **vars(options)}
+        record["results"] = [asdict(result) for result in results]
+        options.json.write_text(json.dumps(record, indent=1, default=str))
+    if ranks.size > 1:
+        torch_dist.destroy_process_group()
+
+
+def benchmark(
+    methods: dict[str, Callable[[], Loss]], batch: int, embedding: int, scale: float, loss: str, ranks: Ranks
+) -> list[Result]:
+    """All methods at one size; prints the table as it goes."""
+    local = batch // ranks.size
+    x_all, y_all = (unit_features(batch, embedding, seed, ranks.device) for seed in (1, 2))
+    mine = slice(ranks.rank * local, (ranks.rank + 1) * local)
+    reference = {"clip": clip_gradient, "siglip": siglip_gradient}[loss](x_all, y_all, scale, mine)
+    x, y = x_all[mine].clone(), y_all[mine].clone()
+    del x_all, y_all
+    flops = (8 if loss == "clip" else 6) * local * batch * embedding
+    machine = matmul_tflops(ranks)
+    say(ranks, f"\nB = {batch}, D = {embedding}, {ranks.size} rank(s), {loss}; 8192^3 product {machine:.0f} TFLOP/s")
+    say(ranks, f"{'method':34}{'ms':>9}{'extra MiB':>11}{'grad error':>12}{'TFLOP/s':>9}{'share':>7}")
+    results = []
+    for name, make in methods.items():
+        try:
+            run = make()
+            milliseconds, peak, error = measure(run, x, y, scale, reference, ranks)
+        except (ImportError, AttributeError, torch.OutOfMemoryError) as problem:
+            say(ranks, f"{name:34} {type(problem).__name__}: {str(problem).splitlines()[0][:70]}")
+            torch.cuda.empty_cache()
+            continue
+        tflops = flops / milliseconds / 1e9
+        result = Result(name, batch, embedding, ranks.size, milliseconds, peak, error, tflops, tflops / machine)
+        results.append(result)
+        say(ranks, f"{name:34}{milliseconds:9.2f}{peak:11.0f}{error:12.1e}{tflops:9.0f}{tflops / machine:7.2f}")
+    return results
+
+
+def say(ranks: Ranks, line: str) -> None:
+    if ranks.rank == 0:
+        print(line, flush=True)
+
+
+def measure(
+    run: Loss, x: Tensor, y: Tensor, scale: float, reference: Tensor, ranks: Ranks
+) -> tuple[float, float, float]:
+    """Median milliseconds, extra peak MiB and the error of the image features' gradient."""
+    x, y = x.requires_grad_(), y.requires_grad_()
+    logit_scale = torch.tensor(scale, device=x.device, requires_grad=True)
+    logit_bias = torch.tensor(-10.0, device=x.device, requires_grad=True)
+
+    def step() -> None:
+        x.grad = y.grad = logit_scale.grad = logit_bias.grad = None
+        run(x, y, logit_scale, logit_bias).backward()
+
+    step()
+    torch.cuda.synchronize()
+    assert x.grad is not None
+    # Peers differ by a constant factor (the number of ranks): compare directions and lengths up to it.
+    gradient = x.grad.double()
+    factor = (gradient * reference).sum() / (gradient * gradient).sum()
+    error = ((gradient * factor - reference).norm() / reference.norm()).item()
+    x.grad = y.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    milliseconds = timed(step, ranks)
+    x.grad = y.grad = None
+    return milliseconds, ranks.largest(peak), ranks.largest(error)
+
+
+def timed(step: Callable[[], Any], ranks: Ranks) -> float:
+    """Median milliseconds of a step, warm; of several ranks the slowest."""
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    once = ranks.largest(time.perf_counter() - start)
+    for _ in range(min(MOST_REPEATS, math.ceil(WARM_SECONDS / once))):
+        step()
+    samples = []
+    for _ in range(min(MOST_REPEATS, max(LEAST_REPEATS, math.ceil(MEASURED_SECONDS / once)))):
+        ranks.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        samples.append((begin, end))
+    torch.cuda.synchronize()
+    return ranks.largest(statistics.median(begin.elapsed_time(end) for begin, end in samples))
+
+
+def matmul_tflops(ranks: Ranks) -> float:
+    """This GPU's rate on an 8192^3 bfloat16 product of random numbers, measured as the losses are."""
+    a, b = (torch.randn(8192, 8192, device=ranks.device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / timed(lambda: a @ b, ranks) / 1e9
+
+
+def unit_features(count: int, embedding: int, seed: int, device: torch.device) -> Tensor:
+    """(count, embedding) bfloat16 of unit length; the same on every rank."""
+    generator = torch.Generator(device).manual_seed(seed)
+    features = torch.randn(count, embedding, generator=generator, device=device)
+    return F.normalize(features, dim=1).bfloat16()
+
+
+def clip_gradient(x: Tensor, y: Tensor, scale: float, rows: slice) -> Tensor:
+    """dL/dx of some rows of InfoNCE, float32 products, strip by strip, positives and all; as float64."""
+    x, y = x.float(), y.float()
+    count = len(x)
+    col_lse = torch.full((count,), -torch.inf, device=x.device)
+    for strip in x.split(2048):
+        col_lse = torch.logaddexp(col_lse, (scale * strip @ y.T).logsumexp(0))
+    gradients = []
+    for start in range(rows.start, rows.stop, 2048):
+        strip = slice(start, min(start + 2048, rows.stop))
+        logits = scale * x[strip] @ y.T
+        weights = (logits - logits.logsumexp(1)[:, None]).exp() + (logits - col_lse).exp()
+        weights.diagonal(start).sub_(2)
+        gradients.append(weights @ y)
+    return torch.cat(gradients).double() * (scale / (2 * count))
+
+
+def siglip_gradient(x: Tensor, y: Tensor, scale: float, rows: slice) -> Tensor:
+    """dL/dx of some rows of the sigmoid loss with bias -10, float32 products, strip by strip; as float64."""
+    x, y = x.float(), y.float()
+    gradients = []
+    for start in range(rows.start, rows.stop, 2048):
+        strip = slice(start, min(start + 2048, rows.stop))
+        weights = torch.sigmoid(scale * x[strip] @ y.T - 10.0)
+        weights.diagonal(start).sub_(1)
+        gradients.append(weights @ y)
+    return torch.cat(gradients).double() * (scale / len(x))
+
+
+def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
+    """InfoNCE by name; a maker raises ImportError where its package is missing."""
+
+    def ours(exchange: str, reduction: str) -> Callable[[], Loss]:
+        def make() -> Loss:
+            from megaclip.losses import ClipLoss
+
+            loss = ClipLoss(exchange=exchange, reduction=reduction)
+            return lambda x, y, scale, bias: loss(x, y, scale)
+
+        return make
+
+    def open_clip() -> Loss:
+        module = importlib.import_module("open_clip.loss")
+        loss = module.ClipLoss(
+            local_loss=True, gather_with_grad=True, cache_labels=True, rank=ranks.rank, world_size=ranks.size
+        )
+        return lambda x, y, scale, bias: loss(x, y, scale)
+
+    def inf_cl() -> Loss:
+        run = importlib.import_module("inf_cl").cal_inf_loss
+        return lambda x, y, scale, bias: (run(x, y, scale=scale) + run(y, x, scale=scale)) / 2
+
+    if ranks.size == 1:
+        methods = {"megaclip": ours("auto", "auto")}
+    else:
+        methods = {
+            f"megaclip {exchange} {reduction}": ours(exchange, reduction)
+            for exchange in ("ring", "all_gather")
+            for reduction in ("feature", "scalar")
+        }
+    return {**methods, "open_clip": open_clip, "Inf-CL": inf_cl}
+
+
+def siglip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
+    """The sigmoid loss by name."""
+
+    def ours() -> Loss:
+        return importlib.import_module("megaclip.losses").SigLipLoss()
+
+    def open_clip() -> Loss:
+        return importlib.import_module("open_clip.loss").SigLipLoss(rank=ranks.rank, world_size=ranks.size)
+
+    def siglip_kernel() -> Loss:
+        if ranks.size == 1:
+            run = importlib.import_module("siglip_kernel").fused_siglip_loss
+            return lambda x, y, scale, bias: run(x, y, scale.log(), bias)
+        module = importlib.import_module("siglip_kernel.distributed")
+        return module.DistributedSigLIPLoss(strategy="ring", rank=ranks.rank, world_size=ranks.size)
+
+    return {"megaclip": ours, "open_clip": open_clip, "siglip-kernel": siglip_kernel}
+
+
+if __name__ == "__main__":
+    main()
