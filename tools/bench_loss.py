@@ -246,8 +246,9 @@ def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
         return lambda x, y, scale, bias: loss(x, y, scale)
 
     def inf_cl() -> Loss:
-        run = importlib.import_module("inf_cl").cal_inf_loss
-        return lambda x, y, scale, bias: (run(x, y, scale=scale) + run(y, x, scale=scale)) / 2
+        module = importlib.import_module("inf_cl")
+        run = module.cal_inf_loss if ranks.size > 1 else module.cal_flash_loss
+        return lambda x, y, scale, bias: (run(x, y, scale=scale).mean() + run(y, x, scale=scale).mean()) / 2
 
     if ranks.size == 1:
         methods = {"megaclip": ours("auto", "auto")}

@@ -21,6 +21,7 @@ from megaclip.comm.groups import resolve
 from megaclip.losses.agreement import check_features
 from megaclip.losses.distributed_tiles import Terms, distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.plan import Plan, TileOptions, check_choices, make_plan
+from megaclip.ops.rows import finish_gradient, paired_products
 from megaclip.ops.tiles import accumulation_dtype
 
 
@@ -95,7 +96,7 @@ class _InfoNCE(torch.autograd.Function):
         alpha = logit_scale.reshape(()).to(accumulation_dtype(x))
         y_all = gather_columns(y, plan)
         row_lse, col_lse = distributed_stats(x, y, alpha, alpha, plan=plan, y_all=y_all)
-        s_ii = _positives(x, y)
+        s_ii = paired_products(x, y)
         local_sum = (_softplus(row_lse - alpha * s_ii) + _softplus(col_lse - alpha * s_ii)).sum()
         ctx.plan = plan
         ctx.save_for_backward(x, y, y_all, logit_scale, row_lse, col_lse, s_ii)
@@ -114,25 +115,13 @@ class _InfoNCE(torch.autograd.Function):
 
         # The positive's share, 1 - p_ii, as a sigmoid: a difference would lose it when p_ii is near 1.
         pull = weight * (torch.sigmoid(row_lse - alpha * s_ii) + torch.sigmoid(col_lse - alpha * s_ii))
-        dx = _minus_rows(negatives.dx, pull, y)
-        dy = _minus_rows(negatives.dy, pull, x)
-        # L is a function of alpha*x: alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>, and dx lacks its alpha still.
-        local_d_alpha = (x * dx).sum() / plan.ranks.size
+        factor = alpha * d_loss
+        dx, dots = finish_gradient(negatives.dx, x, y, pull, factor)
+        dy, _ = finish_gradient(negatives.dy, y, x, pull, factor)
+        # L is a function of alpha*x: alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>, and the dots lack their alpha still.
+        local_d_alpha = dots.sum() / plan.ranks.size
         d_alpha = sum_over_ranks(local_d_alpha, group=plan.ranks) * d_loss
-        dx.mul_(alpha * d_loss)
-        dy.mul_(alpha * d_loss)
-        return dx.to(x.dtype), dy.to(y.dtype), d_alpha.to(logit_scale.dtype).reshape(logit_scale.shape), None
-
-
-def _positives(x: Tensor, y: Tensor) -> Tensor:
-    """`s_ii` (b,) of local features, in the dtype of sums."""
-    dtype = accumulation_dtype(x)
-    return (x.to(dtype) * y.to(dtype)).sum(dim=1)
-
-
-def _minus_rows(total: Tensor, pull: Tensor, features: Tensor) -> Tensor:
-    """`total_i - pull_i * features_i` (b, D), in place."""
-    return total.addcmul_(pull[:, None], features.to(total.dtype), value=-1)
+        return dx, dy, d_alpha.to(logit_scale.dtype).reshape(logit_scale.shape), None
 
 
 def _softplus(values: Tensor) -> Tensor:
