@@ -4,7 +4,8 @@
 """
 
 from megaclip.losses.clip import ClipLoss
+from megaclip.losses.siglip import SigLipLoss
 
-LOSSES = {"clip": ClipLoss}
+LOSSES = {"clip": ClipLoss, "siglip": SigLipLoss}
 
-__all__ = ["LOSSES", "ClipLoss"]
+__all__ = ["LOSSES", "ClipLoss", "SigLipLoss"]

@@ -12,9 +12,16 @@ from megaclip.comm.groups import RankGroup
 from megaclip.ops.tiles import FEATURE_DTYPES
 
 
-def check_features(image_features: Tensor, text_features: Tensor, logit_scale: Tensor, *, ranks: RankGroup) -> None:
-    """Raise ValueError on all ranks unless all have features (b, D) of one shape and dtype and a single logit_scale."""
-    problem = _local_problem(image_features, text_features, logit_scale)
+def check_features(
+    image_features: Tensor,
+    text_features: Tensor,
+    logit_scale: Tensor,
+    logit_bias: Tensor | None = None,
+    *,
+    ranks: RankGroup,
+) -> None:
+    """Raise ValueError on all ranks unless all have features (b, D) of one shape and dtype and single scalars."""
+    problem = _local_problem(image_features, text_features, logit_scale, logit_bias)
     signature = [1, 0, 0, 0] if problem else [0, *image_features.shape, FEATURE_DTYPES.index(image_features.dtype)]
     signatures = gather_integers(signature, group=ranks)
     if any(failed for failed, *_ in signatures):
@@ -27,7 +34,9 @@ def check_features(image_features: Tensor, text_features: Tensor, logit_scale: T
             )
 
 
-def _local_problem(image_features: Tensor, text_features: Tensor, logit_scale: Tensor) -> str | None:
+def _local_problem(
+    image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None
+) -> str | None:
     """What is wrong with this rank's own arguments, for its user; None when nothing is."""
     if image_features.dim() != 2 or image_features.shape != text_features.shape or not len(image_features):
         return (
@@ -41,8 +50,9 @@ def _local_problem(image_features: Tensor, text_features: Tensor, logit_scale: T
         )
     if image_features.dtype not in FEATURE_DTYPES:
         return f"expected bfloat16, float16, float32 or float64 features, got {image_features.dtype}"
-    if logit_scale.numel() != 1:
-        return f"expected one logit_scale, () or (1,), got shape {tuple(logit_scale.shape)}"
+    for name, scalar in (("logit_scale", logit_scale), ("logit_bias", logit_bias)):
+        if scalar is not None and scalar.numel() != 1:
+            return f"expected one {name}, () or (1,), got shape {tuple(scalar.shape)}"
     return None
 
 

@@ -96,11 +96,11 @@ def _ring_feature(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> B
     """y and its terms go round; its gradient follows it home."""
     terms = _PerSample(col)
     rows: Tensors | None = None
-    columns = Carried(_merge_sums, group=plan.ranks)
+    columns = Carried(merge_sums, group=plan.ranks)
     for owner, (y_block, *moved) in circulate((y, *terms.vectors), group=plan.ranks):
         diagonal = 0 if owner == plan.ranks.rank else None
         dx, dy, row_dot, col_dot = _both_sides(x, y_block, row, Terms(*terms.joined(moved)), plan, diagonal)
-        rows = _merge_sums(rows, (dx, row_dot))
+        rows = merge_sums(rows, (dx, row_dot))
         columns.add((dy, col_dot))
     assert rows is not None, "a ring has at least one block"
     dy, col_dot = columns.home()
@@ -120,7 +120,7 @@ def _ring_scalar(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> Ba
             continue
         dx, row_dot = _row_side(x, y_block, row, Terms(*col_terms.joined(moved[split:])), plan, diagonal=None)
         dy, col_dot = _column_side(x_block, y, Terms(*row_terms.joined(moved[:split])), col, plan, diagonal=None)
-        total = _merge_sums(total, (dx, dy, row_dot, col_dot))
+        total = merge_sums(total, (dx, dy, row_dot, col_dot))
     assert total is not None, "a ring has at least one block"
     return BatchGrads(*total)
 
@@ -189,7 +189,7 @@ def _is_vector(value: Scalars) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() == 1
 
 
-def _merge_sums(total: Tensors | None, part: Tensors) -> Tensors:
+def merge_sums(total: Tensors | None, part: Tensors) -> Tensors:
     """Elementwise sums, added in place to `total`; None stands for zero."""
     return part if total is None else tuple(old.add_(new) for old, new in zip(total, part, strict=True))
 

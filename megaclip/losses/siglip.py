@@ -1,0 +1,123 @@
+"""The sigmoid loss over the whole batch of all ranks: SigLIP's, in the memory of one tile of logits.
+
+With `z_ij = alpha*s_ij + beta`: `L = 1/B [sum_i softplus(-z_ii) + sum_{i != j} softplus(z_ij)]` (Zhai et al., 2023,
+arXiv:2303.15343, equation 1). No entry needs another one, so loss and gradients come from one pass over the tiles, in
+the forward; the positives' own terms are added here, per row. All sums, the loss among them, are float32 (float64 for
+float64 features).
+
+The reduction contract is ClipLoss's: each rank's backward hands out `W * dL/d(local features)`, and the whole
+`dL/d(logit_scale)` and `dL/d(logit_bias)`, which every rank owns.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megaclip.comm.collectives import sum_over_ranks
+from megaclip.comm.groups import resolve
+from megaclip.losses.agreement import check_features
+from megaclip.losses.distributed_sigmoid import distributed_sigmoid
+from megaclip.losses.plan import Plan, TileOptions, check_choices, make_plan
+from megaclip.ops.rows import finish_gradient, paired_products
+from megaclip.ops.tiles import accumulation_dtype
+
+
+class SigLipLoss(nn.Module):
+    """SigLIP's loss with every pair of the batch of all ranks; takes what open_clip's trainer passes to its SigLipLoss.
+
+    The options are those of `ClipLoss`; every exchange and reduction is exact.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: Any = None,
+        exchange: str = "auto",
+        reduction: str = "auto",
+        precision: str = "auto",
+        implementation: str = "auto",
+        tile_budget_mib: float = 128,
+    ) -> None:
+        super().__init__()
+        check_choices(exchange, reduction)
+        self.group = group
+        self.exchange = exchange
+        self.reduction = reduction
+        self.tiles = TileOptions(precision, implementation, tile_budget_mib)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        """The global mean loss, the same number on every rank: () float32, float64 for float64 features.
+
+        image_features, text_features: (b, D) of unit length, bfloat16, float16, float32 or float64; all ranks have the
+            same shape and dtype.
+        logit_scale: the multiplier alpha = exp(log scale) itself, () or (1,). logit_bias: beta, () or (1,); None is 0.
+        output_dict: return {"contrastive_loss": loss}, as open_clip's trainer asks.
+
+        Every rank must call it. Features that do not fit together, on one rank or between ranks, raise ValueError on
+        all.
+        """
+        ranks = resolve(self.group)
+        check_features(image_features, text_features, logit_scale, logit_bias, ranks=ranks)
+        plan = make_plan(
+            image_features,
+            ranks=ranks,
+            exchange=self.exchange,
+            reduction=self.reduction,
+            tiles=self.tiles,
+            need_dots=False,
+        )
+        if logit_bias is None:
+            logit_bias = torch.zeros_like(logit_scale)
+        loss = _Sigmoid.apply(image_features, text_features, logit_scale, logit_bias, plan)
+        return {"contrastive_loss": loss} if output_dict else loss
+
+
+class _Sigmoid(torch.autograd.Function):
+    """Loss and gradients in the forward pass; the backward pass multiplies them by what comes from above."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor, plan: Plan) -> Tensor:
+        ctx.features_dtype, dtype, b = x.dtype, accumulation_dtype(x), len(x)
+        alpha, beta = logit_scale.reshape(()).to(dtype), logit_bias.reshape(()).to(dtype)
+        negatives = distributed_sigmoid(x, y, alpha, beta, plan=plan)
+        s_ii = paired_products(x, y)
+        z_ii = alpha * s_ii + beta
+        pull = torch.sigmoid(-z_ii)
+        local_sums = torch.stack(
+            [
+                (negatives.row_loss + F.softplus(-z_ii, threshold=50)).sum(),
+                (negatives.row_dot - pull * s_ii).sum(),
+                (negatives.row_sum - pull).sum(),
+            ]
+        )
+        loss, d_alpha, d_beta = (sum_over_ranks(local_sums, group=plan.ranks) / (b * plan.ranks.size)).unbind()
+        if (
+            x.dtype == torch.float16
+        ):  # its gradients underflow until the upstream one has scaled them: keep them float32
+            x, y = x.float(), y.float()
+        factor = alpha / b  # W/B: the contract's factor W is in it
+        dx, _ = finish_gradient(negatives.dx, x, y, pull, factor)
+        dy, _ = finish_gradient(negatives.dy, y, x, pull, factor)
+        ctx.save_for_backward(dx, dy, d_alpha, d_beta, logit_scale, logit_bias)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        dx, dy, d_alpha, d_beta, logit_scale, logit_bias = ctx.saved_tensors
+        d_features = ((gradient * d_loss).to(ctx.features_dtype) for gradient in (dx, dy))
+        d_scalars = (
+            (gradient * d_loss).to(scalar.dtype).reshape(scalar.shape)
+            for gradient, scalar in ((d_alpha, logit_scale), (d_beta, logit_bias))
+        )
+        return *d_features, *d_scalars, None

@@ -1,0 +1,191 @@
+"""SigLipLoss on 1, 2 and 3 ranks against the plain sigmoid loss of one process on the whole batch.
+
+Every combination of exchange and reduction, float64 to 1e-12: the loss on every rank, and all gradients under the
+reduction contract (features times W, logit_scale and logit_bias whole). Then the real open_clip's SigLipLoss, whose
+call ours must accept.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megaclip.checkpoint.open_clip_package import import_open_clip
+from megaclip.comm.groups import group_rank, group_size
+from megaclip.losses import SigLipLoss
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_clip_loss import Towers, expect_same_error, random_batch
+from tests.tolerances import GRADIENT, VALUE, relative_error
+
+WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar")))
+
+
+class Whole(NamedTuple):
+    """The loss of the whole batch and its gradients, float64."""
+
+    loss: Tensor
+    d_image: Tensor
+    d_text: Tensor
+    d_logit_scale: Tensor
+    d_logit_bias: Tensor
+
+
+def sigmoid_loss(x: Tensor, y: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Equation 1 as its pseudocode has it, over the whole matrix (logsigmoid is exact at any argument)."""
+    signs = 2 * torch.eye(len(x), dtype=x.dtype) - 1
+    return -F.logsigmoid(signs * (alpha * x @ y.T + beta)).sum() / len(x)
+
+
+def oracle(*arguments: Tensor) -> Whole:
+    leaves = [tensor.detach().double().requires_grad_() for tensor in arguments]
+    loss = sigmoid_loss(*leaves)
+    return Whole(loss.detach(), *torch.autograd.grad(loss, leaves))
+
+
+def problems(whole: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, expected: Whole, **options) -> list[str]:
+    """What differs between SigLipLoss on this rank's share of the batch and `expected`; empty when nothing does."""
+    rank, world_size = group_rank(), group_size()
+    local = [features.chunk(world_size)[rank].clone().requires_grad_() for features in whole]
+    scalars = [scale.clone().requires_grad_(), bias.clone().requires_grad_()]
+    loss = SigLipLoss(**options)(*local, *scalars)
+    loss.backward()
+    mine, dtype = slice(rank * len(local[0]), (rank + 1) * len(local[0])), whole[0].dtype
+    comparisons = (
+        ("loss", loss, expected.loss, VALUE),
+        ("image gradient", local[0].grad, world_size * expected.d_image[mine], GRADIENT),
+        ("text gradient", local[1].grad, world_size * expected.d_text[mine], GRADIENT),
+        ("logit_scale gradient", scalars[0].grad, expected.d_logit_scale, GRADIENT),
+        ("logit_bias gradient", scalars[1].grad, expected.d_logit_bias, GRADIENT),
+    )
+    return [
+        f"{name} off by {relative_error(got, wanted):.1e} with {options}, W={world_size}, b={len(local[0])}, {dtype}"
+        for name, got, wanted, tolerances in comparisons
+        if not relative_error(got, wanted) <= tolerances[dtype]
+    ]
+
+
+def in_every_way(whole: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, **options) -> list[str]:
+    expected = oracle(*whole, scale, bias)
+    return [
+        problem
+        for exchange, reduction in WAYS
+        for problem in problems(whole, scale, bias, expected, exchange=exchange, reduction=reduction, **options)
+    ]
+
+
+# ------------------------------------------------------------------------------------------ cases, run on every rank
+
+
+def check_dtypes_sizes_and_extremes() -> list[str]:
+    found = []
+    for batch, embedding, tile_budget_mib in ((1, 3, 128), (5, 7, 128), (63, 16, 0.02), (70, 33, 0.005)):
+        whole = random_batch(batch * group_size(), embedding, torch.float64)
+        for scale, bias in ((10.0, -10.0), (100.0, 3.0), (1.0, 0.0)):
+            tensors = torch.tensor(scale).double(), torch.tensor([bias]).double()
+            found += in_every_way(whole, *tensors, tile_budget_mib=tile_budget_mib)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        whole = random_batch(17 * group_size(), 32, dtype)
+        found += in_every_way(whole, torch.tensor([10.0]), torch.tensor(-5.0), tile_budget_mib=0.005)
+    same = random_batch(1, 8, torch.float64)[0].expand(6 * group_size(), 8).contiguous()
+    for images, texts in ((same, same), (same, -same), (same, torch.zeros_like(same))):
+        found += in_every_way((images, texts), torch.tensor(1000.0).double(), torch.tensor(-10.0).double())
+    return found
+
+
+def check_that_wrong_scales_are_noticed() -> list[str]:
+    whole, size = random_batch(4 * group_size(), 8, torch.float64), group_size()
+    scale, bias = torch.tensor(5.0).double(), torch.tensor(-2.0).double()
+    right = oracle(*whole, scale, bias)
+    wrong = {"bias": oracle(*whole, scale, bias * (1 + 1e-9)), "scale": oracle(*whole, scale * (1 + 1e-9), bias)}
+    if size > 1:
+        wrong["mean"] = right._replace(loss=right.loss * size)
+        wrong["features"] = right._replace(d_text=right.d_text / size)
+        wrong["logit_bias"] = right._replace(d_logit_bias=right.d_logit_bias * size)
+    return [f"a wrong {name} was not noticed" for name, w in wrong.items() if not problems(whole, scale, bias, w)]
+
+
+def check_under_data_parallel() -> list[str]:
+    """Parameters' gradients after DDP's averaging: those of one process."""
+    images, texts = torch.randn(2, 4 * group_size(), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    serial, bias = Towers(), torch.tensor(-1.0).double()
+    sigmoid_loss(*serial(images, texts), bias).backward()
+    found = []
+    for exchange, reduction in WAYS:
+        parallel = DistributedDataParallel(Towers())
+        local = (whole.chunk(group_size())[group_rank()] for whole in (images, texts))
+        SigLipLoss(exchange=exchange, reduction=reduction)(*parallel(*local), bias).backward()
+        for (name, got), wanted in zip(parallel.module.named_parameters(), serial.parameters(), strict=True):
+            if not relative_error(got.grad, wanted.grad) < 1e-12:
+                found.append(f"{name} under DDP with {exchange}, {reduction}")
+    return found
+
+
+def check_products_and_one_pass() -> list[str]:
+    """6 b*B*D for loss and gradients together with the feature reduction, all of it in the forward."""
+    b, embedding, size = 12, 8, group_size()
+    found = []
+    for exchange in ("ring", "all_gather"):
+        x, y = torch.randn(2, b, embedding).unbind()
+        x.requires_grad_()
+        with FlopCounterMode(display=False) as counter:
+            loss = SigLipLoss(exchange=exchange, reduction="feature")(x, y, torch.tensor(2.0), torch.tensor(-2.0))
+        forward = counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        if (forward, counter.get_total_flops()) != (6 * b * b * size * embedding, 0):
+            found.append(f"{exchange}: {forward} and {counter.get_total_flops()} operations")
+    return found
+
+
+def check_errors() -> list[str]:
+    last, features = group_rank() == group_size() - 1, torch.randn(4, 5)
+    bias = torch.zeros(2 if last else 1)
+    return expect_same_error(lambda: SigLipLoss()(features, features, torch.tensor(1.0), bias), "one logit_bias")
+
+
+def check_everything() -> list[str]:
+    checks = (
+        check_dtypes_sizes_and_extremes,
+        check_that_wrong_scales_are_noticed,
+        check_under_data_parallel,
+        check_products_and_one_pass,
+        check_errors,
+    )
+    return [problem for check in checks for problem in check()]
+
+
+# --------------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_equals_one_process_on_the_whole_batch(world_size: int) -> None:
+    assert run_ranks(check_everything, world_size) == [[]] * world_size
+
+
+@pytest.mark.parametrize("bias", [None, -3.0])
+def test_the_same_call_as_open_clips(bias: float | None) -> None:
+    """One process: the same arguments to open_clip's SigLipLoss and to ours give the same loss and gradients."""
+    x, y = random_batch(9, 7, torch.float32)
+    results = []
+    for kind in (import_open_clip().loss.SigLipLoss, SigLipLoss):
+        leaves = [x.clone().requires_grad_(), y.clone().requires_grad_(), torch.tensor(5.0, requires_grad=True)]
+        logit_bias = None if bias is None else torch.tensor(bias, requires_grad=True)
+        outputs = kind()(*leaves, logit_bias=logit_bias, output_dict=True)
+        (1024 * outputs["contrastive_loss"]).backward()
+        assert list(outputs) == ["contrastive_loss"]
+        results.append(
+            [outputs["contrastive_loss"], *(leaf.grad for leaf in (*leaves, logit_bias) if leaf is not None)]
+        )
+    for theirs, ours in zip(*results, strict=True):
+        assert relative_error(ours, theirs) <= VALUE[torch.float32]
+
+
+def test_the_value_is_float32_for_bfloat16_features() -> None:
+    x, y = random_batch(9, 7, torch.bfloat16)
+    loss = SigLipLoss()(x, y, torch.tensor(10.0), torch.tensor(-10.0))
+    assert loss.dtype == torch.float32 and loss.bfloat16().float() != loss
