@@ -68,7 +68,9 @@ for file in "${env_files[@]}"; do
   fi
 done
 
-launch=(deepspeed --hostfile "$hostfile" --master_addr "$master_addr" --master_port "$master_port")
+launch=()
+$no_ssh || launch+=(setsid) # away from the terminal, so that Ctrl-C reaches `stop` alone
+launch+=(deepspeed --hostfile "$hostfile" --master_addr "$master_addr" --master_port "$master_port")
 
 if $no_ssh; then
   [[ $node_rank =~ ^[0-9]+$ ]] && ((node_rank < ${#hosts[@]})) ||
@@ -112,13 +114,14 @@ end_remote_ranks() {
 # DeepSpeed's handler would end every DeepSpeed job of this user on these hosts: signal its child, and then this job only.
 stop() {
   trap '' INT TERM USR1
-  pkill -TERM -P "$launcher" || kill -TERM "$launcher" || true
+  pkill -TERM -P "$launcher" || kill -TERM "$launcher" 2>/dev/null || true
   $no_ssh || end_remote_ranks
   wait "$launcher" || true
   exit "$1"
 }
 
 failed() {
+  trap '' USR1
   echo "multi_node.sh: a rank failed: see the first error above, and docs/multi_node.md" >&2
   for _ in {1..5}; do # the other hosts may be about to say why
     kill -0 "$launcher" 2>/dev/null || break
@@ -139,6 +142,6 @@ watch_for_failure() {
 trap 'stop 130' INT
 trap 'stop 143' TERM
 trap failed USR1
-setsid "${launch[@]}" 2> >(watch_for_failure) & # away from the terminal, so that Ctrl-C reaches `stop` alone
+"${launch[@]}" 2> >(watch_for_failure) &
 launcher=$!
 wait "$launcher" || failed

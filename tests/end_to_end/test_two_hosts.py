@@ -2,14 +2,14 @@
 
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MULTI_NODE = ROOT / "launch" / "multi_node.sh"
 STEPS = 3
 LIMIT_S = 120
+END_LIMIT_S = 20  # of what takes 3 to 5 s: far less than the minutes that gloo and NCCL wait for a silent rank
+RANK = r"train\.py --local_rank"  # command lines of ranks, not of their launcher
 # The ranks sum the same numbers in another order when they share memory: a few float32 roundings of losses near 5.
 LOSS_TOLERANCE = 1e-6
 
@@ -51,8 +53,8 @@ def losses_of_one_host(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    deepspeed = Path(sys.executable).with_name("deepspeed")
-    command = [deepspeed, "--num_gpus", "2", "--master_port", port, ROOT / "launch" / "train.py"]
+    deepspeed = str(Path(sys.executable).with_name("deepspeed"))
+    command = [deepspeed, "--num_gpus", "2", "--master_port", port, str(ROOT / "launch" / "train.py")]
     subprocess.run([*command, *training(tiny_run, logs)], cwd=tiny_run, check=True, timeout=LIMIT_S)
     return losses(logs)
 
@@ -98,7 +100,7 @@ def test_through_pdsh(
 def test_without_ssh(
     hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path, losses_of_one_host: list[float]
 ) -> None:
-    del environment["PDSH_SSH_ARGS_APPEND"]  # no way to reach the other host
+    environment = environment | {"PDSH_SSH_ARGS_APPEND": "-F /nowhere"}
     options = ("--no_ssh", "--hostfile", hosts.hostfile, "--node_rank")
     launches = [
         host.command(MULTI_NODE, *options, str(node_rank), *training(tiny_run, tmp_path), folder=tiny_run)
@@ -118,16 +120,50 @@ def finished(launch: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
+@contextmanager
+def endless_run(
+    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, logs: Path
+) -> Iterator[tuple[subprocess.Popen, Path]]:
+    """A launch through pdsh that would train for hours, and the file with its output."""
+    arguments = training(tiny_run, logs, steps=1_000_000)
+    launch = hosts.first.command(MULTI_NODE, "--hostfile", hosts.hostfile, *arguments, folder=tiny_run)
+    log = logs / "log"
+    with open(log, "w") as output:
+        launcher = subprocess.Popen(launch, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield launcher, log
+    finally:
+        for host in (hosts.first, hosts.second):
+            subprocess.run(host.command("pkill", "-KILL", "-f", "multi_node.sh|deepspeed|train.py"))
+        launcher.wait()
+
+
 def test_a_dead_rank_ends_the_others(
     hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path
 ) -> None:
-    """Even a rank that cannot notice: it is stopped, as if it waited for a GPU."""
-    arguments = training(tiny_run, tmp_path, steps=100_000)
-    launch = hosts.first.command(MULTI_NODE, "--hostfile", hosts.hostfile, *arguments, folder=tiny_run)
-    log = tmp_path / "log"
-    with open(log, "w") as output, subprocess.Popen(launch, env=environment, stdout=output, stderr=output) as launcher:
-        wait_until(lambda: "step 2/" in log.read_text())
+    """Even one that cannot notice: it is stopped, as if it waited in a collective for the dead one."""
+    with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, log):
+        wait_until(lambda: "step 2/" in log.read_text(), LIMIT_S)
         subprocess.run(hosts.first.command("pkill", "-STOP", "-f", RANK), check=True)
         subprocess.run(hosts.second.command("pkill", "-KILL", "-f", RANK), check=True)
-        assert launcher.wait(timeout=END_LIMIT_S) != 0
-    wait_until(lambda: hosts.first.processes(RANK) == [])
+        assert launcher.wait(END_LIMIT_S) == 1
+        subprocess.run(hosts.first.command("pkill", "-CONT", "-f", RANK))
+        wait_until(lambda: not hosts.first.processes(RANK), END_LIMIT_S)
+        assert "a rank failed" in log.read_text()
+
+
+def test_ending_the_launcher_ends_the_ranks(
+    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path
+) -> None:
+    with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, _):
+        wait_until(lambda: hosts.first.processes(RANK) and hosts.second.processes(RANK), LIMIT_S)
+        subprocess.run(hosts.first.command("pkill", "-TERM", "--oldest", "-f", "multi_node.sh"), check=True)
+        assert launcher.wait(END_LIMIT_S) == 128 + signal.SIGTERM
+        wait_until(lambda: not (hosts.first.processes(RANK) or hosts.second.processes(RANK)), END_LIMIT_S)
+
+
+def wait_until(condition: Callable[[], object], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not happen within {limit_s} s"
+        time.sleep(0.2)

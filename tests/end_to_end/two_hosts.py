@@ -19,6 +19,9 @@ from pathlib import Path
 ADDRESSES = ("198.18.0.1", "198.18.0.2")
 INTERFACE = "eth0"
 _NAMESPACES = ("--net", "--uts", "--pid", "--fork", "--mount-proc")
+# Die with the parent; take the child, process 1 of the host, along. The child's arguments: its name and its command.
+_START = ("sh", "-c", 'hostname "$0"; exec "$@"')
+_HOLD = ("setpriv", "--pdeathsig", "KILL", "unshare", *_NAMESPACES, "--kill-child", *_START)
 _PACKAGES = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh"}
 _START_LIMIT_S = 10.0
 
@@ -77,8 +80,7 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
     with ExitStack() as stack:
         first, second = (stack.enter_context(_host(folder, address)) for address in ADDRESSES)
-        cable = f"link add {INTERFACE} type veth peer name {INTERFACE} netns {second.server}"
-        _ip(first, cable)
+        _ip(first, f"link add {INTERFACE} type veth peer name {INTERFACE} netns {second.server}")
         for host in (first, second):
             _ip(host, f"address add {host.address}/24 dev {INTERFACE}")
             for interface in ("lo", INTERFACE):
@@ -101,13 +103,7 @@ def _host(folder: Path, address: str) -> Iterator[Host]:
     server += [f"-o{name}={value}" for name, value in options.items()]
     name = f"host-{address.rpartition('.')[2]}"
     with open(folder / f"{name}.log", "w") as log:
-        holder = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "unshare", *_NAMESPACES, "--kill-child"]
-            + ["sh", "-c", f'hostname {name}; exec "$@"', "sh", *server],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
+        holder = subprocess.Popen([*_HOLD, name, *server], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         yield Host(address, _first_child(holder))
     finally:

@@ -1,0 +1,157 @@
+"""What launch/multi_node.sh and launch/slurm.sbatch run and refuse, around stand-ins for deepspeed, pdsh and Slurm."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+# Stand-ins write their arguments, one per line, to a file with their name.
+RECORDER = '#!/bin/bash\nprintf "%s\\n" "$@" >"$RECORDS/${0##*/}"\nenv >"$RECORDS/environment"\n'
+TRAINING = ["--deepspeed_config", "zero3.json", "--model", "ViT-B-32"]
+
+
+class Bench:
+    """A folder with a hostfile of two hosts, and the stand-ins on PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.records = folder / "records"
+        self.hostfile = folder / "hostfile"
+        self.hostfile.write_text("# two hosts\n\nme@node-0 slots=2\nnode-1   slots=2 # and a note\n")
+        self.bin = folder / "bin"
+        self.environment = {
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "RECORDS": str(self.records),
+        }
+        for path in (self.records, self.bin):
+            path.mkdir()
+        for name in ("deepspeed", "pdsh"):
+            self.stand_in(name, RECORDER)
+
+    def stand_in(self, name: str, script: str) -> None:
+        (self.bin / name).write_text(script)
+        (self.bin / name).chmod(0o755)
+
+    def run(self, script: str, *arguments: object) -> subprocess.CompletedProcess:
+        command = [str(LAUNCH / script), *map(str, arguments)]
+        return subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=30
+        )
+
+    def multi_node(self, *arguments: object) -> list[str]:
+        """The arguments that deepspeed gets, with this bench's hostfile."""
+        done = self.run("multi_node.sh", "--hostfile", self.hostfile, *arguments)
+        assert done.returncode == 0, done.stderr
+        return (self.records / "deepspeed").read_text().splitlines()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def after_script(arguments: list[str]) -> list[str]:
+    script = next(place for place, argument in enumerate(arguments) if argument.endswith("/launch/train.py"))
+    return arguments[script + 1 :]
+
+
+def option(arguments: list[str], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def test_arguments_survive_the_remote_shell(bench: Bench) -> None:
+    """The oracle: bash reads what DeepSpeed would send, quoted by DeepSpeed's own rule, after pdsh's replacements."""
+    wanted = ["--train-data", "s/{0..3}.tar", "*", "a b", 'say "$HOME" `id` \\', "it's", "", "100%n", "a;b&c|d", "~"]
+    sent = after_script(bench.multi_node(*wanted))
+    quoted_by_deepspeed = ['"{}"'.format(text.replace('"', '\\"')) if " " in text else text for text in sent]
+    line = " ".join(quoted_by_deepspeed).replace("%%", "%")
+    arrived = subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, cwd=bench.folder)
+    assert arrived.stdout.split("\n")[:-1] == wanted
+
+
+def test_first_host_is_the_meeting_point(bench: Bench) -> None:
+    arguments = bench.multi_node("--master_port=29512", *TRAINING)
+    assert option(arguments, "--master_addr") == "node-0"
+    assert option(arguments, "--master_port") == "29512"
+    assert after_script(arguments) == TRAINING
+    assert option(bench.multi_node("--master_addr", "10.0.0.1", *TRAINING), "--master_addr") == "10.0.0.1"
+
+
+def test_no_ssh_exports_the_variables_and_quotes_nothing(bench: Bench) -> None:
+    (bench.folder / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=eth0\nNOTE=a b = $c\n")
+    arguments = bench.multi_node("--no_ssh", "--node_rank", 1, "--train-data", "{0..3}.tar")
+    assert option(arguments, "--node_rank") == "1"
+    assert after_script(arguments) == ["--train-data", "{0..3}.tar"]
+    environment = (bench.records / "environment").read_text().splitlines()
+    assert {"GLOO_SOCKET_IFNAME=eth0", "NOTE=a b = $c"} <= set(environment)
+
+
+def test_a_failed_run_ends_its_ranks_and_says_so(bench: Bench) -> None:
+    bench.stand_in("deepspeed", "#!/bin/bash\nexit 3\n")
+    done = bench.run("multi_node.sh", "--hostfile", bench.hostfile, *TRAINING)
+    assert done.returncode == 1
+    assert "a rank failed" in done.stderr
+    ended = (bench.records / "pdsh").read_text().splitlines()
+    assert option(ended, "-w") == "me@node-0,node-1"
+    assert "--master_addr=node-0 --master_port=29500 " in ended[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hostfile", "nowhere"], "no hostfile nowhere"),
+        (["--hostfile", "bad"], "bad, line 2:node-1: expected HOST slots=RANKS"),
+        (["--hostfile", "empty"], "empty names no host"),
+        (["--hostfile", "hostfile", "--no_ssh"], "--node_rank 0 to 1"),
+        (["--hostfile", "hostfile", "--no_ssh", "--node_rank", "2"], "--node_rank 0 to 1"),
+        (["--hostfile", "hostfile", "--node_rank", "0"], "--node_rank goes with --no_ssh"),
+        (["--hostfile", "hostfile", "--master_addr", "localhost"], "cannot reach localhost"),
+    ],
+)
+def test_mistakes_are_refused(bench: Bench, arguments: list[str], message: str) -> None:
+    (bench.folder / "bad").write_text("node-0 slots=1\nnode-1\n")
+    (bench.folder / "empty").write_text("# nobody\n")
+    done = bench.run("multi_node.sh", *arguments, *TRAINING)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (bench.records / "deepspeed").exists()
+
+
+@pytest.mark.parametrize("line", ["", "# note", "A = b", "export A=b"])
+def test_variables_that_deepspeed_cannot_read_are_refused(bench: Bench, line: str) -> None:
+    (bench.folder / ".deepspeed_env").write_text(f"A=b\n{line}\nC=d\n")
+    done = bench.run("multi_node.sh", "--hostfile", bench.hostfile, *TRAINING)
+    assert done.returncode == 2
+    assert ".deepspeed_env, line 2:" in done.stderr
+
+
+def test_slurm_starts_one_launcher_per_node(bench: Bench) -> None:
+    bench.stand_in("scontrol", "#!/bin/bash\n[[ $* == 'show hostnames node-[7-8]' ]] && printf 'node-7\\nnode-8\\n'\n")
+    # srun runs the command on the last node of two
+    bench.stand_in("srun", '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\ncat "$HOSTFILE"\nSLURM_NODEID=1 "$@"\n')
+    (bench.folder / "launch").symlink_to(LAUNCH)
+    bench.environment |= {
+        "SLURM_SUBMIT_DIR": str(bench.folder),
+        "SLURM_JOB_NODELIST": "node-[7-8]",
+        "SLURM_JOB_ID": "31234567",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
+    done = subprocess.run(
+        ["bash", LAUNCH / "slurm.sbatch", "--train-data", "{0..3}.tar", "--name", "a b"],
+        cwd="/",
+        env=bench.environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "node-7 slots=4\nnode-8 slots=4\n"
+    arguments = (bench.records / "deepspeed").read_text().splitlines()
+    assert option(arguments, "--master_addr") == "node-7"
+    assert option(arguments, "--master_port") == "24567"
+    assert option(arguments, "--node_rank") == "1"
+    assert after_script(arguments) == ["--train-data", "{0..3}.tar", "--name", "a b"]
+    assert not list(bench.folder.glob("hostfile-*"))
