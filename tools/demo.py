@@ -94,7 +94,8 @@ def train(data: Path, run: Path, arguments: argparse.Namespace) -> None:
         "--deepspeed_config", "ds_configs/demo_cpu.json", "--model", "demo-tiny",
         "--train-data", data / "train/*.tar", "--shard-order", "sequential", "--tokenizer", data / "tokenizer.model",
         "--val-data", data / "held_out/*.tar", "--zeroshot-data", data / "zero_shot",
-        "--train-steps", arguments.steps, "--warmup", min(50, arguments.steps // 3), "--workers", 0, "--aug-scale", 1, 1,
+        "--train-steps", arguments.steps, "--warmup", arguments.steps // 3, "--workers", 0,
+        "--aug-scale", 1, 1,
         "--seed", arguments.seed, "--logs", run.parent, "--name", run.name, "--log-every-n-steps", 20,
         "--eval-every-steps", 100,
     ]  # fmt: skip
