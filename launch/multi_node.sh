@@ -144,4 +144,4 @@ trap 'stop 143' TERM
 trap failed USR1
 "${launch[@]}" 2> >(watch_for_failure) &
 launcher=$!
-wait "$launcher" || failed
+wait "$launcher" || failed; exit 0 # one line: bash would go on reading a file that may have changed since
