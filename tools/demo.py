@@ -86,7 +86,6 @@ def train(data: Path, run: Path, arguments: argparse.Namespace) -> None:
     environment = {
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore::FutureWarning",
         **os.environ,
     }
     command = [
