@@ -62,7 +62,7 @@ class Metrics:
         self._log_every = log_every
         self._total_steps = total_steps
         self._monitor = monitor
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step) if first_rank else None
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1) if first_rank else None
         on_terminal = first_rank and sys.stderr.isatty()
         self._bar = tqdm(
             total=total_steps, initial=start_step, unit="step", disable=not on_terminal, dynamic_ncols=True

@@ -57,7 +57,7 @@ def flags(folder: Path, deepspeed_config: Path, logs: Path, **changes: Any) -> l
     for name, value in values.items():
         flag = f"--{name.replace('_', '-')}" if name != "deepspeed_config" else "--deepspeed_config"
         if value is not None:
-            command += [flag] if value is True else [flag, str(value)]
+            command += [flag, *map(str, value if isinstance(value, list) else [value])]
     return command
 
 

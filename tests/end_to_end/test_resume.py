@@ -1,0 +1,192 @@
+"""A run that was killed and resumed is the run that never stopped: same samples, same numbers to the last bit.
+
+The ranks are those of the harness; the one test through the deepspeed launcher also has data workers.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaclip.checkpoint.consolidate import consolidated_weights
+from megaclip.engine import run as engine_run
+from megaclip.engine.metrics import Metrics
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.end_to_end.training_runs import (
+    ROOT,
+    WORLD_SIZE,
+    Finished,
+    flags,
+    launch,
+    launcher_command,
+    launcher_environment,
+    run_here,
+    scalars,
+)
+
+STEPS = 10  # an epoch has 8: the resumed part goes on into the second one
+SAVE_EVERY = 4
+KILLED_AFTER = 7
+SCHEDULE = {"train_steps": STEPS, "warmup": 3, "save_every_steps": SAVE_EVERY, "keep_last": 9}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "zero1": {"zero_optimization": {"stage": 1}},
+    "zero3": {
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 100,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        },
+        "activation_checkpointing": {"cpu_checkpointing": True},
+    },
+}
+FLAGS: dict[str, dict[str, Any]] = {
+    "zero1": {"force_patch_dropout": 0.5, "aug_scale": [0.5, 1.0], "shard_order": "sequential"},
+    "zero3": {"force_patch_dropout": 0.5},
+}
+
+
+@dataclass
+class Recorded:
+    """A run on one rank."""
+
+    end: Finished
+    ids: list[list[int]]
+    """Of each step, in the order taken."""
+
+
+@dataclass
+class Runs:
+    """The folders of one configuration's runs, and what each rank recorded of them."""
+
+    config: Path
+    logs: Path
+    recorded: dict[str, list[Recorded]]
+
+
+def record(command: list[str], store: str, kill_after: int | None = None) -> Recorded:
+    """`main(command)` in this rank, which notes the samples it takes and may kill itself between two steps."""
+    ids: list[list[int]] = []
+    accumulate, show_step = engine_run.accumulate_gradients, Metrics.step
+
+    def noting(engine: Any, loss: Any, micro_batches: Any, *arguments: Any, **keywords: Any) -> float:
+        ids.append([int(i) for batch in micro_batches for i in batch.ids])
+        return accumulate(engine, loss, micro_batches, *arguments, **keywords)
+
+    def dying(metrics: Metrics, step: int, *arguments: Any) -> None:
+        show_step(metrics, step, *arguments)
+        if step == kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_run, "accumulate_gradients", noting)
+        patch.setattr(Metrics, "step", dying)
+        return Recorded(run_here(command, Path(store)), ids)
+
+
+def record_all(commands: dict[str, list[str]], stores: str) -> dict[str, Recorded]:
+    return {name: record(command, f"{stores}/store_{name}") for name, command in commands.items()}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def runs(request, tiny_run, tmp_path_factory) -> Runs:
+    """never: without a stop. killed, then resumed. path: from a checkpoint of `never`. stopped, then continued."""
+    name = request.param
+    logs = tmp_path_factory.mktemp(name)
+    config = logs / "ds_config.json"
+    config.write_text(json.dumps(json.loads((tiny_run / "zero1.json").read_text()) | CONFIGS[name]))
+
+    def command(run: str, **changes: Any) -> list[str]:
+        return flags(tiny_run, config, logs, name=run, **SCHEDULE, **FLAGS[name], **changes)
+
+    with pytest.raises(RankFailure, match="2 of 2 ranks failed") as killed:
+        run_ranks(record, WORLD_SIZE, command("killed"), str(logs / "unused"), KILLED_AFTER)
+    assert str(killed.value).count(f"exit code -{signal.SIGKILL}") == WORLD_SIZE
+    commands = {
+        "never": command("never"),
+        "resumed": command("killed", resume="auto"),
+        "path": command("path", resume=logs / "never" / "checkpoints" / "step_00000008"),
+        "stopped": command("stopped", stop_after_steps=3),
+        "continued": command("stopped", resume="auto"),
+    }
+    per_rank = run_ranks(record_all, WORLD_SIZE, commands, str(logs), time_limit_s=200)
+    recorded = {name: [results[name] for results in per_rank] for name in commands}
+    for name, ranks in recorded.items():
+        assert [rank.end.exit_code for rank in ranks] == [0] * WORLD_SIZE, f"{name}: {ranks[0].end.output}"
+    return Runs(config, logs, recorded)
+
+
+CONTINUED = {"resumed": ("killed", SAVE_EVERY), "path": ("path", 8), "continued": ("stopped", 3)}
+"""Name of the continuing run -> its folder, and the steps it found done."""
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_the_same_samples(runs, name):
+    done = CONTINUED[name][1]
+    for never, continued in zip(runs.recorded["never"], runs.recorded[name], strict=True):
+        assert len(never.ids) == STEPS
+        assert continued.ids == never.ids[done:]
+        assert f"at step {done}" in continued.end.output or continued is not runs.recorded[name][0]
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_the_same_numbers_to_the_last_bit(runs, name):
+    folder, done = CONTINUED[name]
+    never, continued = scalars(runs.logs / "never"), scalars(runs.logs / folder)
+    for scalar in ("loss", "logit_scale", "learning_rate", "gradient_norm"):
+        expected = never[f"train/{scalar}"]
+        assert sorted(expected) == list(range(1, STEPS + 1))
+        if name == "path":  # a folder of its own, which holds the continued part only
+            expected = {step: value for step, value in expected.items() if step > done}
+        assert continued[f"train/{scalar}"] == expected
+    assert len(set(never["train/loss"].values())) == STEPS
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_the_same_weights_to_the_last_bit(runs, name):
+    tag = f"step_{STEPS:08d}"
+    never = consolidated_weights(runs.logs / "never" / "checkpoints", tag)
+    continued = consolidated_weights(runs.logs / CONTINUED[name][0] / "checkpoints", tag)
+    assert never.keys() == continued.keys()
+    assert all(torch.equal(never[key], continued[key]) for key in never)
+
+
+def test_every_sample_once_an_epoch(runs):
+    taken = [sorted(i for rank in runs.recorded["never"] for i in rank.ids[step]) for step in range(STEPS)]
+    assert sorted(i for step in taken[:8] for i in step) == list(range(256))
+    assert taken[8:] != taken[: STEPS - 8]  # shuffled anew
+
+
+@pytest.mark.parametrize("runs", ["zero3"], indirect=True)
+def test_the_launcher_killed_with_all_its_ranks_and_data_workers(runs, tiny_run):
+    """Under the deepspeed launcher, with data workers, the numbers are those of the harness's run without."""
+    command = flags(tiny_run, runs.config, runs.logs, name="launched", workers=1, **SCHEDULE, **FLAGS["zero3"])
+    process = subprocess.Popen(
+        launcher_command(command),
+        cwd=ROOT,
+        env=launcher_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    latest = runs.logs / "launched" / "checkpoints" / "latest"
+    try:
+        deadline = time.monotonic() + 120
+        while not latest.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert process.poll() is None, "the run ended before it could be killed"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert latest.read_text() == f"step_{SAVE_EVERY:08d}"
+    done = launch([*command, "--resume", "auto"])
+    assert done.exit_code == 0, done.output
+    assert f"at step {SAVE_EVERY}" in done.output
+    assert scalars(runs.logs / "launched")["train/loss"] == scalars(runs.logs / "never")["train/loss"]
