@@ -22,8 +22,9 @@ class MegaclipSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    loss: Literal["clip"] = "clip"
-    """Contrastive loss; "clip" is InfoNCE over images and texts with every other sample as a negative."""
+    loss: Literal["clip", "siglip"] = "clip"
+    """Contrastive loss: "clip" is InfoNCE over images and texts, "siglip" the sigmoid loss of every pair (for models
+    with a logit bias); both with every other sample of the batch as a negative."""
 
     exchange: Literal["auto", "ring", "all_gather"] = "auto"
     """How text features reach the other ranks: neighbour by neighbour, or all at once."""

@@ -35,7 +35,7 @@ class Verification:
     """How far open_clip's reading of a directory is from the model it was made from."""
 
     max_abs_diff: float
-    """Largest absolute difference over image features, text features and the logarithm of the logit scale."""
+    """Largest absolute difference over image features, text features, the logarithm of the logit scale, the bias."""
     captions_compared: int
     """0 when no tokenizer was given."""
     captions_differing: int
@@ -81,6 +81,7 @@ def verify(directory: str | Path, model: ClipModel, tokenize: Tokenize | None = 
         (ours[0] - theirs_out[0]).abs().max(),
         (ours[1] - theirs_out[1]).abs().max(),
         (ours[2] - theirs_out[2].log()).abs().max(),
+        *((bias - theirs_bias).abs().max() for bias, theirs_bias in zip(ours[3:], theirs_out[3:], strict=True)),
     ]
     return Verification(
         max_abs_diff=float(torch.stack(differences).max()),

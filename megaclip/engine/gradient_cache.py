@@ -5,8 +5,8 @@ embeddings; evaluate the loss once over all of them; then encode each micro-batc
 back-propagate its cached embedding gradients. The result is the gradient of the whole batch, not of the micro-batches.
 
 Scale. DeepSpeed averages parameter gradients over the W data-parallel ranks. The losses hand back feature gradients
-that are already W times those of the global mean loss and, on every rank, the whole gradient of the logit scale, so the
-surrogate is back-propagated as it is: no division by the number of micro-batches.
+that are already W times those of the global mean loss and, on every rank, the whole gradients of the scale and the
+bias, so the surrogate is back-propagated as it is: no division by the number of micro-batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megaclip.data.batch import Batch
 from megaclip.errors import NonFiniteError
 
-ContrastiveLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+ContrastiveLoss = Callable[..., torch.Tensor]  # (image features, text features, scale[, logit_bias]) -> loss
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Cached:
 
     image_gradients: Sequence[torch.Tensor]
     text_gradients: Sequence[torch.Tensor]
-    scale_gradient: torch.Tensor
+    scalar_gradients: Sequence[torch.Tensor]  # of the log scale and, if the model has one, the logit bias, each (1,)
 
 
 def accumulate_gradients(
@@ -53,17 +53,19 @@ def accumulate_gradients(
     log_scale: torch.Tensor,
     random_state: RandomState,
     *,
+    logit_bias: torch.Tensor | None = None,
     coalesce: bool,
 ) -> float:
     """Leave the gradient of one whole contrastive batch in the engine, ready for `engine.step()`.
 
     Args:
         engine: a DeepSpeed engine around a `ClipModel`, with `gradient_accumulation_steps` = len(micro_batches).
-        loss_function: (image features (b, D), text features (b, D), scale (1,)) -> global mean loss, under the
-            reduction contract of `megaclip.losses`.
+        loss_function: (image features (b, D), text features (b, D), scale (1,), and logit_bias (1,) if the model has
+            one) -> global mean loss, under the reduction contract of `megaclip.losses`.
         micro_batches: this rank's share of the batch, on any device; each is moved to the engine's device when encoded.
         log_scale: (1,) float32, the master value of logit_scale.
         random_state: replayed for each micro-batch.
+        logit_bias: (1,) float32, the master value of logit_bias; needed exactly when the model has one.
         coalesce: reduce parameter gradients once, after the last micro-batch (ZeRO 1 to 3).
 
     Returns:
@@ -79,7 +81,8 @@ def accumulate_gradients(
         embedded = [(cached_in_graph[0].detach(), cached_in_graph[1].detach())]
     else:
         embedded = _embed_without_graph(engine, micro_batches, random_state)
-    loss, cached = _loss_and_gradients(loss_function, embedded, log_scale, random_state.step)
+    scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
+    loss, cached = _loss_and_gradients(loss_function, embedded, scalars, random_state.step)
     del embedded
 
     last = len(micro_batches) - 1
@@ -96,7 +99,7 @@ def accumulate_gradients(
     return loss
 
 
-def _encode(engine: DeepSpeedEngine, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _encode(engine: DeepSpeedEngine, batch: Batch) -> tuple[torch.Tensor, ...]:
     dtype = engine.get_data_types()[0]
     images = batch.images.to(engine.device, dtype, non_blocking=True)
     return engine(images, batch.tokens.to(engine.device, non_blocking=True))
@@ -109,7 +112,7 @@ def _embed_without_graph(
     embedded = []
     for index, batch in enumerate(micro_batches):
         random_state.enter(index)
-        image_features, text_features, _ = _encode(engine, batch)
+        image_features, text_features, *_ = _encode(engine, batch)
         embedded.append((image_features, text_features))
     return embedded
 
@@ -117,32 +120,32 @@ def _embed_without_graph(
 def _loss_and_gradients(
     loss_function: ContrastiveLoss,
     embedded: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    log_scale: torch.Tensor,
+    scalars: Sequence[torch.Tensor],
     step: int,
 ) -> tuple[float, _Cached]:
     image_features = torch.cat([images for images, _ in embedded]).requires_grad_()
     text_features = torch.cat([texts for _, texts in embedded]).requires_grad_()
-    log_scale = log_scale.detach().clone().requires_grad_()
-    loss = loss_function(image_features, text_features, log_scale.exp())
+    log_scale, *bias = leaves = [scalar.detach().clone().requires_grad_() for scalar in scalars]
+    loss = loss_function(image_features, text_features, log_scale.exp(), *bias)
     value = float(loss.detach())
     if not np.isfinite(value):
         raise NonFiniteError(
             f"step {step}: the loss is {value} at logit scale {float(log_scale.exp()):.4g}; the update was not made. "
             "Lower the learning rate or lengthen --warmup, and resume from the last checkpoint"
         )
-    image_gradient, text_gradient, scale_gradient = torch.autograd.grad(
-        loss, (image_features, text_features, log_scale)
+    image_gradient, text_gradient, *scalar_gradients = torch.autograd.grad(
+        loss, (image_features, text_features, *leaves)
     )
     sizes = [len(images) for images, _ in embedded]
-    return value, _Cached(image_gradient.split(sizes), text_gradient.split(sizes), scale_gradient)
+    return value, _Cached(image_gradient.split(sizes), text_gradient.split(sizes), scalar_gradients)
 
 
-def _surrogate(
-    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cached: _Cached, index: int, *, is_last: bool
-) -> torch.Tensor:
-    """A scalar whose gradient in the outputs is the cached gradient; logit_scale's whole gradient goes in once."""
-    image_features, text_features, log_scale = outputs
+def _surrogate(outputs: tuple[torch.Tensor, ...], cached: _Cached, index: int, *, is_last: bool) -> torch.Tensor:
+    """A scalar whose gradient in the outputs is the cached gradient; those of scale and bias go in once, whole."""
+    image_features, text_features, *scalars = outputs
     total = (image_features.float() * cached.image_gradients[index].float()).sum()
     total = total + (text_features.float() * cached.text_gradients[index].float()).sum()
-    # Times zero, not left out: ZeRO expects the same parameters to take part in every backward pass.
-    return total + (log_scale * (cached.scale_gradient if is_last else 0 * cached.scale_gradient)).sum()
+    for scalar, gradient in zip(scalars, cached.scalar_gradients, strict=True):
+        # Times zero, not left out: ZeRO expects the same parameters to take part in every backward pass.
+        total = total + (scalar * (gradient if is_last else 0 * gradient)).sum()
+    return total

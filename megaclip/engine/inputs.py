@@ -20,6 +20,7 @@ from megaclip.data import (
     open_labelled,
     open_pairs,
 )
+from megaclip.errors import ConfigError
 from megaclip.models import ModelConfig, load_model_config
 
 
@@ -52,6 +53,11 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     """Read and check everything the command line names. Raises ConfigError or DataError."""
     config = load_training_config(arguments.deepspeed_config)
     model_config = load_model_config(arguments.model)
+    if config.megaclip.loss == "siglip" and model_config.init_logit_bias is None:
+        raise ConfigError(
+            f'{arguments.model}: megaclip.loss "siglip" needs a model with init_logit_bias (-10 in SigLIP, with '
+            "init_logit_scale 2.303); add it to the model's JSON"
+        )
     tokenizer = load_tokenizer(arguments.tokenizer, model_config.text_cfg.context_length)
     model_config = model_config.replace(text_cfg=_text_settings(tokenizer))
     keys: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The float32 master of `logit_scale`: read it exactly, and keep it inside its bounds.
+"""The float32 masters of `logit_scale` and `logit_bias`: read them exactly, and keep the scale inside its bounds.
 
 Under bf16 the model's own copy is rounded (2.65378 becomes 2.65625), and clamping that copy never reaches the master
 that the optimizer updates. Where the master lies differs by ZeRO stage and precision; this file is the one place that
@@ -20,16 +20,15 @@ from deepspeed.utils import (
 )
 
 
-class LogitScale:
-    """Access to the master of `engine.module.logit_scale`. Every method is called by all ranks together."""
+class MasterScalar:
+    """Access to the master of a parameter of one element, (1,). Every method is called by all ranks together."""
 
-    def __init__(self, engine: DeepSpeedEngine, maximum: float) -> None:
-        """`maximum` bounds exp(logit_scale) from above; 1 bounds it from below, as in open_clip."""
-        self._parameter: Any = engine.module.logit_scale  # DeepSpeed adds attributes to it
-        self._bounds = (0.0, math.log(maximum))
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        """`parameter`: of an engine's module, in an optimizer group of its own."""
+        self._parameter: Any = parameter  # DeepSpeed adds attributes to it
 
     def read(self) -> torch.Tensor:
-        """The logarithm of the scale: (1,) float32 on the engine's device, the same on every rank."""
+        """The value: (1,) float32 on the engine's device, the same on every rank."""
         parameter = self._parameter
         if hasattr(parameter, "ds_id"):
             value = safe_get_local_fp32_param(parameter).detach().to(torch.float32, copy=True)
@@ -40,6 +39,15 @@ class LogitScale:
         if hasattr(parameter, "_hp_mapping"):
             return safe_get_full_fp32_param(parameter).detach()
         return parameter.detach().to(torch.float32, copy=True)  # ZeRO-0, in float32 only (config.py): its own master
+
+
+class LogitScale(MasterScalar):
+    """The logarithm of the logit scale, `engine.module.logit_scale`."""
+
+    def __init__(self, engine: DeepSpeedEngine, maximum: float) -> None:
+        """`maximum` bounds exp(logit_scale) from above; 1 bounds it from below, as in open_clip."""
+        super().__init__(engine.module.logit_scale)
+        self._bounds = (0.0, math.log(maximum))
 
     @torch.no_grad()
     def clamp_(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Parameter groups, the learning rate, and the update that refuses non-finite gradients.
 
-DeepSpeed builds the optimizer from ds_config.json; this file decides which parameters it decays, gives `logit_scale` a
-group of its own (so that its float32 master is one tensor at every ZeRO stage) and takes the step.
+DeepSpeed builds the optimizer from ds_config.json; this file decides which parameters it decays, gives `logit_scale`
+and `logit_bias` groups of their own (so that each float32 master is one tensor at every ZeRO stage) and takes the step.
 """
 
 import math
@@ -15,11 +15,11 @@ from megaclip.models import ClipModel
 
 
 def parameter_groups(model: ClipModel, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters as optimizer groups: decayed, not decayed, and logit_scale alone (not decayed).
+    """Trainable parameters as optimizer groups: decayed; not decayed; each of the loss's scalars alone, not decayed.
 
     Groups without parameters are left out. Names, not shapes, decide, so it works on parameters ZeRO-3 has partitioned.
     """
-    not_decayed = model.no_weight_decay_names()
+    not_decayed, alone = model.no_weight_decay_names(), ("logit_scale", "logit_bias")
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {
@@ -29,10 +29,10 @@ def parameter_groups(model: ClipModel, weight_decay: float) -> list[dict[str, An
         },
         {
             "name": "not_decayed",
-            "params": [parameter for name, parameter in named if name in not_decayed and name != "logit_scale"],
+            "params": [parameter for name, parameter in named if name in not_decayed and name not in alone],
             "weight_decay": 0.0,
         },
-        {"name": "logit_scale", "params": [model.logit_scale], "weight_decay": 0.0},
+        *({"name": name, "params": [parameter], "weight_decay": 0.0} for name, parameter in named if name in alone),
     ]
     return [group for group in groups if group["params"]]
 

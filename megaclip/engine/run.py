@@ -27,7 +27,7 @@ from megaclip.data import Batch, EvaluationLoader, TrainLoader, check_manifest
 from megaclip.engine.build import build_engine, quiet_deepspeed
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.inputs import Inputs, read_inputs
-from megaclip.engine.logit_scale import LogitScale
+from megaclip.engine.logit_scale import LogitScale, MasterScalar
 from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.schedules import Schedule, constant, constant_with_cooldown, cosine
@@ -135,6 +135,8 @@ class _Run:
         self.schedule = self._make_schedule()
         self.engine: DeepSpeedEngine = build_engine(inputs.config, arguments, inputs.model_config)
         self.logit_scale = LogitScale(self.engine, arguments.logit_scale_max)
+        bias = self.engine.module.logit_bias
+        self.logit_bias = None if bias is None else MasterScalar(bias)
         section = inputs.config.megaclip
         self.loss = LOSSES[section.loss](
             exchange=section.exchange,
@@ -190,6 +192,7 @@ class _Run:
             micro_batches,
             self.logit_scale.read(),
             RandomState(self.arguments.seed, self.step, self.rank),
+            logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
             coalesce=self.inputs.config.megaclip.coalesce_gradient_reduction,
         )
         learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)

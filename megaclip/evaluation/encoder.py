@@ -43,7 +43,7 @@ class ModelEncoder:
             images = images.to(self._device, self._image_dtype, non_blocking=True)
         if tokens is not None:
             tokens = tokens.to(self._device, non_blocking=True)
-        image_features, text_features, _ = self._model(images, tokens)
+        image_features, text_features, *_ = self._model(images, tokens)
         return _unit(image_features), _unit(text_features)
 
 

@@ -1,4 +1,4 @@
-"""The dual encoder: an image tower, a text tower and the logarithm of the logit scale.
+"""The dual encoder: an image tower, a text tower, the logarithm of the logit scale and perhaps a logit bias.
 
 `build_model(config)` is the way to make one. Everything that training does with the parameters goes through
 `ClipModel.forward`, because under ZeRO-3 a parameter has its value only inside its own module's forward.
@@ -28,10 +28,11 @@ class ClipModel(nn.Module):
         self.text = TextTower(config.text_cfg, config.embed_dim, config.quick_gelu)
         # Shape (1,): DeepSpeed cannot initialise with 0-d parameters.
         self.logit_scale = nn.Parameter(torch.empty(1))
+        self.logit_bias = None if config.init_logit_bias is None else nn.Parameter(torch.empty(1))
 
     def forward(
         self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[torch.Tensor | None, ...]:
         """Encode what is given.
 
         Args:
@@ -40,12 +41,14 @@ class ClipModel(nn.Module):
 
         Returns:
             image features (b, D) of unit length or None, text features (b, D) of unit length or None (both in the
-            parameters' dtype, normalised in float32 at least), and the log of the logit scale, (1,) float32.
+            parameters' dtype, normalised in float32 at least), and the log of the logit scale, (1,) float32; a model
+            with a logit bias adds it, (1,) float32.
         """
         image_features = None if images is None else _unit_length(self.visual(images))
         text_features = None if tokens is None else _unit_length(self.text(tokens))
         # A copy: a parameter itself, returned under ZeRO-3, would be partitioned again before the caller reads it.
-        return image_features, text_features, _at_least_float32(self.logit_scale.clone())
+        scalars = [self.logit_scale] if self.logit_bias is None else [self.logit_scale, self.logit_bias]
+        return image_features, text_features, *(_at_least_float32(scalar.clone()) for scalar in scalars)
 
     def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
         """Run every block as `checkpoint_fn(block, x)` while gradients are on; None turns it off.

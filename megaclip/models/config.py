@@ -22,7 +22,7 @@ CARD_NAME = "open_clip_config.json"
 
 # open_clip's other keys, with the value that means "not used": that value is accepted, any other is refused.
 _NOT_SUPPORTED: dict[str, dict[str, Any]] = {
-    "": {"nonscalar_logit_scale": False, "multimodal_cfg": None, "init_logit_bias": None},
+    "": {"nonscalar_logit_scale": False, "multimodal_cfg": None},
     "vision_cfg": {
         "attentional_pool": False,
         "pos_embed_type": "learnable",
@@ -117,6 +117,8 @@ class ModelConfig(_Section):
     """x * sigmoid(1.702 x) instead of GELU: OpenAI's weights need it."""
     init_logit_scale: float = math.log(1 / 0.07)
     """Initial natural logarithm of the logit scale."""
+    init_logit_bias: float | None = None
+    """Initial value of the bias that the sigmoid loss adds to its logits (SigLIP: -10); None: the model has none."""
     custom_text: bool = False
     """open_clip keeps the text tower under `text.`; changes the names in exported weights, not the model."""
     vision_position_init: Literal["normal", "sin_cos_2d"] = "normal"

@@ -54,6 +54,9 @@ def _initial_value(name: str, shape: torch.Size, config: ModelConfig, generator:
     """The float32 starting value of parameter `name`."""
     if name == "logit_scale":
         return torch.full(shape, config.init_logit_scale)
+    if name == "logit_bias":
+        assert config.init_logit_bias is not None, "the model has this parameter only then"
+        return torch.full(shape, config.init_logit_bias)
     if ".ln_" in name:
         return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
     tower, _, rest = name.partition(".")

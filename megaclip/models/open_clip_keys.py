@@ -2,7 +2,8 @@
 
 MegaCLIP keeps open_clip's names but for three things: the attention's q, k and v are separate projections (open_clip
 stacks them in `in_proj_weight` (3 C, C) and `in_proj_bias` (3 C,)); the text tower is under `text.` (open_clip's CLIP
-has it at the top, its CustomTextCLIP under `text.`; `config.custom_text` says which); `logit_scale` is (1,), not ().
+has it at the top, its CustomTextCLIP under `text.`; `config.custom_text` says which); `logit_scale` and `logit_bias`
+are (1,), not ().
 """
 
 import re
@@ -13,6 +14,7 @@ from megaclip.models.config import ModelConfig
 
 StateDict = dict[str, torch.Tensor]
 
+_SCALARS = ("logit_scale", "logit_bias")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _TEXT_ROOTS = ("positional_embedding", "text_projection", "token_embedding.", "ln_final.", "transformer.")
 _SEPARATE = re.compile(r"(.*\.attn\.)q_proj\.(weight|bias)")
@@ -34,7 +36,7 @@ def to_open_clip(state_dict: StateDict, config: ModelConfig) -> StateDict:
             stem, kind = match.groups()
             name = f"{stem}in_proj_{kind}"
             value = torch.cat([state_dict[f"{stem}{projection}.{kind}"] for projection in _PROJECTIONS])
-        elif name == "logit_scale":
+        elif name in _SCALARS:
             value = value.reshape(())
         if not config.custom_text:
             name = name.removeprefix("text.")
@@ -54,5 +56,5 @@ def from_open_clip(state_dict: StateDict) -> StateDict:
             for projection, part in zip(_PROJECTIONS, value.chunk(3), strict=True):
                 result[f"{stem}{projection}.{kind}"] = part
         else:
-            result[name] = value.reshape(1) if name == "logit_scale" and value.numel() == 1 else value
+            result[name] = value.reshape(1) if name in _SCALARS and value.numel() == 1 else value
     return result

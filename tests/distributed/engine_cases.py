@@ -24,10 +24,10 @@ from megaclip.config import TrainingConfig, load_training_config
 from megaclip.data.batch import Batch
 from megaclip.engine.build import build_engine, quiet_deepspeed
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
-from megaclip.engine.logit_scale import LogitScale
+from megaclip.engine.logit_scale import LogitScale, MasterScalar
 from megaclip.engine.optimizers import set_learning_rate, update
-from megaclip.losses import ClipLoss
-from megaclip.models import ModelConfig, build_model
+from megaclip.losses import LOSSES
+from megaclip.models import ClipModel, ModelConfig, build_model
 
 WORLD_SIZE = 2
 BATCH = 12
@@ -75,12 +75,19 @@ class Case:
     clipping: float = 0.0
     locked: bool = False
     persistence_threshold: int = 0
+    loss: str = "clip"
+    """"clip", or "siglip" with a logit bias in the model."""
     exchange: str = "ring"
     reduction: str = "feature"
     feature_fault: float = 1.0
     """Factor of the feature gradients; anything but 1 is a deliberate mistake."""
     scale_fault: float = 1.0
     """Factor of logit_scale's gradient, likewise."""
+
+
+def model_of(case: Case) -> ModelConfig:
+    """SigLIP's own starting values make gradients of norm 100 here; these keep the table of tolerances meaningful."""
+    return MODEL.replace(init_logit_scale=-1.0, init_logit_bias=-3.0) if case.loss == "siglip" else MODEL
 
 
 @dataclass
@@ -90,6 +97,7 @@ class Outcome:
     losses: list[float]
     norms: list[float]
     scale_gradients: list[float]
+    """Of logit_scale and, if there is one, logit_bias, step by step."""
     parameters: dict[str, np.ndarray]
     """Values after the last step, whole."""
 
@@ -115,6 +123,11 @@ def open_clip_decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2 and not any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
 
 
+def scalars_of(model: ClipModel) -> list[torch.nn.Parameter]:
+    """The loss's own parameters."""
+    return [model.logit_scale] if model.logit_bias is None else [model.logit_scale, model.logit_bias]
+
+
 def trains(name: str, locked: bool) -> bool:
     """What --lock-image and --lock-text with one unlocked group each leave: the projections and the logit scale."""
     return not locked or name in ("visual.proj", "text.text_projection", "logit_scale")
@@ -123,7 +136,7 @@ def trains(name: str, locked: bool) -> bool:
 def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays) -> Outcome:
     """The same training of one process: float64, whole batch, no engine, no cache."""
     torch.manual_seed(SEED)
-    model = build_model(MODEL, patch_dropout=case.patch_dropout).double()
+    model = build_model(model_of(case), patch_dropout=case.patch_dropout).double()
     parameters = {name: p for name, p in model.named_parameters() if trains(name, case.locked)}
     decayed = [p for name, p in parameters.items() if decays(name, p)]
     others = [p for name, p in parameters.items() if not decays(name, p)]
@@ -141,11 +154,14 @@ def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays)
                 features.append(model(batch.images.double(), batch.tokens)[:2])
         x, y = (torch.cat(side) for side in zip(*features, strict=True))
         logits, labels = model.logit_scale.exp() * x @ y.T, torch.arange(BATCH)
-        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+        if case.loss == "siglip":
+            loss = -F.logsigmoid((2 * torch.eye(BATCH) - 1) * (logits + model.logit_bias)).sum() / BATCH
+        else:
+            loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
         optimizer.zero_grad()
         loss.backward()
         outcome.losses.append(loss.item())
-        outcome.scale_gradients.append(model.logit_scale.grad.item())
+        outcome.scale_gradients += [scalar.grad.item() for scalar in scalars_of(model)]
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), case.clipping or float("inf"))
         outcome.norms.append(norm.item())
         for group in optimizer.param_groups:
@@ -209,7 +225,7 @@ def start_engine(case: Case, config: TrainingConfig | None = None) -> DeepSpeedE
             "--lock-text-unlocked-layers",
             "1",
         ]
-    return build_engine(config or training_config(case), parse_arguments(flags), MODEL)
+    return build_engine(config or training_config(case), parse_arguments(flags), model_of(case))
 
 
 class _Scaled(torch.autograd.Function):
@@ -225,13 +241,13 @@ class _Scaled(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-def loss_of(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def loss_of(case: Case) -> Callable[..., Tensor]:
     """The project's loss, with the case's deliberate mistakes."""
-    loss = ClipLoss(exchange=case.exchange, reduction=case.reduction)
+    loss = LOSSES[case.loss](exchange=case.exchange, reduction=case.reduction)
 
-    def faulty(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    def faulty(x: Tensor, y: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
         x, y = _Scaled.apply(x, case.feature_fault), _Scaled.apply(y, case.feature_fault)
-        return loss(x, y, _Scaled.apply(scale, case.scale_fault))
+        return loss(x, y, *(_Scaled.apply(scalar, case.scale_fault) for scalar in (scale, *bias)))
 
     return faulty
 
@@ -244,6 +260,7 @@ def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, mic
         micro_batches or micro_batches_of(step, dist.get_rank(), case.accumulation),
         LogitScale(engine, 100.0).read(),
         RandomState(SEED, step, dist.get_rank()),
+        logit_bias=None if case.loss == "clip" else MasterScalar(engine.module.logit_bias).read(),
         coalesce=case.coalesce,
     )
 
@@ -254,7 +271,7 @@ def train(case: Case, config: TrainingConfig | None = None) -> Outcome:
     outcome = Outcome([], [], [], {})
     for step in range(STEPS):
         outcome.losses.append(backpropagate(engine, case, step))
-        outcome.scale_gradients.append(safe_get_full_grad(engine.module.logit_scale).item())
+        outcome.scale_gradients += [safe_get_full_grad(scalar).item() for scalar in scalars_of(engine.module)]
         set_learning_rate(engine, LEARNING_RATES[step])
         outcome.norms.append(update(engine))
     outcome.parameters = whole_parameters(engine)

@@ -33,6 +33,8 @@ for _stage in range(4):
 for _stage in (1, 2, 3):
     CASES[f"zero{_stage} coalesced"] = Case(_stage, 3, coalesce=True)
     CASES[f"zero{_stage} offloaded"] = Case(_stage, 3, offload="optimizer")
+for _stage in range(4):
+    CASES[f"zero{_stage} siglip"] = Case(_stage, 3, loss="siglip", **WAYS["gather" if _stage % 2 else "ring"])
 CASES["zero3 everything"] = Case(
     3, 3, offload="all", checkpointing="cpu", coalesce=True, patch_dropout=0.5, clipping=0.1
 )
@@ -41,6 +43,7 @@ CASES["zero3 everything"] = Case(
 FAULTS = {
     "logit_scale gradient times chunks": Case(3, 3, scale_fault=3.0),
     "logit_scale gradient times ranks": Case(1, 1, scale_fault=2.0),
+    "logit_bias gradient times chunks": Case(2, 3, loss="siglip", scale_fault=3.0),
     "feature gradients over ranks": Case(2, 3, feature_fault=0.5),
     "feature gradients over chunks": Case(0, 3, feature_fault=1 / 3),
 }

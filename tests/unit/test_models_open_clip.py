@@ -31,6 +31,7 @@ VARIANTS = {
     },
     "average_after_norm": {"vision_cfg": {"pool_type": "avg"}},
     "custom_text": {"custom_text": True},
+    "siglip": {"custom_text": True, "init_logit_scale": 2.303, "init_logit_bias": -10.0},
 }
 
 
