@@ -61,7 +61,9 @@ def accumulate_gradients(
     Args:
         engine: a DeepSpeed engine around a `ClipModel`, with `gradient_accumulation_steps` = len(micro_batches).
         loss_function: (image features (b, D), text features (b, D), scale (1,), and logit_bias (1,) if the model has
-            one) -> global mean loss, under the reduction contract of `megaclip.losses`.
+            one) -> global mean loss, under the reduction contract of `megaclip.losses`; rows in the order of
+            micro_batches. Whatever else a loss needs (sample ids, the epoch) is bound to it; parameters of its own
+            receive their gradients.
         micro_batches: this rank's share of the batch, on any device; each is moved to the engine's device when encoded.
         log_scale: (1,) float32, the master value of logit_scale.
         random_state: replayed for each micro-batch.
@@ -133,11 +135,15 @@ def _loss_and_gradients(
             f"step {step}: the loss is {value} at logit scale {float(log_scale.exp()):.4g}; the update was not made. "
             "Lower the learning rate or lengthen --warmup, and resume from the last checkpoint"
         )
-    image_gradient, text_gradient, *scalar_gradients = torch.autograd.grad(
-        loss, (image_features, text_features, *leaves)
-    )
+    loss.backward()  # not autograd.grad: a loss with parameters of its own finds their gradients in them
+    image_gradient, text_gradient, *scalar_gradients = (_gradient(t) for t in (image_features, text_features, *leaves))
     sizes = [len(images) for images, _ in embedded]
     return value, _Cached(image_gradient.split(sizes), text_gradient.split(sizes), scalar_gradients)
+
+
+def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+    assert leaf.grad is not None, "the loss depends on its features and scalars"
+    return leaf.grad
 
 
 def _surrogate(outputs: tuple[torch.Tensor, ...], cached: _Cached, index: int, *, is_last: bool) -> torch.Tensor:

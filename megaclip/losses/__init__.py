@@ -4,8 +4,9 @@
 """
 
 from megaclip.losses.clip import ClipLoss
+from megaclip.losses.fastclip import FastClipLoss
 from megaclip.losses.siglip import SigLipLoss
 
 LOSSES = {"clip": ClipLoss, "siglip": SigLipLoss}
 
-__all__ = ["LOSSES", "ClipLoss", "SigLipLoss"]
+__all__ = ["LOSSES", "ClipLoss", "FastClipLoss", "SigLipLoss"]

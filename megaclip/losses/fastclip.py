@@ -1,0 +1,421 @@
+"""Global contrastive losses: every sample is contrasted with the whole dataset, by estimators updated batch by batch.
+
+For a sample i with s_ij = <x_i, y_j> (FastCLIP, Wei et al. 2024, arXiv:2407.01445, section 3; SogCLR, Yuan et al. 2022,
+arXiv:2202.12387; iSogCLR, Qiu et al. 2023, arXiv:2305.11965):
+
+    g1_i = 1/(B-1) sum_{j != i} exp((s_ij - s_ii)/tau)       of the batch; g2_i the same over columns
+    u_i <- (1-gamma) u_i + gamma g_i                         FastCLIP, equation 1; a sample's first batch gives u = g
+    gradient = 1/B sum_i c_i (grad g1_i/(eps+u1_i) + grad g2_i/(eps+u2_i))
+
+| variant     | c_i   | temperature          | estimates the gradient of                       | gamma    |
+| sogclr      | tau   | constant             | tau mean(log(eps+g1) + log(eps+g2))             | constant |
+| isogclr     | tau_i | learned, 2 a sample  | mean(tau_i (log(eps+g) + rho)), both sides      | constant |
+| fastclip_v0 | 1     | learned, global      | mean(log(eps+g1) + log(eps+g2))                 | cosine   |
+| fastclip_v1 | tau   | constant             | as sogclr                                       | cosine   |
+| fastclip_v2 | tau_i | learned, 2 a sample  | as isogclr                                      | cosine   |
+| fastclip_v3 | tau   | learned, global      | tau mean(log(eps+g1) + log(eps+g2)) + 2 rho tau | cosine   |
+
+u is kept as log u and g as a log-sum-exp without its positive, so nothing overflows at any temperature. Memory per rank
+is one tile of logits and n/W rows of state; n = 414 M samples need, in float32:
+
+| state                                   | all of it | each of 64 ranks |
+| log u (all variants), 2 columns         | 3.3 GB    | 52 MB            |
+| isogclr, fastclip_v2, 9 columns         | 14.9 GB   | 233 MB           |
+
+The released code keeps 3.3 GB and, for v2, 16.6 GB on every rank.
+
+The reduction contract is that of `megaclip.losses.clip`: W times the local feature gradients, and on every rank the
+whole gradient of the global temperature.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megaclip.comm.collectives import raise_together, sum_over_ranks
+from megaclip.comm.groups import resolve
+from megaclip.errors import CheckpointError, ConfigError, DataError
+from megaclip.losses.agreement import check_features
+from megaclip.losses.distributed_tiles import Terms, distributed_grads, distributed_stats, gather_columns
+from megaclip.losses.estimators import SampleState, Ticket
+from megaclip.losses.plan import Plan, TileOptions, check_choices, make_plan
+from megaclip.losses.temperature import (
+    SCHEDULES,
+    U_COLUMNS,
+    GlobalTemperature,
+    individual_columns,
+    scheduled_rate,
+    step_individual,
+)
+from megaclip.ops.tiles import accumulation_dtype
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the module's table."""
+
+    temperature: str  # "constant" | "global" | "individual"
+    multiplied: bool  # c_i is tau, not 1
+    with_rho: bool
+    gamma_schedule: str
+
+
+VARIANTS = {
+    "sogclr": Variant("constant", True, False, "constant"),
+    "isogclr": Variant("individual", True, True, "constant"),
+    "fastclip_v0": Variant("global", False, False, "cosine"),
+    "fastclip_v1": Variant("constant", True, False, "cosine"),
+    "fastclip_v2": Variant("individual", True, True, "cosine"),
+    "fastclip_v3": Variant("global", True, True, "cosine"),
+}
+
+
+def inner_rate(schedule: str, epoch: float, *, minimum: float, epochs: float) -> float:
+    """gamma: 1 in the first epoch, then `minimum` ("constant"), or half a cosine from 1 to `minimum` over `epochs`.
+
+    FastCLIP, section 4. epoch: whole for the published per-epoch schedule; a fraction gives the per-step one.
+    """
+    if epoch == 0 or (schedule == "constant" and epoch < 1):
+        return 1.0
+    if schedule == "constant" or epoch >= epochs:
+        return minimum
+    return 0.5 * (1 + math.cos(math.pi * epoch / epochs)) * (1 - minimum) + minimum
+
+
+class FastClipLoss(nn.Module):
+    """A global contrastive loss of the table above, with its temperature, its state and their updates.
+
+    A step is `loss(image_features, text_features, ids=..., epoch=...)`, `backward()`, `step()`: the state and the
+    temperature change in `step()` only, so a step that is given up changes nothing.
+
+    variant: a name of `VARIANTS`. samples: the dataset's size n, ids 0 to n-1; None: any int64 ids.
+    gamma_min, gamma_epochs, gamma_schedule, gamma_per: see `inner_rate`; gamma_per "epoch" or "step".
+    rho, eps: of the table. temperature, temperature_min, temperature_max: initial tau and its bounds.
+    temperature_learning_rate, temperature_schedule, temperature_betas, temperature_eps: its Adam. A global temperature
+        is trained as log(1/tau), as in the released code; per-sample ones directly.
+    compat: "paper", or "reference": the scaling of the released code, under which published hyper-parameters were
+        tuned. Feature gradients are halved and carry no tau (v3 keeps it), v3's temperature gradient is halved but for
+        the part through g, v0's part through g is not halved, log u takes the place of log(eps+u) in the temperature's
+        gradient, and per-sample Adam counts epochs. The loss value is the same in both.
+    state_device, state_dtype: of the per-sample state.
+    group, exchange, reduction, precision, implementation, tile_budget_mib: as in `ClipLoss`.
+    """
+
+    def __init__(
+        self,
+        variant: str = "fastclip_v3",
+        *,
+        samples: int | None,
+        gamma_min: float = 0.2,
+        gamma_epochs: float = 18,
+        gamma_schedule: str = "auto",
+        gamma_per: str = "epoch",
+        rho: float = 6.5,
+        eps: float = 1e-14,
+        temperature: float = 0.07,
+        temperature_min: float = 0.01,
+        temperature_max: float = 1.0,
+        temperature_learning_rate: float = 2e-4,
+        temperature_schedule: str = "constant",
+        temperature_betas: tuple[float, float] = (0.9, 0.999),
+        temperature_eps: float = 1e-8,
+        compat: str = "paper",
+        state_device: torch.device | str = "cpu",
+        state_dtype: torch.dtype = torch.float32,
+        group: Any = None,
+        exchange: str = "auto",
+        reduction: str = "auto",
+        precision: str = "auto",
+        implementation: str = "auto",
+        tile_budget_mib: float = 128,
+    ) -> None:
+        super().__init__()
+        check_choices(exchange, reduction)
+        for name, value, known in (
+            ("variant", variant, tuple(VARIANTS)),
+            ("gamma_schedule", gamma_schedule, ("auto", "constant", "cosine")),
+            ("gamma_per", gamma_per, ("epoch", "step")),
+            ("temperature_schedule", temperature_schedule, SCHEDULES),
+            ("compat", compat, ("paper", "reference")),
+        ):
+            if value not in known:
+                raise ConfigError(f"expected {name} to be one of {', '.join(known)}, got {value!r}")
+        if not 0 < gamma_min <= 1:
+            raise ConfigError(f"expected gamma_min above 0 and at most 1, got {gamma_min}")
+        if eps < 0 or not 0 < temperature_min <= temperature <= temperature_max:
+            raise ConfigError(
+                f"expected eps >= 0 and 0 < temperature_min <= temperature <= temperature_max, got eps {eps} and "
+                f"{temperature_min}, {temperature}, {temperature_max}"
+            )
+        if samples is not None and samples < 2:
+            raise ConfigError(f"expected a dataset of at least 2 samples, got {samples}")
+        self.variant = variant
+        self.rule = VARIANTS[variant]
+        self.reference = compat == "reference"
+        self.group = group
+        self.exchange = exchange
+        self.reduction = reduction
+        self.tiles = TileOptions(precision, implementation, tile_budget_mib)
+        self.gamma_schedule = self.rule.gamma_schedule if gamma_schedule == "auto" else gamma_schedule
+        self.gamma_per, self.gamma_min, self.gamma_epochs = gamma_per, gamma_min, gamma_epochs
+        self.rho, self.eps = (rho if self.rule.with_rho else 0.0), eps
+        self.bounds = (temperature_min, temperature_max)
+        self.learning_rate, self.temperature_schedule = temperature_learning_rate, temperature_schedule
+        self.betas, self.adam_eps = temperature_betas, temperature_eps
+
+        self.individual = self.rule.temperature == "individual"
+        self.temperature = GlobalTemperature(temperature, self.bounds, learnable=self.rule.temperature == "global")
+        columns = {**U_COLUMNS, **(individual_columns(temperature) if self.individual else {})}
+        self.state = SampleState(
+            columns,
+            fetched=4 if self.individual else 2,
+            samples=samples,
+            group=group,
+            dtype=state_dtype,
+            device=state_device,
+        )
+        self._pending: _Step | None = None
+
+    def fetch(self, ids: Tensor) -> Ticket:
+        """Ask for the state of this step's samples, (b,) int64, before the features are there: pass it on as `ids`."""
+        return self.state.fetch(ids)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | None = None,
+        *,
+        ids: Tensor | Ticket,
+        epoch: float,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        """The batch's estimate of the objective, the same on every rank: () float32, float64 for float64 features.
+
+        image_features, text_features: (b, D) of unit length. logit_scale: the model's own; it changes nothing and
+        receives a zero gradient. ids: (b,) int64 ids of the samples, or what `fetch` gave for them. epoch: epochs done,
+        with their fraction.
+
+        Every rank must call it. Raises DataError for ids that do not fit, ValueError for features that do not.
+        """
+        ranks = resolve(self.group)
+        own_scale = self.temperature.log_scale.detach().exp()
+        check_features(image_features, text_features, own_scale, ranks=ranks)
+        if len(image_features) * ranks.size < 2:
+            raise ValueError("expected a batch of at least 2 samples over all ranks: one sample has no negatives")
+        raise_together(_ids_problem(ids, len(image_features)), ranks)
+        ticket = ids if isinstance(ids, Ticket) else self.fetch(ids)
+        plan = make_plan(
+            image_features,
+            ranks=ranks,
+            exchange=self.exchange,
+            reduction=self.reduction,
+            tiles=self.tiles,
+            need_dots=self.individual,
+        )
+        gamma = inner_rate(
+            self.gamma_schedule,
+            math.floor(epoch) if self.gamma_per == "epoch" else epoch,
+            minimum=self.gamma_min,
+            epochs=self.gamma_epochs,
+        )
+        rows = ticket.rows().to(image_features.device, accumulation_dtype(image_features))
+        step = _Step(self, ticket, rows, gamma, epoch)
+        loss = _GlobalContrastive.apply(image_features, text_features, self.temperature.log_scale, plan, step)
+        if self.training:
+            self._pending = step
+        if logit_scale is not None:
+            loss = loss + 0.0 * logit_scale.sum()
+        return {"contrastive_loss": loss} if output_dict else loss
+
+    def step(self, progress: float = 0.0) -> None:
+        """After backward: write the samples' state back and update the temperature. Every rank calls it.
+
+        progress: fraction of the training done, for the "cosine" schedule of the temperature's learning rate.
+        """
+        step = self._pending
+        if step is None or step.temperature_gradient is None:
+            raise RuntimeError("expected loss(...).backward() in training mode before step()")
+        self._pending = None
+        rate = scheduled_rate(self.learning_rate, self.temperature_schedule, self.temperature.value, progress)
+        sent = [step.log_u] if not self.individual else [step.log_u, step.temperature_gradient]
+
+        def merge(held: Tensor, received: Tensor, inverse: Tensor) -> Tensor:
+            new = _mean_per_row(received, inverse, len(held))
+            if not self.individual:
+                return new
+            options = {"betas": self.betas, "eps": self.adam_eps}
+            if self.reference:
+                options["epoch"] = math.floor(step.epoch)
+            temperatures = step_individual(
+                held[:, 2:], new[:, 2:], learning_rate=rate, bounds=self.bounds, adam_options=options
+            )
+            return torch.cat([new[:, :2], temperatures], dim=1)
+
+        self.state.commit(step.ticket, torch.cat(sent, dim=1), merge)
+        if self.temperature.learnable:
+            self.temperature.step(rate, self.betas, self.adam_eps)
+        elif self.individual:
+            self.temperature.log_scale.copy_(step.mean_log_scale)
+
+    @property
+    def log_scale(self) -> Tensor:
+        """log(1/tau), (1,), for a model's logit_scale; of per-sample temperatures, the mean of -log tau_i over the
+        last batch and both sides."""
+        return self.temperature.log_scale.detach()
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """This rank's part of everything that a run needs to go on exactly: tensors, numbers and strings."""
+        return {
+            "variant": self.variant,
+            "temperature": self.temperature.state_dict(),
+            "samples": self.state.state_dict(),
+        }
+
+    def load_checkpoint_state(self, parts: list[dict[str, Any]]) -> None:
+        """Go on from the parts of all ranks that saved, as many as they were. Raises CheckpointError."""
+        for part in parts:
+            if part["variant"] != self.variant:
+                raise CheckpointError(f"the checkpoint was written with the loss {part['variant']}, not {self.variant}")
+        self.state.load_state_dicts(part["samples"] for part in parts)
+        self.temperature.load_state_dict(parts[0]["temperature"])
+
+
+def _ids_problem(ids: Tensor | Ticket, rows: int) -> DataError | None:
+    ids = ids.ids if isinstance(ids, Ticket) else ids
+    if ids.shape == (rows,) and ids.dtype == torch.int64:
+        return None
+    return DataError(f"expected one int64 sample id per row, ({rows},), got {tuple(ids.shape)} {ids.dtype}")
+
+
+class _Step:
+    """What one forward and backward leave for `step()`, and the quantities they share. Columns: image side, text."""
+
+    def __init__(self, loss: FastClipLoss, ticket: Ticket, rows: Tensor, gamma: float, epoch: float) -> None:
+        self.loss = loss
+        self.ticket = ticket
+        self.epoch = epoch
+        self.gamma = gamma
+        self.old_log_u = rows[:, :2]
+        self.temperatures = rows[:, 2:4] if loss.individual else None
+        self.log_u: Tensor = self.old_log_u
+        self.mean_log_scale: Tensor = torch.zeros(1)
+        # (b, 2) of per-sample temperatures; otherwise only a mark that backward ran
+        self.temperature_gradient: Tensor | None = None
+
+    def mixed(self, log_g: Tensor) -> Tensor:
+        """FastCLIP, equation 1, for log u (b, 2); a sample that was never seen takes u = g."""
+        if self.gamma == 1:
+            return log_g
+        mixed = torch.logaddexp(self.old_log_u + math.log1p(-self.gamma), log_g + math.log(self.gamma))
+        return torch.where(self.old_log_u.isnan(), log_g, mixed)
+
+
+class _GlobalContrastive(torch.autograd.Function):
+    """The statistics pass and the estimator forward, the gradient pass backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, log_scale: Tensor, plan: Plan, step: _Step) -> Tensor:
+        dtype = accumulation_dtype(x)
+        loss = step.loss
+        tau = step.temperatures
+        if tau is None:
+            tau = (-log_scale.to(x.device, dtype)).exp().reshape(())
+            tau_x = tau_y = tau
+        else:
+            tau_x, tau_y = tau[:, 0].contiguous(), tau[:, 1].contiguous()
+        batch = len(x) * plan.ranks.size
+        y_all = gather_columns(y, plan)
+        row_lse, col_lse = distributed_stats(x, y, 1 / tau_x, 1 / tau_y, plan=plan, y_all=y_all)
+        s_ii = (x.to(dtype) * y.to(dtype)).sum(dim=1)
+        log_g = torch.stack([row_lse - s_ii / tau_x, col_lse - s_ii / tau_y], dim=1) - math.log(batch - 1)
+        step.log_u = step.mixed(log_g)
+        # log(eps + u): eps = 0 leaves log u as it is.
+        log_eps = torch.tensor(math.log(loss.eps) if loss.eps > 0 else -math.inf, dtype=dtype, device=x.device)
+        log_eps_u = torch.logaddexp(step.log_u, log_eps)
+        ctx.plan, ctx.step = plan, step
+        ctx.save_for_backward(x, y, y_all, log_scale, tau_x, tau_y, s_ii, log_g, log_eps_u)
+        terms = log_eps_u + loss.rho
+        if loss.rule.multiplied:
+            terms = terms * tau
+        totals = torch.stack([terms.sum(), log_eps_u.new_tensor(0.0) if tau.dim() == 0 else tau.log().sum()])
+        totals = sum_over_ranks(totals, group=plan.ranks)
+        step.mean_log_scale = (-totals[1:] / (2 * batch)).to(log_scale)
+        return totals[0] / batch
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        plan: Plan = ctx.plan
+        step: _Step = ctx.step
+        loss = step.loss
+        x, y, y_all, log_scale, tau_x, tau_y, s_ii, log_g, log_eps_u = ctx.saved_tensors
+        batch = len(x) * plan.ranks.size
+        row_weight, col_weight = (_weight(loss, tau, len(x)) for tau in (tau_x, tau_y))
+        shift = log_eps_u + math.log(batch - 1)
+        row = Terms(1 / tau_x, shift[:, 0] + s_ii / tau_x, row_weight)
+        col = Terms(1 / tau_y, shift[:, 1] + s_ii / tau_y, col_weight)
+        negatives = distributed_grads(x, y, row, col, plan=plan, y_all=y_all)
+
+        ratio = torch.exp(log_g - log_eps_u)  # g/(eps+u)
+        pull = row_weight * ratio[:, 0] + col_weight * ratio[:, 1]
+        dx = negatives.dx.addcmul_(pull[:, None], y.to(pull.dtype), value=-1)
+        dy = negatives.dy.addcmul_(pull[:, None], x.to(pull.dtype), value=-1)
+
+        log_u = step.log_u if loss.reference and not loss.individual else log_eps_u
+        d_log_scale = None
+        if loss.individual:
+            # sum_j exp((s_ij - s_ii)/tau_i) (s_ij - s_ii) / ((B-1)(eps+u_i)), both sides.
+            spread_x = negatives.row_dot / row_weight - s_ii * ratio[:, 0]
+            spread_y = negatives.col_dot / col_weight - s_ii * ratio[:, 1]
+            through_g = torch.stack([-spread_x / tau_x, -spread_y / tau_y], dim=1)
+            step.temperature_gradient = (log_u + loss.rho + through_g) * d_loss
+        else:
+            step.temperature_gradient = log_u
+            if loss.temperature.learnable:
+                d_log_scale = _global_gradient(loss, plan, x, dx, log_u, tau_x) * d_loss
+                d_log_scale = d_log_scale.to(log_scale).reshape(log_scale.shape)
+        dx.mul_(d_loss)
+        dy.mul_(d_loss)
+        return dx.to(x.dtype), dy.to(y.dtype), d_log_scale, None, None
+
+
+def _weight(loss: FastClipLoss, tau: Tensor, local_batch: int) -> Tensor:
+    """W c_i/(B tau_i): what multiplies exp((s_ij - s_ii)/tau)/((B-1)(eps+u)) in the feature gradient; () or (b,)."""
+    if loss.reference:
+        keeps_tau = loss.variant == "fastclip_v3"
+        return (torch.ones_like(tau) if keeps_tau else 1 / tau) / (2 * local_batch)
+    return (torch.ones_like(tau) if loss.rule.multiplied else 1 / tau) / local_batch
+
+
+def _global_gradient(loss: FastClipLoss, plan: Plan, x: Tensor, dx: Tensor, log_u: Tensor, tau: Tensor) -> Tensor:
+    """d objective / d log(1/tau), (): the part through g, and with the factor tau also that of tau itself.
+
+    g depends on x/tau, so the part through g is sum_i <x_i, dx_i>, here of features' gradients that hold a factor W.
+    """
+    local = torch.stack([(x * dx).sum() / plan.ranks.size, log_u.sum() / (len(x) * plan.ranks.size)])
+    through_g, mean_log_u = sum_over_ranks(local, group=plan.ranks)
+    own = -tau * (mean_log_u + 2 * loss.rho) if loss.rule.multiplied else 0.0 * tau
+    return 2 * through_g + own / 2 if loss.reference else through_g + own
+
+
+def _mean_per_row(received: Tensor, inverse: Tensor, rows: int) -> Tensor:
+    """(rows, columns): of the first two columns, log u, the logarithm of u's mean over a sample's occurrences; of the
+    others, gradients, the mean."""
+    if len(received) == rows:
+        new = torch.empty_like(received)
+        new[inverse] = received
+        return new
+    index = inverse[:, None].expand_as(received)
+    count = torch.bincount(inverse, minlength=rows)[:, None].to(received.dtype)
+    log_u = received[:, :2]
+    top = torch.full((rows, 2), -math.inf, dtype=received.dtype, device=received.device)
+    top = top.scatter_reduce(0, index[:, :2], log_u, "amax")
+    top = top.masked_fill(top.isinf(), 0.0)  # u = 0: exp(-inf - 0) is 0 again
+    total = torch.zeros_like(top).scatter_add_(0, index[:, :2], (log_u - top[inverse]).exp())
+    rest = received.new_zeros(rows, received.shape[1] - 2).scatter_add_(0, index[:, 2:], received[:, 2:])
+    return torch.cat([top + total.log() - count.log(), rest / count], dim=1)

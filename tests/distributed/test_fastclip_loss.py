@@ -1,0 +1,374 @@
+"""FastClipLoss on 1, 2 and 3 ranks against the oracle of one process, to 1e-10 in float64.
+
+Every variant, exchange, reduction and accumulation takes several steps: values, feature gradients under the reduction
+contract, temperature gradients, state and temperatures; with samples that are new, known, and twice in a batch.
+"""
+
+import io
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaclip.comm.collectives import sum_over_ranks
+from megaclip.comm.groups import group_rank, group_size
+from megaclip.engine.gradient_cache import _loss_and_gradients
+from megaclip.errors import CheckpointError, DataError
+from megaclip.losses import ClipLoss, FastClipLoss
+from megaclip.losses.fastclip import VARIANTS, inner_rate
+from tests.distributed.fastclip_oracle import (
+    ADAM_EPS,
+    BETAS,
+    BOUNDS,
+    EPS,
+    RATE,
+    RHO,
+    Oracle,
+    batch_g,
+    gamma_of,
+    individual,
+    learned,
+    released,
+)
+from tests.distributed.harness import run_ranks
+
+SAMPLES, BATCH, DIMENSION, TAU = 26, 18, 5, 0.3
+EPOCHS = (0.0, 0.6, 1.4, 7.0)
+GAMMA_MIN, GAMMA_EPOCHS = 0.4, 3.0
+WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar"), (1, 3)))
+TOLERANCE = 1e-10
+
+
+def batch_of(step: int, batch: int = BATCH) -> tuple[Tensor, Tensor, list[int]]:
+    """Features and ids of a step; ids repeat within a batch in every step but the first."""
+    generator = torch.Generator().manual_seed(step)
+    x, noise = torch.randn(2, batch, DIMENSION, generator=generator, dtype=torch.float64)
+    ids = torch.randperm(SAMPLES, generator=generator)[:batch]
+    if step:
+        ids[batch // 2 :] = ids[torch.randint(batch, (batch - batch // 2,), generator=generator)]
+    return F.normalize(x, dim=1), F.normalize(x + noise, dim=1), ids.tolist()
+
+
+def make_loss(variant: str, **options) -> FastClipLoss:
+    settings = {
+        "samples": SAMPLES,
+        "gamma_min": GAMMA_MIN,
+        "gamma_epochs": GAMMA_EPOCHS,
+        "gamma_per": "step",
+        "rho": RHO,
+        "eps": EPS,
+        "temperature": TAU,
+        "temperature_min": BOUNDS[0],
+        "temperature_max": BOUNDS[1],
+        "temperature_learning_rate": RATE,
+        "temperature_betas": BETAS,
+        "temperature_eps": ADAM_EPS,
+        "state_dtype": torch.float64,
+    }
+    return FastClipLoss(variant, **{**settings, **options}).double()
+
+
+def local_part(whole: Tensor) -> Tensor:
+    return whole.chunk(group_size())[group_rank()]
+
+
+def one_step(loss: FastClipLoss, step: int, epoch: float, accumulation: int = 1, posted: bool = False):
+    """Value and gradients of this rank, through the gradient cache's own evaluation of the loss; then the update."""
+    x, y, ids = batch_of(step)
+    own_ids = local_part(torch.tensor(ids))
+    given = loss.fetch(own_ids) if posted else own_ids
+    chunks = list(zip(local_part(x).chunk(accumulation), local_part(y).chunk(accumulation), strict=True))
+    log_scale = torch.zeros(1, dtype=torch.float64)
+    value, cached = _loss_and_gradients(
+        lambda images, texts, scale: loss(images, texts, scale, ids=given, epoch=epoch), chunks, [log_scale], step
+    )
+    own = loss.temperature.log_scale.grad
+    own = None if own is None else own.clone()
+    assert len(cached.image_gradients) == accumulation and cached.scalar_gradients[0].item() == 0
+    loss.step()
+    return value, torch.cat(list(cached.image_gradients)), torch.cat(list(cached.text_gradients)), own
+
+
+def check_against_oracle() -> list[str]:
+    return [problem for variant in VARIANTS for problem in compare_steps(variant)]
+
+
+def compare_steps(variant: str) -> list[str]:
+    """All ways of one variant beside one oracle."""
+    found = []
+    oracle = Oracle(variant, SAMPLES, TAU)
+    losses = {}
+    for exchange, reduction, accumulation in WAYS:
+        samples = None if accumulation == 1 else SAMPLES  # hashed ids, too
+        way = (exchange, reduction, accumulation)
+        losses[way] = make_loss(variant, exchange=exchange, reduction=reduction, samples=samples)
+    for step, epoch in enumerate(EPOCHS):
+        gamma = gamma_of(VARIANTS[variant].gamma_schedule, epoch, GAMMA_MIN, GAMMA_EPOCHS)
+        expected = oracle.step(*batch_of(step), gamma)
+        for way, loss in losses.items():
+            value, d_image, d_text, d_scale = one_step(loss, step, epoch, way[2], posted=way[2] == 3)
+            pairs = {
+                "value": (torch.tensor(value, dtype=torch.float64), expected.loss),
+                "d_image": (d_image, group_size() * local_part(expected.d_image)),
+                "d_text": (d_text, group_size() * local_part(expected.d_text)),
+                **state_pairs(loss, oracle),
+            }
+            if learned(variant):
+                pairs["d_log_scale"] = (d_scale, expected.d_log_scale)
+                pairs["log_scale"] = (loss.temperature.log_scale, oracle.log_scale)
+            elif d_scale is not None:
+                found.append(f"{variant} has a temperature gradient")
+            found += [
+                f"{name} {variant} {way} step {step}: {far}" for name, p in pairs.items() if (far := distance(*p))
+            ]
+    return found
+
+
+def distance(got: Tensor, wanted: Tensor) -> str | None:
+    """How far apart, if beyond the tolerance."""
+    if got.shape != wanted.shape:
+        return f"shape {tuple(got.shape)} instead of {tuple(wanted.shape)}"
+    if not wanted.numel():
+        return None
+    error = (got - wanted).abs().max().item()
+    return None if error <= TOLERANCE * max(1.0, wanted.abs().max().item()) else f"off by {error:.1e}"
+
+
+def state_pairs(loss: FastClipLoss, oracle: Oracle) -> dict[str, tuple[Tensor, Tensor]]:
+    """This rank's state of the samples seen so far, and the oracle's."""
+    seen = torch.tensor(sorted({sample for sample, _ in oracle.u}))
+    mine = seen[loss.state.index.owner(seen, group_size()) == group_rank()]
+    rows = loss.state.rows_of(mine)
+    wanted = torch.tensor([[oracle.u[i, 0], oracle.u[i, 1]] for i in mine.tolist()], dtype=torch.float64)
+    pairs = {"u": (rows[:, :2].exp(), wanted.reshape(-1, 2))}
+    if individual(oracle.variant):
+        tau = [[oracle.tau[i, side].item() for side in (0, 1)] for i in mine.tolist()]
+        pairs["tau_i"] = (rows[:, 2:4], torch.tensor(tau, dtype=torch.float64).reshape(-1, 2))
+    return pairs
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_variant_and_way_equals_the_oracle(world_size):
+    for found in run_ranks(check_against_oracle, world_size):
+        assert found == []
+
+
+# ----------------------------------------------------------------------------------------------- the released scaling
+
+
+def check_released(variant: str) -> list[str]:
+    loss = make_loss(variant, compat="reference")
+    found = []
+    for step, epoch in enumerate(EPOCHS):
+        x, y, ids = batch_of(step)
+        before = torch.stack([row_of(loss, i) for i in ids])
+        log_scale = loss.temperature.log_scale.detach().clone()
+        tau = (before[:, 2], before[:, 3]) if individual(variant) else (log_scale.neg().exp(),) * 2
+        gamma = gamma_of(VARIANTS[variant].gamma_schedule, epoch, GAMMA_MIN, GAMMA_EPOCHS)
+        g = batch_g(x, y, *tau)
+        u = tuple(
+            torch.where(old.isnan(), new, (1 - gamma) * old.exp() + gamma * new)
+            for old, new in zip((before[:, 0], before[:, 1]), g, strict=True)
+        )
+        wanted = released(variant, x, y, u, log_scale, tau, group_size())
+        _, d_image, d_text, d_scale = one_step(loss, step, epoch)
+        checks = [(d_image, local_part(wanted[0])), (d_text, local_part(wanted[1]))]
+        if learned(variant):
+            checks.append((d_scale, wanted[2]))
+        for number, (got, expected) in enumerate(checks):
+            if not (got - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max()):
+                found.append(f"{variant} step {step} gradient {number}: {got} instead of {expected}")
+    return found
+
+
+def row_of(loss: FastClipLoss, sample: int) -> Tensor:
+    """A sample's state, on every rank."""
+    width = len(loss.state.columns)
+    owner = sample % group_size()
+    row = loss.state.rows_of(torch.tensor([sample]))[0] if owner == group_rank() else torch.zeros(width).double()
+    unseen = row.isnan()
+    total = sum_over_ranks(row.nan_to_num(0.0))
+    return total.masked_fill(sum_over_ranks(unseen.double()) > 0, math.nan)
+
+
+def check_all_released() -> list[str]:
+    return [problem for variant in VARIANTS for problem in check_released(variant)]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_reference_mode_gives_the_released_gradients(world_size):
+    for found in run_ranks(check_all_released, world_size):
+        assert found == []
+
+
+# -------------------------------------------------------------------------------------------------------------- resume
+
+
+def steps_from(loss: FastClipLoss, first: int, last: int) -> list[float]:
+    return [one_step(loss, step, EPOCHS[step])[0] for step in range(first, last)]
+
+
+def save_after_two(variant: str, hashed: bool) -> tuple[bytes, list[float]]:
+    loss = make_loss(variant, samples=None if hashed else SAMPLES)
+    steps_from(loss, 0, 2)
+    stream = io.BytesIO()
+    torch.save(loss.checkpoint_state(), stream)
+    return stream.getvalue(), steps_from(loss, 2, len(EPOCHS))
+
+
+def go_on(variant: str, hashed: bool, parts: list[bytes]) -> list[float]:
+    loss = make_loss(variant, samples=None if hashed else SAMPLES)
+    loss.load_checkpoint_state([torch.load(io.BytesIO(part), weights_only=True) for part in parts])
+    return steps_from(loss, 2, len(EPOCHS))
+
+
+def save_all() -> list:
+    return [save_after_two(variant, hashed) for variant in VARIANTS for hashed in (False, True)]
+
+
+def go_on_all(saved: list[list]) -> list:
+    cases = [(variant, hashed) for variant in VARIANTS for hashed in (False, True)]
+    return [go_on(variant, hashed, parts) for (variant, hashed), parts in zip(cases, saved, strict=True)]
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 2), (3, 2), (1, 3)])
+def test_resume_is_exact_at_any_world_size(saved_by, loaded_by):
+    by_rank = run_ranks(save_all, saved_by)
+    parts = [[rank[case][0] for rank in by_rank] for case in range(len(by_rank[0]))]
+    expected = [losses for _, losses in by_rank[0]]
+    for resumed in run_ranks(go_on_all, loaded_by, parts):
+        if saved_by == loaded_by:
+            assert resumed == expected
+        for got, wanted in zip(resumed, expected, strict=True):
+            assert got == pytest.approx(wanted, rel=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "isogclr"])
+def test_whole_dataset_in_one_batch_gives_the_gradient_of_the_objective(variant):
+    """gamma = 1, batch = dataset: autograd of the papers' objective itself, eps included, no estimator in sight."""
+    x, y, _ = batch_of(0)
+    loss = make_loss(variant, samples=BATCH)
+    ours = [t.clone().requires_grad_() for t in (x, y)]
+    value = loss(*ours, ids=torch.arange(BATCH), epoch=0.0)
+    value.backward()
+    a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
+    log_scale = loss.temperature.log_scale.detach().clone().requires_grad_()
+    if individual(variant):
+        taus = [torch.full((BATCH,), TAU, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    else:
+        taus = [torch.exp(-log_scale), torch.exp(-log_scale)]
+    g1, g2 = batch_g(a, b, *taus)
+    if variant == "fastclip_v0":
+        objective = (torch.log(EPS + g1) + torch.log(EPS + g2)).mean()
+    else:
+        rho = RHO if variant in ("fastclip_v2", "fastclip_v3") else 0.0
+        objective = (taus[0] * (torch.log(EPS + g1) + rho) + taus[1] * (torch.log(EPS + g2) + rho)).mean()
+    objective.backward()
+    torch.testing.assert_close(value, objective.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours[0].grad, a.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(ours[1].grad, b.grad, rtol=1e-10, atol=1e-12)
+    if learned(variant):
+        torch.testing.assert_close(loss.temperature.log_scale.grad, log_scale.grad, rtol=1e-10, atol=1e-12)
+    if individual(variant):
+        got = loss._pending.temperature_gradient / BATCH
+        torch.testing.assert_close(got, torch.stack([t.grad for t in taus], 1), rtol=1e-10, atol=1e-12)
+
+
+def test_v1_with_gamma_one_is_tau_weighted_info_nce_without_its_positive():
+    """tau * d/dx of mean log-sum-exp of the negatives minus the positive's logit: the softmax without the positive."""
+    x, y, _ = batch_of(3)
+    loss = make_loss("fastclip_v1", eps=0.0, gamma_min=1.0)
+    ours = [t.clone().requires_grad_() for t in (x, y)]
+    loss(*ours, ids=torch.arange(BATCH), epoch=5.0).backward()
+    a, b = x.clone().requires_grad_(), y.clone().requires_grad_()
+    tau = torch.exp(-loss.log_scale)
+    logits = (a @ b.T) / tau
+    negatives = logits.masked_fill(torch.eye(BATCH, dtype=torch.bool), -math.inf)
+    info_nce = (negatives.logsumexp(1) - logits.diagonal() + negatives.logsumexp(0) - logits.diagonal()).mean()
+    (tau * info_nce).sum().backward()
+    torch.testing.assert_close(ours[0].grad, a.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(ours[1].grad, b.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_nothing_overflows_at_temperature_a_hundredth():
+    """Every positive is the worst match: s_ij - s_ii is 2, exp(200) is beyond float32."""
+    x = F.normalize(torch.ones(6, 4), dim=1).requires_grad_()
+    y = (-x.detach()).clone()
+    y[3:] *= -1
+    loss = FastClipLoss("fastclip_v3", samples=6, temperature=0.01)
+    for _ in range(3):
+        y = y.detach().requires_grad_()
+        value = loss(x, y, ids=torch.arange(6), epoch=1.0)
+        value.backward()
+        loss.step()
+        assert value.isfinite() and x.grad.isfinite().all() and y.grad.isfinite().all()
+    # tau * (log g) of the three bad pairs, images: log of 3/5 e^200; and so on: all about 2 or 0 in size.
+    assert 0 < value.item() < 4 + 2 * 6.5
+
+
+@pytest.mark.parametrize(("epoch", "expected"), [(0, 1.0), (1, 0.95), (9, 0.6), (18, 0.2), (30, 0.2)])
+def test_inner_rate_follows_the_published_cosine(epoch, expected):
+    got = inner_rate("cosine", epoch, minimum=0.2, epochs=18)
+    assert got == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * epoch / 18)) / 2 if epoch < 18 else 0.2)
+    assert got == pytest.approx(expected, abs=0.06)
+    assert inner_rate("constant", epoch, minimum=0.2, epochs=18) == (1.0 if epoch == 0 else 0.2)
+
+
+def test_inner_rate_per_epoch_stands_still_within_an_epoch():
+    states = []
+    for per, epoch in (("epoch", 1.0), ("epoch", 1.9), ("step", 1.9)):
+        loss = make_loss("fastclip_v1", gamma_per=per)
+        for step in (0, 1):
+            x, y, _ = batch_of(step)
+            x.requires_grad_()
+            loss(x, y, ids=torch.tensor(batch_of(0)[2]), epoch=0.0 if step == 0 else epoch).backward()
+            loss.step()
+        states.append(loss.state.values.nan_to_num())
+    assert torch.equal(states[0], states[1]) and not torch.equal(states[0], states[2])
+
+
+def test_bad_input_is_named():
+    x, y, _ = batch_of(0, 4)
+    loss = make_loss("fastclip_v3")
+    with pytest.raises(DataError, match="sample id 26 is outside the dataset of 26 samples"):
+        loss(x, y, ids=torch.tensor([0, 1, 26, 3]), epoch=0.0)
+    with pytest.raises(DataError, match="sample id -1 is outside"):
+        loss(x, y, ids=torch.tensor([0, 1, -1, 3]), epoch=0.0)
+    with pytest.raises(DataError, match="one int64 sample id per row"):
+        loss(x, y, ids=torch.tensor([0, 1, 2]), epoch=0.0)
+    with pytest.raises(ValueError, match="at least 2 samples"):
+        loss(x[:1], y[:1], ids=torch.tensor([0]), epoch=0.0)
+    with pytest.raises(RuntimeError, match="before step"):
+        loss.step()
+    other = make_loss("fastclip_v3", samples=27)
+    with pytest.raises(CheckpointError, match="saved with samples 26, this run has 27"):
+        other.load_checkpoint_state([loss.checkpoint_state()])
+    with pytest.raises(CheckpointError, match="with the loss fastclip_v3, not fastclip_v1"):
+        make_loss("fastclip_v1").load_checkpoint_state([loss.checkpoint_state()])
+
+
+def test_a_step_given_up_changes_nothing():
+    loss = make_loss("fastclip_v2")
+    before = loss.checkpoint_state()
+    x, y, ids = batch_of(0)
+    loss(x.requires_grad_(), y, ids=torch.tensor(ids), epoch=0.0).backward()
+    after = loss.checkpoint_state()
+    assert torch.equal(before["samples"]["values"].nan_to_num(), after["samples"]["values"].nan_to_num())
+
+
+def test_clip_loss_and_fastclip_agree_on_what_a_rank_hands_out():
+    """With tau large v1's gradient approaches a multiple of InfoNCE's: a check of sign and scale from outside."""
+    x, y, _ = batch_of(2)
+    loss = make_loss("fastclip_v1", eps=0.0, temperature=0.8)
+    ours = x.clone().requires_grad_()
+    loss(ours, y, ids=torch.arange(BATCH), epoch=0.0).backward()
+    other = x.clone().requires_grad_()
+    ClipLoss()(other, y, torch.tensor(1 / 0.8, dtype=torch.float64)).backward()
+    cosine = F.cosine_similarity(ours.grad.flatten(), other.grad.flatten(), dim=0)
+    assert cosine > 0.999 and ours.grad.norm() == pytest.approx(2 * 0.8 * other.grad.norm().item(), rel=0.2)
