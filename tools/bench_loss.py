@@ -6,7 +6,8 @@
 For each method: forward + backward time (median, the slowest rank's), extra peak memory (what the call allocates beyond
 features and their gradients' inputs), gradient error against float32, and TFLOP/s counted on 8*b*B*D for InfoNCE and
 6*b*B*D for the sigmoid loss, whatever the method really computes, with its share of this machine's own 8192^3 bfloat16
-product. Everything, that product included, runs warm: a GPU at its power limit is slower than one that has just woken.
+product. A GPU at its power limit is slower than one that has just woken, and its limit drifts: so each method runs in
+turns with that product, and the share is taken from the medians of both.
 
 --batch is the global batch B; each rank holds b = B / ranks. Results go to --json.
 """
@@ -28,10 +29,10 @@ import torch.distributed as torch_dist
 import torch.nn.functional as F
 from torch import Tensor
 
-WARM_SECONDS = 0.3
-MEASURED_SECONDS = 0.5
-LEAST_REPEATS = 10
-MOST_REPEATS = 200
+ROUNDS = 6  # turns of a method and of the matrix product; the first only warms up
+TURN_SECONDS = 0.1
+LEAST_PER_TURN = 2
+MOST_PER_TURN = 100
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # image, text, logit_scale, logit_bias -> loss
 
@@ -48,6 +49,7 @@ class Result:
     extra_peak_mib: float
     gradient_error: float
     tflops: float
+    matmul_tflops: float
     share_of_matmul: float
 
 
@@ -111,22 +113,24 @@ def benchmark(
     x, y = x_all[mine].clone(), y_all[mine].clone()
     del x_all, y_all
     flops = (8 if loss == "clip" else 6) * local * batch * embedding
-    machine = matmul_tflops(ranks)
-    say(ranks, f"\nB = {batch}, D = {embedding}, {ranks.size} rank(s), {loss}; 8192^3 product {machine:.0f} TFLOP/s")
-    say(ranks, f"{'method':34}{'ms':>9}{'extra MiB':>11}{'grad error':>12}{'TFLOP/s':>9}{'share':>7}")
+    say(ranks, f"\nB = {batch}, D = {embedding}, {ranks.size} rank(s), {loss}")
+    say(ranks, f"{'method':34}{'ms':>9}{'extra MiB':>11}{'grad error':>12}{'TFLOP/s':>9}{'8192^3':>8}{'share':>7}")
     results = []
     for name, make in methods.items():
         try:
             run = make()
-            milliseconds, peak, error = measure(run, x, y, scale, reference, ranks)
+            milliseconds, machine, peak, error = measure(run, x, y, scale, reference, ranks)
         except (ImportError, AttributeError, torch.OutOfMemoryError) as problem:
             say(ranks, f"{name:34} {type(problem).__name__}: {str(problem).splitlines()[0][:70]}")
             torch.cuda.empty_cache()
             continue
         tflops = flops / milliseconds / 1e9
-        result = Result(name, batch, embedding, ranks.size, milliseconds, peak, error, tflops, tflops / machine)
+        result = Result(
+            name, batch, embedding, ranks.size, milliseconds, peak, error, tflops, machine, tflops / machine
+        )
         results.append(result)
-        say(ranks, f"{name:34}{milliseconds:9.2f}{peak:11.0f}{error:12.1e}{tflops:9.0f}{tflops / machine:7.2f}")
+        figures = f"{milliseconds:9.2f}{peak:11.0f}{error:12.1e}{tflops:9.0f}{machine:8.0f}{tflops / machine:7.2f}"
+        say(ranks, f"{name:34}{figures}")
     return results
 
 
@@ -137,8 +141,8 @@ def say(ranks: Ranks, line: str) -> None:
 
 def measure(
     run: Loss, x: Tensor, y: Tensor, scale: float, reference: Tensor, ranks: Ranks
-) -> tuple[float, float, float]:
-    """Median milliseconds, extra peak MiB and the error of the image features' gradient."""
+) -> tuple[float, float, float, float]:
+    """Median milliseconds, the matrix product's TFLOP/s, extra peak MiB and the image features' gradient error."""
     x, y = x.requires_grad_(), y.requires_grad_()
     logit_scale = torch.tensor(scale, device=x.device, requires_grad=True)
     logit_bias = torch.tensor(-10.0, device=x.device, requires_grad=True)
@@ -159,35 +163,43 @@ def measure(
     torch.cuda.reset_peak_memory_stats()
     step()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    milliseconds = timed(step, ranks)
+    milliseconds, machine = timed(step, ranks)
     x.grad = y.grad = None
-    return milliseconds, ranks.largest(peak), ranks.largest(error)
+    return milliseconds, machine, ranks.largest(peak), ranks.largest(error)
 
 
-def timed(step: Callable[[], Any], ranks: Ranks) -> float:
-    """Median milliseconds of a step, warm; of several ranks the slowest."""
+def timed(step: Callable[[], Any], ranks: Ranks) -> tuple[float, float]:
+    """Median milliseconds of a step (the slowest rank), and TFLOP/s of the product it alternates with."""
+    a, b = (torch.randn(8192, 8192, device=ranks.device, dtype=torch.bfloat16) for _ in range(2))
+    runs = (step, lambda: a @ b)
+    turns = [repeats_per_turn(run, ranks) for run in runs]
+    samples: tuple[list[Any], list[Any]] = ([], [])
+    for turn in range(ROUNDS):
+        for run, repeats, kept in zip(runs, turns, samples, strict=True):
+            ranks.barrier()
+            for _ in range(repeats):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                run()
+                end.record()
+                if turn:
+                    kept.append((begin, end))
+    torch.cuda.synchronize()
+    milliseconds, product = (
+        ranks.largest(statistics.median(begin.elapsed_time(end) for begin, end in kept)) for kept in samples
+    )
+    return milliseconds, 2 * 8192**3 / product / 1e9
+
+
+def repeats_per_turn(run: Callable[[], Any], ranks: Ranks) -> int:
+    """How often to run in one turn; the same on every rank."""
+    run()
+    torch.cuda.synchronize()
     start = time.perf_counter()
-    step()
+    run()
     torch.cuda.synchronize()
     once = ranks.largest(time.perf_counter() - start)
-    for _ in range(min(MOST_REPEATS, math.ceil(WARM_SECONDS / once))):
-        step()
-    samples = []
-    for _ in range(min(MOST_REPEATS, max(LEAST_REPEATS, math.ceil(MEASURED_SECONDS / once)))):
-        ranks.barrier()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step()
-        end.record()
-        samples.append((begin, end))
-    torch.cuda.synchronize()
-    return ranks.largest(statistics.median(begin.elapsed_time(end) for begin, end in samples))
-
-
-def matmul_tflops(ranks: Ranks) -> float:
-    """This GPU's rate on an 8192^3 bfloat16 product of random numbers, measured as the losses are."""
-    a, b = (torch.randn(8192, 8192, device=ranks.device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / timed(lambda: a @ b, ranks) / 1e9
+    return min(MOST_PER_TURN, max(LEAST_PER_TURN, math.ceil(TURN_SECONDS / once)))
 
 
 def unit_features(count: int, embedding: int, seed: int, device: torch.device) -> Tensor:

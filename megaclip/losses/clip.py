@@ -96,25 +96,27 @@ class _InfoNCE(torch.autograd.Function):
         alpha = logit_scale.reshape(()).to(accumulation_dtype(x))
         y_all = gather_columns(y, plan)
         row_lse, col_lse = distributed_stats(x, y, alpha, alpha, plan=plan, y_all=y_all)
-        s_ii = paired_products(x, y)
-        local_sum = (_softplus(row_lse - alpha * s_ii) + _softplus(col_lse - alpha * s_ii)).sum()
+        positive = alpha * paired_products(x, y)
+        # How far the negatives' sums, of the rows and of the columns, lie above the positive.
+        gap_2b = torch.stack((row_lse, col_lse)) - positive
+        terms_2b = F.softplus(gap_2b, threshold=50)  # PyTorch's own switch to v at 20 is not float64-exact
         ctx.plan = plan
-        ctx.save_for_backward(x, y, y_all, logit_scale, row_lse, col_lse, s_ii)
-        return sum_over_ranks(local_sum, group=plan.ranks) / (2 * len(x) * plan.ranks.size)
+        ctx.save_for_backward(x, y, y_all, logit_scale, gap_2b, positive + terms_2b)
+        return sum_over_ranks(terms_2b.sum(), group=plan.ranks) / (2 * len(x) * plan.ranks.size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         plan: Plan = ctx.plan
-        x, y, y_all, logit_scale, row_lse, col_lse, s_ii = ctx.saved_tensors
-        alpha = logit_scale.reshape(()).to(s_ii.dtype)
+        x, y, y_all, logit_scale, gap_2b, (row_full, col_full) = ctx.saved_tensors
+        alpha = logit_scale.reshape(()).to(gap_2b.dtype)
         weight = 1 / (2 * len(x))  # W/(2B): the contract's factor W is in it; alpha follows when the sums are complete
-        row = Terms(scale=alpha, shift=torch.logaddexp(row_lse, alpha * s_ii), weight=weight)
-        col = Terms(scale=alpha, shift=torch.logaddexp(col_lse, alpha * s_ii), weight=weight)
+        row = Terms(scale=alpha, shift=row_full, weight=weight)
+        col = Terms(scale=alpha, shift=col_full, weight=weight)
         negatives = distributed_grads(x, y, row, col, plan=plan, y_all=y_all)
 
         # The positive's share, 1 - p_ii, as a sigmoid: a difference would lose it when p_ii is near 1.
-        pull = weight * (torch.sigmoid(row_lse - alpha * s_ii) + torch.sigmoid(col_lse - alpha * s_ii))
+        pull = weight * torch.sigmoid(gap_2b).sum(0)
         factor = alpha * d_loss
         dx, dots = finish_gradient(negatives.dx, x, y, pull, factor)
         dy, _ = finish_gradient(negatives.dy, y, x, pull, factor)
@@ -122,8 +124,3 @@ class _InfoNCE(torch.autograd.Function):
         local_d_alpha = dots.sum() / plan.ranks.size
         d_alpha = sum_over_ranks(local_d_alpha, group=plan.ranks) * d_loss
         return dx, dy, d_alpha.to(logit_scale.dtype).reshape(logit_scale.shape), None
-
-
-def _softplus(values: Tensor) -> Tensor:
-    """`log(1 + exp(v))`; PyTorch's own switches to v at 20, which is not float64-exact."""
-    return F.softplus(values, threshold=50)

@@ -19,6 +19,7 @@ Set TRITON_INTERPRET=1 before triton is imported to run all of this on the CPU, 
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,11 +59,11 @@ class TileConfig:
 
 
 # Measured on an H200. Two programs share a multiprocessor, so that one's epilogue hides behind the other's products;
-# the sigmoid's epilogue needs more registers than that leaves. 32 KiB per stage and P fill the shared memory.
+# 32 KiB per stage and a piece of P fill their shared memory. The sigmoid's epilogue, in pieces, is better off alone.
 _TILES = {
     ("bf16", "stats"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2),
     ("bf16", "grads"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2, stores=2),
-    ("bf16", "sigmoid"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2),
+    ("bf16", "sigmoid"): TileConfig(128, 256, 64, num_warps=8, num_stages=3),
     ("tf32", "stats"): TileConfig(128, 128, 32, num_warps=4, num_stages=3, programs_per_sm=2),
     ("tf32", "grads"): TileConfig(128, 128, 32, num_warps=8, num_stages=3),
     ("tf32", "sigmoid"): TileConfig(128, 128, 32, num_warps=8, num_stages=3),
@@ -91,16 +92,15 @@ def tile_stats(
     tile = plan.tile
     row_scale, col_scale = _vector(row_scale, x), _vector(col_scale, y)
     with _launching(plan):
-        row_limits = _tile_limits(x, row_scale, None, tile.block_m)
-        col_limits = _tile_limits(y, col_scale, None, tile.block_n)
+        row_limits, col_limits = _tile_limits(x, y, row_scale, col_scale, None, tile)
         for block in plan.blocks(4 / tile.block_n + 4 / tile.block_m):
-            row_parts = row_lse.new_empty((triton.cdiv(block.n, tile.block_n), block.m))
-            chunks = triton.cdiv(block.row_tiles, block.chunk)
+            row_parts = row_lse.new_empty((block.col_tiles, block.m))
+            chunks = _cdiv(block.row_tiles, block.chunk)
             col_parts = col_lse.new_full((chunks, block.n), -math.inf)
             _tile_stats_kernel[block.grid(chunks)](
                 *block.factors,
-                row_scale[block.rows],
-                col_scale[block.cols],
+                _part(row_scale, block.rows),
+                _part(col_scale, block.cols),
                 row_limits[block.rows.start // tile.block_m :],
                 col_limits[block.cols.start // tile.block_n :],
                 row_parts,
@@ -110,8 +110,7 @@ def tile_stats(
                 NUM_WARPS=tile.num_warps,
                 **block.constants,
             )
-            _merge_stats(row_parts, row_lse[block.rows])
-            _merge_stats(col_parts, col_lse[block.cols])
+            _merge_stats(row_parts, _part(row_lse, block.rows), col_parts, _part(col_lse, block.cols))
             del row_parts, col_parts  # before the next block's are allocated
     return row_lse, col_lse
 
@@ -144,17 +143,18 @@ def tile_grads(
     col_scale, col_shift, col_weight = (_vector(value, y) for value in (col_scale, col_shift, col_weight))
     products = _GradientProducts(x if need_dx else None, y if need_dy else None, empty=not len(x) or not len(y))
     with _launching(plan):
-        row_limits = _tile_limits(x, row_scale, row_shift, tile.block_m)
-        col_limits = _tile_limits(y, col_scale, col_shift, tile.block_n)
+        row_limits, col_limits = _tile_limits(x, y, row_scale, col_scale, (row_shift, col_shift), tile)
         for block in plan.blocks(plan.p_dtype.itemsize, keeps_tile=True):
             rows, cols = block.rows, block.cols
-            row_parts = row_dot.new_empty((triton.cdiv(block.n, tile.block_n), block.m))
-            col_parts = col_dot.new_empty((block.row_tiles, block.n))
+            row_parts, col_parts = row_dot, col_dot  # not written
+            if need_dots:
+                row_parts = row_dot.new_empty((block.col_tiles, block.m))
+                col_parts = col_dot.new_empty((block.row_tiles, block.n))
             _tile_grads_kernel[block.grid(block.row_tiles)](
                 *block.factors,
                 block.p_descriptor,
-                *(row_scale[rows], row_shift[rows], row_weight[rows]),
-                *(col_scale[cols], col_shift[cols], col_weight[cols]),
+                *(_part(row_scale, rows), _part(row_shift, rows), _part(row_weight, rows)),
+                *(_part(col_scale, cols), _part(col_shift, cols), _part(col_weight, cols)),
                 row_limits[rows.start // tile.block_m :],
                 col_limits[cols.start // tile.block_n :],
                 row_parts,
@@ -194,7 +194,7 @@ def tile_sigmoid(
     products = _GradientProducts(x, y, empty=not len(x) or not len(y))
     with _launching(plan):
         for block in plan.blocks(plan.p_dtype.itemsize, keeps_tile=True):
-            row_parts = row_results.new_empty((3, triton.cdiv(block.n, plan.tile.block_n), block.m))
+            row_parts = row_results.new_empty((3, block.col_tiles, block.m))
             _tile_sigmoid_kernel[block.grid(block.row_tiles)](
                 *block.factors,
                 block.p_descriptor,
@@ -255,16 +255,16 @@ class _Plan:
             buffer = self.x.new_empty(min(rows_per_block, m) * _aligned(min(cols_per_block, n)), dtype=self.p_dtype)
         for row0 in range(0, m, rows_per_block):
             rows = slice(row0, min(row0 + rows_per_block, m))
-            x = _Side(self.x[rows], self)
+            x = _Side(_part(self.x, rows), self)
             for col0 in range(0, n, cols_per_block):
                 cols = slice(col0, min(col0 + cols_per_block, n))
-                yield _Block(self, rows, cols, x, _Side(self.y[cols], self), buffer)
+                yield _Block(self, rows, cols, x, _Side(_part(self.y, cols), self), buffer)
 
     def _even(self, total: int, limit: float) -> int:
         """A block length of at most `limit` (but at least one quantum) that cuts `total` evenly."""
         quantum = max(self.tile.block_m, self.tile.block_n)
         limit = max(quantum, int(limit) // quantum * quantum)
-        return triton.cdiv(triton.cdiv(total, triton.cdiv(total, limit)), quantum) * quantum
+        return _cdiv(_cdiv(total, _cdiv(total, limit)), quantum) * quantum
 
 
 class _Side:
@@ -281,7 +281,7 @@ class _Block:
     def __init__(self, plan: _Plan, rows: slice, cols: slice, x: _Side, y: _Side, buffer: Tensor | None):
         tile = plan.tile
         self.rows, self.cols, self.x, self.y = rows, cols, x, y
-        self.m, self.n = len(x.kernel), len(y.kernel)
+        self.m, self.n = x.kernel.shape[0], y.kernel.shape[0]
         self.p: Tensor | None = None
         if buffer is not None:
             pitch = _aligned(self.n)
@@ -299,7 +299,7 @@ class _Block:
         diagonal = _NO_DIAGONAL if plan.diagonal is None else plan.diagonal + rows.start - cols.start
         diagonal = max(-_NO_DIAGONAL, min(diagonal, _NO_DIAGONAL))
         self.programs = _program_count(plan.x.device, tile)
-        self.row_tiles, self.col_tiles = triton.cdiv(self.m, tile.block_m), triton.cdiv(self.n, tile.block_n)
+        self.row_tiles, self.col_tiles = _cdiv(self.m, tile.block_m), _cdiv(self.n, tile.block_n)
         # Row tiles per work item of the statistics: four share one column reduction, if there is work enough for all.
         self.chunk = 4 if self.row_tiles * self.col_tiles >= 16 * self.programs else 1
         self.sizes = (self.m, self.n, diagonal)
@@ -332,9 +332,9 @@ class _GradientProducts:
         """Add one block's products; the first block of a row or column writes instead."""
         assert block.p is not None
         if self.dx is not None:
-            _add_product(self.dx[block.rows], block.p, block.y.product, accumulate=block.cols.start > 0)
+            _add_product(_part(self.dx, block.rows), block.p, block.y.product, accumulate=block.cols.start > 0)
         if self.dy is not None:
-            _add_product(self.dy[block.cols], block.p.T, block.x.product, accumulate=block.rows.start > 0)
+            _add_product(_part(self.dy, block.cols), block.p.T, block.x.product, accumulate=block.rows.start > 0)
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
@@ -349,33 +349,48 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None
         torch.mm(a, b, out_dtype=torch.float32, out=out)
 
 
-def _merge_stats(parts: Tensor, lse: Tensor) -> None:
-    """Merge base-2 logarithms of partial sums (parts, length) into lse (length,)."""
-    _merge_stats_kernel[(triton.cdiv(len(lse), 64),)](parts, lse, len(parts), len(lse), BLOCK=64, BLOCK_PARTS=32)
+def _merge_stats(row_parts: Tensor, row_lse: Tensor, col_parts: Tensor, col_lse: Tensor) -> None:
+    """Merge base-2 logarithms of partial sums (parts, length) into row_lse and col_lse (length,)."""
+    (rows, m), (cols, n) = row_parts.shape, col_parts.shape
+    grid = (_cdiv(m, 64) + _cdiv(n, 64),)
+    _merge_stats_kernel[grid](row_parts, row_lse, col_parts, col_lse, rows, m, cols, n, BLOCK=64, BLOCK_PARTS=32)
 
 
-def _tile_limits(x: Tensor, scale: Tensor, shift: Tensor | None, block: int) -> Tensor:
-    """(ceil(m / block), 4) float32: what the tile kernels need to know of each `block` rows of x."""
-    limits = scale.new_empty((triton.cdiv(len(x), block), 4))
-    if len(limits):
-        _tile_limits_kernel[(len(limits),)](
-            *(x, scale, scale if shift is None else shift, limits),
-            *(len(x), *x.stride()),
-            D=x.shape[1],
-            BLOCK=block,
-            BLOCK_K=256,
-            HAS_SHIFT=shift is not None,
-            num_warps=16,
+def _tile_limits(
+    x: Tensor,
+    y: Tensor,
+    row_scale: Tensor,
+    col_scale: Tensor,
+    shifts: tuple[Tensor, Tensor] | None,
+    tile: TileConfig,
+) -> tuple[Tensor, Tensor]:
+    """(row_tiles, 4) and (col_tiles, 4) float32: what the tile kernels need to know of each tile of x and y."""
+    (m, embedding), n = x.shape, y.shape[0]
+    row_tiles, col_tiles = _cdiv(m, tile.block_m), _cdiv(n, tile.block_n)
+    limits = row_scale.new_empty((row_tiles + col_tiles, 4))
+    row_limits, col_limits = limits[:row_tiles], limits[row_tiles:]
+    if m and n:
+        _tile_limits_kernel[(row_tiles + col_tiles,)](
+            *(x, y, row_scale, col_scale, *(shifts or (row_scale, col_scale)), row_limits, col_limits),
+            *(m, n, row_tiles, *x.stride(), *y.stride()),
+            D=embedding,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=128,
+            HAS_SHIFT=shifts is not None,
+            num_warps=8,
         )
-    return limits
+    return row_limits, col_limits
 
 
 def _vector(value: Scalars, like: Tensor) -> Tensor:
     """A number, or one value per row of `like`, as a contiguous float32 vector."""
+    count = like.shape[0]
     if not isinstance(value, Tensor):
-        return like.new_full((len(like),), value, dtype=torch.float32)
-    value = value.to(like.device, torch.float32)
-    return value.reshape(-1)[: len(like)].expand(len(like)).contiguous()
+        return like.new_full((count,), value, dtype=torch.float32)
+    if value.dtype == torch.float32 and value.shape == (count,) and value.is_contiguous():
+        return value
+    return value.to(like.device, torch.float32).reshape(-1)[:count].expand(count).contiguous()
 
 
 def _readable(x: Tensor, dtype: torch.dtype) -> bool:
@@ -391,16 +406,31 @@ def _staged(x: Tensor, dtype: torch.dtype) -> Tensor:
     return copy.copy_(x)
 
 
+def _part(vector: Tensor, span: slice) -> Tensor:
+    """vector[span], without the cost of slicing where that is all of it."""
+    return vector if span.stop - span.start == vector.shape[0] else vector[span]
+
+
+def _cdiv(a: int, b: int) -> int:
+    """a / b, rounded up (triton.cdiv takes microseconds on the host)."""
+    return -(-a // b)
+
+
 def _aligned(length: int) -> int:
     """length, rounded up so that rows of any dtype start at multiples of 16 bytes."""
-    return triton.cdiv(length, 16) * 16
+    return _cdiv(length, 16) * 16
 
 
 def _program_count(device: torch.device, tile: TileConfig) -> int:
     """The size of a persistent grid."""
     if _INTERPRETED:
         return _INTERPRETER_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count * tile.programs_per_sm
+    return _multiprocessors(device) * tile.programs_per_sm
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @contextlib.contextmanager

@@ -109,38 +109,95 @@ def _fold_rows(e, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.co
     return tl.sum(tl.sum(folded, axis=2), axis=0)
 
 
-@triton.jit(do_not_specialize=["m", "x_stride_row"])
-def _tile_limits_kernel(
-    x_ptr,  # in: (m, D) features, any strides
-    scale_ptr,  # in: (m,) float32
-    shift_ptr,  # in: (m,) float32; unused without HAS_SHIFT
-    limits_ptr,  # out: (ceil(m / BLOCK), LIMITS) float32
+@triton.jit
+def _side_limits(
+    tile,
+    x_ptr,
+    scale_ptr,
+    shift_ptr,
+    limits_ptr,
     m,
-    x_stride_row,
-    x_stride_col,
+    stride_row,
+    stride_col,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
 ):
-    """For each BLOCK rows: largest norm, smallest and largest scale, largest |shift| * log2(e) (else 0)."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Limits of one tile of BLOCK rows: largest norm, smallest and largest scale, largest |shift| * log2(e)."""
+    rows = tile * BLOCK + tl.arange(0, BLOCK)
     inside = rows < m
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, D, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        offsets = rows[:, None].to(tl.int64) * x_stride_row + k[None, :].to(tl.int64) * x_stride_col
+        offsets = rows[:, None].to(tl.int64) * stride_row + k[None, :] * stride_col
         x = tl.load(x_ptr + offsets, mask=inside[:, None] & (k < D)[None, :], other=0.0).to(tl.float32)
         squares += tl.sum(x * x, axis=1)
-    limits = limits_ptr + tl.program_id(0) * LIMITS
+    limits = limits_ptr + tile * LIMITS
     tl.store(limits, tl.sqrt(tl.max(squares, axis=0)))
     scale = tl.load(scale_ptr + rows, mask=inside, other=0.0)
     tl.store(limits + 1, tl.min(tl.where(inside, scale, float("inf")), axis=0))
     tl.store(limits + 2, tl.max(tl.where(inside, scale, float("-inf")), axis=0))
-    shift_limit = 0.0
     if HAS_SHIFT:
-        shift_limit = tl.max(tl.abs(tl.load(shift_ptr + rows, mask=inside, other=0.0)), axis=0) * LOG2_E
-    tl.store(limits + 3, shift_limit)
+        shift = tl.load(shift_ptr + rows, mask=inside, other=0.0)
+        tl.store(limits + 3, tl.max(tl.abs(shift), axis=0) * LOG2_E)
+
+
+@triton.jit(do_not_specialize=["m", "n", "row_tiles"])
+def _tile_limits_kernel(
+    x_ptr,  # in: (m, D) features, any strides
+    y_ptr,  # in: (n, D) features, any strides
+    row_scale_ptr,  # in: (m,) float32
+    col_scale_ptr,  # in: (n,) float32
+    row_shift_ptr,  # in: (m,) float32; shifts are unused without HAS_SHIFT
+    col_shift_ptr,  # in: (n,) float32
+    row_limits_ptr,  # out: (row_tiles, LIMITS) float32; the last of them only with HAS_SHIFT
+    col_limits_ptr,  # out: (col_tiles, LIMITS) float32
+    m,
+    n,
+    row_tiles,
+    x_stride_row,
+    x_stride_col,
+    y_stride_row,
+    y_stride_col,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
+):
+    """What the tile kernels need to know of each tile's rows and columns before any product."""
+    tile = tl.program_id(0)
+    if tile < row_tiles:
+        _side_limits(
+            tile,
+            x_ptr,
+            row_scale_ptr,
+            row_shift_ptr,
+            row_limits_ptr,
+            m,
+            x_stride_row,
+            x_stride_col,
+            D,
+            BLOCK_M,
+            BLOCK_K,
+            HAS_SHIFT,
+        )
+    else:
+        _side_limits(
+            tile - row_tiles,
+            y_ptr,
+            col_scale_ptr,
+            col_shift_ptr,
+            col_limits_ptr,
+            n,
+            y_stride_row,
+            y_stride_col,
+            D,
+            BLOCK_N,
+            BLOCK_K,
+            HAS_SHIFT,
+        )
 
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
@@ -470,17 +527,10 @@ def _tile_sigmoid_kernel(
             s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
 
-@triton.jit(do_not_specialize=["parts", "length"])
-def _merge_stats_kernel(
-    part_ptr,  # in: (parts, length) float32, log2 of partial sums
-    lse_ptr,  # in/out: (length,) float32, natural log-sum-exp so far
-    parts,
-    length,
-    BLOCK: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-):
-    """lse <- log(exp(lse) + sum over parts of 2**part)."""
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit
+def _merge_side(tile, part_ptr, lse_ptr, parts, length, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr):
+    """lse <- log(exp(lse) + sum over parts of 2**part), for BLOCK of its elements."""
+    cols = tile * BLOCK + tl.arange(0, BLOCK)
     merged = tl.load(lse_ptr + cols, mask=cols < length, other=0.0) * LOG2_E
     for start in range(0, parts, BLOCK_PARTS):
         part = start + tl.arange(0, BLOCK_PARTS)
@@ -490,3 +540,25 @@ def _merge_stats_kernel(
         top = tl.where(top == float("-inf"), 0.0, top)
         merged = _log2_add(merged, top + tl.log2(tl.sum(tl.exp2(values - top[None, :]), axis=0)))
     tl.store(lse_ptr + cols, merged * LN_2, mask=cols < length)
+
+
+@triton.jit(do_not_specialize=["row_parts", "m", "col_parts", "n"])
+def _merge_stats_kernel(
+    row_part_ptr,  # in: (row_parts, m) float32, log2 of partial sums
+    row_lse_ptr,  # in/out: (m,) float32, natural log-sum-exp so far
+    col_part_ptr,  # in: (col_parts, n) float32
+    col_lse_ptr,  # in/out: (n,) float32
+    row_parts,
+    m,
+    col_parts,
+    n,
+    BLOCK: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+):
+    """Merge the partial sums of a block into the statistics of its rows and columns."""
+    tile = tl.program_id(0)
+    row_programs = tl.cdiv(m, BLOCK)
+    if tile < row_programs:
+        _merge_side(tile, row_part_ptr, row_lse_ptr, row_parts, m, BLOCK, BLOCK_PARTS)
+    else:
+        _merge_side(tile - row_programs, col_part_ptr, col_lse_ptr, col_parts, n, BLOCK, BLOCK_PARTS)
