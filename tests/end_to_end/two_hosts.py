@@ -22,7 +22,7 @@ _NAMESPACES = ("--net", "--uts", "--pid", "--fork", "--mount-proc")
 # Die with the parent; take the child, process 1 of the host, along. The child's arguments: its name and its command.
 _START = ("sh", "-c", 'hostname "$0"; exec "$@"')
 _HOLD = ("setpriv", "--pdeathsig", "KILL", "unshare", *_NAMESPACES, "--kill-child", *_START)
-_PACKAGES = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh"}
+_PACKAGES = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh", "pkill": "procps"}
 _START_LIMIT_S = 10.0
 
 
