@@ -1,0 +1,61 @@
+"""Every file of ds_configs/ trains under the deepspeed launcher, and what it saves is what open_clip then loads.
+
+Two ranks on the CPU, two steps. Only the batch numbers differ from the file, where its batch is too large for the tiny
+data.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaclip.config import load_training_config
+from tests.end_to_end.training_runs import ROOT, WORLD_SIZE, flags, launch, scalars
+from tools import export_open_clip
+
+CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+MOST_SAMPLES = 256
+"""All that the tiny run has."""
+
+
+def small_copy(path: Path, folder: Path) -> Path:
+    """The file itself, or a copy whose batch is one pair per rank and gradient-cache chunk, at least 16 pairs."""
+    config = json.loads(path.read_text())
+    if config["train_batch_size"] <= MOST_SAMPLES:
+        return path
+    chunks = config["gradient_accumulation_steps"]
+    config["train_batch_size"] = max(16, WORLD_SIZE * chunks)
+    copy = folder / path.name
+    copy.write_text(json.dumps(config))
+    return copy
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_two_steps_then_export(path, tiny_run, tmp_path, monkeypatch, capsys):
+    config = small_copy(path, tmp_path)
+    data = {"val_data": tiny_run / "held_out" / "*.tar", "zeroshot_data": tiny_run / "zero_shot", "eval_batch_size": 16}
+    done = launch(flags(tiny_run, config, tmp_path, workers=1, **data))
+    assert done.exit_code == 0, done.output
+    assert "Traceback" not in done.output
+    stage = load_training_config(path).zero_stage
+    assert f"ZeRO-{stage} on 2 ranks" in done.output
+
+    run = tmp_path / "run"
+    shown = scalars(run)
+    assert sorted(shown["train/loss"]) == [1, 2]
+    assert 2 in shown["evaluation/retrieval_r1_i2t"]
+    scores = json.loads((run / "metrics.json").read_text())
+    assert scores["steps"] == 2 and 0 <= scores["zero_shot_top1"] <= scores["zero_shot_top5"] <= 1
+    assert (run / "checkpoints" / "latest").read_text() == "step_00000002"
+    assert export_difference(run / "checkpoints", tmp_path / "exported", monkeypatch, capsys) <= 1e-5
+
+
+def export_difference(checkpoints: Path, target: Path, monkeypatch, capsys) -> float:
+    """What the export command prints, called here because loading open_clip takes longer than exporting."""
+    monkeypatch.setattr(sys, "argv", ["export_open_clip.py", str(checkpoints), str(target), "--verify"])
+    export_open_clip.main()  # exits when features or tokens differ
+    printed = re.search(r"export_max_abs_diff (\S+)", capsys.readouterr().out)
+    assert printed
+    return float(printed.group(1))
