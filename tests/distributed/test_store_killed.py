@@ -1,0 +1,51 @@
+"""A rank that is killed while DeepSpeed writes leaves `latest` on the previous checkpoint, which still loads."""
+
+import os
+import signal
+from pathlib import Path
+
+import deepspeed.comm as dist
+import pytest
+import torch
+
+from megaclip.checkpoint import store
+from tests.distributed import engine_cases
+from tests.distributed.engine_cases import WORLD_SIZE, Case
+from tests.distributed.harness import RankFailure, run_ranks
+
+CASE = Case(stage=3)
+
+
+def step(engine, number: int) -> None:
+    engine_cases.backpropagate(engine, CASE, number)
+    engine_cases.set_learning_rate(engine, 0.1)
+    engine_cases.update(engine)
+
+
+def save_then_die_saving(folder: Path) -> None:
+    engine = engine_cases.start_engine(CASE)
+    step(engine, 0)
+    store.save(engine, folder, 1, {"step": 1}, keep_last=1)
+    step(engine, 1)
+    if dist.get_rank() == WORLD_SIZE - 1:
+        torch.save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    store.save(engine, folder, 2, {"step": 2}, keep_last=1)
+
+
+def parameters_after_loading(folder: Path, tag: str) -> tuple[dict, dict]:
+    """Loaded, and from training for one step."""
+    trained = engine_cases.start_engine(CASE)
+    step(trained, 0)
+    loaded = engine_cases.start_engine(CASE)
+    store.load(loaded, folder, tag)
+    return engine_cases.whole_parameters(loaded), engine_cases.whole_parameters(trained)
+
+
+def test_a_rank_killed_in_a_save_costs_only_that_checkpoint(tmp_path):
+    with pytest.raises(RankFailure, match=f"exit code -{signal.SIGKILL:d}"):
+        run_ranks(save_then_die_saving, WORLD_SIZE, tmp_path)
+    assert any((tmp_path / "step_00000002").iterdir())  # the other rank had written its part
+    tag = store.find_latest(tmp_path)
+    assert tag == "step_00000001"
+    for loaded, trained in run_ranks(parameters_after_loading, WORLD_SIZE, tmp_path, tag):
+        assert all((loaded[name] == trained[name]).all() for name in trained)
