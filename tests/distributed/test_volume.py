@@ -1,0 +1,61 @@
+"""Measured traffic equals MATH.md's formulas on 4 ranks, for every exchange and reduction and both baselines.
+
+Features in bfloat16 and in float32 at several sizes: features, gradients and per-sample values then weigh differently,
+so a formula with a wrong share cannot pass. No test runs at one size only.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from megaclip.comm.groups import group_size
+from megaclip.comm.volume import bytes_sent, contrastive_traffic, disco_clip_traffic, open_clip_traffic
+from megaclip.losses import ClipLoss
+from tests.distributed.harness import run_ranks
+from tools.bench_comm import disco_clip_step, measure, open_clip_step, schemes
+
+SHAPES = [(4, 8, torch.bfloat16), (4, 8, torch.float32), (12, 24, torch.bfloat16)]
+
+
+def check_formulas() -> list[str]:
+    found = []
+    for batch, embedding, dtype in SHAPES:
+        sizes = {
+            "world_size": group_size(),
+            "batch": batch,
+            "embedding": embedding,
+            "feature_bytes": dtype.itemsize,
+        }
+        x, y = (torch.randn(batch, embedding, dtype=dtype).requires_grad_() for _ in range(2))
+        for exchange, reduction in itertools.product(("ring", "all_gather"), ("feature", "scalar")):
+            loss = ClipLoss(exchange=exchange, reduction=reduction)
+            got = sum(bytes_sent(lambda loss=loss, x=x, y=y: loss(x, y, torch.tensor(5.0)).backward()).values())
+            expected = contrastive_traffic(exchange, reduction, **sizes).total
+            if got != expected:
+                found.append(f"{exchange} + {reduction} at {sizes}: sent {got}, formula {expected}")
+        for step, formula in ((open_clip_step, open_clip_traffic), (disco_clip_step, disco_clip_traffic)):
+            got = sum(bytes_sent(lambda step=step, x=x, y=y: step(x.detach(), y.detach())).values())
+            if got != formula(**sizes).total:
+                found.append(f"{step.__name__} at {sizes}: sent {got}, formula {formula(**sizes).total}")
+    return found
+
+
+def check_parts() -> list[str]:
+    """The benchmark's measured parts, one by one, are the formula's."""
+    if group_size() == 1:
+        return []
+    return [
+        f"{name}: measured {measured}, formula {formula}"
+        for name, step, formula in schemes(4, 8)
+        if (measured := measure(step, 4, 8)) != formula
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_measured_is_what_the_formulas_say(world_size: int) -> None:
+    assert run_ranks(check_formulas, world_size) == [[]] * world_size
+
+
+def test_the_parts_are_told_apart() -> None:
+    assert run_ranks(check_parts, 4) == [[]] * 4
