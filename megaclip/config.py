@@ -16,15 +16,64 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megaclip.errors import ConfigError
 
+GLOBAL_LOSSES = ("sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3")
+"""Losses over the whole dataset, which keep state per sample and a temperature of their own."""
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class FastClipSection(BaseModel):
+    """The sub-section "fastclip" of our section, for the losses in GLOBAL_LOSSES; `megaclip.losses.FastClipLoss` says
+    what each setting does, and has the defaults of those left out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    gamma_min: float = Field(default=0.2, gt=0, le=1)
+    """The inner learning rate that the schedule ends at."""
+
+    gamma_epochs: float = Field(default=18, gt=0)
+    """Epochs over which the cosine schedule goes from 1 to gamma_min; left out, half of the run's epochs."""
+
+    gamma_schedule: Literal["auto", "constant", "cosine"] = "auto"
+    """"auto" is the variant's own: constant for sogclr and isogclr, cosine for the others."""
+
+    gamma_per: Literal["epoch", "step"] = "epoch"
+    """How often the schedule moves on."""
+
+    rho: float = Field(default=6.5, ge=0)
+    eps: float = Field(default=1e-14, ge=0)
+    temperature: float = Field(default=0.07, gt=0)
+    """Initial tau."""
+
+    temperature_min: float = Field(default=0.01, gt=0)
+    temperature_max: float = Field(default=1.0, gt=0)
+    temperature_learning_rate: float = Field(default=2e-4, gt=0)
+    temperature_schedule: Literal["constant", "cosine", "threshold"] = "constant"
+    """"threshold" takes a third of the rate once tau is at or below 0.03; for one global temperature."""
+
+    temperature_betas: list[_Decay] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
+    temperature_eps: float = Field(default=1e-8, gt=0)
+    compat: Literal["paper", "reference"] = "paper"
+    """"reference" scales gradients as the released code does, for hyper-parameters that were tuned with it."""
+
+    state_device: Literal["cpu", "accelerator"] = "cpu"
+    """Where each rank keeps its samples' state."""
+
 
 class MegaclipSection(BaseModel):
     """The section "megaclip" of ds_config.json: what DeepSpeed does not know about."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    loss: Literal["clip", "siglip"] = "clip"
+    loss: Literal["clip", "siglip", "sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3"] = (
+        "clip"
+    )
     """Contrastive loss: "clip" is InfoNCE over images and texts, "siglip" the sigmoid loss of every pair (for models
-    with a logit bias); both with every other sample of the batch as a negative."""
+    with a logit bias); both with every other sample of the batch as a negative. The others contrast each sample with
+    the whole dataset, by estimators kept per sample."""
+
+    fastclip: FastClipSection = FastClipSection()
+    """Settings of the losses over the whole dataset."""
 
     exchange: Literal["auto", "ring", "all_gather"] = "auto"
     """How text features reach the other ranks: neighbour by neighbour, or all at once."""
@@ -42,9 +91,12 @@ class MegaclipSection(BaseModel):
     """Reduce parameter gradients once per step, not once per gradient-cache chunk (ZeRO 1 to 3): less traffic, but
     whole gradients are held until the end of the step."""
 
+    @property
+    def is_global(self) -> bool:
+        return self.loss in GLOBAL_LOSSES
+
 
 SUPPORTED_OPTIMIZERS = ("AdamW", "Adam")
-_Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _OptimizerParams(BaseModel):
@@ -342,10 +394,40 @@ def _check_activation_checkpointing(path: Path, config: dict[str, Any]) -> None:
 
 def _parse_section(path: Path, section: Any) -> MegaclipSection:
     _check_keys(path, "megaclip", section, set(MegaclipSection.model_fields))
+    if "fastclip" in section:
+        _check_keys(path, "megaclip.fastclip", section["fastclip"], set(FastClipSection.model_fields))
     try:
-        return MegaclipSection(**section)
+        parsed = MegaclipSection(**section)
     except ValidationError as error:
         raise ConfigError(f"{path}: {_first_problem('megaclip', error)}") from None
+    _check_fastclip(path, parsed)
+    return parsed
+
+
+def _check_fastclip(path: Path, section: MegaclipSection) -> None:
+    """Refuse settings of the global losses that the chosen loss would ignore, and bounds that contradict."""
+    given, settings = section.fastclip.model_fields_set, section.fastclip
+    if given and not section.is_global:
+        raise ConfigError(f"{path}: megaclip.fastclip has no effect with megaclip.loss {section.loss!r}")
+    constant = section.loss in ("sogclr", "fastclip_v1")
+    individual = section.loss in ("isogclr", "fastclip_v2")
+    for key in sorted(given):
+        learning = key in ("temperature_learning_rate", "temperature_schedule", "temperature_betas", "temperature_eps")
+        if (learning and constant) or (key == "rho" and (constant or section.loss == "fastclip_v0")):
+            raise ConfigError(f"{path}: megaclip.fastclip.{key} has no effect with megaclip.loss {section.loss!r}")
+    schedule = settings.gamma_schedule
+    if schedule == "constant" or (schedule == "auto" and section.loss in ("sogclr", "isogclr")):
+        for key in sorted(given & {"gamma_epochs", "gamma_per"}):
+            raise ConfigError(f"{path}: megaclip.fastclip.{key} has no effect with a constant gamma")
+    if individual and settings.temperature_schedule == "threshold":
+        raise ConfigError(
+            f"{path}: megaclip.fastclip.temperature_schedule threshold needs one global temperature (fastclip_v0, v3)"
+        )
+    if not settings.temperature_min <= settings.temperature <= settings.temperature_max:
+        raise ConfigError(
+            f"{path}: megaclip.fastclip.temperature must lie between temperature_min and temperature_max, got "
+            f"{settings.temperature} for {settings.temperature_min} to {settings.temperature_max}"
+        )
 
 
 def _check_keys(path: Path, name: str, section: Any, known: set[str]) -> None:

@@ -2,7 +2,8 @@
 
     RUN/checkpoints/
         latest              name of the newest complete checkpoint, replaced atomically after every rank has written
-        step_00000100/      DeepSpeed's files of all ranks, and state.json (written last of all)
+        step_00000100/      DeepSpeed's files of all ranks, loss_rank_*.pt of a loss with state of its own, and
+                            state.json (written last of all)
         model/              open_clip_config.json and the tokenizer: the export but for the weights
 
 DeepSpeed itself writes `latest` before the other ranks have finished, so it is told not to.
@@ -10,12 +11,15 @@ DeepSpeed itself writes `latest` before the other ranks have finished, so it is 
 
 import json
 import os
+import pickle
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.comm.collectives import raise_together
@@ -23,6 +27,7 @@ from megaclip.errors import CheckpointError
 
 LATEST = "latest"
 STATE = "state.json"
+LOSS_STATE = "loss_rank_"
 MODEL_CARD = "model"
 _TAG = re.compile(r"step_\d{8,}")
 
@@ -37,7 +42,14 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def save(engine: DeepSpeedEngine, folder: Path, step: int, state: dict[str, Any], keep_last: int) -> str:
+def save(
+    engine: DeepSpeedEngine,
+    folder: Path,
+    step: int,
+    state: dict[str, Any],
+    keep_last: int,
+    loss_state: dict[str, Any] | None = None,
+) -> str:
     """Write a checkpoint from all ranks, move `latest` onto it, delete all but the newest `keep_last`.
 
     Args:
@@ -46,17 +58,21 @@ def save(engine: DeepSpeedEngine, folder: Path, step: int, state: dict[str, Any]
         step: optimizer steps taken.
         state: JSON-able; what `load` gives back.
         keep_last: at least 1.
+        loss_state: this rank's part of the loss's own state (tensors, numbers, strings), if it has any.
 
     Returns:
         the checkpoint's tag.
 
     Raises:
-        CheckpointError: on every rank, when the first rank cannot write.
+        CheckpointError: on every rank, when one of them cannot write.
     """
     tag = f"step_{step:08d}"
     first = dist.get_rank() == 0
-    _on_first_rank(lambda: _clear(folder, tag), first)
+    _write_together(lambda: _clear(folder, tag), first)
     engine.save_checkpoint(str(folder), tag=tag, save_latest=False)  # ends with a barrier
+    if loss_state is not None:
+        path = folder / tag / f"{LOSS_STATE}{dist.get_rank():05d}.pt"
+        _write_together(lambda: torch.save(loss_state, path), True)
 
     def finish() -> None:
         write_atomically(folder / tag / STATE, json.dumps(state, indent=1))
@@ -65,7 +81,7 @@ def save(engine: DeepSpeedEngine, folder: Path, step: int, state: dict[str, Any]
             if old != tag:
                 shutil.rmtree(folder / old, ignore_errors=True)
 
-    _on_first_rank(finish, first)
+    _write_together(finish, first)
     return tag
 
 
@@ -84,12 +100,12 @@ def _tags(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if _TAG.fullmatch(path.name))
 
 
-def _on_first_rank(action: Any, first: bool) -> None:
+def _write_together(action: Any, writes: bool) -> None:
     error: Exception | None = None
-    if first:
+    if writes:
         try:
             action()
-        except OSError as problem:
+        except (OSError, RuntimeError) as problem:
             error = CheckpointError(
                 f"cannot write the checkpoint: {problem}; free space or fix permissions, then --resume"
             )
@@ -163,3 +179,16 @@ def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
         first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         error = CheckpointError(f"cannot load checkpoint {str(folder / tag)!r}: {first_line}")
     raise_together(error)
+
+
+def read_loss_states(folder: Path, tag: str) -> Iterator[dict[str, Any]]:
+    """The loss's state of each rank that saved, one at a time; none when the loss had none.
+
+    Raises CheckpointError when a file cannot be read.
+    """
+    for path in sorted((folder / tag).glob(f"{LOSS_STATE}*.pt")):
+        try:
+            yield torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise CheckpointError(f"cannot read {str(path)!r}: {first_line}") from None

@@ -40,6 +40,19 @@ class MasterScalar:
             return safe_get_full_fp32_param(parameter).detach()
         return parameter.detach().to(torch.float32, copy=True)  # ZeRO-0, in float32 only (config.py): its own master
 
+    @torch.no_grad()
+    def write(self, value: torch.Tensor) -> None:
+        """Give master and working copy this value, (1,), the same on every rank."""
+        parameter = self._parameter
+        if hasattr(parameter, "ds_id"):
+            safe_set_local_fp32_param(parameter, value)
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(value)
+        else:
+            if hasattr(parameter, "_hp_mapping"):
+                safe_set_full_fp32_param(parameter, value)
+            parameter.data.copy_(value)
+
 
 class LogitScale(MasterScalar):
     """The logarithm of the logit scale, `engine.module.logit_scale`."""
@@ -56,13 +69,5 @@ class LogitScale(MasterScalar):
         clamped = value.clamp(*self._bounds)
         if torch.equal(value, clamped):
             return value
-        parameter = self._parameter
-        if hasattr(parameter, "ds_id"):
-            safe_set_local_fp32_param(parameter, clamped)
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                parameter.data.copy_(clamped)
-        else:
-            if hasattr(parameter, "_hp_mapping"):
-                safe_set_full_fp32_param(parameter, clamped)
-            parameter.data.copy_(clamped)
+        self.write(clamped)
         return clamped

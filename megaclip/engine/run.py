@@ -30,6 +30,7 @@ from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
 from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.optimizers import set_learning_rate, update
+from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import Schedule, constant, constant_with_cooldown, cosine
 from megaclip.errors import CheckpointError, ConfigError, MegaclipError
 from megaclip.evaluation import (
@@ -41,7 +42,6 @@ from megaclip.evaluation import (
     group_captions,
 )
 from megaclip.logging import get_logger
-from megaclip.losses import LOSSES
 
 logger = get_logger(__name__)
 
@@ -137,12 +137,11 @@ class _Run:
         self.logit_scale = LogitScale(self.engine, arguments.logit_scale_max)
         bias = self.engine.module.logit_bias
         self.logit_bias = None if bias is None else MasterScalar(bias)
-        section = inputs.config.megaclip
-        self.loss = LOSSES[section.loss](
-            exchange=section.exchange,
-            reduction=section.reduction,
-            implementation=section.implementation,
-            tile_budget_mib=section.tile_budget_mib,
+        self.loss = RunLoss(
+            inputs.config.megaclip,
+            samples=len(inputs.train),
+            epochs=self._epoch_at(self.total_steps),
+            device=self.engine.device,
         )
         self.step = self._resume()
         self.scores: dict[str, float] = {}
@@ -188,7 +187,7 @@ class _Run:
         micro_batches = self._next_micro_batches(loader)
         loss = accumulate_gradients(
             self.engine,
-            self.loss,
+            self.loss.bind(micro_batches, self._epoch_at(self.step)),
             micro_batches,
             self.logit_scale.read(),
             RandomState(self.arguments.seed, self.step, self.rank),
@@ -198,7 +197,10 @@ class _Run:
         learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)
         set_learning_rate(self.engine, learning_rate)
         gradient_norm = update(self.engine)
-        return StepMetrics(loss, float(self.logit_scale.clamp_().exp()), learning_rate, gradient_norm)
+        self.loss.update(self.step / self.total_steps)
+        own_scale = self.loss.log_scale
+        log_scale = self.logit_scale.clamp_() if own_scale is None else own_scale
+        return StepMetrics(loss, float(log_scale.exp()), learning_rate, gradient_norm)
 
     def _next_micro_batches(self, loader: TrainLoader) -> list[Batch]:
         """This rank's share of the step's batch; a rank whose data fails takes the others with it."""
@@ -257,7 +259,11 @@ class _Run:
             "zero_stage": self.inputs.config.zero_stage,
             **self._identity(),
         }
-        tag = store.save(self.engine, self.checkpoints, self.step, state, self.arguments.keep_last)
+        own_scale = self.loss.log_scale
+        if own_scale is not None:
+            self.logit_scale.write(own_scale)
+        loss_state = self.loss.checkpoint_state()
+        tag = store.save(self.engine, self.checkpoints, self.step, state, self.arguments.keep_last, loss_state)
         logger.info("saved %s", self.checkpoints / tag)
 
     def _identity(self) -> dict[str, Any]:
@@ -293,6 +299,11 @@ class _Run:
         if found is None:
             return 0
         store.load(self.engine, *found)
+        try:
+            self.loss.load(store.read_loss_states(*found))
+        except MegaclipError as problem:
+            error = problem
+        raise_together(error)
         logger.info("resumed from %s at step %d", found[0] / found[1], state["step"])
         return int(state["step"])
 
@@ -329,6 +340,10 @@ class _Run:
         if self.arguments.train_steps:
             return self.arguments.train_steps
         return self._epochs_to_steps(self.arguments.epochs or DEFAULT_EPOCHS)
+
+    def _epoch_at(self, step: int) -> float:
+        """Epochs done after this many steps, with their fraction."""
+        return step * self.batch_plan.global_batch / len(self.inputs.train)
 
     def _epochs_to_steps(self, epochs: int) -> int:
         return max(1, epochs * len(self.inputs.train) // self.batch_plan.global_batch)

@@ -3,10 +3,19 @@
 `LOSSES` names what a configuration may ask for; a new loss adds one line to it.
 """
 
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
 from megaclip.losses.clip import ClipLoss
-from megaclip.losses.fastclip import FastClipLoss
+from megaclip.losses.fastclip import VARIANTS, FastClipLoss
 from megaclip.losses.siglip import SigLipLoss
 
-LOSSES = {"clip": ClipLoss, "siglip": SigLipLoss}
+LOSSES: dict[str, Callable[..., nn.Module]] = {
+    "clip": ClipLoss,
+    "siglip": SigLipLoss,
+    **{variant: partial(FastClipLoss, variant) for variant in VARIANTS},
+}
 
 __all__ = ["LOSSES", "ClipLoss", "FastClipLoss", "SigLipLoss"]

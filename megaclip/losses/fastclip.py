@@ -29,6 +29,7 @@ whole gradient of the global temperature.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -276,13 +277,19 @@ class FastClipLoss(nn.Module):
             "samples": self.state.state_dict(),
         }
 
-    def load_checkpoint_state(self, parts: list[dict[str, Any]]) -> None:
+    def load_checkpoint_state(self, parts: Iterable[dict[str, Any]]) -> None:
         """Go on from the parts of all ranks that saved, as many as they were. Raises CheckpointError."""
-        for part in parts:
-            if part["variant"] != self.variant:
-                raise CheckpointError(f"the checkpoint was written with the loss {part['variant']}, not {self.variant}")
-        self.state.load_state_dicts(part["samples"] for part in parts)
-        self.temperature.load_state_dict(parts[0]["temperature"])
+
+        def samples() -> Iterator[dict[str, Any]]:
+            for part in parts:
+                if part["variant"] != self.variant:
+                    raise CheckpointError(
+                        f"the checkpoint was written with the loss {part['variant']}, not {self.variant}"
+                    )
+                self.temperature.load_state_dict(part["temperature"])
+                yield part["samples"]
+
+        self.state.load_state_dicts(samples())
 
 
 def _ids_problem(ids: Tensor | Ticket, rows: int) -> DataError | None:

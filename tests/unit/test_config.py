@@ -18,6 +18,10 @@ VALID = {
 }
 
 
+def fastclip(loss: str, **settings) -> dict:
+    return {"loss": loss, "fastclip": settings}
+
+
 def write(folder: Path, **changes) -> Path:
     config = {key: value for key, value in {**VALID, **changes}.items() if value is not ...}
     path = folder / "ds_config.json"
@@ -42,6 +46,17 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         ({"megaclip": {"tile_budget_mib": 0}}, "megaclip.tile_budget_mib"),
         ({"megaclip": {"gradient_clipping": 1.0}}, "megaclip.gradient_clipping is misplaced"),
         ({"megaclip": []}, "megaclip must be a JSON object"),
+        ({"megaclip": fastclip("fastclip_v3", gama_min=0.2)}, "fastclip.gama_min; did you mean 'gamma_min'?"),
+        ({"megaclip": fastclip("fastclip_v3", gamma_min=0)}, "megaclip.fastclip.gamma_min"),
+        ({"megaclip": fastclip("fastclip_v3", eps="1e-6")}, "megaclip.fastclip.eps"),
+        ({"megaclip": fastclip("clip", eps=1e-6)}, "megaclip.fastclip has no effect with megaclip.loss 'clip'"),
+        ({"megaclip": fastclip("fastclip_v1", rho=6.5)}, "fastclip.rho has no effect with megaclip.loss 'fastclip_v1'"),
+        ({"megaclip": fastclip("fastclip_v0", rho=6.5)}, "fastclip.rho has no effect"),
+        ({"megaclip": fastclip("sogclr", temperature_learning_rate=1e-4)}, "temperature_learning_rate has no effect"),
+        ({"megaclip": fastclip("isogclr", gamma_epochs=3)}, "gamma_epochs has no effect with a constant gamma"),
+        ({"megaclip": fastclip("fastclip_v2", temperature_schedule="threshold")}, "needs one global temperature"),
+        ({"megaclip": fastclip("fastclip_v3", temperature=0.001)}, "between temperature_min and temperature_max"),
+        ({"megaclip": {"loss": "fastclip_v3", "fastclip": []}}, "megaclip.fastclip must be a JSON object"),
         ({"exchange": "ring"}, "'exchange' is misplaced: it belongs in the section 'megaclip'"),
         ({"zero_optimisation": {"stage": 2}}, "did you mean 'zero_optimization'?"),
         ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "did you mean 'overlap_comm'?"),
@@ -129,3 +144,8 @@ def test_a_world_size_that_does_not_divide_the_batch_is_refused(tmp_path, world_
     config = load_training_config(write(tmp_path, train_batch_size=24, train_micro_batch_size_per_gpu=4))
     with pytest.raises(ConfigError, match=f"{world_size} ranks"):
         config.batch_plan(world_size)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).resolve().parents[2] / "ds_configs").rglob("*.json")), ids=str)
+def test_every_example_is_valid(path):
+    load_training_config(path)

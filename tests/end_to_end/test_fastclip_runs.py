@@ -1,0 +1,88 @@
+"""Whole runs with global contrastive losses: resumed exactly, their temperature exported, their state kept apart.
+
+Two ranks and two chunks of the gradient cache, under ZeRO-1 and ZeRO-3; runs of several epochs would show the same.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaclip.checkpoint.consolidate import consolidated_weights
+from tests.end_to_end.training_runs import flags, run_in_ranks, scalars
+
+STEPS, SAVED = 10, 4  # an epoch has 8 steps: the second part meets known samples
+FASTCLIP = {
+    "fastclip_v3": {"temperature_learning_rate": 0.01, "gamma_epochs": 2},
+    "isogclr": {"temperature_learning_rate": 0.01, "temperature": 0.05, "rho": 7.0},
+}
+CASES = {"fastclip_v3": "zero3", "isogclr": "zero1"}
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each case whole and in two parts, and a wrong resume; the folder that holds them."""
+    folder = tmp_path_factory.mktemp("fastclip")
+    commands = []
+    for loss, stage in CASES.items():
+        config = json.loads((tiny_run / f"{stage}.json").read_text())
+        config["megaclip"] = {"loss": loss, "fastclip": FASTCLIP[loss]}
+        path = folder / f"{loss}.json"
+        path.write_text(json.dumps(config))
+        shared = {"train_steps": STEPS, "save_every_steps": SAVED, "keep_last": 9}
+        commands.append(flags(tiny_run, path, folder, name=f"{loss}_whole", **shared))
+        commands.append(flags(tiny_run, path, folder, name=f"{loss}_parts", stop_after_steps=SAVED, **shared))
+        commands.append(flags(tiny_run, path, folder, name=f"{loss}_parts", resume="auto", **shared))
+    wrong = tiny_run / "zero1.json"
+    last = folder / "isogclr_whole" / "checkpoints"
+    commands.append(flags(tiny_run, wrong, folder, name="wrong", resume=last, train_steps=STEPS))
+    ends = run_in_ranks(commands)
+    for command in ends[:-1]:
+        assert [end.exit_code for end in command] == [0, 0], command[0].output
+    (folder / "wrong.txt").write_text("\n".join(ends[-1][0].errors))
+    assert ends[-1][0].exit_code == 1
+    return folder
+
+
+@pytest.mark.parametrize("loss", CASES)
+def test_resume_is_exact(runs: Path, loss: str) -> None:
+    whole, parts = (scalars(runs / f"{loss}_{name}") for name in ("whole", "parts"))
+    names = [name for name in whole if "samples_per" not in name and "memory" not in name and "data" not in name]
+    assert any("loss" in name for name in names)
+    for name in names:
+        later = {step: value for step, value in whole[name].items() if step > SAVED}
+        if "loss" in name or "scale" in name:
+            assert later and later == {step: parts[name][step] for step in later}, name
+
+
+@pytest.mark.parametrize("loss", CASES)
+def test_the_state_of_both_runs_is_the_same_and_complete(runs: Path, loss: str) -> None:
+    seen = 0
+    for rank in (0, 1):
+        parts = [
+            torch.load(
+                runs / f"{loss}_{name}" / "checkpoints" / f"step_{STEPS:08d}" / f"loss_rank_{rank:05d}.pt",
+                weights_only=True,
+            )["samples"]["values"]
+            for name in ("whole", "parts")
+        ]
+        assert torch.equal(parts[0].nan_to_num(), parts[1].nan_to_num())
+        seen += int((~parts[0][:, 0].isnan()).sum())
+    assert seen == 256  # every scene was met
+
+
+def test_the_exported_scale_is_the_losses_own(runs: Path) -> None:
+    checkpoints = runs / "fastclip_v3_whole" / "checkpoints"
+    part = torch.load(checkpoints / f"step_{STEPS:08d}" / "loss_rank_00000.pt", weights_only=True)
+    own = float(part["temperature"]["log_scale"])
+    exported = float(consolidated_weights(checkpoints, f"step_{STEPS:08d}")["logit_scale"])
+    assert exported == pytest.approx(own, abs=1e-6)
+    assert abs(own + math.log(0.07)) > 0.01  # it moved
+    shown = next(values for name, values in scalars(runs / "fastclip_v3_whole").items() if "scale" in name)
+    assert shown[STEPS] == pytest.approx(math.exp(own), rel=1e-5)
+
+
+def test_another_loss_does_not_resume_it(runs: Path) -> None:
+    assert "holds per-sample state of a global contrastive loss" in (runs / "wrong.txt").read_text()
