@@ -17,7 +17,7 @@ def config():
 
 def batch(size=2):
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(size, 3, 24, 24, generator=generator), torch.randint(3, 512, (size, 16), generator=generator)
+    return torch.randn(size, 3, 24, 24, generator=generator), torch.randint(3, 512, (size, 24), generator=generator)
 
 
 def test_one_seed_gives_one_model_and_another_seed_another(config):
