@@ -10,7 +10,9 @@ recomputation. Positives never enter a tile: their terms are done outside, per r
 Shapes: m rows, n columns, D embedding. `s_ij = <x_i, y_j>`.
 """
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -59,7 +61,7 @@ def tile_stats(
     run = _implementation(implementation, x)
     row_scale = _vector(row_scale, "row_scale", x, dtype)
     col_scale = _vector(col_scale, "col_scale", y, dtype)
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with _plain_arithmetic(x):
         return run.tile_stats(
             x, y, row_scale, col_scale, diagonal=diagonal, precision=precision, tile_budget_mib=tile_budget_mib
         )
@@ -99,7 +101,7 @@ def tile_grads(
     run = _implementation(implementation, x)
     rows = [_vector(value, name, x, dtype) for name, value in _named("row", row_scale, row_shift, row_weight)]
     cols = [_vector(value, name, y, dtype) for name, value in _named("col", col_scale, col_shift, col_weight)]
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with _plain_arithmetic(x):
         return run.tile_grads(
             x,
             y,
@@ -134,10 +136,20 @@ def tile_sigmoid(
     dtype = _check_features(x, y, precision, tile_budget_mib)
     run = _implementation(implementation, x)
     scale, bias = (_vector(value, name, x[:1], dtype) for value, name in ((scale, "scale"), (bias, "bias")))
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with _plain_arithmetic(x):
         return run.tile_sigmoid(
             x, y, scale, bias, diagonal=diagonal, precision=precision, tile_budget_mib=tile_budget_mib
         )
+
+
+@contextlib.contextmanager
+def _plain_arithmetic(x: Tensor) -> Iterator[None]:
+    """Without autograd and autocast (entering autocast takes microseconds: only where it is on)."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if torch.is_autocast_enabled(x.device.type):
+            stack.enter_context(torch.autocast(x.device.type, enabled=False))
+        yield
 
 
 def accumulation_dtype(features: Tensor) -> torch.dtype:
@@ -169,13 +181,17 @@ def _check_features(x: Tensor, y: Tensor, precision: str, tile_budget_mib: float
 
 
 def _vector(value: Scalars, name: str, features: Tensor, dtype: torch.dtype) -> Tensor:
-    """`value` as a contiguous vector, one element per row of `features`, in `dtype` on the same device."""
+    """`value` as a vector, one element per row of `features`, in `dtype` on the same device.
+
+    One number is repeated with stride 0, which costs no launch.
+    """
     count = len(features)
     if not isinstance(value, Tensor):
-        return features.new_full((count,), value, dtype=dtype)  # filled on the device: a copy to it would wait for it
+        # Filled on the device: a copy to it would wait for it.
+        return features.new_full((1,), value, dtype=dtype).expand(count)
     vector = torch.as_tensor(value, dtype=dtype, device=features.device).detach()
     if vector.numel() == 1:
-        return vector.reshape(1).expand(count).contiguous()
+        return vector.reshape(1).expand(count)
     if vector.shape != (count,):
         raise ValueError(f"expected {name} to be a number or of shape ({count},), got shape {tuple(vector.shape)}")
     return vector.contiguous()

@@ -18,186 +18,25 @@ Masked entries (the diagonal, what lies outside the block) get the logit MASKED 
 negative *finite* number, because products such as exp(t) * t must give 0, not NaN.
 """
 
-import os
-
 import triton
 import triton.language as tl
 
-# Sums of 2**17 terms exp2(t) stay below float32's maximum 2**128, and exp2(-t) is normal.
-EXPONENT_LIMIT = tl.constexpr(110.0)
-MASKED = tl.constexpr(-1.0e30)
-# Below every real maximum, far above MASKED: the maximum of a row whose entries are all masked.
-MAXIMUM_FLOOR = tl.constexpr(-1.0e20)
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-# What `_tile_limits_kernel` leaves for each tile of rows or columns.
-LIMITS = tl.constexpr(4)
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-
-
-@triton.jit
-def _log2_add(a, b):
-    """log2(2**a + 2**b) elementwise; -inf stands for an empty sum."""
-    top = tl.maximum(a, b)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    return top + tl.log2(tl.exp2(a - top) + tl.exp2(b - top))
-
-
-@triton.jit
-def _item_origin(item, rows, cols, GROUP: tl.constexpr):
-    """Row and column of a work item in a grid of rows x cols items.
-
-    Items are numbered down groups of GROUP columns, so that programs running at one time share few features and find
-    them in the L2 cache.
-    """
-    group = item // (GROUP * rows)
-    width = tl.minimum(cols - group * GROUP, GROUP)
-    within = item - group * GROUP * rows
-    return within // width, group * GROUP + within % width
-
-
-@triton.jit
-def _dot(x, y, s):
-    """s + x @ y.T, accumulated in float32; float32 operands multiply as TF32."""
-    if INTERPRETED:  # numpy knows no bfloat16
-        x = x.to(tl.float32)
-        y = y.to(tl.float32)
-    return tl.dot(x, y.T, s, input_precision="tf32")
-
-
-@triton.jit
-def _kept(row0, col0, m, n, diagonal, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_M, BLOCK_N): whether an entry counts, being inside (m, n) and off the diagonal i + diagonal == j."""
-    rows = row0 + tl.arange(0, BLOCK_M)
-    cols = col0 + tl.arange(0, BLOCK_N)
-    return (rows < m)[:, None] & (cols < n)[None, :] & (rows[:, None] + diagonal != cols[None, :])
-
-
-@triton.jit
-def _meets_mask(row0, col0, m, n, diagonal, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Whether the tile holds an entry that does not count."""
-    crosses = (row0 + diagonal < col0 + BLOCK_N) & (row0 + diagonal + BLOCK_M > col0)
-    return crosses | (row0 + BLOCK_M > m) | (col0 + BLOCK_N > n)
-
-
-@triton.jit
-def _tile_scale(row_limits, col_limits):
-    """The tile's one scale if it has one and it is positive, else 0; and the largest |s| by Cauchy-Schwarz."""
-    lowest = tl.minimum(tl.load(row_limits + 1), tl.load(col_limits + 1))
-    highest = tl.maximum(tl.load(row_limits + 2), tl.load(col_limits + 2))
-    return tl.where(lowest == highest, tl.maximum(lowest, 0.0), 0.0), tl.load(row_limits) * tl.load(col_limits)
-
-
-@triton.jit
-def _is_bounded(t, limit_from_norms):
-    """Whether |t| <= EXPONENT_LIMIT in the whole tile: from the norms if they tell, else from the tile."""
-    bounded = limit_from_norms <= EXPONENT_LIMIT
-    if not bounded:
-        bounded = tl.max(tl.max(tl.abs(t), axis=1), axis=0) <= EXPONENT_LIMIT
-    return bounded
-
-
-@triton.jit
-def _fold_rows(e, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Column sums of e (BLOCK_M, BLOCK_N) as far as one thread can add: (NUM_WARPS, 8, BLOCK_N).
-
-    In the accumulator layout of a Hopper matrix product, a thread holds rows r and r + 8 of its warp's 16 (and every
-    16 * NUM_WARPS rows below them). Finishing the sum needs shuffles between lanes, as dear as the exponentials: they
-    wait until a whole chunk is added.
-    """
-    folded = tl.reshape(e, (BLOCK_M // (16 * NUM_WARPS), NUM_WARPS, 2, 8, BLOCK_N))
-    return tl.sum(tl.sum(folded, axis=2), axis=0)
-
-
-@triton.jit
-def _side_limits(
-    tile,
-    x_ptr,
-    scale_ptr,
-    shift_ptr,
-    limits_ptr,
-    m,
-    stride_row,
-    stride_col,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-):
-    """Limits of one tile of BLOCK rows: largest norm, smallest and largest scale, largest |shift| * log2(e)."""
-    rows = tile * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < m
-    squares = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, D, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        offsets = rows[:, None].to(tl.int64) * stride_row + k[None, :] * stride_col
-        x = tl.load(x_ptr + offsets, mask=inside[:, None] & (k < D)[None, :], other=0.0).to(tl.float32)
-        squares += tl.sum(x * x, axis=1)
-    limits = limits_ptr + tile * LIMITS
-    tl.store(limits, tl.sqrt(tl.max(squares, axis=0)))
-    scale = tl.load(scale_ptr + rows, mask=inside, other=0.0)
-    tl.store(limits + 1, tl.min(tl.where(inside, scale, float("inf")), axis=0))
-    tl.store(limits + 2, tl.max(tl.where(inside, scale, float("-inf")), axis=0))
-    if HAS_SHIFT:
-        shift = tl.load(shift_ptr + rows, mask=inside, other=0.0)
-        tl.store(limits + 3, tl.max(tl.abs(shift), axis=0) * LOG2_E)
-
-
-@triton.jit(do_not_specialize=["m", "n", "row_tiles"])
-def _tile_limits_kernel(
-    x_ptr,  # in: (m, D) features, any strides
-    y_ptr,  # in: (n, D) features, any strides
-    row_scale_ptr,  # in: (m,) float32
-    col_scale_ptr,  # in: (n,) float32
-    row_shift_ptr,  # in: (m,) float32; shifts are unused without HAS_SHIFT
-    col_shift_ptr,  # in: (n,) float32
-    row_limits_ptr,  # out: (row_tiles, LIMITS) float32; the last of them only with HAS_SHIFT
-    col_limits_ptr,  # out: (col_tiles, LIMITS) float32
-    m,
-    n,
-    row_tiles,
-    x_stride_row,
-    x_stride_col,
-    y_stride_row,
-    y_stride_col,
-    D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
-):
-    """What the tile kernels need to know of each tile's rows and columns before any product."""
-    tile = tl.program_id(0)
-    if tile < row_tiles:
-        _side_limits(
-            tile,
-            x_ptr,
-            row_scale_ptr,
-            row_shift_ptr,
-            row_limits_ptr,
-            m,
-            x_stride_row,
-            x_stride_col,
-            D,
-            BLOCK_M,
-            BLOCK_K,
-            HAS_SHIFT,
-        )
-    else:
-        _side_limits(
-            tile - row_tiles,
-            y_ptr,
-            col_scale_ptr,
-            col_shift_ptr,
-            col_limits_ptr,
-            n,
-            y_stride_row,
-            y_stride_col,
-            D,
-            BLOCK_N,
-            BLOCK_K,
-            HAS_SHIFT,
-        )
+from megaclip.ops.tiles_triton_common import (
+    EXPONENT_LIMIT,
+    LIMITS,
+    LN_2,
+    LOG2_E,
+    MASKED,
+    MAXIMUM_FLOOR,
+    _dot,
+    _fold_rows,
+    _is_bounded,
+    _item_origin,
+    _kept,
+    _log2_add,
+    _meets_mask,
+    _tile_scale,
+)
 
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
@@ -216,6 +55,8 @@ def _tile_stats_kernel(
     m,
     n,
     diagonal,
+    row_scale_stride,  # 1, or 0 where one number stands for all
+    col_scale_stride,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -276,8 +117,8 @@ def _tile_stats_kernel(
             else:
                 # t is s * scale2: the tile's one scale, or LOG2_E when it has none.
                 kept = t > 0.5 * MASKED
-                row_scale = tl.load(row_scale_ptr + rows, mask=rows < m, other=1.0) * LOG2_E / scale2
-                col_scale = tl.load(col_scale_ptr + cols, mask=cols < n, other=1.0) * LOG2_E / scale2
+                row_scale = tl.load(row_scale_ptr + rows * row_scale_stride, mask=rows < m, other=1.0) * LOG2_E / scale2
+                col_scale = tl.load(col_scale_ptr + cols * col_scale_stride, mask=cols < n, other=1.0) * LOG2_E / scale2
                 row_t = tl.where(kept, t * row_scale[:, None], MASKED)
                 col_t = tl.where(kept, t * col_scale[None, :], MASKED)
                 row_top = tl.maximum(tl.max(row_t, axis=1), MAXIMUM_FLOOR)
@@ -333,6 +174,10 @@ def _tile_grads_kernel(
     m,
     n,
     diagonal,
+    row_scale_stride,  # 1, or 0 where one number stands for all; likewise the next three
+    col_scale_stride,
+    row_weight_stride,
+    col_weight_stride,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -369,8 +214,8 @@ def _tile_grads_kernel(
             cols = col0 + tl.arange(0, BLOCK_N)
             row_shift = tl.load(row_shift_ptr + rows, mask=rows < m, other=0.0) * LOG2_E
             col_shift = tl.load(col_shift_ptr + cols, mask=cols < n, other=0.0) * LOG2_E
-            row_weight = tl.load(row_weight_ptr + rows, mask=rows < m, other=0.0)
-            col_weight = tl.load(col_weight_ptr + cols, mask=cols < n, other=0.0)
+            row_weight = tl.load(row_weight_ptr + rows * row_weight_stride, mask=rows < m, other=0.0)
+            col_weight = tl.load(col_weight_ptr + cols * col_weight_stride, mask=cols < n, other=0.0)
             row_limits = row_limits_ptr + row_tile * LIMITS
             col_limits = col_limits_ptr + col_tile * LIMITS
             scale, similarity = _tile_scale(row_limits, col_limits)
@@ -397,8 +242,8 @@ def _tile_grads_kernel(
             else:
                 # t is s * scale2: the tile's one scale, or LOG2_E when it has none.
                 kept = t > 0.5 * MASKED
-                row_scale = tl.load(row_scale_ptr + rows, mask=rows < m, other=1.0) * LOG2_E / scale2
-                col_scale = tl.load(col_scale_ptr + cols, mask=cols < n, other=1.0) * LOG2_E / scale2
+                row_scale = tl.load(row_scale_ptr + rows * row_scale_stride, mask=rows < m, other=1.0) * LOG2_E / scale2
+                col_scale = tl.load(col_scale_ptr + cols * col_scale_stride, mask=cols < n, other=1.0) * LOG2_E / scale2
                 row_p = row_weight[:, None] * tl.exp2(t * row_scale[:, None] - row_shift[:, None])
                 col_p = col_weight[None, :] * tl.exp2(t * col_scale[None, :] - col_shift[None, :])
                 row_p = tl.where(kept, row_p, 0.0)
@@ -525,40 +370,3 @@ def _tile_sigmoid_kernel(
             tl.store(row_part + stride, row_dot, mask=rows < m)
             tl.store(row_part + 2 * stride, row_sum, mask=rows < m)
             s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-
-
-@triton.jit
-def _merge_side(tile, part_ptr, lse_ptr, parts, length, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr):
-    """lse <- log(exp(lse) + sum over parts of 2**part), for BLOCK of its elements."""
-    cols = tile * BLOCK + tl.arange(0, BLOCK)
-    merged = tl.load(lse_ptr + cols, mask=cols < length, other=0.0) * LOG2_E
-    for start in range(0, parts, BLOCK_PARTS):
-        part = start + tl.arange(0, BLOCK_PARTS)
-        mask = (part < parts)[:, None] & (cols < length)[None, :]
-        values = tl.load(part_ptr + part[:, None].to(tl.int64) * length + cols[None, :], mask=mask, other=float("-inf"))
-        top = tl.max(values, axis=0)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        merged = _log2_add(merged, top + tl.log2(tl.sum(tl.exp2(values - top[None, :]), axis=0)))
-    tl.store(lse_ptr + cols, merged * LN_2, mask=cols < length)
-
-
-@triton.jit(do_not_specialize=["row_parts", "m", "col_parts", "n"])
-def _merge_stats_kernel(
-    row_part_ptr,  # in: (row_parts, m) float32, log2 of partial sums
-    row_lse_ptr,  # in/out: (m,) float32, natural log-sum-exp so far
-    col_part_ptr,  # in: (col_parts, n) float32
-    col_lse_ptr,  # in/out: (n,) float32
-    row_parts,
-    m,
-    col_parts,
-    n,
-    BLOCK: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-):
-    """Merge the partial sums of a block into the statistics of its rows and columns."""
-    tile = tl.program_id(0)
-    row_programs = tl.cdiv(m, BLOCK)
-    if tile < row_programs:
-        _merge_side(tile, row_part_ptr, row_lse_ptr, row_parts, m, BLOCK, BLOCK_PARTS)
-    else:
-        _merge_side(tile - row_programs, col_part_ptr, col_lse_ptr, col_parts, n, BLOCK, BLOCK_PARTS)

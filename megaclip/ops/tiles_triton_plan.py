@@ -1,0 +1,200 @@
+"""How a call of the Triton tiles is cut into blocks that stay within the tile budget, and what each launch is given.
+
+A block is what one launch covers: some rows of x against some rows of y. Blocks share one buffer for P (or for exact
+logits, which P overwrites); features that the copy engine cannot read where they are are staged for a block at a time.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megaclip.ops.tiles_triton_kernels import _tile_stats_kernel
+
+INTERPRETED = not isinstance(_tile_stats_kernel, triton.JITFunction)
+# No row of a block meets this diagonal.
+_NO_DIAGONAL = 1 << 30
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Shape and launch parameters of one kernel's tiles."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 1
+    group: int = 8  # column tiles that neighbouring programs share
+    stores: int = 1  # pieces in which the gradients' kernel writes a tile of P
+
+
+# Measured on an H200. Two programs share a multiprocessor, so that one's epilogue hides behind the other's products;
+# 32 KiB per stage and a piece of P fill their shared memory. The sigmoid's epilogue, in pieces, is better off alone.
+TILES = {
+    ("bf16", "stats"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2),
+    ("bf16", "grads"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2, stores=2),
+    ("bf16", "sigmoid"): TileConfig(128, 256, 64, num_warps=8, num_stages=3),
+    ("tf32", "stats"): TileConfig(128, 128, 32, num_warps=4, num_stages=3, programs_per_sm=2),
+    ("tf32", "grads"): TileConfig(128, 128, 32, num_warps=8, num_stages=3),
+    ("tf32", "sigmoid"): TileConfig(128, 128, 32, num_warps=8, num_stages=3),
+    ("float32", "stats"): TileConfig(64, 128, 64, num_warps=4, num_stages=2),
+    ("float32", "grads"): TileConfig(64, 128, 64, num_warps=4, num_stages=2),
+    ("float32", "sigmoid"): TileConfig(64, 128, 64, num_warps=4, num_stages=2),
+}
+_INTERPRETER_TILE = TileConfig(32, 64, 32, num_warps=2, num_stages=1, group=2, stores=2)
+_INTERPRETER_PROGRAMS = 3
+
+
+class Plan:
+    """How one call is cut into blocks, and the buffers the blocks share."""
+
+    def __init__(self, x: Tensor, y: Tensor, kernel: str, precision: str, diagonal: int | None, tile_budget_mib: float):
+        self.x, self.y = x, y
+        if precision == "auto":
+            precision = "float32" if x.dtype == torch.float32 else "bf16"
+            self.dtype = x.dtype
+        else:
+            self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        # float16 has too few exponents for P.
+        self.p_dtype = torch.bfloat16 if self.dtype == torch.float16 else self.dtype
+        self.exact = precision == "float32"
+        self.tile = _INTERPRETER_TILE if INTERPRETED else TILES[precision, kernel]
+        self.stores = 4 if kernel == "sigmoid" else self.tile.stores
+        self.diagonal = diagonal
+        self.budget_bytes = tile_budget_mib * 2**20
+
+    def blocks(self, bytes_per_entry: float, *, keeps_tile: bool = False) -> Iterator["Block"]:
+        """Blocks in row-major order. bytes_per_entry: what a kernel writes for each entry of a block (P or partial
+        sums).
+
+        keeps_tile: the blocks need the buffer of P; exact products need it anyway, for the logits.
+        """
+        (m, depth), n = self.x.shape, len(self.y)
+        if m == 0 or n == 0:
+            return
+        bytes_per_entry += 4 if self.exact and not keeps_tile else 0
+        row_bytes, col_bytes = (
+            sum(depth * dtype.itemsize for dtype in {self.dtype, self.p_dtype} if not _readable(side, dtype))
+            for side in (self.x, self.y)
+        )
+        col_bytes *= 2  # a block's columns are staged while those of the block before are still held
+        # side**2 * bytes_per_entry + side * (row_bytes + col_bytes) = budget
+        half = (row_bytes + col_bytes) / (2 * bytes_per_entry)
+        side = math.sqrt(half**2 + self.budget_bytes / bytes_per_entry) - half
+        rows_per_block = self._even(m, side)
+        room = self.budget_bytes - rows_per_block * row_bytes
+        cols_per_block = self._even(n, room / (rows_per_block * bytes_per_entry + col_bytes))
+        buffer = None
+        if self.exact or keeps_tile:
+            buffer = self.x.new_empty(min(rows_per_block, m) * _aligned(min(cols_per_block, n)), dtype=self.p_dtype)
+        for row0 in range(0, m, rows_per_block):
+            rows = slice(row0, min(row0 + rows_per_block, m))
+            x = _Side(part(self.x, rows), self)
+            for col0 in range(0, n, cols_per_block):
+                cols = slice(col0, min(col0 + cols_per_block, n))
+                yield Block(self, rows, cols, x, _Side(part(self.y, cols), self), buffer)
+
+    def _even(self, total: int, limit: float) -> int:
+        """A block length of at most `limit` (but at least one quantum) that cuts `total` evenly."""
+        quantum = max(self.tile.block_m, self.tile.block_n)
+        limit = max(quantum, int(limit) // quantum * quantum)
+        return cdiv(cdiv(total, cdiv(total, limit)), quantum) * quantum
+
+
+class _Side:
+    """Rows of x or y as the kernels and the library products take them."""
+
+    def __init__(self, features: Tensor, plan: Plan):
+        self.kernel = _staged(features, plan.dtype)
+        self.product = _staged(features, plan.p_dtype) if plan.p_dtype != plan.dtype else self.kernel
+
+
+class Block:
+    """One launch: rows x cols of a plan, with the arguments that all kernels share."""
+
+    def __init__(self, plan: Plan, rows: slice, cols: slice, x: _Side, y: _Side, buffer: Tensor | None):
+        tile = plan.tile
+        self.rows, self.cols, self.x, self.y = rows, cols, x, y
+        self.m, self.n = x.kernel.shape[0], y.kernel.shape[0]
+        self.p: Tensor | None = None
+        if buffer is not None:
+            pitch = _aligned(self.n)
+            self.p = buffer[: self.m * pitch].view(self.m, pitch)[:, : self.n]
+            self.p_descriptor = TensorDescriptor.from_tensor(self.p, [tile.block_m, tile.block_n // plan.stores])
+        if plan.exact:
+            torch.mm(x.kernel, y.kernel.T, out=self.p)
+            logits = TensorDescriptor.from_tensor(self.p, [tile.block_m, tile.block_n])
+            self.factors = (logits, logits)
+        else:
+            self.factors = (
+                TensorDescriptor.from_tensor(x.kernel, [tile.block_m, tile.block_k]),
+                TensorDescriptor.from_tensor(y.kernel, [tile.block_n, tile.block_k]),
+            )
+        diagonal = _NO_DIAGONAL if plan.diagonal is None else plan.diagonal + rows.start - cols.start
+        diagonal = max(-_NO_DIAGONAL, min(diagonal, _NO_DIAGONAL))
+        self.programs = _program_count(plan.x.device, tile)
+        self.row_tiles, self.col_tiles = cdiv(self.m, tile.block_m), cdiv(self.n, tile.block_n)
+        # Row tiles per work item of the statistics: four share one column reduction, if there is work enough for all.
+        self.chunk = 4 if self.row_tiles * self.col_tiles >= 16 * self.programs else 1
+        self.sizes = (self.m, self.n, diagonal)
+        self.constants = dict(
+            D=plan.x.shape[1],
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k,
+            GROUP=tile.group,
+            LOADED=plan.exact,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+
+    def grid(self, item_rows: int) -> tuple[int]:
+        """A persistent grid for item_rows x col_tiles work items."""
+        return (min(self.programs, item_rows * self.col_tiles),)
+
+
+def _readable(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the copy engine can read x where it is."""
+    return x.dtype == dtype and x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
+
+
+def _staged(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x itself if the copy engine can read it, else a copy that it can."""
+    if _readable(x, dtype):
+        return x
+    copy = x.new_empty((len(x), _aligned(x.shape[1])), dtype=dtype)[:, : x.shape[1]]
+    return copy.copy_(x)
+
+
+def part(vector: Tensor, span: slice) -> Tensor:
+    """vector[span], without the cost of slicing where that is all of it."""
+    return vector if span.stop - span.start == vector.shape[0] else vector[span]
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up (triton.cdiv takes microseconds on the host)."""
+    return -(-a // b)
+
+
+def _aligned(length: int) -> int:
+    """length, rounded up so that rows of any dtype start at multiples of 16 bytes."""
+    return cdiv(length, 16) * 16
+
+
+def _program_count(device: torch.device, tile: TileConfig) -> int:
+    """The size of a persistent grid."""
+    if INTERPRETED:
+        return _INTERPRETER_PROGRAMS
+    return _multiprocessors(device) * tile.programs_per_sm
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
