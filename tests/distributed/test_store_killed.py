@@ -13,7 +13,7 @@ from tests.distributed import engine_cases
 from tests.distributed.engine_cases import WORLD_SIZE, Case
 from tests.distributed.harness import RankFailure, run_ranks
 
-CASE = Case(stage=3)
+CASE = Case(stage=2)
 
 
 def step(engine, number: int) -> None:

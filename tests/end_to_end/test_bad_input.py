@@ -163,3 +163,11 @@ def test_the_launcher_ends_with_the_same_line(ends, made, tiny_run, name):
     assert done.exit_code != 0
     assert done.errors == ends[name][0].errors
     assert "Traceback" not in done.output
+
+
+def test_a_checkpoint_of_more_ranks_is_refused(made, tiny_run):
+    """One rank takes the global batch in four chunks, so that only the number of ranks differs."""
+    mistake = Mistake([], {**GOING_ON}, config_changes={"gradient_accumulation_steps": 4})
+    ((end,),) = run_in_ranks([mistake.command(len(MISTAKES), tiny_run, made)], world_size=1)
+    assert end.exit_code == 1 and "Traceback" not in end.output
+    assert end.errors == ["ERROR the checkpoint was written by 2 ranks and this run has 1: use 2 ranks"]

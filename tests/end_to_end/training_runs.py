@@ -93,10 +93,10 @@ def launch(arguments: list[str], ranks: int = WORLD_SIZE) -> Finished:
     return Finished(done.returncode, done.stdout)
 
 
-def run_in_ranks(commands: list[list[str]], time_limit_s: float = 120) -> list[list[Finished]]:
+def run_in_ranks(commands: list[list[str]], world_size: int = WORLD_SIZE) -> list[list[Finished]]:
     """Each command's end on every rank: `result[command][rank]`."""
     with tempfile.TemporaryDirectory() as stores:
-        per_rank = run_ranks(_run_all, WORLD_SIZE, commands, stores, time_limit_s=time_limit_s)
+        per_rank = run_ranks(_run_all, world_size, commands, stores, time_limit_s=200)
     return [list(ends) for ends in zip(*per_rank, strict=True)]
 
 
