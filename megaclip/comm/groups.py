@@ -10,6 +10,8 @@ A plain Python process without any launcher is a group of one, and a group of on
 
 from __future__ import annotations
 
+import functools
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +46,17 @@ class RankGroup:
         return torch.device(get_accelerator().current_device_name())
 
 
+@dataclass(frozen=True)
+class NodeGroup(RankGroup):
+    """A group on nodes of equally many ranks each, node by node in rank order: rank = node * inner.size + place.
+
+    Its rings go round inside each node, over fast links, while one transfer goes from node to node.
+    """
+
+    inner: RankGroup  # the ranks of this node
+    outer: RankGroup  # the ranks with this one's place on every node
+
+
 def resolve(group: Any = None) -> RankGroup:
     """The group behind a handle, a `RankGroup` (returned as it is) or None (the default data-parallel group).
 
@@ -66,6 +79,39 @@ def resolve(group: Any = None) -> RankGroup:
             "pass each rank the group that contains it"
         )
     return RankGroup(handle=handle, rank=rank, size=dist.get_world_size(handle))
+
+
+def by_node(ranks: RankGroup) -> RankGroup:
+    """`ranks` as a `NodeGroup` if they are every rank of a job on several nodes of equally many ranks, else unchanged.
+
+    The launcher says how many ranks a node has: LOCAL_WORLD_SIZE (torchrun), LOCAL_SIZE (DeepSpeed). The first call
+    makes process groups: every rank of the job must make it.
+    """
+    if ranks.size < 2 or ranks.size != dist.get_world_size():
+        return ranks
+    groups = _node_groups(torch.distributed.group.WORLD)
+    if groups is None:
+        return ranks
+    inner, outer = groups
+    return NodeGroup(ranks.handle, ranks.rank, ranks.size, inner=resolve(inner), outer=resolve(outer))
+
+
+@functools.cache
+def _node_groups(world: Any) -> tuple[Any, Any] | None:
+    """This rank's node, and its peers on other nodes; None if there is one level only, or nodes of different sizes.
+
+    world: the job, so that a new one makes new groups.
+    """
+    size, rank = dist.get_world_size(), dist.get_rank()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size)
+    local_sizes: list[Any] = [None] * size
+    torch.distributed.all_gather_object(local_sizes, local_size)  # nodes may differ; ranks must agree on what follows
+    if set(local_sizes) != {local_size} or not 1 < local_size < size or size % local_size:
+        return None
+    nodes = [list(range(first, first + local_size)) for first in range(0, size, local_size)]
+    handles = [(members, dist.new_group(members)) for members in (*nodes, *map(list, zip(*nodes, strict=True)))]
+    inner, outer = (handle for members, handle in handles if rank in members)
+    return inner, outer
 
 
 def every_rank() -> RankGroup:

@@ -8,6 +8,10 @@ exchanges is back with the rank that owns the block:
     hop      0          1          2                     rank r holds, at hop k, the block of rank r-k
     blocks   r          r-1        r-2
     carried  r   ->     r-1   ->   r-2   ->  home: r
+
+On several nodes (a `NodeGroup`) the ring has two levels: a block goes round the ranks of a node while a copy of it is
+on its way to the next node, so the slow links have one transfer per round and as long as the round takes for it. What
+is carried for a block comes round each node, joins what came from the nodes before, and goes on to the next.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +21,10 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor
 
-from megaclip.comm.groups import RankGroup, resolve
+from megaclip.comm.groups import NodeGroup, RankGroup, resolve
 
 Tensors = tuple[Tensor, ...]
+Merge = Callable[[Tensors, Tensors], Tensors]
 
 # Gloo pairs messages by tag: blocks and what is carried for them are under way at the same time (NCCL goes by order).
 _BLOCK_TAG = 0
@@ -33,6 +38,16 @@ def circulate(block: Sequence[Tensor], *, group: Any = None) -> Iterator[tuple[i
     being sent on.
     """
     ranks = resolve(group)
+    if not isinstance(ranks, NodeGroup):
+        yield from _circulate(block, ranks)
+        return
+    for node, held in _circulate(block, ranks.outer):
+        for place, visiting in _circulate(held, ranks.inner):
+            yield node * ranks.inner.size + place, visiting
+
+
+def _circulate(block: Sequence[Tensor], ranks: RankGroup) -> Iterator[tuple[int, Tensors]]:
+    """One level of `circulate`."""
     held: Tensors = tuple(tensor.contiguous() for tensor in block)
     for hop in range(ranks.size):
         exchange = _Exchange(held, ranks, _BLOCK_TAG) if hop < ranks.size - 1 else None
@@ -47,21 +62,58 @@ class Carried:
     merge(arrived, part) joins what came along with this rank's part; it may work in place on either.
     """
 
-    def __init__(self, merge: Callable[[Tensors, Tensors], Tensors], *, group: Any = None) -> None:
-        self._merge = merge
-        self._ranks = resolve(group)
-        self._under_way: _Exchange | None = None
+    def __init__(self, merge: Merge, *, group: Any = None) -> None:
+        ranks = resolve(group)
+        self._route = _TwoLevelRoute(merge, ranks) if isinstance(ranks, NodeGroup) else _Route(merge, ranks)
 
     def add(self, part: Tensors) -> None:
         """This rank's part for the block it holds; call it once per hop. The part must not be used afterwards."""
+        self._route.add(part)
+
+    def home(self) -> Tensors:
+        """After the last hop: the merged parts of all ranks for this rank's own block."""
+        return self._route.home()
+
+
+class _Route:
+    """One level of `Carried`."""
+
+    def __init__(self, merge: Merge, ranks: RankGroup) -> None:
+        self._merge, self._ranks = merge, ranks
+        self._under_way: _Exchange | None = None
+
+    def add(self, part: Tensors) -> None:
         if self._under_way is not None:
             part = self._merge(self._under_way.wait(), part)
         self._under_way = _Exchange(part, self._ranks, _CARRIED_TAG)
 
     def home(self) -> Tensors:
-        """After the last hop: the merged parts of all ranks for this rank's own block."""
         assert self._under_way is not None, "home() before the first add()"
         return self._under_way.wait()
+
+
+class _TwoLevelRoute:
+    """`Carried` on several nodes: round after round inside the node, each added to what goes from node to node."""
+
+    def __init__(self, merge: Merge, ranks: NodeGroup) -> None:
+        self._merge, self._ranks = merge, ranks
+        self._between = _Route(merge, ranks.outer)
+        self._round = _Route(merge, ranks.inner)
+        self._hops = 0
+
+    def add(self, part: Tensors) -> None:
+        if self._hops == self._ranks.inner.size:  # only now: its last exchange had a tile's time to end
+            self._end_round()
+        self._round.add(part)
+        self._hops += 1
+
+    def home(self) -> Tensors:
+        self._end_round()
+        return self._between.home()
+
+    def _end_round(self) -> None:
+        self._between.add(self._round.home())
+        self._round, self._hops = _Route(self._merge, self._ranks.inner), 0
 
 
 class _Exchange:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megaclip.comm.groups import RankGroup
+from megaclip.comm.groups import NodeGroup, RankGroup, by_node
 from megaclip.logging import get_logger
 from megaclip.ops.tiles import accumulation_dtype
 
@@ -59,6 +59,10 @@ def make_plan(
     if exchange == "auto":
         exchange, reason = _choose_exchange(features, ranks.size)
         _announce(f"exchange: {exchange} ({reason})")
+    if exchange == "ring":
+        ranks = by_node(ranks)
+        if isinstance(ranks, NodeGroup):
+            _announce(f"ring: inside each of {ranks.outer.size} nodes, and from node to node")
     if reduction == "auto":
         reduction = "feature"
         _announce("reduction: feature (fewest products; choose scalar where moving gradients is the bottleneck)")

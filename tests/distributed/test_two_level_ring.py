@@ -1,0 +1,79 @@
+"""The ring on 4 ranks as 2 nodes x 2 (LOCAL_WORLD_SIZE = 2) and 6 as 3 x 2: same blocks, same sums, same losses."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from megaclip.comm import ring
+from megaclip.comm.groups import NodeGroup, by_node, resolve
+from tests.distributed import test_clip_loss, test_siglip_loss
+from tests.distributed.harness import run_ranks
+
+
+def check_ring() -> list[tuple[int, int]]:
+    """Every block is seen once, own first; carried sums hold every rank's part. Returns the messages (to, elements)."""
+    ranks = by_node(resolve())
+    assert (
+        isinstance(ranks, NodeGroup) and ranks.inner.size == 2 and ranks.rank == 2 * ranks.outer.rank + ranks.inner.rank
+    )
+    messages = []
+    batch_isend_irecv = ring.dist.batch_isend_irecv
+
+    def recording(operations: list[Any]) -> Any:
+        messages.extend((op.peer, op.tensor.numel()) for op in operations if op.op == "isend")
+        return batch_isend_irecv(operations)
+
+    ring.dist.batch_isend_irecv = recording
+    carried = ring.Carried(lambda arrived, part: tuple(a + b for a, b in zip(arrived, part, strict=True)), group=ranks)
+    seen = []
+    for owner, (block,) in ring.circulate((torch.full((5,), float(ranks.rank)),), group=ranks):
+        assert block.unique().tolist() == [owner]
+        seen.append(owner)
+        carried.add((torch.tensor([100.0 * owner + 2**ranks.rank]),))
+    assert seen[0] == ranks.rank and sorted(seen) == list(range(ranks.size))
+    assert [owner // 2 for owner in seen] == [
+        (ranks.outer.rank - hop // 2) % ranks.outer.size for hop in range(ranks.size)
+    ]
+    # One part of each rank: distinct powers of two, none twice.
+    assert carried.home()[0].tolist() == [100.0 * ranks.size * ranks.rank + 2**ranks.size - 1]
+    ring.dist.batch_isend_irecv = batch_isend_irecv
+    return messages
+
+
+def check_losses() -> list[str]:
+    found = []
+    for batch, embedding in ((1, 3), (5, 7)):
+        whole = test_clip_loss.random_batch(batch * 4, embedding, torch.float64)
+        scale, bias = torch.tensor(9.0).double(), torch.tensor(-3.0).double()
+        for reduction in ("feature", "scalar"):
+            options = {"exchange": "ring", "reduction": reduction}
+            expected = test_clip_loss.oracle(*whole, scale)
+            found += test_clip_loss.problems(whole, scale, expected, **options)
+            expected = test_siglip_loss.oracle(*whole, scale, bias)
+            found += test_siglip_loss.problems(whole, scale, bias, expected, **options)
+    return found
+
+
+def check_unequal_nodes() -> None:
+    """Two ranks on the first node and one on the second: one level, on every rank."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if resolve().rank == 2 else "2"
+    assert not isinstance(by_node(resolve()), NodeGroup)
+
+
+def test_nodes_of_different_sizes_have_one_level() -> None:
+    run_ranks(check_unequal_nodes, 3)
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_every_block_once_and_one_transfer_between_nodes_per_round(nodes: int) -> None:
+    size = 2 * nodes
+    for rank, messages in enumerate(run_ranks(check_ring, size, environment={"LOCAL_WORLD_SIZE": "2"})):
+        abroad = [elements for peer, elements in messages if peer // 2 != rank // 2]
+        assert sorted(abroad) == [1] * nodes + [5] * (nodes - 1)
+        assert {peer for peer, _ in messages} == {2 * (rank // 2) + (rank + 1) % 2, (rank + 2) % size}
+
+
+def test_losses_equal_one_process_on_the_whole_batch() -> None:
+    assert run_ranks(check_losses, 4, environment={"LOCAL_WORLD_SIZE": "2"}) == [[]] * 4
