@@ -24,9 +24,7 @@ from tests.distributed.harness import run_ranks
 
 FLOAT32 = {f"zero{stage}": Case(stage, 3) for stage in range(4)}
 BF16 = {f"zero{stage} bf16": Case(stage, 3, bf16=True) for stage in (1, 2, 3)}
-UNCHECKED = {
-    f"zero{stage} bf16 unchecked": Case(stage, 3, bf16=True, check_overflow=False) for stage in (1, 2, 3)
-}
+UNCHECKED = {f"zero{stage} bf16 unchecked": Case(stage, 3, bf16=True, check_overflow=False) for stage in (1, 2, 3)}
 OFFLOADED = {"zero3 bf16 offloaded": Case(3, 3, bf16=True, grad_accum_dtype="fp32", offload="all")}
 CASES = {**FLOAT32, **BF16, **UNCHECKED, **OFFLOADED}
 MAXIMUM = 8.0
