@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megaclip.config_optimizers import OPTIMIZER_PARAMS, SUPPORTED_OPTIMIZERS, refusal
 from megaclip.errors import ConfigError
 
 GLOBAL_LOSSES = ("sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3")
@@ -96,24 +97,6 @@ class MegaclipSection(BaseModel):
         return self.loss in GLOBAL_LOSSES
 
 
-SUPPORTED_OPTIMIZERS = ("AdamW", "Adam")
-
-
-class _OptimizerParams(BaseModel):
-    """optimizer.params, which DeepSpeed hands on unchecked: a wrong beta would show as a loss of NaN."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    lr: float = Field(gt=0)
-    betas: list[_Decay] = Field([0.9, 0.999], min_length=2, max_length=2)
-    eps: float = Field(1e-8, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    bias_correction: bool = True
-    adam_w_mode: bool = True
-    torch_adam: bool = False
-    fp32_optimizer_states: bool = True
-
-
 _HONOURED_KEYS = {
     "megaclip",
     "train_batch_size",
@@ -126,6 +109,7 @@ _HONOURED_KEYS = {
     "communication_data_type",
     "zero_optimization",
     "zero_force_ds_cpu_optimizer",
+    "zero_allow_untested_optimizer",
     "activation_checkpointing",
     "aio",
     "comms_logger",
@@ -166,7 +150,6 @@ _REFUSED_KEYS = {
     "weight_quantization": "it is not supported; leave it out",
     "checkpoint": "MegaCLIP writes and finds its checkpoints itself: --logs, --name, --resume",
     "compile": "it is not supported in this version; leave it out",
-    "zero_allow_untested_optimizer": f"only {', '.join(SUPPORTED_OPTIMIZERS)} are supported; leave it out",
 }
 
 _ACTIVATION_CHECKPOINTING_KEYS = {"cpu_checkpointing"}
@@ -322,20 +305,28 @@ def _check_optimizer(path: Path, config: dict[str, Any]) -> None:
     if not isinstance(optimizer, dict) or "type" not in optimizer:
         raise ConfigError(f'{path}: an optimizer is needed, for example {{"type": "AdamW", "params": {{"lr": 0.001}}}}')
     _check_keys(path, "optimizer", optimizer, _OPTIMIZER_KEYS)
+    zero = config.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    stage = zero.get("stage", 0) if isinstance(zero.get("stage", 0), int) else 0
+    params = optimizer.get("params")
+    untested = config.get("zero_allow_untested_optimizer", False) is not False
+    known_params = params if isinstance(params, dict) else {}
+    if reason := refusal(optimizer["type"], known_params, stage, untested, "offload_optimizer" in zero):
+        raise ConfigError(f"{path}: {reason}")
     if optimizer["type"] not in SUPPORTED_OPTIMIZERS:
         hint = nearest(str(optimizer["type"]), set(SUPPORTED_OPTIMIZERS))
         raise ConfigError(
             f"{path}: optimizer.type {optimizer['type']!r} is not one of {', '.join(SUPPORTED_OPTIMIZERS)}{hint}"
         )
-    params = optimizer.get("params")
     rate = params.get("lr") if isinstance(params, dict) else None
     if isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0:
         raise ConfigError(
             f"{path}: optimizer.params.lr must be a positive number (the peak learning rate), not {rate!r}"
         )
-    _check_keys(path, "optimizer.params", params, set(_OptimizerParams.model_fields))
+    fields = OPTIMIZER_PARAMS[optimizer["type"]]
+    _check_keys(path, "optimizer.params", params, set(fields.model_fields))
     try:
-        _OptimizerParams.model_validate(params)
+        fields.model_validate(params)
     except ValidationError as error:
         raise ConfigError(f"{path}: {_first_problem('optimizer.params', error)}") from None
 

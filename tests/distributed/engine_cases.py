@@ -79,6 +79,7 @@ class Case:
     """"clip", or "siglip" with a logit bias in the model."""
     exchange: str = "ring"
     reduction: str = "feature"
+    optimizer: str = "AdamW"
     feature_fault: float = 1.0
     """Factor of the feature gradients; anything but 1 is a deliberate mistake."""
     scale_fault: float = 1.0
@@ -133,6 +134,18 @@ def trains(name: str, locked: bool) -> bool:
     return not locked or name in ("visual.proj", "text.text_projection", "logit_scale")
 
 
+PARAMS: dict[str, dict] = {
+    "AdamW": {"betas": BETAS, "eps": EPS},
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "Adafactor": {"d": 2.0},
+}
+ORACLES: dict[str, Callable[[list[dict]], torch.optim.Optimizer]] = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, betas=BETAS, eps=EPS),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=1.0, momentum=0.9, nesterov=True),
+    "Adafactor": lambda groups: torch.optim.Adafactor(groups, d=2.0),
+}
+
+
 def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays) -> Outcome:
     """The same training of one process: float64, whole batch, no engine, no cache."""
     torch.manual_seed(SEED)
@@ -140,11 +153,8 @@ def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays)
     parameters = {name: p for name, p in model.named_parameters() if trains(name, case.locked)}
     decayed = [p for name, p in parameters.items() if decays(name, p)]
     others = [p for name, p in parameters.items() if not decays(name, p)]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
-        betas=BETAS,
-        eps=EPS,
-    )
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = ORACLES[case.optimizer](groups)
     outcome = Outcome([], [], [], {})
     for step in range(STEPS):
         features = []
@@ -185,13 +195,15 @@ def training_config(case: Case) -> TrainingConfig:
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": case.clipping,
         "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 1.0, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY},
+            "type": case.optimizer,
+            "params": {"lr": 1.0, "weight_decay": WEIGHT_DECAY, **PARAMS[case.optimizer]},
         },
         "zero_optimization": zero,
         "bf16": {"enabled": case.bf16, "check_grad_overflow": case.check_overflow},
         "megaclip": {"coalesce_gradient_reduction": case.coalesce},
     }
+    if case.optimizer == "SGD" and case.stage:
+        config["zero_allow_untested_optimizer"] = True
     if case.grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": case.grad_accum_dtype}
     if case.checkpointing:

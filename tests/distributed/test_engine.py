@@ -35,6 +35,8 @@ for _stage in (1, 2, 3):
     CASES[f"zero{_stage} offloaded"] = Case(_stage, 3, offload="optimizer")
 for _stage in range(4):
     CASES[f"zero{_stage} siglip"] = Case(_stage, 3, loss="siglip", **WAYS["gather" if _stage % 2 else "ring"])
+    CASES[f"zero{_stage} SGD"] = Case(_stage, 3, optimizer="SGD")
+CASES["zero0 Adafactor"] = Case(0, 3, optimizer="Adafactor")
 CASES["zero3 everything"] = Case(
     3, 3, offload="all", checkpointing="cpu", coalesce=True, patch_dropout=0.5, clipping=0.1
 )
@@ -87,7 +89,12 @@ def excess(found: dict[str, float]) -> dict[str, float]:
 def test_two_steps_equal_one_process_on_the_whole_batch(trained, name):
     expected = oracle(CASES[name])
     for rank, outcomes in enumerate(trained):
-        assert excess(differences(outcomes[name], expected)) == {}, f"rank {rank}"
+        found = differences(outcomes[name], expected)
+        if (
+            CASES[name].optimizer == "Adafactor"
+        ):  # its smallest divisor is the dtype's epsilon
+            found["parameters"] /= 10
+        assert excess(found) == {}, f"rank {rank}"
 
 
 @pytest.mark.parametrize("name", FAULTS)

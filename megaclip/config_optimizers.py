@@ -1,0 +1,88 @@
+"""Which optimizers ds_config.json may name, with which settings, and which combinations are refused and why.
+
+DeepSpeed hands optimizer.params on unchecked, and lets some optimizers run where they compute something else than
+their name says.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Params(BaseModel):
+    """optimizer.params of every optimizer. A wrong beta would show as a loss of NaN, so types and bounds are strict."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    lr: float = Field(gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+
+
+class _AdamParams(_Params):
+    """DeepSpeed's Adam, decoupled decay by default (AdamW)."""
+
+    betas: list[_Decay] = Field([0.9, 0.999], min_length=2, max_length=2)
+    eps: float = Field(1e-8, ge=0)
+    bias_correction: bool = True
+    adam_w_mode: bool = True
+    torch_adam: bool = False
+    fp32_optimizer_states: bool = True
+
+
+class _SgdParams(_Params):
+    """torch.optim.SGD; its weight decay is added to the gradient."""
+
+    momentum: _Decay = 0.0
+    nesterov: bool = False
+
+
+class _AdafactorParams(_Params):
+    """torch.optim.Adafactor (Shazeer and Stern, 2018, arXiv:1804.04235)."""
+
+    beta2_decay: float = Field(-0.8, le=0)
+    d: float = Field(1.0, ge=1)
+
+
+OPTIMIZER_PARAMS: dict[str, type[_Params]] = {
+    "AdamW": _AdamParams,
+    "Adam": _AdamParams,
+    "SGD": _SgdParams,
+    "Adafactor": _AdafactorParams,
+}
+SUPPORTED_OPTIMIZERS = tuple(OPTIMIZER_PARAMS)
+
+_REFUSED_OPTIMIZERS = {
+    "lamb": "DeepSpeed's LAMB takes one trust ratio per tensor, which ZeRO cuts and joins, and without ZeRO it runs on "
+    "a GPU in float32 only; use AdamW",
+    "lion": "DeepSpeed's Lion, on the CPU and on GPUs, moves a parameter whose gradient is zero by a whole step "
+    "(tokens that a batch lacks, for one); use AdamW",
+    "onebitadam": "it replaces the gradient reduction that the gradient cache relies on; use AdamW",
+    "onebitlamb": "it replaces the gradient reduction that the gradient cache relies on; use AdamW",
+    "zerooneadam": "it replaces the gradient reduction that the gradient cache relies on; use AdamW",
+}
+
+
+def refusal(kind: Any, params: dict[str, Any], zero_stage: int, untested: bool, offload: bool) -> str | None:
+    """Why this optimizer cannot run so; None when it can.
+
+    untested: zero_allow_untested_optimizer, which DeepSpeed demands for SGD under ZeRO.
+    """
+    if str(kind).lower().replace("_", "") in _REFUSED_OPTIMIZERS:
+        return f"optimizer.type {kind} cannot be used: {_REFUSED_OPTIMIZERS[str(kind).lower().replace('_', '')]}"
+    if kind == "Adafactor" and zero_stage > 0:
+        return (
+            f"optimizer.type Adafactor needs zero_optimization.stage 0: stage {zero_stage} hands it flat pieces of "
+            "parameters, and it could not factor any matrix"
+        )
+    if kind == "SGD" and offload:
+        return "optimizer.type SGD has no implementation for offloaded parameters; leave offload_optimizer out"
+    needs_untested = kind == "SGD" and zero_stage > 0
+    if needs_untested and not untested:
+        return 'optimizer.type SGD under ZeRO needs "zero_allow_untested_optimizer": true, which DeepSpeed asks for'
+    if untested and not needs_untested:
+        return f"zero_allow_untested_optimizer has no effect with optimizer.type {kind}; leave it out"
+    if kind == "SGD" and params.get("nesterov") and not params.get("momentum"):
+        return "optimizer.params.nesterov needs a momentum above 0"
+    return None
