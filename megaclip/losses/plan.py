@@ -1,25 +1,32 @@
 """How a loss moves its data: which exchange, which reduction, which tiles.
 
 Two independent choices, both exact (MATH.md, "Moving features, reducing gradients"); they differ in memory, traffic and
-arithmetic only. `make_plan` resolves "auto" from the sizes of one batch, the same way on every rank, and logs once why:
+arithmetic only. `make_plan` resolves "auto" by a cost model, the same way on every rank, and logs once what and why:
 
-    exchange   "all_gather" while the gathered text features and their gradient fit `ALL_GATHER_LIMIT_MIB`, else "ring"
-    reduction  "feature", which needs the fewest products (8 b*B*D against 10)
+    seconds = products / rate + bytes / link speed      all_gather: nothing overlaps
+    seconds = max of the two + a latency per hop        ring: exchanges are hidden behind tiles
+
+Products are 8 b*B*D with the feature reduction and 10 with scalar; bytes are `megaclip.comm.volume`'s formulas; an
+all_gather whose features and gradients would take more than half of the free memory is left out.
 """
 
+import itertools
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from megaclip.comm.groups import NodeGroup, RankGroup, by_node
+from megaclip.comm.machine import Machine, machine_of
+from megaclip.comm.volume import contrastive_traffic
 from megaclip.logging import get_logger
 from megaclip.ops.tiles import accumulation_dtype
 
 EXCHANGES = ("ring", "all_gather")
 REDUCTIONS = ("feature", "scalar")
 
-# What all_gather may hold beyond the local batch: 1 GiB is B = 262144 at D = 512 in bfloat16 with float32 gradients.
-ALL_GATHER_LIMIT_MIB = 1024
+# A hop's fixed cost: launches of its exchange and its tile, and the wait for a neighbour that is a little late.
+_HOP_SECONDS = 50e-6
+_COLLECTIVE_SECONDS = 50e-6
 
 _logger = get_logger(__name__)
 _announced: set[str] = set()
@@ -56,26 +63,53 @@ def make_plan(
     features: Tensor, *, ranks: RankGroup, exchange: str, reduction: str, tiles: TileOptions, need_dots: bool
 ) -> Plan:
     """The plan for local features (b, D) on each of `ranks`; logs once what "auto" became and why."""
-    if exchange == "auto":
-        exchange, reason = _choose_exchange(features, ranks.size)
-        _announce(f"exchange: {exchange} ({reason})")
+    if "auto" in (exchange, reduction):
+        exchange, reduction = _choose(features, ranks, exchange, reduction)
     if exchange == "ring":
         ranks = by_node(ranks)
         if isinstance(ranks, NodeGroup):
             _announce(f"ring: inside each of {ranks.outer.size} nodes, and from node to node")
-    if reduction == "auto":
-        reduction = "feature"
-        _announce("reduction: feature (fewest products; choose scalar where moving gradients is the bottleneck)")
     return Plan(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles, need_dots=need_dots)
 
 
-def _choose_exchange(features: Tensor, world_size: int) -> tuple[str, str]:
-    if world_size == 1:
-        return "ring", "one rank, nothing moves"
-    elements = features.numel() * world_size
-    mib = elements * (features.dtype.itemsize + accumulation_dtype(features).itemsize) / 2**20
-    comparison = f"gathered features and gradients take {mib:.1f} MiB, the limit is {ALL_GATHER_LIMIT_MIB}"
-    return ("all_gather" if mib <= ALL_GATHER_LIMIT_MIB else "ring"), comparison
+def _choose(features: Tensor, ranks: RankGroup, exchange: str, reduction: str) -> tuple[str, str]:
+    """The cheapest way among those that "auto" leaves open and the memory allows."""
+    exchanges = EXCHANGES if exchange == "auto" else (exchange,)
+    reductions = REDUCTIONS if reduction == "auto" else (reduction,)
+    if ranks.size == 1:
+        return exchanges[0], reductions[0]  # nothing moves, and feature needs the fewest products
+    machine = machine_of(ranks, features.device)
+    gathered = features.numel() * ranks.size * (features.dtype.itemsize + accumulation_dtype(features).itemsize)
+    if exchange == "auto" and gathered > machine.free_bytes / 2:
+        exchanges = ("ring",)
+    seconds = {way: _seconds(*way, features, ranks.size, machine) for way in itertools.product(exchanges, reductions)}
+    best = min(seconds, key=lambda way: seconds[way])
+    estimates = ", ".join(f"{' + '.join(way)} {1000 * cost:.3g} ms" for way, cost in seconds.items())
+    _announce(
+        f"loss: {' + '.join(best)} (estimates: {estimates}; links {machine.link_bytes_per_s / 1e9:.3g} GB/s, products "
+        f"{machine.flops_per_s / 1e12:.3g} TFLOP/s; gathering takes {gathered / 2**20:.0f} MiB, "
+        f"{machine.free_bytes / 2**20:.0f} are free)"
+    )
+    return best
+
+
+def _seconds(exchange: str, reduction: str, features: Tensor, world_size: int, machine: Machine) -> float:
+    """The cost model's time of one forward and backward."""
+    batch, embedding = features.shape
+    products = {"feature": 8, "scalar": 10}[reduction] * batch * batch * world_size * embedding
+    traffic = contrastive_traffic(
+        exchange,
+        reduction,
+        world_size=world_size,
+        batch=batch,
+        embedding=embedding,
+        feature_bytes=features.dtype.itemsize,
+        sum_bytes=accumulation_dtype(features).itemsize,
+    )
+    computing, sending = products / machine.flops_per_s, traffic.total / machine.link_bytes_per_s
+    if exchange == "ring":
+        return max(computing, sending) + 2 * world_size * _HOP_SECONDS
+    return computing + sending + 4 * _COLLECTIVE_SECONDS
 
 
 def _announce(message: str) -> None:

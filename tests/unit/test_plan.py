@@ -1,0 +1,61 @@
+"""What "auto" chooses, and that it says why: the cost model at points whose best way is plain."""
+
+import pytest
+import torch
+
+from megaclip.comm.groups import RankGroup
+from megaclip.comm.machine import CPU, Machine, machine_of
+from megaclip.losses import plan
+
+FAST_LINKS = Machine(link_bytes_per_s=1e15, flops_per_s=1e12, free_bytes=2**36)
+SLOW_LINKS = Machine(link_bytes_per_s=1e6, flops_per_s=1e18, free_bytes=2**36)
+BALANCED = Machine(link_bytes_per_s=1e10, flops_per_s=1e13, free_bytes=2**36)
+
+
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, batch: int, exchange: str = "auto", reduction: str = "auto"
+) -> tuple[str, str]:
+    """What becomes of the two settings on 4 ranks of this machine."""
+    monkeypatch.setattr(plan, "machine_of", lambda ranks, device: machine)
+    monkeypatch.setattr(plan, "by_node", lambda ranks: ranks)
+    made = plan.make_plan(
+        torch.empty(batch, 512, dtype=torch.bfloat16, device="meta"),
+        ranks=RankGroup(handle=None, rank=0, size=4),
+        exchange=exchange,
+        reduction=reduction,
+        tiles=plan.TileOptions(),
+        need_dots=False,
+    )
+    return made.exchange, made.reduction
+
+
+def test_each_way_is_chosen_where_it_is_plainly_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Links cost nothing: fewest products, and no hops.
+    assert chosen(monkeypatch, FAST_LINKS, 1024) == ("all_gather", "feature")
+    # Products cost nothing: fewest bytes (2 x 2 bytes an element against 2 + 4).
+    assert chosen(monkeypatch, SLOW_LINKS, 1024) == ("all_gather", "scalar")
+    # Both cost, and tiles are long enough to hide the exchange: the ring.
+    assert chosen(monkeypatch, BALANCED, 16384) == ("ring", "feature")
+
+
+def test_memory_and_what_is_asked_for_limit_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    little = FAST_LINKS._replace(free_bytes=2**20)
+    assert chosen(monkeypatch, little, 1024) == ("ring", "feature")
+    assert chosen(monkeypatch, little, 1024, exchange="all_gather") == ("all_gather", "feature")
+    assert chosen(monkeypatch, SLOW_LINKS, 1024, exchange="ring") == ("ring", "scalar")
+    assert chosen(monkeypatch, FAST_LINKS, 1024, reduction="scalar") == ("all_gather", "scalar")
+
+
+def test_the_log_says_what_and_why_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    plan._announced.clear()
+    monkeypatch.setattr(plan._logger, "info", lines.append)
+    chosen(monkeypatch, BALANCED, 16384)
+    chosen(monkeypatch, BALANCED, 16384)
+    (line,) = lines
+    assert line.startswith("loss: ring + feature (estimates: ring + feature ")
+    assert "all_gather + scalar" in line and "links 10 GB/s, products 10 TFLOP/s" in line and "65536 are free" in line
+
+
+def test_a_cpus_figures_are_fixed_so_that_runs_repeat() -> None:
+    assert machine_of(RankGroup(handle=None, rank=0, size=4), torch.device("cpu")) is CPU
