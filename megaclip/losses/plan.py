@@ -6,11 +6,13 @@ arithmetic only. `make_plan` resolves "auto" by a cost model, the same way on ev
     seconds = products / rate + bytes / link speed      all_gather: nothing overlaps
     seconds = max of the two + a latency per hop        ring: exchanges are hidden behind tiles
 
-Products are 8 b*B*D with the feature reduction and 10 with scalar; bytes are `megaclip.comm.volume`'s formulas; an
-all_gather whose features and gradients would take more than half of the free memory is left out.
+Products are 8 b*B*D with the feature reduction and 10 with scalar, 6 and 12 for the sigmoid loss; bytes are
+`megaclip.comm.volume`'s formulas for InfoNCE; an all_gather whose features and gradients would take more than half of
+the free memory is left out.
 """
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,6 +25,7 @@ from megaclip.ops.tiles import accumulation_dtype
 
 EXCHANGES = ("ring", "all_gather")
 REDUCTIONS = ("feature", "scalar")
+SOFTMAX_PRODUCTS = {"feature": 8, "scalar": 10}
 
 # A hop's fixed cost: launches of its exchange and its tile, and the wait for a neighbour that is a little late.
 _HOP_SECONDS = 50e-6
@@ -60,11 +63,21 @@ def check_choices(exchange: str, reduction: str) -> None:
 
 
 def make_plan(
-    features: Tensor, *, ranks: RankGroup, exchange: str, reduction: str, tiles: TileOptions, need_dots: bool
+    features: Tensor,
+    *,
+    ranks: RankGroup,
+    exchange: str,
+    reduction: str,
+    tiles: TileOptions,
+    need_dots: bool,
+    products: Mapping[str, int] = SOFTMAX_PRODUCTS,
 ) -> Plan:
-    """The plan for local features (b, D) on each of `ranks`; logs once what "auto" became and why."""
+    """The plan for local features (b, D) on each of `ranks`; logs once what "auto" became and why.
+
+    products: of the loss, forward and backward, by reduction, in units of b*B*D.
+    """
     if "auto" in (exchange, reduction):
-        exchange, reduction = _choose(features, ranks, exchange, reduction)
+        exchange, reduction = _choose(features, ranks, exchange, reduction, products)
     if exchange == "ring":
         ranks = by_node(ranks)
         if isinstance(ranks, NodeGroup):
@@ -72,7 +85,9 @@ def make_plan(
     return Plan(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles, need_dots=need_dots)
 
 
-def _choose(features: Tensor, ranks: RankGroup, exchange: str, reduction: str) -> tuple[str, str]:
+def _choose(
+    features: Tensor, ranks: RankGroup, exchange: str, reduction: str, products: Mapping[str, int]
+) -> tuple[str, str]:
     """The cheapest way among those that "auto" leaves open and the memory allows."""
     exchanges = EXCHANGES if exchange == "auto" else (exchange,)
     reductions = REDUCTIONS if reduction == "auto" else (reduction,)
@@ -82,7 +97,10 @@ def _choose(features: Tensor, ranks: RankGroup, exchange: str, reduction: str) -
     gathered = features.numel() * ranks.size * (features.dtype.itemsize + accumulation_dtype(features).itemsize)
     if exchange == "auto" and gathered > machine.free_bytes / 2:
         exchanges = ("ring",)
-    seconds = {way: _seconds(*way, features, ranks.size, machine) for way in itertools.product(exchanges, reductions)}
+    seconds = {
+        way: _seconds(*way, features, ranks.size, machine, products[way[1]])
+        for way in itertools.product(exchanges, reductions)
+    }
     best = min(seconds, key=lambda way: seconds[way])
     estimates = ", ".join(f"{' + '.join(way)} {1000 * cost:.3g} ms" for way, cost in seconds.items())
     _announce(
@@ -93,10 +111,11 @@ def _choose(features: Tensor, ranks: RankGroup, exchange: str, reduction: str) -
     return best
 
 
-def _seconds(exchange: str, reduction: str, features: Tensor, world_size: int, machine: Machine) -> float:
+def _seconds(
+    exchange: str, reduction: str, features: Tensor, world_size: int, machine: Machine, products: int
+) -> float:
     """The cost model's time of one forward and backward."""
     batch, embedding = features.shape
-    products = {"feature": 8, "scalar": 10}[reduction] * batch * batch * world_size * embedding
     traffic = contrastive_traffic(
         exchange,
         reduction,
@@ -106,7 +125,8 @@ def _seconds(exchange: str, reduction: str, features: Tensor, world_size: int, m
         feature_bytes=features.dtype.itemsize,
         sum_bytes=accumulation_dtype(features).itemsize,
     )
-    computing, sending = products / machine.flops_per_s, traffic.total / machine.link_bytes_per_s
+    operations = products * batch * batch * world_size * embedding
+    computing, sending = operations / machine.flops_per_s, traffic.total / machine.link_bytes_per_s
     if exchange == "ring":
         return max(computing, sending) + 2 * world_size * _HOP_SECONDS
     return computing + sending + 4 * _COLLECTIVE_SECONDS

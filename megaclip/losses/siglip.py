@@ -24,6 +24,8 @@ from megaclip.losses.plan import Plan, TileOptions, check_choices, make_plan
 from megaclip.ops.rows import finish_gradient, paired_products
 from megaclip.ops.tiles import accumulation_dtype
 
+_PRODUCTS = {"feature": 6, "scalar": 12}  # scalar: both sides of a tile are computed, and one is kept
+
 
 class SigLipLoss(nn.Module):
     """SigLIP's loss with every pair of the batch of all ranks; takes what open_clip's trainer passes to its SigLipLoss.
@@ -75,6 +77,7 @@ class SigLipLoss(nn.Module):
             reduction=self.reduction,
             tiles=self.tiles,
             need_dots=False,
+            products=_PRODUCTS,
         )
         if logit_bias is None:
             logit_bias = torch.zeros_like(logit_scale)
