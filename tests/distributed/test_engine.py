@@ -90,9 +90,7 @@ def test_two_steps_equal_one_process_on_the_whole_batch(trained, name):
     expected = oracle(CASES[name])
     for rank, outcomes in enumerate(trained):
         found = differences(outcomes[name], expected)
-        if (
-            CASES[name].optimizer == "Adafactor"
-        ):  # its smallest divisor is the dtype's epsilon
+        if CASES[name].optimizer == "Adafactor":  # its smallest divisor is the dtype's epsilon
             found["parameters"] /= 10
         assert excess(found) == {}, f"rank {rank}"
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megaclip.checkpoint import store
 from megaclip.errors import CheckpointError
@@ -192,3 +193,14 @@ def test_readers_see_the_old_text_or_the_new(tmp_path, monkeypatch):
     store.write_atomically(path, json.dumps({"n": 1}))
     assert seen == ["old"] and json.loads(path.read_text()) == {"n": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
+
+
+def test_a_damaged_loss_state_is_named(tmp_path):
+    folder = tmp_path / "step_00000001"
+    folder.mkdir()
+    torch.save({"variant": "fastclip_v3"}, folder / "loss_rank_00000.pt")
+    assert list(store.read_loss_states(tmp_path, folder.name)) == [{"variant": "fastclip_v3"}]
+    (folder / "loss_rank_00001.pt").write_bytes(b"cut off")
+    with pytest.raises(CheckpointError, match=r"cannot read .*loss_rank_00001\.pt"):
+        list(store.read_loss_states(tmp_path, folder.name))
+    assert list(store.read_loss_states(tmp_path, "step_00000002")) == []
