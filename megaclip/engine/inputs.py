@@ -58,6 +58,11 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
             f'{arguments.model}: megaclip.loss "siglip" needs a model with init_logit_bias (-10 in SigLIP, with '
             "init_logit_scale 2.303); add it to the model's JSON"
         )
+    if config.megaclip.is_global and "logit_scale_max" in arguments.model_fields_set:
+        raise ConfigError(
+            f"--logit-scale-max has no effect with megaclip.loss {config.megaclip.loss!r}: bound its temperature by "
+            "megaclip.fastclip.temperature_min"
+        )
     tokenizer = load_tokenizer(arguments.tokenizer, model_config.text_cfg.context_length)
     model_config = model_config.replace(text_cfg=_text_settings(tokenizer))
     keys: dict[str, Any] = {

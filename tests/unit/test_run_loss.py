@@ -1,0 +1,45 @@
+"""The loss of a run: what binds ids and the epoch to it, and what a model's own scalars receive."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megaclip.arguments import parse_arguments
+from megaclip.config import FastClipSection, MegaclipSection
+from megaclip.data.batch import Batch
+from megaclip.engine.inputs import read_inputs
+from megaclip.engine.run_loss import RunLoss
+from megaclip.errors import ConfigError
+
+
+def test_a_models_scale_and_bias_receive_zero_gradients() -> None:
+    section = MegaclipSection(loss="fastclip_v3", fastclip=FastClipSection(rho=2.0))
+    loss = RunLoss(section, samples=9, epochs=2, device=torch.device("cpu"))
+    images, tokens = torch.zeros(2, 3, 2, 2), torch.zeros(2, 4, dtype=torch.int64)
+    batches = [Batch(images, tokens, torch.tensor(ids)) for ids in ([0, 8], [3, 5])]
+    x, y = (F.normalize(torch.randn(4, 6), dim=1).requires_grad_() for _ in range(2))
+    scale, bias = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    loss.bind(batches, 0.0)(x, y, scale, bias).backward()
+    loss.update(0.0)
+    assert scale.grad is not None and scale.grad.item() == 0 and bias.grad is not None and bias.grad.item() == 0
+    state = loss.checkpoint_state()
+    assert state is not None
+    seen = ~state["samples"]["values"][:, 0].isnan()
+    assert seen.nonzero().flatten().tolist() == [0, 3, 5, 8]
+
+
+def test_a_bound_of_the_models_scale_is_refused(tmp_path: Path) -> None:
+    config = {
+        "train_batch_size": 4,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "megaclip": {"loss": "fastclip_v1"},
+    }
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    flags = ["--deepspeed_config", str(path), "--model", "demo-tiny", "--train-data", "x", "--logit-scale-max", "50"]
+    with pytest.raises(ConfigError, match=r"--logit-scale-max has no effect with megaclip\.loss 'fastclip_v1'"):
+        read_inputs(parse_arguments(flags))
