@@ -1,6 +1,6 @@
 """Train a CLIP model. Start it with the deepspeed launcher:
 
-    deepspeed launch/train.py --deepspeed_config ds_configs/zero3.json --model ViT-B-32 --train-data 'shards/*.tar'
+deepspeed launch/train.py --deepspeed_config ds_configs/zero3.json --model ViT-B-32 --train-data 'shards/*.tar'
 """
 
 import logging

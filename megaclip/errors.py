@@ -1,6 +1,6 @@
 """Errors meant for the person who started the run.
 
-The message of a `MegaclipError` is one line: what was expected, what was got, what to do about it. The launcher prints it
+The message of a `MegaclipError` is one line: what was expected, what was got, what to do about it. The run logs it
 once and ends every rank with a non-zero exit code; anything else that escapes is a bug and keeps its traceback.
 """
 

@@ -1,8 +1,8 @@
 """The project's one logger: rank-aware, quiet on every rank but the first.
 
-`get_logger(__name__)` returns a standard logger below "megaclip". Rank 0 emits INFO and above; the others only WARNING and
-above, with their rank in front, so that a line in a cluster's log says who wrote it. The rank is read from the environment
-that the launcher sets, so logging works before any process group exists.
+`get_logger(__name__)` returns a standard logger below "megaclip". Rank 0 emits INFO and above; the others only WARNING
+and above, with their rank in front, so that a line in a cluster's log says who wrote it. The rank is read from the
+environment that the launcher sets, so logging works before any process group exists.
 """
 
 import logging
