@@ -1,4 +1,4 @@
-"""Bytes that each rank sends per step, measured with DeepSpeed's comms logger beside MATH.md's formulas.
+"""Bytes that each rank sends per step, measured with DeepSpeed's comms logger beside the formulas.
 
 usage: deepspeed --num_gpus 4 tools/bench_comm.py [--batch 64] [--embedding 128]
 

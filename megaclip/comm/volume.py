@@ -1,4 +1,4 @@
-"""Bytes that leave a rank: measured with DeepSpeed's comms logger, and MATH.md's formulas to hold them against.
+"""Bytes that leave a rank: measured with DeepSpeed's comms logger, and the formulas to hold them against.
 
 `bytes_sent` runs a function with the logger on. The logger synchronises after every operation: never time with it. What
 it logs differs by operation (a whole input, one rank's shard, what is sent and received); here all become the bytes
@@ -72,7 +72,7 @@ def contrastive_traffic(
     feature_bytes: int,
     sum_bytes: int = 4,
 ) -> Traffic:
-    """InfoNCE's traffic by MATH.md's formulas, forward and backward, on W ranks with b = `batch` local rows.
+    """InfoNCE's traffic (docs/mathematics.md), forward and backward, on W ranks with b = `batch` local rows.
 
     feature_bytes: bytes of a feature's element; sum_bytes: of an element of gradients and per-sample values. Included
     are the four int64 that ranks compare before the exchange, and the sums of the loss and of logit_scale's gradient.

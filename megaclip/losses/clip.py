@@ -1,7 +1,7 @@
 """InfoNCE over the whole batch of all ranks: CLIP's loss, in the memory of one tile of logits.
 
 `L = 1/(2B) sum_i [softplus(row_lse_i - alpha*s_ii) + softplus(col_lse_i - alpha*s_ii)]`, where the log-sum-exps leave
-the positive out (MATH.md, "Losses in stable form"). The forward pass takes one statistics pass over the batch, the
+the positive out (docs/mathematics.md). The forward pass takes one statistics pass over the batch, the
 backward pass one gradient pass; the positives' own terms are added here, per row.
 
 The reduction contract. Data-parallel engines average parameter gradients over ranks. So each rank's backward hands out

@@ -6,7 +6,7 @@ each block is computed once, by the rank that owns its rows: x stays, y moves, a
 home. With the `scalar` reduction the gradient pass moves x and y with their log-normalisers instead, and each rank
 forms the whole gradient of its own features: no gradient moves, at 10 products in units of b*B*D instead of 8.
 
-Nothing here knows a loss: scale, shift and weight come from the caller (MATH.md's table), one per local row or column,
+Nothing here knows a loss: scale, shift and weight come from the caller (docs/mathematics.md), one per row or column,
 or a number that is the same on every rank. The positives (row i with column i of the global matrix) are left out
 throughout.
 

@@ -1,6 +1,6 @@
 """How a loss moves its data: which exchange, which reduction, which tiles.
 
-Two independent choices, both exact (MATH.md, "Moving features, reducing gradients"); they differ in memory, traffic and
+Two independent choices, both exact (docs/mathematics.md); they differ in memory, traffic and
 arithmetic only. `make_plan` resolves "auto" by a cost model, the same way on every rank, and logs once what and why:
 
     seconds = products / rate + bytes / link speed      all_gather: nothing overlaps

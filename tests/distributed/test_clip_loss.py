@@ -142,7 +142,7 @@ def check_extreme_scales_and_vectors() -> list[str]:
 
 
 def check_that_wrong_scales_are_noticed() -> list[str]:
-    """The comparison must reject the mistakes that published codes make (MATH.md, the reduction contract)."""
+    """The comparison must reject the mistakes that published codes make (docs/mathematics.md, its contract)."""
     whole, scale, world_size = (
         random_batch(4 * group_size(), 8, torch.float64),
         torch.tensor(5.0).double(),

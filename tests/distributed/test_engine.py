@@ -41,7 +41,7 @@ CASES["zero3 everything"] = Case(
     3, 3, offload="all", checkpointing="cpu", coalesce=True, patch_dropout=0.5, clipping=0.1
 )
 
-# The mistakes that MATH.md found in published code, and their like.
+# The mistakes of published codes that docs/mathematics.md names, and their like.
 FAULTS = {
     "logit_scale gradient times chunks": Case(3, 3, scale_fault=3.0),
     "logit_scale gradient times ranks": Case(1, 1, scale_fault=2.0),

@@ -1,4 +1,4 @@
-"""Measured traffic equals MATH.md's formulas on 4 ranks, for every exchange and reduction and both baselines.
+"""Measured traffic equals the formulas on 4 ranks, for every exchange and reduction and both baselines.
 
 Features in bfloat16 and in float32 at several sizes: features, gradients and per-sample values then weigh differently,
 so a formula with a wrong share cannot pass. No test runs at one size only.
