@@ -30,7 +30,8 @@ clean:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[open_clip,demo,dev]'
+	@# Extras by their normalised name: pip before 23.3 knows no other, and only warns.
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[open-clip,demo,dev]'
 	touch $@
 
 $(VENV)/.ops: $(VENV)/.installed tools/build_ops.py

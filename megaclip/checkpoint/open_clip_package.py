@@ -25,7 +25,7 @@ def import_open_clip() -> ModuleType:
         import open_clip
     except ImportError as error:
         raise CheckpointError(
-            f"open_clip cannot be imported ({error}): install it with  pip install 'megaclip[open_clip]'."
+            f"open_clip cannot be imported ({error}): install it with  pip install 'megaclip[open-clip]'."
         ) from None
     return open_clip
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def train(arguments: TrainArguments) -> dict[str, float]:
         raise ConfigError("--resume auto needs --name: the run to go on with")
     start_process_group()
     batch_plan = inputs.config.batch_plan(dist.get_world_size())
-    folder = _prepare_folder(arguments, inputs)
+    folder = _prepare_folder(arguments)
     return _Run(arguments, inputs, batch_plan, folder).to_the_end()
 
 
@@ -93,32 +94,42 @@ def start_process_group() -> None:
     deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name())
 
 
-def _prepare_folder(arguments: TrainArguments, inputs: Inputs) -> Path:
-    """Make RUN and RUN/checkpoints with the model card, on the first rank; every rank gets the path or the error."""
-    error: Exception | None = None
+def _prepare_folder(arguments: TrainArguments) -> Path:
+    """Make RUN/checkpoints on the first rank; every rank gets RUN's path or the error."""
     folder = Path()
-    if dist.get_rank() == 0:
+
+    def make() -> None:
+        nonlocal folder
         name = arguments.name or f"{Path(arguments.model).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(arguments.logs) / name
+        checkpoints = folder / "checkpoints"
+        if arguments.resume is None and (checkpoints / store.LATEST).exists():
+            raise CheckpointError(f"{str(folder)!r} holds a run already: add --resume auto, or choose another --name")
+        checkpoints.mkdir(parents=True, exist_ok=True)
+
+    _write_on_first_rank(make)
+    return gather_objects(folder)[0]
+
+
+def _write_on_first_rank(write: Callable[[], None]) -> None:
+    """Run `write` on the first rank; what goes wrong there ends every rank."""
+    error: Exception | None = None
+    if dist.get_rank() == 0:
         try:
-            checkpoints = folder / "checkpoints"
-            if arguments.resume is None and (checkpoints / store.LATEST).exists():
-                raise CheckpointError(
-                    f"{str(folder)!r} holds a run already: add --resume auto, or choose another --name"
-                )
-            card = checkpoints / store.MODEL_CARD
-            card.mkdir(parents=True, exist_ok=True)
-            inputs.tokenizer.write_open_clip(card)
-            tokenizer_files = [] if arguments.tokenizer == "clip" else [arguments.tokenizer]
-            write_model_card(card, inputs.model_config, inputs.preprocess_cfg, tokenizer_files)
-            settings = {"arguments": arguments.model_dump(), "ds_config": inputs.config.deepspeed}
-            store.write_atomically(folder / "settings.json", json.dumps(settings, indent=1))
+            write()
         except OSError as problem:
-            error = ConfigError(f"cannot write to the run's folder {str(folder)!r}: {problem}")
+            error = ConfigError(f"cannot write to the run's folder: {problem}")
         except MegaclipError as problem:
             error = problem
     raise_together(error)
-    return gather_objects(folder)[0]
+
+
+def _first_difference(name: str, was: Any, now: Any) -> str:
+    """Words for the first value in which `was` and `now` differ, however deep in dictionaries."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        key = next(key for key in sorted({*was, *now}) if was.get(key) != now.get(key))
+        return _first_difference(f"{name}.{key}", was.get(key), now.get(key))
+    return f"{name} {was!r}, this run has {now!r}"
 
 
 class _Run:
@@ -144,6 +155,7 @@ class _Run:
             device=self.engine.device,
         )
         self.step = self._resume()
+        _write_on_first_rank(self._write_description)  # not before: a refused --resume must leave the old one alone
         self.scores: dict[str, float] = {}
 
     def to_the_end(self) -> dict[str, float]:
@@ -315,9 +327,9 @@ class _Run:
                 f"the checkpoint was written at ZeRO stage {was}, not {now}: set zero_optimization.stage"
             )
         check_manifest(state.get("data", {}), self.inputs.train.manifest())
-        for key, now in self._identity().items():
-            if key != "data" and (was := state.get(key)) != json.loads(json.dumps(now)):
-                raise CheckpointError(f"the checkpoint was written with {key} {was!r}, this run has {now!r}")
+        for key, now in json.loads(json.dumps(self._identity())).items():
+            if key != "data" and state.get(key) != now:
+                raise CheckpointError(f"the checkpoint was written with {_first_difference(key, state.get(key), now)}")
 
     def _train_loader(self) -> TrainLoader:
         return TrainLoader(
@@ -373,6 +385,16 @@ class _Run:
         samples_per_period = every_epochs * len(self.inputs.train)
         before = (self.step - 1) * self.batch_plan.global_batch
         return (before + self.batch_plan.global_batch) // samples_per_period > before // samples_per_period
+
+    def _write_description(self) -> None:
+        """The model card and tokenizer that exports carry, and the settings of this run."""
+        card = self.checkpoints / store.MODEL_CARD
+        card.mkdir(exist_ok=True)
+        self.inputs.tokenizer.write_open_clip(card)
+        tokenizer_files = [] if self.arguments.tokenizer == "clip" else [self.arguments.tokenizer]
+        write_model_card(card, self.inputs.model_config, self.inputs.preprocess_cfg, tokenizer_files)
+        settings = {"arguments": self.arguments.model_dump(), "ds_config": self.inputs.config.deepspeed}
+        store.write_atomically(self.folder / "settings.json", json.dumps(settings, indent=1))
 
     def _write_summary(self, metrics: Metrics) -> None:
         finite = {name: value for name, value in self.scores.items() if math.isfinite(value)}

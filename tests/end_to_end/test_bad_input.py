@@ -86,6 +86,7 @@ MISTAKES = {
     "fewer data on resume": Mistake(["4 files, now 3"], {**GOING_ON, "train_data": "TINY/train/0000[0-2].tar"}),
     "a changed shard on resume": Mistake(["00003.tar"], {**GOING_ON, "train_data": "MADE/train/*.tar"}),
     "another seed on resume": Mistake(["seed 0", "has 1"], {**GOING_ON, "seed": 1}),
+    "another model on resume": Mistake(["model.embed_dim", "has 48"], {**GOING_ON, "model": "MADE/other.json"}),
     "another ZeRO stage on resume": Mistake(["stage 1, not 3"], GOING_ON, config="zero3.json"),
     "a damaged checkpoint": Mistake(["cannot load checkpoint"], {"resume": "MADE/damaged/run"}),
 }
@@ -106,6 +107,7 @@ def made(tiny_run, tmp_path_factory) -> Path:
     (folder / "large_patches.json").write_text(
         json.dumps({**model, "vision_cfg": {"image_size": 24, "patch_size": 48}})
     )
+    (folder / "other.json").write_text(json.dumps({**model, "embed_dim": 48}))
     other = ModelConfig.from_dict({**model, "embed_dim": 48})
     torch.save(build_model(other).state_dict(), folder / "other.pt")
     worked = run_in_ranks([flags(tiny_run, tiny_run / "zero1.json", folder / "runs")])[0]
@@ -154,6 +156,13 @@ def test_one_readable_line_and_a_failure_on_every_rank(ends, name):
     assert all(end.errors == [] for end in others)
     for end in ends[name]:
         assert "Traceback" not in end.output
+
+
+def test_a_refused_run_leaves_the_folder_it_named_as_it_was(ends, made):
+    """MADE/damaged is a copy from before the mistakes, but for the file that was cut off."""
+    run, copy = made / "runs" / "run", made / "damaged" / "run"
+    for name in ("settings.json", "checkpoints/latest", "checkpoints/model/open_clip_config.json"):
+        assert (run / name).read_bytes() == (copy / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
