@@ -1,8 +1,8 @@
 """InfoNCE over the whole batch of all ranks: CLIP's loss, in the memory of one tile of logits.
 
 `L = 1/(2B) sum_i [softplus(row_lse_i - alpha*s_ii) + softplus(col_lse_i - alpha*s_ii)]`, where the log-sum-exps leave
-the positive out (docs/mathematics.md). The forward pass takes one statistics pass over the batch, the
-backward pass one gradient pass; the positives' own terms are added here, per row.
+the positive out (docs/mathematics.md). The forward pass takes one statistics pass over the batch, the backward pass one
+gradient pass; the positives' own terms are added here, per row.
 
 The reduction contract. Data-parallel engines average parameter gradients over ranks. So each rank's backward hands out
 `W * dL/d(local features)`, and for logit_scale, which every rank owns, the whole `dL/d(logit_scale)`: after averaging,
@@ -13,45 +13,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import resolve
 from megaclip.losses.agreement import check_features
+from megaclip.losses.batch_loss import BatchLoss
 from megaclip.losses.distributed_tiles import Terms, distributed_grads, distributed_stats, gather_columns
-from megaclip.losses.plan import Plan, TileOptions, check_choices, make_plan
+from megaclip.losses.plan import Plan
 from megaclip.ops.rows import finish_gradient, paired_products
 from megaclip.ops.tiles import accumulation_dtype
 
 
-class ClipLoss(nn.Module):
+class ClipLoss(BatchLoss):
     """CLIP's loss with every sample of every rank as a negative; takes what open_clip's trainer passes to its ClipLoss.
 
-    group: the ranks that share the batch (a deepspeed.comm or torch.distributed group); None is the default
-    data-parallel
-        group, and plain Python without any launcher is a group of one.
-    exchange: "ring", "all_gather" or "auto"; reduction: "feature", "scalar" or "auto". All are exact; `losses/plan.py`
-        says how they differ and how "auto" chooses.
-    precision, implementation, tile_budget_mib: as in `megaclip.ops.tiles`.
+    The settings are those of `BatchLoss`: group, exchange, reduction, precision, implementation, tile_budget_mib.
     """
-
-    def __init__(
-        self,
-        *,
-        group: Any = None,
-        exchange: str = "auto",
-        reduction: str = "auto",
-        precision: str = "auto",
-        implementation: str = "auto",
-        tile_budget_mib: float = 128,
-    ) -> None:
-        super().__init__()
-        check_choices(exchange, reduction)
-        self.group = group
-        self.exchange = exchange
-        self.reduction = reduction
-        self.tiles = TileOptions(precision, implementation, tile_budget_mib)
 
     def forward(
         self,
@@ -64,8 +43,7 @@ class ClipLoss(nn.Module):
         """The global mean loss, the same number on every rank: () float32, float64 for float64 features.
 
         image_features, text_features: (b, D) of unit length, bfloat16, float16, float32 or float64; all ranks have the
-        same
-            shape and dtype. logit_scale: the multiplier alpha = exp(log scale) itself, () or (1,).
+            same shape and dtype. logit_scale: the multiplier alpha = exp(log scale) itself, () or (1,).
         logit_bias: cancels in a softmax; it changes nothing and receives a zero gradient.
         output_dict: return {"contrastive_loss": loss}, as open_clip's trainer asks.
 
@@ -74,14 +52,7 @@ class ClipLoss(nn.Module):
         """
         ranks = resolve(self.group)
         check_features(image_features, text_features, logit_scale, ranks=ranks)
-        plan = make_plan(
-            image_features,
-            ranks=ranks,
-            exchange=self.exchange,
-            reduction=self.reduction,
-            tiles=self.tiles,
-            need_dots=False,
-        )
+        plan = self.plan(image_features, ranks, need_dots=False)
         loss = _InfoNCE.apply(image_features, text_features, logit_scale, plan)
         if logit_bias is not None:
             loss = loss + 0.0 * logit_bias.sum()

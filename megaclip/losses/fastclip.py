@@ -34,16 +34,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaclip.comm.collectives import raise_together, sum_over_ranks
 from megaclip.comm.groups import resolve
 from megaclip.errors import CheckpointError, ConfigError, DataError
 from megaclip.losses.agreement import check_features
+from megaclip.losses.batch_loss import BatchLoss
 from megaclip.losses.distributed_tiles import Terms, distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.estimators import SampleState, Ticket
-from megaclip.losses.plan import Plan, TileOptions, check_choices, make_plan
+from megaclip.losses.plan import Plan
 from megaclip.losses.temperature import (
     SCHEDULES,
     U_COLUMNS,
@@ -87,7 +88,7 @@ def inner_rate(schedule: str, epoch: float, *, minimum: float, epochs: float) ->
     return 0.5 * (1 + math.cos(math.pi * epoch / epochs)) * (1 - minimum) + minimum
 
 
-class FastClipLoss(nn.Module):
+class FastClipLoss(BatchLoss):
     """A global contrastive loss of the table above, with its temperature, its state and their updates.
 
     A step is `loss(image_features, text_features, ids=..., epoch=...)`, `backward()`, `step()`: the state and the
@@ -103,7 +104,7 @@ class FastClipLoss(nn.Module):
         the part through g, v0's part through g is not halved, log u takes the place of log(eps+u) in the temperature's
         gradient, and per-sample Adam counts epochs. The loss value is the same in both.
     state_device, state_dtype: of the per-sample state.
-    group, exchange, reduction, precision, implementation, tile_budget_mib: as in `ClipLoss`.
+    group, exchange, reduction, precision, implementation, tile_budget_mib: as in `BatchLoss`.
     """
 
     def __init__(
@@ -134,8 +135,14 @@ class FastClipLoss(nn.Module):
         implementation: str = "auto",
         tile_budget_mib: float = 128,
     ) -> None:
-        super().__init__()
-        check_choices(exchange, reduction)
+        super().__init__(
+            group=group,
+            exchange=exchange,
+            reduction=reduction,
+            precision=precision,
+            implementation=implementation,
+            tile_budget_mib=tile_budget_mib,
+        )
         for name, value, known in (
             ("variant", variant, tuple(VARIANTS)),
             ("gamma_schedule", gamma_schedule, ("auto", "constant", "cosine")),
@@ -157,10 +164,6 @@ class FastClipLoss(nn.Module):
         self.variant = variant
         self.rule = VARIANTS[variant]
         self.reference = compat == "reference"
-        self.group = group
-        self.exchange = exchange
-        self.reduction = reduction
-        self.tiles = TileOptions(precision, implementation, tile_budget_mib)
         self.gamma_schedule = self.rule.gamma_schedule if gamma_schedule == "auto" else gamma_schedule
         self.gamma_per, self.gamma_min, self.gamma_epochs = gamma_per, gamma_min, gamma_epochs
         self.rho, self.eps = (rho if self.rule.with_rho else 0.0), eps
@@ -210,14 +213,7 @@ class FastClipLoss(nn.Module):
             raise ValueError("expected a batch of at least 2 samples over all ranks: one sample has no negatives")
         raise_together(_ids_problem(ids, len(image_features)), ranks)
         ticket = ids if isinstance(ids, Ticket) else self.fetch(ids)
-        plan = make_plan(
-            image_features,
-            ranks=ranks,
-            exchange=self.exchange,
-            reduction=self.reduction,
-            tiles=self.tiles,
-            need_dots=self.individual,
-        )
+        plan = self.plan(image_features, ranks, need_dots=self.individual)
         gamma = inner_rate(
             self.gamma_schedule,
             math.floor(epoch) if self.gamma_per == "epoch" else epoch,

@@ -13,42 +13,26 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import resolve
 from megaclip.losses.agreement import check_features
+from megaclip.losses.batch_loss import BatchLoss
 from megaclip.losses.distributed_sigmoid import distributed_sigmoid
-from megaclip.losses.plan import Plan, TileOptions, check_choices, make_plan
+from megaclip.losses.plan import Plan
 from megaclip.ops.rows import finish_gradient, paired_products
 from megaclip.ops.tiles import accumulation_dtype
 
 _PRODUCTS = {"feature": 6, "scalar": 12}  # scalar: both sides of a tile are computed, and one is kept
 
 
-class SigLipLoss(nn.Module):
+class SigLipLoss(BatchLoss):
     """SigLIP's loss with every pair of the batch of all ranks; takes what open_clip's trainer passes to its SigLipLoss.
 
-    The options are those of `ClipLoss`; every exchange and reduction is exact.
+    The settings are those of `BatchLoss`; every exchange and reduction is exact.
     """
-
-    def __init__(
-        self,
-        *,
-        group: Any = None,
-        exchange: str = "auto",
-        reduction: str = "auto",
-        precision: str = "auto",
-        implementation: str = "auto",
-        tile_budget_mib: float = 128,
-    ) -> None:
-        super().__init__()
-        check_choices(exchange, reduction)
-        self.group = group
-        self.exchange = exchange
-        self.reduction = reduction
-        self.tiles = TileOptions(precision, implementation, tile_budget_mib)
 
     def forward(
         self,
@@ -70,15 +54,7 @@ class SigLipLoss(nn.Module):
         """
         ranks = resolve(self.group)
         check_features(image_features, text_features, logit_scale, logit_bias, ranks=ranks)
-        plan = make_plan(
-            image_features,
-            ranks=ranks,
-            exchange=self.exchange,
-            reduction=self.reduction,
-            tiles=self.tiles,
-            need_dots=False,
-            products=_PRODUCTS,
-        )
+        plan = self.plan(image_features, ranks, need_dots=False, products=_PRODUCTS)
         if logit_bias is None:
             logit_bias = torch.zeros_like(logit_scale)
         loss = _Sigmoid.apply(image_features, text_features, logit_scale, logit_bias, plan)

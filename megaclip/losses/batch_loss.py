@@ -1,0 +1,44 @@
+"""What every loss over the batch of all ranks is told: who shares it, how data moves, how tiles are computed."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from megaclip.comm.groups import RankGroup
+from megaclip.losses.plan import Plan, TileOptions, check_choices, make_plan
+
+
+class BatchLoss(nn.Module):
+    """Base of the losses; holds their common settings.
+
+    group: the ranks that share the batch (a deepspeed.comm or torch.distributed group); None is the default
+        data-parallel group, and plain Python without any launcher is a group of one.
+    exchange: "ring", "all_gather" or "auto"; reduction: "feature", "scalar" or "auto". All are exact; `losses/plan.py`
+        says how they differ and how "auto" chooses.
+    precision, implementation, tile_budget_mib: as in `megaclip.ops.tiles`.
+
+    Raises ValueError for an unknown exchange or reduction.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: Any = None,
+        exchange: str = "auto",
+        reduction: str = "auto",
+        precision: str = "auto",
+        implementation: str = "auto",
+        tile_budget_mib: float = 128,
+    ) -> None:
+        super().__init__()
+        check_choices(exchange, reduction)
+        self.group = group
+        self.exchange = exchange
+        self.reduction = reduction
+        self.tiles = TileOptions(precision, implementation, tile_budget_mib)
+
+    def plan(self, features: Tensor, ranks: RankGroup, **work: Any) -> Plan:
+        """`make_plan` with this loss's settings. work: what this loss needs of the tiles (need_dots, products)."""
+        return make_plan(
+            features, ranks=ranks, exchange=self.exchange, reduction=self.reduction, tiles=self.tiles, **work
+        )
