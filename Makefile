@@ -1,4 +1,4 @@
-# make demo | test | check | test-gpu | clean: each does its own set-up.
+# make demo [ARGS="--seed 1"] | test | check | test-gpu | clean: each does its own set-up.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -10,7 +10,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 .PHONY: demo test test-gpu check clean
 
 demo: $(VENV)/.ops
-	DS_ACCELERATOR=cpu $(BIN)/python tools/demo.py
+	DS_ACCELERATOR=cpu $(BIN)/python tools/demo.py $(ARGS)
 
 test: $(VENV)/.ops
 	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
