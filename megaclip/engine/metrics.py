@@ -5,23 +5,29 @@ the numbers; where the output goes to a file, a log line every few steps does. D
 csv), when ds_config.json turns them on, receive the same scalars.
 """
 
+import logging as standard_logging
 import resource
 import sys
 import time
 from collections import deque
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from deepspeed.accelerator import get_accelerator
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,19 +74,27 @@ class Metrics:
             total=total_steps, initial=start_step, unit="step", disable=not on_terminal, dynamic_ncols=True
         )
         self._shows_bar = on_terminal
+        self._on_exit = ExitStack()
         self._step_ends: deque[float] = deque([time.monotonic()], maxlen=51)
         self._training_s = 0.0
         self._steps = 0
 
     def __enter__(self) -> "Metrics":
+        if self._shows_bar:  # log lines above the bar, not through it
+            self._on_exit.enter_context(logging_redirect_tqdm([standard_logging.getLogger("megaclip")]))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.close()
+        self._on_exit.close()
         if self._writer:
             self._writer.close()
+
+    def progress(self, batches: Iterable[T], description: str) -> Iterable[T]:
+        """The same batches, with a passing bar of their own on a terminal."""
+        return tqdm(batches, description, unit="batch", leave=False, disable=not self._shows_bar, dynamic_ncols=True)
 
     @property
     def samples_per_s(self) -> float:

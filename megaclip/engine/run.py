@@ -91,6 +91,10 @@ def start_process_group() -> None:
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    if accelerator.device_name() == "cuda":
+        # DeepSpeed's own choice for Hopper, 9.0a, does not compile its ops.
+        major, minor = torch.cuda.get_device_capability()
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}")
     deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name())
 
 
@@ -237,9 +241,11 @@ class _Run:
         }
         pairs = labelled = None
         if inputs.validation is not None:
-            pairs = EvaluationLoader(inputs.validation, inputs.evaluation_transform, inputs.tokenizer, **shared)
+            loader = EvaluationLoader(inputs.validation, inputs.evaluation_transform, inputs.tokenizer, **shared)
+            pairs = metrics.progress(loader, "retrieval")
         if inputs.labelled is not None:
-            batches = EvaluationLoader(inputs.labelled, inputs.evaluation_transform, None, **shared)
+            loader = EvaluationLoader(inputs.labelled, inputs.evaluation_transform, None, **shared)
+            batches = metrics.progress(loader, "zero-shot")
             labelled = ZeroShotTask(batches, inputs.labelled.class_names, inputs.labelled.templates)
         encode = ModelEncoder(self.engine, device=self.engine.device, image_dtype=self.engine.get_data_types()[0])
         self.engine.eval()
