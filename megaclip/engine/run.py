@@ -96,6 +96,7 @@ def start_process_group() -> None:
         major, minor = torch.cuda.get_device_capability()
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}")
     deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name())
+    raise_together(None)  # all are here: a rank that left at once would break a peer that is still connecting
 
 
 def _prepare_folder(arguments: TrainArguments) -> Path:

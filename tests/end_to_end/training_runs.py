@@ -112,6 +112,7 @@ def run_here(command: list[str], store: Path) -> Finished:
         exit_code = main(command)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    torch.distributed.barrier()  # the next command may leave at once, which would break a peer that is still connecting
     return Finished(exit_code, output())
 
 
