@@ -134,3 +134,4 @@ def _join(rank: int, world_size: int, store: str, time_limit_s: float, backend: 
         timeout=datetime.timedelta(seconds=time_limit_s),
     )
     dist.init_distributed(dist_backend=backend, verbose=False)
+    dist.barrier()  # a function that ends at once would break a peer that is still connecting
