@@ -181,7 +181,7 @@ def _load_saved(folder: str) -> Dataset:
 
     try:
         loaded = datasets.load_from_disk(folder)
-    except Exception as error:
+    except Exception as error:  # `datasets` raises many kinds; all mean that the folder cannot be read
         raise DataError(f"cannot read the saved dataset {folder}: {error}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded:

@@ -225,7 +225,7 @@ class _Run:
         micro_batches: list[Batch] = []
         try:
             micro_batches = [next(loader) for _ in range(self.batch_plan.accumulation)]
-        except Exception as problem:
+        except Exception as problem:  # every rank must learn of it; raise_together raises it again
             error = problem
         raise_together(error)
         return micro_batches

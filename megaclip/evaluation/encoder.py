@@ -54,7 +54,7 @@ def in_step(batches: Iterable[T], *, group: Any = None) -> Iterator[T]:
         batch, error = None, None
         try:
             batch = next(iterator, None)
-        except Exception as problem:
+        except Exception as problem:  # every rank must learn of it; raise_together raises it again
             error = problem
         raise_together(error, group)
         if batch is None:
