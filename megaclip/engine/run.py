@@ -24,13 +24,14 @@ from megaclip.checkpoint import store
 from megaclip.checkpoint.open_clip import write_model_card
 from megaclip.comm.collectives import gather_objects, raise_together
 from megaclip.config import BatchPlan
-from megaclip.data import Batch, EvaluationLoader, TrainLoader, check_manifest
+from megaclip.data import Batch, EvaluationLoader, TrainLoader
 from megaclip.engine.build import build_engine, quiet_deepspeed
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
 from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.optimizers import set_learning_rate, update
+from megaclip.engine.resume import describe_run, resume
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import Schedule, constant, constant_with_cooldown, cosine
 from megaclip.errors import CheckpointError, ConfigError, MegaclipError
@@ -129,14 +130,6 @@ def _write_on_first_rank(write: Callable[[], None]) -> None:
     raise_together(error)
 
 
-def _first_difference(name: str, was: Any, now: Any) -> str:
-    """Words for the first value in which `was` and `now` differ, however deep in dictionaries."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        key = next(key for key in sorted({*was, *now}) if was.get(key) != now.get(key))
-        return _first_difference(f"{name}.{key}", was.get(key), now.get(key))
-    return f"{name} {was!r}, this run has {now!r}"
-
-
 class _Run:
     """One rank's run: what the steps share."""
 
@@ -159,7 +152,10 @@ class _Run:
             epochs=self._epoch_at(self.total_steps),
             device=self.engine.device,
         )
-        self.step = self._resume()
+        self.identity = describe_run(inputs, arguments, batch_plan, self.total_steps)
+        self.step, self.samples_consumed = resume(
+            self.engine, self.loss, self.identity, wanted=arguments.resume, checkpoints=self.checkpoints
+        )
         _write_on_first_rank(self._write_description)  # not before: a refused --resume must leave the old one alone
         self.scores: dict[str, float] = {}
 
@@ -271,72 +267,13 @@ class _Run:
         return group_captions(self.inputs.validation)
 
     def _save(self, samples_consumed: int) -> None:
-        state = {
-            "step": self.step,
-            "samples_consumed": samples_consumed,
-            "world_size": dist.get_world_size(),
-            "zero_stage": self.inputs.config.zero_stage,
-            **self._identity(),
-        }
+        state = {"step": self.step, "samples_consumed": samples_consumed, **self.identity}
         own_scale = self.loss.log_scale
         if own_scale is not None:
             self.logit_scale.write(own_scale)
         loss_state = self.loss.checkpoint_state()
         tag = store.save(self.engine, self.checkpoints, self.step, state, self.arguments.keep_last, loss_state)
         logger.info("saved %s", self.checkpoints / tag)
-
-    def _identity(self) -> dict[str, Any]:
-        """What must be the same in a run and its continuation."""
-        return {
-            "seed": self.arguments.seed,
-            "shard_order": self.arguments.shard_order,
-            "global_batch": self.batch_plan.global_batch,
-            "total_steps": self.total_steps,
-            "model": self.inputs.model_config.to_open_clip(),
-            "data": self.inputs.train.manifest(),
-        }
-
-    def _resume(self) -> int:
-        """Load the checkpoint that --resume means, if there is one; returns the number of steps already taken."""
-        wanted = self.arguments.resume
-        error: Exception | None = None
-        found: tuple[Path, str] | None = None
-        state: dict[str, Any] = {}
-        try:
-            if wanted == "auto":
-                tag = store.find_latest(self.checkpoints)
-                found = (self.checkpoints, tag) if tag else None
-            elif wanted is not None:
-                found = store.locate(Path(wanted))
-            if found is not None:
-                state = store.read_state(*found)
-                self._check_continues(state)
-        except MegaclipError as problem:
-            error = problem
-        raise_together(error)
-        self.samples_consumed = int(state.get("samples_consumed", 0))
-        if found is None:
-            return 0
-        store.load(self.engine, *found)
-        try:
-            self.loss.load(store.read_loss_states(*found))
-        except MegaclipError as problem:
-            error = problem
-        raise_together(error)
-        logger.info("resumed from %s at step %d", found[0] / found[1], state["step"])
-        return int(state["step"])
-
-    def _check_continues(self, state: dict[str, Any]) -> None:
-        if (was := state.get("world_size")) != (now := dist.get_world_size()):
-            raise CheckpointError(f"the checkpoint was written by {was} ranks and this run has {now}: use {was} ranks")
-        if (was := state.get("zero_stage")) != (now := self.inputs.config.zero_stage):
-            raise CheckpointError(
-                f"the checkpoint was written at ZeRO stage {was}, not {now}: set zero_optimization.stage"
-            )
-        check_manifest(state.get("data", {}), self.inputs.train.manifest())
-        for key, now in json.loads(json.dumps(self._identity())).items():
-            if key != "data" and state.get(key) != now:
-                raise CheckpointError(f"the checkpoint was written with {_first_difference(key, state.get(key), now)}")
 
     def _train_loader(self) -> TrainLoader:
         return TrainLoader(

@@ -1,0 +1,99 @@
+"""Going on with a run: which checkpoint `--resume` means, whether it belongs to this run, and loading it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from megaclip.arguments import TrainArguments
+from megaclip.checkpoint import store
+from megaclip.comm.collectives import raise_together
+from megaclip.config import BatchPlan
+from megaclip.data import check_manifest
+from megaclip.engine.inputs import Inputs
+from megaclip.engine.run_loss import RunLoss
+from megaclip.errors import CheckpointError, MegaclipError
+from megaclip.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPlan, total_steps: int) -> dict[str, Any]:
+    """What must be the same in a run and its continuation: JSON-able, written into every checkpoint's state."""
+    return {
+        "world_size": dist.get_world_size(),
+        "zero_stage": inputs.config.zero_stage,
+        "seed": arguments.seed,
+        "shard_order": arguments.shard_order,
+        "global_batch": batch_plan.global_batch,
+        "total_steps": total_steps,
+        "model": inputs.model_config.to_open_clip(),
+        "data": inputs.train.manifest(),
+    }
+
+
+def resume(
+    engine: DeepSpeedEngine, loss: RunLoss, identity: dict[str, Any], *, wanted: str | None, checkpoints: Path
+) -> tuple[int, int]:
+    """Load the checkpoint that --resume means, if there is one, on every rank.
+
+    Args:
+        engine: parameters and optimizer state go there.
+        loss: its own state goes there.
+        identity: `describe_run` of this run.
+        wanted: --resume: "auto", a path, or None.
+        checkpoints: this run's checkpoints folder, where "auto" looks.
+
+    Returns:
+        optimizer steps already taken and samples already consumed; zeros when there is nothing to go on with.
+
+    Raises:
+        CheckpointError, DataError: on every rank: no such checkpoint, damaged, or of another run.
+    """
+    error: Exception | None = None
+    found: tuple[Path, str] | None = None
+    state: dict[str, Any] = {}
+    try:
+        if wanted == "auto":
+            tag = store.find_latest(checkpoints)
+            found = (checkpoints, tag) if tag else None
+        elif wanted is not None:
+            found = store.locate(Path(wanted))
+        if found is not None:
+            state = store.read_state(*found)
+            _check_continues(state, identity)
+    except MegaclipError as problem:
+        error = problem
+    raise_together(error)
+    if found is None:
+        return 0, 0
+    store.load(engine, *found)
+    try:
+        loss.load(store.read_loss_states(*found))
+    except MegaclipError as problem:
+        error = problem
+    raise_together(error)
+    logger.info("resumed from %s at step %d", found[0] / found[1], state["step"])
+    return int(state["step"]), int(state["samples_consumed"])
+
+
+def _check_continues(state: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Raise unless the checkpoint that holds `state` was written by the run that `identity` describes."""
+    if (was := state.get("world_size")) != (now := identity["world_size"]):
+        raise CheckpointError(f"the checkpoint was written by {was} ranks and this run has {now}: use {was} ranks")
+    if (was := state.get("zero_stage")) != (now := identity["zero_stage"]):
+        raise CheckpointError(f"the checkpoint was written at ZeRO stage {was}, not {now}: set zero_optimization.stage")
+    check_manifest(state.get("data", {}), identity["data"])
+    for key, now in json.loads(json.dumps(identity)).items():
+        if key != "data" and state.get(key) != now:
+            raise CheckpointError(f"the checkpoint was written with {_first_difference(key, state.get(key), now)}")
+
+
+def _first_difference(name: str, was: Any, now: Any) -> str:
+    """Words for the first value in which `was` and `now` differ, however deep in dictionaries."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        key = next(key for key in sorted({*was, *now}) if was.get(key) != now.get(key))
+        return _first_difference(f"{name}.{key}", was.get(key), now.get(key))
+    return f"{name} {was!r}, this run has {now!r}"
