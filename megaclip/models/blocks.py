@@ -4,7 +4,11 @@ Pre-norm residual blocks with open_clip's parameter semantics, but separate quer
 parallelism splits each by heads, which one fused matrix does not allow. Attention is PyTorch's
 `scaled_dot_product_attention`. Every tensor is batch first.
 
-Shapes: b batch, L tokens, C width, H heads (of this rank), K channels per head.
+A tower that reads one token per row (the class token, the end of the text) needs only that token of the last block:
+there the block computes keys and values for all tokens and everything else for one. The result is the same; of twelve
+blocks it saves most of one.
+
+Shapes: b batch, L tokens, Q queries (L, or 1), C width, H heads (of this rank), K channels per head.
 """
 
 from collections.abc import Callable
@@ -14,10 +18,20 @@ import torch.nn.functional as F
 from torch import nn
 
 CheckpointFunction = Callable[..., torch.Tensor]
-"""checkpoint_fn(function, *tensors) -> function(*tensors), recomputing inside in the backward pass."""
+"""checkpoint_fn(function, *arguments) -> function(*arguments), recomputing inside in the backward pass."""
 
 Part = nn.Module | nn.Parameter
 """What is locked or unlocked as one."""
+
+Position = torch.Tensor | int
+"""One token of every row: (b,) int64, or the same for all rows, counted from the end if negative."""
+
+
+def select_token(x_bLC: torch.Tensor, position: Position) -> torch.Tensor:
+    """The token at `position` of every row: (b, L, C) in, (b, 1, C) out."""
+    if isinstance(position, int):
+        return x_bLC[:, position].unsqueeze(1)
+    return x_bLC.gather(1, position[:, None, None].expand(-1, 1, x_bLC.shape[2]))
 
 
 class QuickGELU(nn.Module):
@@ -53,13 +67,28 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, width)
         self.out_proj = nn.Linear(width, width)
 
-    def forward(self, x_bLC: torch.Tensor) -> torch.Tensor:
-        """(b, L, C) in, (b, L, C) out; with `causal`, position i sees positions 0..i."""
-        q_bHLK = self._split_heads(self.q_proj(x_bLC))
+    def forward(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
+        """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position; with `causal`, position i sees 0..i."""
+        query_bQC = x_bLC if position is None else select_token(x_bLC, position)
+        q_bHQK = self._split_heads(self.q_proj(query_bQC))
         k_bHLK = self._split_heads(self.k_proj(x_bLC))
         v_bHLK = self._split_heads(self.v_proj(x_bLC))
-        out_bHLK = F.scaled_dot_product_attention(q_bHLK, k_bHLK, v_bHLK, is_causal=self.causal)
-        return self.out_proj(out_bHLK.transpose(1, 2).flatten(2))
+        if position is None:
+            out_bHQK = F.scaled_dot_product_attention(q_bHQK, k_bHLK, v_bHLK, is_causal=self.causal)
+        else:
+            seen = self._seen_from(position, x_bLC)
+            out_bHQK = F.scaled_dot_product_attention(q_bHQK, k_bHLK, v_bHLK, attn_mask=seen)
+        return self.out_proj(out_bHQK.transpose(1, 2).flatten(2))
+
+    def _seen_from(self, position: Position, x_bLC: torch.Tensor) -> torch.Tensor | None:
+        """What the one query sees: a (b, 1, 1, L) or (1, L) mask, or None for everything."""
+        tokens = x_bLC.shape[1]
+        if not self.causal:
+            return None
+        every = torch.arange(tokens, device=x_bLC.device)
+        if isinstance(position, int):
+            return None if position % tokens == tokens - 1 else (every <= position % tokens)[None]
+        return every <= position[:, None, None, None]
 
     def _split_heads(self, x_bLC: torch.Tensor) -> torch.Tensor:
         # -1: the number of heads here is smaller when the projections are split over tensor-parallel ranks.
@@ -94,10 +123,11 @@ class ResidualBlock(nn.Module):
         self.mlp = Mlp(width, int(width * mlp_ratio), quick_gelu)
         self.ls_2 = nn.Identity() if ls_init_value is None else LayerScale(width, ls_init_value)
 
-    def forward(self, x_bLC: torch.Tensor) -> torch.Tensor:
-        """(b, L, C) in, (b, L, C) out."""
-        x_bLC = x_bLC + self.ls_1(self.attn(self.ln_1(x_bLC)))
-        return x_bLC + self.ls_2(self.mlp(self.ln_2(x_bLC)))
+    def forward(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
+        """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position."""
+        x_bQC = x_bLC if position is None else select_token(x_bLC, position)
+        x_bQC = x_bQC + self.ls_1(self.attn(self.ln_1(x_bLC), position))
+        return x_bQC + self.ls_2(self.mlp(self.ln_2(x_bQC)))
 
 
 class Transformer(nn.Module):
@@ -120,11 +150,13 @@ class Transformer(nn.Module):
         )
         self.checkpoint_fn: CheckpointFunction | None = None
 
-    def forward(self, x_bLC: torch.Tensor) -> torch.Tensor:
-        """(b, L, C) in, (b, L, C) out."""
-        for block in self.resblocks:
+    def forward(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
+        """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position."""
+        last = len(self.resblocks) - 1
+        for index, block in enumerate(self.resblocks):
+            wanted = position if index == last else None
             if self.checkpoint_fn is not None and torch.is_grad_enabled():
-                x_bLC = self.checkpoint_fn(block, x_bLC)
+                x_bLC = self.checkpoint_fn(block, x_bLC, wanted)
             else:
-                x_bLC = block(x_bLC)
+                x_bLC = block(x_bLC, wanted)
         return x_bLC

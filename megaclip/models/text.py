@@ -9,7 +9,7 @@ Shapes: b batch, L tokens, C width, D embedding.
 import torch
 from torch import nn
 
-from megaclip.models.blocks import Part, Transformer
+from megaclip.models.blocks import Part, Position, Transformer
 from megaclip.models.config import TextConfig
 
 
@@ -36,11 +36,10 @@ class TextTower(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens (b, context_length) int64 -> (b, D) in the parameters' dtype."""
         x_bLC = self.token_embedding(tokens) + self.positional_embedding
-        x_bLC = self.ln_final(self.transformer(x_bLC))
-        rows = torch.arange(len(tokens), device=tokens.device)
-        return x_bLC[rows, self._pooled_position(tokens)] @ self.text_projection
+        x_b1C = self.transformer(x_bLC, self._pooled_position(tokens))
+        return self.ln_final(x_b1C.squeeze(1)) @ self.text_projection
 
-    def _pooled_position(self, tokens: torch.Tensor) -> torch.Tensor | int:
+    def _pooled_position(self, tokens: torch.Tensor) -> Position:
         """The position whose feature stands for the caption: (b,) int64, or one for all."""
         pool_type = self.config.pool_type
         if pool_type == "argmax":

@@ -7,6 +7,7 @@ Shapes: b batch, P patches, L = P + 1 tokens, C width, D embedding.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megaclip.models.blocks import Part, Transformer
@@ -34,13 +35,30 @@ class PatchDropout(nn.Module):
         return torch.cat([x_bLC[:, :1], x_bLC[:, 1:][row_b1, index_bk]], dim=1)
 
 
+class PatchEmbedding(nn.Conv2d):
+    """A convolution whose stride is its kernel, as the matrix product that it is; patches come out as tokens.
+
+    cuDNN's convolution of three channels is slower than the product, its output would have to be transposed.
+    """
+
+    def __init__(self, width: int, patch_size: int) -> None:
+        super().__init__(3, width, patch_size, stride=patch_size, bias=False)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Images (b, 3, height, width) -> (b, P, C), row by row; pixels that fill no patch are left out."""
+        size = self.kernel_size[0]
+        rows, columns = images.shape[2] // size, images.shape[3] // size
+        patches = images[:, :, : rows * size, : columns * size].unflatten(3, (columns, size)).unflatten(2, (rows, size))
+        return F.linear(patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2), self.weight.flatten(1))
+
+
 class VisionTower(nn.Module):
     """Images to embeddings; not yet unit length."""
 
     def __init__(self, config: VisionConfig, embed_dim: int, quick_gelu: bool) -> None:
         super().__init__()
         self.config = config
-        self.conv1 = nn.Conv2d(3, config.width, config.patch_size, stride=config.patch_size, bias=False)
+        self.conv1 = PatchEmbedding(config.width, config.patch_size)
         self.class_embedding = nn.Parameter(torch.empty(config.width))
         self.positional_embedding = nn.Parameter(torch.empty(config.grid_size**2 + 1, config.width))
         self.patch_dropout = PatchDropout(config.patch_dropout)
@@ -59,18 +77,17 @@ class VisionTower(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Images (b, 3, image_size, image_size), any floating dtype -> (b, D) in the parameters' dtype."""
-        patches_bCP = self.conv1(images.to(self.conv1.weight.dtype)).flatten(2)
+        patches_bPC = self.conv1(images.to(self.conv1.weight.dtype))
         class_b1C = self.class_embedding.expand(len(images), 1, -1)
-        x_bLC = torch.cat([class_b1C, patches_bCP.transpose(1, 2)], dim=1) + self.positional_embedding
-        x_bLC = self.transformer(self.ln_pre(self.patch_dropout(x_bLC)))
-        if self.config.final_ln_after_pool:
-            pooled_bC = self.ln_post(self._pool(x_bLC))
+        x_bLC = torch.cat([class_b1C, patches_bPC], dim=1) + self.positional_embedding
+        x_bLC = self.ln_pre(self.patch_dropout(x_bLC))
+        if self.config.pool_type == "tok":
+            pooled_bC = self.ln_post(self.transformer(x_bLC, position=0).squeeze(1))
+        elif self.config.final_ln_after_pool:
+            pooled_bC = self.ln_post(self.transformer(x_bLC)[:, 1:].mean(dim=1))
         else:
-            pooled_bC = self._pool(self.ln_post(x_bLC))
+            pooled_bC = self.ln_post(self.transformer(x_bLC))[:, 1:].mean(dim=1)
         return pooled_bC @ self.proj
-
-    def _pool(self, x_bLC: torch.Tensor) -> torch.Tensor:
-        return x_bLC[:, 1:].mean(dim=1) if self.config.pool_type == "avg" else x_bLC[:, 0]
 
     def trainable_groups(self) -> list[list[Part]]:
         """Parts of the tower from input to output, in the groups that open_clip locks and unlocks."""
