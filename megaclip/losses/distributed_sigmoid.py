@@ -2,8 +2,8 @@
 
 The sigmoid of an entry needs no other entry, so there is no statistics pass: each block of the B x B similarities gives
 its losses and gradients at once. Exchange and reduction are `distributed_tiles`': with `feature` each block is computed
-once, by the rank that owns its rows, and dy travels; with `scalar` x and y travel, each rank computes the blocks of its
-rows and those of its columns, and keeps of each the side that is its own: no gradient moves, at twice the products.
+once, by the rank that owns its rows, and dy travels; with `scalar` x and y travel, and each rank computes the blocks of
+its rows for dx and those of its columns for dy: no gradient moves, at 8 products in units of b*B*D instead of 6.
 
 The positives (row i with column i of the global matrix) are left out throughout. No autograd.
 """
@@ -42,43 +42,81 @@ def distributed_sigmoid(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, pl
 
 def _gathered_feature(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) -> BatchSigmoid:
     y_all = gather_rows(y, group=plan.ranks)
-    part = _block(x, y_all, scale, bias, plan, diagonal=plan.ranks.rank * len(x))
+    part = _both_sides(x, y_all, scale, bias, plan, diagonal=plan.ranks.rank * len(x))
     return part._replace(dy=reduce_scatter_rows(part.dy, group=plan.ranks))
 
 
 def _gathered_scalar(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) -> BatchSigmoid:
     offset = plan.ranks.rank * len(x)
-    rows = _block(x, gather_rows(y, group=plan.ranks), scale, bias, plan, diagonal=offset)
-    columns = _block(gather_rows(x, group=plan.ranks), y, scale, bias, plan, diagonal=-offset)
-    return rows._replace(dy=columns.dy)
+    rows = _row_side(x, gather_rows(y, group=plan.ranks), scale, bias, plan, diagonal=offset)
+    dy = _column_side(gather_rows(x, group=plan.ranks), y, scale, bias, plan, diagonal=-offset)
+    return BatchSigmoid(rows.row_loss, rows.dx, dy, rows.row_dot, rows.row_sum)
 
 
 def _ring_feature(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) -> BatchSigmoid:
     """y goes round; its gradient follows it home."""
+    dx: Tensor | None = None
     rows: tuple[Tensor, ...] | None = None
     columns = Carried(merge_sums, group=plan.ranks)
     for owner, (y_block,) in circulate((y,), group=plan.ranks):
-        part = _block(x, y_block, scale, bias, plan, diagonal=0 if owner == plan.ranks.rank else None)
+        part = _both_sides(x, y_block, scale, bias, plan, diagonal=0 if owner == plan.ranks.rank else None, dx=dx)
         columns.add((part.dy,))
-        rows = merge_sums(rows, (part.row_loss, part.dx, part.row_dot, part.row_sum))
-    assert rows is not None, "a ring has at least one block"
-    row_loss, dx, row_dot, row_sum = rows
+        dx, rows = part.dx, merge_sums(rows, (part.row_loss, part.row_dot, part.row_sum))
+        del part  # or its dy, on its way, would live until the next block's is there
+    assert dx is not None and rows is not None, "a ring has at least one block"
+    row_loss, row_dot, row_sum = rows
     return BatchSigmoid(row_loss, dx, columns.home()[0], row_dot, row_sum)
 
 
 def _ring_scalar(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) -> BatchSigmoid:
     """x and y go round; each rank adds up the gradients of its own rows and columns."""
-    total: tuple[Tensor, ...] | None = None
-    for owner, (x_block, y_block) in circulate((x, y), group=plan.ranks):
-        if owner == plan.ranks.rank:
-            part = _block(x, y, scale, bias, plan, diagonal=0)
-        else:
-            columns = _block(x_block, y, scale, bias, plan, diagonal=None)
-            part = _block(x, y_block, scale, bias, plan, diagonal=None)._replace(dy=columns.dy)
-        total = merge_sums(total, part)
-    assert total is not None, "a ring has at least one block"
-    return BatchSigmoid(*total)
+    blocks = circulate((x, y), group=plan.ranks)
+    next(blocks)  # this rank's own
+    total = _both_sides(x, y, scale, bias, plan, diagonal=0)
+    for _, (x_block, y_block) in blocks:
+        rows = _row_side(x, y_block, scale, bias, plan, diagonal=None, dx=total.dx)
+        _column_side(x_block, y, scale, bias, plan, diagonal=None, dy=total.dy)
+        merge_sums((total.row_loss, total.row_dot, total.row_sum), (rows.row_loss, rows.row_dot, rows.row_sum))
+    return total
 
 
-def _block(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan, *, diagonal: int | None) -> BatchSigmoid:
-    return BatchSigmoid(*tile_sigmoid(x, y, scale, bias, diagonal=diagonal, **vars(plan.tiles)))
+class _RowSide(NamedTuple):
+    """The row part of `BatchSigmoid`."""
+
+    row_loss: Tensor
+    dx: Tensor
+    row_dot: Tensor
+    row_sum: Tensor
+
+
+def _both_sides(
+    x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan, diagonal: int | None, dx: Tensor | None = None
+) -> BatchSigmoid:
+    """One block; dx: what its rows' gradient is added to."""
+    row_loss, dx, dy, row_dot, row_sum = tile_sigmoid(
+        x, y, scale, bias, diagonal=diagonal, add_to=(dx, None), **vars(plan.tiles)
+    )
+    assert dx is not None and dy is not None, "both sides were asked for"
+    return BatchSigmoid(row_loss, dx, dy, row_dot, row_sum)
+
+
+def _row_side(
+    x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan, diagonal: int | None, dx: Tensor | None = None
+) -> _RowSide:
+    """What the rows' owner needs of a block whose columns are another rank's."""
+    row_loss, dx, _, row_dot, row_sum = tile_sigmoid(
+        x, y, scale, bias, diagonal=diagonal, need_dy=False, add_to=(dx, None), **vars(plan.tiles)
+    )
+    assert dx is not None, "the row side was asked for"
+    return _RowSide(row_loss, dx, row_dot, row_sum)
+
+
+def _column_side(
+    x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan, diagonal: int | None, dy: Tensor | None = None
+) -> Tensor:
+    """dy, all that the columns' owner needs of a block whose rows are another rank's."""
+    _, _, dy, _, _ = tile_sigmoid(
+        x, y, scale, bias, diagonal=diagonal, need_dx=False, add_to=(None, dy), **vars(plan.tiles)
+    )
+    assert dy is not None, "the column side was asked for"
+    return dy

@@ -95,34 +95,31 @@ def _ring_stats(x: Tensor, y: Tensor, row_scale: Scalars, values: _PerSample, pl
 def _ring_feature(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> BatchGrads:
     """y and its terms go round; its gradient follows it home."""
     terms = _PerSample(col)
-    rows: Tensors | None = None
+    dx: Tensor | None = None
+    row_dots: Tensors | None = None
     columns = Carried(merge_sums, group=plan.ranks)
     for owner, (y_block, *moved) in circulate((y, *terms.vectors), group=plan.ranks):
         diagonal = 0 if owner == plan.ranks.rank else None
-        dx, dy, row_dot, col_dot = _both_sides(x, y_block, row, Terms(*terms.joined(moved)), plan, diagonal)
-        rows = merge_sums(rows, (dx, row_dot))
+        dx, dy, row_dot, col_dot = _both_sides(x, y_block, row, Terms(*terms.joined(moved)), plan, diagonal, dx)
+        row_dots = merge_sums(row_dots, (row_dot,))
         columns.add((dy, col_dot))
-    assert rows is not None, "a ring has at least one block"
+    assert dx is not None and row_dots is not None, "a ring has at least one block"
     dy, col_dot = columns.home()
-    return BatchGrads(rows[0], dy, rows[1], col_dot)
+    return BatchGrads(dx, dy, row_dots[0], col_dot)
 
 
 def _ring_scalar(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> BatchGrads:
     """x and y go round with their terms; each rank adds up the gradients of its own rows and columns."""
     row_terms, col_terms = _PerSample(row), _PerSample(col)
     split = len(row_terms.vectors)
-    total: Tensors | None = None
-    for owner, (x_block, y_block, *moved) in circulate(
-        (x, y, *row_terms.vectors, *col_terms.vectors), group=plan.ranks
-    ):
-        if owner == plan.ranks.rank:
-            total = _both_sides(x, y, row, col, plan, diagonal=0)
-            continue
-        dx, row_dot = _row_side(x, y_block, row, Terms(*col_terms.joined(moved[split:])), plan, diagonal=None)
-        dy, col_dot = _column_side(x_block, y, Terms(*row_terms.joined(moved[:split])), col, plan, diagonal=None)
-        total = merge_sums(total, (dx, dy, row_dot, col_dot))
-    assert total is not None, "a ring has at least one block"
-    return BatchGrads(*total)
+    blocks = circulate((x, y, *row_terms.vectors, *col_terms.vectors), group=plan.ranks)
+    next(blocks)  # this rank's own
+    dx, dy, row_dot, col_dot = _both_sides(x, y, row, col, plan, diagonal=0)
+    for _, (x_block, y_block, *moved) in blocks:
+        others_rows, others_cols = Terms(*row_terms.joined(moved[:split])), Terms(*col_terms.joined(moved[split:]))
+        row_dot += _row_side(x, y_block, row, others_cols, plan, diagonal=None, add_to=dx)[1]
+        col_dot += _column_side(x_block, y, others_rows, col, plan, diagonal=None, add_to=dy)[1]
+    return BatchGrads(dx, dy, row_dot, col_dot)
 
 
 def _gathered_feature(x: Tensor, y_all: Tensor, row: Terms, col: Terms, plan: Plan) -> BatchGrads:
@@ -142,24 +139,31 @@ def _gathered_scalar(x: Tensor, y: Tensor, y_all: Tensor, row: Terms, col: Terms
     return BatchGrads(dx, dy, row_dot, col_dot)
 
 
-def _both_sides(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None) -> BatchGrads:
-    dx, dy, row_dot, col_dot = tile_grads(x, y, *row, *col, diagonal=diagonal, **_options(plan))
+def _both_sides(
+    x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None, add_dx_to: Tensor | None = None
+) -> BatchGrads:
+    totals = (add_dx_to, None)
+    dx, dy, row_dot, col_dot = tile_grads(x, y, *row, *col, diagonal=diagonal, add_to=totals, **_options(plan))
     assert dx is not None and dy is not None, "both sides were asked for"
     return BatchGrads(dx, dy, row_dot, col_dot)
 
 
-def _row_side(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None) -> tuple[Tensor, Tensor]:
+def _row_side(
+    x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None, add_to: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """dx and row_dot only: the columns' owner computes theirs."""
-    dx, _, row_dot, _ = tile_grads(x, y, *row, *col, diagonal=diagonal, need_dy=False, **_options(plan))
+    options = {"need_dy": False, "add_to": (add_to, None), **_options(plan)}
+    dx, _, row_dot, _ = tile_grads(x, y, *row, *col, diagonal=diagonal, **options)
     assert dx is not None, "the row side was asked for"
     return dx, row_dot
 
 
 def _column_side(
-    x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None
+    x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None, add_to: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """dy and col_dot only: the rows' owner computes theirs."""
-    _, dy, _, col_dot = tile_grads(x, y, *row, *col, diagonal=diagonal, need_dx=False, **_options(plan))
+    options = {"need_dx": False, "add_to": (None, add_to), **_options(plan)}
+    _, dy, _, col_dot = tile_grads(x, y, *row, *col, diagonal=diagonal, **options)
     assert dy is not None, "the column side was asked for"
     return dy, col_dot
 

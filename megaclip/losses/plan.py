@@ -6,7 +6,7 @@ arithmetic only. `make_plan` resolves "auto" by a cost model, the same way on ev
     seconds = products / rate + bytes / link speed      all_gather: nothing overlaps
     seconds = max of the two + a latency per hop        ring: exchanges are hidden behind tiles
 
-Products are 8 b*B*D with the feature reduction and 10 with scalar, 6 and 12 for the sigmoid loss; bytes are
+Products are 8 b*B*D with the feature reduction and 10 with scalar, 6 and 8 for the sigmoid loss; bytes are
 `megaclip.comm.volume`'s formulas for InfoNCE; an all_gather whose features and gradients would take more than half of
 the free memory is left out.
 """

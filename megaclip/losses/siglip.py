@@ -25,7 +25,7 @@ from megaclip.losses.plan import Plan
 from megaclip.ops.rows import finish_gradient, paired_products
 from megaclip.ops.tiles import accumulation_dtype
 
-_PRODUCTS = {"feature": 6, "scalar": 12}  # scalar: both sides of a tile are computed, and one is kept
+_PRODUCTS = {"feature": 6, "scalar": 8}
 
 
 class SigLipLoss(BatchLoss):

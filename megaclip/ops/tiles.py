@@ -21,6 +21,7 @@ from torch import Tensor
 from megaclip.logging import get_logger
 
 Scalars = float | Tensor  # a number, a 0-d or one-element tensor, or one value per row or per column
+Accumulators = tuple[Tensor | None, Tensor | None]  # of dx and of dy
 
 IMPLEMENTATIONS = ("auto", "torch", "triton")
 PRECISIONS = ("auto", "float32", "tf32", "bf16")
@@ -81,6 +82,7 @@ def tile_grads(
     need_dx: bool = True,
     need_dy: bool = True,
     need_dots: bool = True,
+    add_to: Accumulators = (None, None),
     precision: str = "auto",
     implementation: str = "auto",
     tile_budget_mib: float = 128,
@@ -96,8 +98,11 @@ def tile_grads(
 
     need_dx, need_dy: a side that is not needed costs no product and is returned as None.
     need_dots: False leaves the dots at zero and saves their sums; the total over both of them is also `sum(x * dx)`.
+    add_to: accumulators (m, D) and (n, D) of results' dtype, contiguous, that dx and dy are added to in place and
+        returned as; None makes a new one.
     """
     dtype = _check_features(x, y, precision, tile_budget_mib)
+    _check_accumulators(add_to, x, y, dtype)
     run = _implementation(implementation, x)
     rows = [_vector(value, name, x, dtype) for name, value in _named("row", row_scale, row_shift, row_weight)]
     cols = [_vector(value, name, y, dtype) for name, value in _named("col", col_scale, col_shift, col_weight)]
@@ -111,6 +116,7 @@ def tile_grads(
             need_dx=need_dx,
             need_dy=need_dy,
             need_dots=need_dots,
+            add_to=add_to,
             precision=precision,
             tile_budget_mib=tile_budget_mib,
         )
@@ -123,22 +129,36 @@ def tile_sigmoid(
     bias: float | Tensor,
     *,
     diagonal: int | None = None,
+    need_dx: bool = True,
+    need_dy: bool = True,
+    add_to: Accumulators = (None, None),
     precision: str = "auto",
     implementation: str = "auto",
     tile_budget_mib: float = 128,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
     """row_loss (m,), dx (m, D), dy (n, D), row_dot (m,), row_sum (m,) of the sigmoid loss's negatives, in one pass.
 
     With `z_ij = scale*s_ij + bias` and `P_ij = sigmoid(z_ij)`: `row_loss_i = sum_j softplus(z_ij)`, `dx = P y`,
     `dy = P^T x`, `row_dot_i = sum_j P_ij*s_ij`, `row_sum_i = sum_j P_ij` (SigLIP, equation 1, without its positives
-    and its factor 1/B). scale, bias: numbers or tensors of one element. Everything else as in `tile_stats`.
+    and its factor 1/B). scale, bias: numbers or tensors of one element. need_dx, need_dy, add_to: as in `tile_grads`.
+    Everything else as in `tile_stats`.
     """
     dtype = _check_features(x, y, precision, tile_budget_mib)
+    _check_accumulators(add_to, x, y, dtype)
     run = _implementation(implementation, x)
     scale, bias = (_vector(value, name, x[:1], dtype) for value, name in ((scale, "scale"), (bias, "bias")))
     with _plain_arithmetic(x):
         return run.tile_sigmoid(
-            x, y, scale, bias, diagonal=diagonal, precision=precision, tile_budget_mib=tile_budget_mib
+            x,
+            y,
+            scale,
+            bias,
+            diagonal=diagonal,
+            need_dx=need_dx,
+            need_dy=need_dy,
+            add_to=add_to,
+            precision=precision,
+            tile_budget_mib=tile_budget_mib,
         )
 
 
@@ -178,6 +198,20 @@ def _check_features(x: Tensor, y: Tensor, precision: str, tile_budget_mib: float
     if tile_budget_mib <= 0:
         raise ValueError(f"expected a positive tile_budget_mib, got {tile_budget_mib}")
     return accumulation_dtype(x)
+
+
+def _check_accumulators(add_to: Accumulators, x: Tensor, y: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError unless the accumulators have the shape, dtype, device and layout of new ones."""
+    for total, features in zip(add_to, (x, y), strict=True):
+        if total is None:
+            continue
+        if total.shape != features.shape or total.dtype != dtype or total.device != features.device:
+            raise ValueError(
+                f"expected an accumulator {tuple(features.shape)} of {dtype} on {features.device}, got "
+                f"{tuple(total.shape)} of {total.dtype} on {total.device}"
+            )
+        if not total.is_contiguous():
+            raise ValueError("expected a contiguous accumulator")
 
 
 def _vector(value: Scalars, name: str, features: Tensor, dtype: torch.dtype) -> Tensor:

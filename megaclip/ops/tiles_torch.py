@@ -63,12 +63,12 @@ def tile_grads(
     need_dx: bool,
     need_dy: bool,
     need_dots: bool,
+    add_to: tuple[Tensor | None, Tensor | None],
     precision: str,
     tile_budget_mib: float,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
     """dx (m, D), dy (n, D), row_dot (m,), col_dot (n,), as `tiles.tile_grads` says. Vectors are (m,) or (n,)."""
-    dx = row_scale.new_zeros(x.shape) if need_dx else None
-    dy = col_scale.new_zeros(y.shape) if need_dy else None
+    dx, dy = _accumulators(x, y, row_scale, need_dx, need_dy, add_to)
     row_dot, col_dot = torch.zeros_like(row_scale), torch.zeros_like(col_scale)
     x, y = _operands(x, y, precision)
     side = _tile_side(tile_budget_mib, _GRADS_BUFFERS, row_dot.dtype)
@@ -82,11 +82,7 @@ def tile_grads(
             col_mn = _weights(s_mn, col_scale[None, cols], col_shift[None, cols], col_weight[None, cols], offset)
             if need_dots:
                 col_dot[cols] += (col_mn * s_mn).sum(0)
-            p_mn = p_mn.add_(col_mn).to(x.dtype)
-            if dx is not None:
-                dx[rows] += _product(p_mn, y[cols])
-            if dy is not None:
-                dy[cols] += _product(p_mn.T, x[rows])
+            _add_products(dx, dy, p_mn.add_(col_mn).to(x.dtype), x, y, rows, cols)
     return dx, dy, row_dot, col_dot
 
 
@@ -97,11 +93,14 @@ def tile_sigmoid(
     bias: Tensor,
     *,
     diagonal: int | None,
+    need_dx: bool,
+    need_dy: bool,
+    add_to: tuple[Tensor | None, Tensor | None],
     precision: str,
     tile_budget_mib: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
     """row_loss, dx, dy, row_dot, row_sum, as `tiles.tile_sigmoid` says. scale and bias are (1,)."""
-    dx, dy = scale.new_zeros(x.shape), scale.new_zeros(y.shape)
+    dx, dy = _accumulators(x, y, scale, need_dx, need_dy, add_to)
     row_loss, row_dot, row_sum = scale.new_zeros((3, len(x))).unbind()
     x, y = _operands(x, y, precision)
     with _tf32(precision == "tf32"):
@@ -113,10 +112,29 @@ def tile_sigmoid(
             p_mn = z_mn.sigmoid_()
             row_sum[rows] += p_mn.sum(1)
             row_dot[rows] += (p_mn * s_mn).sum(1)
-            p_mn = p_mn.to(x.dtype)
-            dx[rows] += _product(p_mn, y[cols])
-            dy[cols] += _product(p_mn.T, x[rows])
+            _add_products(dx, dy, p_mn.to(x.dtype), x, y, rows, cols)
     return row_loss, dx, dy, row_dot, row_sum
+
+
+def _accumulators(
+    x: Tensor, y: Tensor, like: Tensor, need_dx: bool, need_dy: bool, add_to: tuple[Tensor | None, Tensor | None]
+) -> tuple[Tensor | None, Tensor | None]:
+    """What dx and dy are added to, in the dtype of `like`; None for a side that is not needed."""
+    dx, dy = (
+        (like.new_zeros(features.shape) if total is None else total) if needed else None
+        for needed, features, total in ((need_dx, x, add_to[0]), (need_dy, y, add_to[1]))
+    )
+    return dx, dy
+
+
+def _add_products(
+    dx: Tensor | None, dy: Tensor | None, p_mn: Tensor, x: Tensor, y: Tensor, rows: slice, cols: slice
+) -> None:
+    """Add one tile's `P y` to dx and `P^T x` to dy."""
+    if dx is not None:
+        dx[rows] += _product(p_mn, y[cols])
+    if dy is not None:
+        dy[cols] += _product(p_mn.T, x[rows])
 
 
 def _weights(s_mn: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, offset: int | None) -> Tensor:

@@ -89,6 +89,7 @@ def tile_grads(
     need_dx: bool = True,
     need_dy: bool = True,
     need_dots: bool = True,
+    add_to: tuple[Tensor | None, Tensor | None] = (None, None),
     precision: str = "auto",
     tile_budget_mib: float = 128,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
@@ -104,7 +105,7 @@ def tile_grads(
     row_scale, row_shift, row_weight = (_vector(value, x) for value in (row_scale, row_shift, row_weight))
     col_scale, col_shift, col_weight = (_vector(value, y) for value in (col_scale, col_shift, col_weight))
     row_shift, col_shift = row_shift.contiguous(), col_shift.contiguous()
-    products = _GradientProducts(x if need_dx else None, y if need_dy else None, empty=not len(x) or not len(y))
+    products = _GradientProducts(x, y, need_dx, need_dy, add_to)
     with _launching(plan):
         row_limits, col_limits = _tile_limits(x, y, row_scale, col_scale, (row_shift, col_shift), tile)
         for block in plan.blocks(plan.p_dtype.itemsize, keeps_tile=True):
@@ -142,9 +143,12 @@ def tile_sigmoid(
     bias: float | Tensor,
     *,
     diagonal: int | None = None,
+    need_dx: bool = True,
+    need_dy: bool = True,
+    add_to: tuple[Tensor | None, Tensor | None] = (None, None),
     precision: str = "auto",
     tile_budget_mib: float = 128,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
     """row_loss (m,), dx (m, D), dy (n, D), row_dot (m,), row_sum (m,), float32, of the sigmoid loss's negatives in
     one pass.
 
@@ -155,7 +159,7 @@ def tile_sigmoid(
     row_results = x.new_zeros((3, len(x)), dtype=torch.float32)
     plan = Plan(x, y, "sigmoid", precision, diagonal, tile_budget_mib)
     scale, bias = _vector(scale, x[:1]), _vector(bias, x[:1])
-    products = _GradientProducts(x, y, empty=not len(x) or not len(y))
+    products = _GradientProducts(x, y, need_dx, need_dy, add_to)
     with _launching(plan):
         for block in plan.blocks(plan.p_dtype.itemsize, keeps_tile=True):
             row_parts = row_results.new_empty((3, block.col_tiles, block.m))
@@ -170,7 +174,6 @@ def tile_sigmoid(
             )
             products.add(block)
             row_results[:, block.rows] += row_parts.sum(1)
-    assert products.dx is not None and products.dy is not None
     row_loss, row_dot, row_sum = row_results
     return row_loss, products.dx, products.dy, row_dot, row_sum
 
@@ -178,19 +181,27 @@ def tile_sigmoid(
 class _GradientProducts:
     """dx += P y and dy += P^T x, block after block, float32."""
 
-    def __init__(self, x: Tensor | None, y: Tensor | None, *, empty: bool):
-        """x, y: the sides whose gradient is needed. empty: no block will come."""
-        new = torch.zeros if empty else torch.empty
-        self.dx = None if x is None else new(x.shape, dtype=torch.float32, device=x.device)
-        self.dy = None if y is None else new(y.shape, dtype=torch.float32, device=y.device)
+    def __init__(
+        self, x: Tensor, y: Tensor, need_dx: bool, need_dy: bool, add_to: tuple[Tensor | None, Tensor | None]
+    ):
+        """add_to: accumulators; where there is none, the first block of a row or column writes instead of adding."""
+        new = torch.empty if len(x) and len(y) else torch.zeros  # zeros: no block will come
+        self._adds = tuple(total is not None for total in add_to)
+        self.dx, self.dy = (
+            (new(features.shape, dtype=torch.float32, device=x.device) if total is None else total) if needed else None
+            for needed, features, total in ((need_dx, x, add_to[0]), (need_dy, y, add_to[1]))
+        )
 
     def add(self, block: Block) -> None:
-        """Add one block's products; the first block of a row or column writes instead."""
+        """Add one block's products."""
         assert block.p is not None
+        adds_dx, adds_dy = self._adds
         if self.dx is not None:
-            _add_product(part(self.dx, block.rows), block.p, block.y.product, accumulate=block.cols.start > 0)
+            accumulate = adds_dx or block.cols.start > 0
+            _add_product(part(self.dx, block.rows), block.p, block.y.product, accumulate=accumulate)
         if self.dy is not None:
-            _add_product(part(self.dy, block.cols), block.p.T, block.x.product, accumulate=block.rows.start > 0)
+            accumulate = adds_dy or block.rows.start > 0
+            _add_product(part(self.dy, block.cols), block.p.T, block.x.product, accumulate=accumulate)
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:

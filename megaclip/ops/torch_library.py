@@ -115,6 +115,7 @@ def tile_sigmoid(
         implementation=implementation,
         tile_budget_mib=tile_budget_mib,
     )
+    assert dx is not None and dy is not None, "both sides were asked for"
     # The three are rows of one buffer, and results of an operation must not share memory.
     return row_loss.clone(), dx, dy, row_dot.clone(), row_sum.clone()
 
