@@ -6,7 +6,7 @@ that the implementation allocates without filling it starts as NaN, so that a va
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -164,6 +164,30 @@ def check_tile_case(module: Any, case: TileCase, device: str) -> None:
             _assert_within(norm_error(result, wanted), tolerance, name)
 
 
+def check_sides_and_accumulators(module: Any, case: TileCase, device: str) -> None:
+    """`_check_sides_and_accumulators` of both kinds of gradient tile."""
+    x, y = features_of(case, device)
+    options = dict(diagonal=case.diagonal, precision=case.precision, tile_budget_mib=case.budget_mib)
+    terms = (case.scale, 5.0, 0.5, case.scale, 4.0, 0.25)
+    _check_sides_and_accumulators(lambda **given: module.tile_grads(x, y, *terms, **options, **given)[:2])
+    _check_sides_and_accumulators(lambda **given: module.tile_sigmoid(x, y, case.scale, -1.0, **options, **given)[1:3])
+
+
+def _check_sides_and_accumulators(gradients: Callable[..., tuple[Tensor | None, Tensor | None]]) -> None:
+    """One side alone is what it is beside the other, to the last bit; accumulators keep what they held."""
+    dx, dy = gradients()
+    assert dx is not None and dy is not None
+    for alone, (only_x, only_y) in ((dx, gradients(need_dy=False)), (dy, gradients(need_dx=False)[::-1])):
+        assert only_x is not None and torch.equal(only_x, alone) and only_y is None
+    held = [torch.linspace(-1, 1, side.numel(), device=dx.device).view(side.shape) for side in (dx, dy)]
+    totals = [before.clone() for before in held]
+    with poisoned_allocations():
+        returned = gradients(add_to=tuple(totals))
+    for total, got, before, side in zip(totals, returned, held, (dx, dy), strict=True):
+        assert got is total
+        _assert_within((total - (before + side)).abs().max().item(), 1e-5 * (1 + side.abs().max().item()), "a total")
+
+
 def check_sigmoid_case(module: Any, case: TileCase, device: str, bias: float) -> None:
     """Assert that `module.tile_sigmoid` gives what float64 gives."""
     x, y = features_of(case, device)
@@ -226,6 +250,12 @@ def check_row_operations(module: Any, dtype: torch.dtype, device: str) -> None:
         _assert_within(norm_error(dots, (x.double() * expected).sum(1)), tolerance, "dots")
         _assert_within(norm_error(gradient, 3.5 * expected), max(GRADIENT[dtype], tolerance), "gradient")
 
+
+# One side at a time, and sums that hold something already: one block, and several.
+SIDES_CASES = [
+    TileCase(33, 40, 24),
+    TileCase(100, 150, 16, budget_mib=0.02, diagonal=50, dtype=torch.float32),
+]
 
 # Small enough for Triton's interpreter, whose tiles are 32 x 64.
 SMALL_CASES = [

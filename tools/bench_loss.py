@@ -241,12 +241,18 @@ def siglip_gradient(x: Tensor, y: Tensor, scale: float, rows: slice) -> Tensor:
 def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
     """InfoNCE by name; a maker raises ImportError where its package is missing."""
 
-    def ours(exchange: str, reduction: str) -> Callable[[], Loss]:
+    def ours(**ways: Any) -> Callable[[], Loss]:
         def make() -> Loss:
             from megaclip.losses import ClipLoss
 
-            loss = ClipLoss(exchange=exchange, reduction=reduction)
+            loss = ClipLoss(**ways)
             return lambda x, y, scale, bias: loss(x, y, scale)
+
+        return make
+
+    def global_contrastive(variant: str) -> Callable[[], Loss]:
+        def make() -> Loss:
+            return GlobalContrastive(variant, ranks)
 
         return make
 
@@ -262,22 +268,53 @@ def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
         run = module.cal_inf_loss if ranks.size > 1 else module.cal_flash_loss
         return lambda x, y, scale, bias: (run(x, y, scale=scale).mean() + run(y, x, scale=scale).mean()) / 2
 
+    methods = {name: ours(**ways) for name, ways in our_ways(ranks).items()}
+    variants = {f"megaclip {variant}": global_contrastive(variant) for variant in ("fastclip_v3", "fastclip_v2")}
+    return {**methods, **variants, "open_clip": open_clip, "Inf-CL": inf_cl}
+
+
+def our_ways(ranks: Ranks) -> dict[str, dict[str, str]]:
+    """This project's exchanges and reductions by name; on one GPU nothing moves."""
     if ranks.size == 1:
-        methods = {"megaclip": ours("auto", "auto")}
-    else:
-        methods = {
-            f"megaclip {exchange} {reduction}": ours(exchange, reduction)
-            for exchange in ("ring", "all_gather")
-            for reduction in ("feature", "scalar")
-        }
-    return {**methods, "open_clip": open_clip, "Inf-CL": inf_cl}
+        return {"megaclip": {}}
+    ways: dict[str, dict[str, str]] = {
+        f"megaclip {exchange} {reduction}": {"exchange": exchange, "reduction": reduction}
+        for exchange in ("ring", "all_gather")
+        for reduction in ("feature", "scalar")
+    }
+    bf16 = {"reduction": "feature", "payload": "bf16"}
+    return ways | {
+        f"megaclip {exchange} feature bf16": {"exchange": exchange, **bf16} for exchange in ("ring", "all_gather")
+    }
+
+
+class GlobalContrastive:
+    """A FastCLIP loss with the fetch of its samples' state and, before the next call, its `step()`; like `Loss`.
+
+    It optimises another objective than InfoNCE, so its gradient error against InfoNCE's gradient means nothing.
+    """
+
+    def __init__(self, variant: str, ranks: Ranks) -> None:
+        from megaclip.losses import FastClipLoss
+
+        self._make = lambda samples: FastClipLoss(variant, samples=samples, state_device=ranks.device).to(ranks.device)
+        self._ranks = ranks
+        self._loss: Any = None
+
+    def __call__(self, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        if self._loss is None:
+            self._loss = self._make(len(x) * self._ranks.size)
+            self._ids = torch.arange(len(x)) * self._ranks.size + self._ranks.rank
+        else:
+            self._loss.step()
+        return self._loss(x, y, ids=self._ids, epoch=2.5)
 
 
 def siglip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
     """The sigmoid loss by name."""
 
-    def ours() -> Loss:
-        return importlib.import_module("megaclip.losses").SigLipLoss()
+    def ours(**ways: Any) -> Callable[[], Loss]:
+        return lambda: importlib.import_module("megaclip.losses").SigLipLoss(**ways)
 
     def open_clip() -> Loss:
         return importlib.import_module("open_clip.loss").SigLipLoss(rank=ranks.rank, world_size=ranks.size)
@@ -289,7 +326,8 @@ def siglip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
         module = importlib.import_module("siglip_kernel.distributed")
         return module.DistributedSigLIPLoss(strategy="ring", rank=ranks.rank, world_size=ranks.size)
 
-    return {"megaclip": ours, "open_clip": open_clip, "siglip-kernel": siglip_kernel}
+    methods = {name: ours(**ways) for name, ways in our_ways(ranks).items()}
+    return {**methods, "open_clip": open_clip, "siglip-kernel": siglip_kernel}
 
 
 if __name__ == "__main__":

@@ -17,24 +17,29 @@ from megaclip import errors
 from megaclip.comm.groups import RankGroup, every_rank, resolve
 
 
-def gather_rows(rows: Tensor, *, group: Any = None) -> Tensor:
-    """(b, ...) on each rank -> (W*b, ...) on all, in rank order. Every rank has the same b and dtype."""
+def gather_rows(rows: Tensor, *, group: Any = None, payload: torch.dtype | None = None) -> Tensor:
+    """(b, ...) on each rank -> (W*b, ...) on all, in rank order. Every rank has the same b and dtype.
+
+    payload: the dtype they travel in; None is their own, which they have again on arrival.
+    """
     ranks = resolve(group)
     if ranks.size == 1:
         return rows
-    gathered = rows.new_empty(ranks.size * len(rows), *rows.shape[1:])
-    dist.all_gather_into_tensor(gathered, rows.contiguous(), group=ranks.handle)
-    return gathered
+    sent = rows.to(payload or rows.dtype).contiguous()
+    gathered = sent.new_empty(ranks.size * len(sent), *sent.shape[1:])
+    dist.all_gather_into_tensor(gathered, sent, group=ranks.handle)
+    return gathered.to(rows.dtype)
 
 
-def reduce_scatter_rows(rows: Tensor, *, group: Any = None) -> Tensor:
-    """(W*b, ...) on each rank -> the sum over ranks of this rank's b rows, (b, ...)."""
+def reduce_scatter_rows(rows: Tensor, *, group: Any = None, payload: torch.dtype | None = None) -> Tensor:
+    """(W*b, ...) on each rank -> the sum over ranks of this rank's b rows, (b, ...). payload: as for `gather_rows`."""
     ranks = resolve(group)
     if ranks.size == 1:
         return rows
-    own = rows.new_empty(len(rows) // ranks.size, *rows.shape[1:])
-    dist.reduce_scatter_tensor(own, rows.contiguous(), group=ranks.handle)
-    return own
+    sent = rows.to(payload or rows.dtype).contiguous()
+    own = sent.new_empty(len(sent) // ranks.size, *sent.shape[1:])
+    dist.reduce_scatter_tensor(own, sent, group=ranks.handle)
+    return own.to(rows.dtype)
 
 
 def reduce_scatter_log_sum_exp(values: Tensor, *, group: Any = None) -> Tensor:

@@ -31,26 +31,29 @@ _BLOCK_TAG = 0
 _CARRIED_TAG = 100
 
 
-def circulate(block: Sequence[Tensor], *, group: Any = None) -> Iterator[tuple[int, Tensors]]:
+def circulate(
+    block: Sequence[Tensor], *, group: Any = None, payload: torch.dtype | None = None
+) -> Iterator[tuple[int, Tensors]]:
     """Yield (rank that owns the block, its tensors) W times, this rank's own block first.
 
     block: tensors whose shapes and dtypes are the same on all ranks. The caller must not change what it is given: it is
-    being sent on.
+    being sent on. payload: the dtype that matrices travel in (vectors travel as they are); what arrives has its own
+    dtype again. None leaves all as they are.
     """
     ranks = resolve(group)
     if not isinstance(ranks, NodeGroup):
-        yield from _circulate(block, ranks)
+        yield from _circulate(block, ranks, payload)
         return
-    for node, held in _circulate(block, ranks.outer):
-        for place, visiting in _circulate(held, ranks.inner):
+    for node, held in _circulate(block, ranks.outer, payload):
+        for place, visiting in _circulate(held, ranks.inner, payload):
             yield node * ranks.inner.size + place, visiting
 
 
-def _circulate(block: Sequence[Tensor], ranks: RankGroup) -> Iterator[tuple[int, Tensors]]:
+def _circulate(block: Sequence[Tensor], ranks: RankGroup, payload: torch.dtype | None) -> Iterator[tuple[int, Tensors]]:
     """One level of `circulate`."""
     held: Tensors = tuple(tensor.contiguous() for tensor in block)
     for hop in range(ranks.size):
-        exchange = _Exchange(held, ranks, _BLOCK_TAG) if hop < ranks.size - 1 else None
+        exchange = _Exchange(held, ranks, _BLOCK_TAG, payload) if hop < ranks.size - 1 else None
         yield (ranks.rank - hop) % ranks.size, held
         if exchange is not None:
             held = exchange.wait()
@@ -59,12 +62,17 @@ def _circulate(block: Sequence[Tensor], ranks: RankGroup) -> Iterator[tuple[int,
 class Carried:
     """Tensors that travel one exchange behind the blocks of `circulate` and collect a part from every rank.
 
-    merge(arrived, part) joins what came along with this rank's part; it may work in place on either.
+    merge(arrived, part) joins what came along with this rank's part; it may work in place on either. payload: as for
+    `circulate`; parts are merged in their own dtype.
     """
 
-    def __init__(self, merge: Merge, *, group: Any = None) -> None:
+    def __init__(self, merge: Merge, *, group: Any = None, payload: torch.dtype | None = None) -> None:
         ranks = resolve(group)
-        self._route = _TwoLevelRoute(merge, ranks) if isinstance(ranks, NodeGroup) else _Route(merge, ranks)
+        self._route: _Route | _TwoLevelRoute
+        if isinstance(ranks, NodeGroup):
+            self._route = _TwoLevelRoute(merge, ranks, payload)
+        else:
+            self._route = _Route(merge, ranks, payload)
 
     def add(self, part: Tensors) -> None:
         """This rank's part for the block it holds; call it once per hop. The part must not be used afterwards."""
@@ -78,14 +86,14 @@ class Carried:
 class _Route:
     """One level of `Carried`."""
 
-    def __init__(self, merge: Merge, ranks: RankGroup) -> None:
-        self._merge, self._ranks = merge, ranks
+    def __init__(self, merge: Merge, ranks: RankGroup, payload: torch.dtype | None) -> None:
+        self._merge, self._ranks, self._payload = merge, ranks, payload
         self._under_way: _Exchange | None = None
 
     def add(self, part: Tensors) -> None:
         if self._under_way is not None:
             part = self._merge(self._under_way.wait(), part)
-        self._under_way = _Exchange(part, self._ranks, _CARRIED_TAG)
+        self._under_way = _Exchange(part, self._ranks, _CARRIED_TAG, self._payload)
 
     def home(self) -> Tensors:
         assert self._under_way is not None, "home() before the first add()"
@@ -95,10 +103,10 @@ class _Route:
 class _TwoLevelRoute:
     """`Carried` on several nodes: round after round inside the node, each added to what goes from node to node."""
 
-    def __init__(self, merge: Merge, ranks: NodeGroup) -> None:
-        self._merge, self._ranks = merge, ranks
-        self._between = _Route(merge, ranks.outer)
-        self._round = _Route(merge, ranks.inner)
+    def __init__(self, merge: Merge, ranks: NodeGroup, payload: torch.dtype | None) -> None:
+        self._merge, self._ranks, self._payload = merge, ranks, payload
+        self._between = _Route(merge, ranks.outer, payload)
+        self._round = _Route(merge, ranks.inner, payload)
         self._hops = 0
 
     def add(self, part: Tensors) -> None:
@@ -113,13 +121,16 @@ class _TwoLevelRoute:
 
     def _end_round(self) -> None:
         self._between.add(self._round.home())
-        self._round, self._hops = _Route(self._merge, self._ranks.inner), 0
+        self._round, self._hops = _Route(self._merge, self._ranks.inner, self._payload), 0
 
 
 class _Exchange:
     """Tensors on their way to the next rank, while the previous rank's arrive. A group of one hands its own back."""
 
-    def __init__(self, tensors: Tensors, ranks: RankGroup, tag: int) -> None:
+    def __init__(self, tensors: Tensors, ranks: RankGroup, tag: int, payload: torch.dtype | None) -> None:
+        self._dtypes = tuple(tensor.dtype for tensor in tensors)
+        if payload is not None and ranks.size > 1:
+            tensors = tuple(tensor.to(payload) if tensor.dim() > 1 else tensor for tensor in tensors)
         self._sent = tensors  # kept alive until they have left
         if ranks.size == 1:
             self._received, self._works = tensors, []
@@ -135,4 +146,4 @@ class _Exchange:
     def wait(self) -> Tensors:
         for work in self._works:
             work.wait()
-        return self._received
+        return tuple(tensor.to(dtype) for tensor, dtype in zip(self._received, self._dtypes, strict=True))

@@ -70,12 +70,14 @@ def contrastive_traffic(
     batch: int,
     embedding: int,
     feature_bytes: int,
+    gradient_bytes: int = 4,
     sum_bytes: int = 4,
 ) -> Traffic:
     """InfoNCE's traffic (docs/mathematics.md), forward and backward, on W ranks with b = `batch` local rows.
 
-    feature_bytes: bytes of a feature's element; sum_bytes: of an element of gradients and per-sample values. Included
-    are the four int64 that ranks compare before the exchange, and the sums of the loss and of logit_scale's gradient.
+    feature_bytes, gradient_bytes, sum_bytes: of an element of features, gradients and per-sample values, as they
+    travel. Included are the four int64 that ranks compare before the exchange, and the sums of the loss and of
+    logit_scale's gradient.
     """
     hops, rows = world_size - 1, batch * embedding
     # Units of b*D features, b*D gradients, b per-sample values. In the ring one hop more brings results home.
@@ -88,7 +90,7 @@ def contrastive_traffic(
     few = hops * 4 * 8 + 2 * 2 * hops / world_size * sum_bytes
     if world_size == 1:
         return Traffic(0, 0, 0)
-    return Traffic(features * rows * feature_bytes, gradients * rows * sum_bytes, values * batch * sum_bytes + few)
+    return Traffic(features * rows * feature_bytes, gradients * rows * gradient_bytes, values * batch * sum_bytes + few)
 
 
 def open_clip_traffic(*, world_size: int, batch: int, embedding: int, feature_bytes: int) -> Traffic:

@@ -15,9 +15,11 @@ class BatchLoss(nn.Module):
         data-parallel group, and plain Python without any launcher is a group of one.
     exchange: "ring", "all_gather" or "auto"; reduction: "feature", "scalar" or "auto". All are exact; `losses/plan.py`
         says how they differ and how "auto" chooses.
+    payload: what features and their gradients travel in between ranks: "auto" is features' own dtype and float32
+        gradients; "bf16" rounds both on the way (sums stay float32), for half the traffic of float32.
     precision, implementation, tile_budget_mib: as in `megaclip.ops.tiles`.
 
-    Raises ValueError for an unknown exchange or reduction.
+    Raises ValueError for an unknown exchange, reduction or payload.
     """
 
     def __init__(
@@ -26,19 +28,27 @@ class BatchLoss(nn.Module):
         group: Any = None,
         exchange: str = "auto",
         reduction: str = "auto",
+        payload: str = "auto",
         precision: str = "auto",
         implementation: str = "auto",
         tile_budget_mib: float = 128,
     ) -> None:
         super().__init__()
-        check_choices(exchange, reduction)
+        check_choices(exchange, reduction, payload)
         self.group = group
         self.exchange = exchange
         self.reduction = reduction
+        self.payload = payload
         self.tiles = TileOptions(precision, implementation, tile_budget_mib)
 
     def plan(self, features: Tensor, ranks: RankGroup, **work: Any) -> Plan:
         """`make_plan` with this loss's settings. work: what this loss needs of the tiles (need_dots, products)."""
         return make_plan(
-            features, ranks=ranks, exchange=self.exchange, reduction=self.reduction, tiles=self.tiles, **work
+            features,
+            ranks=ranks,
+            exchange=self.exchange,
+            reduction=self.reduction,
+            payload=self.payload,
+            tiles=self.tiles,
+            **work,
         )

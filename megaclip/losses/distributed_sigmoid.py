@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaclip.comm.collectives import gather_rows, reduce_scatter_rows
 from megaclip.comm.ring import Carried, circulate
-from megaclip.losses.distributed_tiles import merge_sums
+from megaclip.losses.distributed_tiles import merge_sums, wire
 from megaclip.losses.plan import Plan
 from megaclip.ops.tiles import tile_sigmoid
 
@@ -41,15 +41,15 @@ def distributed_sigmoid(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, pl
 
 
 def _gathered_feature(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) -> BatchSigmoid:
-    y_all = gather_rows(y, group=plan.ranks)
+    y_all = gather_rows(y, **wire(plan))
     part = _both_sides(x, y_all, scale, bias, plan, diagonal=plan.ranks.rank * len(x))
-    return part._replace(dy=reduce_scatter_rows(part.dy, group=plan.ranks))
+    return part._replace(dy=reduce_scatter_rows(part.dy, **wire(plan)))
 
 
 def _gathered_scalar(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) -> BatchSigmoid:
     offset = plan.ranks.rank * len(x)
-    rows = _row_side(x, gather_rows(y, group=plan.ranks), scale, bias, plan, diagonal=offset)
-    dy = _column_side(gather_rows(x, group=plan.ranks), y, scale, bias, plan, diagonal=-offset)
+    rows = _row_side(x, gather_rows(y, **wire(plan)), scale, bias, plan, diagonal=offset)
+    dy = _column_side(gather_rows(x, **wire(plan)), y, scale, bias, plan, diagonal=-offset)
     return BatchSigmoid(rows.row_loss, rows.dx, dy, rows.row_dot, rows.row_sum)
 
 
@@ -57,8 +57,8 @@ def _ring_feature(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan)
     """y goes round; its gradient follows it home."""
     dx: Tensor | None = None
     rows: tuple[Tensor, ...] | None = None
-    columns = Carried(merge_sums, group=plan.ranks)
-    for owner, (y_block,) in circulate((y,), group=plan.ranks):
+    columns = Carried(merge_sums, **wire(plan))
+    for owner, (y_block,) in circulate((y,), **wire(plan)):
         part = _both_sides(x, y_block, scale, bias, plan, diagonal=0 if owner == plan.ranks.rank else None, dx=dx)
         columns.add((part.dy,))
         dx, rows = part.dx, merge_sums(rows, (part.row_loss, part.row_dot, part.row_sum))
@@ -70,7 +70,7 @@ def _ring_feature(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan)
 
 def _ring_scalar(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) -> BatchSigmoid:
     """x and y go round; each rank adds up the gradients of its own rows and columns."""
-    blocks = circulate((x, y), group=plan.ranks)
+    blocks = circulate((x, y), **wire(plan))
     next(blocks)  # this rank's own
     total = _both_sides(x, y, scale, bias, plan, diagonal=0)
     for _, (x_block, y_block) in blocks:

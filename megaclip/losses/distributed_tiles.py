@@ -48,7 +48,7 @@ class BatchGrads(NamedTuple):
 
 def gather_columns(y: Tensor, plan: Plan) -> Tensor | None:
     """What both passes need of the other ranks' columns: (B, D) with the all_gather exchange, None with the ring."""
-    return gather_rows(y, group=plan.ranks) if plan.exchange == "all_gather" else None
+    return gather_rows(y, **wire(plan)) if plan.exchange == "all_gather" else None
 
 
 def distributed_stats(
@@ -83,7 +83,7 @@ def _ring_stats(x: Tensor, y: Tensor, row_scale: Scalars, values: _PerSample, pl
     """y and its column scale go round; each column's running log-sum-exp follows them home."""
     row_lse = torch.full((len(x),), -torch.inf, dtype=accumulation_dtype(x), device=x.device)
     col_lse = Carried(_merge_log_sum_exp, group=plan.ranks)
-    for owner, (y_block, *moved) in circulate((y, *values.vectors), group=plan.ranks):
+    for owner, (y_block, *moved) in circulate((y, *values.vectors), **wire(plan)):
         (col_scale,) = values.joined(moved)
         diagonal = 0 if owner == plan.ranks.rank else None
         row_part, col_part = tile_stats(x, y_block, row_scale, col_scale, diagonal=diagonal, **vars(plan.tiles))
@@ -97,8 +97,8 @@ def _ring_feature(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> B
     terms = _PerSample(col)
     dx: Tensor | None = None
     row_dots: Tensors | None = None
-    columns = Carried(merge_sums, group=plan.ranks)
-    for owner, (y_block, *moved) in circulate((y, *terms.vectors), group=plan.ranks):
+    columns = Carried(merge_sums, **wire(plan))
+    for owner, (y_block, *moved) in circulate((y, *terms.vectors), **wire(plan)):
         diagonal = 0 if owner == plan.ranks.rank else None
         dx, dy, row_dot, col_dot = _both_sides(x, y_block, row, Terms(*terms.joined(moved)), plan, diagonal, dx)
         row_dots = merge_sums(row_dots, (row_dot,))
@@ -112,7 +112,7 @@ def _ring_scalar(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> Ba
     """x and y go round with their terms; each rank adds up the gradients of its own rows and columns."""
     row_terms, col_terms = _PerSample(row), _PerSample(col)
     split = len(row_terms.vectors)
-    blocks = circulate((x, y, *row_terms.vectors, *col_terms.vectors), group=plan.ranks)
+    blocks = circulate((x, y, *row_terms.vectors, *col_terms.vectors), **wire(plan))
     next(blocks)  # this rank's own
     dx, dy, row_dot, col_dot = _both_sides(x, y, row, col, plan, diagonal=0)
     for _, (x_block, y_block, *moved) in blocks:
@@ -126,7 +126,7 @@ def _gathered_feature(x: Tensor, y_all: Tensor, row: Terms, col: Terms, plan: Pl
     """This rank's rows against all columns; the columns' gradients are summed over ranks, each rank keeping its own."""
     col_all = Terms(*_PerSample(col).gathered(plan))
     part = _both_sides(x, y_all, row, col_all, plan, diagonal=plan.ranks.rank * len(x))
-    dy = reduce_scatter_rows(part.dy, group=plan.ranks)
+    dy = reduce_scatter_rows(part.dy, **wire(plan))
     return BatchGrads(part.dx, dy, part.row_dot, reduce_scatter_rows(part.col_dot, group=plan.ranks))
 
 
@@ -134,7 +134,7 @@ def _gathered_scalar(x: Tensor, y: Tensor, y_all: Tensor, row: Terms, col: Terms
     """This rank's rows against all columns for dx, then all rows against this rank's columns for dy."""
     offset = plan.ranks.rank * len(x)
     dx, row_dot = _row_side(x, y_all, row, Terms(*_PerSample(col).gathered(plan)), plan, diagonal=offset)
-    x_all, row_all = gather_rows(x, group=plan.ranks), Terms(*_PerSample(row).gathered(plan))
+    x_all, row_all = gather_rows(x, **wire(plan)), Terms(*_PerSample(row).gathered(plan))
     dy, col_dot = _column_side(x_all, y, row_all, col, plan, diagonal=-offset)
     return BatchGrads(dx, dy, row_dot, col_dot)
 
@@ -166,6 +166,11 @@ def _column_side(
     _, dy, _, col_dot = tile_grads(x, y, *row, *col, diagonal=diagonal, **options)
     assert dy is not None, "the column side was asked for"
     return dy, col_dot
+
+
+def wire(plan: Plan) -> dict[str, Any]:
+    """Who shares features and their gradients, and the dtype these travel in."""
+    return {"group": plan.ranks, "payload": plan.payload}
 
 
 def _options(plan: Plan) -> dict[str, Any]:

@@ -38,7 +38,9 @@ class Ticket:
         self, ids: Tensor, slots: Tensor, order: Tensor, given: list[int], taken: list[int], received: Tensor, work: Any
     ) -> None:
         self.ids = ids  # (b,) of this rank, on the host
-        self.slots = slots  # rows of this rank's state that others (and it) asked for, requester by requester
+        # slots: rows of this rank's state that others (and it) asked for, requester by requester. Sorted out now, while
+        # a GPU may be busy with the towers: which rows there are, and which of them each request means.
+        self.held, self.inverse = torch.unique(slots, return_inverse=True)
         self.order = order  # (b,) where the rows received belong in the batch
         self.given, self.taken = given, taken  # rows per peer: sent to it, received from it
         self._received = received
@@ -114,8 +116,7 @@ class SampleState:
         ticket.rows()
         rows = rows.detach().to(ticket.rows().device, self.values.dtype)
         received, _ = self._exchange(rows[ticket.order.to(rows.device)], ticket.taken, ticket.given, wait=True)
-        held, inverse = torch.unique(ticket.slots, return_inverse=True)
-        held, inverse = held.to(self.values.device), inverse.to(self.values.device)
+        held, inverse = ticket.held.to(self.values.device), ticket.inverse.to(self.values.device)
         self.values[held] = merge(self.values[held], received.to(self.values.device), inverse)
 
     def rows_of(self, ids: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class FastClipLoss(BatchLoss):
         the part through g, v0's part through g is not halved, log u takes the place of log(eps+u) in the temperature's
         gradient, and per-sample Adam counts epochs. The loss value is the same in both.
     state_device, state_dtype: of the per-sample state.
-    group, exchange, reduction, precision, implementation, tile_budget_mib: as in `BatchLoss`.
+    group, exchange, reduction, payload, precision, implementation, tile_budget_mib: as in `BatchLoss`.
     """
 
     def __init__(
@@ -131,6 +131,7 @@ class FastClipLoss(BatchLoss):
         group: Any = None,
         exchange: str = "auto",
         reduction: str = "auto",
+        payload: str = "auto",
         precision: str = "auto",
         implementation: str = "auto",
         tile_budget_mib: float = 128,
@@ -139,6 +140,7 @@ class FastClipLoss(BatchLoss):
             group=group,
             exchange=exchange,
             reduction=reduction,
+            payload=payload,
             precision=precision,
             implementation=implementation,
             tile_budget_mib=tile_budget_mib,

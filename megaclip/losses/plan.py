@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megaclip.comm.groups import NodeGroup, RankGroup, by_node
@@ -25,6 +26,7 @@ from megaclip.ops.tiles import accumulation_dtype
 
 EXCHANGES = ("ring", "all_gather")
 REDUCTIONS = ("feature", "scalar")
+PAYLOADS = {"auto": None, "bf16": torch.bfloat16}
 SOFTMAX_PRODUCTS = {"feature": 8, "scalar": 10}
 
 # A hop's fixed cost: launches of its exchange and its tile, and the wait for a neighbour that is a little late.
@@ -53,13 +55,18 @@ class Plan:
     reduction: str  # "feature" | "scalar"
     tiles: TileOptions
     need_dots: bool = True  # row_dot and col_dot, which only per-sample temperatures need
+    payload: torch.dtype | None = None  # that features and their gradients travel in; None: as they are
 
 
-def check_choices(exchange: str, reduction: str) -> None:
-    """Raise ValueError unless both are "auto" or one of the known choices."""
-    for name, value, known in (("exchange", exchange, EXCHANGES), ("reduction", reduction, REDUCTIONS)):
-        if value != "auto" and value not in known:
-            raise ValueError(f"expected {name} to be one of auto, {', '.join(known)}, got {value!r}")
+def check_choices(exchange: str, reduction: str, payload: str) -> None:
+    """Raise ValueError unless each is "auto" or one of the known choices."""
+    for name, value, known in (
+        ("exchange", exchange, ("auto", *EXCHANGES)),
+        ("reduction", reduction, ("auto", *REDUCTIONS)),
+        ("payload", payload, PAYLOADS),
+    ):
+        if value not in known:
+            raise ValueError(f"expected {name} to be one of {', '.join(known)}, got {value!r}")
 
 
 def make_plan(
@@ -70,23 +77,30 @@ def make_plan(
     reduction: str,
     tiles: TileOptions,
     need_dots: bool,
+    payload: str = "auto",
     products: Mapping[str, int] = SOFTMAX_PRODUCTS,
 ) -> Plan:
     """The plan for local features (b, D) on each of `ranks`; logs once what "auto" became and why.
 
     products: of the loss, forward and backward, by reduction, in units of b*B*D.
     """
+    wire = PAYLOADS[payload]
     if "auto" in (exchange, reduction):
-        exchange, reduction = _choose(features, ranks, exchange, reduction, products)
+        exchange, reduction = _choose(features, ranks, exchange, reduction, wire, products)
     if exchange == "ring":
         ranks = by_node(ranks)
         if isinstance(ranks, NodeGroup):
             _announce(f"ring: inside each of {ranks.outer.size} nodes, and from node to node")
-    return Plan(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles, need_dots=need_dots)
+    return Plan(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles, need_dots=need_dots, payload=wire)
 
 
 def _choose(
-    features: Tensor, ranks: RankGroup, exchange: str, reduction: str, products: Mapping[str, int]
+    features: Tensor,
+    ranks: RankGroup,
+    exchange: str,
+    reduction: str,
+    payload: torch.dtype | None,
+    products: Mapping[str, int],
 ) -> tuple[str, str]:
     """The cheapest way among those that "auto" leaves open and the memory allows."""
     exchanges = EXCHANGES if exchange == "auto" else (exchange,)
@@ -98,7 +112,7 @@ def _choose(
     if exchange == "auto" and gathered > machine.free_bytes / 2:
         exchanges = ("ring",)
     seconds = {
-        way: _seconds(*way, features, ranks.size, machine, products[way[1]])
+        way: _seconds(*way, features, ranks.size, machine, payload, products[way[1]])
         for way in itertools.product(exchanges, reductions)
     }
     best = min(seconds, key=lambda way: seconds[way])
@@ -112,7 +126,13 @@ def _choose(
 
 
 def _seconds(
-    exchange: str, reduction: str, features: Tensor, world_size: int, machine: Machine, products: int
+    exchange: str,
+    reduction: str,
+    features: Tensor,
+    world_size: int,
+    machine: Machine,
+    payload: torch.dtype | None,
+    products: int,
 ) -> float:
     """The cost model's time of one forward and backward."""
     batch, embedding = features.shape
@@ -122,7 +142,8 @@ def _seconds(
         world_size=world_size,
         batch=batch,
         embedding=embedding,
-        feature_bytes=features.dtype.itemsize,
+        feature_bytes=(payload or features.dtype).itemsize,
+        gradient_bytes=(payload or accumulation_dtype(features)).itemsize,
         sum_bytes=accumulation_dtype(features).itemsize,
     )
     operations = products * batch * batch * world_size * embedding

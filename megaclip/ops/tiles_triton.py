@@ -181,9 +181,7 @@ def tile_sigmoid(
 class _GradientProducts:
     """dx += P y and dy += P^T x, block after block, float32."""
 
-    def __init__(
-        self, x: Tensor, y: Tensor, need_dx: bool, need_dy: bool, add_to: tuple[Tensor | None, Tensor | None]
-    ):
+    def __init__(self, x: Tensor, y: Tensor, need_dx: bool, need_dy: bool, add_to: tuple[Tensor | None, Tensor | None]):
         """add_to: accumulators; where there is none, the first block of a row or column writes instead of adding."""
         new = torch.empty if len(x) and len(y) else torch.zeros  # zeros: no block will come
         self._adds = tuple(total is not None for total in add_to)

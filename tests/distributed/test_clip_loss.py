@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megaclip.comm.groups import group_rank, group_size, set_data_parallel_group
-from megaclip.losses import ClipLoss
+from megaclip.losses import ClipLoss, SigLipLoss
 from tests.distributed.harness import run_ranks
 from tests.tolerances import GRADIENT, VALUE, relative_error
 
@@ -248,6 +248,29 @@ def check_errors() -> list[str]:
     return found
 
 
+def check_bf16_payload() -> list[str]:
+    """Features that bfloat16 holds exactly travel without loss; gradients in float64 lose what bfloat16 rounds away."""
+    found = []
+    for loss_class, arguments in (
+        (ClipLoss, (torch.tensor(9.0).double(),)),
+        (SigLipLoss, (torch.tensor(9.0).double(),)),
+    ):
+        x, y = (features.bfloat16().double() for features in random_batch(20 * group_size(), 7, torch.float64))
+        for exchange, reduction in WAYS:
+            results = []
+            for payload in ("auto", "bf16"):
+                local = [f.chunk(group_size())[group_rank()].clone().requires_grad_() for f in (x, y)]
+                loss = loss_class(exchange=exchange, reduction=reduction, payload=payload)(*local, *arguments)
+                loss.backward()
+                results.append((loss.detach(), torch.stack([local[0].grad, local[1].grad])))
+            (value, gradient), (rounded_value, rounded_gradient) = results
+            error = ((rounded_gradient - gradient).norm() / gradient.norm()).item()
+            travels = reduction == "feature" and group_size() > 1
+            if not torch.equal(value, rounded_value) or not (1e-5 < error < 4e-3 if travels else error == 0):
+                found.append(f"{loss_class.__name__} {exchange} {reduction}: {value}, {rounded_value}, {error:.1e}")
+    return found
+
+
 def check_everything() -> list[str]:
     checks = (
         check_float64,
@@ -256,6 +279,7 @@ def check_everything() -> list[str]:
         check_that_wrong_scales_are_noticed,
         check_under_data_parallel,
         check_trainer_arguments,
+        check_bf16_payload,
         check_errors,
     )
     return [problem for check in checks for problem in check()]
@@ -309,7 +333,7 @@ def test_autocast_does_not_reach_the_tiles() -> None:
         assert in_every_way(whole, torch.tensor(50.0)) == []
 
 
-@pytest.mark.parametrize("options", [{"exchange": "gather"}, {"reduction": "ring"}])
+@pytest.mark.parametrize("options", [{"exchange": "gather"}, {"reduction": "ring"}, {"payload": "fp8"}])
 def test_unknown_choices_are_refused(options: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"expected (exchange|reduction) to be one of auto"):
+    with pytest.raises(ValueError, match=r"expected (exchange|reduction|payload) to be one of auto"):
         ClipLoss(**options)

@@ -34,6 +34,11 @@ def check_formulas() -> list[str]:
             expected = contrastive_traffic(exchange, reduction, **sizes).total
             if got != expected:
                 found.append(f"{exchange} + {reduction} at {sizes}: sent {got}, formula {expected}")
+            loss = ClipLoss(exchange=exchange, reduction=reduction, payload="bf16")
+            got = sum(bytes_sent(lambda loss=loss, x=x, y=y: loss(x, y, torch.tensor(5.0)).backward()).values())
+            half = sizes | {"feature_bytes": 2, "gradient_bytes": 2}
+            if got != (expected := contrastive_traffic(exchange, reduction, **half).total):
+                found.append(f"{exchange} + {reduction} in bf16 at {sizes}: sent {got}, formula {expected}")
         for step, formula in ((open_clip_step, open_clip_traffic), (disco_clip_step, disco_clip_traffic)):
             got = sum(bytes_sent(lambda step=step, x=x, y=y: step(x.detach(), y.detach())).values())
             if got != formula(**sizes).total:

@@ -6,10 +6,12 @@ import torch
 
 from megaclip.ops import rows
 from tests.tile_cases import (
+    SIDES_CASES,
     SMALL_CASES,
     TileCase,
     check_converged_training,
     check_row_operations,
+    check_sides_and_accumulators,
     check_sigmoid_case,
     check_tile_case,
     features_of,
@@ -52,6 +54,11 @@ def test_statistics_and_gradients(triton_tiles, case: TileCase) -> None:
 @pytest.mark.parametrize("case", [c for c in [*SMALL_CASES, *LARGE_CASES] if not c.per_sample_scales], ids=str)
 def test_sigmoid(triton_tiles, case: TileCase, bias: float) -> None:
     check_sigmoid_case(triton_tiles, case, "cuda", bias)
+
+
+@pytest.mark.parametrize("case", [*SIDES_CASES, TileCase(3000, 5000, 768, budget_mib=4)], ids=str)
+def test_sides_and_accumulators(triton_tiles, case: TileCase) -> None:
+    check_sides_and_accumulators(triton_tiles, case, "cuda")
 
 
 @pytest.mark.parametrize("batch", [63, 1000, 4096])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaclip.ops import reference, tiles, tiles_torch
+from tests.tile_cases import SIDES_CASES, check_sides_and_accumulators
 from tests.tolerances import GRADIENT, VALUE, relative_error
 
 SIZES = [(1, 1), (1, 70), (63, 1), (63, 70), (70, 63), (5, 1000)]
@@ -90,14 +91,29 @@ def test_numbers_vectors_and_tensors_of_one_element_mean_the_same() -> None:
 
 def test_sides_and_dots_that_are_not_needed() -> None:
     x, y, terms = features(6, 5, torch.float32, 0), features(4, 5, torch.float32, 1), (3.0, 0.5, 2.0, 4.0, 0.25, 1.5)
-    dx, dy, row_dot, col_dot = tiles.tile_grads(x, y, *terms, diagonal=1)
+    dx, _, row_dot, col_dot = tiles.tile_grads(x, y, *terms, diagonal=1)
     rows = tiles.tile_grads(x, y, *terms, diagonal=1, need_dy=False)
     columns = tiles.tile_grads(x, y, *terms, diagonal=1, need_dx=False)
-    assert rows[1] is None and torch.equal(rows[0], dx) and torch.equal(rows[2], row_dot)
-    assert columns[0] is None and torch.equal(columns[1], dy) and torch.equal(columns[3], col_dot)
+    assert torch.equal(rows[2], row_dot) and torch.equal(columns[3], col_dot)
+    for case in SIDES_CASES:
+        check_sides_and_accumulators(tiles, case, "cpu")
     bare = tiles.tile_grads(x, y, *terms, diagonal=1, need_dots=False)
     assert torch.equal(bare[0], dx) and not bare[2].any() and not bare[3].any()
     assert_close((x * dx).sum(), (row_dot.sum() + col_dot.sum()).double(), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("total", "message"),
+    [
+        (torch.zeros(6, 4), r"expected an accumulator \(6, 5\) of torch.float32"),
+        (torch.zeros(6, 5).double(), "got .* of torch.float64"),
+        (torch.zeros(5, 6).T, "a contiguous accumulator"),
+    ],
+)
+def test_accumulators_that_do_not_fit_are_refused(total: Tensor, message: str) -> None:
+    x = features(6, 5, torch.float32, 0)
+    with pytest.raises(ValueError, match=message):
+        tiles.tile_sigmoid(x, x, 1.0, 0.0, add_to=(total, None))
 
 
 def test_a_direction_can_be_left_out() -> None:

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from tests.tile_cases import (
+    SIDES_CASES,
     SMALL_CASES,
     TileCase,
     check_converged_training,
     check_row_operations,
+    check_sides_and_accumulators,
     check_sigmoid_case,
     check_tile_case,
 )
@@ -43,6 +45,10 @@ else:
     def test_sigmoid(case: TileCase, bias: float) -> None:
         check_sigmoid_case(tiles_triton, case, "cpu", bias)
 
+    @pytest.mark.parametrize("case", SIDES_CASES, ids=str)
+    def test_sides_and_accumulators(case: TileCase) -> None:
+        check_sides_and_accumulators(tiles_triton, case, "cpu")
+
     def test_converged_training() -> None:
         check_converged_training(tiles_triton, 70, "cpu")
 
@@ -65,15 +71,12 @@ else:
         ):
             torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
 
-    def test_only_what_is_needed() -> None:
+    def test_dots_that_are_not_needed() -> None:
         x, y = torch.randn(33, 24), torch.randn(40, 24)
         terms = (1.0, 5.0, 0.5, 1.0, 4.0, 0.25)
         dx, dy, row_dot, col_dot = tiles_triton.tile_grads(x, y, *terms)
-        without_dx = tiles_triton.tile_grads(x, y, *terms, need_dx=False)
-        without_dy = tiles_triton.tile_grads(x, y, *terms, need_dy=False, need_dots=False)
-        assert without_dx[0] is None and torch.equal(without_dx[1], dy) and torch.equal(without_dx[2], row_dot)
-        assert without_dy[1] is None and torch.equal(without_dy[0], dx)
-        assert not without_dy[2].any() and not without_dy[3].any()
+        bare = tiles_triton.tile_grads(x, y, *terms, need_dots=False)
+        assert torch.equal(bare[0], dx) and torch.equal(bare[1], dy) and not bare[2].any() and not bare[3].any()
         # The sum of both dots is the temperature's gradient, which dx has too.
         torch.testing.assert_close((x * dx).sum(), row_dot.sum() + col_dot.sum())
 
