@@ -4,9 +4,11 @@ usage: deepspeed --num_gpus 4 tools/bench_comm.py [--batch 64] [--embedding 128]
 
 First table: the loss, forward and backward, for every exchange and reduction, and for open_clip's and DisCo-CLIP's
 schemes written as baselines, in bfloat16 features with float32 accumulators. What is features, gradients and scalars is
-found by measuring three times: with twice the embedding, and with float32 features. Second table: the model's own
-gradient reduction, one optimizer step of a linear model at every ZeRO stage, with what DeepSpeed offers to shrink it.
-A row that cannot run on this machine says why. All ranks measure; the first prints its own bytes.
+found by measuring three times: with twice the embedding, and with float32 features. FastCLIP's rows (v3 with one
+temperature, v2 with two per sample) are whole steps of the loss; "state" is what the state of their samples sends,
+measured by itself. Second table: the model's own gradient reduction, one optimizer step of a linear model at every ZeRO
+stage, with what DeepSpeed offers to shrink it. A row that cannot run on this machine says why. All ranks measure; the
+first prints its own bytes.
 """
 
 import argparse
@@ -21,12 +23,20 @@ from torch import Tensor
 
 from megaclip.comm.collectives import gather_rows, reduce_scatter_rows, sum_over_ranks
 from megaclip.comm.groups import group_size
-from megaclip.comm.volume import Traffic, bytes_sent, contrastive_traffic, disco_clip_traffic, open_clip_traffic
+from megaclip.comm.volume import (
+    Traffic,
+    bytes_sent,
+    contrastive_traffic,
+    disco_clip_traffic,
+    global_contrastive_traffic,
+    open_clip_traffic,
+)
 from megaclip.engine.build import quiet_deepspeed
-from megaclip.losses import ClipLoss
+from megaclip.losses import ClipLoss, FastClipLoss
 
 Step = Callable[[Tensor, Tensor], None]
 
+SAMPLES = 2**20  # of the data set whose state FastCLIP keeps
 WIDTH = 256  # of the linear model in the second table
 
 
@@ -35,11 +45,11 @@ def main() -> None:
     quiet_deepspeed()
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     say(f"{group_size()} ranks, b = {options.batch}, D = {options.embedding}; bytes sent per rank and step\n")
-    say(f"{'loss':<28}{'features':>12}{'gradients':>12}{'scalars':>12}{'total':>12}{'formula':>12}")
+    say(f"{'loss':<34}{'features':>12}{'gradients':>12}{'scalars':>12}{'state':>12}{'total':>12}{'formula':>12}")
     for name, step, formula in schemes(options.batch, options.embedding):
         traffic = measure(step, options.batch, options.embedding)
-        parts = (traffic.features, traffic.gradients, traffic.scalars, traffic.total, formula.total)
-        say(f"{name:<28}" + "".join(f"{part:>12.0f}" for part in parts))
+        parts = (*vars(traffic).values(), traffic.total, formula.total)
+        say(f"{name:<34}" + "".join(f"{part:>12.0f}" for part in parts))
     say(f"\n{'model, one step':<44}{'bytes':>12}  by operation")
     for name, settings in model_settings():
         say(f"{name:<44}{model_row(settings)}")
@@ -49,13 +59,25 @@ def main() -> None:
 def schemes(batch: int, embedding: int) -> list[tuple[str, Step, Traffic]]:
     """(name, one step on given features, what the formula says for bfloat16 features)."""
     shape: dict[str, int] = {"world_size": group_size(), "batch": batch, "embedding": embedding, "feature_bytes": 2}
-    ours = [
-        (f"{exchange} + {reduction}", loss_step(exchange, reduction), contrastive_traffic(exchange, reduction, **shape))
-        for exchange in ("ring", "all_gather")
-        for reduction in ("feature", "scalar")
-    ]
+    ways = [(exchange, reduction) for exchange in ("ring", "all_gather") for reduction in ("feature", "scalar")]
     return [
-        *ours,
+        *(
+            (
+                f"{exchange} + {reduction}",
+                loss_step(exchange, reduction),
+                contrastive_traffic(exchange, reduction, **shape),
+            )
+            for exchange, reduction in ways
+        ),
+        *(
+            (
+                f"{variant}, {exchange} + {reduction}",
+                FastClipStep(variant, exchange, reduction),
+                global_contrastive_traffic(variant, exchange, reduction, **shape),
+            )
+            for variant in ("fastclip_v3", "fastclip_v2")
+            for exchange, reduction in ways
+        ),
         ("open_clip's scheme", open_clip_step, open_clip_traffic(**shape)),
         ("DisCo-CLIP's scheme", disco_clip_step, disco_clip_traffic(**shape)),
     ]
@@ -68,6 +90,27 @@ def loss_step(exchange: str, reduction: str) -> Step:
         loss(x.requires_grad_(), y.requires_grad_(), torch.tensor([10.0], device=x.device)).backward()
 
     return step
+
+
+class FastClipStep:
+    """One step of a global contrastive loss; the ids of a batch are spread evenly over their owners."""
+
+    def __init__(self, variant: str, exchange: str, reduction: str) -> None:
+        self._loss = FastClipLoss(variant, samples=SAMPLES, exchange=exchange, reduction=reduction)
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        self._loss.to(x.device)
+        self._loss(x.requires_grad_(), y.requires_grad_(), ids=self._ids(len(x)), epoch=0.5).backward()
+        self._loss.step()
+
+    def state_only(self, batch: int) -> None:
+        """The messages of the samples' state, without those of the loss."""
+        state = self._loss.state
+        ticket = state.fetch(self._ids(batch))
+        state.commit(ticket, ticket.rows(), lambda held, received, inverse: held)
+
+    def _ids(self, batch: int) -> Tensor:
+        return dist.get_rank() * batch + torch.arange(batch)
 
 
 def open_clip_step(x: Tensor, y: Tensor) -> None:
@@ -96,7 +139,10 @@ def measure(step: Step, batch: int, embedding: int) -> Traffic:
         features = as_asked["all_gather_into_tensor"]
     else:
         features = sum(sent(embedding, torch.float32).values()) - narrow
-    return Traffic(features, wide - narrow - features, 2 * narrow - wide)
+    state = 0.0
+    if isinstance(step, FastClipStep):
+        state = sum(bytes_sent(lambda: step.state_only(batch)).values())
+    return Traffic(features, wide - narrow - features, 2 * narrow - wide - state, state)
 
 
 def model_settings() -> list[tuple[str, dict[str, Any]]]:

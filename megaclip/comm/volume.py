@@ -7,7 +7,7 @@ that this rank sends in the bandwidth-optimal algorithm: an all-reduce of n byte
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import deepspeed.comm as dist
@@ -56,10 +56,11 @@ class Traffic:
     features: float
     gradients: float
     scalars: float
+    state: float = 0  # of the samples, to and from their owners
 
     @property
     def total(self) -> float:
-        return self.features + self.gradients + self.scalars
+        return self.features + self.gradients + self.scalars + self.state
 
 
 def contrastive_traffic(
@@ -79,18 +80,96 @@ def contrastive_traffic(
     travel. Included are the four int64 that ranks compare before the exchange, and the sums of the loss and of
     logit_scale's gradient.
     """
+    hops = world_size - 1
+    moved = _tile_traffic(
+        exchange,
+        reduction,
+        world_size=world_size,
+        batch=batch,
+        embedding=embedding,
+        feature_bytes=feature_bytes,
+        gradient_bytes=gradient_bytes,
+        sum_bytes=sum_bytes,
+        scales=0,
+        terms=1,
+    )
+    few = hops * 4 * 8 + _all_reduced(2, world_size) * sum_bytes
+    return replace(moved, scalars=moved.scalars + few)
+
+
+def global_contrastive_traffic(
+    variant: str,
+    exchange: str,
+    reduction: str,
+    *,
+    world_size: int,
+    batch: int,
+    embedding: int,
+    feature_bytes: int,
+    gradient_bytes: int = 4,
+    sum_bytes: int = 4,
+) -> Traffic:
+    """`contrastive_traffic` of a step of FastClipLoss: forward, backward, and its update of the samples' state.
+
+    Per-sample temperatures (isogclr, fastclip_v2) move three terms of the gradient tile per sample (scale, shift,
+    weight), where the others move one, and a scale for the statistics; their state has four columns to fetch and to
+    write back instead of two. State is counted for ids spread evenly over their owners, as random ids are in the mean:
+    (W-1)/W of the rows move. It includes the int64 ids, which all ranks gather.
+    """
+    hops, individual = world_size - 1, variant in ("isogclr", "fastclip_v2")
+    sums = 4 if variant in ("fastclip_v0", "fastclip_v3") else 2  # loss and mean of log tau; the temperature's gradient
+    few = hops * (4 + 1) * 8 + _all_reduced(sums, world_size) * sum_bytes
+    moved = _tile_traffic(
+        exchange,
+        reduction,
+        world_size=world_size,
+        batch=batch,
+        embedding=embedding,
+        feature_bytes=feature_bytes,
+        gradient_bytes=gradient_bytes,
+        sum_bytes=sum_bytes,
+        scales=1 if individual else 0,
+        terms=3 if individual else 1,
+    )
+    columns = 4 if individual else 2
+    state = batch * (8 * hops + 2 * columns * 4 * hops / world_size)
+    return replace(moved, scalars=moved.scalars + few, state=state)
+
+
+def _tile_traffic(
+    exchange: str,
+    reduction: str,
+    *,
+    world_size: int,
+    batch: int,
+    embedding: int,
+    feature_bytes: int,
+    gradient_bytes: int,
+    sum_bytes: int,
+    scales: int,
+    terms: int,
+) -> Traffic:
+    """What the two passes of `megaclip.losses.distributed_tiles` send.
+
+    scales: per-sample values that a column takes along for the statistics; terms: that a row, and a column, takes
+    along for the gradient (its log-normaliser is one).
+    """
+    if world_size == 1:
+        return Traffic(0, 0, 0)
     hops, rows = world_size - 1, batch * embedding
     # Units of b*D features, b*D gradients, b per-sample values. In the ring one hop more brings results home.
     features, gradients, values = {
-        ("ring", "feature"): (2 * hops, hops + 1, 3 * hops + 2),
-        ("ring", "scalar"): (3 * hops, 0, 3 * hops + 1),
-        ("all_gather", "feature"): (hops, hops, 3 * hops),
-        ("all_gather", "scalar"): (2 * hops, 0, 3 * hops),
+        ("ring", "feature"): (2 * hops, hops + 1, (scales + 1 + terms + 1) * hops + 2),
+        ("ring", "scalar"): (3 * hops, 0, (scales + 1 + 2 * terms) * hops + 1),
+        ("all_gather", "feature"): (hops, hops, (scales + 1 + terms + 1) * hops),
+        ("all_gather", "scalar"): (2 * hops, 0, (scales + 1 + 2 * terms) * hops),
     }[exchange, reduction]
-    few = hops * 4 * 8 + 2 * 2 * hops / world_size * sum_bytes
-    if world_size == 1:
-        return Traffic(0, 0, 0)
-    return Traffic(features * rows * feature_bytes, gradients * rows * gradient_bytes, values * batch * sum_bytes + few)
+    return Traffic(features * rows * feature_bytes, gradients * rows * gradient_bytes, values * batch * sum_bytes)
+
+
+def _all_reduced(elements: int, world_size: int) -> float:
+    """Elements that a rank sends in an all-reduce of so many."""
+    return elements * 2 * (world_size - 1) / world_size
 
 
 def open_clip_traffic(*, world_size: int, batch: int, embedding: int, feature_bytes: int) -> Traffic:

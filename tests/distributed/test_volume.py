@@ -1,4 +1,4 @@
-"""Measured traffic equals the formulas on 4 ranks, for every exchange and reduction and both baselines.
+"""Measured traffic equals the formulas on 4 ranks, for every exchange and reduction, FastCLIP, and both baselines.
 
 Features in bfloat16 and in float32 at several sizes: features, gradients and per-sample values then weigh differently,
 so a formula with a wrong share cannot pass. No test runs at one size only.
@@ -10,10 +10,17 @@ import pytest
 import torch
 
 from megaclip.comm.groups import group_size
-from megaclip.comm.volume import bytes_sent, contrastive_traffic, disco_clip_traffic, open_clip_traffic
+from megaclip.comm.volume import (
+    bytes_sent,
+    contrastive_traffic,
+    disco_clip_traffic,
+    global_contrastive_traffic,
+    open_clip_traffic,
+)
 from megaclip.losses import ClipLoss
+from megaclip.losses.fastclip import VARIANTS
 from tests.distributed.harness import run_ranks
-from tools.bench_comm import disco_clip_step, measure, open_clip_step, schemes
+from tools.bench_comm import FastClipStep, disco_clip_step, measure, open_clip_step, schemes
 
 SHAPES = [(4, 8, torch.bfloat16), (4, 8, torch.float32), (12, 24, torch.bfloat16)]
 
@@ -39,6 +46,12 @@ def check_formulas() -> list[str]:
             half = sizes | {"feature_bytes": 2, "gradient_bytes": 2}
             if got != (expected := contrastive_traffic(exchange, reduction, **half).total):
                 found.append(f"{exchange} + {reduction} in bf16 at {sizes}: sent {got}, formula {expected}")
+            for variant in VARIANTS:
+                step = FastClipStep(variant, exchange, reduction)
+                got = sum(bytes_sent(lambda step=step, x=x, y=y: step(x, y)).values())
+                expected = global_contrastive_traffic(variant, exchange, reduction, **sizes).total
+                if got != expected:
+                    found.append(f"{variant}, {exchange} + {reduction} at {sizes}: sent {got}, formula {expected}")
         for step, formula in ((open_clip_step, open_clip_traffic), (disco_clip_step, disco_clip_traffic)):
             got = sum(bytes_sent(lambda step=step, x=x, y=y: step(x.detach(), y.detach())).values())
             if got != formula(**sizes).total:
