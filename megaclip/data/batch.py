@@ -56,7 +56,7 @@ class Batch(_Movable):
     """Image-text pairs."""
 
     images: torch.Tensor
-    """(b, 3, H, W) float32, normalised."""
+    """(b, 3, H, W) uint8, cropped and resized; `ImageTransform.normalise` makes the model's input of them."""
     tokens: torch.Tensor
     """(b, L) int64."""
     ids: torch.Tensor
@@ -68,7 +68,7 @@ class LabelledBatch(_Movable):
     """Images with the number of their class."""
 
     images: torch.Tensor
-    """(b, 3, H, W) float32, normalised."""
+    """(b, 3, H, W) uint8, cropped and resized; `ImageTransform.normalise` makes the model's input of them."""
     labels: torch.Tensor
     """(b,) int64; -1 where the id is PADDING_ID."""
     ids: torch.Tensor

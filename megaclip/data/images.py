@@ -1,7 +1,7 @@
-"""From an encoded image to the model's input, with Pillow alone.
+"""From an encoded image to pixels, with Pillow alone, and from pixels to the model's input, on any device.
 
-Evaluation gives exactly what open_clip's transform gives (resize the shorter side, or squash; crop the centre;
-normalise). Training takes a random resized crop in one Pillow call, `resize(box=..., reducing_gap=2.0)`, after JPEG
+Images travel as 8-bit pixels, a quarter of the bytes, and are normalised where the model runs. Evaluation gives exactly
+what open_clip's transform gives (resize the shorter side, or squash; crop the centre; normalise). Training takes a random resized crop in one Pillow call, `resize(box=..., reducing_gap=2.0)`, after JPEG
 draft decoding when the source is much larger than the target. The crop depends on (seed, epoch, id) only.
 
 Files come from strangers: only raster formats are opened, and their size is checked before a pixel is decoded.
@@ -31,7 +31,7 @@ _RATIO = (3 / 4, 4 / 3)
 
 @dataclasses.dataclass(frozen=True)
 class ImageTransform:
-    """bytes -> (3, size, size) float32.
+    """bytes -> (3, size, size) uint8; `normalise` makes the model's input of a batch of them.
 
     training: a random resized crop of `scale` of the area; otherwise `resize_mode` "shortest" (then the centre is
     cropped) or "squash". `mean` and `std` are per channel, of values in 0..1. `size` in pixels.
@@ -62,7 +62,12 @@ class ImageTransform:
             raise
         except Exception as error:  # Pillow's decoders raise almost anything on a damaged file
             raise BadSample("undecodable image", f"{type(error).__name__}: {error}") from error
-        return self._normalise(image)
+        return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
+
+    def normalise(self, pixels: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Pixels (b, 3, H, W) uint8 -> the model's input, on the same device; computed in float32, then cast."""
+        mean, std, largest = _constants(self.mean, self.std, pixels.device)
+        return pixels.to(torch.float32).div_(largest).sub_(mean).div_(std).to(dtype)
 
     def _random_crop(self, image: Image.Image, seeds: tuple[int, int, int]) -> Image.Image:
         full = image.size
@@ -88,19 +93,18 @@ class ImageTransform:
         left, top = round((new[0] - self.size) / 2), round((new[1] - self.size) / 2)
         return image.crop((left, top, left + self.size, top + self.size)).convert("RGB")
 
-    def _normalise(self, image: Image.Image) -> torch.Tensor:
-        pixels = np.asarray(image)
-        output = np.empty((3, self.size, self.size), dtype=np.float32)
-        for channel, table in enumerate(_normalised_values(self.mean, self.std)):
-            np.take(table, pixels[:, :, channel], out=output[channel])
-        return torch.from_numpy(output)
-
 
 @functools.lru_cache(maxsize=8)
-def _normalised_values(mean: tuple[float, float, float], std: tuple[float, float, float]) -> np.ndarray:
-    """(3, 256) float32: what each 8-bit value becomes, by torchvision's order of operations: equal to the last bit."""
-    values = np.arange(256, dtype=np.float32) / np.float32(255)
-    return (values - np.array(mean, dtype=np.float32)[:, None]) / np.array(std, dtype=np.float32)[:, None]
+def _constants(
+    mean: tuple[float, float, float], std: tuple[float, float, float], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Mean and deviation per channel and the largest pixel, to broadcast over (b, 3, H, W).
+
+    Tensors on the device, not numbers: CUDA divides by a number as it multiplies by its reciprocal, and the last bit
+    would differ from torchvision's.
+    """
+    channels = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
+    return *channels, torch.full((1,), 255.0, device=device)
 
 
 def _open(content: bytes) -> Image.Image:

@@ -128,7 +128,7 @@ class EvaluationReader:
     def read(self, ids: np.ndarray) -> Loaded:
         """The batch of `ids` (b,), where PADDING_ID stands for no sample."""
         size = self._transform.size
-        images = torch.zeros(len(ids), 3, size, size)
+        images = torch.zeros(len(ids), 3, size, size, dtype=torch.uint8)
         captions, kept = [""] * len(ids), np.full_like(ids, PADDING_ID)
         complaints = list[Complaint]()
         for row, sample_id in enumerate(ids.tolist()):

@@ -244,7 +244,12 @@ class _Run:
             loader = EvaluationLoader(inputs.labelled, inputs.evaluation_transform, None, **shared)
             batches = metrics.progress(loader, "zero-shot")
             labelled = ZeroShotTask(batches, inputs.labelled.class_names, inputs.labelled.templates)
-        encode = ModelEncoder(self.engine, device=self.engine.device, image_dtype=self.engine.get_data_types()[0])
+        encode = ModelEncoder(
+            self.engine,
+            inputs.evaluation_transform.normalise,
+            device=self.engine.device,
+            image_dtype=self.engine.get_data_types()[0],
+        )
         self.engine.eval()
         try:
             result = evaluate(

@@ -4,7 +4,7 @@ Under ZeRO-3 a forward pass is a collective operation (parameters are gathered),
 Everything in this room keeps that promise: it pads the work instead of the calls.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Encode(Protocol):
-    """Images (b, 3, H, W) float32 and/or tokens (b, L) int64, on any device -> unit features (b, D), or None, each."""
+    """Images (b, 3, H, W) uint8 and/or tokens (b, L) int64, on any device -> unit features (b, D), or None, each."""
 
     def __call__(
         self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
@@ -28,19 +28,27 @@ class ModelEncoder:
     """An `Encode` over a `ClipModel` or the DeepSpeed engine around one; moves inputs to the device, features come
     in float32.
 
+    normalise: pixels (b, 3, H, W) uint8 and a dtype -> the image tower's input, as `data.ImageTransform.normalise`.
     image_dtype: what the image tower takes (the engine's precision). The model is called without gradients; its
     training or evaluation mode is the caller's affair.
     """
 
-    def __init__(self, model: nn.Module, *, device: torch.device, image_dtype: torch.dtype = torch.float32) -> None:
-        self._model, self._device, self._image_dtype = model, device, image_dtype
+    def __init__(
+        self,
+        model: nn.Module,
+        normalise: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+        *,
+        device: torch.device,
+        image_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._model, self._normalise, self._device, self._image_dtype = model, normalise, device, image_dtype
 
     @torch.no_grad()
     def __call__(
         self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if images is not None:
-            images = images.to(self._device, self._image_dtype, non_blocking=True)
+            images = self._normalise(images.to(self._device, non_blocking=True), self._image_dtype)
         if tokens is not None:
             tokens = tokens.to(self._device, non_blocking=True)
         image_features, text_features, *_ = self._model(images, tokens)

@@ -293,7 +293,7 @@ def check_zero_3() -> None:
         SimpleNamespace(images=images[i], tokens=tokens[i], labels=i.clamp(min=0) % 3, ids=i) for i in mine.split(2)
     ]
     result = evaluate(
-        ModelEncoder(engine, device=torch.device("cpu")),
+        ModelEncoder(engine, torch.Tensor.to, device=torch.device("cpu")),
         tokenizer=length_tokens,
         pairs=batches,
         labelled=ZeroShotTask(batches, names, ["{c}", "{c}!"]),

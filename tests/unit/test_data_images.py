@@ -27,6 +27,13 @@ def smooth(width, height, kind="JPEG", mode="RGB"):
     return buffer.getvalue()
 
 
+def model_input(transform, content, **seeds):
+    """(3, H, W) float32: what the image tower sees of an image file."""
+    pixels = transform(content, **seeds)
+    assert pixels.dtype == torch.uint8
+    return transform.normalise(pixels[None])[0]
+
+
 @pytest.mark.parametrize("resize_mode", ["shortest", "squash"])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 def test_the_evaluation_transform_equals_open_clips_to_the_last_bit(resize_mode, interpolation):
@@ -38,7 +45,7 @@ def test_the_evaluation_transform_equals_open_clips_to_the_last_bit(resize_mode,
         ours = ImageTransform(size, resize_mode=resize_mode, interpolation=interpolation)
         for width, height in SIZES:
             for content in (smooth(width, height), picture(1, width, height)):
-                assert torch.equal(ours(content), theirs(Image.open(io.BytesIO(content))))
+                assert torch.equal(model_input(ours, content), theirs(Image.open(io.BytesIO(content))))
 
 
 @pytest.mark.parametrize(
@@ -48,15 +55,15 @@ def test_the_evaluation_transform_equals_open_clips_to_the_last_bit(resize_mode,
 def test_other_modes_convert_as_in_open_clip(kind, mode):
     theirs = import_open_clip().image_transform(16, is_train=False)
     content = picture(3, 30, 20, kind, mode)
-    assert torch.equal(ImageTransform(16)(content), theirs(Image.open(io.BytesIO(content))))
+    assert torch.equal(model_input(ImageTransform(16), content), theirs(Image.open(io.BytesIO(content))))
 
 
 def test_mean_and_deviation_are_used():
     content = smooth(8, 8, "PNG")
-    plain = ImageTransform(8, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))(content)
+    plain = model_input(ImageTransform(8, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)), content)
     pixels = torch.from_numpy(np.asarray(Image.open(io.BytesIO(content))).copy()).permute(2, 0, 1) / 255
     torch.testing.assert_close(plain, pixels)
-    scaled = ImageTransform(8, mean=(0.5, 0.25, 0.0), std=(0.5, 0.5, 2.0))(content)
+    scaled = model_input(ImageTransform(8, mean=(0.5, 0.25, 0.0), std=(0.5, 0.5, 2.0)), content)
     expected = (pixels - torch.tensor([0.5, 0.25, 0.0])[:, None, None]) / torch.tensor([0.5, 0.5, 2.0])[:, None, None]
     torch.testing.assert_close(scaled, expected)
 
@@ -71,8 +78,8 @@ def test_the_training_crop_is_that_region_of_the_image():
         cropped = Image.open(io.BytesIO(content)).crop((left, top, left + w, top + h)).resize((32, 32), Image.BICUBIC)
         buffer = io.BytesIO()
         cropped.save(buffer, "PNG")
-        expected = ImageTransform(32, resize_mode="squash")(buffer.getvalue())
-        assert (transform(content, seeds=(1, 2, 3)) - expected).abs().max() < 0.12  # of a range of about 4
+        expected = model_input(ImageTransform(32, resize_mode="squash"), buffer.getvalue())
+        assert (model_input(transform, content, seeds=(1, 2, 3)) - expected).abs().max() < 0.12  # of a range of about 4
 
 
 def test_the_crop_depends_on_seed_epoch_and_id_only():
@@ -111,8 +118,8 @@ def test_draft_decoding_never_goes_below_what_the_crop_needs():
     whole = Image.open(io.BytesIO(content)).crop((left, top, left + width, top + height))
     buffer = io.BytesIO()
     whole.resize((32, 32), Image.BICUBIC).save(buffer, "PNG")
-    expected = ImageTransform(32)(buffer.getvalue())
-    got = ImageTransform(32, training=True, scale=(0.5, 0.6))(content, seeds=(0, 0, 1))
+    expected = model_input(ImageTransform(32), buffer.getvalue())
+    got = model_input(ImageTransform(32, training=True, scale=(0.5, 0.6)), content, seeds=(0, 0, 1))
     assert (got - expected).abs().mean() < 0.1  # at half the size it would be 0.3
 
 

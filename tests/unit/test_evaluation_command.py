@@ -89,7 +89,7 @@ def expected(model: ClipModel) -> dict[str, float]:
     )
     model.eval()
     with torch.no_grad():
-        images = torch.cat([model(transform(encoded(index))[None])[0] for index in range(COUNT)])
+        images = torch.cat([model(transform.normalise(transform(encoded(index))[None]))[0] for index in range(COUNT)])
         texts = torch.cat([model(None, tokenizer([caption]))[1] for caption in CAPTIONS])
         prompts = torch.cat([model(None, tokenizer([f"a photo of a {name}."]))[1] for name in sorted(CLASSES)])
     ids = np.arange(COUNT)

@@ -173,10 +173,13 @@ def test_the_model_encoder_moves_casts_and_renormalises() -> None:
             text = None if tokens is None else tokens.to(torch.bfloat16) * self.weight.bfloat16()
             return images, text, self.weight
 
-    model = ModelEncoder(Model(), device=torch.device("cpu"), image_dtype=torch.bfloat16)
-    images, texts = model(torch.tensor([[3.0, 4.0]]), torch.tensor([[5, 12]]))
+    def normalise(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (pixels.float() / 2).to(dtype)
+
+    model = ModelEncoder(Model(), normalise, device=torch.device("cpu"), image_dtype=torch.bfloat16)
+    images, texts = model(torch.tensor([[3, 4]], dtype=torch.uint8), torch.tensor([[5, 12]]))
     assert images is not None and texts is not None and not texts.requires_grad
     torch.testing.assert_close(images, torch.tensor([[0.6, 0.8]]))
     torch.testing.assert_close(texts, torch.tensor([[5 / 13, 12 / 13]]))
-    assert model(images=torch.ones(1, 2))[1] is None
+    assert model(images=torch.ones(1, 2, dtype=torch.uint8))[1] is None
     assert model(tokens=torch.ones(1, 2))[0] is None
