@@ -10,92 +10,13 @@ import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from megaclip.config_optimizers import OPTIMIZER_PARAMS, SUPPORTED_OPTIMIZERS, refusal
+from megaclip.config_section import FastClipSection, MegaclipSection
 from megaclip.errors import ConfigError
-
-GLOBAL_LOSSES = ("sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3")
-"""Losses over the whole dataset, which keep state per sample and a temperature of their own."""
-
-_Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-class FastClipSection(BaseModel):
-    """The sub-section "fastclip" of our section, for the losses in GLOBAL_LOSSES; `megaclip.losses.FastClipLoss` says
-    what each setting does, and has the defaults of those left out."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    gamma_min: float = Field(default=0.2, gt=0, le=1)
-    """The inner learning rate that the schedule ends at."""
-
-    gamma_epochs: float = Field(default=18, gt=0)
-    """Epochs over which the cosine schedule goes from 1 to gamma_min; left out, half of the run's epochs."""
-
-    gamma_schedule: Literal["auto", "constant", "cosine"] = "auto"
-    """"auto" is the variant's own: constant for sogclr and isogclr, cosine for the others."""
-
-    gamma_per: Literal["epoch", "step"] = "epoch"
-    """How often the schedule moves on."""
-
-    rho: float = Field(default=6.5, ge=0)
-    eps: float = Field(default=1e-14, ge=0)
-    temperature: float = Field(default=0.07, gt=0)
-    """Initial tau."""
-
-    temperature_min: float = Field(default=0.01, gt=0)
-    temperature_max: float = Field(default=1.0, gt=0)
-    temperature_learning_rate: float = Field(default=2e-4, gt=0)
-    temperature_schedule: Literal["constant", "cosine", "threshold"] = "constant"
-    """"threshold" takes a third of the rate once tau is at or below 0.03; for one global temperature."""
-
-    temperature_betas: list[_Decay] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
-    temperature_eps: float = Field(default=1e-8, gt=0)
-    compat: Literal["paper", "reference"] = "paper"
-    """"reference" scales gradients as the released code does, for hyper-parameters that were tuned with it."""
-
-    state_device: Literal["cpu", "accelerator"] = "cpu"
-    """Where each rank keeps its samples' state."""
-
-
-class MegaclipSection(BaseModel):
-    """The section "megaclip" of ds_config.json: what DeepSpeed does not know about."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    loss: Literal["clip", "siglip", "sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3"] = (
-        "clip"
-    )
-    """Contrastive loss: "clip" is InfoNCE over images and texts, "siglip" the sigmoid loss of every pair (for models
-    with a logit bias); both with every other sample of the batch as a negative. The others contrast each sample with
-    the whole dataset, by estimators kept per sample."""
-
-    fastclip: FastClipSection = FastClipSection()
-    """Settings of the losses over the whole dataset."""
-
-    exchange: Literal["auto", "ring", "all_gather"] = "auto"
-    """How text features reach the other ranks: neighbour by neighbour, or all at once."""
-
-    reduction: Literal["auto", "feature", "scalar"] = "auto"
-    """What crosses ranks for the gradient: feature gradients, or only log-normalisers."""
-
-    implementation: Literal["auto", "torch", "triton"] = "auto"
-    """Which tile implementation runs: "auto" takes Triton on a GPU and PyTorch elsewhere."""
-
-    tile_budget_mib: int = Field(128, gt=0)
-    """Upper bound, in MiB, of the temporary memory that a tile of logits may take."""
-
-    coalesce_gradient_reduction: bool = False
-    """Reduce parameter gradients once per step, not once per gradient-cache chunk (ZeRO 1 to 3): less traffic, but
-    whole gradients are held until the end of the step."""
-
-    @property
-    def is_global(self) -> bool:
-        return self.loss in GLOBAL_LOSSES
-
 
 _HONOURED_KEYS = {
     "megaclip",
@@ -165,12 +86,23 @@ _OPTIMIZER_KEYS = {"type", "params"}
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """DeepSpeed's batch triple, complete. `global_batch` is the contrastive batch B."""
+    """DeepSpeed's batch triple, complete. `global_batch` is the contrastive batch B, `accumulation` the number of image
+    chunks of `micro_batch` that make a rank's share of it."""
 
     global_batch: int
     micro_batch: int
     accumulation: int
     world_size: int
+    text_micro_batch: int
+
+    @property
+    def local_batch(self) -> int:
+        """Samples of one rank."""
+        return self.micro_batch * self.accumulation
+
+    @property
+    def text_chunks(self) -> int:
+        return self.local_batch // self.text_micro_batch
 
 
 @dataclass(frozen=True)
@@ -202,9 +134,9 @@ class TrainingConfig:
         return float(self.deepspeed["optimizer"]["params"]["lr"])
 
     def batch_plan(self, world_size: int) -> BatchPlan:
-        """Complete the batch triple for `world_size` data-parallel ranks.
+        """Complete the batch triple for `world_size` data-parallel ranks, and the text chunks.
 
-        Raises ConfigError when the three numbers and the world size do not fit together.
+        Raises ConfigError when the numbers and the world size do not fit together.
         """
         total: int | None = self.deepspeed.get("train_batch_size")
         micro: int | None = self.deepspeed.get("train_micro_batch_size_per_gpu")
@@ -223,7 +155,19 @@ class TrainingConfig:
                 f"gradient_accumulation_steps {accumulation or '?'} x {world_size} ranks; change one of them or the "
                 "number of ranks"
             )
-        return BatchPlan(global_batch=total, micro_batch=micro, accumulation=accumulation, world_size=world_size)
+        text_micro = self.megaclip.text_micro_batch_size or micro
+        if (micro * accumulation) % text_micro:
+            raise ConfigError(
+                f"{self.path}: megaclip.text_micro_batch_size {text_micro} does not divide a rank's share of the "
+                f"batch, {micro} x {accumulation} = {micro * accumulation}"
+            )
+        return BatchPlan(
+            global_batch=total,
+            micro_batch=micro,
+            accumulation=accumulation,
+            world_size=world_size,
+            text_micro_batch=text_micro,
+        )
 
 
 def nearest(word: str, known: set[str]) -> str:

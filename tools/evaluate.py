@@ -189,9 +189,7 @@ def run(arguments: argparse.Namespace, loaded: LoadedModel, data: Data) -> Evalu
     if data.labelled is not None and data.labelled_loader is not None:
         task = ZeroShotTask(data.labelled_loader, data.labelled.class_names, data.labelled.templates)
     return evaluate(
-        ModelEncoder(
-            loaded.model.to(device, dtype), loaded.transform.normalise, device=device, image_dtype=dtype
-        ),
+        ModelEncoder(loaded.model.to(device, dtype), loaded.transform.normalise, device=device, image_dtype=dtype),
         tokenizer=loaded.tokenizer,
         pairs=data.pair_loader,
         captions=group_captions(data.pairs) if data.pairs is not None and arguments.group_captions else None,

@@ -1,8 +1,9 @@
 """From an encoded image to pixels, with Pillow alone, and from pixels to the model's input, on any device.
 
 Images travel as 8-bit pixels, a quarter of the bytes, and are normalised where the model runs. Evaluation gives exactly
-what open_clip's transform gives (resize the shorter side, or squash; crop the centre; normalise). Training takes a random resized crop in one Pillow call, `resize(box=..., reducing_gap=2.0)`, after JPEG
-draft decoding when the source is much larger than the target. The crop depends on (seed, epoch, id) only.
+what open_clip's transform gives (resize the shorter side, or squash; crop the centre; normalise). Training takes a
+random resized crop in one Pillow call, `resize(box=..., reducing_gap=2.0)`, after JPEG draft decoding when the source
+is much larger than the target. The crop depends on (seed, epoch, id) only.
 
 Files come from strangers: only raster formats are opened, and their size is checked before a pixel is decoded.
 """

@@ -1,12 +1,16 @@
 """One training step on a contrastive batch that is larger than what the towers can hold.
 
-The gradient cache (Gao et al., 2021, arXiv:2101.06983): encode every micro-batch without a graph and keep only the
-embeddings; evaluate the loss once over all of them; then encode each micro-batch again, with the same random state, and
-back-propagate its cached embedding gradients. The result is the gradient of the whole batch, not of the micro-batches.
+The gradient cache (Gao et al., 2021, arXiv:2101.06983): encode every chunk without a graph and keep only the
+embeddings; evaluate the loss once over all of them; then encode each chunk again, with the same random state, and
+back-propagate its cached embedding gradients. The result is the gradient of the whole batch, not of the chunks. One
+tower runs after the other, so that the activations of one chunk in one tower are all that a step holds; a tower without
+trainable parameters runs once.
 
 Scale. DeepSpeed averages parameter gradients over the W data-parallel ranks. The losses hand back feature gradients
 that are already W times those of the global mean loss and, on every rank, the whole gradients of the scale and the
-bias, so the surrogate is back-propagated as it is: no division by the number of micro-batches.
+bias, so the surrogate is back-propagated as it is: no division by the number of chunks.
+
+Shapes: b rows of this rank, D embedding.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +20,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
 
-from megaclip.data.batch import Batch
+from megaclip.engine.step_batch import StepBatch, Tower
 from megaclip.errors import NonFiniteError
 
-ContrastiveLoss = Callable[..., torch.Tensor]  # (image features, text features, scale[, logit_bias]) -> loss
+ContrastiveLoss = Callable[..., Tensor]  # (image features, text features, scale[, logit_bias]) -> loss
 
 
 @dataclass(frozen=True)
@@ -31,104 +36,199 @@ class RandomState:
     step: int
     rank: int
 
-    def enter(self, micro_batch: int) -> None:
-        """Seed every device's generator for this micro-batch; calling it again replays the same numbers."""
-        entropy = np.random.SeedSequence([self.seed, self.step, self.rank, micro_batch])
+    def enter(self, tower: Tower, chunk: int) -> None:
+        """Seed every device's generator for this chunk of a tower; calling it again replays the same numbers."""
+        entropy = np.random.SeedSequence([self.seed, self.step, self.rank, int(tower), chunk])
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1)))
-
-
-@dataclass
-class _Cached:
-    """What the loss gave back for all micro-batches of this rank: gradients, each (micro_batch, D)."""
-
-    image_gradients: Sequence[torch.Tensor]
-    text_gradients: Sequence[torch.Tensor]
-    scalar_gradients: Sequence[torch.Tensor]  # of the log scale and, if the model has one, the logit bias, each (1,)
 
 
 def accumulate_gradients(
     engine: DeepSpeedEngine,
     loss_function: ContrastiveLoss,
-    micro_batches: Sequence[Batch],
-    log_scale: torch.Tensor,
+    batch: StepBatch,
+    log_scale: Tensor,
     random_state: RandomState,
     *,
-    logit_bias: torch.Tensor | None = None,
+    logit_bias: Tensor | None = None,
     coalesce: bool,
+    embeddings_on_cpu: bool = False,
 ) -> float:
     """Leave the gradient of one whole contrastive batch in the engine, ready for `engine.step()`.
 
     Args:
-        engine: a DeepSpeed engine around a `ClipModel`, with `gradient_accumulation_steps` = len(micro_batches).
+        engine: a DeepSpeed engine around a `ClipModel`.
         loss_function: (image features (b, D), text features (b, D), scale (1,), and logit_bias (1,) if the model has
-            one) -> global mean loss, under the reduction contract of `megaclip.losses`; rows in the order of
-            micro_batches. Whatever else a loss needs (sample ids, the epoch) is bound to it; parameters of its own
-            receive their gradients.
-        micro_batches: this rank's share of the batch, on any device; each is moved to the engine's device when encoded.
+            one) -> global mean loss, under the reduction contract of `megaclip.losses`; rows in the order of the
+            batch. Whatever else a loss needs (sample ids, the epoch) is bound to it; parameters of its own receive
+            their gradients.
+        batch: this rank's share of the batch, in as many chunks per tower on every rank.
         log_scale: (1,) float32, the master value of logit_scale.
-        random_state: replayed for each micro-batch.
+        random_state: replayed for each chunk.
         logit_bias: (1,) float32, the master value of logit_bias; needed exactly when the model has one.
-        coalesce: reduce parameter gradients once, after the last micro-batch (ZeRO 1 to 3).
+        coalesce: reduce parameter gradients once, after the last chunk (ZeRO 1 to 3).
+        embeddings_on_cpu: keep embeddings and their gradients in host memory while the towers run.
 
     Returns:
         the global mean loss, the same on every rank.
 
     Raises:
         NonFiniteError: the loss is infinite or NaN; nothing was back-propagated.
+        DataError: a rank's data have failed; the update must not be made.
     """
-    cached_in_graph = None
-    if len(micro_batches) == 1:  # nothing to cache: the one forward keeps its graph
-        random_state.enter(0)
-        cached_in_graph = _encode(engine, micro_batches[0])
-        embedded = [(cached_in_graph[0].detach(), cached_in_graph[1].detach())]
-    else:
-        embedded = _embed_without_graph(engine, micro_batches, random_state)
+    passes = _Passes(engine, batch, random_state, coalesce, torch.device("cpu") if embeddings_on_cpu else engine.device)
+    features = passes.embed()
+    batch.agree()
     scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
-    loss, cached = _loss_and_gradients(loss_function, embedded, scalars, random_state.step)
-    del embedded
-
-    last = len(micro_batches) - 1
+    loss, cached = _loss_and_gradients(loss_function, features, scalars, engine.device, random_state.step)
     with engine.coalesce_grad_reduction() if coalesce else nullcontext():
-        for index, batch in enumerate(micro_batches):
-            if cached_in_graph is None:
-                random_state.enter(index)
-                outputs = _encode(engine, batch)
-            else:
-                outputs = cached_in_graph
-            engine.set_gradient_accumulation_boundary(index == last)
-            engine.backward(_surrogate(outputs, cached, index, is_last=index == last), scale_wrt_gas=False)
+        passes.back_propagate(cached)
     engine.set_gradient_accumulation_boundary(True)  # coalesce_grad_reduction put the flag back as it was
+    batch.agree()
     return loss
 
 
-def _encode(engine: DeepSpeedEngine, batch: Batch) -> tuple[torch.Tensor, ...]:
-    dtype = engine.get_data_types()[0]
-    images = batch.images.to(engine.device, dtype, non_blocking=True)
-    return engine(images, batch.tokens.to(engine.device, non_blocking=True))
+@dataclass
+class _Cached:
+    """What the loss gave back for the whole share of this rank."""
+
+    features: dict[Tower, Tensor]
+    """Gradients, each (b, D), wherever embeddings are kept."""
+    scalars: Sequence[Tensor]
+    """Of the log scale and, if the model has one, the logit bias, each (1,)."""
 
 
-@torch.no_grad()
-def _embed_without_graph(
-    engine: DeepSpeedEngine, micro_batches: Sequence[Batch], random_state: RandomState
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    embedded = []
-    for index, batch in enumerate(micro_batches):
-        random_state.enter(index)
-        image_features, text_features, *_ = _encode(engine, batch)
-        embedded.append((image_features, text_features))
-    return embedded
+_Outputs = tuple[Tensor | None, ...]  # features by tower, then the scalars, as `ClipModel.forward` returns them
+
+
+class _Passes:
+    """The two passes over the towers: embed every chunk, then make each one's graph again for its gradients."""
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        batch: StepBatch,
+        random_state: RandomState,
+        coalesce: bool,
+        embeddings_device: torch.device,
+    ) -> None:
+        self._engine, self._batch, self._random_state = engine, batch, random_state
+        self._embeddings_device = embeddings_device
+        model = engine.module
+        modules = {Tower.IMAGE: model.visual, Tower.TEXT: model.text}
+        self._trained = [t for t, module in modules.items() if any(p.requires_grad for p in module.parameters())]
+        self._towers = sorted(Tower, key=self._trained.__contains__)  # those that run once come first
+        chunks = [batch.chunk_count(tower) for tower in Tower]
+        self._joint = chunks == [1, 1]  # one forward pass for both, which keeps its graph
+        cached = sum(batch.chunk_count(tower) for tower in self._trained)
+        self._keeps_graph = self._joint or cached == 1  # nothing to cache: the one forward keeps its graph
+        self._kept: _Outputs | None = None
+        # DeepSpeed begins a step's gradients anew in its first backward pass (stage 3) and offloads them in its last
+        # one (stages 2 and 3), but only those of parameters that take part in it: there the other tower comes along,
+        # with one row and a gradient of zero.
+        self._needs_company = len(self._trained) == 2 and not self._joint and not coalesce
+
+    def embed(self) -> dict[Tower, Tensor]:
+        """The features of every row, (b, D) per tower, without gradients, where embeddings are kept."""
+        features: dict[Tower, Tensor] = {}
+        if self._joint:
+            images, tokens = (next(self._batch.chunks(tower, again=False)) for tower in Tower)
+            self._kept = self._forward(Tower.IMAGE, 0, images, tokens)
+            for tower in Tower:
+                self._store(features, tower, 0, self._kept[tower])
+            return features
+        for tower in self._towers:
+            keeps_graph = self._keeps_graph and tower in self._trained
+            again = tower in self._trained and not keeps_graph
+            for index, inputs in enumerate(self._batch.chunks(tower, again=again)):
+                with nullcontext() if keeps_graph else torch.no_grad():
+                    outputs = self._encode(tower, index, inputs)
+                self._store(features, tower, index, outputs[tower])
+                if keeps_graph:
+                    self._kept = outputs
+        return features
+
+    def back_propagate(self, cached: _Cached) -> None:
+        """Leave in the engine what the cached gradients of features and scalars are for its parameters."""
+        if self._keeps_graph or not self._trained:
+            outputs, self._kept = self._kept or self._engine(None, None), None
+            self._backward(outputs, {tower: cached.features[tower] for tower in self._trained}, cached.scalars)
+            return
+        left = sum(self._batch.chunk_count(tower) for tower in self._trained)
+        for tower in self._trained:
+            gradients = cached.features[tower]
+            rows = self._batch.rows() // self._batch.chunk_count(tower)
+            for index, inputs in enumerate(self._batch.chunks(tower, again=False)):
+                left -= 1
+                # Times zero, not left out: ZeRO expects the same parameters to take part in every backward pass.
+                scalars = cached.scalars if left == 0 else [0 * gradient for gradient in cached.scalars]
+                outputs = self._encode(tower, index, inputs)
+                self._backward(
+                    outputs, {tower: gradients[index * rows : (index + 1) * rows]}, scalars, is_last=left == 0
+                )
+
+    def _backward(
+        self,
+        outputs: _Outputs,
+        gradients: dict[Tower, Tensor],
+        scalar_gradients: Sequence[Tensor],
+        *,
+        is_last: bool = True,
+    ) -> None:
+        """Back-propagate a scalar whose gradient in the model's outputs is the cached gradient."""
+        features, scalars = outputs[: len(Tower)], outputs[len(Tower) :]
+        surrogate = torch.zeros((), device=self._engine.device)
+        for tower in Tower:
+            output = features[tower]
+            if output is None:
+                continue
+            gradient = gradients[tower].to(output.device).float() if tower in gradients else 0.0
+            surrogate = surrogate + (output.float() * gradient).sum()
+        for scalar, gradient in zip(scalars, scalar_gradients, strict=True):
+            assert scalar is not None, "the model returns its scalars"
+            surrogate = surrogate + (scalar * gradient).sum()
+        self._engine.set_gradient_accumulation_boundary(is_last)
+        self._engine.backward(surrogate, scale_wrt_gas=False)
+
+    def _encode(self, tower: Tower, index: int, inputs: Tensor) -> _Outputs:
+        """One chunk through its tower; the same call in both passes, so that both draw the same random numbers."""
+        both: list[Tensor | None] = [None, None]
+        both[tower] = inputs
+        if self._needs_company and (tower, index) in self._ends:
+            other = Tower(1 - tower)
+            both[other] = self._batch.blank(other)
+        return self._forward(tower, index, *both)
+
+    @property
+    def _ends(self) -> tuple[tuple[Tower, int], ...]:
+        """The chunks of the step's first and last backward pass, when both towers are trained."""
+        return (Tower.IMAGE, 0), (Tower.TEXT, self._batch.chunk_count(Tower.TEXT) - 1)
+
+    def _forward(self, tower: Tower, index: int, images: Tensor | None, tokens: Tensor | None) -> _Outputs:
+        self._random_state.enter(tower, index)
+        return self._engine(images, tokens)
+
+    def _store(self, features: dict[Tower, Tensor], tower: Tower, index: int, chunk: Tensor | None) -> None:
+        assert chunk is not None, "the model encodes what it is given"
+        if tower not in features:
+            shape = (self._batch.rows(), chunk.shape[1])
+            pinned = self._embeddings_device != chunk.device  # then host memory; copies need not wait
+            features[tower] = torch.empty(shape, dtype=chunk.dtype, device=self._embeddings_device, pin_memory=pinned)
+        rows = features[tower][index * len(chunk) : (index + 1) * len(chunk)]
+        rows.copy_(chunk.detach(), non_blocking=True)
 
 
 def _loss_and_gradients(
     loss_function: ContrastiveLoss,
-    embedded: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    scalars: Sequence[torch.Tensor],
+    features: dict[Tower, Tensor],
+    scalars: Sequence[Tensor],
+    device: torch.device,
     step: int,
 ) -> tuple[float, _Cached]:
-    image_features = torch.cat([images for images, _ in embedded]).requires_grad_()
-    text_features = torch.cat([texts for _, texts in embedded]).requires_grad_()
-    log_scale, *bias = leaves = [scalar.detach().clone().requires_grad_() for scalar in scalars]
-    loss = loss_function(image_features, text_features, log_scale.exp(), *bias)
+    """The loss on `device`; empties `features`, so that afterwards only their gradients are held, where they were."""
+    kept_on = {tower: embeddings.device for tower, embeddings in features.items()}
+    leaves = {tower: features.pop(tower).to(device).requires_grad_() for tower in Tower}
+    log_scale, *bias = scalar_leaves = [scalar.detach().clone().requires_grad_() for scalar in scalars]
+    loss = loss_function(leaves[Tower.IMAGE], leaves[Tower.TEXT], log_scale.exp(), *bias)
     value = float(loss.detach())
     if not np.isfinite(value):
         raise NonFiniteError(
@@ -136,22 +236,10 @@ def _loss_and_gradients(
             "Lower the learning rate or lengthen --warmup, and resume from the last checkpoint"
         )
     loss.backward()  # not autograd.grad: a loss with parameters of its own finds their gradients in them
-    image_gradient, text_gradient, *scalar_gradients = (_gradient(t) for t in (image_features, text_features, *leaves))
-    sizes = [len(images) for images, _ in embedded]
-    return value, _Cached(image_gradient.split(sizes), text_gradient.split(sizes), scalar_gradients)
+    gradients = {tower: _gradient(leaves[tower]).to(kept_on[tower]) for tower in Tower}
+    return value, _Cached(gradients, [_gradient(leaf) for leaf in scalar_leaves])
 
 
-def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+def _gradient(leaf: Tensor) -> Tensor:
     assert leaf.grad is not None, "the loss depends on its features and scalars"
     return leaf.grad
-
-
-def _surrogate(outputs: tuple[torch.Tensor, ...], cached: _Cached, index: int, *, is_last: bool) -> torch.Tensor:
-    """A scalar whose gradient in the outputs is the cached gradient; those of scale and bias go in once, whole."""
-    image_features, text_features, *scalars = outputs
-    total = (image_features.float() * cached.image_gradients[index].float()).sum()
-    total = total + (text_features.float() * cached.text_gradients[index].float()).sum()
-    for scalar, gradient in zip(scalars, cached.scalar_gradients, strict=True):
-        # Times zero, not left out: ZeRO expects the same parameters to take part in every backward pass.
-        total = total + (scalar * (gradient if is_last else 0 * gradient)).sum()
-    return total

@@ -34,6 +34,7 @@ from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.resume import describe_run, resume
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import Schedule, constant, constant_with_cooldown, cosine
+from megaclip.engine.step_batch import DeviceFeed, MemoryBatch
 from megaclip.errors import CheckpointError, ConfigError, MegaclipError
 from megaclip.evaluation import (
     CaptionGroups,
@@ -143,6 +144,7 @@ class _Run:
         self.total_steps = self._count_steps()
         self.schedule = self._make_schedule()
         self.engine: DeepSpeedEngine = build_engine(inputs.config, arguments, inputs.model_config)
+        self.feed = DeviceFeed(self.engine.device, self.engine.get_data_types()[0], inputs.train_transform.normalise)
         self.logit_scale = LogitScale(self.engine, arguments.logit_scale_max)
         bias = self.engine.module.logit_bias
         self.logit_bias = None if bias is None else MasterScalar(bias)
@@ -198,10 +200,16 @@ class _Run:
 
     def _train_step(self, loader: TrainLoader) -> StepMetrics:
         micro_batches = self._next_micro_batches(loader)
+        batch = MemoryBatch(
+            [micro_batch.images for micro_batch in micro_batches],
+            torch.cat([micro_batch.tokens for micro_batch in micro_batches]),
+            self.feed,
+            text_chunks=self.batch_plan.text_chunks,
+        )
         loss = accumulate_gradients(
             self.engine,
-            self.loss.bind(micro_batches, self._epoch_at(self.step)),
-            micro_batches,
+            self.loss.bind(torch.cat([micro_batch.ids for micro_batch in micro_batches]), self._epoch_at(self.step)),
+            batch,
             self.logit_scale.read(),
             RandomState(self.arguments.seed, self.step, self.rank),
             logit_bias=None if self.logit_bias is None else self.logit_bias.read(),

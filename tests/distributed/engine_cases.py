@@ -21,11 +21,12 @@ from torch import Tensor
 
 from megaclip.arguments import parse_arguments
 from megaclip.config import TrainingConfig, load_training_config
-from megaclip.data.batch import Batch
+from megaclip.data import ImageTransform
 from megaclip.engine.build import build_engine, quiet_deepspeed
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
 from megaclip.engine.optimizers import set_learning_rate, update
+from megaclip.engine.step_batch import DeviceFeed, MemoryBatch, StepBatch, Tower
 from megaclip.losses import LOSSES
 from megaclip.models import ClipModel, ModelConfig, build_model
 
@@ -55,6 +56,10 @@ MODEL = ModelConfig.from_dict(
     }
 )
 
+MEAN = torch.tensor([0.4, 0.5, 0.6], dtype=torch.float64).view(3, 1, 1)
+STD = torch.tensor([0.2, 0.3, 0.25], dtype=torch.float64).view(3, 1, 1)
+TRANSFORM = ImageTransform(8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
+
 
 @dataclass(frozen=True)
 class Case:
@@ -62,6 +67,10 @@ class Case:
 
     stage: int = 0
     accumulation: int = 1
+    """Image chunks of each rank."""
+    text_chunks: int = 0
+    """Text chunks of each rank; 0: as many as image chunks."""
+    embeddings_on_cpu: bool = False
     bf16: bool = False
     check_overflow: bool = True
     """DeepSpeed's own check of bf16 gradients."""
@@ -73,7 +82,8 @@ class Case:
     coalesce: bool = False
     patch_dropout: float = 0.0
     clipping: float = 0.0
-    locked: bool = False
+    locked: str = ""
+    """"" nothing, "most" both towers but their projections, "image", "text" or "both" whole towers."""
     persistence_threshold: int = 0
     loss: str = "clip"
     """"clip", or "siglip" with a logit bias in the model."""
@@ -104,19 +114,24 @@ class Outcome:
 
 
 def whole_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Images (BATCH, 3, 8, 8) and tokens (BATCH, 6) of a step, the same in every process."""
+    """Pixels (BATCH, 3, 8, 8) uint8 and tokens (BATCH, 6) of a step, the same in every process."""
     generator = torch.Generator().manual_seed(100 + step)
-    images = torch.randn(BATCH, 3, 8, 8, generator=generator)
+    images = torch.randint(256, (BATCH, 3, 8, 8), generator=generator, dtype=torch.uint8)
     words = torch.randint(3, 32, (BATCH, 5), generator=generator)
     return images, torch.cat([words, torch.full((BATCH, 1), 2)], dim=1)
 
 
-def micro_batches_of(step: int, rank: int, accumulation: int) -> list[Batch]:
-    """The share of one rank: every WORLD_SIZE-th sample, in equal chunks."""
+def share_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Pixels and tokens of one rank: every WORLD_SIZE-th sample."""
     images, tokens = (whole[rank::WORLD_SIZE] for whole in whole_batch(step))
-    size = len(images) // accumulation
-    chunks = zip(images.split(size), tokens.split(size), strict=True)
-    return [Batch(image, token, torch.arange(size)) for image, token in chunks]
+    return images, tokens
+
+
+def batch_of(case: Case, step: int, rank: int) -> StepBatch:
+    """The share of one rank, as the engine takes it."""
+    images, tokens = share_of(step, rank)
+    feed = DeviceFeed(torch.device("cpu"), torch.bfloat16 if case.bf16 else torch.float32, TRANSFORM.normalise)
+    return MemoryBatch(images.chunk(case.accumulation), tokens, feed, text_chunks=case.text_chunks or case.accumulation)
 
 
 def open_clip_decays(name: str, parameter: Tensor) -> bool:
@@ -129,9 +144,13 @@ def scalars_of(model: ClipModel) -> list[torch.nn.Parameter]:
     return [model.logit_scale] if model.logit_bias is None else [model.logit_scale, model.logit_bias]
 
 
-def trains(name: str, locked: bool) -> bool:
-    """What --lock-image and --lock-text with one unlocked group each leave: the projections and the logit scale."""
-    return not locked or name in ("visual.proj", "text.text_projection", "logit_scale")
+def trains(name: str, locked: str) -> bool:
+    """What --lock-image and --lock-text leave: the projections with one unlocked group each, and the logit scale."""
+    if name == "logit_scale" or not locked:
+        return True
+    if locked == "most":
+        return name in ("visual.proj", "text.text_projection")
+    return locked != "both" and name.startswith("text." if locked == "image" else "visual.")
 
 
 PARAMS: dict[str, dict] = {
@@ -159,9 +178,12 @@ def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays)
     for step in range(STEPS):
         features = []
         for rank in range(WORLD_SIZE):
-            for index, batch in enumerate(micro_batches_of(step, rank, case.accumulation)):
-                RandomState(SEED, step, rank).enter(index)
-                features.append(model(batch.images.double(), batch.tokens)[:2])
+            images, tokens = share_of(step, rank)
+            image_features = []
+            for index, pixels in enumerate(images.chunk(case.accumulation)):
+                RandomState(SEED, step, rank).enter(Tower.IMAGE, index)
+                image_features.append(model((pixels.double() / 255 - MEAN) / STD, None)[0])
+            features.append((torch.cat(image_features), model(None, tokens)[1]))
         x, y = (torch.cat(side) for side in zip(*features, strict=True))
         logits, labels = model.logit_scale.exp() * x @ y.T, torch.arange(BATCH)
         if case.loss == "siglip":
@@ -228,15 +250,10 @@ def start_engine(case: Case, config: TrainingConfig | None = None) -> DeepSpeedE
     quiet_deepspeed()
     flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--seed", str(SEED)]
     flags += ["--force-patch-dropout", str(case.patch_dropout)]
-    if case.locked:
-        flags += [
-            "--lock-image",
-            "--lock-image-unlocked-groups",
-            "1",
-            "--lock-text",
-            "--lock-text-unlocked-layers",
-            "1",
-        ]
+    if case.locked in ("most", "image", "both"):
+        flags += ["--lock-image", "--lock-image-unlocked-groups", str(int(case.locked == "most"))]
+    if case.locked in ("most", "text", "both"):
+        flags += ["--lock-text", "--lock-text-unlocked-layers", str(int(case.locked == "most"))]
     return build_engine(config or training_config(case), parse_arguments(flags), model_of(case))
 
 
@@ -264,16 +281,17 @@ def loss_of(case: Case) -> Callable[..., Tensor]:
     return faulty
 
 
-def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, micro_batches=None) -> float:
+def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, batch: StepBatch | None = None) -> float:
     """Leave the gradient of one step in the engine; returns the loss."""
     return accumulate_gradients(
         engine,
         loss or loss_of(case),
-        micro_batches or micro_batches_of(step, dist.get_rank(), case.accumulation),
+        batch or batch_of(case, step, dist.get_rank()),
         LogitScale(engine, 100.0).read(),
         RandomState(SEED, step, dist.get_rank()),
         logit_bias=None if case.loss == "clip" else MasterScalar(engine.module.logit_bias).read(),
         coalesce=case.coalesce,
+        embeddings_on_cpu=case.embeddings_on_cpu,
     )
 
 

@@ -4,6 +4,7 @@ One launch of two ranks. It also measures the two bf16 settings that `megaclip.c
 when DeepSpeed mends them.
 """
 
+import itertools
 import math
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 from megaclip.engine.gradient_cache import RandomState
 from megaclip.engine.logit_scale import LogitScale
 from megaclip.engine.optimizers import set_learning_rate, update
+from megaclip.engine.step_batch import DeviceFeed, MemoryBatch, StepBatch, Tower
 from megaclip.errors import ConfigError, NonFiniteError
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import WORLD_SIZE, Case, Outcome, oracle
@@ -52,12 +54,18 @@ class Guarded:
     """Parameters that those steps changed."""
 
 
-def poison_last_rank(step: int) -> list:
-    """Micro-batches whose last image is NaN, on the last rank."""
-    micro_batches = engine_cases.micro_batches_of(step, dist.get_rank(), 3)
-    if dist.get_rank() == WORLD_SIZE - 1:
-        micro_batches[-1].images[-1] = math.nan
-    return micro_batches
+def poison_last_rank(case: Case, step: int) -> StepBatch:
+    """The rank's share, in which an image of the last rank is NaN once normalised."""
+    images, tokens = engine_cases.share_of(step, dist.get_rank())
+
+    def normalise(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        inputs = engine_cases.TRANSFORM.normalise(pixels, dtype)
+        if dist.get_rank() == WORLD_SIZE - 1:
+            inputs[-1] = math.nan
+        return inputs
+
+    feed = DeviceFeed(torch.device("cpu"), torch.bfloat16 if case.bf16 else torch.float32, normalise)
+    return MemoryBatch(images.chunk(3), tokens, feed, text_chunks=3)
 
 
 def guarded(case: Case) -> Guarded:
@@ -76,7 +84,7 @@ def guarded(case: Case) -> Guarded:
     before = engine_cases.whole_parameters(engine)
     factor = math.nan if dist.get_rank() == WORLD_SIZE - 1 else 1.0
     one_rank_faulty = engine_cases.loss_of(replace(case, feature_fault=factor))
-    refusals = [refusal(lambda: engine_cases.backpropagate(engine, case, 1, micro_batches=poison_last_rank(1)))]
+    refusals = [refusal(lambda: engine_cases.backpropagate(engine, case, 1, batch=poison_last_rank(case, 1)))]
     engine_cases.backpropagate(engine, case, 1, loss=one_rank_faulty)
     refusals.append(refusal(lambda: update(engine)))
     now = engine_cases.whole_parameters(engine)
@@ -164,12 +172,12 @@ def test_the_precision_settings_that_the_configuration_refuses_are_still_wrong(r
     assert relative_errors("stage 1 with fp32 accumulation", results)[0] > 0.5  # measured 1.02: twice the norm
 
 
-def test_random_states_differ_by_step_rank_and_chunk_and_replay():
-    def draw(seed: int, step: int, rank: int, micro_batch: int) -> float:
-        RandomState(seed, step, rank).enter(micro_batch)
+def test_random_states_differ_by_step_rank_tower_and_chunk_and_replay():
+    def draw(seed: int, step: int, rank: int, tower: Tower, chunk: int) -> float:
+        RandomState(seed, step, rank).enter(tower, chunk)
         return torch.rand(1, dtype=torch.float64).item()
 
-    places = [(seed, step, rank, chunk) for seed in (0, 1) for step in (0, 1) for rank in (0, 1) for chunk in (0, 1)]
+    places = list(itertools.product((0, 1), (0, 1), (0, 1), Tower, (0, 1)))
     draws = [draw(*place) for place in places]
     assert len(set(draws)) == len(places)
     assert draws == [draw(*place) for place in places]

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from megaclip.checkpoint.consolidate import consolidated_weights
-from megaclip.engine import run as engine_run
 from megaclip.engine.metrics import Metrics
+from megaclip.engine.run_loss import RunLoss
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.end_to_end.training_runs import (
     ROOT,
@@ -74,11 +74,11 @@ class Runs:
 def record(command: list[str], store: str, kill_after: int | None = None) -> Recorded:
     """`main(command)` in this rank, which notes the samples it takes and may kill itself between two steps."""
     ids: list[list[int]] = []
-    accumulate, show_step = engine_run.accumulate_gradients, Metrics.step
+    bind, show_step = RunLoss.bind, Metrics.step
 
-    def noting(engine: Any, loss: Any, micro_batches: Any, *arguments: Any, **keywords: Any) -> float:
-        ids.append([int(i) for batch in micro_batches for i in batch.ids])
-        return accumulate(engine, loss, micro_batches, *arguments, **keywords)
+    def noting(loss: RunLoss, taken: Any, epoch: float) -> Any:
+        ids.append(taken.tolist())
+        return bind(loss, taken, epoch)
 
     def dying(metrics: Metrics, step: int, *arguments: Any) -> None:
         show_step(metrics, step, *arguments)
@@ -86,7 +86,7 @@ def record(command: list[str], store: str, kill_after: int | None = None) -> Rec
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_run, "accumulate_gradients", noting)
+        patch.setattr(RunLoss, "bind", noting)
         patch.setattr(Metrics, "step", dying)
         return Recorded(run_here(command, Path(store)), ids)
 

@@ -45,6 +45,7 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         ({"megaclip": {"exchange": "rign"}}, "megaclip.exchange: Input should be 'auto', 'ring' or 'all_gather'"),
         ({"megaclip": {"tile_budget_mib": 0}}, "megaclip.tile_budget_mib"),
         ({"megaclip": {"gradient_clipping": 1.0}}, "megaclip.gradient_clipping is misplaced"),
+        ({"megaclip": {"text_micro_batch_size": 0}}, "megaclip.text_micro_batch_size"),
         ({"megaclip": []}, "megaclip must be a JSON object"),
         ({"megaclip": fastclip("fastclip_v3", gama_min=0.2)}, "fastclip.gama_min; did you mean 'gamma_min'?"),
         ({"megaclip": fastclip("fastclip_v3", gamma_min=0)}, "megaclip.fastclip.gamma_min"),
@@ -148,6 +149,16 @@ def test_the_batch_triple_is_completed(tmp_path, total, micro, accumulation, exp
     )
     plan = load_training_config(path).batch_plan(world_size=2)
     assert (plan.global_batch, plan.micro_batch, plan.accumulation) == expected
+
+
+def test_text_chunks_divide_a_ranks_share(tmp_path):
+    def config(size):
+        return load_training_config(write(tmp_path, megaclip={"text_micro_batch_size": size}))
+
+    plan = config(6).batch_plan(world_size=2)
+    assert (plan.local_batch, plan.accumulation, plan.text_micro_batch, plan.text_chunks) == (12, 3, 6, 2)
+    with pytest.raises(ConfigError, match=r"text_micro_batch_size 5 does not divide .* 4 x 3 = 12"):
+        config(5).batch_plan(world_size=2)
 
 
 @pytest.mark.parametrize("world_size", [4, 5, 48])

@@ -12,11 +12,12 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "megaclip"
 
-FOUNDATION = {"errors", "logging", "config", "config_optimizers", "arguments"}
+FOUNDATION = {"errors", "logging", "config", "config_section", "config_optimizers", "arguments"}
 MAY_IMPORT = {
     "errors": FOUNDATION,
     "logging": FOUNDATION,
     "config": FOUNDATION,
+    "config_section": FOUNDATION,
     "config_optimizers": FOUNDATION,
     "arguments": FOUNDATION,
     "ops": FOUNDATION,

@@ -1,0 +1,90 @@
+"""The section "megaclip" of ds_config.json, typed: its settings, what they mean and their defaults.
+
+`megaclip.config` reads the file and says which combinations are refused.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+GLOBAL_LOSSES = ("sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3")
+"""Losses over the whole dataset, which keep state per sample and a temperature of their own."""
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class FastClipSection(BaseModel):
+    """The sub-section "fastclip" of our section, for the losses in GLOBAL_LOSSES; `megaclip.losses.FastClipLoss` says
+    what each setting does, and has the defaults of those left out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    gamma_min: float = Field(default=0.2, gt=0, le=1)
+    """The inner learning rate that the schedule ends at."""
+
+    gamma_epochs: float = Field(default=18, gt=0)
+    """Epochs over which the cosine schedule goes from 1 to gamma_min; left out, half of the run's epochs."""
+
+    gamma_schedule: Literal["auto", "constant", "cosine"] = "auto"
+    """"auto" is the variant's own: constant for sogclr and isogclr, cosine for the others."""
+
+    gamma_per: Literal["epoch", "step"] = "epoch"
+    """How often the schedule moves on."""
+
+    rho: float = Field(default=6.5, ge=0)
+    eps: float = Field(default=1e-14, ge=0)
+    temperature: float = Field(default=0.07, gt=0)
+    """Initial tau."""
+
+    temperature_min: float = Field(default=0.01, gt=0)
+    temperature_max: float = Field(default=1.0, gt=0)
+    temperature_learning_rate: float = Field(default=2e-4, gt=0)
+    temperature_schedule: Literal["constant", "cosine", "threshold"] = "constant"
+    """"threshold" takes a third of the rate once tau is at or below 0.03; for one global temperature."""
+
+    temperature_betas: list[_Decay] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
+    temperature_eps: float = Field(default=1e-8, gt=0)
+    compat: Literal["paper", "reference"] = "paper"
+    """"reference" scales gradients as the released code does, for hyper-parameters that were tuned with it."""
+
+    state_device: Literal["cpu", "accelerator"] = "cpu"
+    """Where each rank keeps its samples' state."""
+
+
+class MegaclipSection(BaseModel):
+    """The section "megaclip" of ds_config.json: what DeepSpeed does not know about."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    loss: Literal["clip", "siglip", "sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3"] = (
+        "clip"
+    )
+    """Contrastive loss: "clip" is InfoNCE over images and texts, "siglip" the sigmoid loss of every pair (for models
+    with a logit bias); both with every other sample of the batch as a negative. The others contrast each sample with
+    the whole dataset, by estimators kept per sample."""
+
+    fastclip: FastClipSection = FastClipSection()
+    """Settings of the losses over the whole dataset."""
+
+    exchange: Literal["auto", "ring", "all_gather"] = "auto"
+    """How text features reach the other ranks: neighbour by neighbour, or all at once."""
+
+    reduction: Literal["auto", "feature", "scalar"] = "auto"
+    """What crosses ranks for the gradient: feature gradients, or only log-normalisers."""
+
+    implementation: Literal["auto", "torch", "triton"] = "auto"
+    """Which tile implementation runs: "auto" takes Triton on a GPU and PyTorch elsewhere."""
+
+    tile_budget_mib: int = Field(128, gt=0)
+    """Upper bound, in MiB, of the temporary memory that a tile of logits may take."""
+
+    coalesce_gradient_reduction: bool = False
+    """Reduce parameter gradients once per step, not once per gradient-cache chunk (ZeRO 1 to 3): less traffic, but
+    whole gradients are held until the end of the step."""
+
+    text_micro_batch_size: int | None = Field(default=None, gt=0)
+    """Captions that go through the text tower at once; by default as many as images, train_micro_batch_size_per_gpu."""
+
+    @property
+    def is_global(self) -> bool:
+        return self.loss in GLOBAL_LOSSES
