@@ -131,7 +131,7 @@ class _Passes:
         """The features of every row, (b, D) per tower, without gradients, where embeddings are kept."""
         features: dict[Tower, Tensor] = {}
         if self._joint:
-            images, tokens = (next(self._batch.chunks(tower, again=False)) for tower in Tower)
+            (images,), (tokens,) = (self._batch.chunks(tower, again=False) for tower in Tower)
             self._kept = self._forward(Tower.IMAGE, 0, images, tokens)
             for tower in Tower:
                 self._store(features, tower, 0, self._kept[tower])
