@@ -43,6 +43,8 @@ WIDTH = 256  # of the linear model in the second table
 def main() -> None:
     options = parse_options()
     quiet_deepspeed()
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(options.local_rank)
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     say(f"{group_size()} ranks, b = {options.batch}, D = {options.embedding}; bytes sent per rank and step\n")
     say(f"{'loss':<34}{'features':>12}{'gradients':>12}{'scalars':>12}{'state':>12}{'total':>12}{'formula':>12}")

@@ -67,18 +67,23 @@ def max_over_ranks(values: Tensor, *, group: Any = None) -> Tensor:
 
 
 def gather_integers(values: list[int], *, group: Any = None) -> list[list[int]]:
-    """A few integers of each rank, on every rank's host: one list per rank. All ranks give equally many.
+    """A few integers of each rank, on every rank's host: one list per rank. All ranks give equally many."""
+    return gather_on_host(torch.tensor(values, dtype=torch.int64), group=group).tolist()
+
+
+def gather_on_host(values: Tensor, *, group: Any = None) -> Tensor:
+    """Values (k,) of each rank, on its host -> (W, k) on every rank's host. Every rank has the same k and dtype.
 
     On CUDA it runs on a stream of its own, so that the host waits for its peers but not for the work it has queued.
     """
     ranks = resolve(group)
     if ranks.size == 1:
-        return [values]
+        return values[None]
     device = ranks.message_device
     if device.type == "cpu":
-        return _gather_integers(values, ranks, device)
+        return _gather_on_host(values, ranks, device)
     with get_accelerator().stream(_side_stream(device)):
-        return _gather_integers(values, ranks, device)
+        return _gather_on_host(values, ranks, device)
 
 
 def gather_objects(item: Any, *, group: Any = None) -> list[Any]:
@@ -127,10 +132,10 @@ def _all_reduce(values: Tensor, op: Any, group: Any) -> Tensor:
     return total
 
 
-def _gather_integers(values: list[int], ranks: RankGroup, device: torch.device) -> list[list[int]]:
-    gathered = torch.empty(ranks.size * len(values), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(gathered, torch.tensor(values, device=device), group=ranks.handle)
-    return gathered.view(ranks.size, -1).tolist()
+def _gather_on_host(values: Tensor, ranks: RankGroup, device: torch.device) -> Tensor:
+    gathered = torch.empty(ranks.size * len(values), dtype=values.dtype, device=device)
+    dist.all_gather_into_tensor(gathered, values.to(device), group=ranks.handle)
+    return gathered.view(ranks.size, -1).cpu()
 
 
 @functools.cache

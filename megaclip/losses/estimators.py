@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import deepspeed.comm as dist
+import numpy as np
 import torch
 from torch import Tensor
 
-from megaclip.comm.collectives import gather_rows
+from megaclip.comm.collectives import gather_on_host
 from megaclip.comm.groups import RankGroup, resolve
 from megaclip.errors import CheckpointError, DataError
 from megaclip.losses.sample_index import DenseIndex, HashedIndex
@@ -53,8 +54,12 @@ class Ticket:
             if self._work is not None:
                 self._work.wait()
             self._rows = torch.empty_like(self._received)
-            self._rows[self.order.to(self._received.device)] = self._received
+            self._rows[_upload(self.order, self._received.device)] = self._received
         return self._rows
+
+    def rows_on(self, device: torch.device) -> Tensor:
+        """`rows()` on another device."""
+        return _upload(self.rows(), device)
 
 
 class SampleState:
@@ -90,12 +95,11 @@ class SampleState:
 
         Raises DataError, on all ranks, for ids that are no whole numbers or lie outside the dataset.
         """
-        ids = ids.detach()
+        ids = ids.detach().cpu()
         if ids.dim() != 1 or ids.dtype != torch.int64:
             raise DataError(f"expected sample ids (b,) of int64, got {tuple(ids.shape)} {ids.dtype}")
         ranks = self.ranks
-        device = ranks.message_device if ranks.size > 1 else torch.device("cpu")
-        everyone = gather_rows(ids.to(device), group=ranks).cpu()
+        everyone = gather_on_host(ids, group=ranks).flatten()
         self.index.check(everyone)
         owners = self.index.owner(everyone, ranks.size)
         mine = owners == ranks.rank
@@ -104,9 +108,13 @@ class SampleState:
         given = mine.view(ranks.size, -1).sum(dim=1).tolist()
         own = owners.view(ranks.size, -1)[ranks.rank]
         taken = torch.bincount(own, minlength=ranks.size).tolist()
-        rows = self.values[slots.to(self.values.device), : self.fetched].to(device)
+        rows = self.values[_upload(slots, self.values.device), : self.fetched]
+        if ranks.size > 1:
+            rows = _upload(rows, ranks.message_device)
         received, work = self._exchange(rows, given, taken, wait=False)
-        return Ticket(ids.cpu(), slots, torch.argsort(own, stable=True), given, taken, received, work)
+        # 16-bit numbers have a stable sort in linear time.
+        order = torch.from_numpy(np.argsort(own.numpy().astype(np.min_scalar_type(ranks.size)), kind="stable"))
+        return Ticket(ids, slots, order, given, taken, received, work)
 
     def commit(self, ticket: Ticket, rows: Tensor, merge: Merge) -> None:
         """Give each sample's owner a row (b, any columns) in the order of the ids; `merge` makes the new state of it.
@@ -115,8 +123,9 @@ class SampleState:
         """
         ticket.rows()
         rows = rows.detach().to(ticket.rows().device, self.values.dtype)
-        received, _ = self._exchange(rows[ticket.order.to(rows.device)], ticket.taken, ticket.given, wait=True)
-        held, inverse = ticket.held.to(self.values.device), ticket.inverse.to(self.values.device)
+        sent = rows[_upload(ticket.order, rows.device)]
+        received, _ = self._exchange(sent, ticket.taken, ticket.given, wait=True)
+        held, inverse = (_upload(index, self.values.device) for index in (ticket.held, ticket.inverse))
         self.values[held] = merge(self.values[held], received.to(self.values.device), inverse)
 
     def rows_of(self, ids: Tensor) -> Tensor:
@@ -174,6 +183,13 @@ class SampleState:
         received = rows.new_empty(sum(taken), rows.shape[1])
         work = dist.all_to_all_single(received, rows, taken, given, group=self.ranks.handle, async_op=not wait)
         return received, None if wait else work
+
+
+def _upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`; from the host to a GPU without waiting for the work that is queued there."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _dense_ids(part: dict[str, Any]) -> Tensor:

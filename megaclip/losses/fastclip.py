@@ -53,6 +53,7 @@ from megaclip.losses.temperature import (
     scheduled_rate,
     step_individual,
 )
+from megaclip.ops.rows import finish_gradient, paired_products
 from megaclip.ops.tiles import accumulation_dtype
 
 
@@ -222,7 +223,7 @@ class FastClipLoss(BatchLoss):
             minimum=self.gamma_min,
             epochs=self.gamma_epochs,
         )
-        rows = ticket.rows().to(image_features.device, accumulation_dtype(image_features))
+        rows = ticket.rows_on(image_features.device).to(accumulation_dtype(image_features))
         step = _Step(self, ticket, rows, gamma, epoch)
         loss = _GlobalContrastive.apply(image_features, text_features, self.temperature.log_scale, plan, step)
         if self.training:
@@ -240,7 +241,7 @@ class FastClipLoss(BatchLoss):
         if step is None or step.temperature_gradient is None:
             raise RuntimeError("expected loss(...).backward() in training mode before step()")
         self._pending = None
-        rate = scheduled_rate(self.learning_rate, self.temperature_schedule, self.temperature.value, progress)
+        rate = scheduled_rate(self.learning_rate, self.temperature_schedule, self.temperature, progress)
         sent = [step.log_u] if not self.individual else [step.log_u, step.temperature_gradient]
 
         def merge(held: Tensor, received: Tensor, inverse: Tensor) -> Tensor:
@@ -336,18 +337,18 @@ class _GlobalContrastive(torch.autograd.Function):
         batch = len(x) * plan.ranks.size
         y_all = gather_columns(y, plan)
         row_lse, col_lse = distributed_stats(x, y, 1 / tau_x, 1 / tau_y, plan=plan, y_all=y_all)
-        s_ii = (x.to(dtype) * y.to(dtype)).sum(dim=1)
+        s_ii = paired_products(x, y)
         log_g = torch.stack([row_lse - s_ii / tau_x, col_lse - s_ii / tau_y], dim=1) - math.log(batch - 1)
         step.log_u = step.mixed(log_g)
         # log(eps + u): eps = 0 leaves log u as it is.
-        log_eps = torch.tensor(math.log(loss.eps) if loss.eps > 0 else -math.inf, dtype=dtype, device=x.device)
+        log_eps = log_g.new_full((), math.log(loss.eps) if loss.eps > 0 else -math.inf)
         log_eps_u = torch.logaddexp(step.log_u, log_eps)
         ctx.plan, ctx.step = plan, step
         ctx.save_for_backward(x, y, y_all, log_scale, tau_x, tau_y, s_ii, log_g, log_eps_u)
         terms = log_eps_u + loss.rho
         if loss.rule.multiplied:
             terms = terms * tau
-        totals = torch.stack([terms.sum(), log_eps_u.new_tensor(0.0) if tau.dim() == 0 else tau.log().sum()])
+        totals = torch.stack([terms.sum(), log_eps_u.new_zeros(()) if tau.dim() == 0 else tau.log().sum()])
         totals = sum_over_ranks(totals, group=plan.ranks)
         step.mean_log_scale = (-totals[1:] / (2 * batch)).to(log_scale)
         return totals[0] / batch
@@ -368,8 +369,8 @@ class _GlobalContrastive(torch.autograd.Function):
 
         ratio = torch.exp(log_g - log_eps_u)  # g/(eps+u)
         pull = row_weight * ratio[:, 0] + col_weight * ratio[:, 1]
-        dx = negatives.dx.addcmul_(pull[:, None], y.to(pull.dtype), value=-1)
-        dy = negatives.dy.addcmul_(pull[:, None], x.to(pull.dtype), value=-1)
+        dx, dots = finish_gradient(negatives.dx, x, y, pull, d_loss)
+        dy, _ = finish_gradient(negatives.dy, y, x, pull, d_loss)
 
         log_u = step.log_u if loss.reference and not loss.individual else log_eps_u
         d_log_scale = None
@@ -382,11 +383,9 @@ class _GlobalContrastive(torch.autograd.Function):
         else:
             step.temperature_gradient = log_u
             if loss.temperature.learnable:
-                d_log_scale = _global_gradient(loss, plan, x, dx, log_u, tau_x) * d_loss
+                d_log_scale = _global_gradient(loss, plan, dots, log_u, tau_x) * d_loss
                 d_log_scale = d_log_scale.to(log_scale).reshape(log_scale.shape)
-        dx.mul_(d_loss)
-        dy.mul_(d_loss)
-        return dx.to(x.dtype), dy.to(y.dtype), d_log_scale, None, None
+        return dx, dy, d_log_scale, None, None
 
 
 def _weight(loss: FastClipLoss, tau: Tensor, local_batch: int) -> Tensor:
@@ -397,12 +396,12 @@ def _weight(loss: FastClipLoss, tau: Tensor, local_batch: int) -> Tensor:
     return (torch.ones_like(tau) if loss.rule.multiplied else 1 / tau) / local_batch
 
 
-def _global_gradient(loss: FastClipLoss, plan: Plan, x: Tensor, dx: Tensor, log_u: Tensor, tau: Tensor) -> Tensor:
+def _global_gradient(loss: FastClipLoss, plan: Plan, dots: Tensor, log_u: Tensor, tau: Tensor) -> Tensor:
     """d objective / d log(1/tau), (): the part through g, and with the factor tau also that of tau itself.
 
-    g depends on x/tau, so the part through g is sum_i <x_i, dx_i>, here of features' gradients that hold a factor W.
+    g depends on x/tau, so the part through g is sum_i <x_i, dx_i>, the dots (b,), which hold a factor W.
     """
-    local = torch.stack([(x * dx).sum() / plan.ranks.size, log_u.sum() / (len(x) * plan.ranks.size)])
+    local = torch.stack([dots.sum() / plan.ranks.size, log_u.sum() / (len(dots) * plan.ranks.size)])
     through_g, mean_log_u = sum_over_ranks(local, group=plan.ranks)
     own = -tau * (mean_log_u + 2 * loss.rho) if loss.rule.multiplied else 0.0 * tau
     return 2 * through_g + own / 2 if loss.reference else through_g + own

@@ -3,8 +3,12 @@
 Two independent choices, both exact (docs/mathematics.md); they differ in memory, traffic and
 arithmetic only. `make_plan` resolves "auto" by a cost model, the same way on every rank, and logs once what and why:
 
-    seconds = products / rate + bytes / link speed      all_gather: nothing overlaps
-    seconds = max of the two + a latency per hop        ring: exchanges are hidden behind tiles
+    seconds = products / rate + bytes / link speed      all_gather; ring between the GPUs of one node
+    seconds = max of the two + a latency per hop        ring over several nodes, or on CPUs
+
+A ring's exchanges are under way while tiles are computed, but between GPUs of one node that hides nothing: NCCL copies
+with the GPU's own multiprocessors, and a product that lacks some of them takes a second round (four H200s: a kernel of
+0.19 ms takes 0.35 ms beside an exchange). What the ring saves there is memory. Between nodes network cards copy.
 
 Products are 8 b*B*D with the feature reduction and 10 with scalar, 6 and 8 for the sigmoid loss; bytes are
 `megaclip.comm.volume`'s formulas for InfoNCE; an all_gather whose features and gradients would take more than half of
@@ -85,12 +89,11 @@ def make_plan(
     products: of the loss, forward and backward, by reduction, in units of b*B*D.
     """
     wire = PAYLOADS[payload]
+    ranks = by_node(ranks)
     if "auto" in (exchange, reduction):
         exchange, reduction = _choose(features, ranks, exchange, reduction, wire, products)
-    if exchange == "ring":
-        ranks = by_node(ranks)
-        if isinstance(ranks, NodeGroup):
-            _announce(f"ring: inside each of {ranks.outer.size} nodes, and from node to node")
+    if exchange == "ring" and isinstance(ranks, NodeGroup):
+        _announce(f"ring: inside each of {ranks.outer.size} nodes, and from node to node")
     return Plan(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles, need_dots=need_dots, payload=wire)
 
 
@@ -112,7 +115,7 @@ def _choose(
     if exchange == "auto" and gathered > machine.free_bytes / 2:
         exchanges = ("ring",)
     seconds = {
-        way: _seconds(*way, features, ranks.size, machine, payload, products[way[1]])
+        way: _seconds(*way, features, ranks, machine, payload, products[way[1]])
         for way in itertools.product(exchanges, reductions)
     }
     best = min(seconds, key=lambda way: seconds[way])
@@ -129,7 +132,7 @@ def _seconds(
     exchange: str,
     reduction: str,
     features: Tensor,
-    world_size: int,
+    ranks: RankGroup,
     machine: Machine,
     payload: torch.dtype | None,
     products: int,
@@ -139,18 +142,20 @@ def _seconds(
     traffic = contrastive_traffic(
         exchange,
         reduction,
-        world_size=world_size,
+        world_size=ranks.size,
         batch=batch,
         embedding=embedding,
         feature_bytes=(payload or features.dtype).itemsize,
         gradient_bytes=(payload or accumulation_dtype(features)).itemsize,
         sum_bytes=accumulation_dtype(features).itemsize,
     )
-    operations = products * batch * batch * world_size * embedding
+    operations = products * batch * batch * ranks.size * embedding
     computing, sending = operations / machine.flops_per_s, traffic.total / machine.link_bytes_per_s
-    if exchange == "ring":
-        return max(computing, sending) + 2 * world_size * _HOP_SECONDS
-    return computing + sending + 4 * _COLLECTIVE_SECONDS
+    if exchange == "all_gather":
+        return computing + sending + 4 * _COLLECTIVE_SECONDS
+    hides = isinstance(ranks, NodeGroup) or features.device.type == "cpu"
+    together = max(computing, sending) if hides else computing + sending
+    return together + 2 * ranks.size * _HOP_SECONDS
 
 
 def _announce(message: str) -> None:

@@ -66,7 +66,7 @@ class _Sigmoid(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor, plan: Plan) -> Tensor:
-        ctx.features_dtype, dtype, b = x.dtype, accumulation_dtype(x), len(x)
+        dtype, b = accumulation_dtype(x), len(x)
         alpha, beta = logit_scale.reshape(()).to(dtype), logit_bias.reshape(()).to(dtype)
         negatives = distributed_sigmoid(x, y, alpha, beta, plan=plan)
         s_ii = paired_products(x, y)
@@ -80,21 +80,17 @@ class _Sigmoid(torch.autograd.Function):
             ]
         )
         loss, d_alpha, d_beta = (sum_over_ranks(local_sums, group=plan.ranks) / (b * plan.ranks.size)).unbind()
-        if (
-            x.dtype == torch.float16
-        ):  # its gradients underflow until the upstream one has scaled them: keep them float32
-            x, y = x.float(), y.float()
-        factor = alpha / b  # W/B: the contract's factor W is in it
-        dx, _ = finish_gradient(negatives.dx, x, y, pull, factor)
-        dy, _ = finish_gradient(negatives.dy, y, x, pull, factor)
-        ctx.save_for_backward(dx, dy, d_alpha, d_beta, logit_scale, logit_bias)
+        ctx.save_for_backward(
+            x, y, negatives.dx, negatives.dy, pull, alpha / b, d_alpha, d_beta, logit_scale, logit_bias
+        )
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-        dx, dy, d_alpha, d_beta, logit_scale, logit_bias = ctx.saved_tensors
-        d_features = ((gradient * d_loss).to(ctx.features_dtype) for gradient in (dx, dy))
+        x, y, dx, dy, pull, weight, d_alpha, d_beta, logit_scale, logit_bias = ctx.saved_tensors
+        factor = weight * d_loss  # W/B: the contract's factor W is in the weight
+        d_features = (finish_gradient(*terms, pull, factor)[0] for terms in ((dx, x, y), (dy, y, x)))
         d_scalars = (
             (gradient * d_loss).to(scalar.dtype).reshape(scalar.shape)
             for gradient, scalar in ((d_alpha, logit_scale), (d_beta, logit_bias))

@@ -5,6 +5,8 @@ bounds, and because per-sample ones live in sharded state that no optimizer sees
 algorithm 1) in float32.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
@@ -16,7 +18,7 @@ GRADIENT_LIMIT = 5.0
 """Per-sample temperature gradients are clipped to this, as in FastCLIP's released code."""
 
 
-def scheduled_rate(base: float, schedule: str, temperature: float, progress: float) -> float:
+def scheduled_rate(base: float, schedule: str, temperature: GlobalTemperature, progress: float) -> float:
     """The temperature's learning rate.
 
     schedule: "constant"; "cosine", half a cosine to 0 over the training; "threshold", a third once the temperature is
@@ -24,7 +26,7 @@ def scheduled_rate(base: float, schedule: str, temperature: float, progress: flo
     """
     if schedule == "cosine":
         return base * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    if schedule == "threshold" and temperature <= 0.03:
+    if schedule == "threshold" and temperature.value <= 0.03:  # reading it waits for the GPU
         return base / 3
     return base
 

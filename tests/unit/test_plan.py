@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megaclip.comm.groups import RankGroup
+from megaclip.comm.groups import NodeGroup, RankGroup
 from megaclip.comm.machine import CPU, Machine, machine_of
 from megaclip.losses import plan
 
@@ -12,12 +12,21 @@ SLOW_LINKS = Machine(link_bytes_per_s=1e6, flops_per_s=1e18, free_bytes=2**36)
 BALANCED = Machine(link_bytes_per_s=1e10, flops_per_s=1e13, free_bytes=2**36)
 
 
+PAIR = RankGroup(handle=None, rank=0, size=2)
+
+
 def chosen(
-    monkeypatch: pytest.MonkeyPatch, machine: Machine, batch: int, exchange: str = "auto", reduction: str = "auto"
+    monkeypatch: pytest.MonkeyPatch,
+    machine: Machine,
+    batch: int,
+    exchange: str = "auto",
+    reduction: str = "auto",
+    nodes: int = 2,
 ) -> tuple[str, str]:
-    """What becomes of the two settings on 4 ranks of this machine."""
+    """What becomes of the two settings on 4 ranks, on this many nodes of such machines."""
     monkeypatch.setattr(plan, "machine_of", lambda ranks, device: machine)
-    monkeypatch.setattr(plan, "by_node", lambda ranks: ranks)
+    on_two_nodes = NodeGroup(handle=None, rank=0, size=4, inner=PAIR, outer=PAIR)
+    monkeypatch.setattr(plan, "by_node", lambda ranks: on_two_nodes if nodes == 2 else ranks)
     made = plan.make_plan(
         torch.empty(batch, 512, dtype=torch.bfloat16, device="meta"),
         ranks=RankGroup(handle=None, rank=0, size=4),
@@ -34,8 +43,9 @@ def test_each_way_is_chosen_where_it_is_plainly_best(monkeypatch: pytest.MonkeyP
     assert chosen(monkeypatch, FAST_LINKS, 1024) == ("all_gather", "feature")
     # Products cost nothing: fewest bytes (2 x 2 bytes an element against 2 + 4).
     assert chosen(monkeypatch, SLOW_LINKS, 1024) == ("all_gather", "scalar")
-    # Both cost, and tiles are long enough to hide the exchange: the ring.
+    # Both cost, and tiles are long enough to hide the exchange: the ring. Inside a node nothing is hidden.
     assert chosen(monkeypatch, BALANCED, 16384) == ("ring", "feature")
+    assert chosen(monkeypatch, BALANCED, 16384, nodes=1) == ("all_gather", "feature")
 
 
 def test_memory_and_what_is_asked_for_limit_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +62,8 @@ def test_the_log_says_what_and_why_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(plan._logger, "info", lines.append)
     chosen(monkeypatch, BALANCED, 16384)
     chosen(monkeypatch, BALANCED, 16384)
-    (line,) = lines
+    line, ring = lines
+    assert ring == "ring: inside each of 2 nodes, and from node to node"
     assert line.startswith("loss: ring + feature (estimates: ring + feature ")
     assert "all_gather + scalar" in line and "links 10 GB/s, products 10 TFLOP/s" in line and "65536 are free" in line
 
