@@ -1,0 +1,308 @@
+"""Time and memory of whole training steps: this project's and open_clip's with --accum-freq, in one run.
+
+    python tools/bench_train.py --model ViT-B-16 --batch 4096 16384 --micro-batch 512 --json train.json
+    deepspeed --num_gpus 4 tools/bench_train.py --model ViT-g-14 --batch 8192 --micro-batch 128 \\
+        --deepspeed_config ds_configs/zero3_offload.json --methods megaclip --json giant.json
+    python tools/bench_train.py --model demo-tiny --batch 64 --micro-batch 16 --precision fp32 --workers 0
+
+For each global batch and method: samples per second (median over steps, warm-up apart), peak GPU memory of a step, and
+the shares of the step that the loss (with its gradient), waiting for data and the update took. Both methods take the
+same weights, the same samples from this project's loader (synthetic ones from memory, or --train-data) and the same
+optimizer settings; see bench_methods.py. A method that does not fit in memory gets a row that says so. --largest looks
+for the largest batch that fits. Rows go to --json as they are measured; tools/plot_bench.py draws them.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from bench_methods import METHODS, Case, Clock, MegaclipSteps, OpenClipSteps, free_memory
+from deepspeed.accelerator import get_accelerator
+
+from megaclip.comm.collectives import gather_objects
+from megaclip.engine.metrics import peak_memory_mib
+from megaclip.engine.run import start_process_group
+from megaclip.errors import ConfigError, MegaclipError
+
+DEFAULT_CONFIG: dict[str, Any] = {
+    "gradient_clipping": 1.0,
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-4, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.2, "torch_adam": True},
+    },
+    "zero_optimization": {"stage": 1},
+    "megaclip": {"loss": "clip", "coalesce_gradient_reduction": True},
+}
+CLOSE_ENOUGH = 1.1
+"""--largest stops when the largest batch that fits and the smallest that does not are within this factor."""
+
+
+@dataclass
+class Row:
+    """One line of the table; what `status` says is not "ok" has no figures."""
+
+    method: str
+    model: str
+    world_size: int
+    batch: int
+    micro_batch: int
+    text_micro_batch: int
+    zero_stage: int
+    offload: list[str]
+    checkpointing: bool
+    precision: str
+    exchange: str
+    data_offload: str
+    config: str
+    status: str = "ok"
+    steps: int = 0
+    step_s: float = 0.0
+    samples_per_s: float = 0.0
+    peak_mib: float = 0.0
+    loss_share: float = 0.0
+    data_share: float = 0.0
+    update_share: float = 0.0
+    losses: list[float] | None = None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="ViT-B-16", help="preset, or the path of a model JSON")
+    parser.add_argument("--batch", type=int, nargs="+", default=[4096], help="global batch sizes B")
+    parser.add_argument("--micro-batch", type=int, default=512, help="samples of one rank in a tower at a time")
+    parser.add_argument("--text-micro-batch", type=int, help="the same for the text tower of this project")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--precision", choices=["pure_bf16", "amp_bf16", "fp32"], default="pure_bf16", help="open_clip's")
+    parser.add_argument("--deepspeed_config", type=Path, help="ds_config.json (default: ZeRO-1); its batch is replaced")
+    parser.add_argument("--data-offload", help="megaclip.data_offload: where a batch waits between the two passes")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute blocks, in both methods")
+    parser.add_argument("--steps", type=int, default=3, help="steps to measure, after one to warm up")
+    parser.add_argument("--seconds", type=float, default=600, help="per row: a step that takes longer is the only one")
+    parser.add_argument("--largest", action="store_true", help="find the largest batch that fits, from --batch upwards")
+    parser.add_argument("--largest-limit", type=int, default=1 << 20, help="the largest batch that --largest tries")
+    parser.add_argument("--train-data", nargs="+", default=[], help="real data, as of launch/train.py")
+    parser.add_argument("--workers", type=int, default=8, help="data worker processes per rank")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    try:
+        base = json.loads(options.deepspeed_config.read_text()) if options.deepspeed_config else DEFAULT_CONFIG
+    except (OSError, ValueError) as error:
+        print(f"error: cannot read {options.deepspeed_config}: {error}", file=sys.stderr)
+        return 1
+    start_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options, base, Path(folder))
+        try:
+            bench.run()
+        except MegaclipError as error:
+            say(f"error: {error}")
+            return 1
+    dist.destroy_process_group()
+    return 0
+
+
+def say(line: str) -> None:
+    """Print on the first rank."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+class Bench:
+    """All rows of one command."""
+
+    def __init__(self, options: argparse.Namespace, base: dict[str, Any], folder: Path) -> None:
+        self.options = options
+        self.base = base
+        self.folder = folder
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.rows: list[Row] = []
+
+    def run(self) -> None:
+        """Every batch with every method, or the largest batch of every method; writes as it goes."""
+        shown = f"{'step s':>9}{'samples/s':>11}{'peak MiB':>10}{'loss':>7}{'data':>7}{'update':>8}"
+        say(f"{self.options.model}, {dist.get_world_size()} rank(s), micro-batch {self.options.micro_batch}")
+        say(f"{'method':12}{'batch':>10}{'micro':>7}{shown}")
+        if self.options.largest:
+            for method in self.options.methods:
+                self._largest(method)
+            return
+        for batch in self.options.batch:
+            for method in self.options.methods:
+                self._keep(self._measure(method, batch))
+
+    def _measure(self, method: str, batch: int, *, probe: bool = False) -> Row:
+        """Steps of one method at one batch."""
+        config = self._config(batch)
+        path = self.folder / f"{method}-{batch}.json"
+        if dist.get_rank() == 0 or not path.exists():
+            path.write_text(json.dumps(config))
+        case = Case(self.options.model, path, self.options.precision, self.options.train_data, self.options.workers)
+        row = self._describe(method, config)
+        clock = Clock(self.device)
+        steps: MegaclipSteps | OpenClipSteps | None = None
+        try:
+            steps = METHODS[method](case, clock)
+            row = self._timed(row, steps, clock, probe)
+        except MegaclipError as error:
+            row.status = f"refused: {error}".replace(f"{path}: ", "")
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if "out of memory" not in str(error).lower():
+                raise
+            row.status = "out of memory"
+        if steps is not None:
+            steps.close()
+        del steps
+        free_memory()
+        return row
+
+    def _timed(self, row: Row, steps: MegaclipSteps | OpenClipSteps, clock: Clock, probe: bool) -> Row:
+        """Warm up by one step and measure the next ones; a first step that takes very long is the measurement."""
+        seconds: list[float] = []
+        parts: list[dict[str, float]] = []
+        losses: list[float] = []
+        reset_peak()
+        began = time.perf_counter()
+        for number in range(1 + (0 if probe else self.options.steps)):
+            self._wait()
+            start = time.perf_counter()
+            losses.append(steps.step(probe=probe))
+            self._wait()
+            took = max(gather_objects(time.perf_counter() - start))
+            parts.append(clock.take())
+            seconds.append(took)
+            say(f"  {row.method} {row.batch}: step {number} in {took:.2f} s, loss {losses[-1]:.5f}")
+            over = max(gather_objects(time.perf_counter() - began)) + took > self.options.seconds
+            if over:
+                break
+            if number == 0 and not probe:
+                reset_peak()
+        first = 1 if len(seconds) > 1 else 0
+        step_s = statistics.median(seconds[first:])
+        total = sum(seconds[first:])
+        share = {name: sum(part.get(name, 0.0) for part in parts[first:]) / total for name in ("loss", "data", "update")}
+        return replace(
+            row,
+            steps=len(seconds) - first,
+            step_s=step_s,
+            samples_per_s=row.batch / step_s,
+            peak_mib=max(gather_objects(peak_memory_mib())),
+            loss_share=share["loss"],
+            data_share=share["data"],
+            update_share=share["update"],
+            losses=losses,
+        )
+
+    def _largest(self, method: str) -> None:
+        """Double the batch until it fails or reaches the limit, then halve the gap."""
+        fits, fails, batch = 0, None, self.options.batch[0]
+        best: Row | None = None
+        while True:
+            row = self._measure(method, batch, probe=True)
+            say(f"  {method} {batch}: {row.status}")
+            if row.status == "ok":
+                fits, best = batch, row
+            else:
+                fails = batch
+            if fails is None:
+                if batch >= self.options.largest_limit:
+                    break
+                batch = min(2 * batch, self.options.largest_limit)
+                continue
+            step = self._unit()
+            middle = (fits + fails) // 2 // step * step
+            if fails <= CLOSE_ENOUGH * fits or middle in (fits, 0):
+                break
+            batch = middle
+        if best is None:
+            self._keep(replace(row, status=f"does not fit: {row.status}"))
+            return
+        until = f"{fails} does not" if fails else "the largest tried"
+        self._keep(replace(best, status=f"largest batch that fits ({until})"))
+
+    def _unit(self) -> int:
+        return self.options.micro_batch * dist.get_world_size()
+
+    def _config(self, batch: int) -> dict[str, Any]:
+        """ds_config.json for this batch."""
+        world_size = dist.get_world_size()
+        micro_batch = min(self.options.micro_batch, batch // world_size)
+        if micro_batch == 0 or batch % (micro_batch * world_size):
+            raise ConfigError(f"--batch {batch} is no multiple of --micro-batch {micro_batch} x {world_size} ranks")
+        config = json.loads(json.dumps(self.base))
+        config |= {
+            "train_batch_size": batch,
+            "train_micro_batch_size_per_gpu": micro_batch,
+            "gradient_accumulation_steps": batch // (micro_batch * world_size),
+        }
+        if not self.options.deepspeed_config:
+            config["bf16"] = {"enabled": self.options.precision != "fp32"}
+        if self.options.checkpointing:
+            config.setdefault("activation_checkpointing", {})
+        section = config.setdefault("megaclip", {})
+        if self.options.text_micro_batch:
+            section["text_micro_batch_size"] = self.options.text_micro_batch
+        if self.options.data_offload:
+            section["data_offload"] = self.options.data_offload
+        return config
+
+    def _describe(self, method: str, config: dict[str, Any]) -> Row:
+        ours = method == "megaclip"
+        zero = config.get("zero_optimization", {}) if ours else {}
+        section = config["megaclip"] if ours else {}
+        own_precision = "bf16" if config.get("bf16", {}).get("enabled") else "fp32"
+        micro_batch = config["train_micro_batch_size_per_gpu"]
+        return Row(
+            method=method,
+            model=self.options.model,
+            world_size=dist.get_world_size(),
+            batch=config["train_batch_size"],
+            micro_batch=micro_batch,
+            text_micro_batch=section.get("text_micro_batch_size", micro_batch),
+            zero_stage=zero.get("stage", 0),
+            offload=[part for part in ("optimizer", "param") if zero.get(f"offload_{part}", {}).get("device") == "cpu"],
+            checkpointing="activation_checkpointing" in config,
+            precision=own_precision if ours else self.options.precision,
+            exchange=section.get("exchange", "auto") if ours else "all_gather",
+            data_offload=section.get("data_offload", "auto") if ours else "gpu",
+            config=str(self.options.deepspeed_config or "default"),
+        )
+
+    def _keep(self, row: Row) -> None:
+        """Print a row and write all so far."""
+        figures = row.status
+        if row.steps:
+            shares = f"{row.loss_share:7.1%}{row.data_share:7.1%}{row.update_share:8.1%}"
+            figures = f"{row.step_s:9.2f}{row.samples_per_s:11.0f}{row.peak_mib:10.0f}{shares}"
+            figures += "" if row.status == "ok" else f"  {row.status}"
+        say(f"{row.method:12}{row.batch:10}{row.micro_batch:7}{figures}")
+        self.rows.append(row)
+        if self.options.json and dist.get_rank() == 0:
+            record = {"device": self._device_name(), "torch": torch.__version__, **vars(self.options)}
+            record["results"] = [asdict(kept) for kept in self.rows]
+            self.options.json.write_text(json.dumps(record, indent=1, default=str))
+
+    def _device_name(self) -> str:
+        return torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def reset_peak() -> None:
+    """Forget the peak memory so far; on a CPU it is the process's and cannot be forgotten."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
