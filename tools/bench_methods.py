@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megaclip.arguments import TrainArguments
 from megaclip.checkpoint.open_clip_package import import_open_clip
+from megaclip.comm.collectives import gather_objects
 from megaclip.config import TrainingConfig, load_training_config
 from megaclip.data import Batch, ImageTransform, PairDataset, TrainLoader, load_tokenizer
 from megaclip.data.batch import RawSample
@@ -113,9 +114,9 @@ class SyntheticSource:
     """Samples from memory, in the shape of a data source (`megaclip.data.sources.Source`)."""
 
     kind = "synthetic"
-    problems: dict[str, int] = {}  # noqa: RUF012: the protocol's
 
     def __init__(self, samples: int) -> None:
+        self.problems: dict[str, int] = {}
         self.shard_sizes = np.array([samples], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -326,7 +327,7 @@ class OpenClipSteps:
         with torch.no_grad():
             self._bare.logit_scale.clamp_(0, math.log(100))
         end()
-        return float(loss)
+        return sum(gather_objects(float(loss.detach()))) / self._plan.world_size  # of the ranks' local losses
 
 
 METHODS: dict[str, Callable[[Case, Clock], MegaclipSteps | OpenClipSteps]] = {

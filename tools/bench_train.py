@@ -73,14 +73,16 @@ class Row:
     losses: list[float] | None = None
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ViT-B-16", help="preset, or the path of a model JSON")
     parser.add_argument("--batch", type=int, nargs="+", default=[4096], help="global batch sizes B")
     parser.add_argument("--micro-batch", type=int, default=512, help="samples of one rank in a tower at a time")
     parser.add_argument("--text-micro-batch", type=int, help="the same for the text tower of this project")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--precision", choices=["pure_bf16", "amp_bf16", "fp32"], default="pure_bf16", help="open_clip's")
+    parser.add_argument(
+        "--precision", choices=["pure_bf16", "amp_bf16", "fp32"], default="pure_bf16", help="open_clip's"
+    )
     parser.add_argument("--deepspeed_config", type=Path, help="ds_config.json (default: ZeRO-1); its batch is replaced")
     parser.add_argument("--data-offload", help="megaclip.data_offload: where a batch waits between the two passes")
     parser.add_argument("--checkpointing", action="store_true", help="recompute blocks, in both methods")
@@ -92,7 +94,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8, help="data worker processes per rank")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     try:
         base = json.loads(options.deepspeed_config.read_text()) if options.deepspeed_config else DEFAULT_CONFIG
     except (OSError, ValueError) as error:
@@ -143,8 +145,7 @@ class Bench:
         """Steps of one method at one batch."""
         config = self._config(batch)
         path = self.folder / f"{method}-{batch}.json"
-        if dist.get_rank() == 0 or not path.exists():
-            path.write_text(json.dumps(config))
+        path.write_text(json.dumps(config))
         case = Case(self.options.model, path, self.options.precision, self.options.train_data, self.options.workers)
         row = self._describe(method, config)
         clock = Clock(self.device)
@@ -188,7 +189,9 @@ class Bench:
         first = 1 if len(seconds) > 1 else 0
         step_s = statistics.median(seconds[first:])
         total = sum(seconds[first:])
-        share = {name: sum(part.get(name, 0.0) for part in parts[first:]) / total for name in ("loss", "data", "update")}
+        share = {
+            name: sum(part.get(name, 0.0) for part in parts[first:]) / total for name in ("loss", "data", "update")
+        }
         return replace(
             row,
             steps=len(seconds) - first,

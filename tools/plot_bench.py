@@ -1,8 +1,10 @@
-"""Draw the results of tools/bench_loss.py: time and extra memory of every method, one pair of panels per size.
+"""Draw the results of tools/bench_loss.py or tools/bench_train.py, those of one command or of several together.
 
     python tools/plot_bench.py bench.json --out docs/figures/loss_one_gpu.png
+    python tools/plot_bench.py train.json --out docs/figures/train_one_gpu.png
 
-Needs matplotlib.
+Of losses: time and extra memory of every method, one pair of panels per size. Of training steps: samples per second
+and peak memory against the batch, one pair of panels per model. Needs matplotlib.
 """
 
 import argparse
@@ -16,19 +18,21 @@ COLOURS = {"megaclip": "#12784a", "open_clip": "#7a8699", "Inf-CL": "#c0702a", "
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("json", type=Path, nargs="+", help="what bench_loss.py --json wrote")
+    parser.add_argument("json", type=Path, nargs="+", help="what --json wrote")
     parser.add_argument("--out", type=Path, required=True, help="picture to write (.png, .svg)")
     arguments = parser.parse_args()
     try:
         records = [json.loads(path.read_text()) for path in arguments.json]
-        draw([result for record in records for result in record["results"]], records[0]["device"], arguments.out)
-    except (OSError, ValueError, KeyError) as error:
+        results = [result for record in records for result in record["results"]]
+        draw = draw_losses if "milliseconds" in results[0] else draw_training
+        draw(results, records[0]["device"], arguments.out)
+    except (OSError, ValueError, LookupError) as error:
         print(f"error: cannot draw {', '.join(map(str, arguments.json))}: {error!r}", file=sys.stderr)
         return 1
     return 0
 
 
-def draw(results: list[dict[str, Any]], device: str, out: Path) -> None:
+def draw_losses(results: list[dict[str, Any]], device: str, out: Path) -> None:
     """One row per size: milliseconds on the left, extra MiB on the right, both on logarithmic axes."""
     import matplotlib
 
@@ -51,6 +55,44 @@ def draw(results: list[dict[str, Any]], device: str, out: Path) -> None:
             axis.tick_params(labelsize=8)
         pair[1].set_yticklabels([])
     figure.suptitle(f"Forward + backward time and extra peak memory, {device}, lower is better", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+
+
+def draw_training(results: list[dict[str, Any]], device: str, out: Path) -> None:
+    """One row per model and number of GPUs: samples/s on the left, peak GiB on the right; what failed is left out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    measured = [r for r in results if r["steps"]]
+    kinds = list(dict.fromkeys((r["model"], r["world_size"]) for r in measured))
+    figure, axes = plt.subplots(len(kinds), 2, figsize=(10, 0.6 + 2.9 * len(kinds)), squeeze=False)
+    for (model, ranks), pair in zip(kinds, axes, strict=True):
+        rows = sorted(
+            (r for r in measured if (r["model"], r["world_size"]) == (model, ranks)), key=lambda r: r["batch"]
+        )
+        for method in dict.fromkeys((r["method"], r["precision"]) for r in rows):
+            chosen = [r for r in rows if (r["method"], r["precision"]) == method]
+            batches = [r["batch"] for r in chosen]
+            for axis, values in (
+                (pair[0], [r["samples_per_s"] for r in chosen]),
+                (pair[1], [r["peak_mib"] / 1024 for r in chosen]),
+            ):
+                style = "--" if method[1] == "amp_bf16" else "-"
+                axis.plot(batches, values, style, marker="o", color=COLOURS[method[0]], label=" ".join(method))
+        for axis, unit in ((pair[0], "samples/s"), (pair[1], "peak GiB per GPU")):
+            axis.set_xscale("log", base=2)
+            ticks = sorted({r["batch"] for r in rows})
+            axis.set_xticks(ticks, [f"{batch:,}" for batch in ticks])
+            axis.minorticks_off()
+            axis.set_ylim(bottom=0)
+            axis.set_title(f"{unit}, {model}, {ranks} GPU{'s' * (ranks > 1)}", fontsize=9)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.tick_params(labelsize=8)
+        pair[0].legend(fontsize=8, frameon=False)
+    figure.suptitle(f"Whole training steps against the contrastive batch, {device}", fontsize=11)
     figure.tight_layout()
     figure.savefig(out, dpi=110)
 

@@ -12,6 +12,7 @@ Shapes: b batch, L tokens, Q queries (L, or 1), C width, H heads (of this rank),
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -149,6 +150,16 @@ class Transformer(nn.Module):
             ResidualBlock(width, heads, mlp_ratio, ls_init_value, quick_gelu, causal) for _ in range(layers)
         )
         self.checkpoint_fn: CheckpointFunction | None = None
+
+    def compile_blocks(self, backend: Any = "inductor") -> None:
+        """Run all blocks but the last as one compiled graph that they share (the last has little to compute).
+
+        The first pass of each kind (with and without gradients, each batch size) takes some seconds to compile.
+        """
+        # Every batch size is compiled for itself, and both towers' blocks are one function to the compiler.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        for block in list(self.resblocks)[:-1]:
+            block.compile(backend=backend, dynamic=False)
 
     def forward(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from megaclip.errors import ConfigError
@@ -154,6 +155,25 @@ def test_recomputed_blocks_give_the_same_gradients(config):
     model.set_activation_checkpointing(None)
     model(*batch())
     assert calls == []
+
+
+def test_compiled_blocks_share_graphs_and_give_the_same_features_and_gradients(config):
+    torch.compiler.reset()
+    plain, compiled = build_model(config).double(), build_model(config).double()
+    compiled.load_state_dict(plain.state_dict())
+    counter = CompileCounterWithBackend("aot_eager")
+    for tower in (compiled.visual, compiled.text):
+        tower.transformer.compile_blocks(counter)
+    for model in (plain, compiled):
+        model.set_activation_checkpointing(lambda *given: checkpoint(*given, use_reentrant=False))
+        for size in (2, 3):
+            image_features, text_features, log_scale = model(*batch(size))
+            ((image_features * text_features).sum() * log_scale).backward()
+    assert counter.frame_count == 2 * 2  # towers x sizes, not blocks
+    with torch.no_grad():
+        torch.testing.assert_close(plain(*batch(3))[:2], compiled(*batch(3))[:2], rtol=0, atol=1e-12)
+    for name, parameter in compiled.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-12)
 
 
 def test_unlocking_a_negative_number_of_groups_is_refused(config):
