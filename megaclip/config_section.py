@@ -85,6 +85,9 @@ class MegaclipSection(BaseModel):
     text_micro_batch_size: int | None = Field(default=None, gt=0)
     """Captions that go through the text tower at once; by default as many as images, train_micro_batch_size_per_gpu."""
 
+    compile_blocks: bool = False
+    """Compile the transformer blocks with torch.compile (not at ZeRO-3): faster steps, after a slower first one."""
+
     @property
     def is_global(self) -> bool:
         return self.loss in GLOBAL_LOSSES

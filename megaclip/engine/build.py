@@ -49,6 +49,9 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
         raise ConfigError(f"{config.path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
     if config.activation_checkpointing:
         model.set_activation_checkpointing(_checkpoint_on_cpu if config.cpu_checkpointing else _checkpoint)
+    if config.megaclip.compile_blocks:
+        for tower in (model.visual, model.text):
+            tower.transformer.compile_blocks()
     guard_gradients(engine)
     _describe(engine, config, model)
     return engine
@@ -70,7 +73,7 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel)
     total = sum(size for size, _ in sizes)
     partitioned = sum(size for size, persistent in sizes if not persistent) if config.zero_stage == 3 else 0
     logger.info(
-        "model: %.1f M parameters in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s",
+        "model: %.1f M parameters in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s%s",
         total / 1e6,
         str(engine.get_data_types()[0]).removeprefix("torch."),
         config.zero_stage,
@@ -78,6 +81,7 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel)
         100 * partitioned / total,
         type(engine.basic_optimizer).__name__,
         ", activation checkpointing" if config.activation_checkpointing else "",
+        ", compiled blocks" if config.megaclip.compile_blocks else "",
     )
 
 

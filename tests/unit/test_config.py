@@ -104,6 +104,10 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
             {"megaclip": {"coalesce_gradient_reduction": True}, "zero_optimization": {"stage": 0}},
             "coalesce_gradient_reduction needs",
         ),
+        (
+            {"megaclip": {"compile_blocks": True}, "zero_optimization": {"stage": 3}},
+            "compile_blocks cannot be used at zero_optimization.stage 3",
+        ),
     ],
 )
 def test_a_mistake_names_the_key_and_the_cure(tmp_path, changes, expected):
