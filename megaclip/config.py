@@ -192,8 +192,8 @@ def load_training_config(path: str | Path) -> TrainingConfig:
         raise ConfigError(f"{path}: megaclip.coalesce_gradient_reduction needs zero_optimization.stage 1, 2 or 3")
     if section.compile_blocks and loaded.zero_stage == 3:
         raise ConfigError(
-            f"{path}: megaclip.compile_blocks cannot be used at zero_optimization.stage 3, whose hooks gather parameters "
-            "inside every block; use stage 1 or 2"
+            f"{path}: megaclip.compile_blocks cannot be used at zero_optimization.stage 3, whose hooks gather the "
+            "parameters inside every block; use stage 1 or 2"
         )
     return loaded
 
