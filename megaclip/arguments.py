@@ -93,6 +93,7 @@ class TrainArguments(BaseModel):
     stop_after_steps: Positive | None = Field(
         default=None, description="save and stop after this many steps in all, with the schedule of the whole run"
     )
+    no_plan: bool = Field(default=False, description="start even if the planner says that the run cannot fit")
     debug_traceback: bool = Field(default=False, description="print the traceback of user errors too")
     local_rank: int = Field(default=-1, description="set by the deepspeed launcher")
 

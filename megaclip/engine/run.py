@@ -31,6 +31,7 @@ from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
 from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.optimizers import set_learning_rate, update
+from megaclip.engine.preflight import check_fit, report_peak
 from megaclip.engine.resume import describe_run, resume
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import Schedule, constant, constant_with_cooldown, cosine
@@ -80,8 +81,11 @@ def train(arguments: TrainArguments) -> dict[str, float]:
         raise ConfigError("--resume auto needs --name: the run to go on with")
     start_process_group()
     batch_plan = inputs.config.batch_plan(dist.get_world_size())
+    plan = check_fit(arguments, inputs)
     folder = _prepare_folder(arguments)
-    return _Run(arguments, inputs, batch_plan, folder).to_the_end()
+    scores = _Run(arguments, inputs, batch_plan, folder).to_the_end()
+    report_peak(plan)
+    return scores
 
 
 def start_process_group() -> None:

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "models": FOUNDATION | {"comm"},
     "checkpoint": FOUNDATION | {"models", "comm"},
     "evaluation": FOUNDATION | {"models", "data", "ops", "comm"},
-    "engine": FOUNDATION | {"ops", "comm", "data", "losses", "models", "checkpoint", "evaluation"},
+    "engine": FOUNDATION | {"ops", "comm", "data", "losses", "models", "checkpoint", "evaluation", "planner"},
     "planner": FOUNDATION | {"models"},
 }
 

@@ -1,0 +1,109 @@
+"""Before a run: does it fit this machine? The planner's formulas against the memory that is free here and now.
+
+On GPUs a run that cannot fit is refused. On CPUs, where other programs share the memory and may give it back, the plan
+is only logged, as a warning if it does not fit.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from megaclip.arguments import TrainArguments
+from megaclip.comm.collectives import raise_together
+from megaclip.engine.inputs import Inputs
+from megaclip.errors import ConfigError
+from megaclip.logging import get_logger
+from megaclip.planner import MemoryPlan, Workload, advice, describe, plan_memory
+from megaclip.planner.cluster import Cluster
+from megaclip.planner.memory import gigabytes
+from megaclip.planner.report import summary
+
+logger = get_logger(__name__)
+
+_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_MEMORY_IN_USE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+
+
+def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
+    """Plan the run, log it in a line, and refuse it, on every rank, if it cannot fit (unless --no-plan).
+
+    Every rank calls it, after the process group exists and before the model is built. Raises ConfigError.
+    """
+    workload = workload_of(arguments, inputs, dist.get_world_size())
+    cluster = this_machine(dist.get_world_size(), Path(arguments.logs))
+    plan = plan_memory(workload, cluster)
+    if arguments.no_plan:
+        return plan
+    error = None
+    if plan.refusals:
+        changes = "; or ".join(advice(workload, cluster))
+        message = f"this run does not fit: {'; '.join(plan.refusals)}. Change: {changes} (or --no-plan)"
+        if cluster.gpu_memory:
+            error = ConfigError(message)
+        else:
+            logger.warning("%s", message)
+    raise_together(error)
+    logger.info("%s", summary(plan, workload, cluster))
+    return plan
+
+
+def report_peak(plan: MemoryPlan) -> None:
+    """Log the planned and the measured peak of this rank's GPU, at the end of a run."""
+    if get_accelerator().device_name() != "cuda":
+        return
+    measured = torch.cuda.max_memory_allocated()
+    logger.info(
+        "GPU memory: planned %s (%s), measured %s, ratio %.2f",
+        gigabytes(plan.gpu_peak),
+        plan.peak_phase,
+        gigabytes(measured),
+        plan.gpu_peak / max(1, measured),
+    )
+
+
+def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> Workload:
+    """What the command line and ds_config.json ask for."""
+    model = inputs.model_config
+    if arguments.force_patch_dropout is not None:
+        model = model.replace(vision_cfg={"patch_dropout": arguments.force_patch_dropout})
+    return Workload.of(
+        model,
+        inputs.config,
+        world_size,
+        image_unlocked=arguments.lock_image_unlocked_groups if arguments.lock_image else None,
+        text_unlocked=arguments.lock_text_unlocked_layers if arguments.lock_text else None,
+        workers=arguments.workers,
+    )
+
+
+def this_machine(world_size: int, folder: Path) -> Cluster:
+    """The hosts of this run, taken to be like this one: what is free on this rank's GPU, in memory and on the disk."""
+    gpu = get_accelerator().device_name() == "cuda"
+    on_host = min(world_size, torch.cuda.device_count()) if gpu else world_size
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(on_host)))
+    cluster = describe(gpu="h200" if gpu else "cpu", gpus=on_host, hosts=max(1, world_size // on_host))
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return cluster.measured(
+        gpu_memory=float(torch.cuda.mem_get_info()[0]) if gpu else 0.0,
+        host_memory=float(available_host_memory()),
+        disk=float(shutil.disk_usage(existing).free),
+    )
+
+
+def available_host_memory() -> int:
+    """Bytes that this host's processes may still take: the kernel's estimate, or what a container's limit leaves."""
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit, in_use in zip(_MEMORY_LIMITS, _MEMORY_IN_USE, strict=True):
+        try:
+            left = int(Path(limit).read_text()) - int(Path(in_use).read_text())
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+        available = min(available, left)
+    return available

@@ -1,0 +1,39 @@
+"""Every number that the formulas take from measurements, each with where it comes from.
+
+Memory of the device is what `torch.cuda.max_memory_allocated` counts, unless a name says otherwise.
+"""
+
+MIB = 2**20
+GIB = 2**30
+
+CUBLAS_WORKSPACES = 2 * 32 * MIB
+"""cuBLAS takes 32 MiB on Hopper (PyTorch's default CUBLAS_WORKSPACE_CONFIG there), once for each thread that
+multiplies: the main one and autograd's."""
+
+SMALLEST_BLOCK = 512
+"""The caching allocator rounds every tensor up to this many bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
+
+OUTSIDE_ALLOCATOR = 2 * GIB
+"""Device memory that the allocator does not see: the CUDA context and loaded kernels, NCCL's buffers, and the
+allocator's fragments. The fit is checked against the device's memory less this."""
+
+HOST_PROCESS = 4 * GIB
+"""Host memory of one rank before any data: PyTorch with CUDA, DeepSpeed, pinned staging."""
+HOST_PROCESS_CPU = GIB
+"""The same where training runs on the CPU."""
+HOST_WORKER = GIB // 4
+"""Host memory of one loader process that it does not share with the rank it was forked from."""
+PREFETCHED_BATCHES = 2
+"""Chunks that each loader process holds ready (PyTorch's prefetch_factor)."""
+HOST_MARGIN = 0.9
+"""Share of the host's memory that a plan may use."""
+
+TOWER_SHARE = 0.5
+"""Share of a GPU's product rate that a ViT tower reaches; `--calibrate` measures it."""
+LOSS_SHARE = 0.8
+"""The same for the loss: 0.73 to 0.89 on H200 (docs/performance.md)."""
+PEER_LOSS_SHARES = {"open_clip": 0.36, "Inf-CL": 0.03}
+"""The same of the peers at B = 32,768, D = 512 (docs/performance.md)."""
+
+DECODED_PER_CORE = 800.0
+"""JPEG images decoded, cropped and resized to 224 pixels per second and core."""

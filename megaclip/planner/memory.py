@@ -1,0 +1,234 @@
+"""Where the bytes of a step are: GPU, host memory and disk, by part and by phase, and the peak of each.
+
+A step goes through the phases of the gradient cache: each tower without graph, chunk by chunk; the loss over all
+embeddings; each tower again with its graph and its backward pass, chunk by chunk; the reduction of the last gradients;
+the optimizer's step. On the GPU, states and embeddings are there throughout, everything else belongs to a phase, so
+
+    peak = states + max over phases
+
+and the phases' sizes do not depend on the batch, except the loss and the embeddings.
+"""
+
+from dataclasses import dataclass, field
+
+from megaclip.planner.cluster import Cluster
+from megaclip.planner.constants import (
+    CUBLAS_WORKSPACES,
+    HOST_PROCESS,
+    HOST_PROCESS_CPU,
+    HOST_WORKER,
+    PREFETCHED_BATCHES,
+)
+from megaclip.planner.losses import LossSizes, megaclip_loss_bytes
+from megaclip.planner.states import States, gathered_bytes, gradient_bytes, reduced_gradient_bytes, states_of
+from megaclip.planner.towers import Tower, towers
+from megaclip.planner.workload import Workload
+
+
+@dataclass
+class MemoryPlan:
+    """Bytes per rank on the GPU; per host in host memory and on disk."""
+
+    gpu_states: dict[str, float]
+    gpu_phases: dict[str, dict[str, float]]
+    """Phase -> what it needs on top of the states."""
+    cpu: dict[str, float]
+    disk: dict[str, float]
+    data_store: str
+    """Where the local batch waits: "cpu", "disk", "reread" or "loader" (a single chunk)."""
+    refusals: list[str] = field(default_factory=list)
+    """Why this cannot run on the cluster; empty when it fits."""
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.gpu_phases, key=lambda name: sum(self.gpu_phases[name].values()))
+
+    @property
+    def gpu_peak(self) -> float:
+        """What `torch.cuda.max_memory_allocated` should say."""
+        return sum(self.gpu_states.values()) + sum(self.gpu_phases[self.peak_phase].values())
+
+    @property
+    def cpu_peak(self) -> float:
+        return sum(self.cpu.values())
+
+    @property
+    def disk_peak(self) -> float:
+        return sum(self.disk.values())
+
+
+def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
+    """Plan one rank's GPU and one host of `cluster`; `refusals` says what does not fit."""
+    states = states_of(workload)
+    gpu = {**states.gpu, **_embeddings_on_gpu(workload)}
+    if cluster.gpu_memory:
+        gpu["library workspaces"] = CUBLAS_WORKSPACES
+    phases = _cached_phases(workload, states) if workload.cached else _plain_phases(workload, states)
+    plan = MemoryPlan(gpu_states=gpu, gpu_phases=phases, cpu={}, disk={}, data_store="loader")
+    _plan_host(plan, workload, cluster, states)
+    usable = cluster.usable_gpu_memory
+    if cluster.gpu_memory and plan.gpu_peak > usable:
+        plan.refusals.append(
+            f"a GPU would need {gigabytes(plan.gpu_peak)} ({plan.peak_phase}) and has {gigabytes(usable)} to use"
+        )
+    if plan.cpu_peak > cluster.usable_host_memory:
+        plan.refusals.append(
+            f"a host would need {gigabytes(plan.cpu_peak)} of memory and has {gigabytes(cluster.usable_host_memory)} "
+            "to use"
+        )
+    if plan.disk_peak > cluster.disk:
+        plan.refusals.append(
+            f"a host would need {gigabytes(plan.disk_peak)} of disk and has {gigabytes(cluster.disk)} free"
+        )
+    return plan
+
+
+def gigabytes(size: float) -> str:
+    """Bytes as words: GiB, or MiB below one GiB."""
+    return f"{size / 2**30:.1f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def store_bytes(workload: Workload) -> float:
+    """One rank's whole local batch as it waits: uint8 pixels and token ids."""
+    image, text = towers(workload)
+    return workload.local_batch * (image.input_bytes + text.input_bytes)
+
+
+def loss_sizes(workload: Workload) -> LossSizes:
+    """The loss's sizes on one rank."""
+    return LossSizes(
+        workload.local_batch, workload.model.embed_dim, workload.world_size, feature_bytes=workload.compute_bytes
+    )
+
+
+def _embedding_bytes(workload: Workload) -> float:
+    """Both towers' embeddings of the local batch; their gradients take as much."""
+    return 2.0 * loss_sizes(workload).features
+
+
+def _embeddings_on_gpu(workload: Workload) -> dict[str, float]:
+    if not workload.cached:
+        return {}
+    return {"embeddings": 0.0 if workload.embeddings_offload else _embedding_bytes(workload)}
+
+
+def _loss_phase(workload: Workload) -> dict[str, float]:
+    extra = megaclip_loss_bytes(
+        loss_sizes(workload), workload.exchange, workload.reduction, workload.tile_budget_mib, workload.loss
+    )
+    phase = {"loss": extra}
+    if workload.embeddings_offload and workload.cached:
+        phase["embeddings for the loss"] = _embedding_bytes(workload)
+    return phase
+
+
+def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, float]]:
+    image, text = towers(workload)
+    kept_gradients = 0.0 if workload.embeddings_offload else _embedding_bytes(workload)
+    phases: dict[str, dict[str, float]] = {}
+    for tower, parameters, micro_batch in _with_parameters(workload, image, text):
+        phases[f"{tower.name} tower forward"] = {
+            "activations": tower.forward_peak(micro_batch, workload.compute_bytes),
+            "data chunks": 2 * tower.input_bytes * micro_batch,
+            "gathered parameters": gathered_bytes(workload, parameters),
+        }
+    phases["loss"] = _loss_phase(workload)
+    for tower, parameters, micro_batch in _with_parameters(workload, image, text):
+        if not parameters.trained:
+            continue
+        accumulated = gradient_bytes(workload, image_done=bool(workload.parameters[0].trained), text_done=tower is text)
+        phases[f"{tower.name} tower backward"] = {
+            "activations": tower.backward_peak(micro_batch, workload.compute_bytes, workload.checkpointing),
+            "data chunks": 2 * tower.input_bytes * micro_batch,
+            "embedding gradients": kept_gradients,
+            "gradients": accumulated,
+            "reduce bucket": states.bucket,
+            "gathered parameters": gathered_bytes(workload, parameters),
+        }
+    _add_step_phases(phases, workload, states)
+    return _without_zeros(phases)
+
+
+def _plain_phases(workload: Workload, states: States) -> dict[str, dict[str, float]]:
+    """One chunk: both towers keep their graphs through the loss."""
+    image, text = towers(workload)
+    samples = workload.local_batch
+    width = workload.compute_bytes
+    if workload.checkpointing == "cpu":
+        waiting = [0.0, 0.0]
+    elif workload.checkpointing:
+        waiting = [tower.waiting_inputs(samples, width) for tower in (image, text)]
+    else:
+        waiting = [tower.saved_bytes(samples, width) for tower in (image, text)]
+    embeddings = _embedding_bytes(workload)
+    # The text tower came last, so its backward pass comes first, while the image tower's activations wait.
+    phases = {
+        "loss": {"activations": sum(waiting), "embeddings": embeddings, **_loss_phase(workload)},
+        "text tower backward": {
+            "activations": waiting[0] + text.backward_peak(samples, width, workload.checkpointing),
+            "embeddings": 2 * embeddings,
+            "reduce bucket": states.bucket,
+            "gathered parameters": gathered_bytes(workload, workload.parameters[1]),
+        },
+        "image tower backward": {
+            "activations": image.backward_peak(samples, width, workload.checkpointing),
+            "embeddings": 2 * embeddings,
+            "gradients": gradient_bytes(workload, image_done=False, text_done=True),
+            "reduce bucket": states.bucket,
+            "gathered parameters": gathered_bytes(workload, workload.parameters[0]),
+        },
+    }
+    for phase in phases.values():
+        phase["data chunks"] = samples * (image.input_bytes + text.input_bytes)
+    _add_step_phases(phases, workload, states)
+    return _without_zeros(phases)
+
+
+def _add_step_phases(phases: dict[str, dict[str, float]], workload: Workload, states: States) -> None:
+    phases["gradient reduction"] = {
+        "gradients": gradient_bytes(workload, image_done=True, text_done=True),
+        "reduce bucket": states.bucket,
+        "reduction": states.reduction,
+    }
+    phases["optimizer step"] = {"gradients": reduced_gradient_bytes(workload), "update": states.update}
+
+
+def _without_zeros(phases: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {name: {part: size for part, size in phase.items() if size} for name, phase in phases.items()}
+
+
+def _with_parameters(workload: Workload, image: Tower, text: Tower):
+    micro_batches = (workload.image_micro_batch, workload.text_micro_batch)
+    return list(zip((image, text), workload.parameters, micro_batches, strict=True))
+
+
+def _plan_host(plan: MemoryPlan, workload: Workload, cluster: Cluster, states: States) -> None:
+    """Fill in host memory and disk, and choose where the batch waits as the run would."""
+    ranks = cluster.gpus_per_host
+    image, text = towers(workload)
+    process = HOST_PROCESS if cluster.gpu_memory else HOST_PROCESS_CPU
+    sample = image.input_bytes + text.input_bytes
+    plan.cpu = {name: size * ranks for name, size in states.cpu.items()}
+    plan.disk = {name: size * ranks for name, size in states.disk.items()}
+    plan.cpu["processes"] = ranks * (process + workload.workers * HOST_WORKER)
+    plan.cpu["loader's chunks"] = ranks * workload.workers * PREFETCHED_BATCHES * workload.image_micro_batch * sample
+    if workload.checkpointing == "cpu":
+        plan.cpu["block inputs"] = ranks * max(
+            tower.waiting_inputs(micro_batch, workload.compute_bytes)
+            for tower, _, micro_batch in _with_parameters(workload, image, text)
+        )
+    if workload.embeddings_offload:
+        plan.cpu["embeddings"] = ranks * 2 * _embedding_bytes(workload)
+    if not cluster.gpu_memory:
+        plan.cpu["model and step"] = ranks * plan.gpu_peak
+    if not workload.cached:
+        return
+    store = ranks * store_bytes(workload)
+    plan.data_store = workload.data_offload
+    if workload.data_offload == "auto":
+        fits = sum(plan.cpu.values()) + store <= cluster.usable_host_memory
+        plan.data_store = "cpu" if fits else "disk"
+    if plan.data_store == "cpu":
+        plan.cpu["step store"] = store
+    elif plan.data_store == "disk":
+        plan.disk["step store"] = store

@@ -1,0 +1,79 @@
+"""A plan as text: the table of parts and phases, the time's terms, and one line for a log."""
+
+from megaclip.planner.cluster import Cluster
+from megaclip.planner.losses import inf_cl_loss_bytes, megaclip_loss_bytes, open_clip_loss_bytes
+from megaclip.planner.memory import MemoryPlan, gigabytes, loss_sizes
+from megaclip.planner.step_time import StepTime
+from megaclip.planner.workload import Workload
+
+
+def summary(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> str:
+    """One line: the peaks, and where the batch waits."""
+    gpu = ""
+    if cluster.gpu_memory:
+        gpu = f"{gigabytes(plan.gpu_peak)} of {gigabytes(cluster.usable_gpu_memory)} per GPU ({plan.peak_phase}), "
+    disk = f", {gigabytes(plan.disk_peak)} of disk" if plan.disk_peak else ""
+    store = {
+        "cpu": "the batch waits in host memory",
+        "disk": "the batch waits on disk",
+        "reread": "samples are read twice",
+        "loader": "one chunk",
+    }[plan.data_store]
+    return (
+        f"plan for a batch of {workload.global_batch}: {gpu}{gigabytes(plan.cpu_peak)} of "
+        f"{gigabytes(cluster.usable_host_memory)} per host{disk}; {store}"
+    )
+
+
+def memory_table(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> str:
+    """Parts in rows; per GPU, per host and on disk in columns; then the phases and the peak."""
+    place = f"{gigabytes(cluster.gpu_memory)} each" if cluster.gpu_memory else "none: the CPU trains"
+    lines = [
+        f"{'per GPU, all the time':40}{'GPU':>12}   ({cluster.gpus} x {cluster.name}, {place})",
+        *_rows(plan.gpu_states),
+        "",
+        f"{'per GPU, on top, by phase':40}{'GPU':>12}",
+    ]
+    for name, phase in plan.gpu_phases.items():
+        mark = "  <- peak" if name == plan.peak_phase else ""
+        parts = ", ".join(f"{part} {gigabytes(size)}" for part, size in phase.items() if size >= 2**20)
+        lines.append(f"  {name:38}{gigabytes(sum(phase.values())):>12}   {parts}{mark}")
+    lines += ["", f"{'PEAK per GPU':40}{gigabytes(plan.gpu_peak):>12}"]
+    lines += ["", f"{'per host':40}{'CPU':>12}", *_rows(plan.cpu)]
+    lines.append(f"{'  together':40}{gigabytes(plan.cpu_peak):>12}   of {gigabytes(cluster.usable_host_memory)}")
+    if plan.disk:
+        lines += ["", f"{'per host':40}{'disk':>12}", *_rows(plan.disk)]
+    return "\n".join(lines)
+
+
+def loss_table(workload: Workload) -> str:
+    """What the loss takes per GPU, here and in open_clip's and Inf-CL's code, at this batch."""
+    sizes = loss_sizes(workload)
+    ours = megaclip_loss_bytes(sizes, workload.exchange, workload.reduction, workload.tile_budget_mib, workload.loss)
+    rows = {
+        "MegaCLIP": ours,
+        "open_clip (local loss, bf16 autocast)": open_clip_loss_bytes(sizes),
+        "Inf-CL": inf_cl_loss_bytes(sizes),
+    }
+    return "\n".join([f"{'the loss alone, per GPU':40}{'GPU':>12}", *_rows(rows)])
+
+
+def time_table(step: StepTime) -> str:
+    """The terms of one step and what they add up to."""
+    terms = {
+        "towers without graph": step.forward,
+        "towers again, with graph": step.forward_again,
+        "towers backward": step.backward,
+        "loss": step.loss,
+        "features between ranks" + (" (behind the loss)" if step.features_hidden else ""): step.features,
+        "parameters between ranks" + (" (behind the towers)" if step.parameters_hidden else ""): step.parameters,
+        "samples to the GPU (behind the towers)": step.copies,
+        "decoding (other processes)": step.decoding,
+    }
+    lines = [f"{'one step, seconds':40}", *(f"  {name:38}{value:>12.3g}" for name, value in terms.items())]
+    lines.append(f"{'STEP':40}{step.total:>12.3g}   {step.samples_per_s:,.0f} samples/s; most goes to {step.dominant}")
+    return "\n".join(lines)
+
+
+def _rows(parts: dict[str, float]) -> list[str]:
+    return [f"  {name:38}{gigabytes(size):>12}" for name, size in parts.items() if size]

@@ -1,0 +1,156 @@
+"""What parameters, gradients and the optimizer take on each rank, on the GPU, in host memory and on disk.
+
+From reading DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py` and `stage3.py`; N is the number of trained parameters, W
+of ranks. Where the text says float32 master, bf16 training is meant: float32 training has one at stages 1 and 2 too
+(DeepSpeed clones the partition), none at stage 0, and at stage 3 the parameters themselves serve.
+
+* Stages 1 and 2 keep the whole working copy, the master's N/W and its states. A backward pass opens the bucket that
+  gradients are reduced in (`reduce_bucket_size` elements, two with overlap_comm) at its first gradient, whatever the
+  number of ranks: 1 GB at DeepSpeed's default.
+* Stage 1 keeps every gradient until the step; stage 2 N/W of them, in the dtype they accumulate in. The update turns
+  its gradients into one float32 tensor (without copying where they are that already).
+* Stage 3 keeps N/W of everything and the bucket all the time; parameters below the persistence threshold stay whole;
+  the others are whole while they are in use, and stay so if they will be used again within
+  `stage3_max_reuse_distance`, up to `stage3_max_live_parameters`.
+* Offload moves master, states and float32 gradients to host memory, and at stage 3 the working copy, too.
+"""
+
+from dataclasses import dataclass, field
+
+from megaclip.planner.workload import Parameters, Workload
+
+
+@dataclass
+class States:
+    """Bytes per rank that are there through the whole step, by what they are, and what comes on top of them."""
+
+    gpu: dict[str, float] = field(default_factory=dict)
+    cpu: dict[str, float] = field(default_factory=dict)
+    disk: dict[str, float] = field(default_factory=dict)
+    bucket: float = 0.0
+    """On the GPU during backward passes only."""
+    reduction: float = 0.0
+    """On the GPU on top of gradients and bucket while the last bucket is reduced."""
+    update: float = 0.0
+    """On the GPU on top of the states and the reduced gradients during the optimizer's step."""
+
+
+def states_of(workload: Workload) -> States:
+    """Parameters, master, optimizer states and DeepSpeed's buffers."""
+    if workload.zero.stage == 3:
+        return _stage_3(workload)
+    return _stages_0_to_2(workload)
+
+
+def gradient_bytes(workload: Workload, *, image_done: bool, text_done: bool) -> float:
+    """On the GPU once backward passes of these towers have happened: what accumulates until the step."""
+    done = zip(workload.parameters, (image_done, text_done), strict=True)
+    whole = sum(tower.trained for tower, is_done in done if is_done)
+    if workload.coalesce or workload.zero.stage == 0:
+        return whole * workload.compute_bytes
+    return _accumulated(workload, whole)
+
+
+def reduced_gradient_bytes(workload: Workload) -> float:
+    """On the GPU when all gradients of the step are reduced."""
+    if workload.zero.stage == 0:
+        return workload.trained * workload.compute_bytes
+    return _accumulated(workload, workload.trained)
+
+
+def _accumulated(workload: Workload, whole: int) -> float:
+    zero = workload.zero
+    if zero.stage == 3 or zero.offload_optimizer != "none" or not whole:
+        return 0  # a buffer of the states, or in host memory
+    if zero.stage == 1:
+        return whole * workload.compute_bytes
+    return workload.trained / workload.world_size * workload.gradient_bytes
+
+
+def _stages_0_to_2(workload: Workload) -> States:
+    zero, ranks = workload.zero, workload.world_size
+    part = workload.trained / ranks
+    states = States(gpu={"parameters": workload.total * workload.compute_bytes})
+    if zero.stage == 0:
+        states.gpu["optimizer states"] = workload.trained * workload.optimizer_state_bytes
+        if ranks > 1:
+            states.reduction = min(workload.trained, 5e8) * workload.compute_bytes
+        return states
+    states.bucket = 0.0
+    if zero.contiguous_gradients or zero.offload_optimizer != "none":
+        states.bucket = zero.reduce_bucket * workload.compute_bytes * (2 if zero.overlap_comm else 1)
+    filled = min(zero.reduce_bucket, workload.trained)
+    states.reduction = filled * workload.compute_bytes if ranks > 1 else 0.0
+    if workload.coalesce:
+        states.reduction += part * workload.gradient_bytes
+    if zero.offload_optimizer != "none":
+        states.cpu["master parameters"] = part * (4 + workload.compute_bytes)
+        states.cpu["optimizer states"] = part * workload.optimizer_state_bytes
+        states.cpu["gradients"] = part * 4
+        if workload.gradient_bytes == workload.compute_bytes and workload.cached:
+            states.cpu["gradients"] += workload.trained * workload.compute_bytes
+        states.gpu["offload staging"] = _largest(workload) * workload.compute_bytes
+        return states
+    states.gpu["master parameters"] = part * 4
+    states.gpu["optimizer states"] = part * workload.optimizer_state_bytes
+    if zero.stage == 1 or workload.gradient_bytes == workload.compute_bytes:
+        states.update = part * (workload.compute_bytes + (4 if workload.bf16 else 0))
+        if zero.stage == 2:  # the last chunk's, beside what has accumulated
+            states.reduction += part * workload.compute_bytes
+    states.update = max(states.update, _norm_bytes(workload))
+    return states
+
+
+def _largest(workload: Workload) -> int:
+    return max(max(tower.trainable, default=0) for tower in workload.parameters)
+
+
+def _norm_bytes(workload: Workload) -> float:
+    """The gradient norm of one parameter after another, in float64."""
+    return 8 * _largest(workload)
+
+
+def _stage_3(workload: Workload) -> States:
+    zero, ranks = workload.zero, workload.world_size
+    part = workload.trained / ranks
+    states = States()
+    persistent = sum(
+        size
+        for tower in workload.parameters
+        for size in (*tower.trainable, *tower.frozen)
+        if size <= zero.persistence_threshold
+    )
+    shares = workload.total / ranks * workload.compute_bytes
+    if zero.offload_parameters == "none":
+        states.gpu["parameters"] = shares
+    else:
+        states.cpu["parameters"] = shares
+    if ranks > 1:
+        states.gpu["whole small parameters"] = persistent * workload.compute_bytes
+    states.gpu["reduce bucket"] = zero.reduce_bucket * workload.compute_bytes if zero.contiguous_gradients else 0.0
+    filled = min(zero.reduce_bucket, workload.trained)
+    states.reduction = filled * (workload.compute_bytes + workload.gradient_bytes / ranks)
+    accumulated = part * workload.gradient_bytes
+    if zero.offload_optimizer == "none":
+        states.gpu["gradients"] = accumulated
+        if workload.bf16 or zero.offload_parameters != "none":
+            states.gpu["master parameters"] = part * 4
+        states.gpu["optimizer states"] = part * workload.optimizer_state_bytes
+        group = min(part, zero.sub_group)
+        states.update = group * (workload.gradient_bytes + (4 if workload.gradient_bytes == 2 else 0))
+        states.update = max(states.update, _norm_bytes(workload) / ranks)
+        return states
+    place = states.disk if zero.offload_optimizer == "nvme" else states.cpu
+    place["master parameters"] = part * 4
+    place["optimizer states"] = part * workload.optimizer_state_bytes
+    states.cpu["gradients"] = accumulated + part * 4
+    return states
+
+
+def gathered_bytes(workload: Workload, tower: Parameters) -> float:
+    """At stage 3: the parameters of a tower that are whole on the GPU while it works."""
+    zero = workload.zero
+    if zero.stage != 3 or (workload.world_size == 1 and zero.offload_parameters == "none"):
+        return 0
+    large = sum(size for size in (*tower.trainable, *tower.frozen) if size > zero.persistence_threshold)
+    return min(large, zero.max_live_parameters) * workload.compute_bytes

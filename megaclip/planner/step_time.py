@@ -1,0 +1,131 @@
+"""How long a step takes on a described machine, term by term, and which term decides.
+
+    towers         forward without graph, forward again, backward (2 forwards; 3 with activation checkpointing):
+                   operations over the measured rate of a tower
+    loss           8 b B D (docs/mathematics.md) over the loss's rate
+    communication  parameters: gradients reduced and, at stage 3, parameters gathered for every pass; features: what
+                   exchange and reduction send
+    data           pixels and tokens to the GPU twice; decoding by the loader's processes
+
+With a ring the features' exchange hides behind the loss, so the longer of the two counts. Gradients that are reduced
+in the background (overlap_comm) and parameters that are fetched ahead hide behind the towers; so do copies to the GPU
+(a second stream), and decoding, in processes of its own, hides behind the whole step.
+"""
+
+from dataclasses import dataclass
+
+from megaclip.planner.cluster import Cluster
+from megaclip.planner.losses import megaclip_loss_operations
+from megaclip.planner.memory import loss_sizes, store_bytes
+from megaclip.planner.towers import towers
+from megaclip.planner.workload import Workload
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step; the terms as they would be alone, and the whole with what overlaps."""
+
+    forward: float
+    """Towers without graph; 0 if there is one chunk."""
+    forward_again: float
+    """Towers with their graph."""
+    backward: float
+    loss: float
+    features: float
+    """Features and their gradients between ranks."""
+    parameters: float
+    """Gradients and parameters between ranks."""
+    copies: float
+    """Samples to the GPU."""
+    decoding: float
+    """Samples read, decoded and cropped."""
+    features_hidden: bool
+    parameters_hidden: bool
+    global_batch: int
+
+    @property
+    def towers(self) -> float:
+        return self.forward + self.forward_again + self.backward
+
+    @property
+    def total(self) -> float:
+        loss = max(self.loss, self.features) if self.features_hidden else self.loss + self.features
+        behind = max(self.towers, self.copies, self.parameters if self.parameters_hidden else 0.0)
+        step = behind + loss + (0.0 if self.parameters_hidden else self.parameters)
+        return max(step, self.decoding)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.global_batch / self.total
+
+    @property
+    def dominant(self) -> str:
+        """The term that would help most if it were faster."""
+        terms = {
+            "towers": self.towers,
+            "loss": self.loss,
+            "communication": self.features + self.parameters,
+            "data": max(self.copies, self.decoding),
+        }
+        return max(terms, key=lambda name: terms[name])
+
+
+def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
+    """The step's terms on one rank of `cluster`, at its rates."""
+    rates, batch = cluster.rates, workload.local_batch
+    forward = again = backward = 0.0
+    for tower, parameters in zip(towers(workload), workload.parameters, strict=True):
+        seconds = batch * tower.forward_operations() / rates.tower_flops
+        again += seconds
+        if parameters.trained:
+            forward += seconds if workload.cached else 0.0
+            backward += (3 if workload.checkpointing else 2) * seconds
+    link = rates.link if cluster.hosts == 1 else min(rates.link, rates.network)
+    store = store_bytes(workload)
+    return StepTime(
+        forward=forward,
+        forward_again=again,
+        backward=backward,
+        loss=megaclip_loss_operations(loss_sizes(workload), workload.reduction, workload.loss) / rates.loss_flops,
+        features=feature_traffic(workload) / link,
+        parameters=parameter_traffic(workload) / link,
+        copies=(2 if workload.cached else 1) * store / rates.host_to_device if cluster.gpu_memory else 0.0,
+        decoding=(2 if workload.data_offload == "reread" and workload.cached else 1)
+        * batch
+        / (rates.decoded * max(1, workload.workers)),
+        features_hidden=workload.exchange == "ring",
+        parameters_hidden=workload.zero.overlap_comm and not workload.coalesce,
+        global_batch=workload.global_batch,
+    )
+
+
+def feature_traffic(workload: Workload) -> float:
+    """Bytes of features and their gradients that a rank sends per step (docs/mathematics.md, units of (W-1) b D)."""
+    others = workload.world_size - 1
+    elements = others * workload.local_batch * workload.model.embed_dim
+    width = workload.compute_bytes
+    if workload.exchange == "ring":
+        # Texts round twice and their float32 gradient behind them, one hop longer; or texts once, then both.
+        extra = 4 * workload.local_batch * workload.model.embed_dim if others else 0
+        return elements * (2 * width + 4) + extra if workload.reduction == "feature" else 3 * elements * width
+    return elements * (width + 4) if workload.reduction == "feature" else 2 * elements * width
+
+
+def parameter_traffic(workload: Workload) -> float:
+    """Bytes of gradients and parameters that a rank sends per step."""
+    ranks = workload.world_size
+    share = (ranks - 1) / ranks
+    chunks = 1
+    if workload.cached and not workload.coalesce and workload.zero.stage >= 2:
+        chunks = workload.local_batch // workload.image_micro_batch
+    gradients = workload.trained * workload.compute_bytes * share * chunks
+    if workload.zero.stage < 3:
+        # An all-reduce sends twice what a reduce-scatter does; the updated working copy is gathered.
+        return 2 * gradients + workload.trained * workload.compute_bytes * share
+    passes = 0.0
+    for tower, micro_batch in zip(
+        workload.parameters, (workload.image_micro_batch, workload.text_micro_batch), strict=True
+    ):
+        rounds = workload.local_batch // micro_batch
+        passes += tower.total * rounds * (3 if workload.cached and tower.trained else 2)
+    return gradients + passes * workload.compute_bytes * share

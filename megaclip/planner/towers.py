@@ -1,0 +1,160 @@
+"""What one micro-batch through one tower costs: bytes that wait for the backward pass, and operations.
+
+A pre-norm block of width C and MLP width r C keeps, per token and in units of C numbers: its input, the norms' outputs
+(2), queries, keys and values (3), attention's output, the sum after attention, and the MLP's two hidden layers (2 r):
+8 + 2 r. QuickGELU keeps its sigmoid too (r), LayerScale its two inputs (2). Where one token stands for the sample, the
+last block keeps its input, a norm's output, keys and values of every token (4), the rest of that one token. In float32,
+whatever the precision: mean and deviation of two norms (4 numbers) and attention's log-sum-exp per head.
+`tests/unit/test_planner_towers.py` counts the bytes that autograd really saves and holds the formula to it.
+
+On the way back the peak is at the last whole block's MLP (the gradient of its output and of its hidden layer), or, if
+that is more, at the pooled block's attention (gradients of keys and values). With activation checkpointing only the
+blocks' inputs are kept, and one block is run again.
+"""
+
+from dataclasses import dataclass
+
+from megaclip.models import ModelConfig
+from megaclip.planner.workload import Workload
+
+
+@dataclass(frozen=True)
+class Tower:
+    """The sizes of one tower that its costs depend on."""
+
+    name: str
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    tokens: int
+    """Per sample, after patch dropout."""
+    pooled: bool
+    """One token stands for the sample, and the last block computes only that one."""
+    quick_gelu: bool
+    layer_scale: bool
+    stem_copies: int
+    """Copies of (tokens, width) that the parts before the blocks keep."""
+    head_copies: int
+    """The same after them."""
+    input_bytes: int
+    """Of one sample as it waits in the step store: uint8 pixels, int64 tokens."""
+    input_numbers: int
+    """Of one sample as the tower takes it, in the compute dtype (0: tokens are taken as they are)."""
+    patch_numbers: int
+    """Of one sample's patches, which the patch embedding keeps."""
+    stem_operations: int
+    """Multiply-adds times two of one sample outside the blocks, forward."""
+
+    @property
+    def _ratio(self) -> float:
+        return self.hidden / self.width
+
+    @property
+    def _block(self) -> float:
+        """Saved per token by a whole block, in the compute dtype, in units of the width."""
+        ratio = self._ratio
+        return 8 + 2 * ratio + (ratio if self.quick_gelu else 0) + (2 if self.layer_scale else 0)
+
+    @property
+    def _blocks(self) -> float:
+        """The same of all blocks."""
+        return (self.layers - 1) * self._block + (4 if self.pooled else self._block)
+
+    @property
+    def _mlp_gradients(self) -> float:
+        """On top of what is saved when a whole block's MLP is differentiated."""
+        return 1 + self._ratio * (2 if self.quick_gelu else 1)
+
+    def saved_bytes(self, samples: int, compute_bytes: int) -> float:
+        """What autograd keeps of a forward pass without checkpointing, the tower's input not counted."""
+        numbers = self._blocks + self.stem_copies + self.head_copies
+        return samples * (self._token_bytes(numbers, self.layers, compute_bytes) + self.patch_numbers * compute_bytes)
+
+    def backward_peak(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
+        """The most that the input, activations and their gradients take at once during the backward pass."""
+        if checkpointing:
+            inputs = 1 if checkpointing == "cpu" else self.layers + (-1 if self.pooled else 1)
+            numbers = inputs - 1 + self._block + self._mlp_gradients
+            blocks = 1
+        else:
+            whole = (self.layers - 1 if self.pooled else self.layers) * self._block + self._mlp_gradients
+            numbers = max(whole, self._blocks + 2) if self.pooled else whole
+            blocks = self.layers
+        numbers += self.stem_copies
+        kept = self.input_numbers + self.patch_numbers
+        return samples * (self._token_bytes(numbers, blocks, compute_bytes) + kept * compute_bytes)
+
+    def forward_peak(self, samples: int, compute_bytes: int) -> float:
+        """The same of a forward pass that keeps nothing: one block's working set."""
+        kept = self.input_numbers * compute_bytes
+        return samples * (self._token_bytes(2 + 2 * self._ratio, 0, compute_bytes) + kept)
+
+    def waiting_inputs(self, samples: int, compute_bytes: int) -> float:
+        """Bytes of the blocks' inputs, all that checkpointing keeps (with cpu_checkpointing in host memory)."""
+        return samples * self.tokens * self.width * self.layers * compute_bytes
+
+    def forward_operations(self) -> float:
+        """Operations of one sample's forward pass (a multiply-add is two); the backward pass has twice as many."""
+        rest = 2 * self.width * (2 * self.width + 2 * self.hidden)  # of one token: query, output, MLP
+        keys_values = 4 * self.width**2
+        attention = 4 * self.tokens * self.width
+        whole_block = self.tokens * (rest + keys_values + attention)
+        last = self.tokens * keys_values + rest + attention if self.pooled else whole_block
+        return (self.layers - 1) * whole_block + last + self.stem_operations
+
+    def _token_bytes(self, numbers: float, blocks: int, compute_bytes: int) -> float:
+        """Of one sample: so many numbers per token and width, and the float32 statistics of so many blocks."""
+        return self.tokens * (numbers * self.width * compute_bytes + blocks * (16 + 4 * self.heads))
+
+
+def image_tower(model: ModelConfig) -> Tower:
+    """The image tower's costs; patch dropout shortens every training image."""
+    vision = model.vision_cfg
+    patches = vision.grid_size**2
+    kept = max(1, int(patches * (1 - vision.patch_dropout))) if vision.patch_dropout else patches
+    pixels = 3 * vision.image_size**2
+    return Tower(
+        name="image",
+        layers=vision.layers,
+        width=vision.width,
+        hidden=int(vision.width * vision.mlp_ratio),
+        heads=vision.heads,
+        tokens=kept + 1,
+        pooled=vision.pool_type == "tok",
+        quick_gelu=model.quick_gelu,
+        layer_scale=vision.ls_init_value is not None,
+        stem_copies=0 if vision.no_ln_pre else 1,
+        head_copies=0 if vision.pool_type == "tok" or vision.final_ln_after_pool else 1,
+        input_bytes=pixels,
+        input_numbers=pixels,
+        patch_numbers=3 * vision.patch_size**2 * patches,
+        stem_operations=2 * patches * 3 * vision.patch_size**2 * vision.width + 2 * vision.width * model.embed_dim,
+    )
+
+
+def text_tower(model: ModelConfig) -> Tower:
+    """The text tower's costs."""
+    text = model.text_cfg
+    return Tower(
+        name="text",
+        layers=text.layers,
+        width=text.width,
+        hidden=int(text.width * text.mlp_ratio),
+        heads=text.heads,
+        tokens=text.context_length,
+        pooled=True,
+        quick_gelu=model.quick_gelu,
+        layer_scale=text.ls_init_value is not None,
+        stem_copies=0,
+        head_copies=0,
+        input_bytes=8 * text.context_length,
+        input_numbers=0,
+        patch_numbers=0,
+        stem_operations=2 * text.width * model.embed_dim,
+    )
+
+
+def towers(workload: Workload) -> tuple[Tower, Tower]:
+    """The image tower and the text tower."""
+    return image_tower(workload.model), text_tower(workload.model)

@@ -1,0 +1,215 @@
+"""What is to be trained and how, as plain numbers: all that memory and time depend on but the machine.
+
+`Workload.of(model_config, training_config, world_size)` reads them from the files a run reads. Batches are samples,
+sizes of buffers elements, widths of numbers bytes.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from megaclip.config import TrainingConfig
+from megaclip.errors import ConfigError
+from megaclip.models import ModelConfig
+from megaclip.models.clip import ClipModel
+
+
+class Parameters(NamedTuple):
+    """Sizes of a tower's parameters, in elements."""
+
+    trainable: tuple[int, ...]
+    frozen: tuple[int, ...]
+
+    @property
+    def trained(self) -> int:
+        return sum(self.trainable)
+
+    @property
+    def total(self) -> int:
+        return sum(self.trainable) + sum(self.frozen)
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """What zero_optimization and its neighbours in ds_config.json mean for memory."""
+
+    stage: int
+    reduce_bucket: int
+    overlap_comm: bool
+    contiguous_gradients: bool
+    offload_optimizer: str  # "none" | "cpu" | "nvme"
+    offload_parameters: str
+    persistence_threshold: int
+    max_live_parameters: int
+    sub_group: int
+
+    @classmethod
+    def of(cls, config: TrainingConfig) -> "ZeroSettings":
+        """DeepSpeed's own defaults for what the file leaves out."""
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+        zero = DeepSpeedZeroConfig(**config.deepspeed.get("zero_optimization", {}))
+        return cls(
+            stage=config.zero_stage,
+            reduce_bucket=zero.reduce_bucket_size,
+            overlap_comm=bool(zero.overlap_comm),
+            contiguous_gradients=zero.contiguous_gradients,
+            offload_optimizer=_device(zero.offload_optimizer),
+            offload_parameters=_device(zero.offload_param),
+            persistence_threshold=zero.param_persistence_threshold,
+            max_live_parameters=zero.max_live_parameters,
+            sub_group=zero.sub_group_size,
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step on every rank of a data-parallel group."""
+
+    model: ModelConfig
+    world_size: int
+    image_micro_batch: int
+    text_micro_batch: int
+    local_batch: int
+    zero: ZeroSettings
+    compute_bytes: int
+    """Of a working parameter, an activation and an embedding: 2 in bf16, 4 in float32."""
+    gradient_bytes: int
+    """Of an accumulated parameter gradient."""
+    optimizer_state_bytes: int
+    """Per trained parameter, besides the float32 master."""
+    checkpointing: str = ""
+    """Activation checkpointing: "", "gpu" or "cpu" (the blocks' inputs wait in host memory)."""
+    coalesce: bool = False
+    loss: str = "clip"
+    exchange: str = "ring"
+    reduction: str = "feature"
+    tile_budget_mib: int = 128
+    data_offload: str = "auto"
+    """Where the whole local batch waits: "auto", "cpu", "disk" or "reread" (nowhere)."""
+    embeddings_offload: bool = False
+    image_unlocked: int | None = None
+    """Trainable groups of a locked image tower; None: not locked."""
+    text_unlocked: int | None = None
+    workers: int = 4
+    """Loader processes per rank."""
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        config: TrainingConfig,
+        world_size: int,
+        *,
+        image_unlocked: int | None = None,
+        text_unlocked: int | None = None,
+        workers: int = 4,
+    ) -> "Workload":
+        """What `config` asks for on `world_size` data-parallel ranks; ConfigError if its batch does not fit them."""
+        batch, section = config.batch_plan(world_size), config.megaclip
+        local_batch = batch.micro_batch * batch.accumulation
+        compute_bytes = 2 if config.bf16 else 4
+        accumulate = config.deepspeed.get("data_types", {}).get("grad_accum_dtype")
+        exchange = "ring" if section.exchange == "auto" else section.exchange
+        return cls(
+            model=model,
+            world_size=world_size,
+            image_micro_batch=batch.micro_batch,
+            text_micro_batch=getattr(section, "text_micro_batch_size", None) or batch.micro_batch,
+            local_batch=local_batch,
+            zero=ZeroSettings.of(config),
+            compute_bytes=compute_bytes,
+            gradient_bytes={"fp32": 4, "bf16": 2}.get(str(accumulate), compute_bytes),
+            optimizer_state_bytes=_optimizer_state_bytes(config),
+            checkpointing=("cpu" if config.cpu_checkpointing else "gpu") if config.activation_checkpointing else "",
+            coalesce=section.coalesce_gradient_reduction,
+            loss=section.loss,
+            exchange=exchange,
+            reduction="feature" if section.reduction == "auto" else section.reduction,
+            tile_budget_mib=section.tile_budget_mib,
+            data_offload=getattr(section, "data_offload", "auto"),
+            embeddings_offload=getattr(section, "embeddings_offload", False) is True,
+            image_unlocked=image_unlocked,
+            text_unlocked=text_unlocked,
+            workers=workers,
+        )
+
+    @property
+    def global_batch(self) -> int:
+        """The contrastive batch B."""
+        return self.local_batch * self.world_size
+
+    @property
+    def cached(self) -> bool:
+        """Whether the step goes through the gradient cache: more than one chunk."""
+        return self.local_batch > min(self.image_micro_batch, self.text_micro_batch)
+
+    @property
+    def parameters(self) -> tuple[Parameters, Parameters]:
+        """Of the image tower and of the text tower (the loss's scalars are nothing beside them)."""
+        return tower_parameters(self.model.model_dump_json(), self.image_unlocked, self.text_unlocked)
+
+    @property
+    def trained(self) -> int:
+        """Trained parameters."""
+        return sum(tower.trained for tower in self.parameters)
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return sum(tower.total for tower in self.parameters)
+
+    @property
+    def bf16(self) -> bool:
+        return self.compute_bytes == 2
+
+    def with_batch(self, global_batch: int) -> "Workload":
+        """The same with another contrastive batch: more chunks, or one smaller chunk."""
+        local_batch = global_batch // self.world_size
+        if local_batch < 1 or local_batch * self.world_size != global_batch:
+            raise ConfigError(f"a batch of {global_batch} does not divide over {self.world_size} ranks")
+        changed = replace(self, local_batch=local_batch)
+        for name in ("image_micro_batch", "text_micro_batch"):
+            micro_batch = min(getattr(self, name), local_batch)
+            if local_batch % micro_batch:
+                raise ConfigError(
+                    f"a batch of {global_batch} on {self.world_size} ranks is {local_batch} each, which {name} "
+                    f"{micro_batch} does not divide"
+                )
+            changed = replace(changed, **{name: micro_batch})
+        return changed
+
+
+@functools.lru_cache(maxsize=64)
+def tower_parameters(
+    model_json: str, image_unlocked: int | None, text_unlocked: int | None
+) -> tuple[Parameters, Parameters]:
+    """Counted on the model itself, built without values."""
+    with torch.device("meta"):
+        model = ClipModel(ModelConfig.model_validate_json(model_json))
+    if image_unlocked is not None:
+        model.lock_image_tower(image_unlocked)
+    if text_unlocked is not None:
+        model.lock_text_tower(text_unlocked)
+    image, text = (
+        Parameters(
+            tuple(p.numel() for p in tower.parameters() if p.requires_grad),
+            tuple(p.numel() for p in tower.parameters() if not p.requires_grad),
+        )
+        for tower in (model.visual, model.text)
+    )
+    return image, text
+
+
+def _device(offload: Any) -> str:
+    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+
+
+def _optimizer_state_bytes(config: TrainingConfig) -> int:
+    """Float32 states per parameter: two moments (Adam), one (SGD with momentum), none that counts (Adafactor)."""
+    optimizer = config.deepspeed["optimizer"]
+    if optimizer["type"] == "SGD":
+        return 4 if optimizer.get("params", {}).get("momentum") else 0
+    return 0 if optimizer["type"] == "Adafactor" else 8

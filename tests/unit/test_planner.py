@@ -1,0 +1,175 @@
+"""The planner: losses against measured and published figures, states against ZeRO's arithmetic, fit and advice."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megaclip.config import load_training_config
+from megaclip.errors import ConfigError
+from megaclip.models import load_model_config
+from megaclip.planner import Workload, advice, describe, largest_batch, plan_memory, plan_time
+from megaclip.planner.cluster import Rates, parse_size
+from megaclip.planner.losses import LossSizes, inf_cl_loss_bytes, megaclip_loss_bytes, open_clip_loss_bytes
+from megaclip.planner.search import fits
+
+GIB, MIB = 2**30, 2**20
+H200 = describe(gpu="h200", gpus=8)
+
+# docs/performance.md, one and four H200s, bf16 features: b, D, W -> MiB beyond the features.
+MEASURED_MIB = {
+    ("ring", 8192, 512, 1): (160, 528, 161),
+    ("ring", 32768, 512, 1): (257, 8256, 642),
+    ("ring", 32768, 1024, 1): (385, 8320, 1282),
+    ("all_gather", 32768, 512, 4): (578, 33088, 1089),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED_MIB, ids=str)
+def test_the_losses_take_what_was_measured(case: tuple[str, int, int, int]) -> None:
+    exchange, local_batch, embed_dim, ranks = case
+    sizes = LossSizes(local_batch, embed_dim, ranks)
+    planned = (
+        megaclip_loss_bytes(sizes, exchange, "feature", 128),
+        open_clip_loss_bytes(sizes, autocast=False),
+        inf_cl_loss_bytes(sizes),
+    )
+    assert [size / MIB for size in planned] == pytest.approx(MEASURED_MIB[case], rel=0.01)
+
+
+# arXiv:2410.17243, Table 1, loss memory in GB: ranks, contrastive batch in units of 1,024 -> open_clip, Inf-CL.
+PUBLISHED_GB = {
+    (8, 32): (2.27, 0.18),
+    (8, 64): (8.63, 0.36),
+    (8, 128): (33.64, 0.72),
+    (8, 256): (None, 1.45),
+    (32, 128): (8.98, 0.18),
+    (32, 256): (34.35, 0.35),
+    (32, 1024): (None, 1.44),
+}
+
+
+def test_the_published_loss_memory_of_inf_cl_follows_from_its_formula() -> None:
+    for (ranks, batch), (open_clip, inf_cl) in PUBLISHED_GB.items():
+        sizes = LossSizes(batch * 1024 // ranks, 768, ranks, feature_bytes=4)
+        # The paper's GB are 1,000 MiB: its column of OpenCLIP says so to four digits.
+        assert inf_cl_loss_bytes(sizes) / (1000 * MIB) == pytest.approx(inf_cl, abs=0.0101)
+        if open_clip is not None:
+            assert open_clip_loss_bytes(sizes) / (1000 * MIB) == pytest.approx(open_clip, rel=0.003)
+        ours = megaclip_loss_bytes(replace(sizes, feature_bytes=2), "ring", "feature", 128)
+        assert ours < inf_cl_loss_bytes(sizes)
+
+
+def workload(tmp_path: Path, ranks: int = 8, model: str = "ViT-B-32", **changes) -> Workload:
+    """bf16, ZeRO-2 with float32 accumulation, eight chunks of 512 on each rank; `changes` to ds_config.json."""
+    settings = {
+        "train_batch_size": 4096 * ranks,
+        "train_micro_batch_size_per_gpu": 512,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+        "zero_optimization": {"stage": 2},
+        **changes,
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(settings))
+    return Workload.of(load_model_config(model), load_training_config(path), ranks)
+
+
+def test_states_are_zeros_arithmetic(tmp_path: Path) -> None:
+    parameters = 151_277_312  # open_clip's ViT-B-32 without its logit scale (PLATFORM: 151,277,313)
+    per_stage = {
+        # working copy, master, two moments; at stage 3 also float32 gradients and the bucket, all the time
+        1: 2 + (4 + 8) / 8,
+        2: 2 + (4 + 8) / 8,
+        3: (2 + 4 + 8 + 4) / 8,
+    }
+    for stage, per_parameter in per_stage.items():
+        types = {} if stage == 1 else {"grad_accum_dtype": "fp32"}
+        zero = {"stage": stage, "reduce_bucket_size": 1_000_000}
+        if stage == 3:
+            zero["stage3_param_persistence_threshold"] = 0
+        plan = plan_memory(workload(tmp_path, zero_optimization=zero, data_types=types), H200)
+        bucket = 2e6 if stage == 3 else 0
+        model = {key: size for key, size in plan.gpu_states.items() if key not in ("embeddings", "library workspaces")}
+        assert sum(model.values()) == pytest.approx(per_parameter * parameters + bucket, rel=1e-4), (stage, model)
+
+
+def test_offload_moves_states_to_the_host(tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    plan = plan_memory(workload(tmp_path, zero_optimization=zero), H200)
+    assert not {"parameters", "master parameters", "optimizer states"} & plan.gpu_states.keys()
+    assert plan.cpu["optimizer states"] == pytest.approx(8 * 151_277_312)  # all eight ranks of the host
+    assert "activations" in plan.gpu_phases[plan.peak_phase]
+
+
+def test_only_the_loss_and_the_embeddings_grow_with_the_batch(tmp_path: Path) -> None:
+    small = workload(tmp_path, ranks=1)
+    large = small.with_batch(1_048_576)
+    phases = [plan_memory(each, H200).gpu_phases for each in (small, large)]
+    changed = {name for name in phases[0] if phases[0][name] != phases[1][name]}
+    assert changed == {"loss", "image tower backward", "text tower backward"}
+    for name in ("image tower backward", "text tower backward"):
+        parts = {part for part in phases[0][name] if phases[0][name][part] != phases[1][name][part]}
+        assert parts == {"embedding gradients"}
+    growth = plan_memory(large, H200).gpu_peak - plan_memory(small, H200).gpu_peak
+    assert growth == pytest.approx(4 * 2 * 512 * (1_048_576 - 4096))  # bf16 embeddings and gradients of both towers
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path) -> None:
+    job = replace(workload(tmp_path), data_offload="cpu")
+    host = describe(gpu="h200", gpus=8, host_memory="200GiB")
+    largest = largest_batch(job, host)
+    assert fits(job.with_batch(largest), host)
+    assert not fits(replace(job, local_batch=int(largest / 8 * 1.02) // 512 * 512), host)
+    assert largest_batch(replace(job, data_offload="reread"), host) > largest
+    assert largest_batch(job, describe(gpu="h200", gpus=8, gpu_memory="4GiB")) == 0
+
+
+@pytest.mark.parametrize("refused", ["gpu", "host", "disk"])
+def test_a_run_that_cannot_fit_is_told_what_to_change(tmp_path: Path, refused: str) -> None:
+    job = workload(tmp_path, model="ViT-L-14")
+    if refused == "gpu":
+        cluster, expected = describe(gpu="h200", gpus=8, gpu_memory="40GiB"), '"train_micro_batch_size_per_gpu": 128'
+    elif refused == "host":
+        job = replace(job, data_offload="cpu", local_batch=2**20)
+        cluster, expected = describe(gpu="h200", gpus=8, host_memory="400GiB"), '"data_offload": "disk"'
+    else:
+        job = replace(job, data_offload="disk", local_batch=2**20)
+        cluster, expected = describe(gpu="h200", gpus=8, disk="100GiB"), '"data_offload": "reread"'
+    plan = plan_memory(job, cluster)
+    assert any({"gpu": "a GPU", "host": "of memory", "disk": "of disk"}[refused] in text for text in plan.refusals)
+    assert any(expected in words for words in advice(job, cluster)), advice(job, cluster)
+
+
+def test_changes_are_combined_where_none_is_enough_alone(tmp_path: Path) -> None:
+    job = workload(tmp_path, model="ViT-bigG-14", train_micro_batch_size_per_gpu=512)
+    (together,) = advice(job, describe(gpu="h200", gpus=8, gpu_memory="11GiB"))
+    assert " and " in together
+    assert advice(job, describe(gpu="h200", gpus=8, gpu_memory="3GiB"))[0].startswith("nothing here is enough")
+
+
+def test_time_has_one_more_forward_with_the_cache_and_the_loss_wins_at_a_huge_batch(tmp_path: Path) -> None:
+    job = replace(workload(tmp_path, ranks=1), workers=32)
+    step, plain = plan_time(job, H200), plan_time(job.with_batch(512), H200)
+    assert step.towers / job.local_batch == pytest.approx(4 / 3 * plain.towers / 512)
+    assert step.dominant == "towers" and plan_time(job.with_batch(2**27), H200).dominant == "loss"
+    locked = plan_time(replace(job, image_unlocked=0), H200)
+    assert locked.towers < 0.6 * step.towers
+
+
+def test_sizes_and_rates_are_read_or_refused(tmp_path: Path) -> None:
+    assert parse_size("80GiB") == 80 * GIB and parse_size("141 GB") == 141e9 and parse_size("512") == 512
+    for wrong in ("", "GiB", "80 apples", "1.2.3GB"):
+        with pytest.raises(ConfigError, match="is not a size"):
+            parse_size(wrong)
+    with pytest.raises(ConfigError, match="unknown GPU"):
+        describe(gpu="h2000")
+    path = tmp_path / "rates.json"
+    path.write_text(H200.rates.to_json("a machine"))
+    assert Rates.read(path) == H200.rates
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="--calibrate"):
+        Rates.read(path)

@@ -1,0 +1,244 @@
+"""Tell before a run what it takes: memory by part, the largest batch that fits, the step's time and what dominates it.
+
+    python tools/plan.py --deepspeed_config ds_configs/zero3.json --model ViT-L-14 --gpu h200 --gpus 8 --hosts 4
+    python tools/plan.py ... --batch 1048576 --micro-batch 256      # another batch than the file's
+    python tools/plan.py ... --gpu-memory 80GiB --host-memory 900GiB --disk 2TB --link 200GB --network 25GB
+    python tools/plan.py --calibrate rates.json                     # measure this machine; then --rates rates.json
+    python tools/plan.py ... --sweep sweep.png --json sweep.json    # batch against memory and time, and the peers
+    python tools/plan.py ... --compare measured.json                # planned against measured peaks
+
+Needs no GPU and starts nothing (--calibrate uses what is there). --sweep needs matplotlib.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaclip.config import TrainingConfig, load_training_config
+from megaclip.errors import ConfigError, MegaclipError
+from megaclip.models import ModelConfig, load_model_config
+from megaclip.planner import Cluster, Rates, Workload, advice, describe, largest_batch, plan_memory, plan_time
+from megaclip.planner.cluster import GPUS
+from megaclip.planner.memory import gigabytes
+from megaclip.planner.peers import PEERS, peer_gpu_bytes, peer_step_seconds
+from megaclip.planner.report import loss_table, memory_table, time_table
+
+_COLOURS = {"MegaCLIP": "#12784a", "open_clip": "#7a8699", "open_clip --accum-freq": "#3d4756", "Inf-CL": "#c0702a"}
+
+
+def main() -> int:
+    parser = _parser()
+    arguments = parser.parse_args()
+    try:
+        if arguments.calibrate:
+            return _calibrate(arguments)
+        if arguments.compare:
+            return _compare(arguments)
+        if not (arguments.deepspeed_config and arguments.model):
+            raise ConfigError("give --deepspeed_config and --model (or --calibrate, or --compare)")
+        if arguments.tensor_parallel != 1:
+            raise ConfigError(
+                f"--tensor-parallel {arguments.tensor_parallel}: the trainer has no tensor parallelism yet; "
+                "use 1, and ZeRO-3 for models too large for one GPU"
+            )
+        cluster = _cluster(arguments)
+        workload = _workload(arguments, cluster)
+        return _sweep(arguments, workload, cluster) if arguments.sweep else _plan(workload, cluster)
+    except MegaclipError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--deepspeed_config", "--deepspeed-config", help="ds_config.json")
+    what.add_argument("--model", help="preset name or the path of a model JSON")
+    what.add_argument("--batch", type=int, help="contrastive batch, instead of train_batch_size")
+    what.add_argument("--micro-batch", type=int, help="instead of train_micro_batch_size_per_gpu")
+    what.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share one replica (only 1 today)")
+    what.add_argument("--workers", type=int, default=4, help="loader processes per rank (default 4)")
+    what.add_argument("--lock-image", type=int, nargs="?", const=0, help="frozen image tower but its last N groups")
+    what.add_argument("--lock-text", type=int, nargs="?", const=0, help="frozen text tower but its last N layers")
+    where = parser.add_argument_group("on what")
+    where.add_argument("--gpu", default="h200", help=f"{', '.join(GPUS)} (default h200)")
+    where.add_argument("--gpus", type=int, default=8, help="GPUs per host (default 8)")
+    where.add_argument("--hosts", type=int, default=1)
+    where.add_argument("--gpu-memory", help="of one GPU, for example 80GiB")
+    where.add_argument("--host-memory", default="1000GiB", help="free on one host (default 1000GiB)")
+    where.add_argument("--disk", default="4TB", help="free on one host (default 4TB)")
+    where.add_argument("--link", help="bytes per second that one GPU sends inside a host, for example 300GB")
+    where.add_argument("--network", help="bytes per second that one GPU sends to other hosts")
+    where.add_argument("--rates", help="what --calibrate wrote on such a machine")
+    other = parser.add_argument_group("what to do instead of a table")
+    other.add_argument("--calibrate", metavar="RATES.json", help="measure this machine's rates and write them")
+    other.add_argument("--sweep", metavar="PICTURE.png", help="draw memory and time over the batch, with the peers")
+    other.add_argument("--json", type=Path, help="with --sweep: write the figures too")
+    other.add_argument("--compare", type=Path, nargs="+", help="JSON of tools/bench_train.py: planned beside measured")
+    return parser
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    names = ("gpu", "gpus", "hosts", "gpu_memory", "host_memory", "disk", "link", "network")
+    rates = Rates.read(arguments.rates) if arguments.rates else None
+    return describe(rates=rates, **{name: getattr(arguments, name) for name in names})
+
+
+def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
+    config = load_training_config(arguments.deepspeed_config)
+    if arguments.batch or arguments.micro_batch:
+        config = _with_batch(config, arguments.batch, arguments.micro_batch, cluster.gpus)
+    return Workload.of(
+        load_model_config(arguments.model),
+        config,
+        cluster.gpus,
+        image_unlocked=arguments.lock_image,
+        text_unlocked=arguments.lock_text,
+        workers=arguments.workers,
+    )
+
+
+def _with_batch(config: TrainingConfig, batch: int | None, micro_batch: int | None, ranks: int) -> TrainingConfig:
+    """The file with another batch triple; what is not given stays, accumulation follows."""
+    triple = {name: config.deepspeed.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu")}
+    accumulation = config.deepspeed.get("gradient_accumulation_steps")
+    total = batch or triple["train_batch_size"]
+    micro = micro_batch or triple["train_micro_batch_size_per_gpu"]
+    if micro is None and triple["train_batch_size"] and accumulation:
+        micro = max(1, triple["train_batch_size"] // (accumulation * ranks))
+    changed = {key: value for key, value in config.deepspeed.items() if key != "gradient_accumulation_steps"}
+    changed.update({"train_batch_size": total, "train_micro_batch_size_per_gpu": micro})
+    if total is None:
+        del changed["train_batch_size"]
+        changed["gradient_accumulation_steps"] = accumulation or 1
+    return replace(config, deepspeed=changed)
+
+
+def _plan(workload: Workload, cluster: Cluster) -> int:
+    plan, step = plan_memory(workload, cluster), plan_time(workload, cluster)
+    print(
+        f"batch {workload.global_batch:,} = {workload.world_size} ranks x {workload.local_batch:,}; chunks of "
+        f"{workload.image_micro_batch} images and {workload.text_micro_batch} texts; {workload.total / 1e6:.1f} M "
+        f"parameters, ZeRO-{workload.zero.stage}\n"
+    )
+    print(memory_table(plan, workload, cluster), loss_table(workload), time_table(step), sep="\n\n")
+    print(f"\nlargest batch that fits, all else the same: {largest_batch(workload, cluster):,}")
+    if not plan.refusals:
+        print("this run fits")
+        return 0
+    print("this run DOES NOT FIT: " + "; ".join(plan.refusals))
+    for words in advice(workload, cluster):
+        print(f"  it would with {words}")
+    return 2
+
+
+def _sweep(arguments: argparse.Namespace, workload: Workload, cluster: Cluster) -> int:
+    """Every power of two of chunks, for this project and the peers."""
+    rows: list[dict[str, Any]] = []
+    quantum = workload.world_size * max(workload.image_micro_batch, workload.text_micro_batch)
+    for power in range(25):
+        batch = quantum * 2**power
+        if batch > 2**26:
+            break
+        sized = replace(workload, local_batch=batch // workload.world_size)
+        plan = plan_memory(sized, cluster)
+        ours = {"method": "MegaCLIP", "gpu_bytes": plan.gpu_peak, "seconds": plan_time(sized, cluster).total}
+        rows.append({"batch": batch, **ours, "fits": not plan.refusals})
+        for method in PEERS:
+            size = peer_gpu_bytes(sized, method)
+            fits = size <= cluster.usable_gpu_memory
+            seconds = peer_step_seconds(sized, cluster, method)
+            rows.append({"batch": batch, "method": method, "gpu_bytes": size, "seconds": seconds, "fits": fits})
+    for method in _COLOURS:
+        largest = max((row["batch"] for row in rows if row["method"] == method and row["fits"]), default=0)
+        print(f"{method:26} largest batch of these that fits: {largest:,}")
+    title = f"{Path(arguments.model).stem} on {cluster.gpus} x {gigabytes(cluster.gpu_memory)}"
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"title": title, "results": rows}, indent=1))
+    _draw(rows, title, cluster, arguments.sweep)
+    return 0
+
+
+def _draw(rows: list[dict[str, Any]], title: str, cluster: Cluster, out: str) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--sweep needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (memory, time) = plt.subplots(1, 2, figsize=(11, 4.2))
+    for method, colour in _COLOURS.items():
+        own = [row for row in rows if row["method"] == method]
+        fitting = [row for row in own if row["fits"]]
+        batches = [row["batch"] for row in own]
+        memory.plot(batches, [row["gpu_bytes"] / 2**30 for row in own], color=colour, label=method)
+        time.plot(
+            [row["batch"] for row in fitting],
+            [row["seconds"] for row in fitting],
+            "o-",
+            ms=3,
+            color=colour,
+            label=method,
+        )
+    memory.axhline(cluster.usable_gpu_memory / 2**30, color="#b03030", ls="--", lw=1, label="usable memory of a GPU")
+    memory.set_ylabel("planned GiB per GPU")
+    memory.set_ylim(1, 20 * max(1.0, cluster.usable_gpu_memory / 2**30))
+    time.set_ylabel("planned seconds per step, where it fits")
+    for axis in (memory, time):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("contrastive batch")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, frameon=False)
+    figure.suptitle(f"{title}: planned by formulas, not measured", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+    print(f"wrote {out}")
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """Planned beside measured GPU peaks, from the rows of tools/bench_train.py."""
+    print(f"{'run':64}{'planned':>11}{'measured':>11}{'ratio':>8}  peak")
+    outside = 0
+    for path in arguments.compare:
+        try:
+            record = json.loads(path.read_text())
+            rows = [row for row in record["results"] if row.get("method", "megaclip") == "megaclip"]
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"cannot read {str(path)!r}: {error!r}") from None
+        for row in rows:
+            outside += _compare_row(row)
+    print(f"{outside} outside 10%")
+    return 1 if outside else 0
+
+
+def _compare_row(row: dict[str, Any]) -> int:
+    model = ModelConfig.from_dict(row["model_cfg"]) if "model_cfg" in row else load_model_config(row["model"])
+    config = TrainingConfig(path=Path("row"), deepspeed=row["ds_config"], megaclip=_section(row["ds_config"]))
+    cluster = describe(gpus=row["ranks"])
+    workload = Workload.of(model, config, row["ranks"], image_unlocked=row.get("lock_image"))
+    plan = plan_memory(workload, cluster)
+    measured = row["peak_mib"] * 2**20
+    ratio = plan.gpu_peak / measured
+    name = f"{row['model']}, B = {workload.global_batch}, {row['ranks']} GPUs, ZeRO-{workload.zero.stage}"
+    name += f", {workload.image_micro_batch} images" + (", checkpointing" if workload.checkpointing else "")
+    print(f"{name:64}{gigabytes(plan.gpu_peak):>11}{gigabytes(measured):>11}{ratio:8.3f}  {plan.peak_phase}")
+    return int(not 0.9 <= ratio <= 1.1)
+
+
+def _section(ds_config: dict[str, Any]) -> Any:
+    from megaclip.config import MegaclipSection
+
+    return MegaclipSection(**ds_config.get("megaclip", {}))
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    raise ConfigError("not built yet")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
