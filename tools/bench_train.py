@@ -62,6 +62,7 @@ class Row:
     exchange: str
     data_offload: str
     config: str
+    ds_config: dict[str, Any]
     status: str = "ok"
     steps: int = 0
     step_s: float = 0.0
@@ -277,6 +278,7 @@ class Bench:
             exchange=section.get("exchange", "auto") if ours else "all_gather",
             data_offload=section.get("data_offload", "auto") if ours else "gpu",
             config=str(self.options.deepspeed_config or "default"),
+            ds_config=config,
         )
 
     def _keep(self, row: Row) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from megaclip.config import TrainingConfig, load_training_config
 from megaclip.errors import ConfigError, MegaclipError
-from megaclip.models import ModelConfig, load_model_config
+from megaclip.models import load_model_config
 from megaclip.planner import Cluster, Rates, Workload, advice, describe, largest_batch, plan_memory, plan_time
 from megaclip.planner.cluster import GPUS
 from megaclip.planner.memory import gigabytes
@@ -207,7 +207,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     for path in arguments.compare:
         try:
             record = json.loads(path.read_text())
-            rows = [row for row in record["results"] if row.get("method", "megaclip") == "megaclip"]
+            rows = [row for row in record["results"] if row["method"] == "megaclip" and row["peak_mib"]]
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"cannot read {str(path)!r}: {error!r}") from None
         for row in rows:
@@ -217,15 +217,17 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _compare_row(row: dict[str, Any]) -> int:
-    model = ModelConfig.from_dict(row["model_cfg"]) if "model_cfg" in row else load_model_config(row["model"])
-    config = TrainingConfig(path=Path("row"), deepspeed=row["ds_config"], megaclip=_section(row["ds_config"]))
-    cluster = describe(gpus=row["ranks"])
-    workload = Workload.of(model, config, row["ranks"], image_unlocked=row.get("lock_image"))
-    plan = plan_memory(workload, cluster)
+    """Print one row; 1 if it is more than a tenth off."""
+    ds_config, ranks = row["ds_config"], row["world_size"]
+    config = TrainingConfig(path=Path("row"), deepspeed=ds_config, megaclip=_section(ds_config))
+    workload = Workload.of(load_model_config(row["model"]), config, ranks)
+    plan = plan_memory(workload, describe(gpus=ranks))
     measured = row["peak_mib"] * 2**20
     ratio = plan.gpu_peak / measured
-    name = f"{row['model']}, B = {workload.global_batch}, {row['ranks']} GPUs, ZeRO-{workload.zero.stage}"
-    name += f", {workload.image_micro_batch} images" + (", checkpointing" if workload.checkpointing else "")
+    name = f"{Path(row['model']).stem} B={workload.global_batch} W={ranks} ZeRO-{workload.zero.stage}"
+    name += f" {workload.image_micro_batch}/{workload.text_micro_batch}"
+    name += " checkpointing" if workload.checkpointing else ""
+    name += " offload" if workload.zero.offload_optimizer != "none" else ""
     print(f"{name:64}{gigabytes(plan.gpu_peak):>11}{gigabytes(measured):>11}{ratio:8.3f}  {plan.peak_phase}")
     return int(not 0.9 <= ratio <= 1.1)
 

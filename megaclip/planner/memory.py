@@ -2,11 +2,11 @@
 
 A step goes through the phases of the gradient cache: each tower without graph, chunk by chunk; the loss over all
 embeddings; each tower again with its graph and its backward pass, chunk by chunk; the reduction of the last gradients;
-the optimizer's step. On the GPU, states and embeddings are there throughout, everything else belongs to a phase, so
+the optimizer's step. On the GPU the states are there throughout, everything else belongs to a phase, so
 
     peak = states + max over phases
 
-and the phases' sizes do not depend on the batch, except the loss and the embeddings.
+and the phases' sizes do not depend on the batch, except the loss, the embeddings and their gradients.
 """
 
 from dataclasses import dataclass, field
@@ -60,7 +60,7 @@ class MemoryPlan:
 def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     """Plan one rank's GPU and one host of `cluster`; `refusals` says what does not fit."""
     states = states_of(workload)
-    gpu = {**states.gpu, **_embeddings_on_gpu(workload)}
+    gpu = dict(states.gpu)
     if cluster.gpu_memory:
         gpu["library workspaces"] = CUBLAS_WORKSPACES
     phases = _cached_phases(workload, states) if workload.cached else _plain_phases(workload, states)
@@ -106,43 +106,35 @@ def _embedding_bytes(workload: Workload) -> float:
     return 2.0 * loss_sizes(workload).features
 
 
-def _embeddings_on_gpu(workload: Workload) -> dict[str, float]:
-    if not workload.cached:
-        return {}
-    return {"embeddings": 0.0 if workload.embeddings_offload else _embedding_bytes(workload)}
-
-
 def _loss_phase(workload: Workload) -> dict[str, float]:
     extra = megaclip_loss_bytes(
         loss_sizes(workload), workload.exchange, workload.reduction, workload.tile_budget_mib, workload.loss
     )
-    phase = {"loss": extra}
-    if workload.embeddings_offload and workload.cached:
-        phase["embeddings for the loss"] = _embedding_bytes(workload)
-    return phase
+    return {"embeddings": _embedding_bytes(workload), "loss": extra}
 
 
 def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, float]]:
     image, text = towers(workload)
-    kept_gradients = 0.0 if workload.embeddings_offload else _embedding_bytes(workload)
+    embeddings = 0.0 if workload.embeddings_offload else _embedding_bytes(workload)
     phases: dict[str, dict[str, float]] = {}
     for tower, parameters, micro_batch in _with_parameters(workload, image, text):
         phases[f"{tower.name} tower forward"] = {
             "activations": tower.forward_peak(micro_batch, workload.compute_bytes),
-            "data chunks": 2 * tower.input_bytes * micro_batch,
+            "next chunk": tower.input_bytes * micro_batch,
+            "embeddings": embeddings / 2 if tower is image else embeddings,
             "gathered parameters": gathered_bytes(workload, parameters),
         }
     phases["loss"] = _loss_phase(workload)
     for tower, parameters, micro_batch in _with_parameters(workload, image, text):
         if not parameters.trained:
             continue
-        accumulated = gradient_bytes(workload, image_done=bool(workload.parameters[0].trained), text_done=tower is text)
+        before = gradient_bytes(workload, image_done=bool(workload.parameters[0].trained), text_done=tower is text)
         phases[f"{tower.name} tower backward"] = {
             "activations": tower.backward_peak(micro_batch, workload.compute_bytes, workload.checkpointing),
-            "data chunks": 2 * tower.input_bytes * micro_batch,
-            "embedding gradients": kept_gradients,
-            "gradients": accumulated,
-            "reduce bucket": states.bucket,
+            "next chunk": tower.input_bytes * micro_batch,
+            "embedding gradients": embeddings,
+            "gradients": before,
+            "reduce bucket": 0.0 if workload.coalesce else states.bucket,
             "gathered parameters": gathered_bytes(workload, parameters),
         }
     _add_step_phases(phases, workload, states)
@@ -152,34 +144,33 @@ def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, fl
 def _plain_phases(workload: Workload, states: States) -> dict[str, dict[str, float]]:
     """One chunk: both towers keep their graphs through the loss."""
     image, text = towers(workload)
-    samples = workload.local_batch
-    width = workload.compute_bytes
+    samples, width = workload.local_batch, workload.compute_bytes
     if workload.checkpointing == "cpu":
         waiting = [0.0, 0.0]
     elif workload.checkpointing:
         waiting = [tower.waiting_inputs(samples, width) for tower in (image, text)]
     else:
         waiting = [tower.saved_bytes(samples, width) for tower in (image, text)]
+    pixels = samples * image.input_numbers * width
     embeddings = _embedding_bytes(workload)
+    bucket = 0.0 if workload.coalesce else states.bucket
     # The text tower came last, so its backward pass comes first, while the image tower's activations wait.
     phases = {
-        "loss": {"activations": sum(waiting), "embeddings": embeddings, **_loss_phase(workload)},
+        "loss": {"activations": sum(waiting) + pixels, **_loss_phase(workload)},
         "text tower backward": {
-            "activations": waiting[0] + text.backward_peak(samples, width, workload.checkpointing),
-            "embeddings": 2 * embeddings,
-            "reduce bucket": states.bucket,
+            "activations": waiting[0] + pixels + text.backward_peak(samples, width, workload.checkpointing),
+            "embedding gradients": 2 * embeddings,
+            "reduce bucket": bucket,
             "gathered parameters": gathered_bytes(workload, workload.parameters[1]),
         },
         "image tower backward": {
             "activations": image.backward_peak(samples, width, workload.checkpointing),
-            "embeddings": 2 * embeddings,
+            "embedding gradients": 2 * embeddings,
             "gradients": gradient_bytes(workload, image_done=False, text_done=True),
-            "reduce bucket": states.bucket,
+            "reduce bucket": bucket,
             "gathered parameters": gathered_bytes(workload, workload.parameters[0]),
         },
     }
-    for phase in phases.values():
-        phase["data chunks"] = samples * (image.input_bytes + text.input_bytes)
     _add_step_phases(phases, workload, states)
     return _without_zeros(phases)
 
