@@ -72,6 +72,9 @@ class MegaclipSection(BaseModel):
     reduction: Literal["auto", "feature", "scalar"] = "auto"
     """What crosses ranks for the gradient: feature gradients, or only log-normalisers."""
 
+    payload: Literal["auto", "bf16"] = "auto"
+    """What features and their gradients travel in: features' dtype and float32, or bfloat16 both."""
+
     implementation: Literal["auto", "torch", "triton"] = "auto"
     """Which tile implementation runs: "auto" takes Triton on a GPU and PyTorch elsewhere."""
 

@@ -24,6 +24,7 @@ class RunLoss:
         options: dict[str, Any] = {
             "exchange": section.exchange,
             "reduction": section.reduction,
+            "payload": section.payload,
             "implementation": section.implementation,
             "tile_budget_mib": section.tile_budget_mib,
         }

@@ -28,6 +28,17 @@ def test_a_models_scale_and_bias_receive_zero_gradients() -> None:
     assert seen.nonzero().flatten().tolist() == [0, 3, 5, 8]
 
 
+def test_the_losss_settings_reach_the_loss() -> None:
+    """No setting of the section may be read, checked and then forgotten."""
+    settings = {"exchange": "ring", "reduction": "scalar", "payload": "bf16"}
+    tiles = {"implementation": "torch", "tile_budget_mib": 7}
+    for name in ("clip", "siglip", "fastclip_v3"):
+        section = MegaclipSection(loss=name, **settings, **tiles)
+        loss = RunLoss(section, samples=9, epochs=2, device=torch.device("cpu"))._loss
+        assert {key: getattr(loss, key) for key in settings} == settings
+        assert {key: getattr(loss.tiles, key) for key in tiles} == tiles
+
+
 def test_a_bound_of_the_models_scale_is_refused(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 4,
