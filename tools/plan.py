@@ -17,11 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed.comm as dist
+import torch
+
 from megaclip.config import TrainingConfig, load_training_config
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.models import load_model_config
 from megaclip.planner import Cluster, Rates, Workload, advice, describe, largest_batch, plan_memory, plan_time
-from megaclip.planner.cluster import GPUS
+from megaclip.planner.cluster import GPUS, parse_size
 from megaclip.planner.memory import gigabytes
 from megaclip.planner.peers import PEERS, peer_gpu_bytes, peer_step_seconds
 from megaclip.planner.report import loss_table, memory_table, time_table
@@ -239,7 +242,22 @@ def _section(ds_config: dict[str, Any]) -> Any:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    raise ConfigError("not built yet")
+    """Measure this machine; under a launcher, on all its ranks together."""
+    from megaclip.engine.rates import machine_name, measure_rates
+    from megaclip.engine.run import start_process_group
+
+    start_process_group()
+    model = load_model_config(arguments.model or "ViT-B-32")
+    gpu = torch.cuda.is_available()
+    network = parse_size(arguments.network) if arguments.network else 25e9
+    out = Path(arguments.calibrate)
+    rates = measure_rates(model, arguments.micro_batch or (256 if gpu else 8), out.absolute().parent, network)
+    if dist.get_rank() == 0:
+        text = rates.to_json(machine_name())
+        out.write_text(text)
+        print(text)
+    dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":

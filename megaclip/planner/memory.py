@@ -128,7 +128,8 @@ def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, fl
     for tower, parameters, micro_batch in _with_parameters(workload, image, text):
         if not parameters.trained:
             continue
-        before = gradient_bytes(workload, image_done=bool(workload.parameters[0].trained), text_done=tower is text)
+        # Without coalescing the other tower comes along in the first backward pass, so all gradients are there.
+        before = gradient_bytes(workload, image_done=True, text_done=tower is text or not workload.coalesce)
         phases[f"{tower.name} tower backward"] = {
             "activations": tower.backward_peak(micro_batch, workload.compute_bytes, workload.checkpointing),
             "next chunk": tower.input_bytes * micro_batch,

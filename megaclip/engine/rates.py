@@ -1,0 +1,129 @@
+"""How fast this machine is, measured in some seconds for the planner: products, a tower, the loss, copies, links, disk.
+
+Run by `tools/plan.py --calibrate`, on one rank, or on all ranks of a launcher to measure the links too. On a CPU the
+same things are measured, in float32 and at smaller sizes.
+"""
+
+import io
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as dist
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from PIL import Image
+
+from megaclip.comm.groups import resolve
+from megaclip.comm.machine import machine_of
+from megaclip.data import ImageTransform
+from megaclip.models import ModelConfig, build_model
+from megaclip.ops.tiles import tile_grads, tile_stats
+from megaclip.planner import Rates
+from megaclip.planner.towers import image_tower
+
+_REPEATS = 5
+_DECODED_IMAGES = 64
+_WRITTEN_BYTES = 2**29
+
+
+def measure_rates(model_config: ModelConfig, micro_batch: int, folder: Path, network: float) -> Rates:
+    """Measure; every rank calls it and gets its own figures (the links' are the slowest rank's).
+
+    model_config, micro_batch: whose image tower to time. folder: on the disk to time. network: bytes per second between
+    hosts, which nobody measures here.
+    """
+    device = torch.device(get_accelerator().current_device_name())
+    gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    link = 1e9
+    if dist.is_initialized() and dist.get_world_size() > 1 and gpu:
+        link = machine_of(resolve(None), device).link_bytes_per_s
+    return Rates(
+        product_flops=_product(device, dtype, 8192 if gpu else 1024),
+        tower_flops=_tower(model_config, micro_batch, device, dtype),
+        loss_flops=_loss(device, dtype, 16384 if gpu else 1024, model_config.embed_dim),
+        host_to_device=_copy(device, 2**28 if gpu else 2**26),
+        link=link,
+        network=network,
+        disk_write=_disk(folder, _WRITTEN_BYTES),
+        decoded=_decoding(model_config.vision_cfg.image_size),
+    )
+
+
+def machine_name() -> str:
+    """What was measured, in words."""
+    if get_accelerator().device_name() == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+
+def _product(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    factor = torch.randn(side, side, device=device).to(dtype)
+    return 2 * side**3 / _seconds(lambda: factor @ factor)
+
+
+def _tower(config: ModelConfig, micro_batch: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Operations of the planner's formula over the time of forward and backward."""
+    tower = build_model(config).visual.to(device, dtype)
+    size = config.vision_cfg.image_size
+    images = torch.randn(micro_batch, 3, size, size, device=device).to(dtype)
+    seconds = _seconds(lambda: tower(images).float().sum().backward())
+    return 3 * micro_batch * image_tower(config).forward_operations() / seconds
+
+
+def _loss(device: torch.device, dtype: torch.dtype, batch: int, embed_dim: int) -> float:
+    x, y = (torch.nn.functional.normalize(torch.randn(batch, embed_dim, device=device)).to(dtype) for _ in range(2))
+
+    def forward_and_backward() -> None:
+        row, col = tile_stats(x, y, 14.0, 14.0, diagonal=0)
+        tile_grads(x, y, 14.0, row, 1 / batch, 14.0, col, 1 / batch, diagonal=0, need_dots=False)
+
+    return 8 * batch**2 * embed_dim / _seconds(forward_and_backward)
+
+
+def _copy(device: torch.device, size: int) -> float:
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    return size / _seconds(lambda: target.copy_(source, non_blocking=True))
+
+
+def _disk(folder: Path, size: int) -> float:
+    block = os.urandom(2**22)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        started = time.perf_counter()
+        for _ in range(size // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return size / (time.perf_counter() - started)
+
+
+def _decoding(size: int) -> float:
+    """JPEG pictures of twice the size, decoded and cropped by this process, per second."""
+    generator = np.random.default_rng(0)
+    coarse = generator.integers(0, 256, (size // 4, size // 4, 3), dtype=np.uint8)
+    encoded = io.BytesIO()
+    Image.fromarray(coarse).resize((2 * size, 2 * size)).save(encoded, "JPEG", quality=90)
+    content, transform = encoded.getvalue(), ImageTransform(size, training=True)
+    return _DECODED_IMAGES / _seconds(
+        lambda: [transform(content, seeds=(0, 0, index)) for index in range(_DECODED_IMAGES)]
+    )
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """The median of some repeats, after one that warms up."""
+    run()
+    times = []
+    for _ in range(_REPEATS):
+        get_accelerator().synchronize()
+        started = time.perf_counter()
+        run()
+        get_accelerator().synchronize()
+        times.append(time.perf_counter() - started)
+    return sorted(times)[_REPEATS // 2]
