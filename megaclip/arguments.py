@@ -45,6 +45,9 @@ class TrainArguments(BaseModel):
         default="shuffled",
         description="'sequential' visits shards in the order given (curricula), shuffled within each",
     )
+    data_offload_dir: str | None = Field(
+        default=None, description="where megaclip.data_offload puts a step's images on disk (default: the run's folder)"
+    )
     max_bad_fraction: float = Field(
         default=0.01, ge=0, le=1, description="stop when more than this fraction of the samples cannot be read"
     )

@@ -91,6 +91,15 @@ class MegaclipSection(BaseModel):
     compile_blocks: bool = False
     """Compile the transformer blocks with torch.compile (not at ZeRO-3): faster steps, after a slower first one."""
 
+    data_offload: Literal["auto", "cpu", "disk", "reread"] = "auto"
+    """Where a step's images wait between the two passes of the gradient cache: in host memory (page-locked for GPUs),
+    in a file (--data-offload-dir), or nowhere, and are read again. "auto" takes host memory if they fit there, else
+    the disk, else refuses; nothing is kept where nothing is passed over twice."""
+
+    embeddings_offload: bool | Literal["auto"] = "auto"
+    """Keep embeddings and their gradients in host memory while the towers run; "auto" does where they would take more
+    than a tenth of the device's memory."""
+
     @property
     def is_global(self) -> bool:
         return self.loss in GLOBAL_LOSSES

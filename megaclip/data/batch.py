@@ -36,23 +36,8 @@ class RawSample:
     """The captions one by one, where the source keeps several for an image: training takes one of them at a time."""
 
 
-class _Movable:
-    def to(self, device: torch.device | str, *, non_blocking: bool = False):
-        """The same batch with every tensor on `device`."""
-        moved = {f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in _fields(self)}
-        return type(self)(**moved)
-
-    def pin_memory(self):
-        """The same batch in page-locked memory; torch's DataLoader calls this."""
-        return type(self)(**{f.name: getattr(self, f.name).pin_memory() for f in _fields(self)})
-
-
-def _fields(batch) -> tuple[dataclasses.Field, ...]:
-    return dataclasses.fields(batch)
-
-
 @dataclasses.dataclass
-class Batch(_Movable):
+class Batch:
     """Image-text pairs."""
 
     images: torch.Tensor
@@ -64,7 +49,7 @@ class Batch(_Movable):
 
 
 @dataclasses.dataclass
-class LabelledBatch(_Movable):
+class LabelledBatch:
     """Images with the number of their class."""
 
     images: torch.Tensor

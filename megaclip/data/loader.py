@@ -1,6 +1,7 @@
 """Batches for this rank: order arithmetic in front, worker processes behind.
 
-`TrainLoader` never ends: it yields this rank's micro-batches, epoch after epoch. Its whole state is `samples_consumed`.
+`TrainLoader` never ends: it yields this rank's micro-batches, epoch after epoch. Its whole state is `samples_consumed`:
+the number it was made with, and with every step that was taken one batch more.
 The ids of step s are positions s*B..(s+1)*B-1 of the dataset's order (order.py), and rank r takes every W-th of them;
 so for one seed and one global batch the sequence is the same for any number of ranks, workers and micro-batches. A work
 item is a pair of integers; the worker (workers.py) turns it into ids, and the ids into tensors (reading.py).
@@ -15,6 +16,7 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
 from megaclip.data.batch import PADDING_ID, Batch, LabelledBatch
 from megaclip.data.images import ImageTransform
@@ -31,8 +33,9 @@ class TrainLoader:
 
     micro_batch_size x micro_batches_per_step x world_size samples make one step. `samples_consumed` counts samples of
     all ranks and moves on when the last micro-batch of a step was taken; a loader made with that number goes on there.
+    reads_per_step: 2 yields every step's micro-batches twice, one whole step after itself, for those who keep none.
     shard_order, window_size: see order.SampleOrder. max_bad_fraction: of the samples that this rank has seen; above it,
-    `next` raises DataError. pin_memory: batches come in page-locked memory, for copies to a GPU that do not wait.
+    `next` raises DataError.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class TrainLoader:
         *,
         micro_batch_size: int,
         micro_batches_per_step: int = 1,
+        reads_per_step: int = 1,
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
@@ -52,7 +56,6 @@ class TrainLoader:
         window_size: int | None = None,
         max_bad_fraction: float = 0.01,
         prefetch_factor: int = 2,
-        pin_memory: bool = False,
     ) -> None:
         self._step_size = micro_batch_size * micro_batches_per_step * world_size
         if self._step_size > len(dataset):
@@ -62,17 +65,18 @@ class TrainLoader:
         self.samples_per_epoch = len(dataset)
         self.samples_consumed = samples_consumed
         self._micro_batches_per_step = micro_batches_per_step
+        self._reads_per_step = reads_per_step
         self._micro_batch_size = micro_batch_size
+        self._rank, self._world_size = rank, world_size
         self._taken = 0
         self._log = BadSampleLog(max_bad_fraction, "a substitute is used")
-        order = dataset.order(seed=seed, shard_order=shard_order, window_size=window_size)
+        self._order = order = dataset.order(seed=seed, shard_order=shard_order, window_size=window_size)
         reader = TrainReader(dataset, transform, tokenizer, seed)
         self._batches = map_in_workers(
             functools.partial(_load_train, order, reader, micro_batch_size, rank, world_size),
-            _schedule(samples_consumed, self._step_size, micro_batches_per_step),
+            _schedule(samples_consumed, self._step_size, micro_batches_per_step, reads_per_step),
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
         )
 
     @property
@@ -85,24 +89,42 @@ class TrainLoader:
 
     def __next__(self) -> Batch:
         loaded = next(self._batches)
-        self._log.add(loaded.complaints, self._micro_batch_size)
+        if self._taken < self._micro_batches_per_step:  # a second reading meets the same samples
+            self._log.add(loaded.complaints, self._micro_batch_size)
         if loaded.fatal:
             raise DataError(loaded.fatal)
         self._taken += 1
-        if self._taken % self._micro_batches_per_step == 0:
+        if self._taken == self._micro_batches_per_step * self._reads_per_step:
+            self._taken = 0
             self.samples_consumed += self._step_size
         return loaded.batch
 
+    def ids_of_step(self, samples_consumed: int) -> torch.Tensor:
+        """(b,) int64: this rank's ids of the step that begins there, in the order of the micro-batches; reads nothing.
+
+        A sample that turns out to be bad keeps its id.
+        """
+        rows = self._micro_batch_size * self._micro_batches_per_step
+        ids, _ = self._order.visit(rank_positions(samples_consumed, 0, rows, self._rank, self._world_size))
+        return torch.from_numpy(ids)
+
+    def check_workers(self) -> None:
+        """Raise DataError if a worker has died, even while another thread waits for the next batch."""
+        self._batches.check()
+
     def close(self) -> None:
         """End the worker processes; iterating afterwards stops at once."""
-        self._batches = iter(())
+        self._batches.close()
 
 
-def _schedule(samples_consumed: int, step_size: int, micro_batches_per_step: int) -> Iterator[tuple[int, int]]:
+def _schedule(
+    samples_consumed: int, step_size: int, micro_batches_per_step: int, reads_per_step: int
+) -> Iterator[tuple[int, int]]:
     """Work items for ever: (position where the step begins, number of the micro-batch in it)."""
     for start in itertools.count(samples_consumed, step_size):
-        for micro_batch in range(micro_batches_per_step):
-            yield start, micro_batch
+        for _ in range(reads_per_step):
+            for micro_batch in range(micro_batches_per_step):
+                yield start, micro_batch
 
 
 def _load_train(

@@ -1,8 +1,8 @@
 """Worker processes: torch's DataLoader, told what to do by small work items and made to fail in one clear error.
 
 Workers are forked on Linux, so they start in milliseconds, import nothing and share the dataset's memory. A worker that
-dies ends the run in a DataError: torch notices through SIGCHLD wherever the main process is, also in the middle of a
-training step.
+dies is a DataError for whoever waits for data, and never an interruption of anything else: torch's SIGCHLD handler
+would raise in the middle of a training step, while the other ranks wait in a collective.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ WORKER_TIMEOUT_S = 600.0
 """A worker that gives nothing for so long is taken for dead."""
 
 _watching = False
+_main_waits = False
+"""Whether the main thread is waiting for data: then, and only then, the signal may interrupt it."""
+_deaths: list[DataError] = []
+"""Of this process's workers, as the signal told of them."""
 
 
 class _Work(Dataset):
@@ -41,9 +45,11 @@ def map_in_workers(
     *,
     num_workers: int,
     prefetch_factor: int = 2,
-    pin_memory: bool = False,
-) -> Iterator[Any]:
-    """`function(item)` for each item, in order, computed ahead of time by `num_workers` processes (0: in this one)."""
+) -> WorkerResults:
+    """`function(item)` for each item, in order, computed ahead of time by `num_workers` processes (0: in this one).
+
+    To be called in the main thread; the results may be taken in any one thread.
+    """
     parallel: dict[str, Any] = {}
     if num_workers > 0:
         context = "fork" if sys.platform == "linux" else None
@@ -55,27 +61,48 @@ def map_in_workers(
         num_workers=num_workers,
         collate_fn=_as_it_is,
         worker_init_fn=_begin_worker,
-        pin_memory=pin_memory,
         generator=torch.Generator(),  # or torch would draw from the global generator, and change the training run
         **parallel,
     )
     batches = iter(loader)
     if num_workers > 0:
         _watch_workers()
-    return _with_clear_errors(batches)
+    return WorkerResults(batches)
 
 
-def _with_clear_errors(batches: Iterator[Any]) -> Iterator[Any]:
-    while True:
+class WorkerResults:
+    """An iterator over what the workers computed."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._deaths_before = len(_deaths)
+
+    def __iter__(self) -> WorkerResults:
+        return self
+
+    def __next__(self) -> Any:
+        """The next result; raises DataError when a worker died or hangs, and what the function raised."""
+        global _main_waits
+        self.check()
+        in_main_thread = threading.current_thread() is threading.main_thread()
         try:
-            batch = next(batches)
-        except StopIteration:
-            return
+            _main_waits = _main_waits or in_main_thread
+            return next(self._batches)
         except RuntimeError as error:
             if "DataLoader" not in str(error):
                 raise
             raise _died(error) from error
-        yield batch
+        finally:
+            _main_waits = _main_waits and not in_main_thread
+
+    def check(self) -> None:
+        """Raise DataError if a worker has died meanwhile: for a main thread that waits while another takes results."""
+        if len(_deaths) > self._deaths_before:
+            raise _deaths[-1]
+
+    def close(self) -> None:
+        """End the worker processes; iterating afterwards stops at once."""
+        self._batches = iter(())
 
 
 def _died(error: RuntimeError) -> DataError:
@@ -84,7 +111,8 @@ def _died(error: RuntimeError) -> DataError:
 
 
 def _watch_workers() -> None:
-    """torch's SIGCHLD handler raises a RuntimeError in whatever the main thread is doing; make that a DataError."""
+    """torch's SIGCHLD handler raises a RuntimeError in whatever the main thread is doing; let it raise, a DataError,
+    only where that thread waits for data."""
     global _watching
     if _watching or threading.current_thread() is not threading.main_thread():
         return
@@ -96,7 +124,9 @@ def _watch_workers() -> None:
             if callable(of_torch):
                 of_torch(number, frame)
         except RuntimeError as error:
-            raise _died(error) from error
+            _deaths.append(_died(error))
+            if _main_waits:
+                raise _deaths[-1] from error
 
     signal.signal(signal.SIGCHLD, handler)
 

@@ -13,7 +13,7 @@ bias, so the surrogate is back-propagated as it is: no division by the number of
 Shapes: b rows of this rank, D embedding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megaclip.engine.step_batch import StepBatch, Tower
 from megaclip.errors import NonFiniteError
+from megaclip.models import ClipModel
 
 ContrastiveLoss = Callable[..., Tensor]  # (image features, text features, scale[, logit_bias]) -> loss
 
@@ -40,6 +41,17 @@ class RandomState:
         """Seed every device's generator for this chunk of a tower; calling it again replays the same numbers."""
         entropy = np.random.SeedSequence([self.seed, self.step, self.rank, int(tower), chunk])
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+
+
+def trained_towers(model: ClipModel) -> list[Tower]:
+    """The towers with parameters that a backward pass is for."""
+    modules = {Tower.IMAGE: model.visual, Tower.TEXT: model.text}
+    return [tower for tower, module in modules.items() if any(p.requires_grad for p in module.parameters())]
+
+
+def keeps_graph(trained: Sequence[Tower], chunk_counts: Mapping[Tower, int]) -> bool:
+    """Whether there is nothing to cache: one forward pass is all that needs a graph, and keeps it for the backward."""
+    return all(count == 1 for count in chunk_counts.values()) or sum(chunk_counts[tower] for tower in trained) == 1
 
 
 def accumulate_gradients(
@@ -114,13 +126,12 @@ class _Passes:
         self._engine, self._batch, self._random_state = engine, batch, random_state
         self._embeddings_device = embeddings_device
         model = engine.module
-        modules = {Tower.IMAGE: model.visual, Tower.TEXT: model.text}
-        self._trained = [t for t, module in modules.items() if any(p.requires_grad for p in module.parameters())]
-        self._towers = sorted(Tower, key=self._trained.__contains__)  # those that run once come first
-        chunks = [batch.chunk_count(tower) for tower in Tower]
-        self._joint = chunks == [1, 1]  # one forward pass for both, which keeps its graph
-        cached = sum(batch.chunk_count(tower) for tower in self._trained)
-        self._keeps_graph = self._joint or cached == 1  # nothing to cache: the one forward keeps its graph
+        chunks = {tower: batch.chunk_count(tower) for tower in Tower}
+        self._trained = trained_towers(model)
+        self._joint = chunks == {Tower.IMAGE: 1, Tower.TEXT: 1}
+        self._keeps_graph = keeps_graph(self._trained, chunks)
+        # What keeps its graph comes last, right before its backward pass.
+        self._towers = sorted(Tower, key=self._trained.__contains__) if self._keeps_graph else list(Tower)
         self._kept: _Outputs | None = None
         # DeepSpeed begins a step's gradients anew in its first backward pass (stage 3) and offloads them in its last
         # one (stages 2 and 3), but only those of parameters that take part in it: there the other tower comes along,
@@ -211,7 +222,7 @@ class _Passes:
         assert chunk is not None, "the model encodes what it is given"
         if tower not in features:
             shape = (self._batch.rows(), chunk.shape[1])
-            pinned = self._embeddings_device != chunk.device  # then host memory; copies need not wait
+            pinned = self._embeddings_device.type != chunk.device.type  # then host memory; copies need not wait
             features[tower] = torch.empty(shape, dtype=chunk.dtype, device=self._embeddings_device, pin_memory=pinned)
         rows = features[tower][index * len(chunk) : (index + 1) * len(chunk)]
         rows.copy_(chunk.detach(), non_blocking=True)

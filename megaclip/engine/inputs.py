@@ -5,6 +5,7 @@ A mistake in any of them is one error here, at once, on every rank: nothing has 
 
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megaclip.arguments import TrainArguments
@@ -63,6 +64,13 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
             f"--logit-scale-max has no effect with megaclip.loss {config.megaclip.loss!r}: bound its temperature by "
             "megaclip.fastclip.temperature_min"
         )
+    if arguments.data_offload_dir is not None and config.megaclip.data_offload in ("cpu", "reread"):
+        raise ConfigError(
+            f"--data-offload-dir has no effect with megaclip.data_offload {config.megaclip.data_offload!r}: it is for "
+            "'disk' and 'auto'"
+        )
+    if arguments.data_offload_dir is not None and not Path(arguments.data_offload_dir).is_dir():
+        raise ConfigError(f"--data-offload-dir {arguments.data_offload_dir!r} is not a folder: make it first")
     tokenizer = load_tokenizer(arguments.tokenizer, model_config.text_cfg.context_length)
     model_config = model_config.replace(text_cfg=_text_settings(tokenizer))
     keys: dict[str, Any] = {

@@ -24,8 +24,9 @@ from megaclip.checkpoint import store
 from megaclip.checkpoint.open_clip import write_model_card
 from megaclip.comm.collectives import gather_objects, raise_together
 from megaclip.config import BatchPlan
-from megaclip.data import Batch, EvaluationLoader, TrainLoader
+from megaclip.data import EvaluationLoader
 from megaclip.engine.build import build_engine, quiet_deepspeed
+from megaclip.engine.data_offload import embeddings_on_cpu
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
@@ -35,8 +36,8 @@ from megaclip.engine.preflight import check_fit, report_peak
 from megaclip.engine.resume import describe_run, resume
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import Schedule, constant, constant_with_cooldown, cosine
-from megaclip.engine.step_batch import DeviceFeed, MemoryBatch
-from megaclip.errors import CheckpointError, ConfigError, MegaclipError
+from megaclip.engine.step_store import StepStore, open_step_store
+from megaclip.errors import CheckpointError, ConfigError, DataError, MegaclipError
 from megaclip.evaluation import (
     CaptionGroups,
     ModelEncoder,
@@ -148,7 +149,6 @@ class _Run:
         self.total_steps = self._count_steps()
         self.schedule = self._make_schedule()
         self.engine: DeepSpeedEngine = build_engine(inputs.config, arguments, inputs.model_config)
-        self.feed = DeviceFeed(self.engine.device, self.engine.get_data_types()[0], inputs.train_transform.normalise)
         self.logit_scale = LogitScale(self.engine, arguments.logit_scale_max)
         bias = self.engine.module.logit_bias
         self.logit_bias = None if bias is None else MasterScalar(bias)
@@ -159,18 +159,25 @@ class _Run:
             device=self.engine.device,
         )
         self.identity = describe_run(inputs, arguments, batch_plan, self.total_steps)
+        self.embeddings_on_cpu = embeddings_on_cpu(
+            inputs.config.megaclip.embeddings_offload,
+            (batch_plan.local_batch, inputs.model_config.embed_dim),
+            self.engine.get_data_types()[0],
+            self.engine.device,
+        )
         self.step, self.samples_consumed = resume(
             self.engine, self.loss, self.identity, wanted=arguments.resume, checkpoints=self.checkpoints
         )
+        self.saved_step = self.step
         _write_on_first_rank(self._write_description)  # not before: a refused --resume must leave the old one alone
         self.scores: dict[str, float] = {}
 
     def to_the_end(self) -> dict[str, float]:
         """Train from `self.step` to the last step; returns the last evaluation's scores."""
-        loader = self._train_loader()
         last_step = min(self.total_steps, self.arguments.stop_after_steps or self.total_steps)
         logger.info(
-            "training steps %d to %d of %d: contrastive batch %d = %d ranks x %d chunks x %d, %d samples an epoch",
+            "training steps %d to %d of %d: contrastive batch %d = %d ranks x %d image chunks of %d or %d text chunks "
+            "of %d, %d samples an epoch",
             self.step,
             last_step,
             self.total_steps,
@@ -178,9 +185,19 @@ class _Run:
             self.batch_plan.world_size,
             self.batch_plan.accumulation,
             self.batch_plan.micro_batch,
-            loader.samples_per_epoch,
+            self.batch_plan.text_chunks,
+            self.batch_plan.text_micro_batch,
+            len(self.inputs.train),
         )
-        with Metrics(
+        data = open_step_store(
+            self.arguments,
+            self.inputs,
+            self.batch_plan,
+            self.engine,
+            folder=self.folder,
+            samples_consumed=self.samples_consumed,
+        )
+        shown = Metrics(
             self.folder,
             first_rank=self.rank == 0,
             start_step=self.step,
@@ -188,37 +205,38 @@ class _Run:
             global_batch=self.batch_plan.global_batch,
             log_every=self.arguments.log_every_n_steps,
             monitor=self.engine.monitor,
-        ) as metrics:
+        )
+        with shown as metrics, data as batch:
             while self.step < last_step:
-                metrics.step(self.step + 1, self._train_step(loader))
+                metrics.step(self.step + 1, self._train_step(batch))
                 self.step += 1
+                self.samples_consumed += self.batch_plan.global_batch
                 ends = self.step == last_step
                 if ends or self._is_due(self.arguments.eval_every_steps, self.arguments.val_frequency):
                     self._evaluate(metrics)
                 if ends or self._is_due(self.arguments.save_every_steps, self.arguments.save_frequency):
-                    self._save(loader.samples_consumed)
+                    self._save()
                     metrics.resume_clock()
             if self.rank == 0:
                 self._write_summary(metrics)
         return self.scores
 
-    def _train_step(self, loader: TrainLoader) -> StepMetrics:
-        micro_batches = self._next_micro_batches(loader)
-        batch = MemoryBatch(
-            [micro_batch.images for micro_batch in micro_batches],
-            torch.cat([micro_batch.tokens for micro_batch in micro_batches]),
-            self.feed,
-            text_chunks=self.batch_plan.text_chunks,
-        )
-        loss = accumulate_gradients(
-            self.engine,
-            self.loss.bind(torch.cat([micro_batch.ids for micro_batch in micro_batches]), self._epoch_at(self.step)),
-            batch,
-            self.logit_scale.read(),
-            RandomState(self.arguments.seed, self.step, self.rank),
-            logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
-            coalesce=self.inputs.config.megaclip.coalesce_gradient_reduction,
-        )
+    def _train_step(self, batch: StepStore) -> StepMetrics:
+        try:
+            loss = accumulate_gradients(
+                self.engine,
+                self.loss.bind(batch.ids, self._epoch_at(self.step)),
+                batch,
+                self.logit_scale.read(),
+                RandomState(self.arguments.seed, self.step, self.rank),
+                logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
+                coalesce=self.inputs.config.megaclip.coalesce_gradient_reduction,
+                embeddings_on_cpu=self.embeddings_on_cpu,
+            )
+        except DataError:  # on every rank, and before the update: what was trained so far is whole
+            self._save_unsaved()
+            raise
+        batch.next_step()
         learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)
         set_learning_rate(self.engine, learning_rate)
         gradient_norm = update(self.engine)
@@ -226,17 +244,6 @@ class _Run:
         own_scale = self.loss.log_scale
         log_scale = self.logit_scale.clamp_() if own_scale is None else own_scale
         return StepMetrics(loss, float(log_scale.exp()), learning_rate, gradient_norm)
-
-    def _next_micro_batches(self, loader: TrainLoader) -> list[Batch]:
-        """This rank's share of the step's batch; a rank whose data fails takes the others with it."""
-        error: Exception | None = None
-        micro_batches: list[Batch] = []
-        try:
-            micro_batches = [next(loader) for _ in range(self.batch_plan.accumulation)]
-        except Exception as problem:  # every rank must learn of it; raise_together raises it again
-            error = problem
-        raise_together(error)
-        return micro_batches
 
     def _evaluate(self, metrics: Metrics) -> None:
         inputs = self.inputs
@@ -283,31 +290,21 @@ class _Run:
             return None
         return group_captions(self.inputs.validation)
 
-    def _save(self, samples_consumed: int) -> None:
-        state = {"step": self.step, "samples_consumed": samples_consumed, **self.identity}
+    def _save(self) -> None:
+        state = {"step": self.step, "samples_consumed": self.samples_consumed, **self.identity}
         own_scale = self.loss.log_scale
         if own_scale is not None:
             self.logit_scale.write(own_scale)
         loss_state = self.loss.checkpoint_state()
         tag = store.save(self.engine, self.checkpoints, self.step, state, self.arguments.keep_last, loss_state)
+        self.saved_step = self.step
         logger.info("saved %s", self.checkpoints / tag)
 
-    def _train_loader(self) -> TrainLoader:
-        return TrainLoader(
-            self.inputs.train,
-            self.inputs.train_transform,
-            self.inputs.tokenizer,
-            micro_batch_size=self.batch_plan.micro_batch,
-            micro_batches_per_step=self.batch_plan.accumulation,
-            rank=self.rank,
-            world_size=dist.get_world_size(),
-            seed=self.arguments.seed,
-            num_workers=self.arguments.workers,
-            samples_consumed=self.samples_consumed,
-            shard_order=self.arguments.shard_order,
-            max_bad_fraction=self.arguments.max_bad_fraction,
-            pin_memory=torch.cuda.is_available(),
-        )
+    def _save_unsaved(self) -> None:
+        """Save what was trained since the last checkpoint, before an error ends the run."""
+        if self.step > self.saved_step:
+            self._save()
+            logger.info("the data failed in step %d; --resume goes on from what was saved", self.step + 1)
 
     def _count_steps(self) -> int:
         if self.arguments.train_steps:

@@ -6,7 +6,7 @@ zero gradient and is no part of the loss; the run writes `log_scale` into it bef
 exported to open_clip carries log(1/tau) (of per-sample temperatures the mean over the last batch).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,12 +36,12 @@ class RunLoss:
         self._loss = LOSSES[section.loss](**options).to(device)
         self._global = self._loss if isinstance(self._loss, FastClipLoss) else None
 
-    def bind(self, ids: torch.Tensor, epoch: float) -> ContrastiveLoss:
-        """The loss as a function of features and scalars, for the samples `ids` (b,) int64, in the order of the rows;
+    def bind(self, ids: Callable[[], torch.Tensor], epoch: float) -> ContrastiveLoss:
+        """The loss as a function of features and scalars, for the samples `ids()` (b,) int64, in the order of the rows;
         asks for their state, which then travels while the towers run. epoch: epochs done, with their fraction."""
         if self._global is None:
             return self._loss
-        loss, ticket = self._global, self._global.fetch(ids)
+        loss, ticket = self._global, self._global.fetch(ids())
 
         def evaluate(
             image_features: torch.Tensor, text_features: torch.Tensor, scale: torch.Tensor, *bias: torch.Tensor

@@ -77,7 +77,7 @@ def record(command: list[str], store: str, kill_after: int | None = None) -> Rec
     bind, show_step = RunLoss.bind, Metrics.step
 
     def noting(loss: RunLoss, taken: Any, epoch: float) -> Any:
-        ids.append(taken.tolist())
+        ids.append(taken().tolist())
         return bind(loss, taken, epoch)
 
     def dying(metrics: Metrics, step: int, *arguments: Any) -> None:

@@ -1,0 +1,233 @@
+"""Where a step's samples wait: filled by the loader in the background, read by both passes of the gradient cache.
+
+Pixels lie in slots of one image chunk each, in memory that `megaclip.engine.data_offload` chose. With a slot for every
+chunk of the rank's share, the second pass finds there what the first one used, and each slot that it leaves is filled
+for the next step. With fewer slots nothing is kept: they are a window on what the loader reads, a second time for the
+second pass. Tokens are small, and all of them are kept.
+
+A rank whose data fail in the middle of a step goes on with blank chunks, because the others wait for it in collectives;
+`agree` then ends the step on all of them, before anything was changed.
+
+Shapes: n image chunks of m rows each, b = n m rows of this rank, L tokens.
+"""
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from megaclip.arguments import TrainArguments
+from megaclip.comm.collectives import raise_together
+from megaclip.config import BatchPlan
+from megaclip.data import TrainLoader
+from megaclip.engine.data_offload import WINDOW, Slots, choose_place
+from megaclip.engine.gradient_cache import keeps_graph, trained_towers
+from megaclip.engine.inputs import Inputs
+from megaclip.engine.step_batch import DeviceFeed, Tower
+
+_POLL_S = 1.0
+"""How often the thread that waits for data looks whether a worker has died."""
+_JOIN_S = 10.0
+
+
+@contextmanager
+def open_step_store(
+    arguments: TrainArguments,
+    inputs: Inputs,
+    plan: BatchPlan,
+    engine: DeepSpeedEngine,
+    *,
+    folder: Path,
+    samples_consumed: int,
+) -> Iterator["StepStore"]:
+    """The run's training data from `samples_consumed` on, step by step; every rank opens it.
+
+    folder: where a file of images would be made, unless the command line names another place.
+
+    Raises ConfigError or DataError, on every rank: the images fit nowhere, or the batch is larger than the data.
+    """
+    size = inputs.train_transform.size
+    slot = (plan.micro_batch, 3, size, size)
+    trained = trained_towers(engine.module)
+    once = keeps_graph(trained, {Tower.IMAGE: plan.accumulation, Tower.TEXT: plan.text_chunks})
+    passes = 1 if once or Tower.IMAGE not in trained else 2
+    folder = Path(arguments.data_offload_dir or folder)
+    nbytes = plan.accumulation * torch.Size(slot).numel()
+    place = choose_place(inputs.config.megaclip.data_offload, nbytes, folder, passes=passes)
+    reads_per_step = 1 if place.keeps else passes
+    loader = TrainLoader(
+        inputs.train,
+        inputs.train_transform,
+        inputs.tokenizer,
+        micro_batch_size=plan.micro_batch,
+        micro_batches_per_step=plan.accumulation,
+        reads_per_step=reads_per_step,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        seed=arguments.seed,
+        num_workers=arguments.workers,
+        samples_consumed=samples_consumed,
+        shard_order=arguments.shard_order,
+        max_bad_fraction=arguments.max_bad_fraction,
+    )
+    count = plan.accumulation if place.keeps else min(WINDOW, plan.accumulation * reads_per_step)
+    slots = Slots(place, (count, *slot), folder, engine.device)
+    feed = DeviceFeed(engine.device, engine.get_data_types()[0], inputs.train_transform.normalise)
+    length = inputs.model_config.text_cfg.context_length
+    with StepStore(loader, plan, feed, slots.tensor, context_length=length, reads_per_step=reads_per_step) as store:
+        yield store
+    slots.close()
+
+
+class StepStore:
+    """A `StepBatch` that goes through the steps of a run; `next_step` moves on. Context manager: it owns a thread."""
+
+    def __init__(
+        self,
+        loader: TrainLoader,
+        plan: BatchPlan,
+        feed: DeviceFeed,
+        slots: Tensor,
+        *,
+        context_length: int,
+        reads_per_step: int,
+    ) -> None:
+        """
+        Args:
+            loader: yields Batches of m rows, each step's `reads_per_step` times.
+            slots: (S, m, 3, H, W) uint8 in host memory; S = n keeps a step's pixels, fewer only pass them on.
+            reads_per_step: how often the loader reads a step: 2 when the image tower runs twice and the slots keep
+                nothing.
+        """
+        self._loader, self._plan, self._feed, self._slots = loader, plan, feed, slots
+        self._reads_per_step = reads_per_step
+        self._first_sample = loader.samples_consumed
+        # Of this step and the next: their chunks may meet, never those of a third, whose slots are not free yet.
+        self._tokens = torch.empty(2, plan.local_batch, context_length, dtype=torch.int32)
+        self._step = 0
+        self._filled = 0
+        """Chunks that have been read since the beginning."""
+        self._released = 0
+        """Chunks whose slots have become free."""
+        self._failure: Exception | None = None
+        """What ended the background thread."""
+        self._missed = False
+        """Whether this step had to do without chunks."""
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._fill, name="step-store", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "StepStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the background thread and the loader's workers."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(_JOIN_S)
+        self._loader.close()
+
+    def next_step(self) -> None:
+        """Move on to the next step, after both passes over this one."""
+        self._step += 1
+
+    def ids(self) -> Tensor:
+        """(b,) int64: the samples of this step, in the order of the rows."""
+        return self._loader.ids_of_step(self._plan.global_batch * self._step + self._first_sample)
+
+    def rows(self) -> int:
+        return self._plan.local_batch
+
+    def chunk_count(self, tower: Tower) -> int:
+        return self._plan.accumulation if tower is Tower.IMAGE else self._plan.text_chunks
+
+    def chunks(self, tower: Tower, *, again: bool) -> Iterator[Tensor]:
+        return self._feed.inputs(tower, self._pixels(again) if tower is Tower.IMAGE else self._texts())
+
+    def blank(self, tower: Tower) -> Tensor:
+        like = self._slots[0, :1] if tower is Tower.IMAGE else self._tokens[0, :1]
+        (row,) = self._feed.inputs(tower, [torch.zeros_like(like)])
+        return row
+
+    def agree(self) -> None:
+        missed, self._missed = self._missed, False
+        raise_together(self._failure if missed else None)
+
+    def _pixels(self, again: bool) -> Iterator[Tensor]:
+        """This step's pixels; a slot becomes free when the one after it is asked for, unless it is needed again."""
+        keeps = again and self._reads_per_step == 1
+        second_reading = not again and self._reads_per_step == 2
+        first = self._first_chunk + second_reading * self._plan.accumulation
+        for number in range(first, first + self._plan.accumulation):
+            here = self._wait_for(number)
+            yield self._slots[number % len(self._slots)] if here else torch.zeros_like(self._slots[0])
+            if not keeps:
+                self._release(number)
+
+    def _texts(self) -> Iterator[Tensor]:
+        tokens = self._tokens[self._step % 2]
+        for start in range(0, self._plan.local_batch, self._plan.text_micro_batch):
+            end = start + self._plan.text_micro_batch
+            here = self._wait_for(self._first_chunk + (end - 1) // self._plan.micro_batch)
+            yield tokens[start:end] if here else torch.zeros_like(tokens[start:end])
+
+    @property
+    def _first_chunk(self) -> int:
+        """The number, counted from the beginning, of this step's first chunk."""
+        return self._step * self._chunks_per_step
+
+    @property
+    def _chunks_per_step(self) -> int:
+        return self._plan.accumulation * self._reads_per_step
+
+    def _wait_for(self, number: int) -> bool:
+        """Whether chunk `number` is there, once that is known."""
+        with self._changed:
+            while self._filled <= number and self._failure is None:
+                self._changed.wait(_POLL_S)
+                try:
+                    self._loader.check_workers()
+                except Exception as error:  # every rank must learn of it, through `agree`
+                    self._failure = error
+            here = self._filled > number
+            self._missed |= not here
+            return here
+
+    def _release(self, number: int) -> None:
+        with self._changed:
+            self._released = number + 1
+            self._changed.notify_all()
+
+    def _fill(self) -> None:
+        """The background thread: read chunk after chunk into the slots as they become free."""
+        try:
+            for number in itertools.count():
+                batch = next(self._loader)
+                with self._changed:
+                    while not self._closing and number - self._released >= len(self._slots):
+                        self._changed.wait()
+                    if self._closing:
+                        return
+                self._slots[number % len(self._slots)].copy_(batch.images)
+                step, chunk = divmod(number, self._chunks_per_step)
+                if chunk < self._plan.accumulation:
+                    start = chunk * self._plan.micro_batch
+                    self._tokens[step % 2, start : start + self._plan.micro_batch].copy_(batch.tokens)
+                with self._changed:
+                    self._filled = number + 1
+                    self._changed.notify_all()
+        except Exception as error:  # every rank must learn of it, through `agree`
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()

@@ -1,0 +1,156 @@
+"""Where a step's images wait changes no bit of a run; data that fail end every rank and leave a checkpoint.
+
+All runs share one launch of two ranks; each pass over a step has more chunks than a window has slots.
+"""
+
+import errno
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaclip.data.reading import TrainReader
+from megaclip.engine import data_offload
+from megaclip.errors import DataError
+from tests.distributed.harness import run_ranks
+from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_here, scalars
+
+STEPS = 7
+CHUNKS = 4
+SECOND_PASS_OF_STEP_3 = 2 * 2 * CHUNKS + CHUNKS + 1
+"""The call of the reader, with two readings of each step."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of this test: how it differs from the plainest one, and what goes wrong on the last rank."""
+
+    megaclip: dict[str, Any]
+    flags: dict[str, Any]
+    fault: str = ""
+
+
+RUNS = {
+    "cpu": Run({"data_offload": "cpu"}, {}),
+    "disk": Run({"data_offload": "disk", "embeddings_offload": True}, {"data_offload_dir": "."}),
+    "reread": Run({"data_offload": "reread"}, {"workers": 1}),
+    "worker killed": Run({}, {"workers": 1}, "worker killed"),
+    "worker killed, resumed": Run({}, {"name": "worker killed", "resume": "auto"}),
+    "second pass": Run({"data_offload": "reread"}, {}, "second pass"),
+    "second pass, resumed": Run({}, {"name": "second pass", "resume": "auto"}),
+    "disk full": Run({"data_offload": "disk"}, {}, "disk full"),
+    "no room": Run({}, {}, "no room"),
+}
+
+
+def misbehave(fault: str, patch: pytest.MonkeyPatch) -> None:
+    """Let the data fail on this rank."""
+    calls, read = itertools.count(), TrainReader.read
+
+    def dying(self: TrainReader, *arguments: Any) -> Any:
+        if next(calls) == 5 * CHUNKS:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(self, *arguments)
+
+    def failing(self: TrainReader, *arguments: Any) -> Any:
+        if next(calls) == SECOND_PASS_OF_STEP_3:
+            raise DataError("the archive is gone")
+        return read(self, *arguments)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    faults: dict[str, Callable[[], None]] = {
+        "worker killed": lambda: patch.setattr(TrainReader, "read", dying),
+        "second pass": lambda: patch.setattr(TrainReader, "read", failing),
+        "disk full": lambda: patch.setattr(os, "posix_fallocate", full),
+        "no room": lambda: patch.setattr(data_offload, "SHARE", 0.0),
+    }
+    faults[fault]()
+
+
+def run_all(commands: dict[str, list[str]], stores: str) -> dict[str, Finished]:
+    ends = {}
+    multiprocessing.current_process()._config["daemon"] = False  # as a rank of the harness it could have no workers
+    for number, (name, command) in enumerate(commands.items()):
+        with pytest.MonkeyPatch.context() as patch:
+            everywhere = RUNS[name].fault == "no room"
+            if RUNS[name].fault and (everywhere or os.environ["RANK"] == str(WORLD_SIZE - 1)):
+                misbehave(RUNS[name].fault, patch)
+            ends[name] = run_here(command, Path(stores) / str(number))
+    return ends
+
+
+@dataclass
+class Ended:
+    logs: Path
+    ends: dict[str, list[Finished]]
+    """Of each run, rank by rank."""
+
+    def error(self, name: str) -> str:
+        """What the run said at its end; every rank left with exit code 1, and the first one says it once."""
+        assert [end.exit_code for end in self.ends[name]] == [1] * WORLD_SIZE, self.ends[name][0].output
+        (line,) = self.ends[name][0].errors
+        return line
+
+    def losses(self, name: str) -> dict[int, float]:
+        return scalars(self.logs / name)["train/loss"]
+
+
+@pytest.fixture(scope="module")
+def ended(tiny_run, tmp_path_factory) -> Ended:
+    logs = tmp_path_factory.mktemp("data_offload")
+    commands = {}
+    for name, run in RUNS.items():
+        config = json.loads((tiny_run / "zero3.json").read_text())
+        config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": CHUNKS}
+        config["megaclip"] |= {"text_micro_batch_size": 8, **run.megaclip}
+        path = logs / f"{name}.json"
+        path.write_text(json.dumps(config))
+        changes = {"name": name, "train_steps": STEPS, "save_frequency": 0, "force_patch_dropout": 0.5, **run.flags}
+        commands[name] = flags(tiny_run, path, logs, **changes)
+    per_rank = run_ranks(run_all, WORLD_SIZE, commands, str(tmp_path_factory.mktemp("stores")), time_limit_s=300)
+    return Ended(logs, {name: [ends[name] for ends in per_rank] for name in RUNS})
+
+
+@pytest.mark.parametrize(("name", "said"), [("disk", "of free disk"), ("reread", "images are read twice")])
+def test_every_place_gives_the_same_bits(ended, name, said):
+    assert [end.exit_code for end in ended.ends[name]] == [0, 0], ended.ends[name][0].output
+    assert f"data offload: {name}: " in ended.ends[name][0].output and said in ended.ends[name][0].output
+    assert len(ended.losses("cpu")) == STEPS
+    assert ended.losses(name) == ended.losses("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "first", "last"),
+    [
+        ("worker killed", "a data worker died or hangs (DataLoader worker (pid", 1, 4),
+        ("second pass", "the archive is gone", 2, 2),
+    ],
+)
+def test_failing_data_end_in_a_message_and_a_checkpoint_that_resumes_exactly(ended, name, message, first, last):
+    assert message in ended.error(name)
+    assert first <= first_after(ended, name) <= last
+    assert [end.exit_code for end in ended.ends[f"{name}, resumed"]] == [0, 0], ended.ends[f"{name}, resumed"][0].output
+    assert ended.losses(name) == ended.losses("cpu")
+
+
+def first_after(ended: Ended, name: str) -> int:
+    """The step at which the resumed run began."""
+    output = ended.ends[f"{name}, resumed"][0].output
+    return int(output.split("resumed from ")[1].split("at step ")[1].split()[0])
+
+
+def test_a_full_disk_and_a_batch_that_fits_nowhere_are_refused_before_the_start(ended):
+    full, nowhere = ended.error("disk full"), ended.error("no room")
+    assert "cannot reserve 0.00 GiB in " in full and "No space left on device" in full and "--data-offload-dir" in full
+    assert "a step's images fit nowhere" in nowhere and '"reread"' in nowhere
+    for name in ("disk full", "no room"):
+        assert "step 1/" not in ended.ends[name][0].output
