@@ -192,7 +192,7 @@ class _Passes:
             output = features[tower]
             if output is None:
                 continue
-            gradient = gradients[tower].to(output.device).float() if tower in gradients else 0.0
+            gradient = gradients[tower].to(output.device, non_blocking=True).float() if tower in gradients else 0.0
             surrogate = surrogate + (output.float() * gradient).sum()
         for scalar, gradient in zip(scalars, scalar_gradients, strict=True):
             assert scalar is not None, "the model returns its scalars"
@@ -222,8 +222,7 @@ class _Passes:
         assert chunk is not None, "the model encodes what it is given"
         if tower not in features:
             shape = (self._batch.rows(), chunk.shape[1])
-            pinned = self._embeddings_device.type != chunk.device.type  # then host memory; copies need not wait
-            features[tower] = torch.empty(shape, dtype=chunk.dtype, device=self._embeddings_device, pin_memory=pinned)
+            features[tower] = _empty(shape, chunk, self._embeddings_device)
         rows = features[tower][index * len(chunk) : (index + 1) * len(chunk)]
         rows.copy_(chunk.detach(), non_blocking=True)
 
@@ -247,10 +246,22 @@ def _loss_and_gradients(
             "Lower the learning rate or lengthen --warmup, and resume from the last checkpoint"
         )
     loss.backward()  # not autograd.grad: a loss with parameters of its own finds their gradients in them
-    gradients = {tower: _gradient(leaves[tower]).to(kept_on[tower]) for tower in Tower}
+    gradients = {}
+    for tower in Tower:
+        gradient = _gradient(leaves.pop(tower))
+        if kept_on[tower] != device:
+            gradient = _empty(gradient.shape, gradient, kept_on[tower]).copy_(gradient)
+        gradients[tower] = gradient
     return value, _Cached(gradients, [_gradient(leaf) for leaf in scalar_leaves])
 
 
 def _gradient(leaf: Tensor) -> Tensor:
     assert leaf.grad is not None, "the loss depends on its features and scalars"
     return leaf.grad
+
+
+def _empty(shape: Sequence[int], like: Tensor, device: torch.device) -> Tensor:
+    """Memory on `device` for tensors like this one; page-locked if that is the host of its GPU, so that copies need
+    not wait."""
+    pinned = device.type == "cpu" and like.device.type != "cpu"
+    return torch.empty(tuple(shape), dtype=like.dtype, device=device, pin_memory=pinned)

@@ -60,44 +60,57 @@ class DeviceFeed:
     normalise: Callable[[Tensor, torch.dtype], Tensor]
 
     def inputs(self, tower: Tower, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The tower's inputs from chunks in host memory (pixels uint8, or tokens of any integer type).
+        """The tower's inputs from equal chunks in host memory (pixels uint8, or tokens of any integer type).
 
         On a GPU the next chunk is copied, on a stream of its own, while a chunk is used. When `chunks` is asked for
         the next one, the memory of the one before has been read and may be written again.
         """
-        moved = chunks if self.device.type == "cpu" else _one_ahead(chunks, self.device)
-        # No names for the tensors: a generator that waits would keep them alive.
-        return map(self._as_input if tower is Tower.IMAGE else Tensor.long, moved)
+        prepare = self._normalised if tower is Tower.IMAGE else _as_indices
+        return map(prepare, chunks) if self.device.type == "cpu" else _one_ahead(chunks, self.device, prepare)
 
-    def _as_input(self, pixels: Tensor) -> Tensor:
+    def _normalised(self, pixels: Tensor) -> Tensor:
         return self.normalise(pixels, self.dtype)
 
 
-def _one_ahead(chunks: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
+def _as_indices(tokens: Tensor) -> Tensor:
+    return tokens.to(torch.int64, copy=True)
+
+
+def _one_ahead(chunks: Iterable[Tensor], device: torch.device, prepare: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    """`prepare(chunk)` on the device for each chunk, through two buffers that a stream of its own fills in turn.
+
+    prepare: returns a tensor of its own, never the buffer that it reads.
+    """
     accelerator = get_accelerator()
-    copies = accelerator.Stream(device)
-    waiting: list[tuple[Tensor, Any]] = []
-    for chunk in chunks:
+    copies, compute = accelerator.Stream(device), accelerator.current_stream()
+    buffers: list[Tensor] = []
+    copied: list[Any] = []
+    read: list[Any] = []
+
+    def prepared(number: int) -> Tensor:
+        compute.wait_event(copied[number % 2])
+        result = prepare(buffers[number % 2])
+        read[number % 2].record(compute)
+        return result
+
+    number = -1
+    for number, chunk in enumerate(chunks):
+        turn = number % 2
+        if number < 2:
+            buffers.append(torch.empty_like(chunk, device=device))
+            copied.append(accelerator.Event())
+            read.append(accelerator.Event())
+            copies.wait_stream(compute)  # what used the buffer's memory before
+        else:
+            copies.wait_event(read[turn])
         with accelerator.stream(copies):
-            moved = chunk.to(device, non_blocking=True)
-            copied = accelerator.Event()
-            copied.record(copies)
-        del chunk
-        waiting.append((moved, copied))
-        del moved
-        if len(waiting) == 2:
-            yield _ready(*waiting.pop(0))
-        copied.synchronize()  # the host's memory may now be written again
-    for moved, copied in waiting:
-        yield _ready(moved, copied)
-
-
-def _ready(moved: Tensor, copied: Any) -> Tensor:
-    """The copy, for the stream that computes: it waits there, and its memory is not reused before it was read."""
-    current = get_accelerator().current_stream()
-    current.wait_event(copied)
-    moved.record_stream(current)
-    return moved
+            buffers[turn].copy_(chunk, non_blocking=True)
+        copied[turn].record(copies)
+        if number > 0:
+            yield prepared(number - 1)
+        copied[turn].synchronize()  # the host's memory may now be written again
+    if number >= 0:
+        yield prepared(number)
 
 
 class MemoryBatch:

@@ -1,0 +1,58 @@
+"""How chunks get to a GPU: no copy overtakes its reader, pixels become torchvision's floats to the last bit."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaclip.data import ImageTransform
+from megaclip.engine.data_offload import Place, Slots
+from megaclip.engine.step_batch import DeviceFeed, Tower
+
+pytestmark = pytest.mark.gpu
+
+CHUNKS = 9
+
+
+def feed() -> DeviceFeed:
+    return DeviceFeed(torch.device("cuda", 0), torch.float32, ImageTransform(64).normalise)
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_chunks_arrive_whole_though_their_slots_are_written_again_at_once(place, tmp_path):
+    """Two slots, overwritten as soon as the next chunk is asked for, while the GPU is kept busy."""
+    generator = torch.Generator().manual_seed(0)
+    expected = [torch.randint(256, (64, 3, 64, 64), generator=generator, dtype=torch.uint8) for _ in range(CHUNKS)]
+    slots = Slots(Place(place, keeps=False), (2, 64, 3, 64, 64), Path(tmp_path), torch.device("cuda", 0))
+    assert slots.tensor.is_pinned() == (place == "cpu")
+
+    def chunks():
+        for number, chunk in enumerate(expected):
+            yield slots.tensor[number % 2].copy_(chunk)
+            slots.tensor[number % 2].zero_()
+
+    busy = torch.randn(4096, 4096, device="cuda")
+    for chunk, got in zip(expected, feed().inputs(Tower.IMAGE, chunks()), strict=True):
+        for _ in range(20):
+            busy = (busy @ busy).clamp(-1, 1)
+        assert torch.equal(got.cpu(), ImageTransform(64).normalise(chunk))  # CPU and GPU round alike
+    slots.close()
+
+
+def test_no_more_than_two_chunks_of_pixels_are_on_the_device():
+    pixels = [torch.zeros(256, 3, 64, 64, dtype=torch.uint8).pin_memory() for _ in range(CHUNKS)]
+    inputs = feed().inputs(Tower.IMAGE, itertools.chain(pixels))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, chunk = torch.cuda.memory_allocated(), pixels[0].numel()
+    for _ in map(lambda x: None, inputs):
+        pass
+    # two of bytes; float32 ones: the result, and one that is being made of the next
+    assert torch.cuda.max_memory_allocated() - before <= (2 + 4 + 4) * chunk + 2**20
+
+
+def test_tokens_are_copies_of_their_own():
+    tokens = torch.arange(6 * 8, dtype=torch.int64).view(6, 8)
+    got = list(feed().inputs(Tower.TEXT, tokens.split(1)))
+    assert torch.equal(torch.cat(got).cpu(), tokens)
