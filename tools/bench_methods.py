@@ -200,7 +200,8 @@ class MegaclipSteps:
         arguments = _arguments(case, folder)
         inputs = _inputs(case, arguments)
         self._run = _Run(arguments, inputs, inputs.config.batch_plan(dist.get_world_size()), folder)
-        self._loader = self._run._train_loader()
+        self._data = self._run._open_data()
+        self._batch = self._data.__enter__()
         bind, update = self._run.loss.bind, self._run.engine.step
 
         def timed_update(*given: Any, **options: Any) -> None:
@@ -210,19 +211,19 @@ class MegaclipSteps:
 
         self._run.loss.bind = lambda *given: clock.loss(bind(*given))  # type: ignore[method-assign]
         self._run.engine.step = timed_update
-        self._run._next_micro_batches = clock.wait("data", self._run._next_micro_batches)  # type: ignore[method-assign]
+        self._batch._wait_for = clock.wait("data", self._batch._wait_for)  # type: ignore[method-assign]
 
     def step(self, *, probe: bool = False) -> float:
         """One whole step; returns the loss."""
-        loss = self._run._train_step(self._loader).loss
+        loss = self._run._train_step(self._batch).loss
         self._run.step += 1
         return loss
 
     def close(self) -> None:
         """Give the memory back."""
-        self._loader.close()
+        self._data.__exit__(None, None, None)
         self._run.engine.destroy()
-        del self._run, self._loader
+        del self._run, self._data, self._batch
         self._folder.cleanup()
         free_memory()
 

@@ -36,8 +36,14 @@ class RawSample:
     """The captions one by one, where the source keeps several for an image: training takes one of them at a time."""
 
 
+class _Pinnable:
+    def pin_memory(self):
+        """The same batch in page-locked memory; torch's DataLoader calls this."""
+        return type(self)(**{name: tensor.pin_memory() for name, tensor in vars(self).items()})
+
+
 @dataclasses.dataclass
-class Batch:
+class Batch(_Pinnable):
     """Image-text pairs."""
 
     images: torch.Tensor
@@ -49,7 +55,7 @@ class Batch:
 
 
 @dataclasses.dataclass
-class LabelledBatch:
+class LabelledBatch(_Pinnable):
     """Images with the number of their class."""
 
     images: torch.Tensor

@@ -35,7 +35,7 @@ class TrainLoader:
     all ranks and moves on when the last micro-batch of a step was taken; a loader made with that number goes on there.
     reads_per_step: 2 yields every step's micro-batches twice, one whole step after itself, for those who keep none.
     shard_order, window_size: see order.SampleOrder. max_bad_fraction: of the samples that this rank has seen; above it,
-    `next` raises DataError.
+    `next` raises DataError. pin_memory: batches come in page-locked memory, for copies to a GPU that do not wait.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class TrainLoader:
         window_size: int | None = None,
         max_bad_fraction: float = 0.01,
         prefetch_factor: int = 2,
+        pin_memory: bool = False,
     ) -> None:
         self._step_size = micro_batch_size * micro_batches_per_step * world_size
         if self._step_size > len(dataset):
@@ -77,6 +78,7 @@ class TrainLoader:
             _schedule(samples_consumed, self._step_size, micro_batches_per_step, reads_per_step),
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
         )
 
     @property

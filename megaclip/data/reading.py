@@ -57,6 +57,10 @@ class Loaded:
     complaints: list[Complaint]
     fatal: str = ""
 
+    def pin_memory(self) -> Loaded:
+        """torch's DataLoader calls this."""
+        return dataclasses.replace(self, batch=self.batch.pin_memory() if self.batch else None)
+
 
 class TrainReader:
     """Batches of image-text pairs with substitutes for bad samples."""

@@ -45,6 +45,7 @@ def map_in_workers(
     *,
     num_workers: int,
     prefetch_factor: int = 2,
+    pin_memory: bool = False,
 ) -> WorkerResults:
     """`function(item)` for each item, in order, computed ahead of time by `num_workers` processes (0: in this one).
 
@@ -61,6 +62,7 @@ def map_in_workers(
         num_workers=num_workers,
         collate_fn=_as_it_is,
         worker_init_fn=_begin_worker,
+        pin_memory=pin_memory,
         generator=torch.Generator(),  # or torch would draw from the global generator, and change the training run
         **parallel,
     )

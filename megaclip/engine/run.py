@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -189,14 +190,6 @@ class _Run:
             self.batch_plan.text_micro_batch,
             len(self.inputs.train),
         )
-        data = open_step_store(
-            self.arguments,
-            self.inputs,
-            self.batch_plan,
-            self.engine,
-            folder=self.folder,
-            samples_consumed=self.samples_consumed,
-        )
         shown = Metrics(
             self.folder,
             first_rank=self.rank == 0,
@@ -206,7 +199,7 @@ class _Run:
             log_every=self.arguments.log_every_n_steps,
             monitor=self.engine.monitor,
         )
-        with shown as metrics, data as batch:
+        with shown as metrics, self._open_data() as batch:
             while self.step < last_step:
                 metrics.step(self.step + 1, self._train_step(batch))
                 self.step += 1
@@ -220,6 +213,16 @@ class _Run:
             if self.rank == 0:
                 self._write_summary(metrics)
         return self.scores
+
+    def _open_data(self) -> AbstractContextManager[StepStore]:
+        return open_step_store(
+            self.arguments,
+            self.inputs,
+            self.batch_plan,
+            self.engine,
+            folder=self.folder,
+            samples_consumed=self.samples_consumed,
+        )
 
     def _train_step(self, batch: StepStore) -> StepMetrics:
         try:
