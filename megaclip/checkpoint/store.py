@@ -165,16 +165,23 @@ def read_state(folder: Path, tag: str) -> dict[str, Any]:
 
 
 def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
-    """Load parameters and optimizer state into `engine` on every rank.
+    """Load parameters and optimizer state into `engine`, whose ranks and ZeRO stage are those that saved, on every rank
+    (`reshard.load_resharded` is for others). The optimizer's settings stay the engine's own.
 
     Raises:
         CheckpointError: on every rank, when any of them cannot read its part.
     """
     error: Exception | None = None
+    settings = [
+        {name: value for name, value in group.items() if name not in ("params", "step")}
+        for group in engine.optimizer.param_groups
+    ]
     try:
         loaded, _ = engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
         if loaded is None:
             error = CheckpointError(f"checkpoint {str(folder / tag)!r} lacks DeepSpeed's files")
+        for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
+            group.update(own)
     except Exception as problem:  # whatever DeepSpeed or torch.load makes of a damaged file
         first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         error = CheckpointError(f"cannot load checkpoint {str(folder / tag)!r}: {first_line}")

@@ -9,6 +9,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.arguments import TrainArguments
 from megaclip.checkpoint import store
+from megaclip.checkpoint.reshard import load_resharded
 from megaclip.comm.collectives import raise_together
 from megaclip.config import BatchPlan
 from megaclip.data import check_manifest
@@ -21,7 +22,10 @@ logger = get_logger(__name__)
 
 
 def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPlan, total_steps: int) -> dict[str, Any]:
-    """What must be the same in a run and its continuation: JSON-able, written into every checkpoint's state."""
+    """What must be the same in a run and its continuation, but for the ranks and the ZeRO stage.
+
+    JSON-able: every checkpoint's state holds it.
+    """
     return {
         "world_size": dist.get_world_size(),
         "zero_stage": inputs.config.zero_stage,
@@ -29,6 +33,7 @@ def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPla
         "shard_order": arguments.shard_order,
         "global_batch": batch_plan.global_batch,
         "total_steps": total_steps,
+        "optimizer": inputs.config.deepspeed["optimizer"]["type"],
         "model": inputs.model_config.to_open_clip(),
         "data": inputs.train.manifest(),
     }
@@ -69,7 +74,12 @@ def resume(
     raise_together(error)
     if found is None:
         return 0, 0
-    store.load(engine, *found)
+    was, now = ((place["world_size"], place["zero_stage"]) for place in (state, identity))
+    if was == now or was[1] == now[1] == 0:
+        store.load(engine, *found)
+    else:
+        logger.info("dividing a checkpoint of %d ranks at ZeRO-%d among %d at ZeRO-%d", *was, *now)
+        load_resharded(engine, found[0] / found[1])
     try:
         loss.load(store.read_loss_states(*found))
     except MegaclipError as problem:
@@ -81,14 +91,17 @@ def resume(
 
 def _check_continues(state: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raise unless the checkpoint that holds `state` was written by the run that `identity` describes."""
-    if (was := state.get("world_size")) != (now := identity["world_size"]):
-        raise CheckpointError(f"the checkpoint was written by {was} ranks and this run has {now}: use {was} ranks")
-    if (was := state.get("zero_stage")) != (now := identity["zero_stage"]):
-        raise CheckpointError(f"the checkpoint was written at ZeRO stage {was}, not {now}: set zero_optimization.stage")
     check_manifest(state.get("data", {}), identity["data"])
     for key, now in json.loads(json.dumps(identity)).items():
-        if key != "data" and state.get(key) != now:
-            raise CheckpointError(f"the checkpoint was written with {_first_difference(key, state.get(key), now)}")
+        if key in ("data", "world_size", "zero_stage") or (was := state.get(key)) == now:
+            continue
+        if key == "global_batch":
+            raise CheckpointError(
+                f"the checkpoint was written with a contrastive batch of {was} and this run's is {now}: set "
+                f"train_batch_size to {was}, and train_micro_batch_size_per_gpu or gradient_accumulation_steps to fit "
+                f"{identity['world_size']} ranks"
+            )
+        raise CheckpointError(f"the checkpoint was written with {_first_difference(key, was, now)}")
 
 
 def _first_difference(name: str, was: Any, now: Any) -> str:

@@ -1,0 +1,210 @@
+"""A checkpoint of two ranks, loaded by one and by three, and at other ZeRO stages, is what was saved, to the last bit.
+
+What an engine holds is read through DeepSpeed's own accessors, parameter by parameter; the engines that load start from
+another seed. A third step on the loaded engines equals the third step of the ones that saved.
+"""
+
+from pathlib import Path
+
+import deepspeed.comm as dist
+import numpy as np
+import pytest
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from megaclip.checkpoint import store
+from megaclip.checkpoint.reshard import load_resharded
+from megaclip.data.batch import Batch
+from megaclip.engine.optimizers import set_learning_rate, update
+from megaclip.errors import CheckpointError
+from tests.distributed import engine_cases
+from tests.distributed.engine_cases import (
+    STEPS,
+    Case,
+    backpropagate,
+    start_engine,
+    training_config,
+    whole_batch,
+    whole_parameters,
+)
+from tests.distributed.harness import run_ranks
+
+ACCUMULATION = 2
+RATE = 5e-3
+# Sums over ranks and chunks in another order: float32 rounding of gradients of about 1, which an update of at most
+# RATE passes on relative to EPS = 5e-2 (as in test_engine.py).
+TOLERANCE = 1e-6
+
+SAVED = {
+    "zero0": Case(0, ACCUMULATION),
+    "zero1": Case(1, ACCUMULATION),
+    "zero1 locked": Case(1, ACCUMULATION, locked=True),
+    "zero2 offloaded": Case(2, ACCUMULATION, offload="optimizer"),
+    "zero2 bf16": Case(2, ACCUMULATION, bf16=True),
+    "zero3": Case(3, ACCUMULATION, persistence_threshold=100),
+    "zero3 locked offloaded": Case(3, ACCUMULATION, offload="all", locked=True),
+    "zero3 SGD": Case(3, ACCUMULATION, optimizer="SGD"),
+}
+LOADED = {
+    1: {name: (name, SAVED[name]) for name in ("zero1", "zero2 offloaded", "zero3")}
+    | {
+        "zero0 to 3": ("zero0", SAVED["zero3"]),
+        "zero1 to 3": ("zero1", SAVED["zero3"]),
+    },
+    3: {
+        name: (name, SAVED[name])
+        for name in ("zero1 locked", "zero2 bf16", "zero3", "zero3 locked offloaded", "zero3 SGD")
+    }
+    | {
+        "zero1 to 0": ("zero1", SAVED["zero0"]),
+        "zero3 to 1": ("zero3", SAVED["zero1"]),
+        "zero3 to 2, locked": ("zero3 locked offloaded", Case(2, ACCUMULATION, locked=True)),
+    },
+}
+"""Ranks -> name -> the saved case and the one that loads it."""
+EVERY = [(ranks, name) for ranks, cases in LOADED.items() for name in cases]
+State = dict[str, np.ndarray]
+"""Name and kind of every float32 master and every optimizer state tensor -> its values, whole."""
+
+
+def start(case: Case) -> DeepSpeedEngine:
+    """At ZeRO-3 in sub-groups so small that their borders depend on the number of ranks. At ZeRO-1 and 3 with torch's
+    AdamW, which counts its steps in tensors."""
+    config = training_config(case)
+    if case.stage in (1, 3) and case.optimizer == "AdamW" and not case.offload:
+        config.deepspeed["optimizer"]["params"]["torch_adam"] = True
+    if case.stage == 3:
+        config.deepspeed["zero_optimization"]["sub_group_size"] = 3000
+    return start_engine(case, config)
+
+
+def share(step: int) -> list[Batch]:
+    """This rank's part of the whole batch, in chunks, whatever the number of ranks."""
+    images, tokens = (whole[dist.get_rank() :: dist.get_world_size()] for whole in whole_batch(step))
+    size = len(images) // ACCUMULATION
+    chunks = zip(images.split(size), tokens.split(size), strict=True)
+    return [Batch(image, token, torch.arange(size)) for image, token in chunks]
+
+
+def train_step(engine: DeepSpeedEngine, case: Case, step: int) -> float:
+    loss = backpropagate(engine, case, step, micro_batches=share(step))
+    set_learning_rate(engine, RATE)
+    update(engine)
+    return loss
+
+
+def state_of(engine: DeepSpeedEngine, case: Case) -> State:
+    """Everything that the optimizer holds and, of frozen parameters, the working copies."""
+    state = {}
+    if case.stage in (1, 2):  # DeepSpeed links the state after the first group's first step: the other groups have none
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    kinds = ("momentum_buffer",) if case.optimizer == "SGD" else ("exp_avg", "exp_avg_sq")
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if case.stage == 0:
+            state[f"{name} fp32"] = parameter.detach()
+            state |= {f"{name} {kind}": engine.optimizer.state[parameter][kind] for kind in kinds}
+        else:
+            state[f"{name} fp32"] = safe_get_full_fp32_param(parameter)
+            state |= {f"{name} {kind}": safe_get_full_optimizer_state(parameter, kind) for kind in kinds}
+    state |= {f"{name} working": torch.from_numpy(value) for name, value in whole_parameters(engine).items()}
+    state["steps"] = torch.tensor(max(int(s.get("step", 0)) for s in engine.basic_optimizer.state.values()))
+    return {name: value.detach().float().cpu().clone().numpy() for name, value in state.items()}
+
+
+def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
+    """Train, save, and go on for a step: name -> state when saved, third loss, parameters after it."""
+    results = {}
+    for name, case in SAVED.items():
+        engine = start(case)
+        for step in range(STEPS):
+            train_step(engine, case, step)
+        (Path(folder) / name).mkdir(exist_ok=True)
+        store.save(engine, Path(folder) / name, STEPS, {}, 1)
+        results[name] = (state_of(engine, case), train_step(engine, case, STEPS), whole_parameters(engine))
+    return results
+
+
+def load_all(folder: str) -> dict[str, tuple[State, float, State, list[float], int]]:
+    """The same from the saved files, with every group's weight decay and the steps the engine has counted."""
+    results = {}
+    engine_cases.SEED += 1
+    for name, (saved, case) in LOADED[dist.get_world_size()].items():
+        engine = start(case)
+        load_resharded(engine, Path(folder) / saved / f"step_{STEPS:08d}")
+        decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
+        counted = engine.global_steps
+        results[name] = (
+            state_of(engine, case),
+            train_step(engine, case, STEPS),
+            whole_parameters(engine),
+            decays,
+            counted,
+        )
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture(scope="module")
+def saved(folder) -> dict[str, tuple[State, float, State]]:
+    return run_ranks(save_all, 2, folder, time_limit_s=200)[0]
+
+
+@pytest.fixture(scope="module")
+def loaded(folder, saved):
+    """Ranks -> result of each."""
+    return {ranks: run_ranks(load_all, ranks, folder, time_limit_s=200) for ranks in LOADED}
+
+
+@pytest.mark.parametrize(("ranks", "name"), EVERY)
+def test_what_is_loaded_is_what_was_saved(saved, loaded, ranks, name):
+    source, case = LOADED[ranks][name]
+    expected = saved[source][0]
+    for results in loaded[ranks]:
+        state, *_, decays, counted = results[name]
+        assert state.keys() == expected.keys()
+        assert [key for key in expected if not np.array_equal(state[key], expected[key])] == []
+        assert decays == ([0.1, 0.0] if case.locked else [0.1, 0.0, 0.0])  # logit_scale in a group of its own
+        assert counted == STEPS
+
+
+@pytest.mark.parametrize(("ranks", "name"), [pair for pair in EVERY if "bf16" not in pair[1]])
+def test_the_next_step_is_the_one_that_would_have_come(saved, loaded, ranks, name):
+    _, expected_loss, expected = saved[LOADED[ranks][name][0]]
+    for results in loaded[ranks]:
+        _, loss, parameters, *_ = results[name]
+        assert loss == pytest.approx(expected_loss, abs=2e-6)
+        assert max(float(abs(parameters[key] - expected[key]).max()) for key in expected) < TOLERANCE
+
+
+def refusals(folder: str) -> list[str]:
+    """What a damaged file, a missing one and other locked towers are told."""
+    step = Path(folder) / "zero1" / f"step_{STEPS:08d}"
+    last = step / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    engine, messages = start(SAVED["zero1"]), []
+
+    def refused(path: Path) -> None:
+        with pytest.raises(CheckpointError) as error:
+            load_resharded(engine, path)
+        messages.append(str(error.value))
+
+    refused(Path(folder) / "zero1 locked" / step.name)
+    last.write_bytes(last.read_bytes()[:1000])
+    refused(step)
+    last.rename(step / "zero_pp_rank_2_mp_rank_00_optim_states.pt")
+    refused(step)
+    return messages
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(loaded, folder):
+    (messages,) = run_ranks(refusals, 1, folder)
+    assert "has 0 elements of visual." in messages[0] and "locked towers" in messages[0]
+    assert "cannot load checkpoint" in messages[1]
+    assert "files of ranks [0, 2]" in messages[2]
