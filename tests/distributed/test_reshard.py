@@ -15,7 +15,6 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.reshard import load_resharded
-from megaclip.data.batch import Batch
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.errors import CheckpointError
 from tests.distributed import engine_cases
@@ -25,7 +24,6 @@ from tests.distributed.engine_cases import (
     backpropagate,
     start_engine,
     training_config,
-    whole_batch,
     whole_parameters,
 )
 from tests.distributed.harness import run_ranks
@@ -39,11 +37,11 @@ TOLERANCE = 1e-6
 SAVED = {
     "zero0": Case(0, ACCUMULATION),
     "zero1": Case(1, ACCUMULATION),
-    "zero1 locked": Case(1, ACCUMULATION, locked=True),
+    "zero1 locked": Case(1, ACCUMULATION, locked="most"),
     "zero2 offloaded": Case(2, ACCUMULATION, offload="optimizer"),
     "zero2 bf16": Case(2, ACCUMULATION, bf16=True),
     "zero3": Case(3, ACCUMULATION, persistence_threshold=100),
-    "zero3 locked offloaded": Case(3, ACCUMULATION, offload="all", locked=True),
+    "zero3 locked offloaded": Case(3, ACCUMULATION, offload="all", locked="most"),
     "zero3 SGD": Case(3, ACCUMULATION, optimizer="SGD"),
 }
 LOADED = {
@@ -59,7 +57,7 @@ LOADED = {
     | {
         "zero1 to 0": ("zero1", SAVED["zero0"]),
         "zero3 to 1": ("zero3", SAVED["zero1"]),
-        "zero3 to 2, locked": ("zero3 locked offloaded", Case(2, ACCUMULATION, locked=True)),
+        "zero3 to 2, locked": ("zero3 locked offloaded", Case(2, ACCUMULATION, locked="most")),
     },
 }
 """Ranks -> name -> the saved case and the one that loads it."""
@@ -69,8 +67,9 @@ State = dict[str, np.ndarray]
 
 
 def start(case: Case) -> DeepSpeedEngine:
-    """At ZeRO-3 in sub-groups so small that their borders depend on the number of ranks. At ZeRO-1 and 3 with torch's
-    AdamW, which counts its steps in tensors."""
+    """ZeRO-1 and 3 with torch's AdamW, which counts its steps in tensors; ZeRO-3 in sub-groups so small that their
+    borders depend on the number of ranks."""
+    engine_cases.WORLD_SIZE = dist.get_world_size()  # among how many a batch is shared
     config = training_config(case)
     if case.stage in (1, 3) and case.optimizer == "AdamW" and not case.offload:
         config.deepspeed["optimizer"]["params"]["torch_adam"] = True
@@ -79,16 +78,8 @@ def start(case: Case) -> DeepSpeedEngine:
     return start_engine(case, config)
 
 
-def share(step: int) -> list[Batch]:
-    """This rank's part of the whole batch, in chunks, whatever the number of ranks."""
-    images, tokens = (whole[dist.get_rank() :: dist.get_world_size()] for whole in whole_batch(step))
-    size = len(images) // ACCUMULATION
-    chunks = zip(images.split(size), tokens.split(size), strict=True)
-    return [Batch(image, token, torch.arange(size)) for image, token in chunks]
-
-
 def train_step(engine: DeepSpeedEngine, case: Case, step: int) -> float:
-    loss = backpropagate(engine, case, step, micro_batches=share(step))
+    loss = backpropagate(engine, case, step)
     set_learning_rate(engine, RATE)
     update(engine)
     return loss
