@@ -20,7 +20,14 @@ from megaclip.planner.constants import (
     PREFETCHED_BATCHES,
 )
 from megaclip.planner.losses import LossSizes, megaclip_loss_bytes
-from megaclip.planner.states import States, gathered_bytes, gradient_bytes, reduced_gradient_bytes, states_of
+from megaclip.planner.states import (
+    States,
+    gathered_bytes,
+    gradient_bytes,
+    reduced_gradient_bytes,
+    reduction_under_way,
+    states_of,
+)
 from megaclip.planner.towers import Tower, towers
 from megaclip.planner.workload import Workload
 
@@ -130,12 +137,14 @@ def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, fl
             continue
         # Without coalescing the other tower comes along in the first backward pass, so all gradients are there.
         before = gradient_bytes(workload, image_done=True, text_done=tower is text or not workload.coalesce)
+        activations = tower.backward_peak(micro_batch, workload.compute_bytes, workload.checkpointing)
         phases[f"{tower.name} tower backward"] = {
-            "activations": tower.backward_peak(micro_batch, workload.compute_bytes, workload.checkpointing),
+            "activations": activations,
             "next chunk": tower.input_bytes * micro_batch,
             "embedding gradients": embeddings,
             "gradients": before,
             "reduce bucket": 0.0 if workload.coalesce else states.bucket,
+            "reduction": reduction_under_way(workload, states, parameters, activations),
             "gathered parameters": gathered_bytes(workload, parameters),
         }
     _add_step_phases(phases, workload, states)

@@ -80,7 +80,7 @@ def _stages_0_to_2(workload: Workload) -> States:
     if zero.contiguous_gradients or zero.offload_optimizer != "none":
         states.bucket = zero.reduce_bucket * workload.compute_bytes * (2 if zero.overlap_comm else 1)
     filled = min(zero.reduce_bucket, workload.trained)
-    states.reduction = filled * workload.compute_bytes if ranks > 1 else 0.0
+    states.reduction = filled * workload.compute_bytes
     if workload.coalesce:
         states.reduction += part * workload.gradient_bytes
     if zero.offload_optimizer != "none":
@@ -145,6 +145,14 @@ def _stage_3(workload: Workload) -> States:
     place["optimizer states"] = part * workload.optimizer_state_bytes
     states.cpu["gradients"] = accumulated + part * 4
     return states
+
+
+def reduction_under_way(workload: Workload, states: States, tower: Parameters, activations: float) -> float:
+    """What reducing the first full bucket adds to the peak of a backward pass: by then, some activations are gone."""
+    in_backward = workload.zero.stage >= 2 or (workload.zero.stage == 1 and workload.zero.overlap_comm)
+    if workload.coalesce or not in_backward or workload.zero.reduce_bucket >= tower.trained:
+        return 0  # after the pass, or at its end
+    return max(0.0, states.reduction - activations * workload.zero.reduce_bucket / tower.trained)
 
 
 def gathered_bytes(workload: Workload, tower: Parameters) -> float:

@@ -12,7 +12,7 @@ that is more, at the pooled block's attention (gradients of keys and values). Wi
 blocks' inputs are kept, and one block is run again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaclip.models import ModelConfig
 from megaclip.planner.workload import Workload
@@ -157,4 +157,7 @@ def text_tower(model: ModelConfig) -> Tower:
 
 def towers(workload: Workload) -> tuple[Tower, Tower]:
     """The image tower and the text tower."""
-    return image_tower(workload.model), text_tower(workload.model)
+    pair = image_tower(workload.model), text_tower(workload.model)
+    if workload.compiled:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
+        pair = replace(pair[0], quick_gelu=False), replace(pair[1], quick_gelu=False)
+    return pair

@@ -82,6 +82,8 @@ class Workload:
     """Per trained parameter, besides the float32 master."""
     checkpointing: str = ""
     """Activation checkpointing: "", "gpu" or "cpu" (the blocks' inputs wait in host memory)."""
+    compiled: bool = False
+    """Blocks compiled by torch.compile."""
     coalesce: bool = False
     loss: str = "clip"
     exchange: str = "ring"
@@ -117,13 +119,14 @@ class Workload:
             model=model,
             world_size=world_size,
             image_micro_batch=batch.micro_batch,
-            text_micro_batch=getattr(section, "text_micro_batch_size", None) or batch.micro_batch,
+            text_micro_batch=section.text_micro_batch_size or batch.micro_batch,
             local_batch=local_batch,
             zero=ZeroSettings.of(config),
             compute_bytes=compute_bytes,
             gradient_bytes={"fp32": 4, "bf16": 2}.get(str(accumulate), compute_bytes),
             optimizer_state_bytes=_optimizer_state_bytes(config),
             checkpointing=("cpu" if config.cpu_checkpointing else "gpu") if config.activation_checkpointing else "",
+            compiled=section.compile_blocks,
             coalesce=section.coalesce_gradient_reduction,
             loss=section.loss,
             exchange=exchange,
