@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megaclip.arguments import TrainArguments
 from megaclip.comm.collectives import raise_together
+from megaclip.engine.data_offload import free_memory
 from megaclip.engine.inputs import Inputs
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
@@ -24,9 +25,6 @@ from megaclip.planner.report import summary
 
 logger = get_logger(__name__)
 
-_MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_MEMORY_IN_USE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
-
 
 def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     """Plan the run, log it in a line, and refuse it, on every rank, if it cannot fit (unless --no-plan).
@@ -34,7 +32,7 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     Every rank calls it, after the process group exists and before the model is built. Raises ConfigError.
     """
     workload = workload_of(arguments, inputs, dist.get_world_size())
-    cluster = this_machine(dist.get_world_size(), Path(arguments.logs))
+    cluster = this_machine(dist.get_world_size(), Path(arguments.data_offload_dir or arguments.logs))
     plan = plan_memory(workload, cluster)
     if arguments.no_plan:
         return plan
@@ -89,21 +87,6 @@ def this_machine(world_size: int, folder: Path) -> Cluster:
     existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     return cluster.measured(
         gpu_memory=float(torch.cuda.mem_get_info()[0]) if gpu else 0.0,
-        host_memory=float(available_host_memory()),
+        host_memory=float(free_memory()),
         disk=float(shutil.disk_usage(existing).free),
     )
-
-
-def available_host_memory() -> int:
-    """Bytes that this host's processes may still take: the kernel's estimate, or what a container's limit leaves."""
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    for limit, in_use in zip(_MEMORY_LIMITS, _MEMORY_IN_USE, strict=True):
-        try:
-            left = int(Path(limit).read_text()) - int(Path(in_use).read_text())
-        except (OSError, ValueError):  # no such control group, or "max"
-            continue
-        available = min(available, left)
-    return available

@@ -74,6 +74,10 @@ class Cluster:
     def usable_host_memory(self) -> float:
         return self.host_memory * HOST_MARGIN
 
+    @property
+    def usable_disk(self) -> float:
+        return self.disk * HOST_MARGIN
+
     def measured(self, *, gpu_memory: float, host_memory: float, disk: float) -> "Cluster":
         """The same with what is really free."""
         return replace(self, gpu_memory=gpu_memory, host_memory=host_memory, disk=disk)

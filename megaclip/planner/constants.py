@@ -25,8 +25,10 @@ HOST_WORKER = GIB // 4
 """Host memory of one loader process that it does not share with the rank it was forked from."""
 PREFETCHED_BATCHES = 2
 """Chunks that each loader process holds ready (PyTorch's prefetch_factor)."""
-HOST_MARGIN = 0.9
-"""Share of the host's memory that a plan may use."""
+HOST_MARGIN = 0.8
+"""Share of a host's free memory and disk that a plan may use (as `megaclip.engine.data_offload` does)."""
+EMBEDDINGS_SHARE = 0.1
+"""Of the GPU's memory: embeddings and gradients that would take more wait in host memory (likewise)."""
 
 TOWER_SHARE = 0.5
 """Share of a GPU's product rate that a ViT tower reaches; `--calibrate` measures it."""

@@ -9,11 +9,12 @@ the optimizer's step. On the GPU the states are there throughout, everything els
 and the phases' sizes do not depend on the batch, except the loss, the embeddings and their gradients.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import (
     CUBLAS_WORKSPACES,
+    EMBEDDINGS_SHARE,
     HOST_PROCESS,
     HOST_PROCESS_CPU,
     HOST_WORKER,
@@ -42,7 +43,7 @@ class MemoryPlan:
     cpu: dict[str, float]
     disk: dict[str, float]
     data_store: str
-    """Where the local batch waits: "cpu", "disk", "reread" or "loader" (a single chunk)."""
+    """Where a step's images wait: "cpu", "disk", "reread" (they are read twice) or "once" (nobody needs them twice)."""
     refusals: list[str] = field(default_factory=list)
     """Why this cannot run on the cluster; empty when it fits."""
 
@@ -67,11 +68,12 @@ class MemoryPlan:
 def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     """Plan one rank's GPU and one host of `cluster`; `refusals` says what does not fit."""
     states = states_of(workload)
+    workload = replace(workload, embeddings_offload=_embeddings_wait_on_host(workload, cluster))
     gpu = dict(states.gpu)
     if cluster.gpu_memory:
         gpu["library workspaces"] = CUBLAS_WORKSPACES
     phases = _cached_phases(workload, states) if workload.cached else _plain_phases(workload, states)
-    plan = MemoryPlan(gpu_states=gpu, gpu_phases=phases, cpu={}, disk={}, data_store="loader")
+    plan = MemoryPlan(gpu_states=gpu, gpu_phases=phases, cpu={}, disk={}, data_store="once")
     _plan_host(plan, workload, cluster, states)
     usable = cluster.usable_gpu_memory
     if cluster.gpu_memory and plan.gpu_peak > usable:
@@ -83,9 +85,9 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
             f"a host would need {gigabytes(plan.cpu_peak)} of memory and has {gigabytes(cluster.usable_host_memory)} "
             "to use"
         )
-    if plan.disk_peak > cluster.disk:
+    if plan.disk_peak > cluster.usable_disk:
         plan.refusals.append(
-            f"a host would need {gigabytes(plan.disk_peak)} of disk and has {gigabytes(cluster.disk)} free"
+            f"a host would need {gigabytes(plan.disk_peak)} of disk and has {gigabytes(cluster.usable_disk)} to use"
         )
     return plan
 
@@ -96,9 +98,9 @@ def gigabytes(size: float) -> str:
 
 
 def store_bytes(workload: Workload) -> float:
-    """One rank's whole local batch as it waits: uint8 pixels and token ids."""
-    image, text = towers(workload)
-    return workload.local_batch * (image.input_bytes + text.input_bytes)
+    """One rank's images of a step as they wait: uint8 pixels."""
+    image, _ = towers(workload)
+    return float(workload.local_batch * image.input_bytes)
 
 
 def loss_sizes(workload: Workload) -> LossSizes:
@@ -111,6 +113,12 @@ def loss_sizes(workload: Workload) -> LossSizes:
 def _embedding_bytes(workload: Workload) -> float:
     """Both towers' embeddings of the local batch; their gradients take as much."""
     return 2.0 * loss_sizes(workload).features
+
+
+def _embeddings_wait_on_host(workload: Workload, cluster: Cluster) -> bool:
+    if workload.embeddings_offload == "auto":
+        return bool(cluster.gpu_memory) and 2 * _embedding_bytes(workload) > EMBEDDINGS_SHARE * cluster.gpu_memory
+    return bool(workload.embeddings_offload)
 
 
 def _loss_phase(workload: Workload) -> dict[str, float]:
@@ -127,7 +135,7 @@ def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, fl
     for tower, parameters, micro_batch in _with_parameters(workload, image, text):
         phases[f"{tower.name} tower forward"] = {
             "activations": tower.forward_peak(micro_batch, workload.compute_bytes),
-            "next chunk": tower.input_bytes * micro_batch,
+            "data chunks": 2 * tower.input_bytes * micro_batch,
             "embeddings": embeddings / 2 if tower is image else embeddings,
             "gathered parameters": gathered_bytes(workload, parameters),
         }
@@ -140,7 +148,7 @@ def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, fl
         activations = tower.backward_peak(micro_batch, workload.compute_bytes, workload.checkpointing)
         phases[f"{tower.name} tower backward"] = {
             "activations": activations,
-            "next chunk": tower.input_bytes * micro_batch,
+            "data chunks": 2 * tower.input_bytes * micro_batch,
             "embedding gradients": embeddings,
             "gradients": before,
             "reduce bucket": 0.0 if workload.coalesce else states.bucket,
@@ -220,9 +228,10 @@ def _plan_host(plan: MemoryPlan, workload: Workload, cluster: Cluster, states: S
         )
     if workload.embeddings_offload:
         plan.cpu["embeddings"] = ranks * 2 * _embedding_bytes(workload)
+    plan.cpu["tokens of two steps"] = ranks * 2 * workload.local_batch * text.input_bytes
     if not cluster.gpu_memory:
         plan.cpu["model and step"] = ranks * plan.gpu_peak
-    if not workload.cached:
+    if not workload.reads_images_twice:
         return
     store = ranks * store_bytes(workload)
     plan.data_store = workload.data_offload

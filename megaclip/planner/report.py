@@ -14,10 +14,10 @@ def summary(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> str:
         gpu = f"{gigabytes(plan.gpu_peak)} of {gigabytes(cluster.usable_gpu_memory)} per GPU ({plan.peak_phase}), "
     disk = f", {gigabytes(plan.disk_peak)} of disk" if plan.disk_peak else ""
     store = {
-        "cpu": "the batch waits in host memory",
-        "disk": "the batch waits on disk",
-        "reread": "samples are read twice",
-        "loader": "one chunk",
+        "cpu": "images wait in host memory",
+        "disk": "images wait on disk",
+        "reread": "images are read twice",
+        "once": "images pass by once",
     }[plan.data_store]
     return (
         f"plan for a batch of {workload.global_batch}: {gpu}{gigabytes(plan.cpu_peak)} of "

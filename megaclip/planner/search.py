@@ -62,7 +62,7 @@ def _shortage(workload: Workload, cluster: Cluster) -> float:
     plan = plan_memory(workload, cluster)
     gpu = max(0.0, plan.gpu_peak - cluster.usable_gpu_memory) if cluster.gpu_memory else 0.0
     cpu = max(0.0, plan.cpu_peak - cluster.usable_host_memory)
-    return gpu * cluster.gpus_per_host + cpu + max(0.0, plan.disk_peak - cluster.disk)
+    return gpu * cluster.gpus_per_host + cpu + max(0.0, plan.disk_peak - cluster.usable_disk)
 
 
 def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
@@ -89,10 +89,10 @@ def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
         yield "parameters", '"zero_optimization": {"offload_param": {"device": "cpu"}}', changed
     if workload.world_size > 1 and workload.exchange != "ring":
         yield "exchange", '"megaclip": {"exchange": "ring"}', replace(workload, exchange="ring")
-    if workload.cached and not workload.embeddings_offload:
+    if workload.cached and workload.embeddings_offload is not True:
         changed = replace(workload, embeddings_offload=True)
         yield "embeddings", '"megaclip": {"embeddings_offload": true}', changed
-    for place in ("disk", "reread") if workload.cached else ():
+    for place in ("disk", "reread") if workload.reads_images_twice else ():
         if workload.data_offload not in (place, "reread"):
             changed = replace(workload, data_offload=place)
             yield place, f'"megaclip": {{"data_offload": "{place}"}}', changed

@@ -81,7 +81,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
             forward += seconds if workload.cached else 0.0
             backward += (3 if workload.checkpointing else 2) * seconds
     link = rates.link if cluster.hosts == 1 else min(rates.link, rates.network)
-    store = store_bytes(workload)
+    again_read = workload.reads_images_twice
     return StepTime(
         forward=forward,
         forward_again=again,
@@ -89,8 +89,8 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         loss=megaclip_loss_operations(loss_sizes(workload), workload.reduction, workload.loss) / rates.loss_flops,
         features=feature_traffic(workload) / link,
         parameters=parameter_traffic(workload) / link,
-        copies=(2 if workload.cached else 1) * store / rates.host_to_device if cluster.gpu_memory else 0.0,
-        decoding=(2 if workload.data_offload == "reread" and workload.cached else 1)
+        copies=(1 + again_read) * store_bytes(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,
+        decoding=(1 + (again_read and workload.data_offload == "reread"))
         * batch
         / (rates.decoded * max(1, workload.workers)),
         features_hidden=workload.exchange == "ring",

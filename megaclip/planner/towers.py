@@ -38,7 +38,7 @@ class Tower:
     head_copies: int
     """The same after them."""
     input_bytes: int
-    """Of one sample as it waits in the step store: uint8 pixels, int64 tokens."""
+    """Of one sample as it waits in the step store: uint8 pixels, int32 tokens."""
     input_numbers: int
     """Of one sample as the tower takes it, in the compute dtype (0: tokens are taken as they are)."""
     patch_numbers: int
@@ -148,7 +148,7 @@ def text_tower(model: ModelConfig) -> Tower:
         layer_scale=text.ls_init_value is not None,
         stem_copies=0,
         head_copies=0,
-        input_bytes=8 * text.context_length,
+        input_bytes=4 * text.context_length,
         input_numbers=0,
         patch_numbers=0,
         stem_operations=2 * text.width * model.embed_dim,

@@ -91,7 +91,8 @@ class Workload:
     tile_budget_mib: int = 128
     data_offload: str = "auto"
     """Where the whole local batch waits: "auto", "cpu", "disk" or "reread" (nowhere)."""
-    embeddings_offload: bool = False
+    embeddings_offload: bool | str = "auto"
+    """Embeddings and their gradients wait in host memory; "auto": where they would be large for the GPU."""
     image_unlocked: int | None = None
     """Trainable groups of a locked image tower; None: not locked."""
     text_unlocked: int | None = None
@@ -132,8 +133,8 @@ class Workload:
             exchange=exchange,
             reduction="feature" if section.reduction == "auto" else section.reduction,
             tile_budget_mib=section.tile_budget_mib,
-            data_offload=getattr(section, "data_offload", "auto"),
-            embeddings_offload=getattr(section, "embeddings_offload", False) is True,
+            data_offload=section.data_offload,
+            embeddings_offload=section.embeddings_offload,
             image_unlocked=image_unlocked,
             text_unlocked=text_unlocked,
             workers=workers,
@@ -148,6 +149,11 @@ class Workload:
     def cached(self) -> bool:
         """Whether the step goes through the gradient cache: more than one chunk."""
         return self.local_batch > min(self.image_micro_batch, self.text_micro_batch)
+
+    @property
+    def reads_images_twice(self) -> bool:
+        """Whether the image tower needs a step's images in two passes."""
+        return self.cached and self.parameters[0].trained > 0
 
     @property
     def parameters(self) -> tuple[Parameters, Parameters]:
