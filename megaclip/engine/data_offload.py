@@ -64,9 +64,9 @@ def choose_place(wanted: str, nbytes: int, folder: Path, *, passes: int) -> Plac
     names = [host.name for host in hosts]
     memory_share = min(host.free_memory / names.count(host.name) for host in hosts) * SHARE
     disk_share = min(host.free_disk / names.count(host.name) for host in hosts) * SHARE
-    needs = f"{_gib(nbytes)} of images a rank"
-    in_memory = f"{_gib(memory_share)} of free host memory ({SHARE:.0%} of it)"
-    on_disk = f"{_gib(disk_share)} of free disk in {folder} ({SHARE:.0%} of it)"
+    needs = f"{_words(nbytes)} of images a rank"
+    in_memory = f"{_words(memory_share)} of free host memory ({SHARE:.0%} of it)"
+    on_disk = f"{_words(disk_share)} of free disk in {folder} ({SHARE:.0%} of it)"
     if wanted == "auto" and passes == 1:
         return _chosen(Place("reread", keeps=False), "images pass by once")
     if wanted == "reread":
@@ -93,8 +93,8 @@ def _chosen(place: Place, why: str) -> Place:
     return place
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"
+def _words(nbytes: float) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _free_disk(folder: Path) -> int:
@@ -128,7 +128,7 @@ class Slots:
         try:
             self.tensor = self._in_file(shape, folder) if place.name == "disk" else self._in_memory(shape, device)
         except (OSError, RuntimeError) as problem:
-            size, where = _gib(torch.Size(shape).numel()), folder if place.name == "disk" else "page-locked memory"
+            size, where = _words(torch.Size(shape).numel()), folder if place.name == "disk" else "page-locked memory"
             error = ConfigError(
                 f"data offload: cannot reserve {size} in {where}: {str(problem).splitlines()[0]}; free space, point "
                 "--data-offload-dir elsewhere, or set another megaclip.data_offload"
@@ -171,5 +171,5 @@ def embeddings_on_cpu(wanted: bool | str, shape: tuple[int, int], dtype: torch.d
     if wanted == "auto":
         on_cpu = device.type != "cpu" and nbytes > EMBEDDINGS_SHARE * get_accelerator().total_memory()
     where = "in host memory while the towers run" if on_cpu else f"on {device.type}"
-    logger.info("embeddings and their gradients: %s a rank, %s", _gib(nbytes), where)
+    logger.info("embeddings and their gradients: %s a rank, %s", _words(nbytes), where)
     return on_cpu

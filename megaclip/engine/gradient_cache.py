@@ -136,7 +136,8 @@ class _Passes:
         # DeepSpeed begins a step's gradients anew in its first backward pass (stage 3) and offloads them in its last
         # one (stages 2 and 3), but only those of parameters that take part in it: there the other tower comes along,
         # with one row and a gradient of zero.
-        self._needs_company = len(self._trained) == 2 and not self._joint and not coalesce
+        is_picky = engine.zero_optimization_stage() == 3 or engine.zero_offload_optimizer() is not None
+        self._needs_company = is_picky and len(self._trained) == 2 and not self._joint and not coalesce
 
     def embed(self) -> dict[Tower, Tensor]:
         """The features of every row, (b, D) per tower, without gradients, where embeddings are kept."""
@@ -241,8 +242,9 @@ def _loss_and_gradients(
     loss = loss_function(leaves[Tower.IMAGE], leaves[Tower.TEXT], log_scale.exp(), *bias)
     value = float(loss.detach())
     if not np.isfinite(value):
+        scale = float(log_scale.detach().exp())
         raise NonFiniteError(
-            f"step {step}: the loss is {value} at logit scale {float(log_scale.exp()):.4g}; the update was not made. "
+            f"step {step}: the loss is {value} at logit scale {scale:.4g}; the update was not made. "
             "Lower the learning rate or lengthen --warmup, and resume from the last checkpoint"
         )
     loss.backward()  # not autograd.grad: a loss with parameters of its own finds their gradients in them

@@ -150,7 +150,7 @@ def first_after(ended: Ended, name: str) -> int:
 
 def test_a_full_disk_and_a_batch_that_fits_nowhere_are_refused_before_the_start(ended):
     full, nowhere = ended.error("disk full"), ended.error("no room")
-    assert "cannot reserve 0.00 GiB in " in full and "No space left on device" in full and "--data-offload-dir" in full
+    assert "cannot reserve 0.0 MiB in " in full and "No space left on device" in full and "--data-offload-dir" in full
     assert "a step's images fit nowhere" in nowhere and '"reread"' in nowhere
     for name in ("disk full", "no room"):
         assert "step 1/" not in ended.ends[name][0].output
