@@ -7,11 +7,12 @@ of ranks. Where the text says float32 master, bf16 training is meant: float32 tr
 * Stages 1 and 2 keep the whole working copy, the master's N/W and its states. A backward pass opens the bucket that
   gradients are reduced in (`reduce_bucket_size` elements, two with overlap_comm) at its first gradient, whatever the
   number of ranks: 1 GB at DeepSpeed's default.
-* Stage 1 keeps every gradient until the step; stage 2 N/W of them, in the dtype they accumulate in. The update turns
-  its gradients into one float32 tensor (without copying where they are that already).
+* Stage 1 keeps every gradient until the step; stage 2 N/W of them, in the dtype they accumulate in. The update joins
+  its gradients and turns them into float32 (without copying where they are one float32 tensor already), then frees the
+  ones it started from; torch's Adam needs another N/W float32 numbers.
 * Stage 3 keeps N/W of everything and the bucket all the time; parameters below the persistence threshold stay whole;
-  the others are whole while they are in use, and stay so if they will be used again within
-  `stage3_max_reuse_distance`, up to `stage3_max_live_parameters`.
+  the others are whole while they are in use or fetched ahead, and stay so if they will be used again within
+  `stage3_max_reuse_distance`: between the two passes over a tower that is half of that, from the back.
 * Offload moves master, states and float32 gradients to host memory, and at stage 3 the working copy, too.
 """
 
@@ -93,11 +94,15 @@ def _stages_0_to_2(workload: Workload) -> States:
         return states
     states.gpu["master parameters"] = part * 4
     states.gpu["optimizer states"] = part * workload.optimizer_state_bytes
+    reduced = reduced_gradient_bytes(workload)
+    stepping = part * (4 + workload.optimizer_temporary_bytes) - reduced
     if zero.stage == 1 or workload.gradient_bytes == workload.compute_bytes:
-        states.update = part * (workload.compute_bytes + (4 if workload.bf16 else 0))
+        joining = part * (workload.compute_bytes + (4 if workload.bf16 else 0))
         if zero.stage == 2:  # the last chunk's, beside what has accumulated
             states.reduction += part * workload.compute_bytes
-    states.update = max(states.update, _norm_bytes(workload))
+    else:
+        joining = 0.0
+    states.update = max(joining, stepping, _norm_bytes(workload))
     return states
 
 
@@ -137,8 +142,9 @@ def _stage_3(workload: Workload) -> States:
             states.gpu["master parameters"] = part * 4
         states.gpu["optimizer states"] = part * workload.optimizer_state_bytes
         group = min(part, zero.sub_group)
-        states.update = group * (workload.gradient_bytes + (4 if workload.gradient_bytes == 2 else 0))
-        states.update = max(states.update, _norm_bytes(workload) / ranks)
+        joining = group * (workload.gradient_bytes + (4 if workload.gradient_bytes == 2 else 0))
+        stepping = group * (4 + workload.optimizer_temporary_bytes)
+        states.update = max(joining, stepping, _norm_bytes(workload) / ranks)
         return states
     place = states.disk if zero.offload_optimizer == "nvme" else states.cpu
     place["master parameters"] = part * 4
@@ -161,4 +167,5 @@ def gathered_bytes(workload: Workload, tower: Parameters) -> float:
     if zero.stage != 3 or (workload.world_size == 1 and zero.offload_parameters == "none"):
         return 0
     large = sum(size for size in (*tower.trainable, *tower.frozen) if size > zero.persistence_threshold)
-    return min(large, zero.max_live_parameters) * workload.compute_bytes
+    kept = min(large, zero.max_reuse_distance // 2 + zero.prefetch_bucket, zero.max_live_parameters)
+    return kept * workload.compute_bytes

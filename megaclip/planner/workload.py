@@ -43,6 +43,8 @@ class ZeroSettings:
     offload_parameters: str
     persistence_threshold: int
     max_live_parameters: int
+    max_reuse_distance: int
+    prefetch_bucket: int
     sub_group: int
 
     @classmethod
@@ -60,6 +62,8 @@ class ZeroSettings:
             offload_parameters=_device(zero.offload_param),
             persistence_threshold=zero.param_persistence_threshold,
             max_live_parameters=zero.max_live_parameters,
+            max_reuse_distance=zero.max_reuse_distance,
+            prefetch_bucket=zero.prefetch_bucket_size,
             sub_group=zero.sub_group_size,
         )
 
@@ -80,6 +84,8 @@ class Workload:
     """Of an accumulated parameter gradient."""
     optimizer_state_bytes: int
     """Per trained parameter, besides the float32 master."""
+    optimizer_temporary_bytes: int = 0
+    """Per trained parameter, while the optimizer steps."""
     checkpointing: str = ""
     """Activation checkpointing: "", "gpu" or "cpu" (the blocks' inputs wait in host memory)."""
     compiled: bool = False
@@ -126,6 +132,7 @@ class Workload:
             compute_bytes=compute_bytes,
             gradient_bytes={"fp32": 4, "bf16": 2}.get(str(accumulate), compute_bytes),
             optimizer_state_bytes=_optimizer_state_bytes(config),
+            optimizer_temporary_bytes=_optimizer_temporary_bytes(config),
             checkpointing=("cpu" if config.cpu_checkpointing else "gpu") if config.activation_checkpointing else "",
             compiled=section.compile_blocks,
             coalesce=section.coalesce_gradient_reduction,
@@ -222,3 +229,9 @@ def _optimizer_state_bytes(config: TrainingConfig) -> int:
     if optimizer["type"] == "SGD":
         return 4 if optimizer.get("params", {}).get("momentum") else 0
     return 0 if optimizer["type"] == "Adafactor" else 8
+
+
+def _optimizer_temporary_bytes(config: TrainingConfig) -> int:
+    """torch's Adam works on whole tensors and holds the square roots of the second moments; DeepSpeed's is fused."""
+    optimizer = config.deepspeed["optimizer"]
+    return 4 if optimizer["type"] in ("Adam", "AdamW") and optimizer.get("params", {}).get("torch_adam") else 0
