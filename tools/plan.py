@@ -205,7 +205,7 @@ def _draw(rows: list[dict[str, Any]], title: str, cluster: Cluster, out: str) ->
 
 def _compare(arguments: argparse.Namespace) -> int:
     """Planned beside measured GPU peaks, from the rows of tools/bench_train.py."""
-    print(f"{'run':64}{'planned':>11}{'measured':>11}{'ratio':>8}  peak")
+    print(f"{'run':58}{'planned':>10}{'measured':>10}{'ratio':>7}{'plan s':>8}{'s':>8}  peak")
     outside = 0
     for path in arguments.compare:
         try:
@@ -223,15 +223,18 @@ def _compare_row(row: dict[str, Any]) -> int:
     """Print one row; 1 if it is more than a tenth off."""
     ds_config, ranks = row["ds_config"], row["world_size"]
     config = TrainingConfig(path=Path("row"), deepspeed=ds_config, megaclip=_section(ds_config))
-    workload = Workload.of(load_model_config(row["model"]), config, ranks)
-    plan = plan_memory(workload, describe(gpus=ranks))
+    # Synthetic samples are not decoded: so many workers that decoding does not count.
+    workload = Workload.of(load_model_config(row["model"]), config, ranks, workers=1000)
+    cluster = describe(gpus=ranks)
+    plan, step = plan_memory(workload, cluster), plan_time(workload, cluster)
     measured = row["peak_mib"] * 2**20
     ratio = plan.gpu_peak / measured
     name = f"{Path(row['model']).stem} B={workload.global_batch} W={ranks} ZeRO-{workload.zero.stage}"
     name += f" {workload.image_micro_batch}/{workload.text_micro_batch}"
     name += " checkpointing" if workload.checkpointing else ""
     name += " offload" if workload.zero.offload_optimizer != "none" else ""
-    print(f"{name:64}{gigabytes(plan.gpu_peak):>11}{gigabytes(measured):>11}{ratio:8.3f}  {plan.peak_phase}")
+    sizes = f"{gigabytes(plan.gpu_peak):>10}{gigabytes(measured):>10}{ratio:7.3f}"
+    print(f"{name:58}{sizes}{step.total:8.2f}{row['step_s']:8.2f}  {plan.peak_phase}")
     return int(not 0.9 <= ratio <= 1.1)
 
 

@@ -69,8 +69,9 @@ def time_table(step: StepTime) -> str:
         "parameters between ranks" + (" (behind the towers)" if step.parameters_hidden else ""): step.parameters,
         "samples to the GPU (behind the towers)": step.copies,
         "decoding (other processes)": step.decoding,
+        "ZeRO-3's host work (behind the towers)": step.host,
     }
-    lines = [f"{'one step, seconds':40}", *(f"  {name:38}{value:>12.3g}" for name, value in terms.items())]
+    lines = [f"{'one step, seconds':40}", *(f"  {name:38}{value:>12.3g}" for name, value in terms.items() if value)]
     lines.append(f"{'STEP':40}{step.total:>12.3g}   {step.samples_per_s:,.0f} samples/s; most goes to {step.dominant}")
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@
     communication  parameters: gradients reduced and, at stage 3, parameters gathered for every pass; features: what
                    exchange and reduction send
     data           pixels and tokens to the GPU twice; decoding by the loader's processes
+    host           at ZeRO-3: DeepSpeed's work around every module in every pass, which does not shrink with the chunk
 
 With a ring the features' exchange hides behind the loss, so the longer of the two counts. Gradients that are reduced
 in the background (overlap_comm) and parameters that are fetched ahead hide behind the towers; so do copies to the GPU
@@ -15,6 +16,7 @@ in the background (overlap_comm) and parameters that are fetched ahead hide behi
 from dataclasses import dataclass
 
 from megaclip.planner.cluster import Cluster
+from megaclip.planner.constants import MODULES_PER_BLOCK, ZERO_3_MODULE_SECONDS
 from megaclip.planner.losses import megaclip_loss_operations
 from megaclip.planner.memory import loss_sizes, store_bytes
 from megaclip.planner.towers import towers
@@ -39,6 +41,8 @@ class StepTime:
     """Samples to the GPU."""
     decoding: float
     """Samples read, decoded and cropped."""
+    host: float
+    """DeepSpeed's hooks at ZeRO-3, while the GPU works or waits."""
     features_hidden: bool
     parameters_hidden: bool
     global_batch: int
@@ -50,7 +54,7 @@ class StepTime:
     @property
     def total(self) -> float:
         loss = max(self.loss, self.features) if self.features_hidden else self.loss + self.features
-        behind = max(self.towers, self.copies, self.parameters if self.parameters_hidden else 0.0)
+        behind = max(self.towers, self.host, self.copies, self.parameters if self.parameters_hidden else 0.0)
         step = behind + loss + (0.0 if self.parameters_hidden else self.parameters)
         return max(step, self.decoding)
 
@@ -66,6 +70,7 @@ class StepTime:
             "loss": self.loss,
             "communication": self.features + self.parameters,
             "data": max(self.copies, self.decoding),
+            "host": self.host,
         }
         return max(terms, key=lambda name: terms[name])
 
@@ -93,10 +98,22 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         decoding=(1 + (again_read and workload.data_offload == "reread"))
         * batch
         / (rates.decoded * max(1, workload.workers)),
+        host=_host_seconds(workload),
         features_hidden=workload.exchange == "ring",
         parameters_hidden=workload.zero.overlap_comm and not workload.coalesce,
         global_batch=workload.global_batch,
     )
+
+
+def _host_seconds(workload: Workload) -> float:
+    if workload.zero.stage != 3:
+        return 0.0
+    visits = 0
+    micro_batches = (workload.image_micro_batch, workload.text_micro_batch)
+    for tower, parameters, micro_batch in zip(towers(workload), workload.parameters, micro_batches, strict=True):
+        passes = 1 + (bool(parameters.trained) * (workload.cached + 1 + bool(workload.checkpointing)))
+        visits += workload.local_batch // micro_batch * passes * tower.layers * MODULES_PER_BLOCK
+    return visits * ZERO_3_MODULE_SECONDS
 
 
 def feature_traffic(workload: Workload) -> float:

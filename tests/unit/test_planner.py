@@ -38,6 +38,17 @@ def test_the_losses_take_what_was_measured(case: tuple[str, int, int, int]) -> N
     assert [size / MIB for size in planned] == pytest.approx(MEASURED_MIB[case], rel=0.01)
 
 
+RUNS = json.loads((Path(__file__).parent / "planner_h200_runs.json").read_text())["results"]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['model']}-{run['ds_config']['train_batch_size']}")
+def test_planned_peaks_are_within_a_tenth_of_those_measured_on_h200s(tmp_path: Path, run: dict) -> None:
+    """Rows of tools/bench_train.py, of models, ZeRO stages, batches and offload as different as they come."""
+    ranks = run["world_size"]
+    plan = plan_memory(workload(tmp_path, ranks, run["model"], settings=run["ds_config"]), describe(gpus=ranks))
+    assert plan.gpu_peak / MIB == pytest.approx(run["peak_mib"], rel=0.1), plan.peak_phase
+
+
 # arXiv:2410.17243, Table 1, loss memory in GB: ranks, contrastive batch in units of 1,024 -> open_clip, Inf-CL.
 PUBLISHED_GB = {
     (8, 32): (2.27, 0.18),
@@ -61,9 +72,11 @@ def test_the_published_loss_memory_of_inf_cl_follows_from_its_formula() -> None:
         assert ours < inf_cl_loss_bytes(sizes)
 
 
-def workload(tmp_path: Path, ranks: int = 8, model: str = "ViT-B-32", **changes) -> Workload:
+def workload(
+    tmp_path: Path, ranks: int = 8, model: str = "ViT-B-32", settings: dict | None = None, **changes
+) -> Workload:
     """bf16, ZeRO-2 with float32 accumulation, eight chunks of 512 on each rank; `changes` to ds_config.json."""
-    settings = {
+    settings = settings or {
         "train_batch_size": 4096 * ranks,
         "train_micro_batch_size_per_gpu": 512,
         "gradient_clipping": 1.0,
