@@ -18,6 +18,7 @@ from megaclip.engine.optimizers import guard_gradients, parameter_groups
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
 from megaclip.models import ClipModel, ModelConfig, build_model
+from megaclip.models.blocks import ResidualBlock
 
 logger = get_logger(__name__)
 
@@ -40,6 +41,9 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
         model.lock_image_tower(arguments.lock_image_unlocked_groups)
     if arguments.lock_text:
         model.lock_text_tower(arguments.lock_text_unlocked_layers)
+    if config.zero_stage == 3:
+        # One gather per block, not one per projection and norm: DeepSpeed's hooks take longer than small products.
+        deepspeed.utils.set_z3_leaf_modules(model, [ResidualBlock])
     weight_decay = config.deepspeed["optimizer"]["params"].get("weight_decay", 0.0)
     groups = parameter_groups(model, weight_decay)
     try:
