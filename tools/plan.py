@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     other.add_argument("--sweep", metavar="PICTURE.png", help="draw memory and time over the batch, with the peers")
     other.add_argument("--json", type=Path, help="with --sweep: write the figures too")
     other.add_argument("--compare", type=Path, nargs="+", help="JSON of tools/bench_train.py: planned beside measured")
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher's
     return parser
 
 

@@ -71,10 +71,19 @@ def time_table(step: StepTime) -> str:
         "decoding (other processes)": step.decoding,
         "ZeRO-3's host work (behind the towers)": step.host,
     }
-    lines = [f"{'one step, seconds':40}", *(f"  {name:38}{value:>12.3g}" for name, value in terms.items() if value)]
-    lines.append(f"{'STEP':40}{step.total:>12.3g}   {step.samples_per_s:,.0f} samples/s; most goes to {step.dominant}")
+    lines = [
+        f"{'one step, seconds':40}",
+        *(f"  {name:38}{_seconds(value):>12}" for name, value in terms.items() if value),
+    ]
+    lines.append(
+        f"{'STEP':40}{_seconds(step.total):>12}   {step.samples_per_s:,.0f} samples/s; most goes to {step.dominant}"
+    )
     return "\n".join(lines)
 
 
 def _rows(parts: dict[str, float]) -> list[str]:
     return [f"  {name:38}{gigabytes(size):>12}" for name, size in parts.items() if size]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -12,6 +12,7 @@ from megaclip.models import load_model_config
 from megaclip.planner import Workload, advice, describe, largest_batch, plan_memory, plan_time
 from megaclip.planner.cluster import Rates, parse_size
 from megaclip.planner.losses import LossSizes, inf_cl_loss_bytes, megaclip_loss_bytes, open_clip_loss_bytes
+from megaclip.planner.peers import INF_CL, OPEN_CLIP_ACCUMULATING, peer_gpu_bytes
 from megaclip.planner.search import fits
 
 GIB, MIB = 2**30, 2**20
@@ -70,6 +71,19 @@ def test_the_published_loss_memory_of_inf_cl_follows_from_its_formula() -> None:
             assert open_clip_loss_bytes(sizes) / (1000 * MIB) == pytest.approx(open_clip, rel=0.003)
         ours = megaclip_loss_bytes(replace(sizes, feature_bytes=2), "ring", "feature", 128)
         assert ours < inf_cl_loss_bytes(sizes)
+
+
+def test_peers_take_what_was_published_and_measured(tmp_path: Path) -> None:
+    accumulating = {"train_micro_batch_size_per_gpu": 128}
+    job = workload(tmp_path, 8, "ViT-L-14", **accumulating)
+    for batch, peak in ((32, 44.20), (64, 46.63), (128, 51.46), (256, 61.13)):  # Table 1 again, in brackets
+        planned = peer_gpu_bytes(replace(job, local_batch=batch * 128), INF_CL)
+        assert planned / (1000 * MIB) == pytest.approx(peak, rel=0.01)
+    # open_clip with --accum-freq, pure bf16, in the runs of planner_h200_runs.json.
+    for model, batch, chunk, peak in (("ViT-B-16", 4096, 512, 39120), ("ViT-B-32", 16384, 1024, 37761)):
+        job = workload(tmp_path, 1, model, train_batch_size=batch, train_micro_batch_size_per_gpu=chunk)
+        planned = peer_gpu_bytes(job, OPEN_CLIP_ACCUMULATING, autocast=False)
+        assert planned / MIB == pytest.approx(peak, rel=0.03)
 
 
 def workload(

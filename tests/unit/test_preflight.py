@@ -1,0 +1,78 @@
+"""The plan before a run: refused on a GPU that is too small, logged on a CPU, skipped when asked."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megaclip.arguments import parse_arguments
+from megaclip.config import load_training_config
+from megaclip.engine import preflight
+from megaclip.errors import ConfigError
+from megaclip.models import load_model_config
+from megaclip.planner import describe
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """check_fit of a ViT-L-14 run on one rank of a machine with that GPU memory; returns what was logged."""
+    path = tmp_path / "ds.json"
+    settings = {
+        "train_batch_size": 4096,
+        "train_micro_batch_size_per_gpu": 512,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+        "zero_optimization": {"stage": 1},
+    }
+    path.write_text(json.dumps(settings))
+    inputs = SimpleNamespace(config=load_training_config(path), model_config=load_model_config("ViT-L-14"))
+    lines: list[str] = []
+
+    def raise_alone(error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
+    def run(gpu_memory: str, *flags: str, host_memory: str = "900GiB", gpu: str = "h200") -> list[str]:
+        machine = describe(gpu=gpu, gpus=1, gpu_memory=gpu_memory, host_memory=host_memory)
+        monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder: machine)
+        command = ["--deepspeed_config", str(path), "--model", "ViT-L-14", "--train-data", "data", *flags]
+        preflight.check_fit(parse_arguments(command), inputs)
+        return lines
+
+    monkeypatch.setattr(preflight.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(preflight, "raise_together", raise_alone)
+    for level in ("info", "warning"):
+        monkeypatch.setattr(
+            preflight.logger, level, lambda text, *values, level=level: lines.append(level + " " + text % values)
+        )
+    return run
+
+
+def test_a_run_that_fits_is_one_line(start) -> None:
+    (line,) = start("139GiB")
+    assert line.startswith("info plan for a batch of 4096: ") and "per GPU (image tower backward)" in line
+
+
+def test_a_run_that_cannot_fit_says_what_to_change(start) -> None:
+    with pytest.raises(ConfigError) as refused:
+        start("40GiB")
+    message = str(refused.value)
+    assert "\n" not in message and "a GPU would need" in message and "has 38.0 GiB" in message
+    assert '"train_micro_batch_size_per_gpu": 128' in message and '"activation_checkpointing": {}' in message
+
+
+def test_it_can_be_skipped(start) -> None:
+    assert start("40GiB", "--no-plan") == []
+
+
+def test_a_cpu_is_only_warned(start) -> None:
+    warning, line = start("0", host_memory="8GiB", gpu="cpu")
+    assert warning.startswith("warning this run does not fit: a host would need") and line.startswith("info plan for")
+
+
+def test_this_machine_has_memory_and_a_disk(tmp_path: Path) -> None:
+    machine = preflight.this_machine(2, tmp_path / "not" / "there")
+    assert machine.gpu_memory == 0 and machine.gpus == 2
+    assert machine.host_memory > 2**28 and machine.disk > 0
