@@ -45,42 +45,69 @@ class _AdafactorParams(_Params):
     d: float = Field(1.0, ge=1)
 
 
+class _LionParams(_Params):
+    """timm's Lion (Chen et al., 2023, arXiv:2302.06675), decoupled decay."""
+
+    betas: list[_Decay] = Field([0.9, 0.99], min_length=2, max_length=2)
+
+
+class _LambParams(_Params):
+    """timm's LAMB (You et al., 2020, arXiv:1904.00962), its decay inside the trust ratio."""
+
+    betas: list[_Decay] = Field([0.9, 0.999], min_length=2, max_length=2)
+    eps: float = Field(1e-6, ge=0)
+    bias_correction: bool = True
+    always_adapt: bool = False
+    """Trust ratios for parameters without weight decay (biases, norms) too, as in the paper's formula; by default they
+    take Adam's step, as in NVIDIA's implementation."""
+
+
 OPTIMIZER_PARAMS: dict[str, type[_Params]] = {
     "AdamW": _AdamParams,
     "Adam": _AdamParams,
     "SGD": _SgdParams,
     "Adafactor": _AdafactorParams,
+    "Lion": _LionParams,
+    "Lamb": _LambParams,
 }
 SUPPORTED_OPTIMIZERS = tuple(OPTIMIZER_PARAMS)
 
 _REFUSED_OPTIMIZERS = {
-    "lamb": "DeepSpeed's LAMB takes one trust ratio per tensor, which ZeRO cuts and joins, and without ZeRO it runs on "
-    "a GPU in float32 only; use AdamW",
-    "lion": "DeepSpeed's Lion, on the CPU and on GPUs, moves a parameter whose gradient is zero by a whole step "
-    "(tokens that a batch lacks, for one); use AdamW",
     "onebitadam": "it replaces the gradient reduction that the gradient cache relies on; use AdamW",
     "onebitlamb": "it replaces the gradient reduction that the gradient cache relies on; use AdamW",
     "zerooneadam": "it replaces the gradient reduction that the gradient cache relies on; use AdamW",
 }
 
 
+# DeepSpeed's own of the same names compute something else: its Lion, on the CPU and on GPUs, moves a parameter whose
+# gradient is zero by a whole step (tokens that a batch lacks, for one), and its LAMB runs on GPUs only.
+TIMM_OPTIMIZERS = ("Lion", "Lamb")
+
+_NEED_WHOLE_TENSORS = {
+    "Adafactor": "could not factor any matrix",
+    "Lamb": "takes one trust ratio per tensor",
+}
+_UNTESTED = ("SGD", "Lion")
+"""Right on flat pieces, but not on DeepSpeed's list: it asks for zero_allow_untested_optimizer under ZeRO."""
+
+
 def refusal(kind: Any, params: dict[str, Any], zero_stage: int, untested: bool, offload: bool) -> str | None:
     """Why this optimizer cannot run so; None when it can.
 
-    untested: zero_allow_untested_optimizer, which DeepSpeed demands for SGD under ZeRO.
+    untested: zero_allow_untested_optimizer, which DeepSpeed demands for SGD and Lion under ZeRO.
     """
     if str(kind).lower().replace("_", "") in _REFUSED_OPTIMIZERS:
         return f"optimizer.type {kind} cannot be used: {_REFUSED_OPTIMIZERS[str(kind).lower().replace('_', '')]}"
-    if kind == "Adafactor" and zero_stage > 0:
+    if kind in _NEED_WHOLE_TENSORS and zero_stage > 0:
         return (
-            f"optimizer.type Adafactor needs zero_optimization.stage 0: stage {zero_stage} hands it flat pieces of "
-            "parameters, and it could not factor any matrix"
+            f"optimizer.type {kind} needs zero_optimization.stage 0: stage {zero_stage} hands it flat pieces of "
+            f"parameters, and it {_NEED_WHOLE_TENSORS[kind]}"
         )
-    if kind == "SGD" and offload:
-        return "optimizer.type SGD has no implementation for offloaded parameters; leave offload_optimizer out"
-    needs_untested = kind == "SGD" and zero_stage > 0
+    if kind in _UNTESTED and offload:
+        return f"optimizer.type {kind} has no implementation for offloaded parameters; leave offload_optimizer out"
+    needs_untested = kind in _UNTESTED and zero_stage > 0
     if needs_untested and not untested:
-        return 'optimizer.type SGD under ZeRO needs "zero_allow_untested_optimizer": true, which DeepSpeed asks for'
+        return f'optimizer.type {kind} under ZeRO needs "zero_allow_untested_optimizer": true, which DeepSpeed asks for'
     if untested and not needs_untested:
         return f"zero_allow_untested_optimizer has no effect with optimizer.type {kind}; leave it out"
     if kind == "SGD" and params.get("nesterov") and not params.get("momentum"):

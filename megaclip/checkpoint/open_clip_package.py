@@ -21,7 +21,7 @@ def import_open_clip() -> ModuleType:
         CheckpointError: open_clip (or torchvision) is not installed; says how to install it.
     """
     try:
-        _import_torchvision()
+        import_torchvision()
         import open_clip
     except ImportError as error:
         raise CheckpointError(
@@ -30,7 +30,8 @@ def import_open_clip() -> ModuleType:
     return open_clip
 
 
-def _import_torchvision() -> None:
+def import_torchvision() -> None:
+    """Import torchvision, which open_clip and timm need, beside any build of torch. Raises ImportError."""
     if torch.version.cuda is None:
         with mock.patch("torch.library.register_fake", _register_nothing):
             import torchvision  # noqa: F401

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from megaclip.arguments import TrainArguments
 from megaclip.checkpoint.open_clip import load_pretrained
 from megaclip.config import TrainingConfig
-from megaclip.engine.optimizers import guard_gradients, parameter_groups
+from megaclip.config_optimizers import TIMM_OPTIMIZERS
+from megaclip.engine.optimizers import guard_gradients, parameter_groups, timm_optimizer
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
 from megaclip.models import ClipModel, ModelConfig, build_model
@@ -44,10 +45,13 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     if config.zero_stage == 3:
         # One gather per block, not one per projection and norm: DeepSpeed's hooks take longer than small products.
         deepspeed.utils.set_z3_leaf_modules(model, [ResidualBlock])
-    weight_decay = config.deepspeed["optimizer"]["params"].get("weight_decay", 0.0)
-    groups = parameter_groups(model, weight_decay)
+    kind, params = config.deepspeed["optimizer"]["type"], config.deepspeed["optimizer"]["params"]
+    groups = parameter_groups(model, params.get("weight_decay", 0.0))
+    optimizer = timm_optimizer(kind, params, groups) if kind in TIMM_OPTIMIZERS else None
     try:
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config.deepspeed)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, model_parameters=groups, config=config.deepspeed
+        )
     except ValidationError as error:
         problem = error.errors()[0]
         raise ConfigError(f"{config.path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None

@@ -1,7 +1,8 @@
 """Parameter groups, the learning rate, and the update that refuses non-finite gradients.
 
-DeepSpeed builds the optimizer from ds_config.json; this file decides which parameters it decays, gives `logit_scale`
-and `logit_bias` groups of their own (so that each float32 master is one tensor at every ZeRO stage) and takes the step.
+DeepSpeed builds most optimizers from ds_config.json, timm has Lion and LAMB. This file decides which parameters are
+decayed, gives `logit_scale` and `logit_bias` groups of their own (so that each float32 master is one tensor at every
+ZeRO stage) and takes the step.
 """
 
 import math
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megaclip.errors import NonFiniteError
+from megaclip.checkpoint.open_clip_package import import_torchvision
+from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import ClipModel
 
 
@@ -35,6 +37,25 @@ def parameter_groups(model: ClipModel, weight_decay: float) -> list[dict[str, An
         *({"name": name, "params": [parameter], "weight_decay": 0.0} for name, parameter in named if name in alone),
     ]
     return [group for group in groups if group["params"]]
+
+
+def timm_optimizer(kind: str, params: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """timm's optimizer of that name over `groups`; `params`: optimizer.params of ds_config.json, checked.
+
+    Raises:
+        ConfigError: timm is not installed.
+    """
+    try:
+        import_torchvision()
+        import timm.optim
+    except ImportError as error:
+        raise ConfigError(
+            f"optimizer.type {kind} is timm's, which cannot be imported ({error}): install it with  pip install timm"
+        ) from None
+    # LAMB would clip the gradients at norm 1 by itself; gradient_clipping has done what was asked for.
+    options = params | ({"max_grad_norm": None} if kind == "Lamb" else {})
+    optimizer: torch.optim.Optimizer = getattr(timm.optim, kind)(groups, **options)
+    return optimizer
 
 
 def set_learning_rate(engine: DeepSpeedEngine, learning_rate: float) -> None:

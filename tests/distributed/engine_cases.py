@@ -157,11 +157,52 @@ PARAMS: dict[str, dict] = {
     "AdamW": {"betas": BETAS, "eps": EPS},
     "SGD": {"momentum": 0.9, "nesterov": True},
     "Adafactor": {"d": 2.0},
+    "Lion": {"betas": BETAS},
+    "Lamb": {"betas": BETAS, "eps": EPS},
 }
+
+
+class _Published(torch.optim.Optimizer):
+    """Updates written down from their papers; `update` says what is taken from a tensor, before the learning rate."""
+
+    def __init__(self, groups: list[dict], update: Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]):
+        super().__init__(groups, {"lr": 1.0, "weight_decay": 0.0})
+        self._update = update
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for x in group["params"]:
+                state = self.state.setdefault(x, {"m": torch.zeros_like(x), "v": torch.zeros_like(x), "t": 0})
+                state["t"] += 1
+                decay = group["weight_decay"]
+                x -= group["lr"] * self._update(x, x.grad, state["m"], state["v"], state["t"], decay)
+
+
+def published_lion(x: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, decay: float) -> Tensor:
+    """arXiv:2302.06675, program 1. The sign of zero is zero."""
+    c = BETAS[0] * m + (1 - BETAS[0]) * g
+    m.copy_(BETAS[1] * m + (1 - BETAS[1]) * g)
+    return c.sign() + decay * x
+
+
+def published_lamb(x: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, decay: float) -> Tensor:
+    """arXiv:1904.00962, algorithm 2, phi the identity; no trust ratio where nothing is decayed."""
+    m.copy_(BETAS[0] * m + (1 - BETAS[0]) * g)
+    v.copy_(BETAS[1] * v + (1 - BETAS[1]) * g * g)
+    r = (m / (1 - BETAS[0] ** t)) / ((v / (1 - BETAS[1] ** t)).sqrt() + EPS)
+    if not decay:
+        return r
+    update = r + decay * x
+    return update * (x.norm() / update.norm())
+
+
 ORACLES: dict[str, Callable[[list[dict]], torch.optim.Optimizer]] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, betas=BETAS, eps=EPS),
     "SGD": lambda groups: torch.optim.SGD(groups, lr=1.0, momentum=0.9, nesterov=True),
     "Adafactor": lambda groups: torch.optim.Adafactor(groups, d=2.0),
+    "Lion": lambda groups: _Published(groups, published_lion),
+    "Lamb": lambda groups: _Published(groups, published_lamb),
 }
 
 
@@ -224,7 +265,7 @@ def training_config(case: Case) -> TrainingConfig:
         "bf16": {"enabled": case.bf16, "check_grad_overflow": case.check_overflow},
         "megaclip": {"coalesce_gradient_reduction": case.coalesce},
     }
-    if case.optimizer == "SGD" and case.stage:
+    if case.optimizer in ("SGD", "Lion") and case.stage:
         config["zero_allow_untested_optimizer"] = True
     if case.grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": case.grad_accum_dtype}
