@@ -1,6 +1,6 @@
 """FastClipLoss on 1, 2 and 3 ranks against the oracle of one process, to 1e-10 in float64.
 
-Every variant, exchange, reduction and accumulation takes several steps: values, feature gradients under the reduction
+Every variant, exchange and reduction takes several steps: values, feature gradients under the reduction
 contract, temperature gradients, state and temperatures; with samples that are new, known, and twice in a batch.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.engine.gradient_cache import _loss_and_gradients
+from megaclip.engine.step_batch import Tower
 from megaclip.errors import CheckpointError, DataError
 from megaclip.losses import ClipLoss, FastClipLoss
 from megaclip.losses.fastclip import VARIANTS, inner_rate
@@ -38,7 +39,8 @@ from tests.distributed.harness import run_ranks
 SAMPLES, BATCH, DIMENSION, TAU = 26, 18, 5, 0.3
 EPOCHS = (0.0, 0.6, 1.4, 7.0)
 GAMMA_MIN, GAMMA_EPOCHS = 0.4, 3.0
-WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar"), (1, 3)))
+# The last: dense ids whose state is asked for in advance, or hashed ones whose state the loss asks for itself.
+WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar"), ("dense", "hashed")))
 TOLERANCE = 1e-10
 
 
@@ -75,21 +77,24 @@ def local_part(whole: Tensor) -> Tensor:
     return whole.chunk(group_size())[group_rank()]
 
 
-def one_step(loss: FastClipLoss, step: int, epoch: float, accumulation: int = 1, posted: bool = False):
+def one_step(loss: FastClipLoss, step: int, epoch: float, posted: bool = False):
     """Value and gradients of this rank, through the gradient cache's own evaluation of the loss; then the update."""
     x, y, ids = batch_of(step)
     own_ids = local_part(torch.tensor(ids))
     given = loss.fetch(own_ids) if posted else own_ids
-    chunks = list(zip(local_part(x).chunk(accumulation), local_part(y).chunk(accumulation), strict=True))
-    log_scale = torch.zeros(1, dtype=torch.float64)
+    features = {Tower.IMAGE: local_part(x), Tower.TEXT: local_part(y)}
     value, cached = _loss_and_gradients(
-        lambda images, texts, scale: loss(images, texts, scale, ids=given, epoch=epoch), chunks, [log_scale], step
+        lambda images, texts, scale: loss(images, texts, scale, ids=given, epoch=epoch),
+        features,
+        [torch.zeros(1, dtype=torch.float64)],
+        torch.device("cpu"),
+        step,
     )
     own = loss.temperature.log_scale.grad
     own = None if own is None else own.clone()
-    assert len(cached.image_gradients) == accumulation and cached.scalar_gradients[0].item() == 0
+    assert cached.scalars[0].item() == 0
     loss.step()
-    return value, torch.cat(list(cached.image_gradients)), torch.cat(list(cached.text_gradients)), own
+    return value, cached.features[Tower.IMAGE], cached.features[Tower.TEXT], own
 
 
 def check_against_oracle() -> list[str]:
@@ -101,15 +106,15 @@ def compare_steps(variant: str) -> list[str]:
     found = []
     oracle = Oracle(variant, SAMPLES, TAU)
     losses = {}
-    for exchange, reduction, accumulation in WAYS:
-        samples = None if accumulation == 1 else SAMPLES  # hashed ids, too
-        way = (exchange, reduction, accumulation)
+    for way in WAYS:
+        exchange, reduction, ids = way
+        samples = SAMPLES if ids == "dense" else None
         losses[way] = make_loss(variant, exchange=exchange, reduction=reduction, samples=samples)
     for step, epoch in enumerate(EPOCHS):
         gamma = gamma_of(VARIANTS[variant].gamma_schedule, epoch, GAMMA_MIN, GAMMA_EPOCHS)
         expected = oracle.step(*batch_of(step), gamma)
         for way, loss in losses.items():
-            value, d_image, d_text, d_scale = one_step(loss, step, epoch, way[2], posted=way[2] == 3)
+            value, d_image, d_text, d_scale = one_step(loss, step, epoch, posted=way[2] == "dense")
             pairs = {
                 "value": (torch.tensor(value, dtype=torch.float64), expected.loss),
                 "d_image": (d_image, group_size() * local_part(expected.d_image)),

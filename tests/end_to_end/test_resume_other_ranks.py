@@ -27,9 +27,8 @@ FASTCLIP_V3 = {"loss": "fastclip_v3", "fastclip": {"temperature_learning_rate": 
 CASES = {
     "two to one, ZeRO-1": (2, "zero1", 1, "zero1", {}),
     "two to one, ZeRO-3 with FastCLIP v3": (2, "zero3", 1, "zero3", FASTCLIP_V3),
-    "two to one, ZeRO-2 to 1": (2, "zero2_offload", 1, "zero1", {}),
     "one to two, ZeRO-1 with FastCLIP v2": (1, "zero1", 2, "zero1", FASTCLIP_V2),
-    "one to two, ZeRO-3": (1, "zero3", 2, "zero3", {}),
+    "one to two, ZeRO-2 to 3": (1, "zero2_offload", 2, "zero3", {}),
 }
 
 
