@@ -86,7 +86,7 @@ class Case:
     """"" nothing, "most" both towers but their projections, "image", "text" or "both" whole towers."""
     persistence_threshold: int = 0
     loss: str = "clip"
-    """"clip", or "siglip" with a logit bias in the model."""
+    """"clip", "siglip" with a logit bias in the model, or in test_engine_fastclip.py one of FastCLIP's."""
     exchange: str = "ring"
     reduction: str = "feature"
     optimizer: str = "AdamW"
@@ -324,13 +324,14 @@ def loss_of(case: Case) -> Callable[..., Tensor]:
 
 def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, batch: StepBatch | None = None) -> float:
     """Leave the gradient of one step in the engine; returns the loss."""
+    bias = engine.module.logit_bias
     return accumulate_gradients(
         engine,
         loss or loss_of(case),
         batch or batch_of(case, step, dist.get_rank()),
         LogitScale(engine, 100.0).read(),
         RandomState(SEED, step, dist.get_rank()),
-        logit_bias=None if case.loss == "clip" else MasterScalar(engine.module.logit_bias).read(),
+        logit_bias=None if bias is None else MasterScalar(bias).read(),
         coalesce=case.coalesce,
         embeddings_on_cpu=case.embeddings_on_cpu,
     )
