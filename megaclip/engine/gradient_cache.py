@@ -133,11 +133,16 @@ class _Passes:
         # What keeps its graph comes last, right before its backward pass.
         self._towers = sorted(Tower, key=self._trained.__contains__) if self._keeps_graph else list(Tower)
         self._kept: _Outputs | None = None
-        # DeepSpeed begins a step's gradients anew in its first backward pass (stage 3) and offloads them in its last
-        # one (stages 2 and 3), but only those of parameters that take part in it: there the other tower comes along,
-        # with one row and a gradient of zero.
-        is_picky = engine.zero_optimization_stage() == 3 or engine.zero_offload_optimizer() is not None
-        self._needs_company = is_picky and len(self._trained) == 2 and not self._joint and not coalesce
+        # DeepSpeed begins a step's gradients anew in its first backward pass (stage 3, offload) and offloads them in
+        # its last one, but only those of parameters that take part in it: there the other tower comes along, with one
+        # row and a gradient of zero.
+        self._in_company: set[tuple[Tower, int]] = set()
+        offloads = engine.zero_offload_optimizer() is not None
+        if len(self._trained) == 2 and not self._joint and not coalesce:
+            if offloads or engine.zero_optimization_stage() == 3:
+                self._in_company.add((Tower.IMAGE, 0))
+            if offloads:
+                self._in_company.add((Tower.TEXT, chunks[Tower.TEXT] - 1))
 
     def embed(self) -> dict[Tower, Tensor]:
         """The features of every row, (b, D) per tower, without gradients, where embeddings are kept."""
@@ -153,7 +158,7 @@ class _Passes:
             again = tower in self._trained and not keeps_graph
             for index, inputs in enumerate(self._batch.chunks(tower, again=again)):
                 with nullcontext() if keeps_graph else torch.no_grad():
-                    outputs = self._encode(tower, index, inputs)
+                    outputs = self._forward(tower, index, inputs, None)
                 self._store(features, tower, index, outputs[tower])
                 if keeps_graph:
                     self._kept = outputs
@@ -173,10 +178,11 @@ class _Passes:
                 left -= 1
                 # Times zero, not left out: ZeRO expects the same parameters to take part in every backward pass.
                 scalars = cached.scalars if left == 0 else [0 * gradient for gradient in cached.scalars]
-                outputs = self._encode(tower, index, inputs)
-                self._backward(
-                    outputs, {tower: gradients[index * rows : (index + 1) * rows]}, scalars, is_last=left == 0
-                )
+                own_rows = {tower: gradients[index * rows : (index + 1) * rows]}
+                company = self._batch.blank(Tower(1 - tower)) if (tower, index) in self._in_company else None
+                outputs = self._forward(tower, index, inputs, company)
+                self._backward(outputs, own_rows, scalars, is_last=left == 0)
+                del inputs, outputs  # with what is left of their graph, before the next one is made
 
     def _backward(
         self,
@@ -201,22 +207,13 @@ class _Passes:
         self._engine.set_gradient_accumulation_boundary(is_last)
         self._engine.backward(surrogate, scale_wrt_gas=False)
 
-    def _encode(self, tower: Tower, index: int, inputs: Tensor) -> _Outputs:
-        """One chunk through its tower; the same call in both passes, so that both draw the same random numbers."""
-        both: list[Tensor | None] = [None, None]
-        both[tower] = inputs
-        if self._needs_company and (tower, index) in self._ends:
-            other = Tower(1 - tower)
-            both[other] = self._batch.blank(other)
-        return self._forward(tower, index, *both)
+    def _forward(self, tower: Tower, index: int, inputs: Tensor, others: Tensor | None) -> _Outputs:
+        """One chunk through its tower, with the chunk's random numbers; `others` through the other tower beside it.
 
-    @property
-    def _ends(self) -> tuple[tuple[Tower, int], ...]:
-        """The chunks of the step's first and last backward pass, when both towers are trained."""
-        return (Tower.IMAGE, 0), (Tower.TEXT, self._batch.chunk_count(Tower.TEXT) - 1)
-
-    def _forward(self, tower: Tower, index: int, images: Tensor | None, tokens: Tensor | None) -> _Outputs:
+        The model runs the image tower first, and the text tower draws no random numbers: company changes none.
+        """
         self._random_state.enter(tower, index)
+        images, tokens = (inputs, others) if tower is Tower.IMAGE else (others, inputs)
         return self._engine(images, tokens)
 
     def _store(self, features: dict[Tower, Tensor], tower: Tower, index: int, chunk: Tensor | None) -> None:

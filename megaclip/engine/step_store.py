@@ -14,7 +14,7 @@ Shapes: n image chunks of m rows each, b = n m rows of this rank, L tokens.
 import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import deepspeed.comm as dist
@@ -80,9 +80,11 @@ def open_step_store(
     slots = Slots(place, (count, *slot), folder, engine.device)
     feed = DeviceFeed(engine.device, engine.get_data_types()[0], inputs.train_transform.normalise)
     length = inputs.model_config.text_cfg.context_length
-    with StepStore(loader, plan, feed, slots.tensor, context_length=length, reads_per_step=reads_per_step) as store:
+    with (
+        closing(slots),
+        StepStore(loader, plan, feed, slots.tensor, context_length=length, reads_per_step=reads_per_step) as store,
+    ):
         yield store
-    slots.close()
 
 
 class StepStore:

@@ -41,7 +41,9 @@ for _stage in range(4):
 # Towers of unlike numbers of chunks, one of which may be 1: a parameter takes part in some backward passes only.
 for _stage in range(4):
     CASES[f"zero{_stage} text x 2"] = Case(_stage, 3, text_chunks=2, patch_dropout=0.5, embeddings_on_cpu=True)
-    CASES[f"zero{_stage} text x 6 offloaded"] = Case(_stage, 1, text_chunks=6, offload="optimizer" if _stage else "")
+    CASES[f"zero{_stage} text x 6 offloaded"] = Case(
+        _stage, 1, text_chunks=6, patch_dropout=0.5, offload="optimizer" if _stage else ""
+    )
     CASES[f"zero{_stage} image frozen"] = Case(_stage, 3, text_chunks=1, locked="image")
     CASES[f"zero{_stage} text frozen"] = Case(_stage, 2, text_chunks=3, locked="text", coalesce=_stage > 0)
 CASES["zero1 text x 2 coalesced"] = Case(1, 3, text_chunks=2, coalesce=True, clipping=0.1)

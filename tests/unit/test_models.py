@@ -121,6 +121,19 @@ def test_patch_dropout_repeats_with_the_generator_and_is_off_in_evaluation(confi
     assert torch.equal(model(images)[0], model(images)[0])
 
 
+def test_only_the_image_tower_draws_random_numbers_and_before_anything_else(config):
+    """The gradient cache replays them whether or not the other tower runs beside."""
+    model = build_model(config, patch_dropout=0.5).train()
+    images, tokens = batch()
+    torch.manual_seed(1)
+    alone = model(images)[0]
+    torch.manual_seed(1)
+    assert torch.equal(alone, model(images, tokens[:1])[0])
+    before = torch.get_rng_state()
+    model(None, tokens)
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_patch_dropout_outside_its_range_is_refused(config):
     with pytest.raises(ConfigError, match=r"patch_dropout.*less than 1"):
         build_model(config, patch_dropout=1.0)
