@@ -87,7 +87,7 @@ def draw_training(results: list[dict[str, Any]], device: str, out: Path) -> None
             ticks = sorted({r["batch"] for r in rows})
             axis.set_xticks(ticks, [f"{batch:,}" for batch in ticks])
             axis.minorticks_off()
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
             axis.set_title(f"{unit}, {model}, {ranks} GPU{'s' * (ranks > 1)}", fontsize=9)
             axis.spines[["top", "right"]].set_visible(False)
             axis.tick_params(labelsize=8)
