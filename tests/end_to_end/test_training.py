@@ -21,12 +21,16 @@ MOST_SAMPLES = 256
 
 
 def small_copy(path: Path, folder: Path) -> Path:
-    """The file itself, or a copy whose batch is one pair per rank and gradient-cache chunk, at least 16 pairs."""
+    """The file itself, or a copy whose batch is about one pair per rank and gradient-cache chunk, at least 16 pairs."""
     config = json.loads(path.read_text())
     if config["train_batch_size"] <= MOST_SAMPLES:
         return path
-    chunks = config["gradient_accumulation_steps"]
+    chunks = config.get("gradient_accumulation_steps", 4)
     config["train_batch_size"] = max(16, WORLD_SIZE * chunks)
+    if "train_micro_batch_size_per_gpu" in config:
+        config["train_micro_batch_size_per_gpu"] = config["train_batch_size"] // (WORLD_SIZE * chunks)
+    if "text_micro_batch_size" in config["megaclip"]:
+        config["megaclip"]["text_micro_batch_size"] = config["train_batch_size"] // WORLD_SIZE // 2
     copy = folder / path.name
     copy.write_text(json.dumps(config))
     return copy
