@@ -143,8 +143,7 @@ def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, fl
     for tower, parameters, micro_batch in _with_parameters(workload, image, text):
         if not parameters.trained:
             continue
-        # Without coalescing the other tower comes along in the first backward pass, so all gradients are there.
-        before = gradient_bytes(workload, image_done=True, text_done=tower is text or not workload.coalesce)
+        before = gradient_bytes(workload, image_done=workload.parameters[0].trained > 0, text_done=tower is text)
         activations = tower.backward_peak(micro_batch, workload.compute_bytes, workload.checkpointing)
         phases[f"{tower.name} tower backward"] = {
             "activations": activations,
@@ -153,7 +152,7 @@ def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, fl
             "gradients": before,
             "reduce bucket": 0.0 if workload.coalesce else states.bucket,
             "reduction": reduction_under_way(workload, states, parameters, activations),
-            "gathered parameters": gathered_bytes(workload, parameters),
+            "gathered parameters": gathered_bytes(workload, parameters, company=workload.parameters[tower is image]),
         }
     _add_step_phases(phases, workload, states)
     return _without_zeros(phases)
