@@ -234,8 +234,9 @@ def _compare_row(row: dict[str, Any]) -> int:
     name += f" {workload.image_micro_batch}/{workload.text_micro_batch}"
     name += " checkpointing" if workload.checkpointing else ""
     name += " offload" if workload.zero.offload_optimizer != "none" else ""
+    name += " (first step)" if row.get("first_step", len(row.get("losses") or "..") == 1) else ""
     sizes = f"{gigabytes(plan.gpu_peak):>10}{gigabytes(measured):>10}{ratio:7.3f}"
-    print(f"{name:58}{sizes}{step.total:8.2f}{row['step_s']:8.2f}  {plan.peak_phase}")
+    print(f"{name:58}{sizes}{step.total:8.1f}{row['step_s'] or float('nan'):8.1f}  {plan.peak_phase}")
     return int(not 0.9 <= ratio <= 1.1)
 
 

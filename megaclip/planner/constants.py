@@ -43,11 +43,13 @@ MiB."""
 PEER_TOWER_SPEED = 0.64
 """Our towers' time over open_clip's under autocast, forward and backward: likewise, 126.5 over 198.5 ms."""
 
-ZERO_3_MODULE_SECONDS = 7e-4
-"""Host time that DeepSpeed 0.19 spends around one module in one pass at ZeRO-3: step times of ViT-B/16, ViT-L/14 and
-ViT-g/14 on an H200's host, by the number of modules visited: 0.55, 0.74 and 0.9 ms."""
-MODULES_PER_BLOCK = 14
-"""Modules with hooks in one transformer block, itself included."""
+ZERO_3_BLOCK_SECONDS = 4e-3
+"""Host time that DeepSpeed 0.19 spends around one block in one pass at ZeRO-3: ViT-L/14 in chunks of 128 on one H200,
+whose GPU waits for it, takes 4.5 s for 1,152 of them."""
+OFFLOADED_ADAM_BYTES = 28
+"""Per parameter that Adam in host memory reads and writes: master, two moments, gradient."""
+OFFLOADED_ADAM_RATE = 32e9
+"""Bytes per second of that on one rank: ViT-g/14 on the hosts of one and two H200s, 1.2 and 0.5 s a step."""
 
 DECODED_PER_CORE = 800.0
 """JPEG images decoded, cropped and resized to 224 pixels per second and core."""

@@ -45,9 +45,18 @@ class LossSizes:
 
 
 def megaclip_loss_bytes(
-    sizes: LossSizes, exchange: str, reduction: str, tile_budget_mib: int, loss: str = "clip"
+    sizes: LossSizes,
+    exchange: str,
+    reduction: str,
+    tile_budget_mib: int,
+    loss: str = "clip",
+    *,
+    payload_bytes: int = 4,
 ) -> float:
-    """Peak of MegaCLIP's losses; `exchange`, `reduction` and `loss` as in ds_config.json."""
+    """Peak of MegaCLIP's losses; `exchange`, `reduction` and `loss` as in ds_config.json.
+
+    payload_bytes: of a number of the gradients on their way (`megaclip.payload`).
+    """
     unit, features, world_size = sizes.unit, sizes.features, sizes.world_size
     block_rows = sizes.local_batch * (world_size if exchange == "all_gather" else 1)
     tile = min(tile_budget_mib * MIB, sizes.feature_bytes * sizes.local_batch * block_rows)
@@ -56,17 +65,20 @@ def megaclip_loss_bytes(
         at_tiles = 2 * unit
     elif exchange == "ring" and reduction == "feature":
         # dx; dy of this block and (InfoNCE, from the third rank on) of the last; a sum that leaves, one that arrives.
-        sums = 5 if loss == "clip" and world_size > 2 else 4
+        sums = (5 if loss == "clip" and world_size > 2 else 4) - (2 - payload_bytes / 2)
         at_tiles = sums * unit + min(2, world_size - 1) * features
     elif exchange == "ring":
         at_tiles = 2 * unit + 4 * features  # two pairs of blocks
     elif reduction == "feature":
         at_tiles = unit + world_size * (unit + features)
-    else:
-        at_tiles = 2 * unit + 2 * world_size * features
+    else:  # the sigmoid loss lets go of one side before it gathers the other
+        at_tiles = 2 * unit + (2 if loss == "clip" else 1) * world_size * features
     gathered = world_size * features if exchange == "all_gather" and world_size > 1 else 0
     at_finish = 2 * unit + 2 * features + gathered  # sums and rounded gradients; the tile is gone
-    return max(at_tiles + tile, at_finish) + vectors
+    at_reduction = 0.0
+    if payload_bytes == 2 and gathered and reduction == "feature":  # all texts' gradients twice, and this rank's
+        at_reduction = unit + world_size * (1.5 * unit + features) + 1.5 * unit
+    return max(at_tiles + tile, at_finish, at_reduction) + vectors
 
 
 def open_clip_loss_bytes(sizes: LossSizes, *, autocast: bool = True) -> float:

@@ -123,7 +123,12 @@ def _embeddings_wait_on_host(workload: Workload, cluster: Cluster) -> bool:
 
 def _loss_phase(workload: Workload) -> dict[str, float]:
     extra = megaclip_loss_bytes(
-        loss_sizes(workload), workload.exchange, workload.reduction, workload.tile_budget_mib, workload.loss
+        loss_sizes(workload),
+        workload.exchange,
+        workload.reduction,
+        workload.tile_budget_mib,
+        workload.loss,
+        payload_bytes=workload.payload_bytes,
     )
     return {"embeddings": _embedding_bytes(workload), "loss": extra}
 

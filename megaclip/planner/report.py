@@ -49,7 +49,14 @@ def memory_table(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> str:
 def loss_table(workload: Workload) -> str:
     """What the loss takes per GPU, here and in open_clip's and Inf-CL's code, at this batch."""
     sizes = loss_sizes(workload)
-    ours = megaclip_loss_bytes(sizes, workload.exchange, workload.reduction, workload.tile_budget_mib, workload.loss)
+    ours = megaclip_loss_bytes(
+        sizes,
+        workload.exchange,
+        workload.reduction,
+        workload.tile_budget_mib,
+        workload.loss,
+        payload_bytes=workload.payload_bytes,
+    )
     rows = {
         "MegaCLIP": ours,
         "open_clip (local loss, bf16 autocast)": open_clip_loss_bytes(sizes),
@@ -70,6 +77,7 @@ def time_table(step: StepTime) -> str:
         "samples to the GPU (behind the towers)": step.copies,
         "decoding (other processes)": step.decoding,
         "ZeRO-3's host work (behind the towers)": step.host,
+        "optimizer in host memory": step.optimizer,
     }
     lines = [
         f"{'one step, seconds':40}",

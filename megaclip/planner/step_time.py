@@ -6,7 +6,8 @@
     communication  parameters: gradients reduced and, at stage 3, parameters gathered for every pass; features: what
                    exchange and reduction send
     data           pixels and tokens to the GPU twice; decoding by the loader's processes
-    host           at ZeRO-3: DeepSpeed's work around every module in every pass, which does not shrink with the chunk
+    host           at ZeRO-3: DeepSpeed's work around every block in every pass, which does not shrink with the chunk
+    optimizer      with offload_optimizer: Adam in host memory
 
 With a ring the features' exchange hides behind the loss, so the longer of the two counts. Gradients that are reduced
 in the background (overlap_comm) and parameters that are fetched ahead hide behind the towers; so do copies to the GPU
@@ -16,7 +17,7 @@ in the background (overlap_comm) and parameters that are fetched ahead hide behi
 from dataclasses import dataclass
 
 from megaclip.planner.cluster import Cluster
-from megaclip.planner.constants import MODULES_PER_BLOCK, ZERO_3_MODULE_SECONDS
+from megaclip.planner.constants import OFFLOADED_ADAM_BYTES, OFFLOADED_ADAM_RATE, ZERO_3_BLOCK_SECONDS
 from megaclip.planner.losses import megaclip_loss_operations
 from megaclip.planner.memory import loss_sizes, store_bytes
 from megaclip.planner.towers import towers
@@ -43,6 +44,8 @@ class StepTime:
     """Samples read, decoded and cropped."""
     host: float
     """DeepSpeed's hooks at ZeRO-3, while the GPU works or waits."""
+    optimizer: float
+    """The optimizer's step in host memory; on the GPU it is short."""
     features_hidden: bool
     parameters_hidden: bool
     global_batch: int
@@ -55,7 +58,7 @@ class StepTime:
     def total(self) -> float:
         loss = max(self.loss, self.features) if self.features_hidden else self.loss + self.features
         behind = max(self.towers, self.host, self.copies, self.parameters if self.parameters_hidden else 0.0)
-        step = behind + loss + (0.0 if self.parameters_hidden else self.parameters)
+        step = behind + loss + self.optimizer + (0.0 if self.parameters_hidden else self.parameters)
         return max(step, self.decoding)
 
     @property
@@ -70,7 +73,7 @@ class StepTime:
             "loss": self.loss,
             "communication": self.features + self.parameters,
             "data": max(self.copies, self.decoding),
-            "host": self.host,
+            "host": self.host + self.optimizer,
         }
         return max(terms, key=lambda name: terms[name])
 
@@ -99,6 +102,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         * batch
         / (rates.decoded * max(1, workload.workers)),
         host=_host_seconds(workload),
+        optimizer=_optimizer_seconds(workload),
         features_hidden=workload.exchange == "ring",
         parameters_hidden=workload.zero.overlap_comm and not workload.coalesce,
         global_batch=workload.global_batch,
@@ -112,8 +116,14 @@ def _host_seconds(workload: Workload) -> float:
     micro_batches = (workload.image_micro_batch, workload.text_micro_batch)
     for tower, parameters, micro_batch in zip(towers(workload), workload.parameters, micro_batches, strict=True):
         passes = 1 + (bool(parameters.trained) * (workload.cached + 1 + bool(workload.checkpointing)))
-        visits += workload.local_batch // micro_batch * passes * tower.layers * MODULES_PER_BLOCK
-    return visits * ZERO_3_MODULE_SECONDS
+        visits += workload.local_batch // micro_batch * passes * tower.layers
+    return visits * ZERO_3_BLOCK_SECONDS
+
+
+def _optimizer_seconds(workload: Workload) -> float:
+    if workload.zero.offload_optimizer == "none":
+        return 0.0
+    return workload.trained / workload.world_size * OFFLOADED_ADAM_BYTES / OFFLOADED_ADAM_RATE
 
 
 def feature_traffic(workload: Workload) -> float:
@@ -122,10 +132,14 @@ def feature_traffic(workload: Workload) -> float:
     elements = others * workload.local_batch * workload.model.embed_dim
     width = workload.compute_bytes
     if workload.exchange == "ring":
-        # Texts round twice and their float32 gradient behind them, one hop longer; or texts once, then both.
-        extra = 4 * workload.local_batch * workload.model.embed_dim if others else 0
-        return elements * (2 * width + 4) + extra if workload.reduction == "feature" else 3 * elements * width
-    return elements * (width + 4) if workload.reduction == "feature" else 2 * elements * width
+        # Texts round twice and their gradient behind them, one hop longer; or texts once, then both.
+        extra = workload.payload_bytes * workload.local_batch * workload.model.embed_dim if others else 0
+        return (
+            elements * (2 * width + workload.payload_bytes) + extra
+            if workload.reduction == "feature"
+            else 3 * elements * width
+        )
+    return elements * (width + workload.payload_bytes) if workload.reduction == "feature" else 2 * elements * width
 
 
 def parameter_traffic(workload: Workload) -> float:

@@ -94,6 +94,8 @@ class Workload:
     loss: str = "clip"
     exchange: str = "ring"
     reduction: str = "feature"
+    payload_bytes: int = 4
+    """Of a number of the embeddings' gradients between ranks."""
     tile_budget_mib: int = 128
     data_offload: str = "auto"
     """Where the whole local batch waits: "auto", "cpu", "disk" or "reread" (nowhere)."""
@@ -139,6 +141,7 @@ class Workload:
             loss=section.loss,
             exchange=exchange,
             reduction="feature" if section.reduction == "auto" else section.reduction,
+            payload_bytes=2 if section.payload == "bf16" else 4,
             tile_budget_mib=section.tile_budget_mib,
             data_offload=section.data_offload,
             embeddings_offload=section.embeddings_offload,
