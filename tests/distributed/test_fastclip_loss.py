@@ -377,3 +377,21 @@ def test_clip_loss_and_fastclip_agree_on_what_a_rank_hands_out():
     ClipLoss()(other, y, torch.tensor(1 / 0.8, dtype=torch.float64)).backward()
     cosine = F.cosine_similarity(ours.grad.flatten(), other.grad.flatten(), dim=0)
     assert cosine > 0.999 and ours.grad.norm() == pytest.approx(2 * 0.8 * other.grad.norm().item(), rel=0.2)
+
+
+@pytest.mark.parametrize("rho", [1.0, 6.5])
+def test_the_temperature_follows_rho_less_the_divergence_from_uniform(rho):
+    """docs/fastclip.md: with u = g, d objective / d tau = 2 rho - KL(p1, uniform) - KL(p2, uniform), mean over rows."""
+    x, y = (F.normalize(torch.randn(32, 8, dtype=torch.float64), dim=1) for _ in range(2))
+    tau = 0.05
+    loss = FastClipLoss("fastclip_v3", samples=32, rho=rho, eps=0.0, temperature=tau).double()
+    loss(x, y, ids=torch.arange(32), epoch=0.0).backward()
+    own = torch.eye(32, dtype=torch.bool)
+    logits = (x @ y.T / tau).masked_fill(own, -math.inf)
+    divergences = [
+        math.log(31) + torch.special.entr(logits.softmax(dim)).sum(dim).neg().mean().item() for dim in (1, 0)
+    ]
+    assert all(0 < divergence < math.log(31) for divergence in divergences)
+    expected = -tau * (2 * rho - sum(divergences))
+    assert loss.temperature.log_scale.grad.item() == pytest.approx(expected, rel=1e-5)
+    assert rho < math.log(31) or expected < 0

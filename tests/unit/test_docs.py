@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from megaclip.arguments import build_parser
+from megaclip.losses.fastclip import VARIANTS, FastClipLoss
+from megaclip.losses.sample_index import DenseIndex
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,3 +58,22 @@ def test_the_checker_finds_a_wrong_flag_and_a_continued_line():
     text = "deepspeed launch/train.py \\\n    --warmpu 5\n`python tools/demo.py --seed 1`"
     assert commands(text) == [("launch/train.py", ["--warmpu"]), ("tools/demo.py", ["--seed"])]
     assert "--warmpu" not in options_of("launch/train.py")
+
+
+def test_the_memory_table_of_fastclip_is_what_a_loss_allocates():
+    samples, of_table, ranks = 1000, 414e6, 64
+    table = (ROOT / "docs" / "fastclip.md").read_text().split("## Memory")[1].split("## ")[0]
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in table.splitlines()
+        if line.startswith("| `") and "megaclip" not in line
+    ]
+    told = {name: cells for names, *cells in rows for name in re.findall(r"\w+", names)}
+    assert sorted(told) == sorted(VARIANTS)
+    for name, (columns, sample_bytes, together, each, _) in told.items():
+        state = FastClipLoss(name, samples=samples).state
+        allocated = state.values.untyped_storage().nbytes()
+        assert (int(columns), int(sample_bytes)) == (len(state.columns), allocated / samples)
+        assert together == f"{allocated / samples * of_table / 1e9:.1f} GB"
+        assert each == f"{allocated / samples * of_table / ranks / 1e6:.0f} MB"
+    assert max(DenseIndex(samples, rank, ranks).rows for rank in range(ranks)) == -(-samples // ranks)

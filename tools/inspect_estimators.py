@@ -1,0 +1,140 @@
+"""How far the estimators of a FastCLIP run are from what they stand for: log u against log g over the whole dataset.
+
+    python tools/inspect_estimators.py runs/NAME --train-data 'data/train/*.tar' [--batch 32] [--json FILE]
+
+runs/NAME is a run whose loss has one temperature (sogclr, fastclip_v0, v1, v3); its data should be a few
+thousand samples, since all similarities are computed. Prints, for the last checkpoint's model and temperature: the
+error of the run's log u, and that of log g of one random batch, which is what a loss without memory would use.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaclip.checkpoint.consolidate import consolidated_weights
+from megaclip.checkpoint.open_clip import assigned_model, read_preprocess
+from megaclip.checkpoint.store import MODEL_CARD, locate, read_loss_states
+from megaclip.data import Batch, EvaluationLoader, ImageTransform, load_tokenizer, open_pairs
+from megaclip.errors import CheckpointError, MegaclipError
+from megaclip.evaluation import ModelEncoder
+from megaclip.models import load_model_config
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    try:
+        log_u, temperature, samples = read_state(arguments.run)
+        features = encode(arguments.run, arguments.train_data, samples)
+    except MegaclipError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    log_g = whole_log_g(*features, temperature)
+    batch_log_g = one_batch_log_g(*features, temperature, arguments.batch)
+    found: dict[str, Any] = {
+        "samples": samples,
+        "temperature": temperature,
+        "seen": int((~log_u.isnan().any(dim=1)).sum()),
+        "log_g": {"mean": float(log_g.mean()), "deviation": float(log_g.std())},
+        "log_u_error": error_of(log_u, log_g),
+        "batch_error": error_of(batch_log_g, log_g),
+    }
+    print(f"{samples} samples, {found['seen']} seen; temperature {temperature:.4f}")
+    print(f"log g over the whole dataset: mean {log_g.mean():.2f}, standard deviation {log_g.std():.2f}")
+    for name, key in (("log u of the run", "log_u_error"), (f"log g of a batch of {arguments.batch}", "batch_error")):
+        print(f"{name:<24} " + ", ".join(f"{word} {value:.2f}" for word, value in found[key].items()))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--train-data", nargs="+", required=True, help="what the run was trained on")
+    parser.add_argument("--batch", type=int, default=32, help="batch to compare with (default 32)")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    return parser.parse_args(argv)
+
+
+def read_state(run: Path) -> tuple[Tensor, float, int]:
+    """log u (n, 2) float64 by sample, the temperature, and n. Raises CheckpointError for another kind of loss."""
+    folder, tag = locate(run)
+    log_u, temperature = torch.empty(0, 2), math.nan
+    for part in read_loss_states(folder, tag):
+        rows = part["samples"]
+        if len(rows["columns"]) != 2 or rows["samples"] is None:
+            raise CheckpointError(
+                f"{run}: expected a loss with one temperature over ids 0 to n-1, got {part['variant']}"
+            )
+        if not len(log_u):
+            log_u = torch.full((rows["samples"], 2), math.nan, dtype=torch.float64)
+        log_u[rows["rank"] :: rows["world_size"]] = rows["values"].double()
+        temperature = math.exp(-float(part["temperature"]["log_scale"]))
+    if not len(log_u):
+        raise CheckpointError(f"{run}: its loss keeps no state per sample")
+    return log_u, temperature, len(log_u)
+
+
+def encode(run: Path, train_data: list[str], samples: int) -> tuple[Tensor, Tensor]:
+    """Features (n, D) float64 of all images and texts, by the last checkpoint's model."""
+    folder, tag = locate(run)
+    card = folder / MODEL_CARD
+    config, preprocess = load_model_config(card), read_preprocess(card)
+    mean, std = tuple(preprocess["mean"]), tuple(preprocess["std"])
+    transform = ImageTransform(config.vision_cfg.image_size, mean=mean, std=std)
+    tokenizers = [str(path) for path in card.glob("*.model")]
+    tokenizer = load_tokenizer(tokenizers[0] if tokenizers else "clip", config.text_cfg.context_length)
+    pairs = open_pairs(train_data)
+    if len(pairs) != samples:
+        raise CheckpointError(f"the run was trained on {samples} samples, --train-data holds {len(pairs)}")
+    model = assigned_model(config, consolidated_weights(folder, tag)).eval()
+    encoder = ModelEncoder(model, transform.normalise, device=torch.device("cpu"))
+    found: list[tuple[Tensor, Tensor]] = []
+    for batch in EvaluationLoader(pairs, transform, tokenizer, batch_size=64):
+        assert isinstance(batch, Batch), "pairs have captions"
+        images, texts = encoder(batch.images, batch.tokens)
+        assert images is not None and texts is not None, "both were given"
+        found.append((images.double(), texts.double()))
+    return torch.cat([x for x, _ in found])[:samples], torch.cat([y for _, y in found])[:samples]
+
+
+def whole_log_g(x: Tensor, y: Tensor, temperature: float) -> Tensor:
+    """log g1, log g2 (n, 2): `megaclip.losses.fastclip` with the whole dataset for a batch."""
+    s = x @ y.T
+    positive = s.diagonal().clone()
+    s.fill_diagonal_(-math.inf)
+    rows = torch.logsumexp((s - positive[:, None]) / temperature, dim=1)
+    columns = torch.logsumexp((s - positive[None, :]) / temperature, dim=0)
+    return torch.stack([rows, columns], dim=1) - math.log(len(x) - 1)
+
+
+def one_batch_log_g(x: Tensor, y: Tensor, temperature: float, batch: int) -> Tensor:
+    """The same of each sample within a random batch; samples of a last, smaller batch are NaN."""
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    log_g = torch.full((len(x), 2), math.nan, dtype=x.dtype)
+    for start in range(0, len(x) - batch + 1, batch):
+        chosen = order[start : start + batch]
+        log_g[chosen] = whole_log_g(x[chosen], y[chosen], temperature)
+    return log_g
+
+
+def error_of(estimate: Tensor, truth: Tensor) -> dict[str, Any]:
+    """Of the samples that have an estimate: mean difference, root mean square difference, correlation."""
+    known = ~estimate.isnan()
+    difference = (estimate - truth)[known]
+    pair = torch.stack([estimate[known], truth[known]])
+    return {
+        "bias": float(difference.mean()),
+        "rms": float(difference.square().mean().sqrt()),
+        "correlation": float(torch.corrcoef(pair)[0, 1]),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
