@@ -62,7 +62,7 @@ def megaclip_loss_bytes(
     tile = min(tile_budget_mib * MIB, sizes.feature_bytes * sizes.local_batch * block_rows)
     vectors = 12 * 4 * sizes.local_batch  # log-sum-exps, shifts, dots, positives and their sums
     if world_size == 1:
-        at_tiles = 2 * unit
+        at_tiles = 2.0 * unit
     elif exchange == "ring" and reduction == "feature":
         # dx; dy of this block and (InfoNCE, from the third rank on) of the last; a sum that leaves, one that arrives.
         sums = (5 if loss == "clip" and world_size > 2 else 4) - (2 - payload_bytes / 2)
