@@ -6,7 +6,9 @@ import torch
 from megaclip.models import build_model, load_model_config
 
 pytestmark = pytest.mark.gpu
-ROUNDING = 2**-6  # bfloat16 gradients relative to their norm: fused kernels round in other places
+# float32: in bfloat16 the gradients of the first tokens' attention are rounding and nothing else. Of a gradient's norm, or
+# of a thousandth of the largest one's: fused kernels add in another order.
+ROUNDING = 1e-3
 
 
 def test_compiled_blocks_equal_plain_ones() -> None:
@@ -19,7 +21,7 @@ def test_compiled_blocks_equal_plain_ones() -> None:
     gradients = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        model = build_model(config).cuda().bfloat16()
+        model = build_model(config).cuda()
         if compiled:
             for tower in (model.visual, model.text):
                 tower.transformer.compile_blocks()
@@ -27,9 +29,9 @@ def test_compiled_blocks_equal_plain_ones() -> None:
             model(images, tokens)
         image_features, text_features, _ = model(images, tokens)
         (image_features * weights[0] + text_features * weights[1]).sum().backward()
-        gradients.append({name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     plain, got = gradients
     assert plain.keys() == got.keys()
+    largest = max(gradient.norm() for gradient in plain.values())
     for name, gradient in plain.items():
-        if not name.endswith("k_proj.bias"):  # zero but for rounding
-            assert (got[name] - gradient).norm() <= ROUNDING * gradient.norm(), name
+        assert (got[name] - gradient).norm() <= ROUNDING * max(gradient.norm(), 1e-3 * largest), name
