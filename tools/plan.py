@@ -25,7 +25,7 @@ from megaclip.errors import ConfigError, MegaclipError
 from megaclip.models import load_model_config
 from megaclip.planner import Cluster, Rates, Workload, advice, describe, largest_batch, plan_memory, plan_time
 from megaclip.planner.cluster import GPUS, parse_size
-from megaclip.planner.memory import gigabytes
+from megaclip.planner.memory import gigabytes, settled
 from megaclip.planner.peers import PEERS, peer_gpu_bytes, peer_step_seconds
 from megaclip.planner.report import loss_table, memory_table, time_table
 
@@ -128,7 +128,7 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
         f"{workload.image_micro_batch} images and {workload.text_micro_batch} texts; {workload.total / 1e6:.1f} M "
         f"parameters, ZeRO-{workload.zero.stage}\n"
     )
-    print(memory_table(plan, workload, cluster), loss_table(workload), time_table(step), sep="\n\n")
+    print(memory_table(plan, workload, cluster), loss_table(settled(workload, cluster)), time_table(step), sep="\n\n")
     print(f"\nlargest batch that fits, all else the same: {largest_batch(workload, cluster):,}")
     if not plan.refusals:
         print("this run fits")

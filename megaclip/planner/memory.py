@@ -67,8 +67,8 @@ class MemoryPlan:
 
 def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     """Plan one rank's GPU and one host of `cluster`; `refusals` says what does not fit."""
+    workload = settled(workload, cluster)
     states = states_of(workload)
-    workload = replace(workload, embeddings_offload=_embeddings_wait_on_host(workload, cluster))
     gpu = dict(states.gpu)
     if cluster.gpu_memory:
         gpu["library workspaces"] = CUBLAS_WORKSPACES
@@ -92,6 +92,22 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     return plan
 
 
+def settled(workload: Workload, cluster: Cluster) -> Workload:
+    """The workload with what "auto" becomes on this cluster, as the run decides it: where embeddings wait
+    (`megaclip.engine.data_offload`) and how features are exchanged (`megaclip.losses.plan`: a ring where exchanges hide
+    behind tiles, or where gathering would take more than half of the memory)."""
+    offload, exchange = workload.embeddings_offload, workload.exchange
+    if offload == "auto":
+        offload = bool(cluster.gpu_memory) and 2 * _embedding_bytes(workload) > EMBEDDINGS_SHARE * cluster.gpu_memory
+    if exchange == "auto":
+        sizes = loss_sizes(workload)
+        gathered = workload.world_size * (sizes.features + sizes.unit)
+        hides = cluster.hosts > 1 or not cluster.gpu_memory
+        ring = workload.world_size == 1 or hides or gathered > cluster.usable_gpu_memory / 2
+        exchange = "ring" if ring else "all_gather"
+    return replace(workload, embeddings_offload=offload, exchange=exchange)
+
+
 def gigabytes(size: float) -> str:
     """Bytes as words: GiB, or MiB below one GiB."""
     return f"{size / 2**30:.1f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:.0f} MiB"
@@ -113,12 +129,6 @@ def loss_sizes(workload: Workload) -> LossSizes:
 def _embedding_bytes(workload: Workload) -> float:
     """Both towers' embeddings of the local batch; their gradients take as much."""
     return 2.0 * loss_sizes(workload).features
-
-
-def _embeddings_wait_on_host(workload: Workload, cluster: Cluster) -> bool:
-    if workload.embeddings_offload == "auto":
-        return bool(cluster.gpu_memory) and 2 * _embedding_bytes(workload) > EMBEDDINGS_SHARE * cluster.gpu_memory
-    return bool(workload.embeddings_offload)
 
 
 def _loss_phase(workload: Workload) -> dict[str, float]:

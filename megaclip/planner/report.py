@@ -47,7 +47,7 @@ def memory_table(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> str:
 
 
 def loss_table(workload: Workload) -> str:
-    """What the loss takes per GPU, here and in open_clip's and Inf-CL's code, at this batch."""
+    """What the loss of a settled workload takes per GPU, here and in open_clip's and Inf-CL's code."""
     sizes = loss_sizes(workload)
     ours = megaclip_loss_bytes(
         sizes,
@@ -58,7 +58,7 @@ def loss_table(workload: Workload) -> str:
         payload_bytes=workload.payload_bytes,
     )
     rows = {
-        "MegaCLIP": ours,
+        f"MegaCLIP, {workload.exchange} + {workload.reduction}": ours,
         "open_clip (local loss, bf16 autocast)": open_clip_loss_bytes(sizes),
         "Inf-CL": inf_cl_loss_bytes(sizes),
     }

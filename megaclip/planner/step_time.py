@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import OFFLOADED_ADAM_BYTES, OFFLOADED_ADAM_RATE, ZERO_3_BLOCK_SECONDS
 from megaclip.planner.losses import megaclip_loss_operations
-from megaclip.planner.memory import loss_sizes, store_bytes
+from megaclip.planner.memory import loss_sizes, settled, store_bytes
 from megaclip.planner.towers import towers
 from megaclip.planner.workload import Workload
 
@@ -80,6 +80,7 @@ class StepTime:
 
 def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
     """The step's terms on one rank of `cluster`, at its rates."""
+    workload = settled(workload, cluster)
     rates, batch = cluster.rates, workload.local_batch
     forward = again = backward = 0.0
     for tower, parameters in zip(towers(workload), workload.parameters, strict=True):

@@ -92,7 +92,8 @@ class Workload:
     """Blocks compiled by torch.compile."""
     coalesce: bool = False
     loss: str = "clip"
-    exchange: str = "ring"
+    exchange: str = "auto"
+    """"ring", "all_gather" or "auto": `megaclip.planner.memory.settled` says what that becomes."""
     reduction: str = "feature"
     payload_bytes: int = 4
     """Of a number of the embeddings' gradients between ranks."""
@@ -123,7 +124,6 @@ class Workload:
         local_batch = batch.micro_batch * batch.accumulation
         compute_bytes = 2 if config.bf16 else 4
         accumulate = config.deepspeed.get("data_types", {}).get("grad_accum_dtype")
-        exchange = "ring" if section.exchange == "auto" else section.exchange
         return cls(
             model=model,
             world_size=world_size,
@@ -139,7 +139,7 @@ class Workload:
             compiled=section.compile_blocks,
             coalesce=section.coalesce_gradient_reduction,
             loss=section.loss,
-            exchange=exchange,
+            exchange=section.exchange,
             reduction="feature" if section.reduction == "auto" else section.reduction,
             payload_bytes=2 if section.payload == "bf16" else 4,
             tile_budget_mib=section.tile_budget_mib,

@@ -12,6 +12,7 @@ from megaclip.models import load_model_config
 from megaclip.planner import Workload, advice, describe, largest_batch, plan_memory, plan_time
 from megaclip.planner.cluster import Rates, parse_size
 from megaclip.planner.losses import LossSizes, inf_cl_loss_bytes, megaclip_loss_bytes, open_clip_loss_bytes
+from megaclip.planner.memory import settled
 from megaclip.planner.peers import INF_CL, OPEN_CLIP_ACCUMULATING, peer_gpu_bytes
 from megaclip.planner.search import fits
 
@@ -168,6 +169,15 @@ def test_only_the_loss_and_the_embeddings_grow_with_the_batch(tmp_path: Path) ->
         assert parts == {"embeddings"} or parts == {"embedding gradients"}
     growth = plan_memory(large, H200).gpu_peak - plan_memory(small, H200).gpu_peak
     assert 0 < growth < 2 * 4 * 2 * 512 * 1_048_576  # less than float32 embeddings and gradients of both towers
+
+
+def test_auto_gathers_on_one_host_while_that_is_small_and_keeps_large_embeddings_on_the_host(tmp_path: Path) -> None:
+    job = workload(tmp_path)
+    assert (settled(job, H200).exchange, settled(job, H200).embeddings_offload) == ("all_gather", False)
+    assert settled(job, describe(gpus=8, hosts=2)).exchange == "ring"
+    huge = settled(job.with_batch(2**25), H200)
+    assert (huge.exchange, huge.embeddings_offload) == ("ring", True)
+    assert settled(replace(job, exchange="all_gather"), describe(gpus=8, hosts=2)).exchange == "all_gather"
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path) -> None:
