@@ -68,11 +68,11 @@ def save(
     """
     tag = f"step_{step:08d}"
     first = dist.get_rank() == 0
-    _write_together(lambda: _clear(folder, tag), first)
-    engine.save_checkpoint(str(folder), tag=tag, save_latest=False)  # ends with a barrier
+    _write_together(lambda: _clear(folder, tag), first, folder)
+    _write_engine(engine, folder, tag)
     if loss_state is not None:
         path = folder / tag / f"{LOSS_STATE}{dist.get_rank():05d}.pt"
-        _write_together(lambda: torch.save(loss_state, path), True)
+        _write_together(lambda: torch.save(loss_state, path), True, folder)
 
     def finish() -> None:
         write_atomically(folder / tag / STATE, json.dumps(state, indent=1))
@@ -81,8 +81,28 @@ def save(
             if old != tag:
                 shutil.rmtree(folder / old, ignore_errors=True)
 
-    _write_together(finish, first)
+    _write_together(finish, first, folder)
     return tag
+
+
+def _write_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
+    """DeepSpeed's files. A rank that cannot write its own goes on to the barrier at the end, where the others wait."""
+    error: Exception | None = None
+    write = engine.checkpoint_engine.save
+
+    def save_or_remember(*arguments: Any, **options: Any) -> None:
+        nonlocal error
+        try:
+            write(*arguments, **options)
+        except (OSError, RuntimeError) as problem:
+            error = _cannot_write(problem, folder)
+
+    engine.checkpoint_engine.save = save_or_remember
+    try:
+        engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    finally:
+        engine.checkpoint_engine.save = write
+    raise_together(error)
 
 
 def _clear(folder: Path, tag: str) -> None:
@@ -100,16 +120,24 @@ def _tags(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if _TAG.fullmatch(path.name))
 
 
-def _write_together(action: Any, writes: bool) -> None:
+def _write_together(action: Any, writes: bool, folder: Path) -> None:
     error: Exception | None = None
     if writes:
         try:
             action()
         except (OSError, RuntimeError) as problem:
-            error = CheckpointError(
-                f"cannot write the checkpoint: {problem}; free space or fix permissions, then --resume"
-            )
+            error = _cannot_write(problem, folder)
     raise_together(error)
+
+
+def _cannot_write(problem: Exception, folder: Path) -> CheckpointError:
+    """PyTorch's own words for a full disk are obscure, so the free space stands beside them."""
+    first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+    free_gib = shutil.disk_usage(folder).free / 2**30
+    return CheckpointError(
+        f"cannot write the checkpoint: {first_line}; free space ({free_gib:.1f} GiB are free at {str(folder)!r}) or fix "
+        "permissions, then --resume"
+    )
 
 
 def find_latest(folder: Path) -> str | None:

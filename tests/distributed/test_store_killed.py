@@ -1,6 +1,7 @@
-"""A rank that is killed while DeepSpeed writes leaves `latest` on the previous checkpoint, which still loads."""
+"""A rank that is killed, or has no room, while DeepSpeed writes leaves `latest` on the previous checkpoint."""
 
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from megaclip.checkpoint import store
+from megaclip.errors import CheckpointError
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import WORLD_SIZE, Case
 from tests.distributed.harness import RankFailure, run_ranks
@@ -32,6 +34,22 @@ def save_then_die_saving(folder: Path) -> None:
     store.save(engine, folder, 2, {"step": 2}, keep_last=1)
 
 
+def save_without_room(folder: Path) -> None:
+    """The last rank may write no file of more than 2,000 bytes: every rank gets its message, and saving works again."""
+    engine = engine_cases.start_engine(CASE)
+    step(engine, 0)
+    store.save(engine, folder, 1, {"step": 1}, keep_last=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == WORLD_SIZE - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint: .* GiB are free at"):
+        store.save(engine, folder, 2, {"step": 2}, keep_last=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert store.find_latest(folder) == "step_00000001"
+    store.save(engine, folder, 3, {"step": 3}, keep_last=1)
+    assert store.find_latest(folder) == "step_00000003"
+
+
 def parameters_after_loading(folder: Path, tag: str) -> tuple[dict, dict]:
     """Loaded, and from training for one step."""
     trained = engine_cases.start_engine(CASE)
@@ -39,6 +57,10 @@ def parameters_after_loading(folder: Path, tag: str) -> tuple[dict, dict]:
     loaded = engine_cases.start_engine(CASE)
     store.load(loaded, folder, tag)
     return engine_cases.whole_parameters(loaded), engine_cases.whole_parameters(trained)
+
+
+def test_a_rank_without_room_costs_only_that_checkpoint(tmp_path):
+    run_ranks(save_without_room, WORLD_SIZE, tmp_path)
 
 
 def test_a_rank_killed_in_a_save_costs_only_that_checkpoint(tmp_path):

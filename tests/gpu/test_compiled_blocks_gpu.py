@@ -6,8 +6,8 @@ import torch
 from megaclip.models import build_model, load_model_config
 
 pytestmark = pytest.mark.gpu
-# float32: in bfloat16 the gradients of the first tokens' attention are rounding and nothing else. Of a gradient's norm,
-# or of a thousandth of the largest one's: fused kernels add in another order.
+# Of a gradient's norm, or of a thousandth of the largest one's: fused kernels add in another order. In float32, because
+# in bfloat16 the gradients of the first tokens' attention are rounding and nothing else.
 ROUNDING = 1e-3
 
 
