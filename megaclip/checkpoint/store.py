@@ -135,8 +135,8 @@ def _cannot_write(problem: Exception, folder: Path) -> CheckpointError:
     first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
     free_gib = shutil.disk_usage(folder).free / 2**30
     return CheckpointError(
-        f"cannot write the checkpoint: {first_line}; free space ({free_gib:.1f} GiB are free at {str(folder)!r}) or fix "
-        "permissions, then --resume"
+        f"cannot write the checkpoint: {first_line}; free space ({free_gib:.1f} GiB are free at {str(folder)!r}) "
+        "or fix permissions, then --resume"
     )
 
 
