@@ -46,16 +46,16 @@ def _measured(world: Any, ranks: RankGroup, device: torch.device) -> Machine:
     factor = torch.zeros(_PROBE_SIDE, _PROBE_SIDE, device=device, dtype=torch.bfloat16)
     sent = (ranks.size - 1) * message.numel() * 4
     own = Machine(
-        link_bytes_per_s=sent / _seconds(lambda: gather_rows(message, group=ranks)),
-        flops_per_s=2 * _PROBE_SIDE**3 / _seconds(lambda: factor @ factor),
+        link_bytes_per_s=sent / min(seconds(lambda: gather_rows(message, group=ranks))),
+        flops_per_s=2 * _PROBE_SIDE**3 / min(seconds(lambda: factor @ factor)),
         free_bytes=float(get_accelerator().available_memory()),
     )
     worst = map(min, zip(*gather_integers([int(figure) for figure in own], group=ranks), strict=True))
     return Machine(*(2.0 ** (figure.bit_length() - 1) for figure in worst))
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    """The fastest of a few repeats, after one that warms up."""
+def seconds(run: Callable[[], Any]) -> list[float]:
+    """What each of a few repeats took until the device had finished, after one that warms up."""
     run()
     times = []
     for _ in range(_REPEATS):
@@ -64,4 +64,4 @@ def _seconds(run: Callable[[], Any]) -> float:
         run()
         get_accelerator().synchronize()
         times.append(time.perf_counter() - started)
-    return min(times)
+    return times

@@ -6,6 +6,7 @@ same things are measured, in float32 and at smaller sizes.
 
 import io
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,14 +20,13 @@ from deepspeed.accelerator import get_accelerator
 from PIL import Image
 
 from megaclip.comm.groups import resolve
-from megaclip.comm.machine import machine_of
+from megaclip.comm.machine import machine_of, seconds
 from megaclip.data import ImageTransform
 from megaclip.models import ModelConfig, build_model
 from megaclip.ops.tiles import tile_grads, tile_stats
 from megaclip.planner import Rates
 from megaclip.planner.towers import image_tower
 
-_REPEATS = 5
 _DECODED_IMAGES = 64
 _WRITTEN_BYTES = 2**29
 
@@ -64,7 +64,7 @@ def machine_name() -> str:
 
 def _product(device: torch.device, dtype: torch.dtype, side: int) -> float:
     factor = torch.randn(side, side, device=device).to(dtype)
-    return 2 * side**3 / _seconds(lambda: factor @ factor)
+    return 2 * side**3 / _median_seconds(lambda: factor @ factor)
 
 
 def _tower(config: ModelConfig, micro_batch: int, device: torch.device, dtype: torch.dtype) -> float:
@@ -72,8 +72,8 @@ def _tower(config: ModelConfig, micro_batch: int, device: torch.device, dtype: t
     tower = build_model(config).visual.to(device, dtype)
     size = config.vision_cfg.image_size
     images = torch.randn(micro_batch, 3, size, size, device=device).to(dtype)
-    seconds = _seconds(lambda: tower(images).float().sum().backward())
-    return 3 * micro_batch * image_tower(config).forward_operations() / seconds
+    taken = _median_seconds(lambda: tower(images).float().sum().backward())
+    return 3 * micro_batch * image_tower(config).forward_operations() / taken
 
 
 def _loss(device: torch.device, dtype: torch.dtype, batch: int, embed_dim: int) -> float:
@@ -83,13 +83,13 @@ def _loss(device: torch.device, dtype: torch.dtype, batch: int, embed_dim: int) 
         row, col = tile_stats(x, y, 14.0, 14.0, diagonal=0)
         tile_grads(x, y, 14.0, row, 1 / batch, 14.0, col, 1 / batch, diagonal=0, need_dots=False)
 
-    return 8 * batch**2 * embed_dim / _seconds(forward_and_backward)
+    return 8 * batch**2 * embed_dim / _median_seconds(forward_and_backward)
 
 
 def _copy(device: torch.device, size: int) -> float:
     source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(size, dtype=torch.uint8, device=device)
-    return size / _seconds(lambda: target.copy_(source, non_blocking=True))
+    return size / _median_seconds(lambda: target.copy_(source, non_blocking=True))
 
 
 def _disk(folder: Path, size: int) -> float:
@@ -111,19 +111,10 @@ def _decoding(size: int) -> float:
     encoded = io.BytesIO()
     Image.fromarray(coarse).resize((2 * size, 2 * size)).save(encoded, "JPEG", quality=90)
     content, transform = encoded.getvalue(), ImageTransform(size, training=True)
-    return _DECODED_IMAGES / _seconds(
+    return _DECODED_IMAGES / _median_seconds(
         lambda: [transform(content, seeds=(0, 0, index)) for index in range(_DECODED_IMAGES)]
     )
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    """The median of some repeats, after one that warms up."""
-    run()
-    times = []
-    for _ in range(_REPEATS):
-        get_accelerator().synchronize()
-        started = time.perf_counter()
-        run()
-        get_accelerator().synchronize()
-        times.append(time.perf_counter() - started)
-    return sorted(times)[_REPEATS // 2]
+def _median_seconds(run: Callable[[], Any]) -> float:
+    return statistics.median(seconds(run))
