@@ -88,14 +88,16 @@ class WorkerResults:
         self.check()
         in_main_thread = threading.current_thread() is threading.main_thread()
         try:
-            _main_waits = _main_waits or in_main_thread
+            if in_main_thread:
+                _main_waits = True
             return next(self._batches)
         except RuntimeError as error:
-            if "DataLoader" not in str(error):
+            if not str(error).startswith("DataLoader"):  # torch's own words for a death; "Caught ..." is an exception
                 raise
             raise _died(error) from error
         finally:
-            _main_waits = _main_waits and not in_main_thread
+            if in_main_thread:
+                _main_waits = False
 
     def check(self) -> None:
         """Raise DataError if a worker has died meanwhile: for a main thread that waits while another takes results."""

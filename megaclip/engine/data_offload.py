@@ -73,6 +73,11 @@ def choose_place(wanted: str, nbytes: int, folder: Path, *, passes: int) -> Plac
         why = "images are read twice" if passes == 2 else "images pass by once"
         return _chosen(Place("reread", keeps=False), why)
     if wanted == "disk":
+        if nbytes > disk_share:
+            raise ConfigError(
+                f'megaclip.data_offload "disk": {needs}, but {on_disk} a rank; point --data-offload-dir at a larger '
+                'disk, set "reread" (they are decoded twice), or a smaller batch'
+            )
         return _chosen(Place("disk", keeps=True), f"{needs}, {on_disk}")
     if nbytes <= memory_share:
         return _chosen(Place("cpu", keeps=True), f"{needs}, {in_memory}")

@@ -54,8 +54,13 @@ logger = get_logger(__name__)
 DEFAULT_EPOCHS = 32
 
 
-def main(argv: list[str]) -> int:
-    """Run one rank's part of the training that `argv` asks for; returns the process's exit code."""
+def main(argv: list[str], *, patience_s: float | None = None) -> int:
+    """Run one rank's part of the training that `argv` asks for; returns the process's exit code.
+
+    A user's mistake is one line, from the first rank of each host. patience_s: after how long the other ranks say
+    theirs too. A launcher kills them when the first one ends; so they do speak when the mistake is theirs alone, and
+    their own end does not kill the first one before it has spoken. None: they never do.
+    """
     arguments: TrainArguments | None = None
     exit_code = 0
     try:
@@ -63,6 +68,9 @@ def main(argv: list[str]) -> int:
         train(arguments)
     except MegaclipError as error:
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            logger.error("%s", error)
+        elif patience_s is not None:
+            time.sleep(patience_s)
             logger.error("%s", error)
         if arguments is not None and arguments.debug_traceback:
             raise
@@ -200,19 +208,26 @@ class _Run:
             monitor=self.engine.monitor,
         )
         with shown as metrics, self._open_data() as batch:
-            while self.step < last_step:
-                metrics.step(self.step + 1, self._train_step(batch))
-                self.step += 1
-                self.samples_consumed += self.batch_plan.global_batch
-                ends = self.step == last_step
-                if ends or self._is_due(self.arguments.eval_every_steps, self.arguments.val_frequency):
-                    self._evaluate(metrics)
-                if ends or self._is_due(self.arguments.save_every_steps, self.arguments.save_frequency):
-                    self._save()
-                    metrics.resume_clock()
+            try:
+                self._train(batch, metrics, last_step)
+            except DataError as error:  # on every rank, and before an update: what was trained so far is whole
+                self._save_unsaved(error)
+                raise
             if self.rank == 0:
                 self._write_summary(metrics)
         return self.scores
+
+    def _train(self, batch: StepStore, metrics: Metrics, last_step: int) -> None:
+        while self.step < last_step:
+            metrics.step(self.step + 1, self._train_step(batch))
+            self.step += 1
+            self.samples_consumed += self.batch_plan.global_batch
+            ends = self.step == last_step
+            if ends or self._is_due(self.arguments.eval_every_steps, self.arguments.val_frequency):
+                self._evaluate(metrics)
+            if ends or self._is_due(self.arguments.save_every_steps, self.arguments.save_frequency):
+                self._save()
+                metrics.resume_clock()
 
     def _open_data(self) -> AbstractContextManager[StepStore]:
         return open_step_store(
@@ -225,20 +240,16 @@ class _Run:
         )
 
     def _train_step(self, batch: StepStore) -> StepMetrics:
-        try:
-            loss = accumulate_gradients(
-                self.engine,
-                self.loss.bind(batch.ids, self._epoch_at(self.step)),
-                batch,
-                self.logit_scale.read(),
-                RandomState(self.arguments.seed, self.step, self.rank),
-                logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
-                coalesce=self.inputs.config.megaclip.coalesce_gradient_reduction,
-                embeddings_on_cpu=self.embeddings_on_cpu,
-            )
-        except DataError:  # on every rank, and before the update: what was trained so far is whole
-            self._save_unsaved()
-            raise
+        loss = accumulate_gradients(
+            self.engine,
+            self.loss.bind(batch.ids, self._epoch_at(self.step)),
+            batch,
+            self.logit_scale.read(),
+            RandomState(self.arguments.seed, self.step, self.rank),
+            logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
+            coalesce=self.inputs.config.megaclip.coalesce_gradient_reduction,
+            embeddings_on_cpu=self.embeddings_on_cpu,
+        )
         batch.next_step()
         learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)
         set_learning_rate(self.engine, learning_rate)
@@ -303,11 +314,12 @@ class _Run:
         self.saved_step = self.step
         logger.info("saved %s", self.checkpoints / tag)
 
-    def _save_unsaved(self) -> None:
-        """Save what was trained since the last checkpoint, before an error ends the run."""
+    def _save_unsaved(self, error: DataError) -> None:
+        """Save what was trained since the last checkpoint, before `error` ends the run."""
         if self.step > self.saved_step:
+            # Said now: if the disk is what failed, saving fails too, and that error would be the only one shown.
+            logger.warning("the data failed after step %d, saving what was trained: %s", self.step, error)
             self._save()
-            logger.info("the data failed in step %d; --resume goes on from what was saved", self.step + 1)
 
     def _count_steps(self) -> int:
         if self.arguments.train_steps:

@@ -33,7 +33,8 @@ from megaclip.engine.step_batch import DeviceFeed, Tower
 
 _POLL_S = 1.0
 """How often the thread that waits for data looks whether a worker has died."""
-_JOIN_S = 10.0
+_JOIN_S = 2.0
+"""How long closing waits for the thread; one that sits in the loader longer finds itself closed when it wakes."""
 
 
 @contextmanager
@@ -229,7 +230,7 @@ class StepStore:
                 with self._changed:
                     self._filled = number + 1
                     self._changed.notify_all()
-        except Exception as error:  # every rank must learn of it, through `agree`
+        except BaseException as error:  # also a panic of a tokenizer's Rust: every rank must learn of it, by `agree`
             with self._changed:
-                self._failure = error
+                self._failure = error if isinstance(error, Exception) else RuntimeError(f"the loader ended: {error!r}")
                 self._changed.notify_all()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megaclip.data.reading import TrainReader
+from megaclip.data.reading import EvaluationReader, TrainReader
 from megaclip.engine import data_offload
 from megaclip.errors import DataError
 from tests.distributed.harness import run_ranks
@@ -45,6 +45,8 @@ RUNS = {
     "worker killed, resumed": Run({}, {"name": "worker killed", "resume": "auto"}),
     "second pass": Run({"data_offload": "reread"}, {}, "second pass"),
     "second pass, resumed": Run({}, {"name": "second pass", "resume": "auto"}),
+    "evaluation": Run({}, {"eval_every_steps": 3}, "evaluation"),
+    "evaluation, resumed": Run({}, {"name": "evaluation", "resume": "auto"}),
     "disk full": Run({"data_offload": "disk"}, {}, "disk full"),
     "no room": Run({}, {}, "no room"),
 }
@@ -64,12 +66,16 @@ def misbehave(fault: str, patch: pytest.MonkeyPatch) -> None:
             raise DataError("the archive is gone")
         return read(self, *arguments)
 
+    def unreadable(*_: Any) -> Any:
+        raise DataError("the held-out archive is gone")
+
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     faults: dict[str, Callable[[], None]] = {
         "worker killed": lambda: patch.setattr(TrainReader, "read", dying),
         "second pass": lambda: patch.setattr(TrainReader, "read", failing),
+        "evaluation": lambda: patch.setattr(EvaluationReader, "read", unreadable),
         "disk full": lambda: patch.setattr(os, "posix_fallocate", full),
         "no room": lambda: patch.setattr(data_offload, "SHARE", 0.0),
     }
@@ -115,6 +121,8 @@ def ended(tiny_run, tmp_path_factory) -> Ended:
         path = logs / f"{name}.json"
         path.write_text(json.dumps(config))
         changes = {"name": name, "train_steps": STEPS, "save_frequency": 0, "force_patch_dropout": 0.5, **run.flags}
+        if run.fault == "evaluation":
+            changes |= {"val_data": str(tiny_run / "held_out" / "*.tar"), "eval_batch_size": 16}
         commands[name] = flags(tiny_run, path, logs, **changes)
     per_rank = run_ranks(run_all, WORLD_SIZE, commands, str(tmp_path_factory.mktemp("stores")), time_limit_s=300)
     return Ended(logs, {name: [ends[name] for ends in per_rank] for name in RUNS})
@@ -133,6 +141,7 @@ def test_every_place_gives_the_same_bits(ended, name, said):
     [
         ("worker killed", "a data worker died or hangs (DataLoader worker (pid", 1, 4),
         ("second pass", "the archive is gone", 2, 2),
+        ("evaluation", "the held-out archive is gone", 3, 3),
     ],
 )
 def test_failing_data_end_in_a_message_and_a_checkpoint_that_resumes_exactly(ended, name, message, first, last):

@@ -1,8 +1,11 @@
 """The command line: open_clip's names, readable mistakes, and no overlap with ds_config.json."""
 
+import logging
+
 import pytest
 
 from megaclip.arguments import parse_arguments
+from megaclip.engine.run import main
 from megaclip.errors import ConfigError
 
 NEEDED = ["--deepspeed_config", "c.json", "--model", "ViT-B-32", "--train-data", "a.tar", "b.tar"]
@@ -42,3 +45,12 @@ def test_a_mistake_is_one_readable_line(extra, expected):
 def test_a_missing_flag_is_named():
     with pytest.raises(ConfigError, match="--train-data is needed"):
         parse_arguments(NEEDED[:4])
+
+
+@pytest.mark.parametrize(("rank", "patience_s", "speaks"), [("0", None, True), ("1", None, False), ("1", 0.0, True)])
+def test_who_says_what_is_wrong(monkeypatch, caplog, rank, patience_s, speaks):
+    """The first rank at once; the others after it, if it has not ended them by then."""
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    assert main(["--deepspeed_config", "nowhere.json", "--model", "x", "--train-data", "y"], patience_s=patience_s) == 1
+    assert ("nowhere.json" in caplog.text) == speaks

@@ -31,7 +31,7 @@ def free(monkeypatch, tmp_path):
         ("auto", 999, 1001, 2, "disk", True),
         ("auto", 0, 0, 1, "reread", False),
         ("cpu", 1001, 0, 1, "cpu", True),
-        ("disk", 5000, 0, 2, "disk", True),  # whether it fits is found when the file is made
+        ("disk", 5000, 1001, 2, "disk", True),
         ("reread", 0, 0, 2, "reread", False),
     ],
 )
@@ -42,6 +42,8 @@ def test_the_choice_follows_what_is_free(free, wanted, memory, disk, passes, nam
 def test_what_fits_nowhere_is_refused(free):
     with pytest.raises(ConfigError, match=r'data_offload "cpu": .* set "disk" or "reread"'):
         free("cpu", memory=999, disk=5000)
+    with pytest.raises(ConfigError, match=r'data_offload "disk": .* a larger disk, set "reread"'):
+        free("disk", memory=5000, disk=999)
     with pytest.raises(ConfigError, match="fit nowhere"):
         free("auto", memory=999, disk=999)
 
