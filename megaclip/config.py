@@ -292,6 +292,11 @@ def _check_zero(path: Path, config: dict[str, Any]) -> None:
                 raise ConfigError(f"{path}: zero_optimization.{key} has no effect at stage {stage}; it needs stage 3")
             if stage == 0 and key == "offload_optimizer":
                 raise ConfigError(f"{path}: zero_optimization.offload_optimizer needs stage 1, 2 or 3")
+        if zero.get("compute_grad_norm") is False:
+            raise ConfigError(
+                f"{path}: zero_optimization.compute_grad_norm cannot be off: an update with a gradient of NaN is "
+                "refused by its norm; leave it out"
+            )
     for name, model in (("zero_optimization", DeepSpeedZeroConfig), ("bf16", DeepSpeedBF16Config)):
         section = config.get(name, {})
         fields = {field.alias or key for key, field in model.model_fields.items()}

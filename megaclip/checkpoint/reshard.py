@@ -27,8 +27,9 @@ _FP32 = "fp32"
 _FROZEN = "frozen"
 
 
-def load_resharded(engine: DeepSpeedEngine, folder: Path) -> None:
-    """Load parameters, optimizer state and step counters of the checkpoint in `folder` on every rank.
+def load_resharded(engine: DeepSpeedEngine, folder: Path, *, ranks: int) -> None:
+    """Load parameters, optimizer state and step counters of the checkpoint in `folder`, which `ranks` ranks wrote, on
+    every rank.
 
     The optimizer's settings (weight decay, betas) stay the engine's own.
 
@@ -46,7 +47,7 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path) -> None:
                 "with; use those, or offload_optimizer.device cpu from the start"
             )
         groups = list(_flat_groups(engine))
-        saved = _Saved.open(folder, [slot.name for group in groups for slot in group.in_order])
+        saved = _Saved.open(folder, ranks, [slot.name for group in groups for slot in group.in_order])
         _fill(engine, groups, saved)
         _fill_frozen(engine, saved)
     except CheckpointError as problem:
@@ -170,9 +171,10 @@ class _Saved:
     """The engine's: global_steps and the like."""
 
     @classmethod
-    def open(cls, folder: Path, names: list[str]) -> "_Saved":
-        """Map the files in `folder`; `names`: what the optimizer updates, in its order (ZeRO-0 saves no names)."""
-        optimizers = [_map(path)["optimizer_state_dict"] for path in _files_by_rank(folder, "optim")]
+    def open(cls, folder: Path, ranks: int, names: list[str]) -> "_Saved":
+        """Map the files of `ranks` ranks in `folder`; `names`: what the optimizer updates, in its order (ZeRO-0 saves
+        no names)."""
+        optimizers = [_map(path)["optimizer_state_dict"] for path in _files_by_rank(folder, "optim", ranks)]
         saved = cls()
         whole = folder / "mp_rank_00_model_states.pt"
         if whole.is_file():  # ZeRO-0 to 2: one file with all working copies
@@ -184,7 +186,7 @@ class _Saved:
             if not optimizers:
                 saved._add_stage_0(models[0], names)
         else:
-            models = [_map(path) for path in _files_by_rank(folder, "model")]
+            models = [_map(path) for path in _files_by_rank(folder, "model", ranks)]
             for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
                 saved._add_stage_3(model, optimizer, rank, len(optimizers))
         saved.counters = {name: models[0][name] for name in ("global_steps", "global_samples", "skipped_steps")}
@@ -258,12 +260,14 @@ class _Saved:
         return flat.view(group.flat.shape)
 
 
-def _files_by_rank(folder: Path, kind: str) -> list[Path]:
-    """DeepSpeed's file of every rank that saved, in order. kind: "optim" or "model"."""
+def _files_by_rank(folder: Path, kind: str, ranks: int) -> list[Path]:
+    """DeepSpeed's files of all `ranks` ranks, in order; none where they are not made. kind: "optim" or "model"."""
     pattern = re.compile(rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_{kind}_states\.pt")
     found = {int(match[1]): path for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
-    if sorted(found) != list(range(len(found))):
-        raise CheckpointError(f"checkpoint {str(folder)!r} is incomplete: it has the files of ranks {sorted(found)}")
+    if found and sorted(found) != list(range(ranks)):
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} is incomplete: {ranks} ranks wrote it, and it has the files of {sorted(found)}"
+        )
     return [found[rank] for rank in sorted(found)]
 
 

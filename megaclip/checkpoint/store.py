@@ -100,6 +100,10 @@ def _write_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     engine.checkpoint_engine.save = save_or_remember
     try:
         engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+    except OSError as problem:  # what it copies beside its states; the collectives that follow are made up for
+        error = error or _cannot_write(problem, folder)
+        getattr(engine.optimizer, "checkpoint_event_epilogue", lambda: None)()
+        dist.barrier()
     finally:
         engine.checkpoint_engine.save = write
     raise_together(error)
@@ -133,10 +137,13 @@ def _write_together(action: Any, writes: bool, folder: Path) -> None:
 def _cannot_write(problem: Exception, folder: Path) -> CheckpointError:
     """PyTorch's own words for a full disk are obscure, so the free space stands beside them."""
     first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-    free_gib = shutil.disk_usage(folder).free / 2**30
+    try:
+        free = f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB are free"
+    except OSError:
+        free = "it cannot be reached"
     return CheckpointError(
-        f"cannot write the checkpoint: {first_line}; free space ({free_gib:.1f} GiB are free at {str(folder)!r}) "
-        "or fix permissions, then --resume"
+        f"cannot write the checkpoint: {first_line}; free space at {str(folder)!r} ({free}) or fix permissions, then "
+        "--resume"
     )
 
 
@@ -204,6 +211,9 @@ def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in engine.optimizer.param_groups
     ]
+    epilogue = getattr(engine.optimizer, "checkpoint_event_epilogue", None)
+    if epilogue is not None:  # ZeRO-3: it gathers parameters, so no rank may begin it while another has failed
+        engine.optimizer.checkpoint_event_epilogue = lambda: None
     try:
         loaded, _ = engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
         if loaded is None:
@@ -214,6 +224,9 @@ def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
         first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         error = CheckpointError(f"cannot load checkpoint {str(folder / tag)!r}: {first_line}")
     raise_together(error)
+    if epilogue is not None:
+        engine.optimizer.checkpoint_event_epilogue = epilogue
+        epilogue()
 
 
 def read_loss_states(folder: Path, tag: str) -> Iterator[dict[str, Any]]:

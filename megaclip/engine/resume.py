@@ -10,7 +10,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megaclip.arguments import TrainArguments
 from megaclip.checkpoint import store
 from megaclip.checkpoint.reshard import load_resharded
-from megaclip.comm.collectives import raise_together
+from megaclip.comm.collectives import gather_objects, raise_together
+from megaclip.comm.groups import every_rank
 from megaclip.config import BatchPlan
 from megaclip.data import check_manifest
 from megaclip.engine.inputs import Inputs
@@ -20,15 +21,23 @@ from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
 
+_DIVISION = ("world_size", "zero_stage", "zero_layout")
+
 
 def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPlan, total_steps: int) -> dict[str, Any]:
-    """What must be the same in a run and its continuation, but for the ranks and the ZeRO stage.
+    """What must be the same in a run and its continuation, but for how the state is divided among ranks (`_DIVISION`).
 
     JSON-able: every checkpoint's state holds it.
     """
+    zero = inputs.config.deepspeed.get("zero_optimization", {})
     return {
         "world_size": dist.get_world_size(),
         "zero_stage": inputs.config.zero_stage,
+        "zero_layout": {key: zero.get(key) for key in ("round_robin_gradients", "sub_group_size")},
+        "locked": {
+            "image": arguments.lock_image_unlocked_groups if arguments.lock_image else None,
+            "text": arguments.lock_text_unlocked_layers if arguments.lock_text else None,
+        },
         "seed": arguments.seed,
         "shard_order": arguments.shard_order,
         "global_batch": batch_plan.global_batch,
@@ -72,14 +81,15 @@ def resume(
     except MegaclipError as problem:
         error = problem
     raise_together(error)
+    _check_all_found(found)
     if found is None:
         return 0, 0
-    was, now = ((place["world_size"], place["zero_stage"]) for place in (state, identity))
+    was, now = ([place[key] for key in _DIVISION] for place in (state, identity))
     if was == now or was[1] == now[1] == 0:
         store.load(engine, *found)
     else:
-        logger.info("dividing a checkpoint of %d ranks at ZeRO-%d among %d at ZeRO-%d", *was, *now)
-        load_resharded(engine, found[0] / found[1])
+        logger.info("dividing a checkpoint of %d ranks at ZeRO-%d among %d at ZeRO-%d", *was[:2], *now[:2])
+        load_resharded(engine, found[0] / found[1], ranks=was[0])
     try:
         loss.load(store.read_loss_states(*found))
     except MegaclipError as problem:
@@ -89,11 +99,26 @@ def resume(
     return int(state["step"]), int(state["samples_consumed"])
 
 
+def _check_all_found(found: tuple[Path, str] | None) -> None:
+    """Raise on every rank unless all of them mean the same step; where a folder is mounted may differ."""
+    tags = [tag or "nothing" for tag in gather_objects(found and found[1], group=every_rank())]
+    if len(set(tags)) > 1:
+        raise CheckpointError(
+            f"ranks found different checkpoints ({', '.join(sorted(set(tags)))}): --logs must be one folder that all "
+            "hosts share"
+        )
+
+
 def _check_continues(state: dict[str, Any], identity: dict[str, Any]) -> None:
     """Raise unless the checkpoint that holds `state` was written by the run that `identity` describes."""
-    check_manifest(state.get("data", {}), identity["data"])
+    if missing := sorted(identity.keys() - state.keys()):
+        raise CheckpointError(
+            f"the checkpoint does not say its {', '.join(missing)}: an earlier version wrote it; export it with "
+            "tools/export_open_clip.py and start from it with --pretrained"
+        )
+    check_manifest(state["data"], identity["data"])
     for key, now in json.loads(json.dumps(identity)).items():
-        if key in ("data", "world_size", "zero_stage") or (was := state.get(key)) == now:
+        if key == "data" or key in _DIVISION or (was := state[key]) == now:
             continue
         if key == "global_batch":
             raise CheckpointError(

@@ -93,7 +93,7 @@ class SampleState:
     def fetch(self, ids: Tensor) -> Ticket:
         """Ask for the rows of this rank's ids, (b,) int64 on any device; every rank calls it with equally many.
 
-        Raises DataError, on all ranks, for ids that are no whole numbers or lie outside the dataset.
+        Raises DataError: on all ranks for ids outside the dataset; on this one alone for what is no (b,) of int64.
         """
         ids = ids.detach().cpu()
         if ids.dim() != 1 or ids.dtype != torch.int64:
@@ -166,7 +166,9 @@ class SampleState:
             slots = self.index.slots(ids[mine])
             self._grow()
             self.values[slots.to(self.values.device)] = part["values"][mine].to(self.values)
-        if seen != set(range(size)) or not seen:
+        if not seen:
+            raise CheckpointError("the checkpoint holds no per-sample state: another loss wrote it")
+        if seen != set(range(size)):
             raise CheckpointError(f"the per-sample state was saved by {size} ranks, only {sorted(seen)} are here")
 
     def _grow(self) -> None:

@@ -83,7 +83,7 @@ class _Sigmoid(torch.autograd.Function):
         ctx.save_for_backward(
             x, y, negatives.dx, negatives.dy, pull, alpha / b, d_alpha, d_beta, logit_scale, logit_bias
         )
-        return loss
+        return loss.clone()  # no view: trainers divide losses in place
 
     @staticmethod
     @once_differentiable

@@ -137,7 +137,7 @@ def load_all(folder: str) -> dict[str, tuple[State, float, State, list[float], i
     engine_cases.SEED += 1
     for name, (saved, case) in LOADED[dist.get_world_size()].items():
         engine = start(case)
-        load_resharded(engine, Path(folder) / saved / f"step_{STEPS:08d}")
+        load_resharded(engine, Path(folder) / saved / f"step_{STEPS:08d}", ranks=2)
         decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         counted = engine.global_steps
         results[name] = (
@@ -208,13 +208,15 @@ def refusals(folder: str) -> list[str]:
 
     def refused(path: Path) -> None:
         with pytest.raises(CheckpointError) as error:
-            load_resharded(engine, path)
+            load_resharded(engine, path, ranks=2)
         messages.append(str(error.value))
 
     refused(Path(folder) / "zero1 locked" / step.name)
     last.write_bytes(last.read_bytes()[:1000])
     refused(step)
     last.rename(step / "zero_pp_rank_2_mp_rank_00_optim_states.pt")
+    refused(step)
+    (step / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     refused(step)
     return messages
 
@@ -223,4 +225,5 @@ def test_a_checkpoint_that_does_not_fit_is_refused(loaded, folder):
     (messages,) = run_ranks(refusals, 1, folder)
     assert "has 0 elements of visual." in messages[0] and "locked towers" in messages[0]
     assert "cannot load checkpoint" in messages[1]
-    assert "files of ranks [0, 2]" in messages[2]
+    assert "2 ranks wrote it, and it has the files of [0, 2]" in messages[2]
+    assert "2 ranks wrote it, and it has the files of [0]" in messages[3]

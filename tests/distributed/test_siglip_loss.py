@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.comm.groups import group_rank, group_size
-from megaclip.losses import SigLipLoss
+from megaclip.losses import ClipLoss, SigLipLoss
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_clip_loss import Towers, expect_same_error, random_batch
 from tests.tolerances import GRADIENT, VALUE, relative_error
@@ -189,3 +189,12 @@ def test_the_value_is_float32_for_bfloat16_features() -> None:
     x, y = random_batch(9, 7, torch.bfloat16)
     loss = SigLipLoss()(x, y, torch.tensor(10.0), torch.tensor(-10.0))
     assert loss.dtype == torch.float32 and loss.bfloat16().float() != loss
+
+
+@pytest.mark.parametrize("kind", [ClipLoss, SigLipLoss])
+def test_a_trainer_may_divide_the_loss_in_place(kind: type) -> None:
+    x, y = (features.requires_grad_() for features in random_batch(9, 7, torch.float32))
+    loss = kind()(x, y, torch.tensor(5.0))
+    loss /= 4
+    loss.backward()
+    assert x.grad is not None and x.grad.abs().sum() > 0

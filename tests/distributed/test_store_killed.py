@@ -35,19 +35,28 @@ def save_then_die_saving(folder: Path) -> None:
 
 
 def save_without_room(folder: Path) -> None:
-    """The last rank may write no file of more than 2,000 bytes: every rank gets its message, and saving works again."""
-    engine = engine_cases.start_engine(CASE)
-    step(engine, 0)
-    store.save(engine, folder, 1, {"step": 1}, keep_last=1)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == WORLD_SIZE - 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint: .* GiB are free at"):
-        store.save(engine, folder, 2, {"step": 2}, keep_last=1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert store.find_latest(folder) == "step_00000001"
-    store.save(engine, folder, 3, {"step": 3}, keep_last=1)
-    assert store.find_latest(folder) == "step_00000003"
+    """One rank may write no file of more than 2,000 bytes: every rank gets its message, and saving works again."""
+    for stage, broken in ((2, 0), (3, 1), (3, 0)):  # the first rank copies scripts of DeepSpeed's too
+        engine = engine_cases.start_engine(Case(stage=stage))
+        step(engine, 0)
+        store.save(engine, folder, 1, {"step": 1}, keep_last=1)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == broken:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+        with pytest.raises(CheckpointError, match=r"cannot write the checkpoint: .* GiB are free"):
+            store.save(engine, folder, 2, {"step": 2}, keep_last=1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert store.find_latest(folder) == "step_00000001"
+        store.save(engine, folder, 3, {"step": 3}, keep_last=1)
+        assert store.find_latest(folder) == "step_00000003"
+    # One rank's part damaged, at the stage where loading ends in a collective.
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (damaged,) = (folder / "step_00000003").glob("*rank_1_*optim_states.pt")
+        damaged.write_bytes(damaged.read_bytes()[:500])
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="cannot load checkpoint"):
+        store.load(engine, folder, "step_00000003")
 
 
 def parameters_after_loading(folder: Path, tag: str) -> tuple[dict, dict]:

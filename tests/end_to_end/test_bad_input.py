@@ -92,6 +92,9 @@ MISTAKES = {
         GOING_ON,
         config_changes={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True},
     ),
+    "resumed with a tower locked": Mistake(
+        ["written with locked.image None, this run has 0"], {"resume": "MADE/runs/run", "lock_image": []}
+    ),
     "a damaged checkpoint": Mistake(["cannot load checkpoint"], {"resume": "MADE/damaged/run"}),
 }
 LAUNCHED = ("a glob that matches nothing", "a corrupt shard")

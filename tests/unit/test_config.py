@@ -44,6 +44,7 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         ({"megaclip": {"exchnage": "ring"}}, "unknown key megaclip.exchnage; did you mean 'exchange'?"),
         ({"megaclip": {"exchange": "rign"}}, "megaclip.exchange: Input should be 'auto', 'ring' or 'all_gather'"),
         ({"megaclip": {"tile_budget_mib": 0}}, "megaclip.tile_budget_mib"),
+        ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "compute_grad_norm cannot be off"),
         ({"megaclip": {"gradient_clipping": 1.0}}, "megaclip.gradient_clipping is misplaced"),
         ({"megaclip": {"text_micro_batch_size": 0}}, "megaclip.text_micro_batch_size"),
         ({"megaclip": []}, "megaclip must be a JSON object"),

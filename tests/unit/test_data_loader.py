@@ -145,7 +145,6 @@ def test_the_global_random_generator_is_left_alone(pairs):
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("tokenizer", [CountingTokenizer(), load_tokenizer("clip", 8)])
 def test_an_exception_in_a_worker_is_no_death():
     """torch hands some exceptions over as a RuntimeError that names its DataLoader; what happened must not be lost."""
 
@@ -156,6 +155,7 @@ def test_an_exception_in_a_worker_is_no_death():
         next(map_in_workers(broken, [1], num_workers=1))
 
 
+@pytest.mark.parametrize("tokenizer", [CountingTokenizer(), load_tokenizer("clip", 8)])
 def test_work_can_be_sent_to_workers_that_are_not_forked(pairs, tokenizer):
     """Where the system cannot fork, everything a worker needs travels to it pickled."""
     order, reader = pairs.order(seed=0), TrainReader(pairs, ImageTransform(8, training=True), tokenizer, 0)

@@ -147,7 +147,7 @@ def test_a_disk_that_cannot_be_written_is_a_readable_error(tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(CheckpointError, match=r"No space left on device; free space .* or fix permissions"):
+    with pytest.raises(CheckpointError, match=r"No space left on device; free space at .* or fix permissions"):
         save(tmp_path, 1)
     assert store.find_latest(tmp_path) is None
 
