@@ -29,7 +29,7 @@ class RunLoss:
             "tile_budget_mib": section.tile_budget_mib,
         }
         if section.is_global:
-            options |= section.fastclip.model_dump(exclude_unset=True) | {"samples": samples}
+            options |= section.fastclip.model_dump(exclude_unset=True, exclude_none=True) | {"samples": samples}
             options.setdefault("gamma_epochs", epochs / 2)  # FastCLIP, section 5: half of the epochs
             state_device = options.pop("state_device", "cpu")
             options["state_device"] = device if state_device == "accelerator" else "cpu"

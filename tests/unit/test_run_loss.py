@@ -1,5 +1,6 @@
 """The loss of a run: what binds ids and the epoch to it, and what a model's own scalars receive."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megaclip.config_section import FastClipSection, MegaclipSection
 from megaclip.engine.inputs import read_inputs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.errors import ConfigError
+from megaclip.losses import FastClipLoss
 
 
 def test_a_models_scale_and_bias_receive_zero_gradients() -> None:
@@ -37,6 +39,20 @@ def test_the_losss_settings_reach_the_loss() -> None:
         loss = RunLoss(section, samples=9, epochs=2, device=torch.device("cpu"))._loss
         assert {key: getattr(loss, key) for key in settings} == settings
         assert {key: getattr(loss.tiles, key) for key in tiles} == tiles
+
+
+def test_the_sections_defaults_are_the_losss() -> None:
+    arguments = inspect.signature(FastClipLoss).parameters
+    defaults = {name: field.default for name, field in FastClipSection.model_fields.items() if name != "gamma_epochs"}
+    defaults["temperature_betas"] = tuple(defaults["temperature_betas"])
+    assert defaults == {name: arguments[name].default for name in defaults}
+
+
+def test_gamma_falls_over_half_of_the_run_unless_told() -> None:
+    for given, expected in (({}, 10), ({"gamma_epochs": None}, 10), ({"gamma_epochs": 3}, 3)):
+        section = MegaclipSection(loss="fastclip_v3", fastclip=given)
+        loss = RunLoss(section, samples=9, epochs=20, device=torch.device("cpu"))._loss
+        assert loss.gamma_epochs == expected
 
 
 def test_a_bound_of_the_models_scale_is_refused(tmp_path: Path) -> None:
