@@ -33,17 +33,23 @@ class TrainArguments(BaseModel):
     train_data_weights: list[Annotated[float, Field(gt=0)]] = Field(
         default=[], description="mixture weights, one per --train-data entry (default: by size)"
     )
-    dataset_type: str = Field(default="auto", description="how to read --train-data and --val-data (default: by name)")
+    dataset_type: Literal["auto", "webdataset", "parquet", "csv", "json", "imagefolder", "saved", "hub"] = Field(
+        default="auto", description="how to read --train-data and --val-data, 'auto' by their names"
+    )
     image_key: str | None = Field(default=None, description="column or extension of the image")
     caption_key: str | None = Field(default=None, description="column or extension of the caption")
     val_data: list[str] = Field(default=[], description="held-out image-text pairs for retrieval")
     group_captions: bool = Field(default=False, description="--val-data has several captions per image (COCO, Flickr)")
-    zeroshot_data: str | None = Field(default=None, description="labelled images for zero-shot classification")
+    zeroshot_data: str | None = Field(
+        default=None,
+        description="labelled images for zero-shot classification: a folder with a folder per class, or "
+        "CLIP_benchmark's layout (tar shards with .cls files, classnames.txt, templates)",
+    )
     tokenizer: str = Field(default="clip", description="'clip', or the path of a sentencepiece model")
     workers: NotNegative = Field(default=4, description="data worker processes per rank")
     shard_order: Literal["shuffled", "sequential"] = Field(
         default="shuffled",
-        description="'sequential' visits shards in the order given (curricula), shuffled within each",
+        description="order of the shards; 'sequential' visits them as given (curricula), shuffled within each",
     )
     data_offload_dir: str | None = Field(
         default=None, description="where megaclip.data_offload puts a step's images on disk (default: the run's folder)"
@@ -90,7 +96,9 @@ class TrainArguments(BaseModel):
     )
     keep_last: Positive = Field(default=3, description="checkpoints to keep")
     val_frequency: NotNegative = Field(default=1, description="evaluate every n epochs (0: only at the end)")
-    eval_every_steps: Positive | None = Field(default=None, description="evaluate every n steps, instead")
+    eval_every_steps: Positive | None = Field(
+        default=None, description="evaluate every n steps, instead of --val-frequency"
+    )
     eval_batch_size: Positive = Field(default=64, description="evaluation batch per rank")
     log_every_n_steps: Positive = Field(default=10, description="TensorBoard and log interval, in steps")
     stop_after_steps: Positive | None = Field(
@@ -170,7 +178,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="launch/train.py", description="Train a CLIP model on DeepSpeed.", allow_abbrev=False)
     for name, field in TrainArguments.model_fields.items():
         default = "" if field.is_required() or field.default in (None, [], False) else f" (default {field.default})"
-        _add_flag(parser, name, field.annotation, f"{field.description}{default}")
+        choices = f"; one of {', '.join(get_args(field.annotation))}" if get_origin(field.annotation) is Literal else ""
+        _add_flag(parser, name, field.annotation, f"{field.description}{choices}{default}")
     return parser
 
 

@@ -1,10 +1,12 @@
 """The command line: open_clip's names, readable mistakes, and no overlap with ds_config.json."""
 
 import logging
+from typing import get_args
 
 import pytest
 
-from megaclip.arguments import parse_arguments
+from megaclip.arguments import TrainArguments, build_parser, parse_arguments
+from megaclip.data import DATASET_TYPES
 from megaclip.engine.run import main
 from megaclip.errors import ConfigError
 
@@ -40,6 +42,13 @@ def test_a_mistake_is_one_readable_line(extra, expected):
     with pytest.raises(ConfigError) as error:
         parse_arguments([*NEEDED, *extra])
     assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_help_names_every_choice():
+    described = {action.dest: action.help for action in build_parser()._actions}
+    assert described["lr_scheduler"] == "schedule; one of cosine, const, const-cooldown (default cosine)"
+    assert get_args(TrainArguments.model_fields["dataset_type"].annotation) == DATASET_TYPES
+    assert all(name in described["dataset_type"] for name in DATASET_TYPES)
 
 
 def test_a_missing_flag_is_named():
