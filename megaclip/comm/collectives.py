@@ -58,12 +58,12 @@ def reduce_scatter_log_sum_exp(values: Tensor, *, group: Any = None) -> Tensor:
 
 def sum_over_ranks(values: Tensor, *, group: Any = None) -> Tensor:
     """The elementwise sum over ranks, on every rank; any shape."""
-    return _all_reduce(values, dist.ReduceOp.SUM, group)
-
-
-def max_over_ranks(values: Tensor, *, group: Any = None) -> Tensor:
-    """The elementwise maximum over ranks, on every rank; any shape."""
-    return _all_reduce(values, dist.ReduceOp.MAX, group)
+    ranks = resolve(group)
+    if ranks.size == 1:
+        return values
+    total = values.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=ranks.handle)
+    return total
 
 
 def gather_integers(values: list[int], *, group: Any = None) -> list[list[int]]:
@@ -121,15 +121,6 @@ def _raise_first(own: Exception | None, described: list[tuple[str, str, bool] | 
             raise getattr(errors, name, errors.MegaclipError)(message) from own
     rank, name, message, _ = reports[0]
     raise errors.MegaclipError(f"rank {rank} failed with {name}: {message}; its traceback is in that rank's output")
-
-
-def _all_reduce(values: Tensor, op: Any, group: Any) -> Tensor:
-    ranks = resolve(group)
-    if ranks.size == 1:
-        return values
-    total = values.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, op=op, group=ranks.handle)
-    return total
 
 
 def _gather_on_host(values: Tensor, ranks: RankGroup, device: torch.device) -> Tensor:
