@@ -45,6 +45,13 @@ def test_links_and_pictures_exist(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_said_to_be_in_a_linked_file_are_defined_there(page):
+    for name, target in re.findall(r"`(\w+)`\s+(?:of|in)\s+\[[^\]]*\]\(([^)]+\.py)\)", page.read_text()):
+        source = (page.parent / target).read_text()
+        assert re.search(rf"^(class |def )?{name}\b", source, re.MULTILINE), f"{page.name} says {name} is in {target}"
+
+
 def test_the_tree_in_the_readme_names_every_room_and_only_files_that_exist():
     tree = (ROOT / "README.md").read_text().split("## The house")[1].split("```")[1]
     rooms = re.findall(r"^  (\w+)/", tree, re.MULTILINE)
