@@ -20,13 +20,11 @@ from deepspeed.accelerator import get_accelerator
 from megaclip.comm.collectives import gather_objects, raise_together
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
+from megaclip.planner.constants import EMBEDDINGS_SHARE, HOST_MARGIN
+from megaclip.planner.memory import gigabytes
 
 logger = get_logger(__name__)
 
-SHARE = 0.8
-"""Of the free memory or disk that a run may take: the rest is for data workers, checkpoints and the unforeseen."""
-EMBEDDINGS_SHARE = 0.1
-"""Of the device's memory: embeddings and gradients that would take more are kept on the host."""
 WINDOW = 3
 """Slots where nothing is kept: one in use, one on its way to the device, one being filled."""
 _CGROUP = Path("/sys/fs/cgroup")
@@ -62,11 +60,11 @@ def choose_place(wanted: str, nbytes: int, folder: Path, *, passes: int) -> Plac
     """
     hosts = gather_objects(_Host(socket.gethostname(), free_memory(), _free_disk(folder)))
     names = [host.name for host in hosts]
-    memory_share = min(host.free_memory / names.count(host.name) for host in hosts) * SHARE
-    disk_share = min(host.free_disk / names.count(host.name) for host in hosts) * SHARE
-    needs = f"{_words(nbytes)} of images a rank"
-    in_memory = f"{_words(memory_share)} of free host memory ({SHARE:.0%} of it)"
-    on_disk = f"{_words(disk_share)} of free disk in {folder} ({SHARE:.0%} of it)"
+    memory_share = min(host.free_memory / names.count(host.name) for host in hosts) * HOST_MARGIN
+    disk_share = min(host.free_disk / names.count(host.name) for host in hosts) * HOST_MARGIN
+    needs = f"{gigabytes(nbytes)} of images a rank"
+    in_memory = f"{gigabytes(memory_share)} of free host memory ({HOST_MARGIN:.0%} of it)"
+    on_disk = f"{gigabytes(disk_share)} of free disk in {folder} ({HOST_MARGIN:.0%} of it)"
     if wanted == "auto" and passes == 1:
         return _chosen(Place("reread", keeps=False), "images pass by once")
     if wanted == "reread":
@@ -96,10 +94,6 @@ def choose_place(wanted: str, nbytes: int, folder: Path, *, passes: int) -> Plac
 def _chosen(place: Place, why: str) -> Place:
     logger.info("data offload: %s: %s", place.name, why)
     return place
-
-
-def _words(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _free_disk(folder: Path) -> int:
@@ -133,7 +127,7 @@ class Slots:
         try:
             self.tensor = self._in_file(shape, folder) if place.name == "disk" else self._in_memory(shape, device)
         except (OSError, RuntimeError) as problem:
-            size, where = _words(torch.Size(shape).numel()), folder if place.name == "disk" else "page-locked memory"
+            size, where = gigabytes(torch.Size(shape).numel()), folder if place.name == "disk" else "page-locked memory"
             error = ConfigError(
                 f"data offload: cannot reserve {size} in {where}: {str(problem).splitlines()[0]}; free space, point "
                 "--data-offload-dir elsewhere, or set another megaclip.data_offload"
@@ -176,5 +170,5 @@ def embeddings_on_cpu(wanted: bool | str, shape: tuple[int, int], dtype: torch.d
     if wanted == "auto":
         on_cpu = device.type != "cpu" and nbytes > EMBEDDINGS_SHARE * get_accelerator().total_memory()
     where = "in host memory while the towers run" if on_cpu else f"on {device.type}"
-    logger.info("embeddings and their gradients: %s a rank, %s", _words(nbytes), where)
+    logger.info("embeddings and their gradients: %s a rank, %s", gigabytes(nbytes), where)
     return on_cpu

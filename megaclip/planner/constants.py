@@ -10,9 +10,6 @@ CUBLAS_WORKSPACES = 2 * 32 * MIB
 """cuBLAS takes 32 MiB on Hopper (PyTorch's default CUBLAS_WORKSPACE_CONFIG there), once for each thread that
 multiplies: the main one and autograd's."""
 
-SMALLEST_BLOCK = 512
-"""The caching allocator rounds every tensor up to this many bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
-
 OUTSIDE_ALLOCATOR = 2 * GIB
 """Device memory that the allocator does not see: the CUDA context and loaded kernels, NCCL's buffers, and the
 allocator's fragments. The fit is checked against the device's memory less this."""
@@ -26,9 +23,10 @@ HOST_WORKER = GIB // 4
 PREFETCHED_BATCHES = 2
 """Chunks that each loader process holds ready (PyTorch's prefetch_factor)."""
 HOST_MARGIN = 0.8
-"""Share of a host's free memory and disk that a plan may use (as `megaclip.engine.data_offload` does)."""
+"""Share of a host's free memory and disk that a plan and the step store may use: the rest is for checkpoints and the
+unforeseen."""
 EMBEDDINGS_SHARE = 0.1
-"""Of the GPU's memory: embeddings and gradients that would take more wait in host memory (likewise)."""
+"""Of the GPU's memory: embeddings and gradients that would take more wait in host memory."""
 
 TOWER_SHARE = 0.5
 """Share of a GPU's product rate that a ViT tower reaches; `--calibrate` measures it."""

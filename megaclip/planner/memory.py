@@ -15,9 +15,11 @@ from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import (
     CUBLAS_WORKSPACES,
     EMBEDDINGS_SHARE,
+    GIB,
     HOST_PROCESS,
     HOST_PROCESS_CPU,
     HOST_WORKER,
+    MIB,
     PREFETCHED_BATCHES,
 )
 from megaclip.planner.losses import LossSizes, megaclip_loss_bytes
@@ -110,7 +112,9 @@ def settled(workload: Workload, cluster: Cluster) -> Workload:
 
 def gigabytes(size: float) -> str:
     """Bytes as words: GiB, or MiB below one GiB."""
-    return f"{size / 2**30:.1f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:.0f} MiB"
+    if abs(size) >= GIB:
+        return f"{size / GIB:.1f} GiB"
+    return f"{size / MIB:.{0 if abs(size) >= 10 * MIB else 1}f} MiB"
 
 
 def store_bytes(workload: Workload) -> float:
