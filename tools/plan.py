@@ -128,7 +128,7 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
         f"{workload.image_micro_batch} images and {workload.text_micro_batch} texts; {workload.total / 1e6:.1f} M "
         f"parameters, ZeRO-{workload.zero.stage}\n"
     )
-    print(memory_table(plan, workload, cluster), loss_table(settled(workload, cluster)), time_table(step), sep="\n\n")
+    print(memory_table(plan, cluster), loss_table(settled(workload, cluster)), time_table(step), sep="\n\n")
     print(f"\nlargest batch that fits, all else the same: {largest_batch(workload, cluster):,}")
     if not plan.refusals:
         print("this run fits")

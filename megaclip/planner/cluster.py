@@ -29,7 +29,7 @@ class Rates:
     network: float
     """Bytes that one rank sends to other hosts."""
     disk_write: float
-    """Bytes, per host."""
+    """Bytes, per host, until they are on the disk; reading is taken to be as fast."""
     decoded: float
     """Images read, decoded and cropped, per loader process."""
 
@@ -64,6 +64,12 @@ class Cluster:
     @property
     def gpus(self) -> int:
         return self.gpus_per_host * self.hosts
+
+    @property
+    def hides_exchanges(self) -> bool:
+        """Whether features travel while tiles are computed: between hosts and on CPUs. Between GPUs of one host the
+        GPU's own multiprocessors copy, and the tiles wait for them (docs/losses.md)."""
+        return self.hosts > 1 or not self.gpu_memory
 
     @property
     def usable_gpu_memory(self) -> float:

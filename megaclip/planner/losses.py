@@ -94,6 +94,6 @@ def inf_cl_loss_bytes(sizes: LossSizes) -> float:
 
 
 def megaclip_loss_operations(sizes: LossSizes, reduction: str, loss: str = "clip") -> float:
-    """Operations of forward and backward on one rank (docs/mathematics.md: 8 or 10 b B D; sigmoid 6 or 12)."""
-    products = {"feature": 6, "scalar": 12} if loss == "siglip" else {"feature": 8, "scalar": 10}
+    """Operations of forward and backward on one rank (docs/mathematics.md: 8 or 10 b B D; sigmoid 6 or 8)."""
+    products = {"feature": 6, "scalar": 8} if loss == "siglip" else {"feature": 8, "scalar": 10}
     return products[reduction] * sizes.logits * sizes.embed_dim

@@ -45,7 +45,7 @@ class MemoryPlan:
     cpu: dict[str, float]
     disk: dict[str, float]
     data_store: str
-    """Where a step's images wait: "cpu", "disk", "reread" (they are read twice) or "once" (nobody needs them twice)."""
+    """Where a step's images wait: "cpu", "disk", "reread" (they are read twice) or "once" (they pass by once)."""
     refusals: list[str] = field(default_factory=list)
     """Why this cannot run on the cluster; empty when it fits."""
 
@@ -95,17 +95,18 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
 
 
 def settled(workload: Workload, cluster: Cluster) -> Workload:
-    """The workload with what "auto" becomes on this cluster, as the run decides it: where embeddings wait
-    (`megaclip.engine.data_offload`) and how features are exchanged (`megaclip.losses.plan`: a ring where exchanges hide
-    behind tiles, or where gathering would take more than half of the memory)."""
+    """The workload with what "auto" becomes on this cluster: where embeddings wait, as the run decides it
+    (`megaclip.engine.data_offload`), and how features are exchanged: by a ring where exchanges hide behind tiles, or
+    where gathering would take more than half of the memory. The run compares measured links, too
+    (`megaclip.losses.plan`), and may find another way faster."""
     offload, exchange = workload.embeddings_offload, workload.exchange
     if offload == "auto":
         offload = bool(cluster.gpu_memory) and 2 * _embedding_bytes(workload) > EMBEDDINGS_SHARE * cluster.gpu_memory
     if exchange == "auto":
         sizes = loss_sizes(workload)
         gathered = workload.world_size * (sizes.features + sizes.unit)
-        hides = cluster.hosts > 1 or not cluster.gpu_memory
-        ring = workload.world_size == 1 or hides or gathered > cluster.usable_gpu_memory / 2
+        large = gathered > cluster.usable_gpu_memory / 2
+        ring = workload.world_size == 1 or cluster.hides_exchanges or large
         exchange = "ring" if ring else "all_gather"
     return replace(workload, embeddings_offload=offload, exchange=exchange)
 
@@ -178,37 +179,51 @@ def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, fl
 
 
 def _plain_phases(workload: Workload, states: States) -> dict[str, dict[str, float]]:
-    """One chunk: both towers keep their graphs through the loss."""
+    """Nothing is cached: what is trained, in one chunk, keeps its graph through the loss; a frozen tower has none."""
     image, text = towers(workload)
     samples, width = workload.local_batch, workload.compute_bytes
-    if workload.checkpointing == "cpu":
-        waiting = [0.0, 0.0]
-    elif workload.checkpointing:
-        waiting = [tower.waiting_inputs(samples, width) for tower in (image, text)]
-    else:
-        waiting = [tower.saved_bytes(samples, width) for tower in (image, text)]
-    pixels = samples * image.input_numbers * width
+    trains_image, trains_text = (parameters.trained > 0 for parameters in workload.parameters)
+    image_waits = _kept_graph(workload, image) + samples * image.input_numbers * width if trains_image else 0.0
+    text_waits = _kept_graph(workload, text) if trains_text else 0.0
     embeddings = _embedding_bytes(workload)
     bucket = 0.0 if workload.coalesce else states.bucket
+    phases: dict[str, dict[str, float]] = {}
+    for tower, parameters, micro_batch in _with_parameters(workload, image, text):
+        if not parameters.trained:
+            is_beside_images = tower is text and micro_batch == samples  # in several chunks it comes first
+            phases[f"{tower.name} tower forward"] = {
+                "activations": tower.forward_peak(micro_batch, width) + (image_waits if is_beside_images else 0.0),
+                "data chunks": 2 * tower.input_bytes * micro_batch,
+                "embeddings": embeddings,
+                "gathered parameters": gathered_bytes(workload, parameters),
+            }
+    phases["loss"] = {"activations": image_waits + text_waits, **_loss_phase(workload)}
     # The text tower came last, so its backward pass comes first, while the image tower's activations wait.
-    phases = {
-        "loss": {"activations": sum(waiting) + pixels, **_loss_phase(workload)},
-        "text tower backward": {
-            "activations": waiting[0] + pixels + text.backward_peak(samples, width, workload.checkpointing),
+    if trains_text:
+        phases["text tower backward"] = {
+            "activations": image_waits + text.backward_peak(samples, width, workload.checkpointing),
             "embedding gradients": 2 * embeddings,
             "reduce bucket": bucket,
             "gathered parameters": gathered_bytes(workload, workload.parameters[1]),
-        },
-        "image tower backward": {
+        }
+    if trains_image:
+        phases["image tower backward"] = {
             "activations": image.backward_peak(samples, width, workload.checkpointing),
             "embedding gradients": 2 * embeddings,
             "gradients": gradient_bytes(workload, image_done=False, text_done=True),
             "reduce bucket": bucket,
             "gathered parameters": gathered_bytes(workload, workload.parameters[0]),
-        },
-    }
+        }
     _add_step_phases(phases, workload, states)
     return _without_zeros(phases)
+
+
+def _kept_graph(workload: Workload, tower: Tower) -> float:
+    """What a tower's graph of the whole local batch keeps on the GPU until its backward pass."""
+    if workload.checkpointing == "cpu":
+        return 0.0
+    keeps = tower.waiting_inputs if workload.checkpointing else tower.saved_bytes
+    return keeps(workload.local_batch, workload.compute_bytes)
 
 
 def _add_step_phases(phases: dict[str, dict[str, float]], workload: Workload, states: States) -> None:
@@ -249,7 +264,7 @@ def _plan_host(plan: MemoryPlan, workload: Workload, cluster: Cluster, states: S
     plan.cpu["tokens of two steps"] = ranks * 2 * workload.local_batch * text.input_bytes
     if not cluster.gpu_memory:
         plan.cpu["model and step"] = ranks * plan.gpu_peak
-    if not workload.reads_images_twice:
+    if not workload.reads_images_twice and workload.data_offload in ("auto", "reread"):
         return
     store = ranks * store_bytes(workload)
     plan.data_store = workload.data_offload

@@ -25,7 +25,7 @@ def summary(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> str:
     )
 
 
-def memory_table(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> str:
+def memory_table(plan: MemoryPlan, cluster: Cluster) -> str:
     """Parts in rows; per GPU, per host and on disk in columns; then the phases and the peak."""
     place = f"{gigabytes(cluster.gpu_memory)} each" if cluster.gpu_memory else "none: the CPU trains"
     lines = [
@@ -75,6 +75,7 @@ def time_table(step: StepTime) -> str:
         "features between ranks" + (" (behind the loss)" if step.features_hidden else ""): step.features,
         "parameters between ranks" + (" (behind the towers)" if step.parameters_hidden else ""): step.parameters,
         "samples to the GPU (behind the towers)": step.copies,
+        "step store on disk" + (" (behind the towers)" if step.disk_hidden else ""): step.disk,
         "decoding (other processes)": step.decoding,
         "ZeRO-3's host work (behind the towers)": step.host,
         "optimizer in host memory": step.optimizer,

@@ -92,7 +92,8 @@ def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
     if workload.cached and workload.embeddings_offload is not True:
         changed = replace(workload, embeddings_offload=True)
         yield "embeddings", '"megaclip": {"embeddings_offload": true}', changed
-    for place in ("disk", "reread") if workload.reads_images_twice else ():
+    keeps_images = workload.reads_images_twice or workload.data_offload in ("cpu", "disk")
+    for place in ("disk", "reread") if keeps_images else ():
         if workload.data_offload not in (place, "reread"):
             changed = replace(workload, data_offload=place)
             yield place, f'"megaclip": {{"data_offload": "{place}"}}', changed

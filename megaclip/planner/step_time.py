@@ -2,16 +2,20 @@
 
     towers         forward without graph, forward again, backward (2 forwards; 3 with activation checkpointing):
                    operations over the measured rate of a tower
-    loss           8 b B D (docs/mathematics.md) over the loss's rate
+    loss           8 or 10 b B D; sigmoid 6 or 8 (docs/mathematics.md) over the loss's rate
     communication  parameters: gradients reduced and, at stage 3, parameters gathered for every pass; features: what
                    exchange and reduction send
-    data           pixels and tokens to the GPU twice; decoding by the loader's processes
+    data           pixels to the GPU twice; to the step store's file and back twice, if it is on disk; decoding by
+                   the loader's processes
     host           at ZeRO-3: DeepSpeed's work around every block in every pass, which does not shrink with the chunk
     optimizer      with offload_optimizer: Adam in host memory
 
-With a ring the features' exchange hides behind the loss, so the longer of the two counts. Gradients that are reduced
-in the background (overlap_comm) and parameters that are fetched ahead hide behind the towers; so do copies to the GPU
-(a second stream), and decoding, in processes of its own, hides behind the whole step.
+With a ring the features' exchange hides behind the loss, so the longer of the two counts; but not between GPUs of one
+host (`Cluster.hides_exchanges`), where the two add up. Gradients that are reduced in the background (overlap_comm) and
+parameters that are fetched ahead hide behind the towers; so do copies to the GPU (a second stream), and decoding, in
+processes of its own, hides behind the whole step. A step store on disk is written by a thread of its own, and on a GPU
+it is read one chunk ahead of the towers; on a CPU each chunk is read when its turn comes, and the term is added. It
+counts as if host memory kept none of the file, which is why it is on disk.
 """
 
 from dataclasses import dataclass
@@ -19,7 +23,7 @@ from dataclasses import dataclass
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import OFFLOADED_ADAM_BYTES, OFFLOADED_ADAM_RATE, ZERO_3_BLOCK_SECONDS
 from megaclip.planner.losses import megaclip_loss_operations
-from megaclip.planner.memory import loss_sizes, settled, store_bytes
+from megaclip.planner.memory import loss_sizes, plan_memory, settled, store_bytes
 from megaclip.planner.towers import towers
 from megaclip.planner.workload import Workload
 
@@ -40,6 +44,8 @@ class StepTime:
     """Gradients and parameters between ranks."""
     copies: float
     """Samples to the GPU."""
+    disk: float
+    """The step store's file written and read; 0 if images wait elsewhere."""
     decoding: float
     """Samples read, decoded and cropped."""
     host: float
@@ -48,6 +54,7 @@ class StepTime:
     """The optimizer's step in host memory; on the GPU it is short."""
     features_hidden: bool
     parameters_hidden: bool
+    disk_hidden: bool
     global_batch: int
 
     @property
@@ -57,9 +64,10 @@ class StepTime:
     @property
     def total(self) -> float:
         loss = max(self.loss, self.features) if self.features_hidden else self.loss + self.features
-        behind = max(self.towers, self.host, self.copies, self.parameters if self.parameters_hidden else 0.0)
-        step = behind + loss + self.optimizer + (0.0 if self.parameters_hidden else self.parameters)
-        return max(step, self.decoding)
+        behind, added = [self.towers, self.host, self.copies], [loss, self.optimizer]
+        (behind if self.parameters_hidden else added).append(self.parameters)
+        (behind if self.disk_hidden else added).append(self.disk)
+        return max(max(behind) + sum(added), self.decoding)
 
     @property
     def samples_per_s(self) -> float:
@@ -72,7 +80,7 @@ class StepTime:
             "towers": self.towers,
             "loss": self.loss,
             "communication": self.features + self.parameters,
-            "data": max(self.copies, self.decoding),
+            "data": max(self.copies, self.disk, self.decoding),
             "host": self.host + self.optimizer,
         }
         return max(terms, key=lambda name: terms[name])
@@ -99,15 +107,25 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         features=feature_traffic(workload) / link,
         parameters=parameter_traffic(workload) / link,
         copies=(1 + again_read) * store_bytes(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,
+        disk=_disk_seconds(workload, cluster),
         decoding=(1 + (again_read and workload.data_offload == "reread"))
         * batch
         / (rates.decoded * max(1, workload.workers)),
         host=_host_seconds(workload),
         optimizer=_optimizer_seconds(workload),
-        features_hidden=workload.exchange == "ring",
+        features_hidden=workload.exchange == "ring" and cluster.hides_exchanges,
         parameters_hidden=workload.zero.overlap_comm and not workload.coalesce,
+        disk_hidden=bool(cluster.gpu_memory),
         global_batch=workload.global_batch,
     )
+
+
+def _disk_seconds(workload: Workload, cluster: Cluster) -> float:
+    """All ranks of a host write the step's images once and read them in every pass."""
+    if plan_memory(workload, cluster).data_store != "disk":
+        return 0.0
+    passes = 2 if workload.reads_images_twice else 1
+    return (1 + passes) * cluster.gpus_per_host * store_bytes(workload) / cluster.rates.disk_write
 
 
 def _host_seconds(workload: Workload) -> float:

@@ -5,13 +5,12 @@ sizes of buffers elements, widths of numbers bytes.
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from megaclip.config import TrainingConfig
-from megaclip.errors import ConfigError
 from megaclip.models import ModelConfig
 from megaclip.models.clip import ClipModel
 
@@ -157,8 +156,11 @@ class Workload:
 
     @property
     def cached(self) -> bool:
-        """Whether the step goes through the gradient cache: more than one chunk."""
-        return self.local_batch > min(self.image_micro_batch, self.text_micro_batch)
+        """Whether the step runs its towers twice: not if one forward pass is all that needs a graph
+        (`megaclip.engine.gradient_cache.keeps_graph`)."""
+        chunks = [self.local_batch // rows for rows in (self.image_micro_batch, self.text_micro_batch)]
+        trained = sum(count for count, tower in zip(chunks, self.parameters, strict=True) if tower.trained)
+        return max(chunks) > 1 and trained != 1
 
     @property
     def reads_images_twice(self) -> bool:
@@ -183,22 +185,6 @@ class Workload:
     @property
     def bf16(self) -> bool:
         return self.compute_bytes == 2
-
-    def with_batch(self, global_batch: int) -> "Workload":
-        """The same with another contrastive batch: more chunks, or one smaller chunk."""
-        local_batch = global_batch // self.world_size
-        if local_batch < 1 or local_batch * self.world_size != global_batch:
-            raise ConfigError(f"a batch of {global_batch} does not divide over {self.world_size} ranks")
-        changed = replace(self, local_batch=local_batch)
-        for name in ("image_micro_batch", "text_micro_batch"):
-            micro_batch = min(getattr(self, name), local_batch)
-            if local_batch % micro_batch:
-                raise ConfigError(
-                    f"a batch of {global_batch} on {self.world_size} ranks is {local_batch} each, which {name} "
-                    f"{micro_batch} does not divide"
-                )
-            changed = replace(changed, **{name: micro_batch})
-        return changed
 
 
 @functools.lru_cache(maxsize=64)

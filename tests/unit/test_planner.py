@@ -1,20 +1,33 @@
 """The planner: losses against measured and published figures, states against ZeRO's arithmetic, fit and advice."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megaclip.config import load_training_config
+from megaclip.engine.gradient_cache import keeps_graph, trained_towers
+from megaclip.engine.step_batch import Tower
 from megaclip.errors import ConfigError
-from megaclip.models import load_model_config
+from megaclip.losses import siglip
+from megaclip.losses.plan import SOFTMAX_PRODUCTS
+from megaclip.models import build_model, load_model_config
 from megaclip.planner import Workload, advice, describe, largest_batch, plan_memory, plan_time
 from megaclip.planner.cluster import Rates, parse_size
-from megaclip.planner.losses import LossSizes, inf_cl_loss_bytes, megaclip_loss_bytes, open_clip_loss_bytes
+from megaclip.planner.losses import (
+    LossSizes,
+    inf_cl_loss_bytes,
+    megaclip_loss_bytes,
+    megaclip_loss_operations,
+    open_clip_loss_bytes,
+)
 from megaclip.planner.memory import settled
 from megaclip.planner.peers import INF_CL, OPEN_CLIP_ACCUMULATING, peer_gpu_bytes
 from megaclip.planner.search import fits
+from megaclip.planner.towers import image_tower, text_tower
 
 GIB, MIB = 2**30, 2**20
 H200 = describe(gpu="h200", gpus=8)
@@ -60,6 +73,13 @@ def test_the_losses_take_what_was_measured(case: tuple[str, int, int, int]) -> N
             sizes, exchange, reduction, 128, loss[0] if loss else "clip", payload_bytes=payload
         )
     assert planned / MIB == pytest.approx(MEASURED_MIB[case], rel=0.025)
+
+
+@pytest.mark.parametrize(("loss", "products"), [("clip", SOFTMAX_PRODUCTS), ("siglip", siglip._PRODUCTS)])
+def test_the_losses_are_charged_the_products_that_they_compute(loss: str, products: dict[str, int]) -> None:
+    sizes = LossSizes(local_batch=6, embed_dim=5, world_size=4)
+    for reduction, count in products.items():
+        assert megaclip_loss_operations(sizes, reduction, loss) == count * 6 * 24 * 5
 
 
 RUNS = json.loads((Path(__file__).parent / "planner_h200_runs.json").read_text())["results"]
@@ -128,6 +148,11 @@ def workload(
     return Workload.of(load_model_config(model), load_training_config(path), ranks)
 
 
+def of_batch(job: Workload, global_batch: int) -> Workload:
+    """The same with another contrastive batch, of whole chunks."""
+    return replace(job, local_batch=global_batch // job.world_size)
+
+
 def test_states_are_zeros_arithmetic(tmp_path: Path) -> None:
     parameters = 151_277_312  # open_clip's ViT-B-32 without its logit scale (PLATFORM: 151,277,313)
     per_stage = {
@@ -157,7 +182,7 @@ def test_offload_moves_states_to_the_host(tmp_path: Path) -> None:
 
 def test_only_the_loss_and_the_embeddings_grow_with_the_batch(tmp_path: Path) -> None:
     small = workload(tmp_path, ranks=1)
-    large = small.with_batch(1_048_576)
+    large = of_batch(small, 1_048_576)
     phases = [plan_memory(each, H200).gpu_phases for each in (small, large)]
     changed = {name for name in phases[0] if phases[0][name] != phases[1][name]}
     assert changed == {
@@ -175,7 +200,7 @@ def test_auto_gathers_on_one_host_while_that_is_small_and_keeps_large_embeddings
     job = workload(tmp_path)
     assert (settled(job, H200).exchange, settled(job, H200).embeddings_offload) == ("all_gather", False)
     assert settled(job, describe(gpus=8, hosts=2)).exchange == "ring"
-    huge = settled(job.with_batch(2**25), H200)
+    huge = settled(of_batch(job, 2**25), H200)
     assert (huge.exchange, huge.embeddings_offload) == ("ring", True)
     assert settled(replace(job, exchange="all_gather"), describe(gpus=8, hosts=2)).exchange == "all_gather"
 
@@ -184,7 +209,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path) -> Non
     job = replace(workload(tmp_path), data_offload="cpu")
     host = describe(gpu="h200", gpus=8, host_memory="200GiB")
     largest = largest_batch(job, host)
-    assert fits(job.with_batch(largest), host)
+    assert fits(of_batch(job, largest), host)
     assert not fits(replace(job, local_batch=int(largest / 8 * 1.02) // 512 * 512), host)
     assert largest_batch(replace(job, data_offload="reread"), host) > largest
     assert largest_batch(job, describe(gpu="h200", gpus=8, gpu_memory="4GiB")) == 0
@@ -214,12 +239,90 @@ def test_changes_are_combined_where_none_is_enough_alone(tmp_path: Path) -> None
 
 
 def test_time_has_one_more_forward_with_the_cache_and_the_loss_wins_at_a_huge_batch(tmp_path: Path) -> None:
-    job = replace(workload(tmp_path, ranks=1), workers=32)
-    step, plain = plan_time(job, H200), plan_time(job.with_batch(512), H200)
+    job = replace(workload(tmp_path, ranks=1), workers=32, data_offload="cpu")
+    step, plain = plan_time(job, H200), plan_time(of_batch(job, 512), H200)
     assert step.towers / job.local_batch == pytest.approx(4 / 3 * plain.towers / 512)
-    assert step.dominant == "towers" and plan_time(job.with_batch(2**27), H200).dominant == "loss"
+    assert step.dominant == "towers" and plan_time(of_batch(job, 2**27), H200).dominant == "loss"
     locked = plan_time(replace(job, image_unlocked=0), H200)
     assert locked.towers < 0.6 * step.towers
+
+
+def test_a_ring_hides_behind_the_loss_between_hosts_only(tmp_path: Path) -> None:
+    ring = replace(workload(tmp_path), exchange="ring")
+    slow = {"link": "1GB", "network": "1GB", "rates": replace(H200.rates, decoded=1e9)}
+    inside, between = (plan_time(ring, describe(gpus=8 // hosts, hosts=hosts, **slow)) for hosts in (1, 2))
+    assert inside.features == between.features > inside.loss > 0
+    assert inside.total == pytest.approx(between.total + inside.loss)
+    gathering = plan_time(replace(ring, exchange="all_gather"), describe(gpus=4, hosts=2, **slow))
+    assert not gathering.features_hidden and plan_time(ring, describe(gpu="cpu", gpus=8)).features_hidden
+
+
+def test_a_step_store_on_disk_is_written_once_and_read_twice(tmp_path: Path) -> None:
+    job = replace(workload(tmp_path), data_offload="disk")
+    rates = replace(H200.rates, disk_write=1e9, decoded=1e9)
+    pixels = 8 * 4096 * 3 * 224 * 224  # of all ranks of the host
+    slow = plan_time(job, describe(gpus=8, rates=rates))
+    assert slow.disk == pytest.approx(3 * pixels / 1e9) and slow.dominant == "data"
+    assert slow.towers < slow.disk < slow.total < slow.disk + slow.towers  # the towers wait for it
+    assert plan_time(replace(job, image_unlocked=0), describe(gpus=8, rates=rates)).disk == pytest.approx(
+        2 / 3 * slow.disk
+    )
+    # Hidden on GPUs, not on CPUs, where nothing reads ahead.
+    for gpu, added in (("h200", 0), ("cpu", 1)):
+        fast = describe(gpu=gpu, gpus=8, rates=replace(rates, disk_write=1e12))
+        step, in_memory = plan_time(job, fast), plan_time(replace(job, data_offload="cpu"), fast)
+        assert 0 < step.disk < step.towers and in_memory.disk == 0
+        assert step.total == pytest.approx(in_memory.total + added * step.disk, rel=1e-9)
+    # "auto" goes to the disk where host memory ends, and is charged for it.
+    auto = replace(job, data_offload="auto")
+    assert plan_time(auto, describe(gpus=8, rates=rates)).disk == 0
+    assert plan_time(auto, describe(gpus=8, rates=rates, host_memory="60GiB")).disk == slow.disk
+
+
+def test_a_tower_runs_twice_and_images_are_kept_exactly_where_the_run_does_so(tmp_path: Path) -> None:
+    job = workload(tmp_path, ranks=1)
+    outcomes = set()
+    for image_unlocked, text_unlocked in itertools.product((None, 0, 1), repeat=2):
+        with torch.device("meta"):
+            model = build_model(job.model)
+        if image_unlocked is not None:
+            model.lock_image_tower(image_unlocked)
+        if text_unlocked is not None:
+            model.lock_text_tower(text_unlocked)
+        trained = trained_towers(model)
+        for image_chunks, text_chunks in itertools.product((1, 4), repeat=2):
+            planned = replace(
+                job,
+                image_unlocked=image_unlocked,
+                text_unlocked=text_unlocked,
+                local_batch=64,
+                image_micro_batch=64 // image_chunks,
+                text_micro_batch=64 // text_chunks,
+            )
+            once = keeps_graph(trained, {Tower.IMAGE: image_chunks, Tower.TEXT: text_chunks})
+            assert planned.cached != once
+            assert planned.reads_images_twice == (not once and Tower.IMAGE in trained)
+            phases = plan_memory(planned, H200).gpu_phases
+            assert {name for name in phases if name.endswith("tower backward")} == {
+                f"{tower.name.lower()} tower backward" for tower in trained
+            }
+            outcomes.add((len(trained), once))
+    assert outcomes == {(0, False), (0, True), (1, False), (1, True), (2, False), (2, True)}
+
+
+def test_a_frozen_tower_in_chunks_keeps_no_graph(tmp_path: Path) -> None:
+    job = replace(workload(tmp_path, ranks=1), local_batch=512, text_micro_batch=128)
+    cached, kept = plan_memory(job, H200), plan_memory(replace(job, text_unlocked=0), H200)
+    both = plan_memory(replace(job, text_micro_batch=512), H200)
+    assert (cached.data_store, kept.data_store, both.data_store) == ("cpu", "once", "once")
+    image, text = image_tower(job.model), text_tower(job.model)
+    pixels = 512 * image.input_numbers * 2
+    assert kept.gpu_phases["loss"]["activations"] == image.saved_bytes(512, 2) + pixels
+    assert both.gpu_phases["loss"]["activations"] == image.saved_bytes(512, 2) + text.saved_bytes(512, 2) + pixels
+    assert kept.gpu_phases["text tower forward"]["activations"] == text.forward_peak(128, 2)
+    # Asked for by name, host memory or disk hold the step's images even if they pass by once.
+    asked = plan_memory(replace(job, text_unlocked=0, data_offload="cpu"), H200)
+    assert asked.data_store == "cpu" and asked.cpu["step store"] == 8 * 512 * image.input_bytes
 
 
 def test_sizes_and_rates_are_read_or_refused(tmp_path: Path) -> None:
