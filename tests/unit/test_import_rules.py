@@ -109,3 +109,9 @@ def test_a_forbidden_import_is_found(source: str, module: str) -> None:
 )
 def test_an_allowed_import_is_not(source: str, module: str) -> None:
     assert violations(source, module) == []
+
+
+def test_every_test_file_has_a_name_of_its_own():
+    """pytest cannot collect two test files of one name, but says so only to who runs both folders."""
+    names = [path.name for path in (REPOSITORY / "tests").rglob("test_*.py")]
+    assert [name for name in set(names) if names.count(name) > 1] == []
