@@ -77,7 +77,7 @@ def misbehave(fault: str, patch: pytest.MonkeyPatch) -> None:
         "second pass": lambda: patch.setattr(TrainReader, "read", failing),
         "evaluation": lambda: patch.setattr(EvaluationReader, "read", unreadable),
         "disk full": lambda: patch.setattr(os, "posix_fallocate", full),
-        "no room": lambda: patch.setattr(data_offload, "SHARE", 0.0),
+        "no room": lambda: patch.setattr(data_offload, "HOST_MARGIN", 0.0),
     }
     faults[fault]()
 
