@@ -1,4 +1,4 @@
-# make demo [ARGS="--seed 1"] | test | check | test-gpu | clean: each does its own set-up.
+# make demo [ARGS="--seed 1"] | test | test-long | check | test-gpu | clean: each does its own set-up.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -7,13 +7,17 @@ BIN    := $(VENV)/bin
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-gpu check clean
+.PHONY: demo test test-long test-gpu check clean
 
 demo: $(VENV)/.ops
 	DS_ACCELERATOR=cpu $(BIN)/python tools/demo.py $(ARGS)
 
 test: $(VENV)/.ops
-	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long"
+
+# What takes minutes more: every shipped ds_config under the launcher, a whole comparison of losses.
+test-long: $(VENV)/.ops
+	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long and not gpu"
 
 # On a machine with a GPU, in the environment that holds its CUDA torch (no set-up of ours).
 test-gpu:

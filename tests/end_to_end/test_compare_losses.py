@@ -27,6 +27,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*sizes, "--data", str(folder / "data"), "--out", str(folder / "out"), "--methods", *LABELS]
 
 
+@pytest.mark.long
 def test_runs_once_and_records_every_evaluation(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     out = Path(command[command.index("--out") + 1])
     assert main(command) == 0

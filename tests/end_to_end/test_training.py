@@ -1,7 +1,7 @@
 """Every file of ds_configs/ trains under the deepspeed launcher, and what it saves is what open_clip then loads.
 
 Two ranks on the CPU, two steps. Only the batch numbers differ from the file, where its batch is too large for the tiny
-data.
+data. Those with the most settings run with the other tests, the rest by `make test-long`.
 """
 
 import json
@@ -15,7 +15,11 @@ from megaclip.config import load_training_config
 from tests.end_to_end.training_runs import ROOT, WORLD_SIZE, flags, launch, scalars
 from tools import export_open_clip
 
-CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+RICHEST = ("huge_batch", "zero3_offload")
+CONFIGS = [
+    pytest.param(path, id=path.stem, marks=[] if path.stem in RICHEST else pytest.mark.long)
+    for path in sorted((ROOT / "ds_configs").glob("*.json"))
+]
 MOST_SAMPLES = 256
 """All that the tiny run has."""
 
@@ -36,7 +40,7 @@ def small_copy(path: Path, folder: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS)
 def test_two_steps_then_export(path, tiny_run, tmp_path, monkeypatch, capsys):
     config = small_copy(path, tmp_path)
     data = {"val_data": tiny_run / "held_out" / "*.tar", "zeroshot_data": tiny_run / "zero_shot", "eval_batch_size": 16}
