@@ -164,6 +164,7 @@ def test_every_sample_once_an_epoch(runs):
     assert taken[8:] != taken[: STEPS - 8]  # shuffled anew
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runs", ["zero3"], indirect=True)
 def test_the_launcher_killed_with_all_its_ranks_and_data_workers(runs, tiny_run):
     """Under the deepspeed launcher, with data workers, the numbers are those of the harness's run without."""
