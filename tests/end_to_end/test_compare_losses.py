@@ -20,6 +20,9 @@ from tools.inspect_estimators import main as inspect
 LABELS = ["InfoNCE", "FastCLIP v3"]
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("compare")
@@ -27,7 +30,6 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*sizes, "--data", str(folder / "data"), "--out", str(folder / "out"), "--methods", *LABELS]
 
 
-@pytest.mark.long
 def test_runs_once_and_records_every_evaluation(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     out = Path(command[command.index("--out") + 1])
     assert main(command) == 0
