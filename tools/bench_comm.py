@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megaclip.comm.collectives import gather_rows, reduce_scatter_rows, sum_over_ranks
-from megaclip.comm.groups import group_size
+from megaclip.comm.groups import group_size, init_distributed
 from megaclip.comm.volume import (
     Traffic,
     bytes_sent,
@@ -45,7 +45,7 @@ def main() -> None:
     quiet_deepspeed()
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(options.local_rank)
-    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    init_distributed()
     say(f"{group_size()} ranks, b = {options.batch}, D = {options.embedding}; bytes sent per rank and step\n")
     say(f"{'loss':<34}{'features':>12}{'gradients':>12}{'scalars':>12}{'state':>12}{'total':>12}{'formula':>12}")
     for name, step, formula in schemes(options.batch, options.embedding):

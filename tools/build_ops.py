@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from megaclip.errors import MegaclipError
 
-CPU_OPS = ("CPUAdamBuilder", "FusedAdamBuilder", "ShareMemCommBuilder")
+CPU_OPS = ("CPUAdamBuilder", "FusedAdamBuilder")
 
 
 def remove_stale_locks() -> None:
@@ -28,14 +28,8 @@ def remove_stale_locks() -> None:
 
 def build(name: str) -> None:
     """Compile and load one op. Raises MegaclipError with what is missing."""
-    if name == "ShareMemCommBuilder":  # the CPU accelerator builds it by itself, without offering it by name
-        from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-
-        builder = ShareMemCommBuilder()
-    else:
-        builder = get_accelerator().create_op_builder(name)
     try:
-        builder.load(verbose=False)
+        get_accelerator().create_op_builder(name).load(verbose=False)
     except Exception as error:  # a compiler's failure has no type of its own
         raise MegaclipError(f"cannot compile {name}: {error}; g++, ninja and the Python headers are needed") from error
 

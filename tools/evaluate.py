@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from PIL import Image
@@ -28,7 +27,7 @@ from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.open_clip import assigned_model, read_preprocess, read_weights
 from megaclip.checkpoint.store import MODEL_CARD, locate
 from megaclip.comm.collectives import gather_objects
-from megaclip.comm.groups import group_rank, group_size
+from megaclip.comm.groups import group_rank, group_size, init_distributed
 from megaclip.data import (
     DATASET_TYPES,
     EvaluationLoader,
@@ -53,7 +52,7 @@ def main() -> None:
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        deepspeed.init_distributed(verbose=False)
+        init_distributed()
     started = time.monotonic()
     try:
         model = load_model(arguments.model, arguments.tag, arguments.tokenizer)

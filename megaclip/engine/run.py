@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -24,6 +23,7 @@ from megaclip.arguments import TrainArguments, parse_arguments
 from megaclip.checkpoint import store
 from megaclip.checkpoint.open_clip import write_model_card
 from megaclip.comm.collectives import gather_objects, raise_together
+from megaclip.comm.groups import init_distributed
 from megaclip.config import BatchPlan
 from megaclip.data import EvaluationLoader
 from megaclip.engine.build import build_engine, quiet_deepspeed
@@ -111,7 +111,7 @@ def start_process_group() -> None:
         # DeepSpeed's own choice for Hopper, 9.0a, does not compile its ops.
         major, minor = torch.cuda.get_device_capability()
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}")
-    deepspeed.init_distributed(dist_backend=accelerator.communication_backend_name())
+    init_distributed()
     raise_together(None)  # all are here: a rank that left at once would break a peer that is still connecting
 
 

@@ -118,14 +118,13 @@ def _run_rank(
 
 def _join(rank: int, world_size: int, store: str, time_limit_s: float, backend: str) -> None:
     import deepspeed.comm as dist
-    import deepspeed.ops
     import torch
+
+    from megaclip.comm.groups import init_distributed
 
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    # DeepSpeed compiles a shared-memory all-reduce for CPU inference at start-up; no test uses it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.distributed.init_process_group(
         backend,
         init_method=f"file://{store}",
@@ -133,5 +132,5 @@ def _join(rank: int, world_size: int, store: str, time_limit_s: float, backend: 
         world_size=world_size,
         timeout=datetime.timedelta(seconds=time_limit_s),
     )
-    dist.init_distributed(dist_backend=backend, verbose=False)
+    init_distributed(backend)
     dist.barrier()  # a function that ends at once would break a peer that is still connecting

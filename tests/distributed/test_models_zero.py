@@ -11,13 +11,13 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-import torch.multiprocessing
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.open_clip import OPENAI_PREPROCESS, load_pretrained, write_model_card, write_weights
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
+from tests.distributed.harness import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = load_model_config("demo-tiny").replace(text_cfg={"vocab_size": 49408, "width": 24, "pool_type": "argmax"})
@@ -114,25 +114,18 @@ def check_export(stage, bf16, folder):
     dist.barrier()
 
 
-def run_checks(rank, world_size, root):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), DS_ACCELERATOR="cpu")
-    torch.set_num_threads(1)
-    rendezvous = f"file://{root}/rendezvous"
-    deepspeed.init_distributed(
-        "gloo", auto_mpi_discovery=False, init_method=rendezvous, rank=rank, world_size=world_size
-    )
+def run_checks(root):
     for bf16 in (False, True):
         check_initial_values(bf16)
         for stage in range(4):
             check_export(stage, bf16, root / f"stage{stage}{'_bf16' if bf16 else ''}")
     check_pretrained(root / "pretrained")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("zero")
-    torch.multiprocessing.spawn(run_checks, (2, root), nprocs=2)
+    run_ranks(run_checks, 2, root, time_limit_s=240)
     return root
 
 
