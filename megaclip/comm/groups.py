@@ -110,7 +110,7 @@ def by_node(ranks: RankGroup) -> RankGroup:
 
 @functools.cache
 def _node_groups(world: Any) -> tuple[Any, Any] | None:
-    """This rank's node, and its peers on other nodes; None if there is one level only, or nodes of different sizes.
+    """This rank's node, and its peers on other nodes; None if there is one node only, or nodes of different sizes.
 
     world: the job, so that a new one makes new groups.
     """
@@ -118,7 +118,7 @@ def _node_groups(world: Any) -> tuple[Any, Any] | None:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size)
     local_sizes: list[Any] = [None] * size
     torch.distributed.all_gather_object(local_sizes, local_size)  # nodes may differ; ranks must agree on what follows
-    if set(local_sizes) != {local_size} or not 1 < local_size < size or size % local_size:
+    if set(local_sizes) != {local_size} or local_size == size or size % local_size:
         return None
     nodes = [list(range(first, first + local_size)) for first in range(0, size, local_size)]
     handles = [(members, dist.new_group(members)) for members in (*nodes, *map(list, zip(*nodes, strict=True)))]

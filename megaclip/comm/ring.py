@@ -9,13 +9,13 @@ exchanges is back with the rank that owns the block:
     blocks   r          r-1        r-2
     carried  r   ->     r-1   ->   r-2   ->  home: r
 
-On several nodes (a `NodeGroup`) the ring has two levels: a block goes round the ranks of a node while a copy of it is
-on its way to the next node, so the slow links have one transfer per round and as long as the round takes for it. What
-is carried for a block comes round each node, joins what came from the nodes before, and goes on to the next.
+On several nodes of several ranks (a `NodeGroup`) the ring has two levels: a block goes round the ranks of a node while
+a copy of it is on its way to the next node, so the slow links have one transfer per round and as long as the round
+takes for it. What is carried for a block comes round each node, joins what came from the nodes before, and goes on.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import deepspeed.comm as dist
 import torch
@@ -41,12 +41,16 @@ def circulate(
     dtype again. None leaves all as they are.
     """
     ranks = resolve(group)
-    if not isinstance(ranks, NodeGroup):
+    if not _has_two_levels(ranks):
         yield from _circulate(block, ranks, payload)
         return
     for node, held in _circulate(block, ranks.outer, payload):
         for place, visiting in _circulate(held, ranks.inner, payload):
             yield node * ranks.inner.size + place, visiting
+
+
+def _has_two_levels(ranks: RankGroup) -> TypeGuard[NodeGroup]:
+    return isinstance(ranks, NodeGroup) and ranks.inner.size > 1
 
 
 def _circulate(block: Sequence[Tensor], ranks: RankGroup, payload: torch.dtype | None) -> Iterator[tuple[int, Tensors]]:
@@ -69,7 +73,7 @@ class Carried:
     def __init__(self, merge: Merge, *, group: Any = None, payload: torch.dtype | None = None) -> None:
         ranks = resolve(group)
         self._route: _Route | _TwoLevelRoute
-        if isinstance(ranks, NodeGroup):
+        if _has_two_levels(ranks):
             self._route = _TwoLevelRoute(merge, ranks, payload)
         else:
             self._route = _Route(merge, ranks, payload)

@@ -93,7 +93,8 @@ def make_plan(
     if "auto" in (exchange, reduction):
         exchange, reduction = _choose(features, ranks, exchange, reduction, wire, products)
     if exchange == "ring" and isinstance(ranks, NodeGroup):
-        _announce(f"ring: inside each of {ranks.outer.size} nodes, and from node to node")
+        inside = f"inside each of {ranks.outer.size} nodes, and " if ranks.inner.size > 1 else ""
+        _announce(f"ring: {inside}from node to node")
     return Plan(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles, need_dots=need_dots, payload=wire)
 
 

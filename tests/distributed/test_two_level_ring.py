@@ -62,6 +62,26 @@ def check_unequal_nodes() -> None:
     assert not isinstance(by_node(resolve()), NodeGroup)
 
 
+def check_nodes_of_one() -> None:
+    """The cost model sees two nodes, the ring has one level: a part leaves at once, before the next tile."""
+    ranks = by_node(resolve())
+    assert isinstance(ranks, NodeGroup) and (ranks.inner.size, ranks.outer.size) == (1, 2)
+    carried = ring.Carried(lambda arrived, part: (arrived[0] + part[0],), group=ranks)
+    for owner, (block,) in ring.circulate((torch.full((5,), float(ranks.rank)),), group=ranks):
+        assert block.unique().tolist() == [owner]
+        messages: list[Any] = []
+        batch_isend_irecv = ring.dist.batch_isend_irecv
+        ring.dist.batch_isend_irecv = lambda ops: messages.extend(ops) or batch_isend_irecv(ops)  # noqa: B023
+        carried.add((torch.tensor([100.0 * owner + 2**ranks.rank]),))
+        ring.dist.batch_isend_irecv = batch_isend_irecv
+        assert len(messages) == 2
+    assert carried.home()[0].tolist() == [200.0 * ranks.rank + 3]
+
+
+def test_nodes_of_one_rank_are_nodes_with_a_plain_ring() -> None:
+    run_ranks(check_nodes_of_one, 2, environment={"LOCAL_WORLD_SIZE": "1"})
+
+
 def test_nodes_of_different_sizes_have_one_level() -> None:
     run_ranks(check_unequal_nodes, 3)
 
