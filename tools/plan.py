@@ -49,6 +49,11 @@ def main() -> int:
             )
         cluster = _cluster(arguments)
         workload = _workload(arguments, cluster)
+        if workload.sample_columns and not workload.samples:
+            raise ConfigError(
+                f"megaclip.loss {workload.loss!r} keeps state of every sample: give --train-num-samples, the size of "
+                "the dataset"
+            )
         return _sweep(arguments, workload, cluster) if arguments.sweep else _plan(workload, cluster)
     except MegaclipError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -64,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--micro-batch", type=int, help="instead of train_micro_batch_size_per_gpu")
     what.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share one replica (only 1 today)")
     what.add_argument("--workers", type=int, default=4, help="loader processes per rank (default 4)")
+    what.add_argument("--train-num-samples", type=int, default=0, help="of the dataset, for the FastCLIP losses' state")
     what.add_argument("--lock-image", type=int, nargs="?", const=0, help="frozen image tower but its last N groups")
     what.add_argument("--lock-text", type=int, nargs="?", const=0, help="frozen text tower but its last N layers")
     where = parser.add_argument_group("on what")
@@ -102,6 +108,7 @@ def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
         image_unlocked=arguments.lock_image,
         text_unlocked=arguments.lock_text,
         workers=arguments.workers,
+        samples=arguments.train_num_samples,
     )
 
 

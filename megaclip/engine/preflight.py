@@ -75,6 +75,7 @@ def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> W
         image_unlocked=arguments.lock_image_unlocked_groups if arguments.lock_image else None,
         text_unlocked=arguments.lock_text_unlocked_layers if arguments.lock_text else None,
         workers=arguments.workers,
+        samples=len(inputs.train),
     )
 
 

@@ -65,14 +65,14 @@ def megaclip_loss_bytes(
         at_tiles = 2.0 * unit
     elif exchange == "ring" and reduction == "feature":
         # dx; dy of this block and (InfoNCE, from the third rank on) of the last; a sum that leaves, one that arrives.
-        sums = (5 if loss == "clip" and world_size > 2 else 4) - (2 - payload_bytes / 2)
+        sums = (4 if loss == "siglip" or world_size == 2 else 5) - (2 - payload_bytes / 2)
         at_tiles = sums * unit + min(2, world_size - 1) * features
     elif exchange == "ring":
         at_tiles = 2 * unit + 4 * features  # two pairs of blocks
     elif reduction == "feature":
         at_tiles = unit + world_size * (unit + features)
     else:  # the sigmoid loss lets go of one side before it gathers the other
-        at_tiles = 2 * unit + (2 if loss == "clip" else 1) * world_size * features
+        at_tiles = 2 * unit + (1 if loss == "siglip" else 2) * world_size * features
     gathered = world_size * features if exchange == "all_gather" and world_size > 1 else 0
     at_finish = 2 * unit + 2 * features + gathered  # sums and rounded gradients; the tile is gone
     at_reduction = 0.0

@@ -72,6 +72,8 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     workload = settled(workload, cluster)
     states = states_of(workload)
     gpu = dict(states.gpu)
+    if workload.sample_columns and workload.sample_state_on_gpu:
+        gpu["per-sample state"] = _sample_state_bytes(workload)
     if cluster.gpu_memory:
         gpu["library workspaces"] = CUBLAS_WORKSPACES
     phases = _cached_phases(workload, states) if workload.cached else _plain_phases(workload, states)
@@ -129,6 +131,11 @@ def loss_sizes(workload: Workload) -> LossSizes:
     return LossSizes(
         workload.local_batch, workload.model.embed_dim, workload.world_size, feature_bytes=workload.compute_bytes
     )
+
+
+def _sample_state_bytes(workload: Workload) -> float:
+    """One rank's samples of a loss over the whole dataset."""
+    return 4.0 * workload.sample_columns * -(-workload.samples // workload.world_size)
 
 
 def _embedding_bytes(workload: Workload) -> float:
@@ -254,6 +261,11 @@ def _plan_host(plan: MemoryPlan, workload: Workload, cluster: Cluster, states: S
     plan.disk = {name: size * ranks for name, size in states.disk.items()}
     plan.cpu["processes"] = ranks * (process + workload.workers * HOST_WORKER)
     plan.cpu["loader's chunks"] = ranks * workload.workers * PREFETCHED_BATCHES * workload.image_micro_batch * sample
+    if workload.sample_columns:
+        state = ranks * _sample_state_bytes(workload)
+        if not workload.sample_state_on_gpu:
+            plan.cpu["per-sample state"] = state
+        plan.cpu["its copy in a checkpoint"] = state
     if workload.checkpointing == "cpu":
         plan.cpu["block inputs"] = ranks * max(
             tower.waiting_inputs(micro_batch, workload.compute_bytes)

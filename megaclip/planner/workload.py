@@ -106,6 +106,11 @@ class Workload:
     text_unlocked: int | None = None
     workers: int = 4
     """Loader processes per rank."""
+    sample_columns: int = 0
+    """Float32 numbers that the loss keeps of every sample of the dataset."""
+    sample_state_on_gpu: bool = False
+    samples: int = 0
+    """Of the dataset."""
 
     @classmethod
     def of(
@@ -117,8 +122,12 @@ class Workload:
         image_unlocked: int | None = None,
         text_unlocked: int | None = None,
         workers: int = 4,
+        samples: int = 0,
     ) -> "Workload":
-        """What `config` asks for on `world_size` data-parallel ranks; ConfigError if its batch does not fit them."""
+        """What `config` asks for on `world_size` data-parallel ranks; ConfigError if its batch does not fit them.
+
+        samples: of the dataset, which only losses that keep state of every sample need.
+        """
         batch, section = config.batch_plan(world_size), config.megaclip
         local_batch = batch.micro_batch * batch.accumulation
         compute_bytes = 2 if config.bf16 else 4
@@ -147,6 +156,9 @@ class Workload:
             image_unlocked=image_unlocked,
             text_unlocked=text_unlocked,
             workers=workers,
+            sample_columns=_sample_columns(section.loss) if section.is_global else 0,
+            sample_state_on_gpu=section.fastclip.state_device == "accelerator",
+            samples=samples,
         )
 
     @property
@@ -210,6 +222,11 @@ def tower_parameters(
 
 def _device(offload: Any) -> str:
     return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+
+
+def _sample_columns(loss: str) -> int:
+    """Two estimates; with a temperature of each sample two temperatures, Adam's four moments and a count of steps."""
+    return 9 if loss in ("isogclr", "fastclip_v2") else 2
 
 
 def _optimizer_state_bytes(config: TrainingConfig) -> int:

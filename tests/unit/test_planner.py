@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megaclip.config import load_training_config
+from megaclip.config_section import GLOBAL_LOSSES
 from megaclip.engine.gradient_cache import keeps_graph, trained_towers
 from megaclip.engine.step_batch import Tower
 from megaclip.errors import ConfigError
-from megaclip.losses import siglip
+from megaclip.losses import FastClipLoss, siglip
 from megaclip.losses.plan import SOFTMAX_PRODUCTS
 from megaclip.models import build_model, load_model_config
 from megaclip.planner import Workload, advice, describe, largest_batch, plan_memory, plan_time
@@ -178,6 +179,17 @@ def test_offload_moves_states_to_the_host(tmp_path: Path) -> None:
     assert not {"parameters", "master parameters", "optimizer states"} & plan.gpu_states.keys()
     assert plan.cpu["optimizer states"] == pytest.approx(8 * 151_277_312)  # all eight ranks of the host
     assert "activations" in plan.gpu_phases[plan.peak_phase]
+
+
+@pytest.mark.parametrize("loss", GLOBAL_LOSSES)
+def test_state_of_every_sample_is_what_the_loss_allocates(tmp_path: Path, loss: str) -> None:
+    on_a_host = FastClipLoss(loss, samples=8000).state.values.untyped_storage().nbytes()
+    for device, state_on_host, state_on_gpu in (("cpu", on_a_host, 0), ("accelerator", 0, on_a_host / 8)):
+        job = workload(tmp_path, megaclip={"loss": loss, "fastclip": {"state_device": device}})
+        plan = plan_memory(replace(job, samples=8000), H200)
+        assert plan.cpu.get("per-sample state", 0) == state_on_host
+        assert plan.cpu["its copy in a checkpoint"] == on_a_host
+        assert plan.gpu_states.get("per-sample state", 0) == state_on_gpu
 
 
 def test_only_the_loss_and_the_embeddings_grow_with_the_batch(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "zero_optimization": {"stage": 1},
     }
     path.write_text(json.dumps(settings))
-    inputs = SimpleNamespace(config=load_training_config(path), model_config=load_model_config("ViT-L-14"))
+    inputs = SimpleNamespace(
+        config=load_training_config(path), model_config=load_model_config("ViT-L-14"), train=range(10_000)
+    )
     lines: list[str] = []
 
     def raise_alone(error: Exception | None) -> None:
