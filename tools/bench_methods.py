@@ -31,7 +31,7 @@ from megaclip.config import TrainingConfig, load_training_config
 from megaclip.data import Batch, ImageTransform, PairDataset, TrainLoader, load_tokenizer
 from megaclip.data.batch import RawSample
 from megaclip.engine.inputs import Inputs, read_inputs
-from megaclip.engine.run import _Run
+from megaclip.engine.run import Run
 from megaclip.models import build_model, load_model_config
 from megaclip.models.open_clip_keys import to_open_clip
 
@@ -199,7 +199,7 @@ class MegaclipSteps:
         (folder / "checkpoints").mkdir()
         arguments = _arguments(case, folder)
         inputs = _inputs(case, arguments)
-        self._run = _Run(arguments, inputs, inputs.config.batch_plan(dist.get_world_size()), folder)
+        self._run = Run(arguments, inputs, inputs.config.batch_plan(dist.get_world_size()), folder)
         self._data = self._run._open_data()
         self._batch = self._data.__enter__()
         bind, update = self._run.loss.bind, self._run.engine.step

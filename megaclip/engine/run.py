@@ -93,7 +93,7 @@ def train(arguments: TrainArguments) -> dict[str, float]:
     batch_plan = inputs.config.batch_plan(dist.get_world_size())
     plan = check_fit(arguments, inputs)
     folder = _prepare_folder(arguments)
-    scores = _Run(arguments, inputs, batch_plan, folder).to_the_end()
+    scores = Run(arguments, inputs, batch_plan, folder).to_the_end()
     report_peak(plan)
     return scores
 
@@ -145,7 +145,7 @@ def _write_on_first_rank(write: Callable[[], None]) -> None:
     raise_together(error)
 
 
-class _Run:
+class Run:
     """One rank's run: what the steps share."""
 
     def __init__(self, arguments: TrainArguments, inputs: Inputs, batch_plan: BatchPlan, folder: Path) -> None:

@@ -128,12 +128,6 @@ class SampleState:
         held, inverse = (_upload(index, self.values.device) for index in (ticket.held, ticket.inverse))
         self.values[held] = merge(self.values[held], received.to(self.values.device), inverse)
 
-    def rows_of(self, ids: Tensor) -> Tensor:
-        """(k, C) of ids that this rank owns; for inspection."""
-        slots = self.index.slots(ids.cpu())
-        self._grow()
-        return self.values[slots.to(self.values.device)]
-
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: its rows with their ids implied (dense) or listed (hashed)."""
         return {

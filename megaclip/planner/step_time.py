@@ -164,18 +164,15 @@ def feature_traffic(workload: Workload) -> float:
 def parameter_traffic(workload: Workload) -> float:
     """Bytes of gradients and parameters that a rank sends per step."""
     ranks = workload.world_size
-    share = (ranks - 1) / ranks
-    chunks = 1
-    if workload.cached and not workload.coalesce and workload.zero.stage >= 2:
-        chunks = workload.local_batch // workload.image_micro_batch
-    gradients = workload.trained * workload.compute_bytes * share * chunks
+    share = workload.compute_bytes * (ranks - 1) / ranks
+    every_chunk = workload.zero.stage >= 2 and not workload.coalesce
+    reduced = gathered = 0
+    micro_batches = (workload.image_micro_batch, workload.text_micro_batch)
+    for tower, micro_batch in zip(workload.parameters, micro_batches, strict=True):
+        chunks = workload.local_batch // micro_batch
+        reduced += tower.trained * (chunks if every_chunk else 1)
+        gathered += tower.total * chunks * (2 + workload.cached if tower.trained else 1)
     if workload.zero.stage < 3:
         # An all-reduce sends twice what a reduce-scatter does; the updated working copy is gathered.
-        return 2 * gradients + workload.trained * workload.compute_bytes * share
-    passes = 0.0
-    for tower, micro_batch in zip(
-        workload.parameters, (workload.image_micro_batch, workload.text_micro_batch), strict=True
-    ):
-        rounds = workload.local_batch // micro_batch
-        passes += tower.total * rounds * (3 if workload.cached and tower.trained else 2)
-    return gradients + passes * workload.compute_bytes * share
+        return share * (2 * reduced + workload.trained)
+    return share * (reduced + gathered)

@@ -146,7 +146,7 @@ def state_pairs(loss: FastClipLoss, oracle: Oracle) -> dict[str, tuple[Tensor, T
     """This rank's state of the samples seen so far, and the oracle's."""
     seen = torch.tensor(sorted({sample for sample, _ in oracle.u}))
     mine = seen[loss.state.index.owner(seen, group_size()) == group_rank()]
-    rows = loss.state.rows_of(mine)
+    rows = loss.state.values[loss.state.index.slots(mine)]
     wanted = torch.tensor([[oracle.u[i, 0], oracle.u[i, 1]] for i in mine.tolist()], dtype=torch.float64)
     pairs = {"u": (rows[:, :2].exp(), wanted.reshape(-1, 2))}
     if individual(oracle.variant):
@@ -191,9 +191,9 @@ def check_released(variant: str) -> list[str]:
 
 def row_of(loss: FastClipLoss, sample: int) -> Tensor:
     """A sample's state, on every rank."""
-    width = len(loss.state.columns)
-    owner = sample % group_size()
-    row = loss.state.rows_of(torch.tensor([sample]))[0] if owner == group_rank() else torch.zeros(width).double()
+    row = torch.zeros(len(loss.state.columns)).double()
+    if sample % group_size() == group_rank():  # its owner
+        row = loss.state.values[loss.state.index.slots(torch.tensor([sample]))[0]]
     unseen = row.isnan()
     total = sum_over_ranks(row.nan_to_num(0.0))
     return total.masked_fill(sum_over_ranks(unseen.double()) > 0, math.nan)

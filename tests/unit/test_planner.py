@@ -28,6 +28,7 @@ from megaclip.planner.losses import (
 from megaclip.planner.memory import settled
 from megaclip.planner.peers import INF_CL, OPEN_CLIP_ACCUMULATING, peer_gpu_bytes
 from megaclip.planner.search import fits
+from megaclip.planner.step_time import parameter_traffic
 from megaclip.planner.towers import image_tower, text_tower
 
 GIB, MIB = 2**30, 2**20
@@ -257,6 +258,17 @@ def test_time_has_one_more_forward_with_the_cache_and_the_loss_wins_at_a_huge_ba
     assert step.dominant == "towers" and plan_time(of_batch(job, 2**27), H200).dominant == "loss"
     locked = plan_time(replace(job, image_unlocked=0), H200)
     assert locked.towers < 0.6 * step.towers
+
+
+def test_zero_3_gathers_a_frozen_tower_once_per_chunk(tmp_path: Path) -> None:
+    job = replace(workload(tmp_path, zero_optimization={"stage": 3}), text_micro_batch=256)
+    image, text = (tower.total for tower in job.parameters)
+    share = 2 * 7 / 8  # bytes of bfloat16; seven of eight ranks' parts arrive
+    chunks = {"image": 4096 // 512, "text": 4096 // 256}
+    trained = (3 + 1) * (image * chunks["image"] + text * chunks["text"])  # three passes, and gradients
+    assert parameter_traffic(job) == pytest.approx(share * trained)
+    frozen = image * chunks["image"] + (3 + 1) * text * chunks["text"]
+    assert parameter_traffic(replace(job, image_unlocked=0)) == pytest.approx(share * frozen)
 
 
 def test_a_ring_hides_behind_the_loss_between_hosts_only(tmp_path: Path) -> None:
