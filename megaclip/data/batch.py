@@ -36,14 +36,20 @@ class RawSample:
     """The captions one by one, where the source keeps several for an image: training takes one of them at a time."""
 
 
-class _Pinnable:
+class _Tensors:
     def pin_memory(self):
         """The same batch in page-locked memory; torch's DataLoader calls this."""
         return type(self)(**{name: tensor.pin_memory() for name, tensor in vars(self).items()})
 
+    def share_memory_(self):
+        """The same batch, moved to shared memory; RuntimeError if that is full."""
+        for tensor in vars(self).values():
+            tensor.share_memory_()
+        return self
+
 
 @dataclasses.dataclass
-class Batch(_Pinnable):
+class Batch(_Tensors):
     """Image-text pairs."""
 
     images: torch.Tensor
@@ -55,7 +61,7 @@ class Batch(_Pinnable):
 
 
 @dataclasses.dataclass
-class LabelledBatch(_Pinnable):
+class LabelledBatch(_Tensors):
     """Images with the number of their class."""
 
     images: torch.Tensor

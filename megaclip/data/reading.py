@@ -61,6 +61,12 @@ class Loaded:
         """torch's DataLoader calls this."""
         return dataclasses.replace(self, batch=self.batch.pin_memory() if self.batch else None)
 
+    def share_memory_(self) -> Loaded:
+        """`map_in_workers` calls this in the worker."""
+        if self.batch:
+            self.batch.share_memory_()
+        return self
+
 
 class TrainReader:
     """Batches of image-text pairs with substitutes for bad samples."""

@@ -3,6 +3,9 @@
 Workers are forked on Linux, so they start in milliseconds, import nothing and share the dataset's memory. A worker that
 dies is a DataError for whoever waits for data, and never an interruption of anything else: torch's SIGCHLD handler
 would raise in the middle of a training step, while the other ranks wait in a collective.
+
+Results travel in shared memory (/dev/shm on Linux). A worker puts them there itself, before torch's queue would: what
+the queue's thread cannot place it drops, and whoever waits would wait until the time is out.
 """
 
 from __future__ import annotations
@@ -12,15 +15,19 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from megaclip.errors import DataError
 
 WORKER_TIMEOUT_S = 600.0
 """A worker that gives nothing for so long is taken for dead."""
+SHARED_MEMORY_ADVICE = (
+    "give /dev/shm more (docker run --shm-size=16g), or take a smaller train_micro_batch_size_per_gpu, fewer --workers "
+    "or --workers 0"
+)
 
 _watching = False
 _main_waits = False
@@ -36,7 +43,19 @@ class _Work(Dataset):
         self._function = function
 
     def __getitem__(self, item: Any) -> Any:
-        return self._function(item)
+        result = self._function(item)
+        if get_worker_info() is None or not hasattr(result, "share_memory_"):
+            return result
+        try:
+            return result.share_memory_()
+        except RuntimeError as error:
+            return _NotShared(str(error).strip().split("\n")[0])
+
+
+class _NotShared(NamedTuple):
+    """What a worker hands back instead of a result that found no shared memory."""
+
+    reason: str
 
 
 def map_in_workers(
@@ -49,6 +68,7 @@ def map_in_workers(
 ) -> WorkerResults:
     """`function(item)` for each item, in order, computed ahead of time by `num_workers` processes (0: in this one).
 
+    Results with a method `share_memory_` (tensors, `Loaded`) are moved to shared memory by it.
     To be called in the main thread; the results may be taken in any one thread.
     """
     parallel: dict[str, Any] = {}
@@ -83,14 +103,15 @@ class WorkerResults:
         return self
 
     def __next__(self) -> Any:
-        """The next result; raises DataError when a worker died or hangs, and what the function raised."""
+        """The next result; raises DataError when a worker died, hangs or found no shared memory, and what the function
+        raised."""
         global _main_waits
         self.check()
         in_main_thread = threading.current_thread() is threading.main_thread()
         try:
             if in_main_thread:
                 _main_waits = True
-            return next(self._batches)
+            result = next(self._batches)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader"):  # torch's own words for a death; "Caught ..." is an exception
                 raise
@@ -98,6 +119,11 @@ class WorkerResults:
         finally:
             if in_main_thread:
                 _main_waits = False
+        if isinstance(result, _NotShared):
+            raise DataError(
+                f"no room in shared memory for what a data worker read ({result.reason}); {SHARED_MEMORY_ADVICE}"
+            )
+        return result
 
     def check(self) -> None:
         """Raise DataError if a worker has died meanwhile: for a main thread that waits while another takes results."""

@@ -1,7 +1,7 @@
 """Before a run: does it fit this machine? The planner's formulas against the memory that is free here and now.
 
 On GPUs a run that cannot fit is refused. On CPUs, where other programs share the memory and may give it back, the plan
-is only logged, as a warning if it does not fit.
+is only logged, as a warning if it does not fit. Shared memory that is too small for the loader is refused on both.
 """
 
 import os
@@ -14,16 +14,20 @@ from deepspeed.accelerator import get_accelerator
 
 from megaclip.arguments import TrainArguments
 from megaclip.comm.collectives import raise_together
+from megaclip.data.workers import SHARED_MEMORY_ADVICE
 from megaclip.engine.data_offload import free_memory
 from megaclip.engine.inputs import Inputs
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
 from megaclip.planner import MemoryPlan, Workload, advice, describe, plan_memory
 from megaclip.planner.cluster import Cluster
-from megaclip.planner.memory import gigabytes
+from megaclip.planner.memory import gigabytes, loader_bytes
 from megaclip.planner.report import summary
+from megaclip.planner.workload import EvaluationSets
 
 logger = get_logger(__name__)
+
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
@@ -36,6 +40,7 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     plan = plan_memory(workload, cluster)
     if arguments.no_plan:
         return plan
+    raise_together(_shared_memory_error(workload, cluster.gpus_per_host))
     error = None
     if plan.refusals:
         changes = "; or ".join(advice(workload, cluster))
@@ -47,6 +52,19 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     raise_together(error)
     logger.info("%s", summary(plan, workload, cluster))
     return plan
+
+
+def _shared_memory_error(workload: Workload, ranks: int) -> ConfigError | None:
+    """Whether what the loader processes of this host's ranks may hold ready is more than shared memory has free."""
+    if not workload.workers or not _SHARED_MEMORY.exists():
+        return None
+    needed, free = ranks * loader_bytes(workload), shutil.disk_usage(_SHARED_MEMORY).free
+    if needed <= free:
+        return None
+    return ConfigError(
+        f"loader processes hand over what they read through {_SHARED_MEMORY}, up to {gigabytes(needed)} on this host, "
+        f"and {gigabytes(free)} are free there; {SHARED_MEMORY_ADVICE} (or --no-plan)"
+    )
 
 
 def report_peak(plan: MemoryPlan) -> None:
@@ -68,6 +86,7 @@ def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> W
     model = inputs.model_config
     if arguments.force_patch_dropout is not None:
         model = model.replace(vision_cfg={"patch_dropout": arguments.force_patch_dropout})
+    pairs, labelled = (len(data) if data is not None else 0 for data in (inputs.validation, inputs.labelled))
     return Workload.of(
         model,
         inputs.config,
@@ -76,6 +95,7 @@ def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> W
         text_unlocked=arguments.lock_text_unlocked_layers if arguments.lock_text else None,
         workers=arguments.workers,
         samples=len(inputs.train),
+        evaluation=EvaluationSets(arguments.eval_batch_size, pairs, labelled) if pairs or labelled else None,
     )
 
 

@@ -9,6 +9,7 @@ the optimizer's step. On the GPU the states are there throughout, everything els
 and the phases' sizes do not depend on the batch, except the loss, the embeddings and their gradients.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 from megaclip.planner.cluster import Cluster
@@ -124,6 +125,20 @@ def store_bytes(workload: Workload) -> float:
     """One rank's images of a step as they wait: uint8 pixels."""
     image, _ = towers(workload)
     return float(workload.local_batch * image.input_bytes)
+
+
+def loader_bytes(workload: Workload) -> float:
+    """One rank's chunks that its loader processes hold ready, and the one in hand; with processes, in shared memory.
+    Evaluation reads while the training chunks wait."""
+    image, text = towers(workload)
+    sample = image.input_bytes + 8 * text.tokens + 8  # tokens and the sample's number are int64 here
+    chunks = workload.workers * PREFETCHED_BATCHES + 1
+    rows = chunks * workload.image_micro_batch
+    if workload.evaluation is not None:
+        batch = workload.evaluation.batch
+        longest = max(workload.evaluation.pairs, workload.evaluation.labelled)
+        rows += min(chunks, math.ceil(longest / (batch * workload.world_size))) * batch
+    return float(rows * sample)
 
 
 def loss_sizes(workload: Workload) -> LossSizes:
@@ -256,11 +271,10 @@ def _plan_host(plan: MemoryPlan, workload: Workload, cluster: Cluster, states: S
     ranks = cluster.gpus_per_host
     image, text = towers(workload)
     process = HOST_PROCESS if cluster.gpu_memory else HOST_PROCESS_CPU
-    sample = image.input_bytes + text.input_bytes
     plan.cpu = {name: size * ranks for name, size in states.cpu.items()}
     plan.disk = {name: size * ranks for name, size in states.disk.items()}
     plan.cpu["processes"] = ranks * (process + workload.workers * HOST_WORKER)
-    plan.cpu["loader's chunks"] = ranks * workload.workers * PREFETCHED_BATCHES * workload.image_micro_batch * sample
+    plan.cpu["loader's chunks"] = ranks * loader_bytes(workload)
     if workload.sample_columns:
         state = ranks * _sample_state_bytes(workload)
         if not workload.sample_state_on_gpu:

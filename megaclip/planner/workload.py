@@ -68,6 +68,18 @@ class ZeroSettings:
 
 
 @dataclass(frozen=True)
+class EvaluationSets:
+    """What a run is evaluated on, over all ranks."""
+
+    batch: int
+    """Rows that a rank reads and encodes at a time."""
+    pairs: int = 0
+    """Image-caption pairs, for retrieval."""
+    labelled: int = 0
+    """Images with a class, for zero-shot classification."""
+
+
+@dataclass(frozen=True)
 class Workload:
     """One training step on every rank of a data-parallel group."""
 
@@ -111,6 +123,7 @@ class Workload:
     sample_state_on_gpu: bool = False
     samples: int = 0
     """Of the dataset."""
+    evaluation: EvaluationSets | None = None
 
     @classmethod
     def of(
@@ -123,10 +136,12 @@ class Workload:
         text_unlocked: int | None = None,
         workers: int = 4,
         samples: int = 0,
+        evaluation: EvaluationSets | None = None,
     ) -> "Workload":
         """What `config` asks for on `world_size` data-parallel ranks; ConfigError if its batch does not fit them.
 
-        samples: of the dataset, which only losses that keep state of every sample need.
+        samples: of the dataset, which only losses that keep state of every sample need. evaluation: None: there is
+        none while the run trains.
         """
         batch, section = config.batch_plan(world_size), config.megaclip
         local_batch = batch.micro_batch * batch.accumulation
@@ -159,6 +174,7 @@ class Workload:
             sample_columns=_sample_columns(section.loss) if section.is_global else 0,
             sample_state_on_gpu=section.fastclip.state_device == "accelerator",
             samples=samples,
+            evaluation=evaluation,
         )
 
     @property

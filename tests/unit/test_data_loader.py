@@ -3,7 +3,10 @@
 import functools
 import os
 import pickle
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 
@@ -332,3 +335,29 @@ def test_a_worker_that_dies_during_a_training_step_is_one_data_error():
 def test_an_error_in_a_worker_keeps_its_type():
     with pytest.raises(ZeroDivisionError):
         list(map_in_workers(functools.partial(divmod, 1), [0], num_workers=1))
+
+
+_READ_WITH_LITTLE_SHARED_MEMORY = """
+import torch
+from megaclip.data.batch import Batch
+from megaclip.data.reading import Loaded
+from megaclip.data.workers import map_in_workers
+from megaclip.errors import DataError
+
+def read(item):
+    return Loaded(Batch(torch.zeros(2**22, dtype=torch.uint8), torch.zeros(1), torch.zeros(1)), [])
+
+try:
+    list(map_in_workers(read, range(9), num_workers=2))
+except DataError as error:
+    print(error)
+"""
+
+
+def test_shared_memory_that_is_full_is_one_data_error_at_once():
+    own_mounts = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
+    if not shutil.which("unshare") or subprocess.run([*own_mounts, "true"], capture_output=True).returncode:
+        pytest.skip("mounting a small /dev/shm needs root on Linux")
+    command = [*own_mounts, sys.executable, "-c", _READ_WITH_LITTLE_SHARED_MEMORY]
+    (line,) = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout.splitlines()
+    assert "no room in shared memory" in line and "docker run --shm-size" in line

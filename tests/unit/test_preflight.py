@@ -28,7 +28,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     }
     path.write_text(json.dumps(settings))
     inputs = SimpleNamespace(
-        config=load_training_config(path), model_config=load_model_config("ViT-L-14"), train=range(10_000)
+        config=load_training_config(path),
+        model_config=load_model_config("ViT-L-14"),
+        train=range(10_000),
+        validation=None,
+        labelled=None,
     )
     lines: list[str] = []
 
@@ -36,8 +40,18 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         if error is not None:
             raise error
 
-    def run(gpu_memory: str, *flags: str, host_memory: str = "900GiB", gpu: str = "h200") -> list[str]:
+    def run(
+        gpu_memory: str,
+        *flags: str,
+        host_memory: str = "900GiB",
+        gpu: str = "h200",
+        shared_memory: int = 2**40,
+        validation: int = 0,
+    ) -> list[str]:
         machine = describe(gpu=gpu, gpus=1, gpu_memory=gpu_memory, host_memory=host_memory)
+        inputs.validation = range(validation) or None
+        usage = SimpleNamespace(free=shared_memory)
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage)
         monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder: machine)
         command = ["--deepspeed_config", str(path), "--model", "ViT-L-14", "--train-data", "data", *flags]
         preflight.check_fit(parse_arguments(command), inputs)
@@ -72,6 +86,29 @@ def test_it_can_be_skipped(start) -> None:
 def test_a_cpu_is_only_warned(start) -> None:
     warning, line = start("0", host_memory="8GiB", gpu="cpu")
     assert warning.startswith("warning this run does not fit: a host would need") and line.startswith("info plan for")
+
+
+CHUNK = 512 * (3 * 224 * 224 + 8 * 77 + 8)  # pixels, tokens and numbers of ViT-L-14's samples, 74 MiB
+
+
+@pytest.mark.parametrize("gpu", ["h200", "cpu"])
+def test_shared_memory_too_small_for_what_the_workers_hold_is_refused(start, gpu: str) -> None:
+    dockers = {"gpu": gpu, "shared_memory": 64 * 2**20}
+    with pytest.raises(ConfigError, match="up to 369 MiB") as refused:
+        start("139GiB" if gpu == "h200" else "0", "--workers", "2", **dockers)
+    assert "docker run --shm-size" in str(refused.value) and "64 MiB are free" in str(refused.value)
+    for flags in (("--workers", "0"), ("--no-plan",)):
+        start("139GiB" if gpu == "h200" else "0", *flags, **dockers)
+
+
+def test_shared_memory_holds_two_chunks_a_worker_one_in_hand_and_the_evaluations(start) -> None:
+    flags = ("--workers", "3", "--eval-batch-size", "512")
+    training, evaluation = 7 * CHUNK, 2 * CHUNK  # 700 pairs are two batches
+    start("139GiB", *flags, shared_memory=training)
+    start("139GiB", *flags, shared_memory=training + evaluation, validation=700)
+    for shared_memory, validation in ((training - 1, 0), (training + evaluation - 1, 700)):
+        with pytest.raises(ConfigError, match="/dev/shm"):
+            start("139GiB", *flags, shared_memory=shared_memory, validation=validation)
 
 
 def test_this_machine_has_memory_and_a_disk(tmp_path: Path) -> None:
