@@ -24,7 +24,7 @@ from megaclip.config import TrainingConfig, load_training_config
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.models import load_model_config
 from megaclip.planner import Cluster, Rates, Workload, advice, describe, largest_batch, plan_memory, plan_time
-from megaclip.planner.cluster import GPUS, parse_size
+from megaclip.planner.cluster import GPUS, rates_json
 from megaclip.planner.memory import gigabytes, settled
 from megaclip.planner.peers import PEERS, peer_gpu_bytes, peer_step_seconds
 from megaclip.planner.report import loss_table, memory_table, time_table
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
     names = ("gpu", "gpus", "hosts", "gpu_memory", "host_memory", "disk", "link", "network")
-    rates = Rates.read(arguments.rates) if arguments.rates else None
+    rates = Rates.read(arguments.rates, describe(gpu=arguments.gpu).rates) if arguments.rates else None
     return describe(rates=rates, **{name: getattr(arguments, name) for name in names})
 
 
@@ -261,13 +261,14 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     start_process_group()
     model = load_model_config(arguments.model or "ViT-B-32")
     gpu = torch.cuda.is_available()
-    network = parse_size(arguments.network) if arguments.network else 25e9
     out = Path(arguments.calibrate)
-    rates = measure_rates(model, arguments.micro_batch or (256 if gpu else 8), out.absolute().parent, network)
+    measured = measure_rates(model, arguments.micro_batch or (256 if gpu else 8), out.absolute().parent)
     if dist.get_rank() == 0:
-        text = rates.to_json(machine_name())
+        text = rates_json(machine_name(), measured)
         out.write_text(text)
         print(text)
+        missing = "network" if "link" in measured else "link (it takes several ranks) and network"
+        print(f"not measured: {missing}; --rates leaves them to --gpu's preset and to --link and --network")
     dist.destroy_process_group()
     return 0
 

@@ -42,16 +42,26 @@ def machine_of(ranks: RankGroup, device: torch.device) -> Machine:
 @functools.cache
 def _measured(world: Any, ranks: RankGroup, device: torch.device) -> Machine:
     """world: the job, so that a new one is measured anew."""
-    message = torch.zeros(_PROBE_MIB * 2**18, device=device)
     factor = torch.zeros(_PROBE_SIDE, _PROBE_SIDE, device=device, dtype=torch.bfloat16)
-    sent = (ranks.size - 1) * message.numel() * 4
     own = Machine(
-        link_bytes_per_s=sent / min(seconds(lambda: gather_rows(message, group=ranks))),
+        link_bytes_per_s=_link_bytes_per_s(ranks, device),
         flops_per_s=2 * _PROBE_SIDE**3 / min(seconds(lambda: factor @ factor)),
         free_bytes=float(get_accelerator().available_memory()),
     )
     worst = map(min, zip(*gather_integers([int(figure) for figure in own], group=ranks), strict=True))
     return Machine(*(2.0 ** (figure.bit_length() - 1) for figure in worst))
+
+
+def slowest_link(ranks: RankGroup, device: torch.device) -> float:
+    """Bytes per second that a rank sends while all gather from all, of the slowest rank; every rank calls it."""
+    own = _link_bytes_per_s(ranks, device)
+    return float(min(gather_integers([int(own)], group=ranks))[0])
+
+
+def _link_bytes_per_s(ranks: RankGroup, device: torch.device) -> float:
+    message = torch.zeros(_PROBE_MIB * 2**18, device=device)
+    sent = (ranks.size - 1) * message.numel() * 4
+    return sent / min(seconds(lambda: gather_rows(message, group=ranks)))
 
 
 def seconds(run: Callable[[], Any]) -> list[float]:

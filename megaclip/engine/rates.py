@@ -20,39 +20,36 @@ from deepspeed.accelerator import get_accelerator
 from PIL import Image
 
 from megaclip.comm.groups import resolve
-from megaclip.comm.machine import machine_of, seconds
+from megaclip.comm.machine import seconds, slowest_link
 from megaclip.data import ImageTransform
 from megaclip.models import ModelConfig, build_model
 from megaclip.ops.tiles import tile_grads, tile_stats
-from megaclip.planner import Rates
 from megaclip.planner.towers import image_tower
 
 _DECODED_IMAGES = 64
 _WRITTEN_BYTES = 2**29
 
 
-def measure_rates(model_config: ModelConfig, micro_batch: int, folder: Path, network: float) -> Rates:
-    """Measure; every rank calls it and gets its own figures (the links' are the slowest rank's).
+def measure_rates(model_config: ModelConfig, micro_batch: int, folder: Path) -> dict[str, float]:
+    """Rates by the names of `planner.Rates`, without the network's, and without the link's on one rank. Every rank
+    calls it and gets its own figures (the link's is the slowest rank's).
 
-    model_config, micro_batch: whose image tower to time. folder: on the disk to time. network: bytes per second between
-    hosts, which nobody measures here.
+    model_config, micro_batch: whose image tower to time. folder: on the disk to time.
     """
     device = torch.device(get_accelerator().current_device_name())
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
-    link = 1e9
-    if dist.is_initialized() and dist.get_world_size() > 1 and gpu:
-        link = machine_of(resolve(None), device).link_bytes_per_s
-    return Rates(
+    measured = dict(
         product_flops=_product(device, dtype, 8192 if gpu else 1024),
         tower_flops=_tower(model_config, micro_batch, device, dtype),
         loss_flops=_loss(device, dtype, 16384 if gpu else 1024, model_config.embed_dim),
         host_to_device=_copy(device, 2**28 if gpu else 2**26),
-        link=link,
-        network=network,
         disk_write=_disk(folder, _WRITTEN_BYTES),
         decoded=_decoding(model_config.vision_cfg.image_size),
     )
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        measured["link"] = slowest_link(resolve(None), device)
+    return measured
 
 
 def machine_name() -> str:

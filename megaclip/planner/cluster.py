@@ -2,7 +2,8 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megaclip.errors import ConfigError
@@ -10,6 +11,7 @@ from megaclip.planner.constants import DECODED_PER_CORE, GIB, HOST_MARGIN, LOSS_
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_LINKS = ("link", "network")
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,19 @@ class Rates:
     """Images read, decoded and cropped, per loader process."""
 
     @classmethod
-    def read(cls, path: str | Path) -> "Rates":
-        """What `--calibrate` wrote. Raises ConfigError."""
+    def read(cls, path: str | Path, preset: "Rates") -> "Rates":
+        """What `--calibrate` wrote; `preset` has the links that one rank cannot measure. Raises ConfigError."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))["rates"]
-            return cls(**{field.name: float(values[field.name]) for field in fields(cls)})
+            measured = [field.name for field in fields(cls) if field.name in values or field.name not in _LINKS]
+            return replace(preset, **{name: float(values[name]) for name in measured})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"cannot read rates from {str(path)!r} (tools/plan.py --calibrate): {error!r}") from None
 
-    def to_json(self, machine: str) -> str:
-        return json.dumps({"machine": machine, "rates": asdict(self)}, indent=1)
+
+def rates_json(machine: str, measured: Mapping[str, float]) -> str:
+    """The file that `Rates.read` reads: what was measured, by the names of Rates."""
+    return json.dumps({"machine": machine, "rates": measured}, indent=1)
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,22 @@ from megaclip.comm.groups import resolve
 from tests.distributed.harness import run_ranks
 
 
-def measured() -> machine.Machine:
+def measured() -> tuple[machine.Machine, float]:
     """On a CPU, where `machine_of` does not measure, with probes of a size for it; rank 1 has less memory."""
     machine._PROBE_MIB, machine._PROBE_SIDE = 1, 64
     ranks = resolve()
     accelerator = machine.get_accelerator()
     accelerator.available_memory = lambda: 2**30 + 5 if ranks.rank == 0 else 2**29 + 5
-    return machine._measured(torch.distributed.group.WORLD, ranks, torch.device("cpu"))
+    device = torch.device("cpu")
+    return machine._measured(torch.distributed.group.WORLD, ranks, device), machine.slowest_link(ranks, device)
 
 
 def test_all_ranks_get_the_slowest_ones_figures() -> None:
     first, second = run_ranks(measured, 2)
     assert first == second
-    assert first.free_bytes == 2**29
-    for figure in first:
+    rounded, link = first
+    assert rounded.free_bytes == 2**29
+    for figure in rounded:
         assert figure > 1e4 and math.log2(figure).is_integer()
-    assert first.link_bytes_per_s < 1e12 and first.flops_per_s < 1e15
+    assert rounded.link_bytes_per_s < 1e12 and rounded.flops_per_s < 1e15
+    assert 1e4 < link < 1e12

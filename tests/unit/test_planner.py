@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 from megaclip.config import load_training_config
 from megaclip.config_section import GLOBAL_LOSSES
+from megaclip.engine import rates
 from megaclip.engine.gradient_cache import keeps_graph, trained_towers
 from megaclip.engine.step_batch import Tower
 from megaclip.errors import ConfigError
@@ -17,7 +18,7 @@ from megaclip.losses import FastClipLoss, siglip
 from megaclip.losses.plan import SOFTMAX_PRODUCTS
 from megaclip.models import build_model, load_model_config
 from megaclip.planner import Workload, advice, describe, largest_batch, plan_memory, plan_time
-from megaclip.planner.cluster import Rates, parse_size
+from megaclip.planner.cluster import Rates, parse_size, rates_json
 from megaclip.planner.losses import (
     LossSizes,
     inf_cl_loss_bytes,
@@ -357,8 +358,20 @@ def test_sizes_and_rates_are_read_or_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown GPU"):
         describe(gpu="h2000")
     path = tmp_path / "rates.json"
-    path.write_text(H200.rates.to_json("a machine"))
-    assert Rates.read(path) == H200.rates
-    path.write_text("{}")
-    with pytest.raises(ConfigError, match="--calibrate"):
-        Rates.read(path)
+    path.write_text(rates_json("a machine", asdict(H200.rates)))
+    cpu = describe(gpu="cpu").rates
+    assert Rates.read(path, cpu) == H200.rates
+    one_rank = {name: rate for name, rate in asdict(H200.rates).items() if name not in ("link", "network")}
+    path.write_text(rates_json("a machine", one_rank))
+    assert Rates.read(path, cpu) == replace(H200.rates, link=cpu.link, network=cpu.network)
+    for wrong in ("{}", rates_json("a machine", {"link": 1.0})):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match="--calibrate"):
+            Rates.read(path, cpu)
+
+
+def test_only_ranks_that_have_others_measure_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "seconds", lambda run: [2.0])
+    monkeypatch.setattr(rates, "_WRITTEN_BYTES", 2**22)
+    measured = rates.measure_rates(load_model_config("ViT-B-32"), 2, tmp_path)
+    assert set(measured) == {field.name for field in fields(Rates)} - {"link", "network"}
