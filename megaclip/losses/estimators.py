@@ -135,7 +135,7 @@ class SampleState:
             "samples": self.samples,
             "rank": self.ranks.rank,
             "world_size": self.ranks.size,
-            "values": self.values[: self.index.rows].cpu().clone(),
+            "values": self.values[: self.index.rows].to("cpu", copy=True),
             "ids": self.index.ids() if isinstance(self.index, HashedIndex) else None,
         }
 
