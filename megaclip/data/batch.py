@@ -14,7 +14,10 @@ PADDING_ID = -1
 
 
 class BadSample(Exception):
-    """One sample cannot be used; the loader counts it under `kind` and takes a substitute, so users never see this."""
+    """One sample cannot be used; the loader counts it under `kind` and takes a substitute, so users never see this.
+
+    detail: which sample (`RawSample.key`), where that is known, and what is wrong with it.
+    """
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(f"{kind}: {detail}")
@@ -31,7 +34,7 @@ class RawSample:
     caption: str
     """The caption, or all captions, one per line; of a labelled image, the number of its class."""
     key: str
-    """Where it came from (shard and name), for messages."""
+    """Where it came from (shard and name, or table, row and file), for messages."""
     alternatives: tuple[str, ...] = ()
     """The captions one by one, where the source keeps several for an image: training takes one of them at a time."""
 

@@ -17,7 +17,7 @@ import math
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from megaclip.data.batch import BadSample
 from megaclip.errors import ConfigError
@@ -57,7 +57,7 @@ class ImageTransform:
     def __call__(self, content: bytes, *, seeds: tuple[int, int, int] = (0, 0, 0)) -> torch.Tensor:
         """Decode and transform one image file; (seed, epoch, id) decide the crop in training. Raises BadSample."""
         try:
-            image = _open(content)
+            image = open_image(content)
             image = self._random_crop(image, seeds) if self.training else self._resize_and_crop(image)
         except BadSample:
             raise
@@ -108,8 +108,12 @@ def _constants(
     return *channels, torch.full((1,), 255.0, device=device)
 
 
-def _open(content: bytes) -> Image.Image:
-    image = Image.open(io.BytesIO(content), formats=FORMATS)
+def open_image(content: bytes) -> Image.Image:
+    """An image file of a known format and a bearable size, not yet decoded. Raises BadSample."""
+    try:
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
+    except UnidentifiedImageError as error:  # whose own words are the address of a buffer
+        raise BadSample("undecodable image", f"not a file of {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from error
     if image.width * image.height > MAX_PIXELS:
         raise BadSample("image too large", f"{image.width} x {image.height} pixels")
     return image

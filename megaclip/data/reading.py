@@ -97,7 +97,7 @@ class TrainReader:
             try:
                 raw = self._dataset.read(candidate)
                 check_caption(raw)
-                image = self._transform(raw.image, seeds=(self._seed, epoch, sample_id))
+                image = _pixels(self._transform, raw, (self._seed, epoch, sample_id))
                 return image, _one_caption(raw, epoch + sample_id)
             except BadSample as bad:
                 # A bad substitute counts too: it is as likely as any sample to be drawn, so the rate stays honest.
@@ -115,6 +115,14 @@ def _substitutes(seed: int, sample_id: int, first: int, count: int) -> Iterator[
 def _one_caption(raw: RawSample, turn: int) -> str:
     """The caption, or where there are several, another one every epoch."""
     return raw.alternatives[turn % len(raw.alternatives)] if raw.alternatives else raw.caption
+
+
+def _pixels(transform: ImageTransform, raw: RawSample, seeds: tuple[int, int, int]) -> torch.Tensor:
+    """The transformed image; the transform knows only bytes, so the sample's place is added to what it finds wrong."""
+    try:
+        return transform(raw.image, seeds=seeds)
+    except BadSample as bad:
+        raise BadSample(bad.kind, f"{raw.key}: {bad.detail}") from bad
 
 
 def check_caption(raw: RawSample) -> None:
@@ -143,7 +151,7 @@ class EvaluationReader:
             try:
                 raw = self._dataset.read(sample_id)
                 check_caption(raw)
-                images[row] = self._transform(raw.image)
+                images[row] = _pixels(self._transform, raw, (0, 0, 0))
                 captions[row], kept[row] = raw.caption, sample_id
             except BadSample as bad:
                 complaints.append(Complaint(bad.kind, bad.detail, self._dataset.shard_name(sample_id)))

@@ -26,6 +26,8 @@ CAPTION_COLUMNS = ("caption", "text", "txt", "title", "captions", "sentence", "a
 ROWS_PER_SHARD = 1024
 """A table has no shards of its own: runs of this many rows are permuted in their place."""
 MAX_IMAGE_BYTES = 256 << 20
+MAX_SHOWN = 200
+"""Characters of a path that a message repeats."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,11 @@ class Table:
         record = self._rows[row]
         key = f"{Path(self._name).name}[{row}]"
         captions = self._captions(record[self._caption], key)
-        image = self._content(record[self._image], key)
+        cell = record[self._image]
+        image = self._content(cell, key)
+        path = cell.get("path") if isinstance(cell, dict) else cell
+        if isinstance(path, str):
+            key += f" ({path[:MAX_SHOWN]})"
         return RawSample(image, "\n".join(captions), key, captions if len(captions) > 1 else ())
 
     def caption(self, row: int) -> str:
@@ -135,7 +141,7 @@ class Table:
             path = os.path.join(self._folder, path)
         try:
             if not os.path.isfile(path):  # nothing that could block or never end, such as a device
-                raise BadSample("missing image", f"{key}: {path[:200]!r} is no file")
+                raise BadSample("missing image", f"{key}: {path[:MAX_SHOWN]!r} is no file")
             size = os.path.getsize(path)
             if size > MAX_IMAGE_BYTES:
                 raise BadSample("image too large", f"{key}: {size} bytes")

@@ -1,13 +1,12 @@
 """From collected examples to the two pictures: reads words and images by id from the dataset, where they are drawn."""
 
-import io
 from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
 
 from megaclip.data.batch import PADDING_ID, BadSample
-from megaclip.data.images import FORMATS
+from megaclip.data.images import open_image
 from megaclip.evaluation.captions import PairSource
 from megaclip.evaluation.examples import RetrievalExamples
 from megaclip.evaluation.pictures import RetrievedRow, retrieval_grid, similarity_heatmap
@@ -56,10 +55,10 @@ def _read(dataset: PairSource, pair: int) -> tuple[str, Image.Image | None]:
         return "", None
     caption = next((line.strip() for line in sample.caption.splitlines() if line.strip()), "")
     try:
-        image = Image.open(io.BytesIO(sample.image), formats=FORMATS)
+        image = open_image(sample.image)
         image.draft("RGB", (_LARGEST_SIDE, _LARGEST_SIDE))
         image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
         return caption, image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (BadSample, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         warn_once(_logger, f"an example of the evaluation pictures cannot be decoded: {sample.key}: {error}")
         return caption, None

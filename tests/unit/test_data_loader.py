@@ -238,6 +238,22 @@ def test_each_kind_is_logged_once(tmp_path, monkeypatch):
     for _ in range(10):
         next(loader)
     assert sorted(line.split(":")[0] for line in said) == sorted(KINDS)
+    places = {"undecodable image": ("0.tar/7:", "0.tar/11:"), "empty caption": ("0.tar/20",)}
+    places |= {"missing caption": ("1.tar/41",), "missing image": ("1.tar/42",)}
+    assert all(any(place in line for place in places[line.split(":")[0]]) for line in said)
+
+
+def test_a_bad_row_of_a_table_is_named_with_its_file(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(reading_module._logger, "warning", lambda message, *values: said.append(message % values))
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(picture(number) if number != 2 else b"not an image")
+    rows = "".join(f"{number}.png,caption {number}\n" for number in range(4))
+    (tmp_path / "t.csv").write_text(f"filepath,title\n{rows}")
+    table = open_pairs([str(tmp_path / "t.csv")])
+    list(EvaluationLoader(table, ImageTransform(8), CountingTokenizer(), batch_size=4))
+    (line,) = said
+    assert line.startswith("undecodable image: t.csv[2] (2.png): not a file of JPEG") and "0x" not in line
 
 
 def test_too_many_bad_samples_stop_the_run_and_name_the_shard(tmp_path):
