@@ -26,7 +26,7 @@ from PIL import Image
 from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.open_clip import assigned_model, read_preprocess, read_weights
 from megaclip.checkpoint.store import MODEL_CARD, locate
-from megaclip.comm.collectives import gather_objects
+from megaclip.comm.collectives import sum_counts
 from megaclip.comm.groups import group_rank, group_size, init_distributed
 from megaclip.data import (
     DATASET_TYPES,
@@ -60,10 +60,9 @@ def main() -> None:
         result = run(arguments, model, data)
     except MegaclipError as error:
         sys.exit(f"error: {error}")
-    bad = sum((Counter(loader.bad_counts) for loader in data.loaders), Counter())
-    bad = sum(gather_objects(bad), Counter())
+    bad = sum_counts(sum((Counter(loader.bad_counts) for loader in data.loaders), Counter()))
     if group_rank() == 0:
-        report(arguments, result, data, dict(bad), time.monotonic() - started)
+        report(arguments, result, data, bad, time.monotonic() - started)
 
 
 def parse_arguments() -> argparse.Namespace:

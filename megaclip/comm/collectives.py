@@ -6,6 +6,8 @@ and every rank of it must call them in the same order. Shapes: W ranks of the gr
 """
 
 import functools
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import deepspeed.comm as dist
@@ -94,6 +96,12 @@ def gather_objects(item: Any, *, group: Any = None) -> list[Any]:
     gathered: list[Any] = [None] * ranks.size
     dist.all_gather_object(gathered, item, group=ranks.handle)
     return gathered
+
+
+def sum_counts(counts: Mapping[str, int], *, group: Any = None) -> dict[str, int]:
+    """Counts by name of each rank -> their sums over all ranks, on every rank, the most frequent first."""
+    total = sum(map(Counter, gather_objects(dict(counts), group=group)), Counter[str]())
+    return dict(total.most_common())
 
 
 def raise_together(error: Exception | None, group: Any = None) -> None:

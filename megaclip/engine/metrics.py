@@ -78,6 +78,7 @@ class Metrics:
         self._step_ends: deque[float] = deque([time.monotonic()], maxlen=51)
         self._training_s = 0.0
         self._steps = 0
+        self._bad_samples = 0
 
     def __enter__(self) -> "Metrics":
         if self._shows_bar:  # log lines above the bar, not through it
@@ -135,16 +136,30 @@ class Metrics:
             scalars = {**asdict(metrics), "samples_per_s": samples_per_s, "peak_mib": peak_mib}
             self._write(step, {f"train/{name}": value for name, value in scalars.items()})
 
-    def evaluation(self, step: int, scores: dict[str, float], pictures: dict[str, np.ndarray]) -> None:
-        """Record an evaluation: scalars, and pictures as (3, H, W) uint8."""
+    def evaluation(
+        self, step: int, scores: dict[str, float], pictures: dict[str, np.ndarray], left_out: dict[str, int]
+    ) -> None:
+        """Record an evaluation: scalars, pictures as (3, H, W) uint8, and how many bad samples it left out, by kind."""
         if not self._first_rank:
             return
         logger.info("evaluation at step %d: %s", step, ", ".join(f"{key} {value:.4f}" for key, value in scores.items()))
+        if left_out:
+            logger.warning("bad samples left out of the evaluation: %s", _listed(left_out))
         self._write(step, {f"evaluation/{name}": value for name, value in scores.items()})
         assert self._writer is not None
         for name, picture in pictures.items():
             self._writer.add_image(f"evaluation/{name}", picture, step)
         self._writer.flush()
+
+    def bad_samples(self, step: int, counts: dict[str, int]) -> None:
+        """Record how many bad samples all ranks have met and replaced since this process began, by kind."""
+        if not self._first_rank:
+            return
+        total = sum(counts.values())
+        if total > self._bad_samples:
+            logger.warning("bad samples met and replaced until step %d: %s", step, _listed(counts))
+        self._bad_samples = total
+        self._write(step, {"train/bad_samples": total})
 
     def _write(self, step: int, scalars: dict[str, float]) -> None:
         assert self._writer is not None
@@ -152,3 +167,7 @@ class Metrics:
             self._writer.add_scalar(name, value, step)
         if self._monitor is not None and self._monitor.enabled:
             self._monitor.write_events([(name, value, step) for name, value in scalars.items()])
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items())

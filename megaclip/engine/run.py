@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -22,7 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megaclip.arguments import TrainArguments, parse_arguments
 from megaclip.checkpoint import store
 from megaclip.checkpoint.open_clip import write_model_card
-from megaclip.comm.collectives import gather_objects, raise_together
+from megaclip.comm.collectives import gather_objects, raise_together, sum_counts
 from megaclip.comm.groups import init_distributed
 from megaclip.config import BatchPlan
 from megaclip.data import EvaluationLoader
@@ -180,6 +181,7 @@ class Run:
         self.saved_step = self.step
         _write_on_first_rank(self._write_description)  # not before: a refused --resume must leave the old one alone
         self.scores: dict[str, float] = {}
+        self.bad_samples: dict[str, int] = {}
 
     def to_the_end(self) -> dict[str, float]:
         """Train from `self.step` to the last step; returns the last evaluation's scores."""
@@ -227,6 +229,8 @@ class Run:
                 self._evaluate(metrics)
             if ends or self._is_due(self.arguments.save_every_steps, self.arguments.save_frequency):
                 self._save()
+                self.bad_samples = sum_counts(batch.bad_counts)
+                metrics.bad_samples(self.step, self.bad_samples)
                 metrics.resume_clock()
 
     def _open_data(self) -> AbstractContextManager[StepStore]:
@@ -270,11 +274,14 @@ class Run:
             "num_workers": self.arguments.workers,
         }
         pairs = labelled = None
+        loaders: list[EvaluationLoader] = []
         if inputs.validation is not None:
             loader = EvaluationLoader(inputs.validation, inputs.evaluation_transform, inputs.tokenizer, **shared)
+            loaders.append(loader)
             pairs = metrics.progress(loader, "retrieval")
         if inputs.labelled is not None:
             loader = EvaluationLoader(inputs.labelled, inputs.evaluation_transform, None, **shared)
+            loaders.append(loader)
             batches = metrics.progress(loader, "zero-shot")
             labelled = ZeroShotTask(batches, inputs.labelled.class_names, inputs.labelled.templates)
         encode = ModelEncoder(
@@ -294,7 +301,8 @@ class Run:
         pictures = {}
         if self.rank == 0 and result.examples is not None and inputs.validation is not None:
             pictures = example_pictures(result.examples, inputs.validation)
-        metrics.evaluation(self.step, result.metrics, pictures)
+        left_out = sum_counts(sum((Counter(loader.bad_counts) for loader in loaders), Counter()))
+        metrics.evaluation(self.step, result.metrics, pictures, left_out)
         metrics.resume_clock()
 
     @cached_property
@@ -371,5 +379,10 @@ class Run:
 
     def _write_summary(self, metrics: Metrics) -> None:
         finite = {name: value for name, value in self.scores.items() if math.isfinite(value)}
-        summary = {**finite, "steps": self.step, "samples_per_s": metrics.samples_per_s}
+        summary = {
+            **finite,
+            "steps": self.step,
+            "samples_per_s": metrics.samples_per_s,
+            "bad_samples": self.bad_samples,
+        }
         store.write_atomically(self.folder / "metrics.json", json.dumps(summary, indent=1))

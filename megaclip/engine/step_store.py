@@ -122,6 +122,10 @@ class StepStore:
         """What ended the background thread."""
         self._missed = False
         """Whether this step had to do without chunks."""
+        self.bad_counts: dict[str, int] = {}
+        """Bad samples that this rank met and replaced in the steps that are done, by kind."""
+        self._bad_counts_read: list[dict[str, int]] = [{}, {}]
+        """The loader's counts after what has been read of this step and of the next; in turns, as for the tokens."""
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._fill, name="step-store", daemon=True)
@@ -143,6 +147,7 @@ class StepStore:
 
     def next_step(self) -> None:
         """Move on to the next step, after both passes over this one."""
+        self.bad_counts = self._bad_counts_read[self._step % 2]
         self._step += 1
 
     def ids(self) -> Tensor:
@@ -227,6 +232,7 @@ class StepStore:
                 if chunk < self._plan.accumulation:
                     start = chunk * self._plan.micro_batch
                     self._tokens[step % 2, start : start + self._plan.micro_batch].copy_(batch.tokens)
+                    self._bad_counts_read[step % 2] = self._loader.bad_counts
                 with self._changed:
                     self._filled = number + 1
                     self._changed.notify_all()
