@@ -5,7 +5,7 @@
     python tools/plan.py ... --gpu-memory 80GiB --host-memory 900GiB --disk 2TB --link 200GB --network 25GB
     python tools/plan.py --calibrate rates.json                     # measure this machine; then --rates rates.json
     python tools/plan.py ... --sweep sweep.png --json sweep.json    # batch against memory and time, and the peers
-    python tools/plan.py ... --compare measured.json                # planned against measured peaks
+    python tools/plan.py ... --compare measured.json                # planned against measured
 
 Needs no GPU and starts nothing (--calibrate uses what is there). --sweep needs matplotlib.
 """
@@ -212,8 +212,8 @@ def _draw(rows: list[dict[str, Any]], title: str, cluster: Cluster, out: str) ->
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    """Planned beside measured GPU peaks, from the rows of tools/bench_train.py."""
-    print(f"{'run':58}{'planned':>10}{'measured':>10}{'ratio':>7}{'plan s':>8}{'s':>8}  peak")
+    """Planned beside measured GPU peaks and steps, from the rows of tools/bench_train.py."""
+    print(f"{'run':58}{'planned':>10}{'measured':>10}{'ratio':>7}{'plan s':>8}{'s':>8}{'ratio':>7}  peak")
     outside = 0
     for path in arguments.compare:
         try:
@@ -223,12 +223,12 @@ def _compare(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"cannot read {str(path)!r}: {error!r}") from None
         for row in rows:
             outside += _compare_row(row)
-    print(f"{outside} outside 10%")
+    print(f"{outside} peaks outside 10%")
     return 1 if outside else 0
 
 
 def _compare_row(row: dict[str, Any]) -> int:
-    """Print one row; 1 if it is more than a tenth off."""
+    """Print one row; 1 if its peak is more than a tenth off."""
     ds_config, ranks = row["ds_config"], row["world_size"]
     config = TrainingConfig(path=Path("row"), deepspeed=ds_config, megaclip=_section(ds_config))
     # Synthetic samples are not decoded: so many workers that decoding does not count.
@@ -243,7 +243,8 @@ def _compare_row(row: dict[str, Any]) -> int:
     name += " offload" if workload.zero.offload_optimizer != "none" else ""
     name += " (first step)" if row.get("first_step", len(row.get("losses") or "..") == 1) else ""
     sizes = f"{gigabytes(plan.gpu_peak):>10}{gigabytes(measured):>10}{ratio:7.3f}"
-    print(f"{name:58}{sizes}{step.total:8.1f}{row['step_s'] or float('nan'):8.1f}  {plan.peak_phase}")
+    taken = row["step_s"] or float("nan")
+    print(f"{name:58}{sizes}{step.total:8.1f}{taken:8.1f}{step.total / taken:7.2f}  {plan.peak_phase}")
     return int(not 0.9 <= ratio <= 1.1)
 
 

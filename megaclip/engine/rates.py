@@ -1,4 +1,4 @@
-"""How fast this machine is, measured in some seconds for the planner: products, a tower, the loss, copies, links, disk.
+"""How fast this machine is, measured for the planner in half a minute: products, towers, the loss, copies, links, disk.
 
 Run by `tools/plan.py --calibrate`, on one rank, or on all ranks of a launcher to measure the links too. On a CPU the
 same things are measured, in float32 and at smaller sizes.
@@ -24,7 +24,7 @@ from megaclip.comm.machine import seconds, slowest_link
 from megaclip.data import ImageTransform
 from megaclip.models import ModelConfig, build_model
 from megaclip.ops.tiles import tile_grads, tile_stats
-from megaclip.planner.towers import image_tower
+from megaclip.planner.towers import Tower, image_tower, text_tower
 
 _DECODED_IMAGES = 64
 _WRITTEN_BYTES = 2**29
@@ -34,18 +34,23 @@ def measure_rates(model_config: ModelConfig, micro_batch: int, folder: Path) -> 
     """Rates by the names of `planner.Rates`, without the network's, and without the link's on one rank. Every rank
     calls it and gets its own figures (the link's is the slowest rank's).
 
-    model_config, micro_batch: whose image tower to time. folder: on the disk to time.
+    model_config, micro_batch: whose towers to time. folder: on the disk to time.
     """
     device = torch.device(get_accelerator().current_device_name())
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
+    size, text = model_config.vision_cfg.image_size, model_config.text_cfg
+    model = build_model(model_config).to(device, dtype)
+    images = torch.randn(micro_batch, 3, size, size, device=device).to(dtype)
+    tokens = torch.randint(text.vocab_size, (micro_batch, text.context_length), device=device)
     measured = dict(
         product_flops=_product(device, dtype, 8192 if gpu else 1024),
-        tower_flops=_tower(model_config, micro_batch, device, dtype),
+        image_flops=_tower(image_tower(model_config), model.visual, images),
+        text_flops=_tower(text_tower(model_config), model.text, tokens),
         loss_flops=_loss(device, dtype, 16384 if gpu else 1024, model_config.embed_dim),
         host_to_device=_copy(device, 2**28 if gpu else 2**26),
         disk_write=_disk(folder, _WRITTEN_BYTES),
-        decoded=_decoding(model_config.vision_cfg.image_size),
+        decoded=_decoding(size),
     )
     if dist.is_initialized() and dist.get_world_size() > 1:
         measured["link"] = slowest_link(resolve(None), device)
@@ -64,13 +69,10 @@ def _product(device: torch.device, dtype: torch.dtype, side: int) -> float:
     return 2 * side**3 / _median_seconds(lambda: factor @ factor)
 
 
-def _tower(config: ModelConfig, micro_batch: int, device: torch.device, dtype: torch.dtype) -> float:
+def _tower(tower: Tower, model: torch.nn.Module, inputs: torch.Tensor) -> float:
     """Operations of the planner's formula over the time of forward and backward."""
-    tower = build_model(config).visual.to(device, dtype)
-    size = config.vision_cfg.image_size
-    images = torch.randn(micro_batch, 3, size, size, device=device).to(dtype)
-    taken = _median_seconds(lambda: tower(images).float().sum().backward())
-    return 3 * micro_batch * image_tower(config).forward_operations() / taken
+    taken = _median_seconds(lambda: model(inputs).float().sum().backward())
+    return 3 * len(inputs) * tower.forward_operations() / taken
 
 
 def _loss(device: torch.device, dtype: torch.dtype, batch: int, embed_dim: int) -> float:

@@ -7,7 +7,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megaclip.errors import ConfigError
-from megaclip.planner.constants import DECODED_PER_CORE, GIB, HOST_MARGIN, LOSS_SHARE, OUTSIDE_ALLOCATOR, TOWER_SHARE
+from megaclip.planner.constants import (
+    DECODED_PER_CORE,
+    GIB,
+    HOST_MARGIN,
+    IMAGE_SHARE,
+    LOSS_SHARE,
+    OUTSIDE_ALLOCATOR,
+    TEXT_SHARE,
+)
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -20,8 +28,10 @@ class Rates:
 
     product_flops: float
     """Of a large bf16 matrix product."""
-    tower_flops: float
-    """Of a tower's forward and backward pass."""
+    image_flops: float
+    """Of the image tower's forward and backward pass."""
+    text_flops: float
+    """Of the text tower's."""
     loss_flops: float
     """Of the contrastive loss, counted on 8 b B D."""
     host_to_device: float
@@ -97,7 +107,8 @@ class Cluster:
 def _preset(product: float, link: float, host_to_device: float) -> Rates:
     return Rates(
         product_flops=product,
-        tower_flops=product * TOWER_SHARE,
+        image_flops=product * IMAGE_SHARE,
+        text_flops=product * TEXT_SHARE,
         loss_flops=product * LOSS_SHARE,
         host_to_device=host_to_device,
         link=link,

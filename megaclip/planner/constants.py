@@ -28,8 +28,11 @@ unforeseen."""
 EMBEDDINGS_SHARE = 0.1
 """Of the GPU's memory: embeddings and gradients that would take more wait in host memory."""
 
-TOWER_SHARE = 0.5
-"""Share of a GPU's product rate that a ViT tower reaches; `--calibrate` measures it."""
+IMAGE_SHARE = 0.544
+"""Share of a GPU's product rate that a ViT's forward and backward passes reach: ViT-B/16, 512 images in 126.5 ms on an
+H200; `--calibrate` measures it."""
+TEXT_SHARE = 0.343
+"""The same of the narrower text tower: 512 captions in 34 ms."""
 LOSS_SHARE = 0.8
 """The same for the loss: 0.73 to 0.89 on H200 (docs/performance.md)."""
 PEER_LOSS_SHARES = {"open_clip": 0.36, "Inf-CL": 0.03}
@@ -39,7 +42,8 @@ PEER_ACTIVATIONS = {"amp_bf16": 1.22, "pure_bf16": 1.08}
 """What open_clip's towers keep over what ours keep: ViT-B/16, 512 images on an H200: 33,400 and 29,510 over 27,307
 MiB."""
 PEER_TOWER_SPEED = 0.64
-"""Our towers' time over open_clip's under autocast, forward and backward: likewise, 126.5 over 198.5 ms."""
+"""Our towers' time over open_clip's under autocast, forward and backward: likewise, 126.5 over 198.5 ms for images;
+text is taken to be alike."""
 
 ZERO_3_BLOCK_SECONDS = 4e-3
 """Host time that DeepSpeed 0.19 spends around one block in one pass at ZeRO-3: ViT-L/14 in chunks of 128 on one H200,

@@ -13,7 +13,7 @@ pure bf16 everything is bf16. What differs between the methods:
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import CUBLAS_WORKSPACES, PEER_ACTIVATIONS, PEER_LOSS_SHARES, PEER_TOWER_SPEED
 from megaclip.planner.losses import LossSizes, inf_cl_loss_bytes, open_clip_loss_bytes
-from megaclip.planner.towers import towers
+from megaclip.planner.towers import forward_seconds, towers
 from megaclip.planner.workload import Workload
 
 OPEN_CLIP = "open_clip"
@@ -47,8 +47,7 @@ def peer_step_seconds(workload: Workload, cluster: Cluster, method: str) -> floa
     batch = workload.local_batch
     chunks = 1 if method == OPEN_CLIP else max(1, batch // workload.image_micro_batch)
     passes = (3 if chunks == 1 else 4) + (1 if workload.checkpointing else 0)
-    operations = sum(tower.forward_operations() for tower in towers(workload))
-    seconds = passes * batch * operations / (cluster.rates.tower_flops * PEER_TOWER_SPEED)
+    seconds = passes * batch * sum(forward_seconds(workload, cluster.rates)) / PEER_TOWER_SPEED
     sizes = LossSizes(batch, workload.model.embed_dim, workload.world_size)
     # The shares were measured on 8 b B D operations, whatever a method computes.
     counted = 8 * sizes.logits * sizes.embed_dim

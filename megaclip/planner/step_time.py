@@ -1,7 +1,7 @@
 """How long a step takes on a described machine, term by term, and which term decides.
 
     towers         forward without graph, forward again, backward (2 forwards; 3 with activation checkpointing):
-                   operations over the measured rate of a tower
+                   operations over the measured rate of each tower
     loss           8 or 10 b B D; sigmoid 6 or 8 (docs/mathematics.md) over the loss's rate
     communication  parameters: gradients reduced and, at stage 3, parameters gathered for every pass; features: what
                    exchange and reduction send
@@ -24,7 +24,7 @@ from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import OFFLOADED_ADAM_BYTES, OFFLOADED_ADAM_RATE, ZERO_3_BLOCK_SECONDS
 from megaclip.planner.losses import megaclip_loss_operations
 from megaclip.planner.memory import loss_sizes, plan_memory, settled, store_bytes
-from megaclip.planner.towers import towers
+from megaclip.planner.towers import forward_seconds, towers
 from megaclip.planner.workload import Workload
 
 
@@ -91,8 +91,8 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
     workload = settled(workload, cluster)
     rates, batch = cluster.rates, workload.local_batch
     forward = again = backward = 0.0
-    for tower, parameters in zip(towers(workload), workload.parameters, strict=True):
-        seconds = batch * tower.forward_operations() / rates.tower_flops
+    for sample, parameters in zip(forward_seconds(workload, rates), workload.parameters, strict=True):
+        seconds = batch * sample
         again += seconds
         if parameters.trained:
             forward += seconds if workload.cached else 0.0

@@ -15,6 +15,7 @@ blocks' inputs are kept, and one block is run again.
 from dataclasses import dataclass, replace
 
 from megaclip.models import ModelConfig
+from megaclip.planner.cluster import Rates
 from megaclip.planner.workload import Workload
 
 
@@ -153,6 +154,12 @@ def text_tower(model: ModelConfig) -> Tower:
         patch_numbers=0,
         stem_operations=2 * text.width * model.embed_dim,
     )
+
+
+def forward_seconds(workload: Workload, rates: Rates) -> tuple[float, float]:
+    """One sample's forward pass through the image tower and through the text tower."""
+    image, text = towers(workload)
+    return image.forward_operations() / rates.image_flops, text.forward_operations() / rates.text_flops
 
 
 def towers(workload: Workload) -> tuple[Tower, Tower]:
