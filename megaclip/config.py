@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megaclip.config_deepspeed import misread_value, section_models
 from megaclip.config_optimizers import OPTIMIZER_PARAMS, SUPPORTED_OPTIMIZERS, refusal
 from megaclip.config_section import FastClipSection, MegaclipSection
 from megaclip.errors import ConfigError
@@ -181,9 +182,12 @@ def load_training_config(path: str | Path) -> TrainingConfig:
     path = Path(path)
     config = _read_json(path)
     _check_top_level(path, config)
+    if problem := misread_value(config):
+        raise ConfigError(f"{path}: {problem}")
     _check_batch_numbers(path, config)
     _check_optimizer(path, config)
     _check_zero(path, config)
+    _check_sections(path, config)
     _check_precision(path, config)
     _check_activation_checkpointing(path, config)
     section = _parse_section(path, config.get("megaclip", {}))
@@ -281,9 +285,6 @@ def _check_optimizer(path: Path, config: dict[str, Any]) -> None:
 
 
 def _check_zero(path: Path, config: dict[str, Any]) -> None:
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
     zero = config.get("zero_optimization", {})
     if isinstance(zero, dict):
         stage = zero.get("stage", 0)
@@ -297,7 +298,10 @@ def _check_zero(path: Path, config: dict[str, Any]) -> None:
                 f"{path}: zero_optimization.compute_grad_norm cannot be off: an update with a gradient of NaN is "
                 "refused by its norm; leave it out"
             )
-    for name, model in (("zero_optimization", DeepSpeedZeroConfig), ("bf16", DeepSpeedBF16Config)):
+
+
+def _check_sections(path: Path, config: dict[str, Any]) -> None:
+    for name, model in section_models().items():
         section = config.get(name, {})
         fields = {field.alias or key for key, field in model.model_fields.items()}
         _check_keys(path, name, section, fields)

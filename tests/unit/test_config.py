@@ -83,7 +83,8 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         ({"gradient_clipping": ...}, "DeepSpeed would clip at 1.0"),
         ({"optimizer": ...}, "an optimizer is needed"),
         ({"optimizer": {"type": "AdmW", "params": {"lr": 1}}}, "did you mean 'AdamW'?"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr must be a positive number"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1"}}}, "optimizer.params.lr must be a positive number"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "write a value for optimizer.params.lr"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1, "beta": 1}}}, "did you mean 'betas'?"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1, "betas": [0.9, 2]}}}, "optimizer.params.betas.1"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1, "eps": "1e-6"}}}, "optimizer.params.eps"),
@@ -108,7 +109,32 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         ({"optimizer": {"type": "SGD", "params": {"lr": 1, "eps": 1e-8}}, "zero_optimization": {}}, "params.eps"),
         ({"activation_checkpointing": {"partition_activations": True}}, "it needs tensor parallelism"),
         ({"activation_checkpointing": {"cpu_checkpoint": True}}, "did you mean 'cpu_checkpointing'?"),
-        ({"train_batch_size": "auto"}, "train_batch_size must be a positive whole number"),
+        ({"train_batch_size": "24"}, "train_batch_size must be a positive whole number"),
+        ({"train_batch_size": "auto"}, '"auto" is for Hugging Face\'s trainer'),
+        ({"bf16": {"enabled": "auto"}}, "write a value for bf16.enabled (the default is false)"),
+        ({"bf16": {"enabled": "false"}}, "bf16.enabled must be true or false, not 'false'"),
+        ({"activation_checkpointing": {"cpu_checkpointing": 1}}, "cpu_checkpointing must be true or false, not 1"),
+        ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage must be 0, 1, 2 or 3, not '3'"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage must be 0, 1, 2 or 3, not True"),
+        (
+            {
+                "zero_optimization": {
+                    "stage": "auto",
+                    "reduce_bucket_size": "auto",
+                    "stage3_max_live_parameters": "auto",
+                }
+            },
+            "zero_optimization.stage (the default is 0), zero_optimization.reduce_bucket_size (the default is 500000000"
+            "), zero_optimization.stage3_max_live_parameters (the default is 1000000000)",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "auto"}}},
+            "write a value for zero_optimization.offload_param.device",
+        ),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1, "betas": "auto"}}}, "the default is [0.9, 0.999]"),
+        ({"wandb": {"enabled": "true"}}, "wandb.enabled must be true or false"),
+        ({"wandb": {"projekt": "clip"}}, "unknown key wandb.projekt; did you mean 'project'?"),
+        ({"csv_monitor": True}, "csv_monitor must be a JSON object"),
         (
             {"megaclip": {"coalesce_gradient_reduction": True}, "zero_optimization": {"stage": 0}},
             "coalesce_gradient_reduction needs",
@@ -128,6 +154,10 @@ def test_a_mistake_names_the_key_and_the_cure(tmp_path, changes, expected):
 
 def test_a_section_that_is_switched_off_is_accepted(tmp_path):
     load_training_config(write(tmp_path, fp16={"enabled": False}, prescale_gradients=False))
+
+
+def test_what_is_meant_to_be_auto_stays(tmp_path):
+    load_training_config(write(tmp_path, data_types={"keep_in_fp32_modules": "auto"}, megaclip={"exchange": "auto"}))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": 1, "a": 2}', "\ufeff{}"])

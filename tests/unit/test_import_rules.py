@@ -12,13 +12,14 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "megaclip"
 
-FOUNDATION = {"errors", "logging", "config", "config_section", "config_optimizers", "arguments"}
+FOUNDATION = {"errors", "logging", "config", "config_section", "config_optimizers", "config_deepspeed", "arguments"}
 MAY_IMPORT = {
     "errors": FOUNDATION,
     "logging": FOUNDATION,
     "config": FOUNDATION,
     "config_section": FOUNDATION,
     "config_optimizers": FOUNDATION,
+    "config_deepspeed": FOUNDATION,
     "arguments": FOUNDATION,
     "ops": FOUNDATION,
     "comm": FOUNDATION,

@@ -1,0 +1,85 @@
+"""Values in DeepSpeed's own part of ds_config.json that it would take for something else than they say.
+
+DeepSpeed leaves out what says "auto", which Hugging Face's trainer would have filled in, and reads a string where a
+switch should be.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from megaclip.config_optimizers import OPTIMIZER_PARAMS
+
+_AUTO_HAS_A_MEANING = ("data_types.keep_in_fp32_modules",)
+
+_SWITCHES = (
+    "bf16.enabled",
+    "activation_checkpointing.cpu_checkpointing",
+    "zero_allow_untested_optimizer",
+    "zero_optimization.compute_grad_norm",
+    "comms_logger.enabled",
+    "flops_profiler.enabled",
+    "tensorboard.enabled",
+    "wandb.enabled",
+    "csv_monitor.enabled",
+    "comet.enabled",
+)
+
+
+def section_models() -> dict[str, type[BaseModel]]:
+    """DeepSpeed's own description of each section, where it has one with named fields."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "bf16": DeepSpeedBF16Config,
+        "comms_logger": CommsLoggerConfig,
+        "tensorboard": TensorBoardConfig,
+        "wandb": WandbConfig,
+        "csv_monitor": CSVConfig,
+        "comet": CometConfig,
+    }
+
+
+def misread_value(config: dict[str, Any]) -> str | None:
+    """What is wrong with the first value that DeepSpeed would misread; None if nothing is."""
+    values = {key: value for part in config if part != "megaclip" for key, value in _leaves(part, config[part])}
+    autos = [key for key, value in values.items() if value == "auto" and key not in _AUTO_HAS_A_MEANING]
+    if autos:
+        kind = values.get("optimizer.type")
+        named = ", ".join(key + _default(key, kind) for key in autos)
+        return f'"auto" is for Hugging Face\'s trainer, which fills it in: write a value for {named}'
+    for key in _SWITCHES:
+        if not isinstance(values.get(key, False), bool):
+            return f"{key} must be true or false, not {values[key]!r}"
+    stage = values.get("zero_optimization.stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3) or not isinstance(stage, int):
+        return f"zero_optimization.stage must be 0, 1, 2 or 3, not {stage!r}"
+    return None
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything below `key` that is not an object; an entry of a list has the list's key."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, "auto" if isinstance(value, list) and "auto" in value else value
+
+
+def _default(key: str, optimizer: Any) -> str:
+    """ " (DeepSpeed's default is ...)" for a setting whose default is known."""
+    section, _, name = key.rpartition(".")
+    models: dict[str, type[BaseModel]] = section_models()
+    if optimizer in OPTIMIZER_PARAMS:
+        models["optimizer.params"] = OPTIMIZER_PARAMS[optimizer]
+    fields = models[section].model_fields if section in models else {}
+    for field_name, field in fields.items():
+        if name == (field.alias or field_name) and not field.is_required():
+            return f" (the default is {json.dumps(field.default, default=str)})"
+    return ""
