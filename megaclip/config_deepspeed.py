@@ -1,11 +1,12 @@
 """Values in DeepSpeed's own part of ds_config.json that it would take for something else than they say.
 
-DeepSpeed leaves out what says "auto", which Hugging Face's trainer would have filled in, and reads a string where a
-switch should be.
+DeepSpeed leaves out what says "auto", which Hugging Face's trainer would have filled in; it reads a string where a
+switch should be; and it looks for a monitor's package only when every rank has started.
 """
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic import BaseModel
@@ -26,6 +27,7 @@ _SWITCHES = (
     "csv_monitor.enabled",
     "comet.enabled",
 )
+_MONITOR_PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
 
 
 def section_models() -> dict[str, type[BaseModel]]:
@@ -47,7 +49,8 @@ def section_models() -> dict[str, type[BaseModel]]:
 
 
 def misread_value(config: dict[str, Any]) -> str | None:
-    """What is wrong with the first value that DeepSpeed would misread; None if nothing is."""
+    """What is wrong with the first value that DeepSpeed would misread, or a monitor that could not start; None if
+    nothing is."""
     values = {key: value for part in config if part != "megaclip" for key, value in _leaves(part, config[part])}
     autos = [key for key, value in values.items() if value == "auto" and key not in _AUTO_HAS_A_MEANING]
     if autos:
@@ -60,7 +63,7 @@ def misread_value(config: dict[str, Any]) -> str | None:
     stage = values.get("zero_optimization.stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3) or not isinstance(stage, int):
         return f"zero_optimization.stage must be 0, 1, 2 or 3, not {stage!r}"
-    return None
+    return _monitor_that_cannot_start(values)
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -83,3 +86,15 @@ def _default(key: str, optimizer: Any) -> str:
         if name == (field.alias or field_name) and not field.is_required():
             return f" (the default is {json.dumps(field.default, default=str)})"
     return ""
+
+
+def _monitor_that_cannot_start(values: dict[str, Any]) -> str | None:
+    for monitor, package in _MONITOR_PACKAGES.items():
+        if values.get(f"{monitor}.enabled") and find_spec(package) is None:
+            return f"{monitor}.enabled needs the package {package}, which is not installed: pip install {package}"
+    if values.get("tensorboard.enabled") and not values.get("tensorboard.output_path"):
+        return (
+            "'tensorboard' is not needed: a run writes its TensorBoard files to its own folder, tensorboard/; leave it "
+            "out, or say with tensorboard.output_path where a second copy belongs"
+        )
+    return None

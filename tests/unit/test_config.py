@@ -1,6 +1,7 @@
 """ds_config.json: every unknown, misplaced, inert or contradictory key is one readable error."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,7 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         ({"wandb": {"enabled": "true"}}, "wandb.enabled must be true or false"),
         ({"wandb": {"projekt": "clip"}}, "unknown key wandb.projekt; did you mean 'project'?"),
         ({"csv_monitor": True}, "csv_monitor must be a JSON object"),
+        ({"tensorboard": {"enabled": True}}, "a run writes its TensorBoard files to its own folder"),
         (
             {"megaclip": {"coalesce_gradient_reduction": True}, "zero_optimization": {"stage": 0}},
             "coalesce_gradient_reduction needs",
@@ -158,6 +160,25 @@ def test_a_section_that_is_switched_off_is_accepted(tmp_path):
 
 def test_what_is_meant_to_be_auto_stays(tmp_path):
     load_training_config(write(tmp_path, data_types={"keep_in_fp32_modules": "auto"}, megaclip={"exchange": "auto"}))
+
+
+@pytest.mark.parametrize(("monitor", "package"), [("wandb", "wandb"), ("comet", "comet_ml")])
+def test_a_monitor_without_its_package_is_refused_at_the_start(tmp_path, monkeypatch, monitor, package):
+    path = write(tmp_path, **{monitor: {"enabled": True}})
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=f"{monitor}.enabled needs the package {package}, .*pip install {package}"):
+        load_training_config(path)
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, package)
+    monkeypatch.syspath_prepend(tmp_path)
+    load_training_config(path)
+
+
+def test_monitors_that_need_no_package_are_accepted(tmp_path):
+    load_training_config(
+        write(tmp_path, tensorboard={"enabled": True, "output_path": "x"}, csv_monitor={"enabled": True})
+    )
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": 1, "a": 2}', "\ufeff{}"])
