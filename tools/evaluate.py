@@ -23,9 +23,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from PIL import Image
 
-from megaclip.checkpoint.consolidate import consolidated_weights
-from megaclip.checkpoint.open_clip import assigned_model, read_preprocess, read_weights
-from megaclip.checkpoint.store import MODEL_CARD, locate
 from megaclip.comm.collectives import sum_counts
 from megaclip.comm.groups import group_rank, group_size, init_distributed
 from megaclip.data import (
@@ -35,14 +32,12 @@ from megaclip.data import (
     LabelledDataset,
     PairDataset,
     Tokenizer,
-    load_tokenizer,
     open_labelled,
     open_pairs,
 )
-from megaclip.errors import CheckpointError, ConfigError, MegaclipError
+from megaclip.engine.saved_model import SavedModel, load_saved_model
+from megaclip.errors import MegaclipError
 from megaclip.evaluation import Evaluation, ModelEncoder, ZeroShotTask, evaluate, example_pictures, group_captions
-from megaclip.models import ClipModel, ModelConfig, load_model_config
-from megaclip.models.config import CARD_NAME
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,7 +50,7 @@ def main() -> None:
         init_distributed()
     started = time.monotonic()
     try:
-        model = load_model(arguments.model, arguments.tag, arguments.tokenizer)
+        model = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer)
         data = Data.open(arguments, model)
         result = run(arguments, model, data)
     except MegaclipError as error:
@@ -67,7 +62,9 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, metavar="MODEL", help="exported directory, run, or its checkpoints folder")
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="exported directory, run, its checkpoints or one of them"
+    )
     parser.add_argument("--tag", help="which checkpoint of a run, such as step_00000100 (default: the latest)")
     parser.add_argument("--val-data", nargs="+", default=[], metavar="SPEC", help="image-text pairs, for retrieval")
     parser.add_argument("--dataset-type", default="auto", choices=DATASET_TYPES, help="how to read --val-data")
@@ -89,50 +86,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A model with what turns files and words into its inputs."""
-
-    model: ClipModel
-    transform: ImageTransform
-    tokenizer: Tokenizer
-
-
-def load_model(source: Path, tag: str | None, tokenizer: str | None) -> LoadedModel:
-    """Read MODEL, in float32 on the CPU."""
-    if (source / CARD_NAME).is_file():
-        if tag is not None:
-            raise ConfigError(f"--tag {tag} picks a checkpoint of a run, but {source} is an exported model")
-        card, weights = source, read_weights(source)
-    else:
-        folder, latest = locate(source)
-        card, weights = folder / MODEL_CARD, consolidated_weights(folder, tag or latest)
-    config = load_model_config(card)
-    preprocess = read_preprocess(card)
-    transform = ImageTransform(
-        config.vision_cfg.image_size,
-        mean=tuple(preprocess["mean"]),
-        std=tuple(preprocess["std"]),
-        interpolation=preprocess["interpolation"],
-        resize_mode=preprocess["resize_mode"],
-    )
-    spec = tokenizer or tokenizer_of(card, config)
-    return LoadedModel(assigned_model(config, weights), transform, load_tokenizer(spec, config.text_cfg.context_length))
-
-
-def tokenizer_of(card: Path, config: ModelConfig) -> str:
-    """CLIP's, or the sentencepiece model beside the card."""
-    if not config.text_cfg.hf_tokenizer_name:
-        return "clip"
-    models = sorted(card.glob("*.model"))
-    if len(models) != 1:
-        raise CheckpointError(
-            f"{card} should hold the sentencepiece model it was trained with, but has {len(models)} *.model files: "
-            "say which it is with --tokenizer"
-        )
-    return str(models[0])
-
-
-@dataclass(frozen=True)
 class Data:
     """What was asked for, and this rank's loaders of it; None where it was not."""
 
@@ -142,7 +95,7 @@ class Data:
     labelled_loader: EvaluationLoader | None
 
     @staticmethod
-    def open(arguments: argparse.Namespace, model: LoadedModel) -> "Data":
+    def open(arguments: argparse.Namespace, model: SavedModel) -> "Data":
         pairs = labelled = pair_loader = labelled_loader = None
         if arguments.val_data:
             pairs = open_pairs(
@@ -180,7 +133,7 @@ def open_loader(
     )
 
 
-def run(arguments: argparse.Namespace, loaded: LoadedModel, data: Data) -> Evaluation:
+def run(arguments: argparse.Namespace, loaded: SavedModel, data: Data) -> Evaluation:
     """Evaluate on this rank's device, together with the other ranks."""
     device, dtype = torch.device(get_accelerator().current_device_name()), PRECISIONS[arguments.precision]
     task = None

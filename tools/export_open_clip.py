@@ -1,6 +1,6 @@
 """Export a training checkpoint as a complete open_clip directory.
 
-    python tools/export_open_clip.py runs/NAME/checkpoints OUT_DIR --verify
+    python tools/export_open_clip.py runs/NAME OUT_DIR --verify
 
 writes open_clip_model.safetensors (float32), open_clip_config.json and the tokenizer's files, at any ZeRO stage; then
 open_clip.create_model_and_transforms("local-dir:OUT_DIR") and open_clip.get_tokenizer("local-dir:OUT_DIR") load it.
@@ -15,20 +15,19 @@ import sys
 from pathlib import Path
 
 from megaclip.checkpoint.consolidate import consolidated_weights
-from megaclip.checkpoint.open_clip import assigned_model, write_weights
+from megaclip.checkpoint.open_clip import assigned_model, tokenizer_of, write_weights
 from megaclip.checkpoint.store import MODEL_CARD, locate
 from megaclip.checkpoint.verify import TOLERANCE, verify
-from megaclip.data.tokenizers import Tokenizer, load_tokenizer
-from megaclip.errors import CheckpointError, MegaclipError
+from megaclip.data.tokenizers import load_tokenizer
+from megaclip.errors import MegaclipError
 from megaclip.models import ModelConfig, load_model_config
-from megaclip.models.config import CARD_NAME
 from megaclip.models.open_clip_keys import StateDict
 
 
 def main() -> None:
     arguments = parse_arguments()
     try:
-        config, weights = export(arguments.checkpoints, arguments.out_dir, arguments.tag)
+        config, weights = export(arguments.run, arguments.out_dir, arguments.tag)
         print(f"wrote {arguments.out_dir}")
         passed = not arguments.verify or check(arguments.out_dir, config, weights)
     except MegaclipError as error:
@@ -39,19 +38,17 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoints", type=Path, metavar="CHECKPOINTS", help="RUN/checkpoints")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run (runs/NAME), its checkpoints or one of them")
     parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="directory to write")
-    parser.add_argument("--tag", help="checkpoint to export, such as step_00000100 (default: the latest)")
+    parser.add_argument("--tag", help="which checkpoint of a run, such as step_00000100 (default: the latest)")
     parser.add_argument("--verify", action="store_true", help="load the export with open_clip and compare")
     return parser.parse_args()
 
 
-def export(checkpoints: Path, out_dir: Path, tag: str | None) -> tuple[ModelConfig, StateDict]:
+def export(source: Path, out_dir: Path, tag: str | None) -> tuple[ModelConfig, StateDict]:
     """Write OUT_DIR; returns the model's description and MegaCLIP's weights, as the checkpoint has them."""
-    folder, tag = (checkpoints, tag) if tag else locate(checkpoints)
+    folder, tag = locate(source, tag)
     card = folder / MODEL_CARD
-    if not (card / CARD_NAME).is_file():
-        raise CheckpointError(f"{card / CARD_NAME} does not exist: expected RUN/checkpoints, where training saves.")
     config = load_model_config(card)
     weights = consolidated_weights(folder, tag)
     shutil.copytree(card, out_dir, dirs_exist_ok=True)
@@ -61,23 +58,11 @@ def export(checkpoints: Path, out_dir: Path, tag: str | None) -> tuple[ModelConf
 
 def check(out_dir: Path, config: ModelConfig, weights: StateDict) -> bool:
     """Print how open_clip's reading of OUT_DIR compares; True when it is equal."""
-    result = verify(out_dir, assigned_model(config, weights), trained_tokenizer(out_dir, config))
+    tokenizer = load_tokenizer(tokenizer_of(out_dir, config), config.text_cfg.context_length)
+    result = verify(out_dir, assigned_model(config, weights), tokenizer)
     print(f"export_max_abs_diff {result.max_abs_diff:.3g}")
     print(f"export_captions_differing {result.captions_differing} of {result.captions_compared}")
     return result.passed
-
-
-def trained_tokenizer(out_dir: Path, config: ModelConfig) -> Tokenizer:
-    """MegaCLIP's own tokenizer of the exported model: CLIP's, or the sentencepiece model in OUT_DIR."""
-    spec = "clip"
-    if config.text_cfg.hf_tokenizer_name:
-        models = sorted(out_dir.glob("*.model"))
-        if len(models) != 1:
-            raise CheckpointError(
-                f"{out_dir} holds {len(models)} sentencepiece models (*.model), expected 1 to compare."
-            )
-        spec = str(models[0])
-    return load_tokenizer(spec, config.text_cfg.context_length)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python tools/inspect_estimators.py runs/NAME --train-data 'data/train/*.tar' [--batch 32] [--json FILE]
 
 runs/NAME is a run whose loss has one temperature (sogclr, fastclip_v0, v1, v3); its data should be a few
-thousand samples, since all similarities are computed. Prints, for the last checkpoint's model and temperature: the
-error of the run's log u, and that of log g of one random batch, which is what a loss without memory would use.
+thousand samples, since all similarities are computed. Prints, for the model and temperature of its last checkpoint (or
+--tag): the error of the run's log u, and that of log g of one random batch, which is what a loss without memory would
+use.
 """
 
 import argparse
@@ -17,20 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaclip.checkpoint.consolidate import consolidated_weights
-from megaclip.checkpoint.open_clip import assigned_model, read_preprocess
-from megaclip.checkpoint.store import MODEL_CARD, locate, read_loss_states
-from megaclip.data import Batch, EvaluationLoader, ImageTransform, load_tokenizer, open_pairs
+from megaclip.checkpoint.store import locate, read_loss_states
+from megaclip.data import Batch, EvaluationLoader, open_pairs
+from megaclip.engine.saved_model import SavedModel, load_saved_model
 from megaclip.errors import CheckpointError, MegaclipError
 from megaclip.evaluation import ModelEncoder
-from megaclip.models import load_model_config
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
-        log_u, temperature, samples = read_state(arguments.run)
-        features = encode(arguments.run, arguments.train_data, samples)
+        log_u, temperature, samples = read_state(arguments.run, arguments.tag)
+        features = encode(load_saved_model(arguments.run, tag=arguments.tag), arguments.train_data, samples)
     except MegaclipError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -55,16 +54,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("run", type=Path, help="run (runs/NAME), its checkpoints or one of them")
+    parser.add_argument("--tag", help="which checkpoint of a run, such as step_00000100 (default: the latest)")
     parser.add_argument("--train-data", nargs="+", required=True, help="what the run was trained on")
     parser.add_argument("--batch", type=int, default=32, help="batch to compare with (default 32)")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     return parser.parse_args(argv)
 
 
-def read_state(run: Path) -> tuple[Tensor, float, int]:
+def read_state(run: Path, tag: str | None) -> tuple[Tensor, float, int]:
     """log u (n, 2) float64 by sample, the temperature, and n. Raises CheckpointError for another kind of loss."""
-    folder, tag = locate(run)
+    folder, tag = locate(run, tag)
     log_u, temperature = torch.empty(0, 2), math.nan
     for part in read_loss_states(folder, tag):
         rows = part["samples"]
@@ -81,22 +81,14 @@ def read_state(run: Path) -> tuple[Tensor, float, int]:
     return log_u, temperature, len(log_u)
 
 
-def encode(run: Path, train_data: list[str], samples: int) -> tuple[Tensor, Tensor]:
-    """Features (n, D) float64 of all images and texts, by the last checkpoint's model."""
-    folder, tag = locate(run)
-    card = folder / MODEL_CARD
-    config, preprocess = load_model_config(card), read_preprocess(card)
-    mean, std = tuple(preprocess["mean"]), tuple(preprocess["std"])
-    transform = ImageTransform(config.vision_cfg.image_size, mean=mean, std=std)
-    tokenizers = [str(path) for path in card.glob("*.model")]
-    tokenizer = load_tokenizer(tokenizers[0] if tokenizers else "clip", config.text_cfg.context_length)
+def encode(saved: SavedModel, train_data: list[str], samples: int) -> tuple[Tensor, Tensor]:
+    """Features (n, D) float64 of all images and texts."""
     pairs = open_pairs(train_data)
     if len(pairs) != samples:
         raise CheckpointError(f"the run was trained on {samples} samples, --train-data holds {len(pairs)}")
-    model = assigned_model(config, consolidated_weights(folder, tag)).eval()
-    encoder = ModelEncoder(model, transform.normalise, device=torch.device("cpu"))
+    encoder = ModelEncoder(saved.model, saved.transform.normalise, device=torch.device("cpu"))
     found: list[tuple[Tensor, Tensor]] = []
-    for batch in EvaluationLoader(pairs, transform, tokenizer, batch_size=64):
+    for batch in EvaluationLoader(pairs, saved.transform, saved.tokenizer, batch_size=64):
         assert isinstance(batch, Batch), "pairs have captions"
         images, texts = encoder(batch.images, batch.tokens)
         assert images is not None and texts is not None, "both were given"

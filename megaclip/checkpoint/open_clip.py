@@ -116,6 +116,23 @@ def read_preprocess(directory: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a model card: {_one_line(error)}.") from None
 
 
+def tokenizer_of(directory: str | Path, config: ModelConfig) -> str:
+    """The tokenizer of the model whose card lies in `directory`: "clip", or the path of the sentencepiece model there.
+
+    Raises:
+        CheckpointError: the model has a tokenizer of its own, and `directory` does not hold exactly one *.model file.
+    """
+    if not config.text_cfg.hf_tokenizer_name:
+        return "clip"
+    models = sorted(Path(directory).glob("*.model"))
+    if len(models) != 1:
+        raise CheckpointError(
+            f"{directory} holds {len(models)} *.model files, expected 1, the sentencepiece model it was trained with: "
+            "put that one there, or name it where the command has --tokenizer"
+        )
+    return str(models[0])
+
+
 def write_weights(directory: str | Path, state_dict: StateDict, config: ModelConfig) -> Path:
     """Write `open_clip_model.safetensors` from MegaCLIP's state dict: open_clip's names, float32. Returns its path.
 

@@ -161,18 +161,28 @@ def find_latest(folder: Path) -> str | None:
     return tag
 
 
-def locate(path: Path) -> tuple[Path, str]:
-    """The checkpoints folder and tag that `--resume PATH` means: a step's folder, a checkpoints folder, or a run's.
+def locate(path: Path, tag: str | None = None) -> tuple[Path, str]:
+    """The checkpoints folder and tag that a user means by PATH: a step's folder, a checkpoints folder, or a run's.
+
+    tag: which of the checkpoints there, such as "step_00000100"; None is the latest.
 
     Raises:
-        CheckpointError: none of the three.
+        CheckpointError: none of the three, or no such checkpoint there.
     """
     if _TAG.fullmatch(path.name) and path.is_dir():
+        if tag not in (None, path.name):
+            raise CheckpointError(f"{str(path)!r} is one checkpoint: name the run's folder to pick {tag!r} by its tag")
         require_complete(path.parent, path.name)
         return path.parent, path.name
     for folder in (path, path / "checkpoints"):
-        tag = find_latest(folder)
-        if tag is not None:
+        if tag is None:
+            latest = find_latest(folder)
+            if latest is not None:
+                return folder, latest
+        elif folder.is_dir() and (tags := _tags(folder)):
+            if tag not in tags:
+                raise CheckpointError(f"no checkpoint {tag!r} in {str(folder)!r}: it has {', '.join(tags[-5:])}")
+            require_complete(folder, tag)
             return folder, tag
     raise CheckpointError(
         f"no checkpoint at {str(path)!r}: expected a step_N folder, or a folder with a file '{LATEST}'"
@@ -183,7 +193,7 @@ def require_complete(folder: Path, tag: str) -> None:
     """Raise CheckpointError unless checkpoint `tag` was written to the end."""
     if not _TAG.fullmatch(tag) or not (folder / tag / STATE).is_file():
         raise CheckpointError(
-            f"checkpoint {str(folder / tag)!r} is missing or was not written to the end; point --resume at another one"
+            f"checkpoint {str(folder / tag)!r} is missing or was not written to the end; choose another one"
         )
 
 

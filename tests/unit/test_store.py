@@ -165,6 +165,27 @@ def test_locate_takes_a_step_a_checkpoints_folder_or_a_run(tmp_path):
             store.locate(nothing)
 
 
+def test_a_tag_picks_a_checkpoint_whatever_folder_of_the_run_is_named(tmp_path):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    for step in (1, 2):
+        save(checkpoints, step)
+    first = (checkpoints, "step_00000001")
+    for path in (tmp_path / "run", checkpoints, checkpoints / first[1]):
+        assert store.locate(path, first[1]) == first
+    (checkpoints / "latest").write_text("step_00000003")  # which is not there, and is not asked for
+    assert store.locate(tmp_path / "run", first[1]) == first
+    with pytest.raises(CheckpointError, match="it has step_00000001, step_00000002"):
+        store.locate(tmp_path / "run", "step_00000009")
+    with pytest.raises(CheckpointError, match="is one checkpoint"):
+        store.locate(checkpoints / first[1], "step_00000002")
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        store.locate(tmp_path / "nowhere", first[1])
+    (checkpoints / first[1] / store.STATE).unlink()
+    with pytest.raises(CheckpointError, match="not written to the end"):
+        store.locate(tmp_path / "run", first[1])
+
+
 def test_incomplete_and_damaged_checkpoints_are_refused(tmp_path):
     assert store.find_latest(tmp_path) is None
     tag = save(tmp_path, 7)
