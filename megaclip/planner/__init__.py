@@ -3,9 +3,9 @@
     workload = Workload.of(model_config, training_config, world_size=8)
     plan = plan_memory(workload, describe(gpu="h200", gpus=8))
 
-`workload.py` is what is trained, `cluster.py` on what; `towers.py`, `states.py` and `losses.py` are the formulas,
-`memory.py` and `step_time.py` put them together, `search.py` finds what fits, `report.py` writes it down. Numbers that
-were measured are in `constants.py`, with their source.
+`workload.py` is what is trained, `cluster.py` on what; `towers.py`, `states.py`, `losses.py` and `traffic.py` are the
+formulas, `memory.py` and `step_time.py` put them together, `search.py` finds what fits, `report.py` writes it down.
+Numbers that were measured are in `constants.py`, with their source.
 """
 
 from megaclip.planner.cluster import Cluster, Rates, describe

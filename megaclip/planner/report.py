@@ -78,6 +78,7 @@ def time_table(step: StepTime) -> str:
         "step store on disk" + (" (behind the towers)" if step.disk_hidden else ""): step.disk,
         "decoding (other processes)": step.decoding,
         "ZeRO-3's host work (behind the towers)": step.host,
+        "offload between host and GPU": step.offload,
         "optimizer in host memory": step.optimizer,
     }
     lines = [

@@ -8,14 +8,17 @@
     data           pixels to the GPU twice; to the step store's file and back twice, if it is on disk; decoding by
                    the loader's processes
     host           at ZeRO-3: DeepSpeed's work around every block in every pass, which does not shrink with the chunk
+    offload        parameters, gradients and blocks' inputs between host and GPU
     optimizer      with offload_optimizer: Adam in host memory
 
 With a ring the features' exchange hides behind the loss, so the longer of the two counts; but not between GPUs of one
 host (`Cluster.hides_exchanges`), where the two add up. Gradients that are reduced in the background (overlap_comm) and
-parameters that are fetched ahead hide behind the towers; so do copies to the GPU (a second stream), and decoding, in
+parameters that are gathered ahead hide behind the towers; so do copies to the GPU (a second stream), and decoding, in
 processes of its own, hides behind the whole step. A step store on disk is written by a thread of its own, and on a GPU
 it is read one chunk ahead of the towers; on a CPU each chunk is read when its turn comes, and the term is added. It
-counts as if host memory kept none of the file, which is why it is on disk.
+counts as if host memory kept none of the file, which is why it is on disk. Offload is added whole: at the end of every
+backward pass DeepSpeed waits for the gradients of its last bucket, and it looks ahead by less than two blocks, and that
+only while one pass is like the last.
 """
 
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from megaclip.planner.constants import OFFLOADED_ADAM_BYTES, OFFLOADED_ADAM_RATE
 from megaclip.planner.losses import megaclip_loss_operations
 from megaclip.planner.memory import loss_sizes, plan_memory, settled, store_bytes
 from megaclip.planner.towers import forward_seconds, towers
+from megaclip.planner.traffic import offload_traffic, parameter_traffic
 from megaclip.planner.workload import Workload
 
 
@@ -50,6 +54,8 @@ class StepTime:
     """Samples read, decoded and cropped."""
     host: float
     """DeepSpeed's hooks at ZeRO-3, while the GPU works or waits."""
+    offload: float
+    """Parameters, gradients and blocks' inputs between host and GPU."""
     optimizer: float
     """The optimizer's step in host memory; on the GPU it is short."""
     features_hidden: bool
@@ -64,7 +70,7 @@ class StepTime:
     @property
     def total(self) -> float:
         loss = max(self.loss, self.features) if self.features_hidden else self.loss + self.features
-        behind, added = [self.towers, self.host, self.copies], [loss, self.optimizer]
+        behind, added = [self.towers, self.host, self.copies], [loss, self.offload, self.optimizer]
         (behind if self.parameters_hidden else added).append(self.parameters)
         (behind if self.disk_hidden else added).append(self.disk)
         return max(max(behind) + sum(added), self.decoding)
@@ -81,7 +87,7 @@ class StepTime:
             "loss": self.loss,
             "communication": self.features + self.parameters,
             "data": max(self.copies, self.disk, self.decoding),
-            "host": self.host + self.optimizer,
+            "host": self.host + self.offload + self.optimizer,
         }
         return max(terms, key=lambda name: terms[name])
 
@@ -112,6 +118,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         * batch
         / (rates.decoded * max(1, workload.workers)),
         host=_host_seconds(workload),
+        offload=offload_traffic(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,
         optimizer=_optimizer_seconds(workload),
         features_hidden=workload.exchange == "ring" and cluster.hides_exchanges,
         parameters_hidden=workload.zero.overlap_comm and not workload.coalesce,
@@ -159,20 +166,3 @@ def feature_traffic(workload: Workload) -> float:
             else 3 * elements * width
         )
     return elements * (width + workload.payload_bytes) if workload.reduction == "feature" else 2 * elements * width
-
-
-def parameter_traffic(workload: Workload) -> float:
-    """Bytes of gradients and parameters that a rank sends per step."""
-    ranks = workload.world_size
-    share = workload.compute_bytes * (ranks - 1) / ranks
-    every_chunk = workload.zero.stage >= 2 and not workload.coalesce
-    reduced = gathered = 0
-    micro_batches = (workload.image_micro_batch, workload.text_micro_batch)
-    for tower, micro_batch in zip(workload.parameters, micro_batches, strict=True):
-        chunks = workload.local_batch // micro_batch
-        reduced += tower.trained * (chunks if every_chunk else 1)
-        gathered += tower.total * chunks * (2 + workload.cached if tower.trained else 1)
-    if workload.zero.stage < 3:
-        # An all-reduce sends twice what a reduce-scatter does; the updated working copy is gathered.
-        return share * (2 * reduced + workload.trained)
-    return share * (reduced + gathered)

@@ -29,8 +29,8 @@ from megaclip.planner.losses import (
 from megaclip.planner.memory import settled
 from megaclip.planner.peers import INF_CL, OPEN_CLIP_ACCUMULATING, peer_gpu_bytes, peer_step_seconds
 from megaclip.planner.search import fits
-from megaclip.planner.step_time import parameter_traffic
 from megaclip.planner.towers import image_tower, text_tower
+from megaclip.planner.traffic import offload_traffic, parameter_traffic
 
 GIB, MIB = 2**30, 2**20
 H200 = describe(gpu="h200", gpus=8)
@@ -112,7 +112,7 @@ def test_planned_steps_take_about_what_was_measured_on_h200s(tmp_path: Path, run
     job = replace(workload(tmp_path, ranks, run["model"], settings=run["ds_config"]), workers=1000)
     offloads = "offload_param" in run["ds_config"]["zero_optimization"]
     planned = plan_time(job, describe(gpus=ranks)).total
-    assert planned == pytest.approx(run["step_s"], rel=0.27 if offloads else 0.1)
+    assert planned == pytest.approx(run["step_s"], rel=0.22 if offloads else 0.1)
 
 
 def test_each_tower_works_at_its_own_rate(tmp_path: Path) -> None:
@@ -298,9 +298,44 @@ def test_zero_3_gathers_a_frozen_tower_once_per_chunk(tmp_path: Path) -> None:
     share = 2 * 7 / 8  # bytes of bfloat16; seven of eight ranks' parts arrive
     chunks = {"image": 4096 // 512, "text": 4096 // 256}
     trained = (3 + 1) * (image * chunks["image"] + text * chunks["text"])  # three passes, and gradients
+    trained += (2 + 1) * text  # goes along through the first backward pass
     assert parameter_traffic(job) == pytest.approx(share * trained)
     frozen = image * chunks["image"] + (3 + 1) * text * chunks["text"]
     assert parameter_traffic(replace(job, image_unlocked=0)) == pytest.approx(share * frozen)
+
+
+@pytest.mark.parametrize("coalesce", [False, True], ids=["", "coalesced"])
+@pytest.mark.parametrize(("stage", "accumulate"), [(1, "bf16"), (2, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32")])
+def test_offload_moves_what_deepspeed_copies(tmp_path: Path, stage: int, accumulate: str, coalesce: bool) -> None:
+    """Copy by copy, in bytes of a whole model, over the passes of a gradient cache of 2 image and 4 text chunks."""
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    zero |= {"offload_param": {"device": "cpu"}} if stage == 3 else {}
+    types = {} if accumulate == "bf16" else {"grad_accum_dtype": "fp32"}
+    section = {"coalesce_gradient_reduction": coalesce}
+    job = workload(tmp_path, zero_optimization=zero, data_types=types, megaclip=section)
+    job = replace(job, local_batch=1024, text_micro_batch=256)
+    image, text = (tower.total for tower in job.parameters)
+    both, copied, wide = image + text, 0, 4 if accumulate == "fp32" else 2
+    backward = [image, image, text, text, text, text]
+    if not coalesce:
+        backward[0] = backward[-1] = both  # so that all take part in the first and the last
+    if stage == 3:
+        copied += 2 * (sum([image, image, text, text, text, text]) + 2 * sum(backward))  # parameters up
+        for pass_ in [both] if coalesce else backward:
+            copied += 2 * wide * pass_  # down to be kept, and up, or up to be added to, and down
+    else:
+        copied += 2 * both  # the new working copy goes up
+        if stage == 1 or (coalesce and accumulate == "bf16"):
+            copied += 2 * 2 * both
+        elif accumulate == "bf16":
+            copied += 2 * backward[0]  # kept
+            copied += sum(2 * 2 * pass_ for pass_ in backward[1:])  # added to
+    copied += 4 * both  # float32, for the step
+    assert offload_traffic(job) == pytest.approx(copied / 8)
+    rates = replace(H200.rates, host_to_device=1e9, decoded=1e9)
+    step, faster = (plan_time(job, describe(gpus=8, rates=each)) for each in (rates, H200.rates))
+    assert step.offload == pytest.approx(copied / 8 / 1e9) and step.total - faster.total > 0.9 * step.offload
+    assert plan_time(job, describe(gpu="cpu", gpus=8)).offload == 0
 
 
 def test_a_ring_hides_behind_the_loss_between_hosts_only(tmp_path: Path) -> None:
