@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import resolve
 from megaclip.losses.agreement import check_features
-from megaclip.losses.batch_loss import BatchLoss
+from megaclip.losses.batch_loss import BatchLoss, as_scalar
 from megaclip.losses.distributed_tiles import Terms, distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.plan import Plan
 from megaclip.ops.rows import finish_gradient, paired_products
@@ -27,23 +27,24 @@ from megaclip.ops.tiles import accumulation_dtype
 
 
 class ClipLoss(BatchLoss):
-    """CLIP's loss with every sample of every rank as a negative; takes what open_clip's trainer passes to its ClipLoss.
+    """CLIP's loss with every sample of every rank as a negative; called as open_clip's trainer calls its ClipLoss.
 
-    The settings are those of `BatchLoss`: group, exchange, reduction, precision, implementation, tile_budget_mib.
+    The settings are those of `BatchLoss`, none of open_clip's constructor.
     """
 
     def forward(
         self,
         image_features: Tensor,
         text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """The global mean loss, the same number on every rank: () float32, float64 for float64 features.
 
         image_features, text_features: (b, D) of unit length, bfloat16, float16, float32 or float64; all ranks have the
-            same shape and dtype. logit_scale: the multiplier alpha = exp(log scale) itself, () or (1,).
+            same shape and dtype. logit_scale: the multiplier alpha = exp(log scale) itself, () or (1,), or
+            a number.
         logit_bias: cancels in a softmax; it changes nothing and receives a zero gradient.
         output_dict: return {"contrastive_loss": loss}, as open_clip's trainer asks.
 
@@ -51,10 +52,11 @@ class ClipLoss(BatchLoss):
         all.
         """
         ranks = resolve(self.group)
+        logit_scale = as_scalar(logit_scale, image_features)
         check_features(image_features, text_features, logit_scale, ranks=ranks)
         plan = self.plan(image_features, ranks, need_dots=False)
         loss = _InfoNCE.apply(image_features, text_features, logit_scale, plan)
-        if logit_bias is not None:
+        if isinstance(logit_bias, Tensor):
             loss = loss + 0.0 * logit_bias.sum()
         return {"contrastive_loss": loss} if output_dict else loss
 

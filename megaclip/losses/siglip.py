@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import resolve
 from megaclip.losses.agreement import check_features
-from megaclip.losses.batch_loss import BatchLoss
+from megaclip.losses.batch_loss import BatchLoss, as_scalar
 from megaclip.losses.distributed_sigmoid import distributed_sigmoid
 from megaclip.losses.plan import Plan
 from megaclip.ops.rows import finish_gradient, paired_products
@@ -29,34 +29,36 @@ _PRODUCTS = {"feature": 6, "scalar": 8}
 
 
 class SigLipLoss(BatchLoss):
-    """SigLIP's loss with every pair of the batch of all ranks; takes what open_clip's trainer passes to its SigLipLoss.
+    """SigLIP's loss with every pair of the batch of all ranks; called as open_clip's trainer calls its
+    SigLipLoss.
 
-    The settings are those of `BatchLoss`; every exchange and reduction is exact.
+    The settings are those of `BatchLoss`, none of open_clip's constructor; every exchange and reduction is exact.
     """
 
     def forward(
         self,
         image_features: Tensor,
         text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """The global mean loss, the same number on every rank: () float32, float64 for float64 features.
 
         image_features, text_features: (b, D) of unit length, bfloat16, float16, float32 or float64; all ranks have the
             same shape and dtype.
-        logit_scale: the multiplier alpha = exp(log scale) itself, () or (1,). logit_bias: beta, () or (1,); None is 0.
+        logit_scale: the multiplier alpha = exp(log scale) itself, () or (1,), or a number. logit_bias: beta, likewise;
+            None is 0.
         output_dict: return {"contrastive_loss": loss}, as open_clip's trainer asks.
 
         Every rank must call it. Features that do not fit together, on one rank or between ranks, raise ValueError on
         all.
         """
         ranks = resolve(self.group)
+        logit_scale = as_scalar(logit_scale, image_features)
+        logit_bias = as_scalar(0.0 if logit_bias is None else logit_bias, image_features)
         check_features(image_features, text_features, logit_scale, logit_bias, ranks=ranks)
         plan = self.plan(image_features, ranks, need_dots=False, products=_PRODUCTS)
-        if logit_bias is None:
-            logit_bias = torch.zeros_like(logit_scale)
         loss = _Sigmoid.apply(image_features, text_features, logit_scale, logit_bias, plan)
         return {"contrastive_loss": loss} if output_dict else loss
 

@@ -5,6 +5,7 @@ reduction contract (features times W, logit_scale and logit_bias whole). Then th
 call ours must accept.
 """
 
+import inspect
 import itertools
 from typing import NamedTuple
 
@@ -189,6 +190,27 @@ def test_the_value_is_float32_for_bfloat16_features() -> None:
     x, y = random_batch(9, 7, torch.bfloat16)
     loss = SigLipLoss()(x, y, torch.tensor(10.0), torch.tensor(-10.0))
     assert loss.dtype == torch.float32 and loss.bfloat16().float() != loss
+
+
+@pytest.mark.parametrize("name", ["ClipLoss", "SigLipLoss"])
+@pytest.mark.parametrize("bias", [None, -3.0])
+def test_scale_and_bias_may_be_plain_numbers(name: str, bias: float | None) -> None:
+    """open_clip's losses, which take both, are the oracle."""
+    x, y = (features.requires_grad_() for features in random_batch(9, 7, torch.float64))
+    theirs = getattr(import_open_clip().loss, name)()(x, y, 5.0, bias)
+    ours = {"ClipLoss": ClipLoss, "SigLipLoss": SigLipLoss}[name]()(x, y, 5.0, bias)
+    assert relative_error(ours, theirs) <= VALUE[torch.float64]
+    for mine, expected in zip(*(torch.autograd.grad(loss, (x, y)) for loss in (ours, theirs)), strict=True):
+        assert relative_error(mine, expected) <= GRADIENT[torch.float64]
+
+
+@pytest.mark.parametrize("kind", [ClipLoss, SigLipLoss])
+def test_the_arguments_of_open_clips_constructor_are_refused_with_what_replaces_them(kind: type) -> None:
+    for name in inspect.signature(getattr(import_open_clip().loss, kind.__name__)).parameters:
+        with pytest.raises(TypeError, match=rf"takes none of open_clip's {name}: .* write {kind.__name__}\(\)"):
+            kind(**{name: 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'exchnage'"):
+        kind(exchnage="ring")
 
 
 @pytest.mark.parametrize("kind", [ClipLoss, SigLipLoss])
