@@ -7,6 +7,7 @@ environment that the launcher sets, so logging works before any process group ex
 
 import logging
 import os
+from collections.abc import Callable
 
 _ROOT = "megaclip"
 _seen: set[str] = set()
@@ -36,8 +37,8 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
 
 
-def warn_once(logger: logging.Logger, message: str) -> None:
-    """Log `message` as a warning the first time this process says it."""
+def log_once(log: Callable[[str], None], message: str) -> None:
+    """`log(message)`, a logger's `info` or `warning`, the first time that this process says it."""
     if message not in _seen:
         _seen.add(message)
-        logger.warning(message)
+        log(message)

@@ -10,7 +10,7 @@ from megaclip.data.images import open_image
 from megaclip.evaluation.captions import PairSource
 from megaclip.evaluation.examples import RetrievalExamples
 from megaclip.evaluation.pictures import RetrievedRow, retrieval_grid, similarity_heatmap
-from megaclip.logging import get_logger, warn_once
+from megaclip.logging import get_logger, log_once
 
 _logger = get_logger(__name__)
 _LARGEST_SIDE = 256
@@ -60,5 +60,5 @@ def _read(dataset: PairSource, pair: int) -> tuple[str, Image.Image | None]:
         image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
         return caption, image.convert("RGB")
     except (BadSample, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        warn_once(_logger, f"an example of the evaluation pictures cannot be decoded: {sample.key}: {error}")
+        log_once(_logger.warning, f"an example of the evaluation pictures cannot be decoded: {sample.key}: {error}")
         return caption, None

@@ -25,7 +25,7 @@ from torch import Tensor
 from megaclip.comm.groups import NodeGroup, RankGroup, by_node
 from megaclip.comm.machine import Machine, machine_of
 from megaclip.comm.volume import contrastive_traffic
-from megaclip.logging import get_logger
+from megaclip.logging import get_logger, log_once
 from megaclip.ops.tiles import accumulation_dtype
 
 EXCHANGES = ("ring", "all_gather")
@@ -38,7 +38,6 @@ _HOP_SECONDS = 50e-6
 _COLLECTIVE_SECONDS = 50e-6
 
 _logger = get_logger(__name__)
-_announced: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def make_plan(
         exchange, reduction = _choose(features, ranks, exchange, reduction, wire, products)
     if exchange == "ring" and isinstance(ranks, NodeGroup):
         inside = f"inside each of {ranks.outer.size} nodes, and " if ranks.inner.size > 1 else ""
-        _announce(f"ring: {inside}from node to node")
+        log_once(_logger.info, f"ring: {inside}from node to node")
     return Plan(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles, need_dots=need_dots, payload=wire)
 
 
@@ -121,10 +120,11 @@ def _choose(
     }
     best = min(seconds, key=lambda way: seconds[way])
     estimates = ", ".join(f"{' + '.join(way)} {1000 * cost:.3g} ms" for way, cost in seconds.items())
-    _announce(
+    log_once(
+        _logger.info,
         f"loss: {' + '.join(best)} (estimates: {estimates}; links {machine.link_bytes_per_s / 1e9:.3g} GB/s, products "
         f"{machine.flops_per_s / 1e12:.3g} TFLOP/s; gathering takes {gathered / 2**20:.0f} MiB, "
-        f"{machine.free_bytes / 2**20:.0f} are free)"
+        f"{machine.free_bytes / 2**20:.0f} are free)",
     )
     return best
 
@@ -157,9 +157,3 @@ def _seconds(
     hides = isinstance(ranks, NodeGroup) or features.device.type == "cpu"
     together = max(computing, sending) if hides else computing + sending
     return together + 2 * ranks.size * _HOP_SECONDS
-
-
-def _announce(message: str) -> None:
-    if message not in _announced:
-        _announced.add(message)
-        _logger.info(message)

@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megaclip.logging import get_logger
+from megaclip.logging import get_logger, log_once
 
 Scalars = float | Tensor  # a number, a 0-d or one-element tensor, or one value per row or per column
 Accumulators = tuple[Tensor | None, Tensor | None]  # of dx and of dy
@@ -28,7 +28,6 @@ PRECISIONS = ("auto", "float32", "tf32", "bf16")
 FEATURE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _logger = get_logger(__name__)
-_announced: set[str] = set()
 
 
 def tile_stats(
@@ -239,9 +238,7 @@ def _implementation(name: str, x: Tensor) -> ModuleType:
         name, reason = _automatic(x)
     else:
         reason = "as asked"
-    if name not in _announced:
-        _announced.add(name)
-        _logger.info("logit tiles run in %s (%s)", name, reason)
+    log_once(_logger.info, f"logit tiles run in {name} ({reason})")
     return importlib.import_module(f"megaclip.ops.tiles_{name}")
 
 

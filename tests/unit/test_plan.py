@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megaclip import logging
 from megaclip.comm.groups import NodeGroup, RankGroup
 from megaclip.comm.machine import CPU, Machine, machine_of
 from megaclip.losses import plan
@@ -58,7 +59,7 @@ def test_memory_and_what_is_asked_for_limit_the_choice(monkeypatch: pytest.Monke
 
 def test_the_log_says_what_and_why_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    plan._announced.clear()
+    monkeypatch.setattr(logging, "_seen", set())
     monkeypatch.setattr(plan._logger, "info", lines.append)
     chosen(monkeypatch, BALANCED, 16384)
     chosen(monkeypatch, BALANCED, 16384)
