@@ -5,6 +5,13 @@ once and ends every rank with a non-zero exit code; anything else that escapes i
 """
 
 
+def first_line(error: BaseException) -> str:
+    """What `error` says, to be quoted in a message: its first line, at most 200 characters; its class if it is silent."""
+    text = str(error).strip()
+    line = text.splitlines()[0] if text else type(error).__name__
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
 class MegaclipError(Exception):
     """Base of every error whose message is written for users."""
 

@@ -29,6 +29,8 @@ import torch.distributed as torch_dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaclip.errors import first_line
+
 ROUNDS = 6  # turns of a method and of the matrix product; the first only warms up
 TURN_SECONDS = 0.1
 LEAST_PER_TURN = 2
@@ -121,7 +123,7 @@ def benchmark(
             run = make()
             milliseconds, machine, peak, error = measure(run, x, y, scale, reference, ranks)
         except (ImportError, AttributeError, torch.OutOfMemoryError) as problem:
-            say(ranks, f"{name:34} {type(problem).__name__}: {str(problem).splitlines()[0][:70]}")
+            say(ranks, f"{name:34} {type(problem).__name__}: {first_line(problem)[:70]}")
             torch.cuda.empty_cache()
             continue
         tflops = flops / milliseconds / 1e9

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from megaclip.errors import CheckpointError
+from megaclip.errors import CheckpointError, first_line
 from megaclip.models.open_clip_keys import StateDict
 
 
@@ -36,7 +36,7 @@ def consolidated_weights(folder: Path, tag: str) -> StateDict:
             module = torch.load(model_file, map_location="cpu", weights_only=False)["module"]
             weights.update({name: value for name, value in module.items() if name not in weights})
     except Exception as error:  # an incomplete checkpoint can fail anywhere inside DeepSpeed's reader
-        raise CheckpointError(f"{step} cannot be joined: {' '.join(str(error).split())[:200]}.") from None
+        raise CheckpointError(f"{step} cannot be joined: {first_line(error)}.") from None
     if not weights:
         raise CheckpointError(f"{step} is incomplete: neither optimizer states nor {model_file.name} are in it.")
     return {name: value.detach().clone().float() for name, value in weights.items()}

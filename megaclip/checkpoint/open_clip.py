@@ -22,7 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from megaclip.errors import CheckpointError
+from megaclip.checkpoint.store import write_atomically
+from megaclip.errors import CheckpointError, first_line
 from megaclip.models.clip import ClipModel
 from megaclip.models.config import CARD_NAME, ModelConfig
 from megaclip.models.open_clip_keys import StateDict, from_open_clip, to_open_clip
@@ -103,7 +104,7 @@ def write_model_card(
         if file.resolve().parent != directory.resolve():
             shutil.copyfile(file, directory / file.name)
     card = {"model_cfg": config.to_open_clip(), "preprocess_cfg": preprocess_cfg}
-    _replace_file(directory / CARD_NAME, json.dumps(card, indent=2).encode() + b"\n")
+    write_atomically(directory / CARD_NAME, json.dumps(card, indent=2) + "\n")
 
 
 def read_preprocess(directory: str | Path) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def read_preprocess(directory: str | Path) -> dict[str, Any]:
         card = json.loads(path.read_text(encoding="utf-8"))
         return {**OPENAI_PREPROCESS, **card.get("preprocess_cfg", {})}
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a model card: {_one_line(error)}.") from None
+        raise CheckpointError(f"{path} is not a model card: {first_line(error)}.") from None
 
 
 def tokenizer_of(directory: str | Path, config: ModelConfig) -> str:
@@ -253,7 +254,7 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {_one_line(error)}.") from None
+        raise CheckpointError(f"{path} is not a safetensors file: {first_line(error)}.") from None
 
 
 def _read_pickle(path: Path) -> Any:
@@ -265,7 +266,7 @@ def _read_pickle(path: Path) -> Any:
             "Save its plain state dict, better as safetensors."
         ) from None
     except Exception as error:  # a broken file can fail anywhere inside the reader
-        raise CheckpointError(f"{path} is not a PyTorch weights file: {_one_line(error)}.") from None
+        raise CheckpointError(f"{path} is not a PyTorch weights file: {first_line(error)}.") from None
 
 
 def _is_plain(value: Any) -> bool:
@@ -287,14 +288,3 @@ def _without_wrappers(name: str) -> str:
     while name.startswith(_WRAPPER_PREFIXES):
         name = name.partition(".")[2]
     return name
-
-
-def _replace_file(path: Path, content: bytes) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."

@@ -21,7 +21,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.comm.collectives import raise_together
-from megaclip.errors import CheckpointError
+from megaclip.errors import CheckpointError, first_line
 
 _FP32 = "fp32"
 _FROZEN = "frozen"
@@ -53,8 +53,7 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path, *, ranks: int) -> None
     except CheckpointError as problem:
         error = problem
     except Exception as problem:  # whatever torch.load or DeepSpeed make of a damaged file
-        first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        error = CheckpointError(f"cannot load checkpoint {str(folder)!r}: {first_line}")
+        error = CheckpointError(f"cannot load checkpoint {str(folder)!r}: {first_line(problem)}")
     raise_together(error)  # before the collectives below
     if partitioned:
         engine.optimizer.checkpoint_event_epilogue()

@@ -23,7 +23,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.comm.collectives import raise_together
-from megaclip.errors import CheckpointError
+from megaclip.errors import CheckpointError, first_line
 
 LATEST = "latest"
 STATE = "state.json"
@@ -136,14 +136,13 @@ def _write_together(action: Any, writes: bool, folder: Path) -> None:
 
 def _cannot_write(problem: Exception, folder: Path) -> CheckpointError:
     """PyTorch's own words for a full disk are obscure, so the free space stands beside them."""
-    first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
     try:
         free = f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB are free"
     except OSError:
         free = "it cannot be reached"
     return CheckpointError(
-        f"cannot write the checkpoint: {first_line}; free space at {str(folder)!r} ({free}) or fix permissions, then "
-        "--resume"
+        f"cannot write the checkpoint: {first_line(problem)}; free space at {str(folder)!r} ({free}) or fix "
+        "permissions, then --resume"
     )
 
 
@@ -231,8 +230,7 @@ def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
         for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
             group.update(own)
     except Exception as problem:  # whatever DeepSpeed or torch.load makes of a damaged file
-        first_line = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        error = CheckpointError(f"cannot load checkpoint {str(folder / tag)!r}: {first_line}")
+        error = CheckpointError(f"cannot load checkpoint {str(folder / tag)!r}: {first_line(problem)}")
     raise_together(error)
     if epilogue is not None:
         engine.optimizer.checkpoint_event_epilogue = epilogue
@@ -248,5 +246,4 @@ def read_loss_states(folder: Path, tag: str) -> Iterator[dict[str, Any]]:
         try:
             yield torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise CheckpointError(f"cannot read {str(path)!r}: {first_line}") from None
+            raise CheckpointError(f"cannot read {str(path)!r}: {first_line(error)}") from None

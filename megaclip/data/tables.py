@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.errors import DataError
+from megaclip.errors import DataError, first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -178,8 +178,7 @@ def _load(*arguments: Any, **options: Any) -> Dataset:
         return datasets.load_dataset(*arguments, **options)
     except Exception as error:  # `datasets` raises many kinds; all mean that the data cannot be read
         what = options.get("data_files") or options.get("data_dir") or arguments[0]
-        reason = str(error).strip().split("\n")[0]
-        raise DataError(f"cannot read {what} as {arguments[0]}: {type(error).__name__}: {reason}") from error
+        raise DataError(f"cannot read {what} as {arguments[0]}: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _load_saved(folder: str) -> Dataset:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from megaclip.errors import DataError
+from megaclip.errors import DataError, first_line
 
 WORKER_TIMEOUT_S = 600.0
 """A worker that gives nothing for so long is taken for dead."""
@@ -49,7 +49,7 @@ class _Work(Dataset):
         try:
             return result.share_memory_()
         except RuntimeError as error:
-            return _NotShared(str(error).strip().split("\n")[0])
+            return _NotShared(first_line(error))
 
 
 class _NotShared(NamedTuple):
@@ -136,8 +136,7 @@ class WorkerResults:
 
 
 def _died(error: RuntimeError) -> DataError:
-    reason = str(error).strip().split("\n")[0]
-    return DataError(f"a data worker died or hangs ({reason}); out of memory? try fewer --workers")
+    return DataError(f"a data worker died or hangs ({first_line(error)}); out of memory? try fewer --workers")
 
 
 def _watch_workers() -> None:

@@ -18,7 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megaclip.comm.collectives import gather_objects, raise_together
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, first_line
 from megaclip.logging import get_logger
 from megaclip.planner.constants import EMBEDDINGS_SHARE, HOST_MARGIN
 from megaclip.planner.memory import gigabytes
@@ -129,7 +129,7 @@ class Slots:
         except (OSError, RuntimeError) as problem:
             size, where = gigabytes(torch.Size(shape).numel()), folder if place.name == "disk" else "page-locked memory"
             error = ConfigError(
-                f"data offload: cannot reserve {size} in {where}: {str(problem).splitlines()[0]}; free space, point "
+                f"data offload: cannot reserve {size} in {where}: {first_line(problem)}; free space, point "
                 "--data-offload-dir elsewhere, or set another megaclip.data_offload"
             )
         raise_together(error)

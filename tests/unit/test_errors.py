@@ -1,0 +1,19 @@
+"""What of another library's error is quoted in a message."""
+
+import pytest
+
+from megaclip.errors import first_line
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("disk full\nframe #0: somewhere"), "disk full"),
+        (RuntimeError("\n  disk full \n"), "disk full"),
+        (MemoryError(), "MemoryError"),
+        (OSError(" \n "), "OSError"),
+        (ValueError("x" * 500), "x" * 197 + "..."),
+    ],
+)
+def test_the_first_line_of_an_error_is_quoted(error: Exception, expected: str) -> None:
+    assert first_line(error) == expected
