@@ -6,7 +6,7 @@ once and ends every rank with a non-zero exit code; anything else that escapes i
 
 
 def first_line(error: BaseException) -> str:
-    """What `error` says, to be quoted in a message: its first line, at most 200 characters; its class if it is silent."""
+    """What `error` says, to quote it: its first line, at most 200 characters; its class if it is silent."""
     text = str(error).strip()
     line = text.splitlines()[0] if text else type(error).__name__
     return line if len(line) <= 200 else line[:197] + "..."

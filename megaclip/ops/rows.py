@@ -10,12 +10,14 @@ import importlib
 import torch
 from torch import Tensor
 
+from megaclip.ops.tiles import accumulation_dtype
+
 
 def paired_products(x: Tensor, y: Tensor) -> Tensor:
     """`s_ii = <x_i, y_i>` (m,) of x, y (m, D): float32, float64 for float64 features."""
     if _has_kernel(x):
         return importlib.import_module("megaclip.ops.rows_triton").paired_products(x, y)
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(x)
     return (x.to(dtype) * y.to(dtype)).sum(dim=1)
 
 
