@@ -123,6 +123,12 @@ class TrainingConfig:
         return bool(self.deepspeed.get("bf16", {}).get("enabled", False))
 
     @property
+    def accumulates_in_bf16(self) -> bool:
+        """Whether the gradients of a step's chunks add up in bfloat16: by default unless they are coalesced."""
+        dtype = self.deepspeed.get("data_types", {}).get("grad_accum_dtype")
+        return self.bf16 and (dtype == "bf16" if self.megaclip.coalesce_gradient_reduction else dtype != "fp32")
+
+    @property
     def activation_checkpointing(self) -> bool:
         return "activation_checkpointing" in self.deepspeed
 
@@ -326,7 +332,8 @@ def _check_precision(path: Path, config: dict[str, Any]) -> None:
     if stage == 1 and accumulate == "fp32" and not offload:
         raise ConfigError(
             f"{path}: data_types.grad_accum_dtype fp32 with bf16 needs zero_optimization.stage 2 or 3: at stage 1 "
-            "DeepSpeed reports, and clips by, a wrong gradient norm in the first step"
+            "DeepSpeed reports, and clips by, a wrong gradient norm in the first step; "
+            "megaclip.coalesce_gradient_reduction without it accumulates in float32, too"
         )
 
 

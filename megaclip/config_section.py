@@ -97,7 +97,8 @@ class MegaclipSection(BaseModel):
 
     coalesce_gradient_reduction: bool = False
     """Reduce parameter gradients once per step, not once per gradient-cache chunk (ZeRO 1 to 3): less traffic, but
-    whole gradients are held until the end of the step."""
+    whole gradients are held until the end of the step, with bf16 also their float32 sums (not if
+    data_types.grad_accum_dtype is bf16)."""
 
     text_micro_batch_size: int | None = Field(default=None, gt=0)
     """Captions that go through the text tower at once; by default as many as images, train_micro_batch_size_per_gpu."""

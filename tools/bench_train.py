@@ -39,6 +39,7 @@ DEFAULT_CONFIG: dict[str, Any] = {
         "params": {"lr": 1e-4, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.2, "torch_adam": True},
     },
     "zero_optimization": {"stage": 1},
+    "data_types": {"grad_accum_dtype": "bf16"},
     "megaclip": {"loss": "clip", "coalesce_gradient_reduction": True},
 }
 CLOSE_ENOUGH = 1.1

@@ -23,6 +23,9 @@ from megaclip.models.blocks import ResidualBlock
 
 logger = get_logger(__name__)
 
+MANY_CHUNKS = 32
+"""Above it the rounding of a sum in bfloat16 (2^-9 a step, at random) is more than that of its terms."""
+
 
 def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config: ModelConfig) -> DeepSpeedEngine:
     """Build the model (partitioned from the start under ZeRO-3), load pretrained weights, lock, checkpoint, wrap.
@@ -91,6 +94,13 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel)
         ", activation checkpointing" if config.activation_checkpointing else "",
         ", compiled blocks" if config.megaclip.compile_blocks else "",
     )
+    chunks = config.batch_plan(dist.get_world_size()).accumulation
+    if config.accumulates_in_bf16 and chunks > MANY_CHUNKS:
+        logger.warning(
+            "gradients of %d chunks add up in bfloat16, which loses small ones: set %s",
+            chunks,
+            "data_types.grad_accum_dtype to fp32" if config.zero_stage > 1 else "megaclip.coalesce_gradient_reduction",
+        )
 
 
 def quiet_deepspeed() -> None:

@@ -63,6 +63,7 @@ def accumulate_gradients(
     *,
     logit_bias: Tensor | None = None,
     coalesce: bool,
+    accumulation_dtype: torch.dtype = torch.float32,
     embeddings_on_cpu: bool = False,
 ) -> float:
     """Leave the gradient of one whole contrastive batch in the engine, ready for `engine.step()`.
@@ -78,6 +79,7 @@ def accumulate_gradients(
         random_state: replayed for each chunk.
         logit_bias: (1,) float32, the master value of logit_bias; needed exactly when the model has one.
         coalesce: reduce parameter gradients once, after the last chunk (ZeRO 1 to 3).
+        accumulation_dtype: in which coalesced gradients of the chunks add up; then they are rounded to their own.
         embeddings_on_cpu: keep embeddings and their gradients in host memory while the towers run.
 
     Returns:
@@ -93,7 +95,8 @@ def accumulate_gradients(
     scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
     loss, cached = _loss_and_gradients(loss_function, features, scalars, engine.device, random_state.step)
     with engine.coalesce_grad_reduction() if coalesce else nullcontext():
-        passes.back_propagate(cached)
+        sums = _GradientSums(engine.module, accumulation_dtype) if coalesce else None
+        passes.back_propagate(cached, sums)
     engine.set_gradient_accumulation_boundary(True)  # coalesce_grad_reduction put the flag back as it was
     batch.agree()
     return loss
@@ -164,8 +167,11 @@ class _Passes:
                     self._kept = outputs
         return features
 
-    def back_propagate(self, cached: _Cached) -> None:
-        """Leave in the engine what the cached gradients of features and scalars are for its parameters."""
+    def back_propagate(self, cached: _Cached, sums: "_GradientSums | None") -> None:
+        """Leave in the engine what the cached gradients of features and scalars are for its parameters.
+
+        sums: for gradients that DeepSpeed leaves where they are until the last chunk.
+        """
         if self._keeps_graph or not self._trained:
             outputs, self._kept = self._kept or self._engine(None, None), None
             self._backward(outputs, {tower: cached.features[tower] for tower in self._trained}, cached.scalars)
@@ -183,6 +189,10 @@ class _Passes:
                 outputs = self._forward(tower, index, inputs, company)
                 self._backward(outputs, own_rows, scalars, is_last=left == 0)
                 del inputs, outputs  # with what is left of their graph, before the next one is made
+                if sums is not None:
+                    sums.add()
+        if sums is not None:
+            sums.hand_back()
 
     def _backward(
         self,
@@ -223,6 +233,35 @@ class _Passes:
             features[tower] = _empty(shape, chunk, self._embeddings_device)
         rows = features[tower][index * len(chunk) : (index + 1) * len(chunk)]
         rows.copy_(chunk.detach(), non_blocking=True)
+
+
+class _GradientSums:
+    """Sums of parameter gradients over chunks in a wider dtype: autograd adds them up in the parameters' own, where a
+    chunk's gradient is lost beside a sum that is 2^8 times as large (bfloat16).
+
+    Gradients stay in the tensors that autograd made: a parameter partitioned by ZeRO-3 takes no other.
+    """
+
+    def __init__(self, model: ClipModel, dtype: torch.dtype) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.dtype != dtype]
+        self._dtype = dtype
+        self._sums: dict[Tensor, Tensor] = {}
+
+    def add(self) -> None:
+        """Take a chunk's gradients out of the parameters: what is there is zero afterwards."""
+        gradients = {parameter: parameter.grad for parameter in self._parameters if parameter.grad is not None}
+        new = [parameter for parameter in gradients if parameter not in self._sums]
+        self._sums |= {parameter: torch.zeros_like(gradients[parameter], dtype=self._dtype) for parameter in new}
+        if gradients:
+            torch._foreach_add_([self._sums[parameter] for parameter in gradients], list(gradients.values()))
+            torch._foreach_zero_(list(gradients.values()))
+
+    def hand_back(self) -> None:
+        """The sums, rounded, in the place of the gradients."""
+        for parameter, total in self._sums.items():
+            assert parameter.grad is not None, "gradients are reduced after the last chunk"
+            parameter.grad.copy_(total)
+        self._sums.clear()
 
 
 def _loss_and_gradients(

@@ -252,6 +252,7 @@ class Run:
             RandomState(self.arguments.seed, self.step, self.rank),
             logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
             coalesce=self.inputs.config.megaclip.coalesce_gradient_reduction,
+            accumulation_dtype=torch.bfloat16 if self.inputs.config.accumulates_in_bf16 else torch.float32,
             embeddings_on_cpu=self.embeddings_on_cpu,
         )
         batch.next_step()
