@@ -185,6 +185,7 @@ def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, fl
     for tower, parameters, micro_batch in _with_parameters(workload, image, text):
         if not parameters.trained:
             continue
+        done = workload.parameters[0].trained + (parameters.trained if tower is text else 0)
         before = gradient_bytes(workload, image_done=workload.parameters[0].trained > 0, text_done=tower is text)
         activations = tower.backward_peak(micro_batch, workload.compute_bytes, workload.checkpointing)
         phases[f"{tower.name} tower backward"] = {
@@ -192,6 +193,7 @@ def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, fl
             "data chunks": 2 * tower.input_bytes * micro_batch,
             "embedding gradients": embeddings,
             "gradients": before,
+            "gradient sums": workload.gradient_sum_bytes * done,
             "reduce bucket": 0.0 if workload.coalesce else states.bucket,
             "reduction": reduction_under_way(workload, states, parameters, activations),
             "gathered parameters": gathered_bytes(workload, parameters, company=workload.parameters[tower is image]),

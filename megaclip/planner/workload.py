@@ -102,6 +102,8 @@ class Workload:
     compiled: bool = False
     """Blocks compiled by torch.compile."""
     coalesce: bool = False
+    gradient_sum_bytes: int = 0
+    """Of a trained parameter, beside its gradient: the sum of coalesced gradients in a wider dtype."""
     loss: str = "clip"
     exchange: str = "auto"
     """"ring", "all_gather" or "auto": `megaclip.planner.memory.settled` says what that becomes."""
@@ -147,6 +149,7 @@ class Workload:
         local_batch = batch.micro_batch * batch.accumulation
         compute_bytes = 2 if config.bf16 else 4
         accumulate = config.deepspeed.get("data_types", {}).get("grad_accum_dtype")
+        sums = section.coalesce_gradient_reduction and config.bf16 and not config.accumulates_in_bf16
         return cls(
             model=model,
             world_size=world_size,
@@ -161,6 +164,7 @@ class Workload:
             checkpointing=("cpu" if config.cpu_checkpointing else "gpu") if config.activation_checkpointing else "",
             compiled=section.compile_blocks,
             coalesce=section.coalesce_gradient_reduction,
+            gradient_sum_bytes=4 if sums else 0,
             loss=section.loss,
             exchange=section.exchange,
             reduction="feature" if section.reduction == "auto" else section.reduction,

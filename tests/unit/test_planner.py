@@ -224,6 +224,15 @@ def test_state_of_every_sample_is_what_the_loss_allocates(tmp_path: Path, loss: 
         assert plan.gpu_states.get("per-sample state", 0) == state_on_gpu
 
 
+def test_coalesced_bf16_gradients_have_float32_sums_unless_told_otherwise(tmp_path: Path) -> None:
+    section = {"coalesce_gradient_reduction": True}
+    for dtypes, bytes_each in (({}, 4), ({"grad_accum_dtype": "bf16"}, 0)):
+        job = workload(tmp_path, megaclip=section, data_types=dtypes)
+        phases = plan_memory(job, H200).gpu_phases
+        assert phases["text tower backward"].get("gradient sums", 0) == bytes_each * job.trained
+        assert phases["image tower backward"].get("gradient sums", 0) == bytes_each * job.parameters[0].trained
+
+
 def test_only_the_loss_and_the_embeddings_grow_with_the_batch(tmp_path: Path) -> None:
     small = workload(tmp_path, ranks=1)
     large = of_batch(small, 1_048_576)
