@@ -82,8 +82,8 @@ def main(argv: list[str], *, patience_s: float | None = None) -> int:
     return exit_code
 
 
-def train(arguments: TrainArguments) -> dict[str, float]:
-    """Train on this rank, together with the others; returns the last evaluation's scores.
+def train(arguments: TrainArguments) -> None:
+    """Train on this rank, together with the others.
 
     Raises MegaclipError, on every rank, when anything the user can mend goes wrong.
     """
@@ -94,9 +94,13 @@ def train(arguments: TrainArguments) -> dict[str, float]:
     batch_plan = inputs.config.batch_plan(dist.get_world_size())
     plan = check_fit(arguments, inputs)
     folder = _prepare_folder(arguments)
-    scores = Run(arguments, inputs, batch_plan, folder).to_the_end()
+    run = Run(arguments, inputs, batch_plan, folder)
+    if run.step >= run.last_step:
+        done = folder if arguments.resume == "auto" else arguments.resume
+        logger.info("nothing left to train: %s has all %d steps", done, run.last_step)
+        return
+    run.to_the_end()
     report_peak(plan)
-    return scores
 
 
 def start_process_group() -> None:
@@ -157,6 +161,7 @@ class Run:
         self.checkpoints = folder / "checkpoints"
         self.rank = dist.get_rank()
         self.total_steps = self._count_steps()
+        self.last_step = min(self.total_steps, arguments.stop_after_steps or self.total_steps)
         self.schedule = self._make_schedule()
         self.engine: DeepSpeedEngine = build_engine(inputs.config, arguments, inputs.model_config)
         self.logit_scale = LogitScale(self.engine, arguments.logit_scale_max)
@@ -183,14 +188,13 @@ class Run:
         self.scores: dict[str, float] = {}
         self.bad_samples: dict[str, int] = {}
 
-    def to_the_end(self) -> dict[str, float]:
-        """Train from `self.step` to the last step; returns the last evaluation's scores."""
-        last_step = min(self.total_steps, self.arguments.stop_after_steps or self.total_steps)
+    def to_the_end(self) -> None:
+        """Train from `self.step` to the last step."""
         logger.info(
             "training steps %d to %d of %d: contrastive batch %d = %d ranks x %d image chunks of %d or %d text chunks "
             "of %d, %d samples an epoch",
             self.step,
-            last_step,
+            self.last_step,
             self.total_steps,
             self.batch_plan.global_batch,
             self.batch_plan.world_size,
@@ -211,20 +215,19 @@ class Run:
         )
         with shown as metrics, self._open_data() as batch:
             try:
-                self._train(batch, metrics, last_step)
+                self._train(batch, metrics)
             except DataError as error:  # on every rank, and before an update: what was trained so far is whole
                 self._save_unsaved(error)
                 raise
             if self.rank == 0:
                 self._write_summary(metrics)
-        return self.scores
 
-    def _train(self, batch: StepStore, metrics: Metrics, last_step: int) -> None:
-        while self.step < last_step:
+    def _train(self, batch: StepStore, metrics: Metrics) -> None:
+        while self.step < self.last_step:
             metrics.step(self.step + 1, self._train_step(batch))
             self.step += 1
             self.samples_consumed += self.batch_plan.global_batch
-            ends = self.step == last_step
+            ends = self.step == self.last_step
             if ends or self._is_due(self.arguments.eval_every_steps, self.arguments.val_frequency):
                 self._evaluate(metrics)
             if ends or self._is_due(self.arguments.save_every_steps, self.arguments.save_frequency):

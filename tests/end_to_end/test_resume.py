@@ -28,6 +28,7 @@ from tests.end_to_end.training_runs import (
     launcher_command,
     launcher_environment,
     run_here,
+    run_in_ranks,
     scalars,
 )
 
@@ -162,6 +163,18 @@ def test_every_sample_once_an_epoch(runs):
     taken = [sorted(i for rank in runs.recorded["never"] for i in rank.ids[step]) for step in range(STEPS)]
     assert sorted(i for step in taken[:8] for i in step) == list(range(256))
     assert taken[8:] != taken[: STEPS - 8]  # shuffled anew
+
+
+@pytest.mark.parametrize("runs", ["zero1"], indirect=True)
+def test_a_finished_run_is_left_as_it_is(runs, tiny_run):
+    run = runs.logs / "never"
+    kept = {path: path.read_bytes() for path in (run / "metrics.json", *run.glob("checkpoints/*/*.*"))}
+    command = flags(tiny_run, runs.config, runs.logs, name="never", resume="auto", **SCHEDULE, **FLAGS["zero1"])
+    (ends,) = run_in_ranks([command])
+    assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
+    assert f"nothing left to train: {run} has all {STEPS} steps" in ends[0].output
+    assert json.loads(kept[run / "metrics.json"])["steps"] == STEPS
+    assert kept == {path: path.read_bytes() for path in kept}
 
 
 @pytest.mark.long
