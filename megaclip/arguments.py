@@ -7,7 +7,7 @@ is set in ds_config.json alone; open_clip's flags for those are refused with the
 import argparse
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from megaclip.config import nearest
 from megaclip.errors import ConfigError
@@ -88,7 +88,7 @@ class TrainArguments(BaseModel):
         default=None, description="name of the run, its folder below --logs (default: model and time)"
     )
     resume: str | None = Field(
-        default=None, description="'auto' for the run's latest checkpoint, or a checkpoint folder"
+        default=None, description="'auto' (or 'latest') for the run's latest checkpoint, or a checkpoint folder"
     )
     save_frequency: NotNegative = Field(default=1, description="save every n epochs (0: only at the end)")
     save_every_steps: Positive | None = Field(
@@ -107,6 +107,11 @@ class TrainArguments(BaseModel):
     no_plan: bool = Field(default=False, description="start even if the planner says that the run cannot fit")
     debug_traceback: bool = Field(default=False, description="print the traceback of user errors too")
     local_rank: int = Field(default=-1, description="set by the deepspeed launcher")
+
+    @field_validator("resume")
+    @classmethod
+    def _take_open_clips_word(cls, resume: str | None) -> str | None:
+        return "auto" if resume == "latest" else resume
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "TrainArguments":

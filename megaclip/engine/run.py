@@ -104,11 +104,12 @@ def train(arguments: TrainArguments) -> None:
 
 
 def start_process_group() -> None:
-    """Join the launcher's process group; without a launcher, make a group of one."""
+    """Join the launcher's process group; without a launcher, make a group of one, at a free port."""
     quiet_deepspeed()
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+    port = "29500" if "WORLD_SIZE" in os.environ else "0"
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in alone.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29500")
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))

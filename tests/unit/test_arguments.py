@@ -21,6 +21,11 @@ def test_flags_are_typed():
     assert parse_arguments([*NEEDED, "--image-mean", "0.5", "0.4", "0.3"]).image_mean == (0.5, 0.4, 0.3)
 
 
+def test_open_clips_word_for_going_on_means_the_same():
+    resumed = [parse_arguments([*NEEDED, "--resume", word]).resume for word in ("auto", "latest", "runs/latest")]
+    assert resumed == ["auto", "auto", "runs/latest"]
+
+
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [

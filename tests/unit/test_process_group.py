@@ -1,0 +1,35 @@
+"""A run without a launcher: a group of one, which needs no port of its own."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = """
+import deepspeed.comm as dist
+from megaclip.engine.run import start_process_group
+
+start_process_group()
+dist.barrier(group=dist.new_group([0]))
+print("ranks", dist.get_world_size())
+"""
+
+
+def test_two_runs_without_a_launcher_share_a_host():
+    variables = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "MASTER_PORT")}
+    with socket.socket() as other_run:
+        with contextlib.suppress(OSError):  # somebody else has it: as good
+            other_run.bind(("127.0.0.1", 29500))
+            other_run.listen()
+        done = subprocess.run(
+            [sys.executable, "-c", ALONE],
+            cwd=ROOT,
+            env={**variables, "DS_ACCELERATOR": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.stdout.endswith("ranks 1\n"), done.stderr
