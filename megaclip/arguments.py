@@ -100,7 +100,9 @@ class TrainArguments(BaseModel):
         default=None, description="evaluate every n steps, instead of --val-frequency"
     )
     eval_batch_size: Positive = Field(default=64, description="evaluation batch per rank")
-    log_every_n_steps: Positive = Field(default=10, description="TensorBoard and log interval, in steps")
+    log_every_n_steps: Positive = Field(
+        default=10, description="TensorBoard and log interval, in steps; long steps are shown once a minute at least"
+    )
     stop_after_steps: Positive | None = Field(
         default=None, description="save and stop after this many steps in all, with the schedule of the whole run"
     )

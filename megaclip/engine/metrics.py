@@ -1,8 +1,9 @@
 """What a run shows while it works: a progress bar, log lines, TensorBoard scalars and pictures.
 
 Only the first rank shows anything; the other ranks hold a `Metrics` that stays silent. On a terminal the bar carries
-the numbers; where the output goes to a file, a log line every few steps does. DeepSpeed's own monitors (wandb, comet,
-csv), when ds_config.json turns them on, receive the same scalars.
+the numbers; where the output goes to a file, a log line for the first step, then every few steps or, if they are long,
+every minute does. DeepSpeed's own monitors (wandb, comet, csv), when ds_config.json turns them on, receive the same
+scalars.
 """
 
 import logging as standard_logging
@@ -28,6 +29,9 @@ from megaclip.logging import get_logger
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+
+LONGEST_SILENCE_S = 60.0
+"""A step that ends so long after the last one with a log line has a line too."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Metrics:
         self._step_ends: deque[float] = deque([time.monotonic()], maxlen=51)
         self._training_s = 0.0
         self._steps = 0
+        self._last_line_at: float | None = None
         self._bad_samples = 0
 
     def __enter__(self) -> "Metrics":
@@ -127,7 +132,8 @@ class Metrics:
             "MiB": f"{peak_mib:.0f}",
         }
         self._bar.set_postfix(shown, refresh=False)
-        if step % self._log_every == 0 or step == self._total_steps:
+        if step % self._log_every == 0 or step == self._total_steps or self._was_silent(now):
+            self._last_line_at = now
             if not self._shows_bar:
                 left_s = int((self._total_steps - step) * recent_s)
                 text = " ".join(f"{key} {value}" for key, value in shown.items())
@@ -135,6 +141,9 @@ class Metrics:
                 logger.info("step %d/%d %s, %s left", step, self._total_steps, text, left)
             scalars = {**asdict(metrics), "samples_per_s": samples_per_s, "peak_mib": peak_mib}
             self._write(step, {f"train/{name}": value for name, value in scalars.items()})
+
+    def _was_silent(self, now: float) -> bool:
+        return self._last_line_at is None or now - self._last_line_at >= LONGEST_SILENCE_S
 
     def evaluation(
         self, step: int, scores: dict[str, float], pictures: dict[str, np.ndarray], left_out: dict[str, int]
