@@ -299,6 +299,8 @@ def _check_zero(path: Path, config: dict[str, Any]) -> None:
                 raise ConfigError(f"{path}: zero_optimization.{key} has no effect at stage {stage}; it needs stage 3")
             if stage == 0 and key == "offload_optimizer":
                 raise ConfigError(f"{path}: zero_optimization.offload_optimizer needs stage 1, 2 or 3")
+            if key in ("offload_optimizer", "offload_param"):
+                _check_offload_to_disk(path, stage, key, zero[key])
         if zero.get("compute_grad_norm") is False:
             raise ConfigError(
                 f"{path}: zero_optimization.compute_grad_norm cannot be off: an update with a gradient of NaN is "
@@ -315,6 +317,18 @@ def _check_sections(path: Path, config: dict[str, Any]) -> None:
             model(**section)
         except ValidationError as error:
             raise ConfigError(f"{path}: {_first_problem(name, error)}") from None
+
+
+def _check_offload_to_disk(path: Path, stage: Any, key: str, section: Any) -> None:
+    if not isinstance(section, dict) or section.get("device") != "nvme":
+        return
+    if stage != 3:
+        raise ConfigError(
+            f'{path}: zero_optimization.{key}.device "nvme" needs stage 3: at stage {stage} DeepSpeed takes it for '
+            '"cpu"; write that, or use stage 3'
+        )
+    if not section.get("nvme_path"):
+        raise ConfigError(f'{path}: zero_optimization.{key}.device "nvme" needs an nvme_path, a folder on that disk')
 
 
 def _check_precision(path: Path, config: dict[str, Any]) -> None:

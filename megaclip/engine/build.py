@@ -7,12 +7,14 @@ from collections.abc import Callable
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
 from pydantic import ValidationError
 from torch.utils.checkpoint import checkpoint
 
 from megaclip.arguments import TrainArguments
 from megaclip.checkpoint.open_clip import load_pretrained
+from megaclip.comm.collectives import raise_together
 from megaclip.config import TrainingConfig
 from megaclip.config_optimizers import TIMM_OPTIMIZERS
 from megaclip.engine.optimizers import guard_gradients, parameter_groups, timm_optimizer
@@ -33,9 +35,10 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     Every rank calls it with the same arguments, after the process group exists.
 
     Raises:
-        ConfigError: DeepSpeed refuses the configuration.
+        ConfigError: DeepSpeed refuses the configuration, or lacks what it needs on this machine.
         CheckpointError: the pretrained weights cannot be read or do not fit.
     """
+    raise_together(_disk_offload_error(config))
     torch.manual_seed(arguments.seed)
     with deepspeed.zero.Init(config_dict_or_path=config.deepspeed, enabled=config.zero_stage == 3):
         model = build_model(model_config, patch_dropout=arguments.force_patch_dropout)
@@ -66,6 +69,19 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     guard_gradients(engine)
     _describe(engine, config, model)
     return engine
+
+
+def _disk_offload_error(config: TrainingConfig) -> ConfigError | None:
+    """Whether offload to disk is asked for where DeepSpeed cannot compile what it does that with."""
+    zero = config.deepspeed.get("zero_optimization", {})
+    sections = {key: zero.get(key) or {} for key in ("offload_optimizer", "offload_param")}
+    asking = [key for key, section in sections.items() if section.get("device") == "nvme"]
+    if not asking or AsyncIOBuilder().is_compatible():
+        return None
+    return ConfigError(
+        f'{config.path}: zero_optimization.{asking[0]}.device "nvme" needs libaio with its headers, to compile '
+        'DeepSpeed\'s async_io op: install it (apt install libaio-dev), or set "cpu"'
+    )
 
 
 # PyTorch's checkpoint, not DeepSpeed's: deepspeed.checkpointing.checkpoint loses the gradients of a block whose input

@@ -36,7 +36,8 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     Every rank calls it, after the process group exists and before the model is built. Raises ConfigError.
     """
     workload = workload_of(arguments, inputs, dist.get_world_size())
-    cluster = this_machine(dist.get_world_size(), Path(arguments.data_offload_dir or arguments.logs))
+    folder = Path(arguments.data_offload_dir or arguments.logs)
+    cluster = this_machine(dist.get_world_size(), folder, [Path(path) for path in workload.zero.nvme_paths])
     plan = plan_memory(workload, cluster)
     if arguments.no_plan:
         return plan
@@ -99,15 +100,23 @@ def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> W
     )
 
 
-def this_machine(world_size: int, folder: Path) -> Cluster:
-    """The hosts of this run, taken to be like this one: what is free on this rank's GPU, in memory and on the disk."""
+def this_machine(world_size: int, folder: Path, nvme_paths: list[Path]) -> Cluster:
+    """The hosts of this run, taken to be like this one: what is free on this rank's GPU, in memory, on the disk of
+    `folder` and, if they are on another one, on the smallest of those that ZeRO-3 offloads to."""
     gpu = get_accelerator().device_name() == "cuda"
     on_host = min(world_size, torch.cuda.device_count()) if gpu else world_size
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(on_host)))
     cluster = describe(gpu="h200" if gpu else "cpu", gpus=on_host, hosts=max(1, world_size // on_host))
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    existing = _existing(folder)
+    others = [path for path in map(_existing, nvme_paths) if path.stat().st_dev != existing.stat().st_dev]
     return cluster.measured(
         gpu_memory=float(torch.cuda.mem_get_info()[0]) if gpu else 0.0,
         host_memory=float(free_memory()),
         disk=float(shutil.disk_usage(existing).free),
+        nvme=min((float(shutil.disk_usage(path).free) for path in others), default=None),
     )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the first one above it that is there."""
+    return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())

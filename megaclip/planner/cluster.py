@@ -75,6 +75,8 @@ class Cluster:
     disk: float
     """Bytes free where the step store would go."""
     rates: Rates
+    nvme: float | None = None
+    """Bytes free where ZeRO-3 would offload to disk, if that is another one."""
 
     @property
     def gpus(self) -> int:
@@ -95,13 +97,9 @@ class Cluster:
     def usable_host_memory(self) -> float:
         return self.host_memory * HOST_MARGIN
 
-    @property
-    def usable_disk(self) -> float:
-        return self.disk * HOST_MARGIN
-
-    def measured(self, *, gpu_memory: float, host_memory: float, disk: float) -> "Cluster":
+    def measured(self, *, gpu_memory: float, host_memory: float, disk: float, nvme: float | None = None) -> "Cluster":
         """The same with what is really free."""
-        return replace(self, gpu_memory=gpu_memory, host_memory=host_memory, disk=disk)
+        return replace(self, gpu_memory=gpu_memory, host_memory=host_memory, disk=disk, nvme=nvme)
 
 
 def _preset(product: float, link: float, host_to_device: float) -> Rates:

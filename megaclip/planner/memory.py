@@ -17,6 +17,7 @@ from megaclip.planner.constants import (
     CUBLAS_WORKSPACES,
     EMBEDDINGS_SHARE,
     GIB,
+    HOST_MARGIN,
     HOST_PROCESS,
     HOST_PROCESS_CPU,
     HOST_WORKER,
@@ -45,6 +46,8 @@ class MemoryPlan:
     """Phase -> what it needs on top of the states."""
     cpu: dict[str, float]
     disk: dict[str, float]
+    nvme: dict[str, float]
+    """What ZeRO-3 offloads to disk."""
     data_store: str
     """Where a step's images wait: "cpu", "disk", "reread" (they are read twice) or "once" (they pass by once)."""
     refusals: list[str] = field(default_factory=list)
@@ -65,7 +68,16 @@ class MemoryPlan:
 
     @property
     def disk_peak(self) -> float:
-        return sum(self.disk.values())
+        return sum(self.disk.values()) + sum(self.nvme.values())
+
+    def disk_needs(self, cluster: Cluster) -> list[tuple[str, float, float]]:
+        """Each disk's name, what the plan puts there and what is usable."""
+        if cluster.nvme is None:
+            return [("disk", self.disk_peak, cluster.disk * HOST_MARGIN)]
+        return [
+            ("disk", sum(self.disk.values()), cluster.disk * HOST_MARGIN),
+            ("disk at nvme_path", sum(self.nvme.values()), cluster.nvme * HOST_MARGIN),
+        ]
 
 
 def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
@@ -78,7 +90,7 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     if cluster.gpu_memory:
         gpu["library workspaces"] = CUBLAS_WORKSPACES
     phases = _cached_phases(workload, states) if workload.cached else _plain_phases(workload, states)
-    plan = MemoryPlan(gpu_states=gpu, gpu_phases=phases, cpu={}, disk={}, data_store="once")
+    plan = MemoryPlan(gpu_states=gpu, gpu_phases=phases, cpu={}, disk={}, nvme={}, data_store="once")
     _plan_host(plan, workload, cluster, states)
     usable = cluster.usable_gpu_memory
     if cluster.gpu_memory and plan.gpu_peak > usable:
@@ -90,10 +102,9 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
             f"a host would need {gigabytes(plan.cpu_peak)} of memory and has {gigabytes(cluster.usable_host_memory)} "
             "to use"
         )
-    if plan.disk_peak > cluster.usable_disk:
-        plan.refusals.append(
-            f"a host would need {gigabytes(plan.disk_peak)} of disk and has {gigabytes(cluster.usable_disk)} to use"
-        )
+    for name, needed, usable in plan.disk_needs(cluster):
+        if needed > usable:
+            plan.refusals.append(f"a host would need {gigabytes(needed)} of {name} and has {gigabytes(usable)} to use")
     return plan
 
 
@@ -274,7 +285,7 @@ def _plan_host(plan: MemoryPlan, workload: Workload, cluster: Cluster, states: S
     image, text = towers(workload)
     process = HOST_PROCESS if cluster.gpu_memory else HOST_PROCESS_CPU
     plan.cpu = {name: size * ranks for name, size in states.cpu.items()}
-    plan.disk = {name: size * ranks for name, size in states.disk.items()}
+    plan.nvme = {name: size * ranks for name, size in states.disk.items()}
     plan.cpu["processes"] = ranks * (process + workload.workers * HOST_WORKER)
     plan.cpu["loader's chunks"] = ranks * loader_bytes(workload)
     if workload.sample_columns:

@@ -41,8 +41,8 @@ def memory_table(plan: MemoryPlan, cluster: Cluster) -> str:
     lines += ["", f"{'PEAK per GPU':40}{gigabytes(plan.gpu_peak):>12}"]
     lines += ["", f"{'per host':40}{'CPU':>12}", *_rows(plan.cpu)]
     lines.append(f"{'  together':40}{gigabytes(plan.cpu_peak):>12}   of {gigabytes(cluster.usable_host_memory)}")
-    if plan.disk:
-        lines += ["", f"{'per host':40}{'disk':>12}", *_rows(plan.disk)]
+    if plan.disk or plan.nvme:
+        lines += ["", f"{'per host':40}{'disk':>12}", *_rows(plan.disk), *_rows(plan.nvme)]
     return "\n".join(lines)
 
 
@@ -79,6 +79,7 @@ def time_table(step: StepTime) -> str:
         "decoding (other processes)": step.decoding,
         "ZeRO-3's host work (behind the towers)": step.host,
         "offload between host and GPU": step.offload,
+        "offload between host and disk": step.swap,
         "optimizer in host memory": step.optimizer,
     }
     lines = [

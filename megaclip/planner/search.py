@@ -62,7 +62,11 @@ def _shortage(workload: Workload, cluster: Cluster) -> float:
     plan = plan_memory(workload, cluster)
     gpu = max(0.0, plan.gpu_peak - cluster.usable_gpu_memory) if cluster.gpu_memory else 0.0
     cpu = max(0.0, plan.cpu_peak - cluster.usable_host_memory)
-    return gpu * cluster.gpus_per_host + cpu + max(0.0, plan.disk_peak - cluster.usable_disk)
+    return (
+        gpu * cluster.gpus_per_host
+        + cpu
+        + sum(max(0.0, needed - usable) for _, needed, usable in plan.disk_needs(cluster))
+    )
 
 
 def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:

@@ -13,7 +13,9 @@ of ranks. Where the text says float32 master, bf16 training is meant: float32 tr
 * Stage 3 keeps N/W of everything and the bucket all the time; parameters below the persistence threshold stay whole;
   the others are whole while they are in use or fetched ahead, and stay so if they will be used again within
   `stage3_max_reuse_distance`: between the two passes over a tower that is half of that, from the back.
-* Offload moves master, states and float32 gradients to host memory, and at stage 3 the working copy, too.
+* Offload moves master, states and float32 gradients to host memory, and at stage 3 the working copy, too. To disk
+  ("nvme", stage 3) it moves the same, but the gradients that accumulate, and `max_in_cpu` parameters of each rank; host
+  memory holds `buffer_count` buffers: of a whole sub-group for states, of `buffer_size` for parameters.
 """
 
 from dataclasses import dataclass, field
@@ -128,8 +130,12 @@ def _stage_3(workload: Workload) -> States:
     shares = workload.total / ranks * workload.compute_bytes
     if zero.offload_parameters == "none":
         states.gpu["parameters"] = shares
-    else:
+    elif zero.offload_parameters == "cpu":
         states.cpu["parameters"] = shares
+    else:
+        states.disk["parameters"] = parameters_on_disk(workload)
+        states.cpu["parameters"] = shares - states.disk["parameters"]
+        states.cpu["parameter buffers"] = zero.parameter_buffers * workload.compute_bytes
     if ranks > 1:
         states.gpu["whole small parameters"] = persistent * workload.compute_bytes
     states.gpu["reduce bucket"] = zero.reduce_bucket * workload.compute_bytes if zero.contiguous_gradients else 0.0
@@ -146,11 +152,22 @@ def _stage_3(workload: Workload) -> States:
         stepping = group * (4 + workload.optimizer_temporary_bytes)
         states.update = max(joining, stepping, _norm_bytes(workload) / ranks)
         return states
+    states.cpu["gradients"] = accumulated
     place = states.disk if zero.offload_optimizer == "nvme" else states.cpu
     place["master parameters"] = part * 4
     place["optimizer states"] = part * workload.optimizer_state_bytes
-    states.cpu["gradients"] = accumulated + part * 4
+    place["gradients"] = place.get("gradients", 0.0) + part * 4
+    if zero.offload_optimizer == "nvme":
+        states.cpu["optimizer buffers"] = zero.optimizer_buffers * min(part, zero.sub_group) * 4
     return states
+
+
+def parameters_on_disk(workload: Workload) -> float:
+    """Bytes of one rank's share of the working copy that are on disk."""
+    if workload.zero.offload_parameters != "nvme":
+        return 0.0
+    share = workload.total / workload.world_size
+    return max(0.0, share - workload.zero.parameters_in_cpu) * workload.compute_bytes
 
 
 def reduction_under_way(workload: Workload, states: States, tower: Parameters, activations: float) -> float:

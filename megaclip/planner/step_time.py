@@ -9,6 +9,7 @@
                    the loader's processes
     host           at ZeRO-3: DeepSpeed's work around every block in every pass, which does not shrink with the chunk
     offload        parameters, gradients and blocks' inputs between host and GPU
+    swap           with "nvme": parameters, gradients and optimizer states between host and disk
     optimizer      with offload_optimizer: Adam in host memory
 
 With a ring the features' exchange hides behind the loss, so the longer of the two counts; but not between GPUs of one
@@ -28,7 +29,7 @@ from megaclip.planner.constants import OFFLOADED_ADAM_BYTES, OFFLOADED_ADAM_RATE
 from megaclip.planner.losses import megaclip_loss_operations
 from megaclip.planner.memory import loss_sizes, plan_memory, settled, store_bytes
 from megaclip.planner.towers import forward_seconds, towers
-from megaclip.planner.traffic import offload_traffic, parameter_traffic
+from megaclip.planner.traffic import disk_traffic, offload_traffic, parameter_traffic
 from megaclip.planner.workload import Workload
 
 
@@ -56,6 +57,8 @@ class StepTime:
     """DeepSpeed's hooks at ZeRO-3, while the GPU works or waits."""
     offload: float
     """Parameters, gradients and blocks' inputs between host and GPU."""
+    swap: float
+    """What ZeRO-3 offloads to disk written and read."""
     optimizer: float
     """The optimizer's step in host memory; on the GPU it is short."""
     features_hidden: bool
@@ -70,7 +73,7 @@ class StepTime:
     @property
     def total(self) -> float:
         loss = max(self.loss, self.features) if self.features_hidden else self.loss + self.features
-        behind, added = [self.towers, self.host, self.copies], [loss, self.offload, self.optimizer]
+        behind, added = [self.towers, self.host, self.copies], [loss, self.offload, self.swap, self.optimizer]
         (behind if self.parameters_hidden else added).append(self.parameters)
         (behind if self.disk_hidden else added).append(self.disk)
         return max(max(behind) + sum(added), self.decoding)
@@ -87,6 +90,7 @@ class StepTime:
             "loss": self.loss,
             "communication": self.features + self.parameters,
             "data": max(self.copies, self.disk, self.decoding),
+            "disk": self.swap,
             "host": self.host + self.offload + self.optimizer,
         }
         return max(terms, key=lambda name: terms[name])
@@ -119,6 +123,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         / (rates.decoded * max(1, workload.workers)),
         host=_host_seconds(workload),
         offload=offload_traffic(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,
+        swap=cluster.gpus_per_host * disk_traffic(workload) / rates.disk_write,
         optimizer=_optimizer_seconds(workload),
         features_hidden=workload.exchange == "ring" and cluster.hides_exchanges,
         parameters_hidden=workload.zero.overlap_comm and not workload.coalesce,

@@ -10,10 +10,14 @@ Counted by reading the gradient cache (`megaclip.engine.gradient_cache`) and Dee
   does both. The last one sends a float32 gradient down; the step sends the working copy up.
 
 With offload_param every pass over a block fetches this rank's share of it.
+
+To and from disk ("nvme") go the float32 gradients, once each way; master and optimizer states, likewise; and parameters
+beyond `max_in_cpu`, read in every pass and written after the step.
 """
 
 from typing import NamedTuple
 
+from megaclip.planner.states import parameters_on_disk
 from megaclip.planner.towers import towers
 from megaclip.planner.workload import Workload
 
@@ -60,6 +64,16 @@ def offload_traffic(workload: Workload) -> float:
             if parameters.trained:
                 moved += 2 * tower.waiting_inputs(workload.local_batch, width)
     return moved
+
+
+def disk_traffic(workload: Workload) -> float:
+    """Bytes that a rank writes to and reads from the disk that ZeRO-3 offloads to, per step."""
+    moved = 0.0
+    if workload.zero.offload_optimizer == "nvme":
+        moved += 2 * workload.trained / workload.world_size * (4 + 4 + workload.optimizer_state_bytes)
+    on_disk = parameters_on_disk(workload)
+    passes = _handled(workload).gathered / workload.total
+    return moved + on_disk * (passes + workload.trained / workload.total)
 
 
 def _reduces_every_chunk(workload: Workload) -> bool:

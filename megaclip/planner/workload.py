@@ -45,6 +45,14 @@ class ZeroSettings:
     max_reuse_distance: int
     prefetch_bucket: int
     sub_group: int
+    parameters_in_cpu: int
+    """Of a rank, with offload_param to "nvme": what stays in host memory (max_in_cpu)."""
+    parameter_buffers: int
+    """Elements of the page-locked buffers through which parameters go to "nvme" and come back."""
+    optimizer_buffers: int
+    """Buffers of a sub-group each, likewise for the optimizer's states."""
+    nvme_paths: tuple[str, ...] = ()
+    """Folders of what is on "nvme"."""
 
     @classmethod
     def of(cls, config: TrainingConfig) -> "ZeroSettings":
@@ -64,6 +72,16 @@ class ZeroSettings:
             max_reuse_distance=zero.max_reuse_distance,
             prefetch_bucket=zero.prefetch_bucket_size,
             sub_group=zero.sub_group_size,
+            parameters_in_cpu=zero.offload_param.max_in_cpu if zero.offload_param else 0,
+            parameter_buffers=zero.offload_param.buffer_count * zero.offload_param.buffer_size
+            if zero.offload_param
+            else 0,
+            optimizer_buffers=zero.offload_optimizer.buffer_count if zero.offload_optimizer else 0,
+            nvme_paths=tuple(
+                str(offload.nvme_path)
+                for offload in (zero.offload_optimizer, zero.offload_param)
+                if _device(offload) == "nvme"
+            ),
         )
 
 

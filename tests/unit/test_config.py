@@ -69,6 +69,14 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
             "has no effect at stage 1; it needs stage 3",
         ),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "needs stage 1, 2 or 3"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}},
+            'zero_optimization.offload_optimizer.device "nvme" needs stage 3',
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            'zero_optimization.offload_param.device "nvme" needs an nvme_path',
+        ),
         ({"scheduler": {"type": "WarmupLR"}}, "--lr-scheduler"),
         ({"fp16": {"enabled": True}}, "use bf16"),
         ({"prescale_gradients": True}, "'prescale_gradients' cannot be used"),

@@ -213,6 +213,32 @@ def test_offload_moves_states_to_the_host(tmp_path: Path) -> None:
     assert "activations" in plan.gpu_phases[plan.peak_phase]
 
 
+def test_offload_to_disk_is_planned_there_and_charged(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": "/nvme"}
+    zero = {"stage": 3, "offload_optimizer": disk, "offload_param": {**disk, "max_in_cpu": 1_000_000}}
+    job = replace(workload(tmp_path, zero_optimization=zero), data_offload="cpu")
+    parameters = 151_277_312  # of eight ranks, which share a host and its disk
+    plan = plan_memory(job, H200)
+    assert plan.nvme["master parameters"] + plan.nvme["gradients"] == pytest.approx((4 + 4) * parameters)
+    assert plan.nvme["optimizer states"] == pytest.approx(8 * parameters)
+    assert plan.nvme["parameters"] == pytest.approx(2 * (parameters - 8 * 1_000_000))
+    assert plan.cpu["parameters"] == pytest.approx(2 * 8 * 1_000_000)
+    assert plan.cpu["gradients"] == pytest.approx(4 * parameters)  # that accumulate
+    assert plan.cpu["parameter buffers"] == 8 * 5 * 100_000_000 * 2  # DeepSpeed's defaults
+    assert plan.cpu["optimizer buffers"] == pytest.approx(4 * parameters * 4)
+    # Gradients, master, moments: written and read; parameters: read in 24 passes and 2 of company, written once.
+    passes = 3 * 8 + 2
+    copied = 2 * 16 * parameters + (passes + 1) * plan.nvme["parameters"]
+    rates = replace(H200.rates, disk_write=1e9, decoded=1e9)
+    step = plan_time(job, describe(gpus=8, rates=rates))
+    assert step.swap == pytest.approx(copied / 1e9) and step.total > step.swap + step.towers
+    # The disk at nvme_path counts where it is another one, and not where there is none.
+    full = replace(H200, nvme=1e9)
+    assert any("of disk at nvme_path and has" in text for text in plan_memory(job, full).refusals)
+    assert not plan_memory(job, replace(H200, nvme=1e12, disk=0)).refusals
+    assert any("of disk and has" in text for text in plan_memory(job, replace(H200, disk=1e9)).refusals)
+
+
 @pytest.mark.parametrize("loss", GLOBAL_LOSSES)
 def test_state_of_every_sample_is_what_the_loss_allocates(tmp_path: Path, loss: str) -> None:
     on_a_host = FastClipLoss(loss, samples=8000).state.values.untyped_storage().nbytes()

@@ -7,11 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from megaclip.arguments import parse_arguments
-from megaclip.config import load_training_config
-from megaclip.engine import preflight
+from megaclip.config import TrainingConfig, load_training_config
+from megaclip.config_section import MegaclipSection
+from megaclip.engine import build, preflight
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
 from megaclip.planner import describe
+
+
+def raise_alone(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 @pytest.fixture
@@ -36,10 +42,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     )
     lines: list[str] = []
 
-    def raise_alone(error: Exception | None) -> None:
-        if error is not None:
-            raise error
-
     def run(
         gpu_memory: str,
         *flags: str,
@@ -52,7 +54,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         inputs.validation = range(validation) or None
         usage = SimpleNamespace(free=shared_memory)
         monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage)
-        monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder: machine)
+        monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder, nvme_paths: machine)
         command = ["--deepspeed_config", str(path), "--model", "ViT-L-14", "--train-data", "data", *flags]
         preflight.check_fit(parse_arguments(command), inputs)
         return lines
@@ -112,6 +114,25 @@ def test_shared_memory_holds_two_chunks_a_worker_one_in_hand_and_the_evaluations
 
 
 def test_this_machine_has_memory_and_a_disk(tmp_path: Path) -> None:
-    machine = preflight.this_machine(2, tmp_path / "not" / "there")
+    machine = preflight.this_machine(2, tmp_path / "not" / "there", [tmp_path / "nvme"])
     assert machine.gpu_memory == 0 and machine.gpus == 2
-    assert machine.host_memory > 2**28 and machine.disk > 0
+    assert machine.host_memory > 2**28 and machine.disk > 0 and machine.nvme is None
+
+
+def test_offload_to_another_disk_is_measured_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = next((Path(name) for name in ("/dev/shm", "/proc") if Path(name).exists()), None)
+    if other is None or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("this machine has one file system")
+    sizes = {tmp_path: SimpleNamespace(free=7), other: SimpleNamespace(free=5)}
+    monkeypatch.setattr(preflight.shutil, "disk_usage", sizes.__getitem__)
+    machine = preflight.this_machine(1, tmp_path, [tmp_path / "here", other / "not" / "there"])
+    assert (machine.disk, machine.nvme) == (7, 5)
+
+
+def test_offload_to_disk_without_libaio_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config = TrainingConfig(Path("ds.json"), {"zero_optimization": zero}, MegaclipSection())
+    monkeypatch.setattr(build.AsyncIOBuilder, "is_compatible", lambda self: False)
+    monkeypatch.setattr(build, "raise_together", raise_alone)
+    with pytest.raises(ConfigError, match=r"offload_param.device \"nvme\" needs libaio.*libaio-dev"):
+        build.build_engine(config, arguments=None, model_config=None)
