@@ -29,7 +29,7 @@ from megaclip.planner.constants import OFFLOADED_ADAM_BYTES, OFFLOADED_ADAM_RATE
 from megaclip.planner.losses import megaclip_loss_operations
 from megaclip.planner.memory import loss_sizes, plan_memory, settled, store_bytes
 from megaclip.planner.towers import forward_seconds, towers
-from megaclip.planner.traffic import disk_traffic, offload_traffic, parameter_traffic
+from megaclip.planner.traffic import disk_traffic, feature_traffic, offload_traffic, parameter_traffic
 from megaclip.planner.workload import Workload
 
 
@@ -114,7 +114,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         forward_again=again,
         backward=backward,
         loss=megaclip_loss_operations(loss_sizes(workload), workload.reduction, workload.loss) / rates.loss_flops,
-        features=feature_traffic(workload) / link,
+        features=feature_traffic(workload).total / link,
         parameters=parameter_traffic(workload) / link,
         copies=(1 + again_read) * store_bytes(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,
         disk=_disk_seconds(workload, cluster),
@@ -155,19 +155,3 @@ def _optimizer_seconds(workload: Workload) -> float:
     if workload.zero.offload_optimizer == "none":
         return 0.0
     return workload.trained / workload.world_size * OFFLOADED_ADAM_BYTES / OFFLOADED_ADAM_RATE
-
-
-def feature_traffic(workload: Workload) -> float:
-    """Bytes of features and their gradients that a rank sends per step (docs/mathematics.md, units of (W-1) b D)."""
-    others = workload.world_size - 1
-    elements = others * workload.local_batch * workload.model.embed_dim
-    width = workload.compute_bytes
-    if workload.exchange == "ring":
-        # Texts round twice and their gradient behind them, one hop longer; or texts once, then both.
-        extra = workload.payload_bytes * workload.local_batch * workload.model.embed_dim if others else 0
-        return (
-            elements * (2 * width + workload.payload_bytes) + extra
-            if workload.reduction == "feature"
-            else 3 * elements * width
-        )
-    return elements * (width + workload.payload_bytes) if workload.reduction == "feature" else 2 * elements * width

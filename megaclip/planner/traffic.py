@@ -1,7 +1,8 @@
-"""Bytes of parameters and gradients that a rank moves in a step: to other ranks, and between GPU and host with offload.
+"""Bytes that a rank moves in a step: features, parameters and gradients to other ranks; with offload, to host and disk.
 
-Counted by reading the gradient cache (`megaclip.engine.gradient_cache`) and DeepSpeed 0.19's `stage_1_and_2.py` and
-`stage3.py`. Per trained parameter of this rank's share, with offload_optimizer:
+What the loss sends is `megaclip.comm.volume`'s count. The rest is counted by reading the gradient cache
+(`megaclip.engine.gradient_cache`) and DeepSpeed 0.19's `stage_1_and_2.py` and `stage3.py`. Per trained parameter of
+this rank's share, with offload_optimizer:
 
 * stage 3: every reduction sends the accumulated gradient down and back up (`partition_grads`), the last one also a
   float32 gradient down; a working copy that stays on the GPU is written anew after the step;
@@ -17,6 +18,7 @@ beyond `max_in_cpu`, read in every pass and written after the step.
 
 from typing import NamedTuple
 
+from megaclip.comm.volume import Traffic, contrastive_traffic, global_contrastive_traffic
 from megaclip.planner.states import parameters_on_disk
 from megaclip.planner.towers import towers
 from megaclip.planner.workload import Workload
@@ -29,6 +31,21 @@ class _Handled(NamedTuple):
     """Parameters that a pass over their tower uses, once for each pass."""
     reduced: int
     """Gradients, once for each reduction."""
+
+
+def feature_traffic(workload: Workload) -> Traffic:
+    """What the loss of a settled workload sends per step, in bytes; the sigmoid loss is taken for InfoNCE, as the run's
+    own choice of a way does."""
+    sizes: dict[str, int] = {
+        "world_size": workload.world_size,
+        "batch": workload.local_batch,
+        "embedding": workload.model.embed_dim,
+        "feature_bytes": min(workload.compute_bytes, workload.payload_bytes),
+        "gradient_bytes": workload.payload_bytes,
+    }
+    if workload.sample_columns:
+        return global_contrastive_traffic(workload.loss, workload.exchange, workload.reduction, **sizes)
+    return contrastive_traffic(workload.exchange, workload.reduction, **sizes)
 
 
 def parameter_traffic(workload: Workload) -> float:

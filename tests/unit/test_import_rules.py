@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "checkpoint": FOUNDATION | {"models", "comm"},
     "evaluation": FOUNDATION | {"models", "data", "ops", "comm"},
     "engine": FOUNDATION | {"ops", "comm", "data", "losses", "models", "checkpoint", "evaluation", "planner"},
-    "planner": FOUNDATION | {"models"},
+    "planner": FOUNDATION | {"models", "comm"},
 }
 
 

@@ -373,6 +373,29 @@ def test_offload_moves_what_deepspeed_copies(tmp_path: Path, stage: int, accumul
     assert plan_time(job, describe(gpu="cpu", gpus=8)).offload == 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "megabytes"),
+    [  # measured by tools/bench_comm.py on four H200s (docs/performance.md), bfloat16 features
+        ({"exchange": "ring", "reduction": "feature"}, 58.9),
+        ({"exchange": "ring", "reduction": "scalar"}, 37.9),
+        ({"exchange": "all_gather", "reduction": "feature"}, 37.9),
+        ({"exchange": "all_gather", "reduction": "scalar"}, 25.3),
+        ({"exchange": "all_gather", "reduction": "feature", "loss": "fastclip_v3"}, 38.0),
+        ({"exchange": "all_gather", "reduction": "feature", "loss": "fastclip_v2"}, 38.2),
+        # float32 training: all but the scalars is 4 bytes instead of 2, or, with a payload, 2 again
+        ({"exchange": "all_gather", "reduction": "scalar", "float32": True}, 50.5),
+        ({"exchange": "all_gather", "reduction": "feature", "float32": True, "payload": "bf16"}, 25.3),
+    ],
+    ids=str,
+)
+def test_features_between_ranks_are_what_was_measured(tmp_path: Path, settings: dict, megabytes: float) -> None:
+    section = dict(settings)
+    changes = {"bf16": {"enabled": False}, "data_types": {}} if section.pop("float32", False) else {}
+    job = workload(tmp_path, ranks=4, megaclip=section, **changes)
+    rates = replace(H200.rates, link=1e6)
+    assert plan_time(job, describe(gpus=4, rates=rates)).features == pytest.approx(megabytes, abs=0.06)
+
+
 def test_a_ring_hides_behind_the_loss_between_hosts_only(tmp_path: Path) -> None:
     ring = replace(workload(tmp_path), exchange="ring")
     slow = {"link": "1GB", "network": "1GB", "rates": replace(H200.rates, decoded=1e9)}
