@@ -45,7 +45,11 @@ class TrainArguments(BaseModel):
         description="labelled images for zero-shot classification: a folder with a folder per class, or "
         "CLIP_benchmark's layout (tar shards with .cls files, classnames.txt, templates)",
     )
-    tokenizer: str = Field(default="clip", description="'clip', or the path of a sentencepiece model")
+    tokenizer: str | None = Field(
+        default=None,
+        description="'clip', or the path of a sentencepiece model (default: what the card of --pretrained or --model "
+        "says, else clip; the --image flags likewise, else OpenAI's)",
+    )
     workers: NotNegative = Field(default=4, description="data worker processes per rank")
     shard_order: Literal["shuffled", "sequential"] = Field(
         default="shuffled",
@@ -60,8 +64,14 @@ class TrainArguments(BaseModel):
     aug_scale: tuple[float, float] = Field(
         default=(0.9, 1.0), description="area range of the random resized crop, as two numbers"
     )
-    image_mean: tuple[float, float, float] | None = Field(default=None, description="channel means (default: OpenAI's)")
-    image_std: tuple[float, float, float] | None = Field(default=None, description="channel deviations, likewise")
+    image_mean: tuple[float, float, float] | None = Field(default=None, description="channel means of the pixels")
+    image_std: tuple[float, float, float] | None = Field(default=None, description="channel deviations of the pixels")
+    image_interpolation: Literal["bicubic", "bilinear"] | None = Field(
+        default=None, description="how images are resized: bicubic or bilinear"
+    )
+    image_resize_mode: Literal["shortest", "squash"] | None = Field(
+        default=None, description="evaluation: shortest (resize the shorter side, crop the centre) or squash"
+    )
 
     pretrained: str | None = Field(default=None, description="start from these weights: open_clip file or directory")
     lock_image: bool = Field(default=False, description="freeze the image tower")

@@ -173,7 +173,7 @@ def _inputs(case: Case, arguments: TrainArguments) -> Inputs:
     if case.train_data:
         return read_inputs(arguments)
     config, model_config = load_training_config(case.ds_config), load_model_config(case.model)
-    tokenizer = load_tokenizer(arguments.tokenizer, model_config.text_cfg.context_length)
+    tokenizer = load_tokenizer(arguments.tokenizer or "clip", model_config.text_cfg.context_length)
     with tempfile.TemporaryDirectory() as folder:
         model_config = model_config.replace(text_cfg=tokenizer.write_open_clip(folder))
     transform = SyntheticTransform(model_config.vision_cfg.image_size)

@@ -4,9 +4,9 @@
     python tools/import_open_clip.py epoch_32.pt imported/vit-b-32 --model ViT-B-32           # a bare weights file
 
 writes open_clip_model.safetensors (float32), open_clip_config.json and the tokenizer's files, if the source has any;
-then train with  --model imported/vit-b-32 --pretrained imported/vit-b-32.  Every parameter must find its counterpart:
-what is missing, unexpected or of another shape is listed, nothing is written, and the exit code is 1. OpenAI's weights
-need a "-quickgelu" model.
+then train with  --model imported/vit-b-32 --pretrained imported/vit-b-32:  tokenizer and pixels (mean, deviation, how
+to resize) are those of the directory. Every parameter must find its counterpart: what is missing, unexpected or of
+another shape is listed, nothing is written, and the exit code is 1. OpenAI's weights need a "-quickgelu" model.
 """
 
 import argparse

@@ -47,6 +47,9 @@ class ImageTransform:
     resize_mode: str = "shortest"
 
     def __post_init__(self) -> None:
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if not isinstance(values, tuple) or len(values) != 3:
+                raise ConfigError(f"the {name} of the pixels is three numbers, one per channel, not {values!r}")
         if self.interpolation not in _RESAMPLING:
             raise ConfigError(f"interpolation is one of {sorted(_RESAMPLING)}, not {self.interpolation!r}")
         if self.resize_mode not in ("shortest", "squash"):

@@ -40,6 +40,8 @@ class Tokenizer(abc.ABC):
     eos_id: int
     pad_id: int
     context_length: int
+    files: tuple[Path, ...] = ()
+    """What an exported model keeps beside its card, to be loaded from here again."""
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Tokenise; (n, L) int64, filled up with `pad_id`."""
@@ -81,7 +83,7 @@ class ClipTokenizer(Tokenizer):
 
     def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
         """Nothing to write: this is open_clip's default."""
-        return {"vocab_size": self.vocab_size, "context_length": self.context_length}
+        return {"hf_tokenizer_name": None, "vocab_size": self.vocab_size, "context_length": self.context_length}
 
 
 @functools.lru_cache(maxsize=1)
@@ -120,6 +122,7 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"tokenizer {path} is not a sentencepiece model: {error}") from error
+        self.files = (Path(path),)
         self.context_length = context_length
         self.vocab_size = self._model.vocab_size()
         self.eos_id = self._model.eos_id()

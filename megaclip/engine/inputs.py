@@ -1,18 +1,21 @@
 """What a run reads before any process group exists: configuration, data, tokenizer, model description.
 
 A mistake in any of them is one error here, at once, on every rank: nothing has been started that could hang.
+
+Weights go with the tokenizer and the pixels that they were trained with. So the model card beside --pretrained, or that
+of --model, says what the flags leave out; a flag that contradicts it is taken, with a warning.
 """
 
+import filecmp
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megaclip.arguments import TrainArguments
+from megaclip.checkpoint.open_clip import OPENAI_PREPROCESS, read_preprocess, tokenizer_of
 from megaclip.config import TrainingConfig, load_training_config
 from megaclip.data import (
-    OPENAI_MEAN,
-    OPENAI_STD,
     ImageTransform,
     LabelledDataset,
     PairDataset,
@@ -21,8 +24,18 @@ from megaclip.data import (
     open_labelled,
     open_pairs,
 )
-from megaclip.errors import ConfigError
-from megaclip.models import ModelConfig, load_model_config
+from megaclip.errors import CheckpointError, ConfigError
+from megaclip.logging import get_logger
+from megaclip.models import ModelConfig, list_models, load_model_config
+from megaclip.models.config import CARD_NAME
+
+logger = get_logger(__name__)
+
+# What weights depend on and their shapes do not show.
+_BEHIND_THE_SHAPES = {
+    "vision_cfg": ("head_width", "pool_type", "final_ln_after_pool"),
+    "text_cfg": ("heads", "pool_type", "no_causal_mask"),
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,7 @@ class Inputs:
 
 
 def read_inputs(arguments: TrainArguments) -> Inputs:
-    """Read and check everything the command line names. Raises ConfigError or DataError."""
+    """Read and check everything the command line names. Raises MegaclipError."""
     config = load_training_config(arguments.deepspeed_config)
     model_config = load_model_config(arguments.model)
     if config.megaclip.loss == "siglip" and model_config.init_logit_bias is None:
@@ -71,18 +84,22 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         )
     if arguments.data_offload_dir is not None and not Path(arguments.data_offload_dir).is_dir():
         raise ConfigError(f"--data-offload-dir {arguments.data_offload_dir!r} is not a folder: make it first")
-    tokenizer = load_tokenizer(arguments.tokenizer, model_config.text_cfg.context_length)
-    model_config = model_config.replace(text_cfg=_text_settings(tokenizer))
+    card = _card_directory(arguments)
+    if card is not None:
+        _warn_of_another_model(arguments.model, model_config, card)
+    tokenizer_name = _tokenizer_name(arguments.tokenizer, card)
+    tokenizer = load_tokenizer(tokenizer_name, model_config.text_cfg.context_length)
+    model_config = model_config.replace(text_cfg=_text_settings(tokenizer, model_config))
+    preprocess = _preprocess(arguments, card)
+    if card is not None:
+        pixels_said = ", ".join(f"{name} {value}" for name, value in preprocess.items())
+        logger.info("tokenizer %s, %s: from %s where no flag says it", tokenizer_name, pixels_said, card / CARD_NAME)
     keys: dict[str, Any] = {
         "dataset_type": arguments.dataset_type,
         "image_key": arguments.image_key,
         "caption_key": arguments.caption_key,
     }
-    pixels: dict[str, Any] = {
-        "size": model_config.vision_cfg.image_size,
-        "mean": arguments.image_mean or OPENAI_MEAN,
-        "std": arguments.image_std or OPENAI_STD,
-    }
+    pixels: dict[str, Any] = {"size": model_config.vision_cfg.image_size, **preprocess}
     return Inputs(
         config=config,
         model_config=model_config,
@@ -95,7 +112,68 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     )
 
 
-def _text_settings(tokenizer: Tokenizer) -> dict[str, Any]:
+def _text_settings(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
     """What `text_cfg` must say for the text tower, here and in open_clip, to fit the tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
-        return tokenizer.write_open_clip(folder)
+        settings = tokenizer.write_open_clip(folder)
+    if config.text_cfg.pool_type == "eos":
+        settings["eos_id"] = tokenizer.eos_id
+    return settings
+
+
+def _card_directory(arguments: TrainArguments) -> Path | None:
+    """Where the model card of the weights lies or, if they have none, that of the model; None when neither has."""
+    places = []
+    if arguments.pretrained is not None:
+        path = Path(arguments.pretrained)
+        places.append(path.parent if path.is_file() else path)
+    if arguments.model not in list_models():
+        path = Path(arguments.model)
+        places.append(path.parent if path.name == CARD_NAME else path)
+    return next((place for place in places if (place / CARD_NAME).is_file()), None)
+
+
+def _warn_of_another_model(model: str, config: ModelConfig, card: Path) -> None:
+    """Say where --model and the card of --pretrained differ in what the weights' shapes do not show."""
+    ours, theirs = config.model_dump(), load_model_config(card).model_dump()
+    pairs = [("quick_gelu", ours["quick_gelu"], theirs["quick_gelu"])]
+    for section, names in _BEHIND_THE_SHAPES.items():
+        pairs += [(f"{section}.{name}", ours[section][name], theirs[section][name]) for name in names]
+    for name, here, there in pairs:
+        if here != there:
+            logger.warning(
+                "--model %s has %s %s, but the weights in %s were trained with %s", model, name, here, card, there
+            )
+
+
+def _tokenizer_name(given: str | None, card: Path | None) -> str:
+    """ "clip" or the path of a sentencepiece model: the flag's, else the card's, else CLIP's."""
+    if card is None:
+        return given or "clip"
+    try:
+        own = tokenizer_of(card, load_model_config(card))
+    except CheckpointError:
+        if given is None:
+            raise
+        return given
+    if given is not None and given != own and not (_is_file(given, own) and filecmp.cmp(given, own, shallow=False)):
+        logger.warning("--tokenizer %s is not the tokenizer of the model in %s, %s", given, card, own)
+    return given or own
+
+
+def _is_file(*paths: str) -> bool:
+    return all(Path(path).is_file() for path in paths)
+
+
+def _preprocess(arguments: TrainArguments, card: Path | None) -> dict[str, Any]:
+    """mean, std, interpolation and resize_mode: each the flag's, else the card's, else OpenAI's."""
+    told = OPENAI_PREPROCESS if card is None else read_preprocess(card)
+    chosen = {}
+    for name in OPENAI_PREPROCESS:
+        own = tuple(told[name]) if isinstance(told[name], list) else told[name]
+        given = getattr(arguments, f"image_{name}")
+        if card is not None and given not in (None, own):
+            flag = "--image-" + name.replace("_", "-")
+            logger.warning("%s %s: the weights in %s were trained with %s", flag, given, card, own)
+        chosen[name] = own if given is None else given
+    return chosen

@@ -377,8 +377,7 @@ class Run:
         card = self.checkpoints / store.MODEL_CARD
         card.mkdir(exist_ok=True)
         self.inputs.tokenizer.write_open_clip(card)
-        tokenizer_files = [] if self.arguments.tokenizer == "clip" else [self.arguments.tokenizer]
-        write_model_card(card, self.inputs.model_config, self.inputs.preprocess_cfg, tokenizer_files)
+        write_model_card(card, self.inputs.model_config, self.inputs.preprocess_cfg, self.inputs.tokenizer.files)
         settings = {"arguments": self.arguments.model_dump(), "ds_config": self.inputs.config.deepspeed}
         store.write_atomically(self.folder / "settings.json", json.dumps(settings, indent=1))
 

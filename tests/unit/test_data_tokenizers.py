@@ -138,7 +138,8 @@ def test_frequent_words_are_whole_pieces_however_few_words_there_are(tmp_path, m
 
 
 def test_clip_needs_nothing_written(tmp_path):
-    assert ClipTokenizer(16).write_open_clip(tmp_path) == {"vocab_size": 49408, "context_length": 16}
+    expected = {"hf_tokenizer_name": None, "vocab_size": 49408, "context_length": 16}
+    assert ClipTokenizer(16).write_open_clip(tmp_path) == expected
     assert list(tmp_path.iterdir()) == []
 
 

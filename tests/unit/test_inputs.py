@@ -1,24 +1,140 @@
-"""What a run refuses before it opens any data: settings that fit their own file and not each other."""
+"""What a run refuses before it opens any data, and what it takes from the model card that it starts from."""
 
 import json
+import logging
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from megaclip.arguments import parse_arguments
-from megaclip.engine.inputs import read_inputs
-from megaclip.errors import ConfigError
+from megaclip.checkpoint.open_clip import write_model_card, write_weights
+from megaclip.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from megaclip.engine.inputs import Inputs, read_inputs
+from megaclip.engine.saved_model import load_saved_model
+from megaclip.errors import CheckpointError, ConfigError
+from megaclip.models import build_model, load_model_config
+from tests.unit.data_samples import write_shards
+
+CAPTIONS = [
+    f"{size} {colour} {thing}" for size in ("small", "big") for colour in ("red", "blue") for thing in ("cat", "ox")
+]
+PIXELS = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.25, 0.5], "interpolation": "bilinear", "resize_mode": "squash"}
 
 
-def test_the_sigmoid_loss_needs_a_model_with_a_bias(tmp_path: Path) -> None:
+def ds_config(folder: Path, **megaclip: str) -> Path:
     config = {
         "train_batch_size": 4,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "megaclip": {"loss": "siglip"},
+        "megaclip": megaclip,
     }
-    path = tmp_path / "ds_config.json"
+    path = folder / "ds_config.json"
     path.write_text(json.dumps(config))
+    return path
+
+
+def test_the_sigmoid_loss_needs_a_model_with_a_bias(tmp_path: Path) -> None:
+    path = ds_config(tmp_path, loss="siglip")
     flags = ["--deepspeed_config", str(path), "--model", "demo-tiny", "--train-data", "nowhere"]
     with pytest.raises(ConfigError, match="needs a model with init_logit_bias"):
         read_inputs(parse_arguments(flags))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """exported/ with weights, card and a tokenizer of its own; a data set; a ds_config.json."""
+    folder = tmp_path_factory.mktemp("inputs")
+    exported = folder / "exported"
+    exported.mkdir()
+    tokenizer = train_sentencepiece(CAPTIONS, exported / "tokenizer.model", vocab_size=40)
+    config = load_model_config("demo-tiny").replace(text_cfg=tokenizer.write_open_clip(exported))
+    config = config.replace(text_cfg={"context_length": 24}, quick_gelu=True)
+    write_model_card(exported, config, PIXELS)
+    write_weights(exported, build_model(config).state_dict(), config)
+    write_shards(folder / "data", [4])
+    ds_config(folder)
+    return folder
+
+
+def read(folder: Path, *flags: object) -> Inputs:
+    common = ["--deepspeed_config", folder / "ds_config.json", "--train-data", folder / "data" / "*.tar"]
+    return read_inputs(parse_arguments([str(flag) for flag in (*common, *flags)]))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--model", "exported", "--pretrained", "exported"), ("--model", "exported"), ("--pretrained", "exported")],
+)
+def test_training_starts_with_the_tokenizer_and_the_pixels_of_the_card(folder: Path, flags: tuple[str, ...]) -> None:
+    """The same as evaluation of that directory, and as its files say."""
+    flags = tuple(str(folder / flag) if flag == "exported" else flag for flag in flags)
+    inputs = read(folder, *flags, *(() if "--model" in flags else ("--model", "demo-tiny")))
+    assert inputs.preprocess_cfg == PIXELS
+    assert inputs.train_transform.mean == (0.5, 0.4, 0.3) and inputs.train_transform.interpolation == "bilinear"
+    evaluated = load_saved_model(folder / "exported")
+    assert inputs.evaluation_transform == evaluated.transform
+    assert torch.equal(inputs.tokenizer(CAPTIONS), evaluated.tokenizer(CAPTIONS))
+    assert inputs.tokenizer.files == (folder / "exported" / "tokenizer.model",)
+    assert inputs.model_config.text_cfg == evaluated.model.config.text_cfg
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+def test_flags_win_over_the_card_with_a_warning_where_they_differ(
+    folder: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    exported = folder / "exported"
+    flags = [
+        "--image-mean",
+        "0.1",
+        "0.2",
+        "0.3",
+        "--image-std",
+        "0.2",
+        "0.25",
+        "0.5",
+        "--image-resize-mode",
+        "shortest",
+    ]
+    inputs = read(folder, "--model", exported, *flags, "--tokenizer", "clip")
+    assert inputs.preprocess_cfg == {**PIXELS, "mean": [0.1, 0.2, 0.3], "resize_mode": "shortest"}
+    text = inputs.model_config.text_cfg
+    assert (text.hf_tokenizer_name, text.vocab_size, text.eos_id) == (None, 49408, 49407)
+    assert [line.split(":")[0] for line in warnings.messages] == [
+        f"--tokenizer clip is not the tokenizer of the model in {exported}, {exported / 'tokenizer.model'}",
+        "--image-mean (0.1, 0.2, 0.3)",
+        "--image-resize-mode shortest",
+    ]
+
+
+def test_a_copy_of_the_cards_tokenizer_is_no_contradiction(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
+    copy = shutil.copyfile(folder / "exported" / "tokenizer.model", folder / "copy.model")
+    assert isinstance(
+        read(folder, "--model", folder / "exported", "--tokenizer", copy).tokenizer, SentencePieceTokenizer
+    )
+    assert warnings.messages == []
+
+
+def test_weights_of_another_activation_are_told(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
+    read(folder, "--model", "demo-tiny", "--pretrained", folder / "exported" / "open_clip_model.safetensors")
+    assert [line.split(", but")[0] for line in warnings.messages] == ["--model demo-tiny has quick_gelu False"]
+
+
+def test_a_card_whose_tokenizer_is_lost_asks_for_it(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "exported" / "open_clip_config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds 0 .* --tokenizer"):
+        read(folder, "--model", tmp_path)
+    assert read(folder, "--model", tmp_path, "--tokenizer", folder / "exported" / "tokenizer.model")
+
+
+def test_without_a_card_tokenizer_and_pixels_are_openais(folder: Path) -> None:
+    inputs = read(folder, "--model", "demo-tiny")
+    assert inputs.preprocess_cfg["mean"] == [0.48145466, 0.4578275, 0.40821073]
+    assert inputs.tokenizer.vocab_size == 49408 and inputs.tokenizer.files == ()
