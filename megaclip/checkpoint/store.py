@@ -77,9 +77,8 @@ def save(
     def finish() -> None:
         write_atomically(folder / tag / STATE, json.dumps(state, indent=1))
         write_atomically(folder / LATEST, tag)
-        for old in _tags(folder)[:-keep_last]:
-            if old != tag:
-                shutil.rmtree(folder / old, ignore_errors=True)
+        for old in _least_wanted_first(folder, tag)[:-keep_last]:
+            shutil.rmtree(folder / old, ignore_errors=True)
 
     _write_together(finish, first, folder)
     return tag
@@ -122,6 +121,11 @@ def _clear(folder: Path, tag: str) -> None:
 def _tags(folder: Path) -> list[str]:
     """Every step_N folder, the oldest first, complete or not."""
     return sorted(path.name for path in folder.iterdir() if _TAG.fullmatch(path.name))
+
+
+def _least_wanted_first(folder: Path, newest: str) -> list[str]:
+    """Every step_N folder: unfinished ones, then what a run that went back has left behind, then this run's by age."""
+    return sorted(_tags(folder), key=lambda tag: ((folder / tag / STATE).is_file(), tag <= newest, tag))
 
 
 def _write_together(action: Any, writes: bool, folder: Path) -> None:

@@ -122,6 +122,17 @@ def test_only_the_last_k_are_kept(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "model", "step_00000031"]
 
 
+def test_what_a_run_that_went_back_left_behind_goes_before_its_own(tmp_path):
+    for step in (100, 200, 300):
+        save(tmp_path, step, keep_last=3)
+    (tmp_path / "step_00000400").mkdir()  # cut off while it was written
+    left = {}
+    for step in (130, 160, 190):
+        save(tmp_path, step, keep_last=3)
+        left[step] = sorted(int(path.name.removeprefix("step_")) for path in tmp_path.glob("step_*"))
+    assert left == {130: [100, 130, 300], 160: [100, 130, 160], 190: [130, 160, 190]}
+
+
 def test_a_run_that_went_back_keeps_what_it_wrote(tmp_path):
     """After --resume from an earlier step, the newest checkpoint is not the one with the largest number."""
     for step in (1, 2, 3):
