@@ -82,6 +82,10 @@ _REFUSED_ACTIVATION_CHECKPOINTING_KEYS = {
     "synchronize_checkpoint_boundary": "it has no effect here",
     "profile": "it has no effect here",
 }
+_REFUSED_ZERO_KEYS = {
+    "elastic_checkpoint": "its files cannot be divided among another number of ranks; others can, so leave it out",
+    "stage3_module_granularity_threshold": "whole transformer blocks are gathered already; leave it out",
+}
 _OPTIMIZER_KEYS = {"type", "params"}
 
 
@@ -297,6 +301,8 @@ def _check_zero(path: Path, config: dict[str, Any]) -> None:
         for key in zero:
             if stage != 3 and (key.startswith("stage3_") or key == "offload_param"):
                 raise ConfigError(f"{path}: zero_optimization.{key} has no effect at stage {stage}; it needs stage 3")
+            if key in _REFUSED_ZERO_KEYS and zero[key]:
+                raise ConfigError(f"{path}: zero_optimization.{key} cannot be used: {_REFUSED_ZERO_KEYS[key]}")
             if stage == 0 and key == "offload_optimizer":
                 raise ConfigError(f"{path}: zero_optimization.offload_optimizer needs stage 1, 2 or 3")
             if key in ("offload_optimizer", "offload_param"):

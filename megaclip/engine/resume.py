@@ -21,7 +21,7 @@ from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
 
-_DIVISION = ("world_size", "zero_stage", "zero_layout")
+_DIVISION = ("world_size", "zero_stage", "precision", "zero_layout")
 
 
 def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPlan, total_steps: int) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPla
     return {
         "world_size": dist.get_world_size(),
         "zero_stage": inputs.config.zero_stage,
+        "precision": "bf16" if inputs.config.bf16 else "float32",
         "zero_layout": {key: zero.get(key) for key in ("round_robin_gradients", "sub_group_size")},
         "locked": {
             "image": arguments.lock_image_unlocked_groups if arguments.lock_image else None,
@@ -88,7 +89,8 @@ def resume(
     if was == now or was[1] == now[1] == 0:
         store.load(engine, *found)
     else:
-        logger.info("dividing a checkpoint of %d ranks at ZeRO-%d among %d at ZeRO-%d", *was[:2], *now[:2])
+        message = "dividing a checkpoint of %d ranks at ZeRO-%d in %s among %d ranks at ZeRO-%d in %s"
+        logger.info(message, *was[:3], *now[:3])
         load_resharded(engine, found[0] / found[1], ranks=was[0])
     try:
         loss.load(store.read_loss_states(*found))

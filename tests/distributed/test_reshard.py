@@ -57,6 +57,7 @@ LOADED = {
     }
     | {
         "zero1 to 0": ("zero1", SAVED["zero0"]),
+        "zero2 bf16 to float32": ("zero2 bf16", Case(2, ACCUMULATION)),
         "zero3 to 1": ("zero3", SAVED["zero1"]),
         "zero3 to 2, locked": ("zero3 locked offloaded", Case(2, ACCUMULATION, locked="most")),
     },
@@ -170,6 +171,8 @@ def loaded(folder, saved):
 def test_what_is_loaded_is_what_was_saved(saved, loaded, ranks, name):
     source, case = LOADED[ranks][name]
     expected = saved[source][0]
+    if SAVED[source].bf16 and not case.bf16:  # its working copy is the master
+        expected = expected | {key: expected[key.replace(" working", " fp32")] for key in expected if " working" in key}
     for results in loaded[ranks]:
         state, *_, decays, counted = results[name]
         assert state.keys() == expected.keys()

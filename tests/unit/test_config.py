@@ -145,6 +145,11 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         ({"wandb": {"projekt": "clip"}}, "unknown key wandb.projekt; did you mean 'project'?"),
         ({"csv_monitor": True}, "csv_monitor must be a JSON object"),
         ({"tensorboard": {"enabled": True}}, "a run writes its TensorBoard files to its own folder"),
+        ({"zero_optimization": {"stage": 2, "elastic_checkpoint": True}}, "elastic_checkpoint cannot be used"),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 100}},
+            "stage3_module_granularity_threshold cannot be used: whole transformer blocks are gathered already",
+        ),
         (
             {"megaclip": {"coalesce_gradient_reduction": True}, "zero_optimization": {"stage": 0}},
             "coalesce_gradient_reduction needs",

@@ -11,6 +11,7 @@ from megaclip.errors import CheckpointError
 IDENTITY: dict[str, Any] = {
     "world_size": 2,
     "zero_stage": 2,
+    "precision": "bf16",
     "zero_layout": {"round_robin_gradients": None, "sub_group_size": None},
     "locked": {"image": None, "text": None},
     "global_batch": 32,
@@ -44,6 +45,7 @@ def way(monkeypatch: pytest.MonkeyPatch, saved: dict[str, Any]) -> list[str]:
         ({}, "as it was"),
         ({"world_size": 4}, "by name, of 4"),
         ({"zero_stage": 3}, "by name, of 2"),
+        ({"precision": "float32"}, "by name, of 2"),  # DeepSpeed names the files by precision
         # Flat partitions of the same size in another order: loaded as they were, every value would be misplaced.
         ({"zero_layout": {"round_robin_gradients": True, "sub_group_size": None}}, "by name, of 2"),
     ],
