@@ -1,7 +1,7 @@
 """The command line of launch/train.py: data, model, schedule, evaluation and paths.
 
 Flags carry open_clip's names where open_clip has the flag. What DeepSpeed owns (batches, precision, optimizer, ZeRO)
-is set in ds_config.json alone; open_clip's flags for those are refused with the place to set them.
+is set in ds_config.json alone; open_clip's other flags are refused with what to write instead (`arguments_open_clip`).
 """
 
 import argparse
@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from megaclip.arguments_open_clip import OPEN_CLIP_FLAGS
 from megaclip.config import nearest
 from megaclip.errors import ConfigError
 
@@ -149,24 +150,6 @@ class TrainArguments(BaseModel):
         return self
 
 
-_IN_DS_CONFIG = {
-    "--batch-size": "train_micro_batch_size_per_gpu",
-    "--accum-freq": "gradient_accumulation_steps",
-    "--lr": "optimizer.params.lr",
-    "--wd": "optimizer.params.weight_decay",
-    "--beta1": "optimizer.params.betas",
-    "--beta2": "optimizer.params.betas",
-    "--eps": "optimizer.params.eps",
-    "--opt": "optimizer.type",
-    "--precision": "bf16.enabled",
-    "--grad-clip-norm": "gradient_clipping",
-    "--grad-checkpointing": "activation_checkpointing (an empty object turns it on)",
-    "--local-loss": "megaclip.exchange and megaclip.reduction",
-    "--gather-with-grad": "megaclip.exchange and megaclip.reduction",
-    "--siglip": "megaclip.loss",
-}
-
-
 class _Parser(argparse.ArgumentParser):
     """An ArgumentParser whose mistakes are ConfigErrors, so that every rank ends in the same way."""
 
@@ -205,11 +188,9 @@ def parse_arguments(argv: list[str]) -> TrainArguments:
     parser = build_parser()
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        flag = unknown[0].split("=")[0]
-        if flag in _IN_DS_CONFIG:
-            raise ConfigError(f"{flag} is set in ds_config.json: {_IN_DS_CONFIG[flag]}")
         known = {option for action in parser._actions for option in action.option_strings}
-        raise ConfigError(f"unknown argument {unknown[0]!r}{nearest(flag, known)}")
+        given = [word.split("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
+        raise ConfigError("; ".join(_about_unknown(word, known) for word in given))
     try:
         return TrainArguments(**vars(values))
     except ValidationError as error:
@@ -219,3 +200,10 @@ def parse_arguments(argv: list[str]) -> TrainArguments:
             raise ConfigError(f"{flag} is needed (see --help)") from None
         got = f", got {problem['input']!r}" if flag else ""
         raise ConfigError(f"{flag + ': ' if flag else ''}{problem['msg'].removeprefix('Value error, ')}{got}") from None
+
+
+def _about_unknown(word: str, known: set[str]) -> str:
+    """What to write instead of a flag of open_clip's, or of a typing mistake."""
+    if advice := OPEN_CLIP_FLAGS.get(word.replace("_", "-")):
+        return f"{word} {advice}"
+    return f"unknown argument {word!r}{nearest(word, known)}"

@@ -7,6 +7,7 @@ the two text files are optional: classes are the sorted sub-folders, and their n
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from megaclip.data.batch import BadSample, RawSample
@@ -16,6 +17,7 @@ from megaclip.errors import DataError
 CLASS_NAMES_FILE = "classnames.txt"
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
 DEFAULT_TEMPLATES = ["a photo of a {c}."]
+_WORDNET_ID = re.compile(r"n\d{8}")
 
 
 class LabelledDataset:
@@ -88,6 +90,11 @@ def open_labelled(path: str | Path) -> LabelledDataset:
         raise DataError(f"zero-shot data {folder}: neither *.tar, nor test/*.tar, nor one folder of images per class")
     if names and len(names) != len(images.classes):
         raise DataError(f"{folder}: {len(names)} class names for {len(images.classes)} folders of images")
+    if not names and all(_WORDNET_ID.fullmatch(name) for name in images.classes):
+        raise DataError(
+            f"zero-shot data {folder}: its folders are WordNet's numbers (ImageNet's); write the names of the classes, "
+            f"one per line in the order of the sorted folders, to {CLASS_NAMES_FILE} in it"
+        )
     return LabelledDataset(images, names or [name.replace("_", " ") for name in images.classes], templates)
 
 

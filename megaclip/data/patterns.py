@@ -79,5 +79,14 @@ def expand_pattern(pattern: str) -> list[str]:
     missing = [path for path in paths if not os.path.exists(path)]
     if missing or not paths:
         what = f"{len(missing)} of {len(paths)} files are missing, first {missing[0]}" if missing else "no file matches"
-        raise DataError(f"data {pattern!r}: {what} (working directory {os.getcwd()})")
+        raise DataError(f"data {pattern!r}: {what} (working directory {os.getcwd()}){_advice(pattern)}")
     return paths
+
+
+def _advice(pattern: str) -> str:
+    """What to write instead of webdataset's and open_clip's ways to name data, which are no files."""
+    if pattern.startswith("pipe:") or re.match(r"[a-z][a-z0-9+.-]*://", pattern, re.IGNORECASE):
+        return "; nothing is streamed: copy or mount the data, and name the files"
+    if "::" in pattern:
+        return f"; several data sets are several words: {' '.join(pattern.split('::'))}"
+    return ""

@@ -66,6 +66,7 @@ class Inputs:
 def read_inputs(arguments: TrainArguments) -> Inputs:
     """Read and check everything the command line names. Raises MegaclipError."""
     config = load_training_config(arguments.deepspeed_config)
+    _check_that_weights_are_here(arguments)
     model_config = load_model_config(arguments.model)
     if config.megaclip.loss == "siglip" and model_config.init_logit_bias is None:
         raise ConfigError(
@@ -119,6 +120,22 @@ def _text_settings(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
     if config.text_cfg.pool_type == "eos":
         settings["eos_id"] = tokenizer.eos_id
     return settings
+
+
+def _check_that_weights_are_here(arguments: TrainArguments) -> None:
+    """Refuse open_clip's names of models and weights that it would download."""
+    for prefix in ("local-dir:", "hf-hub:"):
+        if arguments.model.startswith(prefix):
+            raise ConfigError(
+                f"--model {arguments.model}: nothing is downloaded here; give a directory's path to --model, and to "
+                "--pretrained to start from its weights"
+            )
+    if arguments.pretrained is not None and not Path(arguments.pretrained).exists():
+        raise ConfigError(
+            f"--pretrained {arguments.pretrained!r} does not exist. It takes a weights file or a directory, none of "
+            "open_clip's tags: download what the tag stands for (docs/from_open_clip.md), check it with "
+            "tools/import_open_clip.py and give its directory"
+        )
 
 
 def _card_directory(arguments: TrainArguments) -> Path | None:

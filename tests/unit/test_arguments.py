@@ -1,11 +1,16 @@
 """The command line: open_clip's names, readable mistakes, and no overlap with ds_config.json."""
 
+import importlib.util
 import logging
+import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from megaclip.arguments import TrainArguments, build_parser, parse_arguments
+from megaclip.arguments_open_clip import OPEN_CLIP_FLAGS
+from megaclip.config_section import MegaclipSection
 from megaclip.data import DATASET_TYPES
 from megaclip.engine.run import main
 from megaclip.errors import ConfigError
@@ -31,6 +36,10 @@ def test_open_clips_word_for_going_on_means_the_same():
     [
         (["--warmpu", "5"], "unknown argument '--warmpu'; did you mean '--warmup'?"),
         (["--batch-size", "64"], "--batch-size is set in ds_config.json: train_micro_batch_size_per_gpu"),
+        (["--batch_size", "64"], "--batch_size is set in ds_config.json: train_micro_batch_size_per_gpu"),
+        (["--imagenet-val", "x"], "--imagenet-val is open_clip's: write --zeroshot-data"),
+        (["--horovod", "--warmpu", "5"], "see docs/multi_node.md); unknown argument '--warmpu'; did you mean"),
+        (["surplus", "--seed", "1", "more"], "unknown argument 'more'"),
         (["--lr=1"], "--lr is set in ds_config.json"),
         (["--warmup", "many"], "--warmup: "),
         (["--warmup", "-1"], "greater than or equal to 0"),
@@ -47,6 +56,20 @@ def test_a_mistake_is_one_readable_line(extra, expected):
     with pytest.raises(ConfigError) as error:
         parse_arguments([*NEEDED, *extra])
     assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_every_flag_of_open_clips_trainer_is_taken_or_explained():
+    """Against open_clip's own source; what the explanations name must be there to write."""
+    package = importlib.util.find_spec("open_clip_train")
+    assert package is not None and package.submodule_search_locations
+    source = (Path(package.submodule_search_locations[0]) / "params.py").read_text()
+    theirs = set(re.findall(r"""['"](--[a-z0-9-]+)['"],""", source))
+    ours = {option for action in build_parser()._actions for option in action.option_strings}
+    assert len(theirs) > 80 and OPEN_CLIP_FLAGS.keys() == theirs - ours
+    for flag, advice in OPEN_CLIP_FLAGS.items():
+        assert set(re.findall(r"--[a-z-]+", advice)) <= ours, flag
+        for key in re.findall(r"\bmegaclip\.(\w+)", advice):
+            assert key in MegaclipSection.model_fields, flag
 
 
 def test_the_help_names_every_choice():

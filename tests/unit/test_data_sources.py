@@ -289,3 +289,27 @@ def test_labelled_sets_in_both_layouts(tmp_path):
         open_labelled(folder)
     with pytest.raises(DataError, match="expected a folder"):
         open_labelled(tmp_path / "nowhere")
+
+
+def test_numbers_of_wordnet_are_no_class_names(tmp_path):
+    for name in ("n01440764", "n01443537"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(picture(1))
+    with pytest.raises(DataError, match=r"WordNet's numbers .* to classnames\.txt"):
+        open_labelled(tmp_path)
+    (tmp_path / "classnames.txt").write_text("tench\ngoldfish\n")
+    assert open_labelled(tmp_path).class_names == ["tench", "goldfish"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "advice"),
+    [
+        ("a.tar::b/{0..3}.tar", "several data sets are several words: a.tar b/{0..3}.tar"),
+        ("s3://bucket/{00..09}.tar", "nothing is streamed: copy or mount the data"),
+        ("pipe:aws s3 cp s3://bucket/0.tar -", "nothing is streamed"),
+    ],
+)
+def test_ways_to_name_data_that_are_no_files_are_refused_with_advice(spec, advice):
+    with pytest.raises(DataError) as error:
+        open_pairs([spec])
+    assert advice in str(error.value)

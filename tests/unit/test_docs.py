@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaclip.arguments import build_parser
+from megaclip.arguments_open_clip import OPEN_CLIP_FLAGS
 from megaclip.losses.fastclip import VARIANTS, FastClipLoss
 from megaclip.losses.sample_index import DenseIndex
 
@@ -59,6 +60,16 @@ def test_the_tree_in_the_readme_names_every_room_and_only_files_that_exist():
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in re.findall(r"\b\w+\.py\b", tree):
         assert f"/{name}\n" in tracked, f"the tree names {name}"
+
+
+def test_the_table_for_those_who_come_from_open_clip_names_their_flags_and_ours():
+    rows = re.findall(r"^\| (`--.*?) \| (.*) \|$", (ROOT / "docs" / "from_open_clip.md").read_text(), re.MULTILINE)
+    ours = {option for action in build_parser()._actions for option in action.option_strings}
+    named = re.compile(r"--[a-z][a-z0-9-]*")
+    assert len(rows) > 10
+    for theirs, instead in rows:
+        assert set(named.findall(theirs)) <= OPEN_CLIP_FLAGS.keys() | {"--train-data", "--resume"}, theirs
+        assert set(named.findall(instead)) <= ours, instead
 
 
 def test_the_checker_finds_a_wrong_flag_and_a_continued_line():

@@ -12,7 +12,16 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "megaclip"
 
-FOUNDATION = {"errors", "logging", "config", "config_section", "config_optimizers", "config_deepspeed", "arguments"}
+FOUNDATION = {
+    "errors",
+    "logging",
+    "config",
+    "config_section",
+    "config_optimizers",
+    "config_deepspeed",
+    "arguments",
+    "arguments_open_clip",
+}
 MAY_IMPORT = {
     "errors": FOUNDATION,
     "logging": FOUNDATION,
@@ -21,6 +30,7 @@ MAY_IMPORT = {
     "config_optimizers": FOUNDATION,
     "config_deepspeed": FOUNDATION,
     "arguments": FOUNDATION,
+    "arguments_open_clip": FOUNDATION,
     "ops": FOUNDATION,
     "comm": FOUNDATION,
     "data": FOUNDATION,

@@ -134,6 +134,20 @@ def test_a_card_whose_tokenizer_is_lost_asks_for_it(folder: Path, tmp_path: Path
     assert read(folder, "--model", tmp_path, "--tokenizer", folder / "exported" / "tokenizer.model")
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--model", "demo-tiny", "--pretrained", "laion2b_s34b_b79k"), "none of open_clip's tags: download"),
+        (("--model", "hf-hub:laion/CLIP-ViT-B-32-laion2B-s34B-b79K"), "nothing is downloaded here"),
+    ],
+)
+def test_names_of_weights_that_open_clip_would_download_are_refused(
+    folder: Path, flags: tuple[str, ...], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        read(folder, *flags)
+
+
 def test_without_a_card_tokenizer_and_pixels_are_openais(folder: Path) -> None:
     inputs = read(folder, "--model", "demo-tiny")
     assert inputs.preprocess_cfg["mean"] == [0.48145466, 0.4578275, 0.40821073]
