@@ -78,7 +78,7 @@ def train_all(cases: dict[str, Case]) -> dict[str, Outcome | str]:
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, Outcome | str]]:
     """Per rank: name of the case -> its outcome."""
-    return run_ranks(train_all, WORLD_SIZE, {**CASES, **FAULTS}, time_limit_s=240)
+    return run_ranks(train_all, WORLD_SIZE, {**CASES, **FAULTS})
 
 
 def differences(got: Outcome | str, expected: Outcome) -> dict[str, float]:

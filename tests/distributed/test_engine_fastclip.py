@@ -143,7 +143,7 @@ def train_all() -> dict[str, Trained]:
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, Trained]]:
-    return run_ranks(train_all, WORLD_SIZE, time_limit_s=200)
+    return run_ranks(train_all, WORLD_SIZE)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -128,7 +128,7 @@ def run_all() -> dict[str, Guarded | Outcome | str]:
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     """Per rank: name of the case -> what it did."""
-    return run_ranks(run_all, WORLD_SIZE, time_limit_s=240)
+    return run_ranks(run_all, WORLD_SIZE)
 
 
 @pytest.mark.parametrize("name", CASES)

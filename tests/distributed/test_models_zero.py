@@ -125,7 +125,7 @@ def run_checks(root):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("zero")
-    run_ranks(run_checks, 2, root, time_limit_s=240)
+    run_ranks(run_checks, 2, root)
     return root
 
 

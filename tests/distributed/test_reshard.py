@@ -158,13 +158,13 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def saved(folder) -> dict[str, tuple[State, float, State]]:
-    return run_ranks(save_all, 2, folder, time_limit_s=200)[0]
+    return run_ranks(save_all, 2, folder)[0]
 
 
 @pytest.fixture(scope="module")
 def loaded(folder, saved):
     """Ranks -> result of each."""
-    return {ranks: run_ranks(load_all, ranks, folder, time_limit_s=200) for ranks in LOADED}
+    return {ranks: run_ranks(load_all, ranks, folder) for ranks in LOADED}
 
 
 @pytest.mark.parametrize(("ranks", "name"), EVERY)

@@ -124,7 +124,7 @@ def ended(tiny_run, tmp_path_factory) -> Ended:
         if run.fault == "evaluation":
             changes |= {"val_data": str(tiny_run / "held_out" / "*.tar"), "eval_batch_size": 16}
         commands[name] = flags(tiny_run, path, logs, **changes)
-    per_rank = run_ranks(run_all, WORLD_SIZE, commands, str(tmp_path_factory.mktemp("stores")), time_limit_s=300)
+    per_rank = run_ranks(run_all, WORLD_SIZE, commands, str(tmp_path_factory.mktemp("stores")))
     return Ended(logs, {name: [ends[name] for ends in per_rank] for name in RUNS})
 
 

@@ -117,7 +117,7 @@ def runs(request, tiny_run, tmp_path_factory) -> Runs:
         "stopped": command("stopped", stop_after_steps=3),
         "continued": command("stopped", resume="auto"),
     }
-    per_rank = run_ranks(record_all, WORLD_SIZE, commands, str(logs), time_limit_s=200)
+    per_rank = run_ranks(record_all, WORLD_SIZE, commands, str(logs))
     recorded = {name: [results[name] for results in per_rank] for name in commands}
     for name, ranks in recorded.items():
         assert [rank.end.exit_code for rank in ranks] == [0] * WORLD_SIZE, f"{name}: {ranks[0].end.output}"
@@ -199,8 +199,9 @@ def test_the_launcher_killed_with_all_its_ranks_and_data_workers(runs, tiny_run)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert latest.read_text() == f"step_{SAVE_EVERY:08d}"
+    saved = int(latest.read_text().removeprefix("step_"))  # the first one, or a later one on a loaded machine
+    assert saved in range(SAVE_EVERY, STEPS, SAVE_EVERY)
     done = launch([*command, "--resume", "auto"])
     assert done.exit_code == 0, done.output
-    assert f"at step {SAVE_EVERY}" in done.output
+    assert f"at step {saved}" in done.output
     assert scalars(runs.logs / "launched")["train/loss"] == scalars(runs.logs / "never")["train/loss"]

@@ -96,7 +96,7 @@ def launch(arguments: list[str], ranks: int = WORLD_SIZE) -> Finished:
 def run_in_ranks(commands: list[list[str]], world_size: int = WORLD_SIZE) -> list[list[Finished]]:
     """Each command's end on every rank: `result[command][rank]`."""
     with tempfile.TemporaryDirectory() as stores:
-        per_rank = run_ranks(_run_all, world_size, commands, stores, time_limit_s=200)
+        per_rank = run_ranks(_run_all, world_size, commands, stores)
     return [list(ends) for ends in zip(*per_rank, strict=True)]
 
 

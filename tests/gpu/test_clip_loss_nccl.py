@@ -73,4 +73,4 @@ def check_everything() -> None:
 def test_equals_one_process_on_the_whole_batch(world_size: int) -> None:
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} CUDA devices, this machine has {torch.cuda.device_count()}")
-    run_ranks(check_everything, world_size, backend="nccl", time_limit_s=240)
+    run_ranks(check_everything, world_size, backend="nccl")
