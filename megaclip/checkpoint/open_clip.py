@@ -197,7 +197,7 @@ def assigned_model(config: ModelConfig, state_dict: StateDict) -> ClipModel:
 
 
 def compare_weights(model: nn.Module, state_dict: StateDict) -> LoadReport:
-    """What `load_pretrained` would do, without doing it; `loaded` are the names that fit."""
+    """How a state dict fits a model; nothing is loaded, and `loaded` are the names that would be."""
     shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     common = [name for name in shapes if name in state_dict]
     return LoadReport(
@@ -213,7 +213,7 @@ def compare_weights(model: nn.Module, state_dict: StateDict) -> LoadReport:
 
 
 @torch.no_grad()
-def load_pretrained(model: ClipModel, path_or_dir: str | Path, *, allow_partial: bool = False) -> LoadReport:
+def load_pretrained(model: ClipModel, path_or_dir: str | Path) -> LoadReport:
     """Copy weights in open_clip's format into `model`; call it before `deepspeed.initialize`.
 
     Works on whole parameters and on those that `deepspeed.zero.Init` partitioned; then it is a collective: every rank
@@ -222,15 +222,13 @@ def load_pretrained(model: ClipModel, path_or_dir: str | Path, *, allow_partial:
     Args:
         model: any dtype and device; values are converted.
         path_or_dir: what `read_weights` reads.
-        allow_partial: load what fits instead of raising; the rest of the model keeps its values.
 
     Raises:
-        CheckpointError: the file is bad, nothing fits, or (without allow_partial) not everything fits. The model is
-            unchanged then.
+        CheckpointError: the file is bad or does not fit the model, which is unchanged then.
     """
     state_dict = read_weights(path_or_dir)
     report = compare_weights(model, state_dict)
-    if not report.loaded or not (report.complete or allow_partial):
+    if not report.complete:
         raise CheckpointError(f"{path_or_dir} does not fit the model: {report}.")
     parameters = dict(model.named_parameters())
     for name in report.loaded:

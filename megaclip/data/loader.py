@@ -55,7 +55,6 @@ class TrainLoader:
         shard_order: str = "shuffled",
         window_size: int | None = None,
         max_bad_fraction: float = 0.01,
-        prefetch_factor: int = 2,
         pin_memory: bool = False,
     ) -> None:
         self._step_size = micro_batch_size * micro_batches_per_step * world_size
@@ -63,7 +62,6 @@ class TrainLoader:
             raise DataError(
                 f"a contrastive batch of {self._step_size} needs as many different samples; the data has {len(dataset)}"
             )
-        self.samples_per_epoch = len(dataset)
         self.samples_consumed = samples_consumed
         self._micro_batches_per_step = micro_batches_per_step
         self._reads_per_step = reads_per_step
@@ -77,7 +75,6 @@ class TrainLoader:
             functools.partial(_load_train, order, reader, micro_batch_size, rank, world_size),
             _schedule(samples_consumed, self._step_size, micro_batches_per_step, reads_per_step),
             num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
         )
 

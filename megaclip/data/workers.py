@@ -63,7 +63,6 @@ def map_in_workers(
     items: Iterable[Any],
     *,
     num_workers: int,
-    prefetch_factor: int = 2,
     pin_memory: bool = False,
 ) -> WorkerResults:
     """`function(item)` for each item, in order, computed ahead of time by `num_workers` processes (0: in this one).
@@ -74,7 +73,7 @@ def map_in_workers(
     parallel: dict[str, Any] = {}
     if num_workers > 0:
         context = "fork" if sys.platform == "linux" else None
-        parallel = {"prefetch_factor": prefetch_factor, "timeout": WORKER_TIMEOUT_S, "multiprocessing_context": context}
+        parallel = {"timeout": WORKER_TIMEOUT_S, "multiprocessing_context": context}
     loader: DataLoader = DataLoader(
         _Work(function),
         batch_size=None,

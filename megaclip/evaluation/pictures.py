@@ -84,7 +84,7 @@ def similarity_heatmap(
     return _channels_first(canvas)
 
 
-def retrieval_grid(rows: Sequence[RetrievedRow], title: str = "Images retrieved for a caption") -> np.ndarray:
+def retrieval_grid(rows: Sequence[RetrievedRow]) -> np.ndarray:
     """One line per caption: its words, the rank of its own image, and the images found, its own outlined in green.
 
     Returns (3, H, W) uint8.
@@ -95,7 +95,7 @@ def retrieval_grid(rows: Sequence[RetrievedRow], title: str = "Images retrieved 
     width = left + columns * (_THUMBNAIL + _GAP) - _GAP + _MARGIN
     canvas = Image.new("RGB", (width, top + height * len(rows) + _GAP), _PAPER)
     draw = ImageDraw.Draw(canvas)
-    draw.text((_MARGIN, 16), title, _INK, font=_font(20, bold=True))
+    draw.text((_MARGIN, 16), "Images retrieved for a caption", _INK, font=_font(20, bold=True))
     for index, row in enumerate(rows):
         upper = top + index * height
         draw.line((_MARGIN, upper - 8, width - _MARGIN, upper - 8), _LINE)

@@ -48,15 +48,13 @@ def evaluate(
     labelled: ZeroShotTask | None = None,
     example_count: int = 32,
     text_batch_size: int = 256,
-    tile_budget_mib: float = 128,
-    group: Any = None,
 ) -> Evaluation:
     """Retrieval over `pairs` and zero-shot classification of `labelled`, whichever are given. Every rank must call it.
 
     pairs: this rank's `Batch`es of held-out image-caption pairs. By default every caption belongs to its own image;
     with `captions` (from `captions.group_captions`) an image may have several, and the tokens of the batches are not
     used. example_count: images and captions in the similarity picture. text_batch_size: prompts (or captions of
-    `captions`) that a rank encodes at once. tile_budget_mib: memory for similarities.
+    `captions`) that a rank encodes at once.
     Raises DataError when there is nothing to evaluate, or images and captions do not match up.
     """
     metrics: dict[str, float] = {}
@@ -68,20 +66,18 @@ def evaluate(
             labelled.class_names,
             labelled.templates,
             tokenizer,
-            group=group,
             prompt_batch_size=text_batch_size,
-            tile_budget_mib=tile_budget_mib,
         )
     if pairs is not None:
         if captions is None:
-            features = _encode_pairs(encode, pairs, group)
+            features = _encode_pairs(encode, pairs)
         else:
-            features = _encode_groups(encode, pairs, captions, tokenizer, text_batch_size, group)
+            features = _encode_groups(encode, pairs, captions, tokenizer, text_batch_size)
         rows = (features.images, features.texts, features.image_ids)
-        metrics |= retrieval(*rows, features.text_image_ids, group=group, tile_budget_mib=tile_budget_mib)
-        all_ids = torch.nonzero(_present(features.image_ids, group)).flatten().cpu().numpy()
+        metrics |= retrieval(*rows, features.text_image_ids)
+        all_ids = torch.nonzero(_present(features.image_ids)).flatten().cpu().numpy()
         chosen = spread(all_ids, example_count)
-        examples = retrieval_examples(*rows, features.leading_ids, chosen, group=group)
+        examples = retrieval_examples(*rows, features.leading_ids, chosen)
     if not metrics:
         raise DataError("expected image-caption pairs or labelled images to evaluate on, got neither")
     return Evaluation(metrics, examples)
@@ -99,10 +95,10 @@ class _PairFeatures:
     leading_ids: torch.Tensor
 
 
-def _encode_pairs(encode: Encode, pairs: Iterable[Any], group: Any) -> _PairFeatures:
+def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> _PairFeatures:
     """One caption per image: both towers, batch by batch."""
     images, texts, ids = [], [], []
-    for batch in in_step(pairs, group=group):
+    for batch in in_step(pairs):
         image_features, text_features = encode(images=batch.images, tokens=batch.tokens)
         assert image_features is not None and text_features is not None, "encode returns what it is given"
         images.append(image_features)
@@ -114,20 +110,20 @@ def _encode_pairs(encode: Encode, pairs: Iterable[Any], group: Any) -> _PairFeat
 
 
 def _encode_groups(
-    encode: Encode, pairs: Iterable[Any], captions: CaptionGroups, tokenizer: Tokenize, text_batch_size: int, group: Any
+    encode: Encode, pairs: Iterable[Any], captions: CaptionGroups, tokenizer: Tokenize, text_batch_size: int
 ) -> _PairFeatures:
     """Several captions per image: the images of the pairs, then this rank's captions."""
     images, ids = [], []
-    for batch in in_step(pairs, group=group):
+    for batch in in_step(pairs):
         image_features, _ = encode(images=batch.images)
         assert image_features is not None, "encode returns what it is given"
         images.append(image_features)
         ids.append(captions.image_ids_of(batch.ids).to(image_features.device))
     _check_not_empty(ids)
     image_ids = torch.cat(ids)
-    captions = captions.of_images(_present(image_ids, group).cpu())
+    captions = captions.of_images(_present(image_ids).cpu())
     device = image_ids.device
-    texts = encode_captions(encode, captions.texts, tokenizer, batch_size=text_batch_size, group=group)
+    texts = encode_captions(encode, captions.texts, tokenizer, batch_size=text_batch_size)
     return _PairFeatures(
         torch.cat(images), texts, image_ids, captions.image_ids.to(device), captions.leading_ids.to(device)
     )
@@ -138,9 +134,9 @@ def _check_not_empty(batches: list[torch.Tensor]) -> None:
         raise DataError("retrieval needs at least one batch of image-caption pairs on every rank, got none")
 
 
-def _present(ids: torch.Tensor, group: Any) -> torch.Tensor:
+def _present(ids: torch.Tensor) -> torch.Tensor:
     """Which image ids occur on any rank: (highest id + 1,) bool."""
-    count = 1 + max(value for (value,) in gather_integers([int(ids.max())], group=group))
+    count = 1 + max(value for (value,) in gather_integers([int(ids.max())]))
     present = torch.zeros(count, dtype=torch.int64, device=ids.device)
     present[ids[ids != PADDING_ID]] = 1
-    return sum_over_ranks(present, group=group) > 0
+    return sum_over_ranks(present) > 0
