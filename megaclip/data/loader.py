@@ -35,7 +35,8 @@ class TrainLoader:
     all ranks and moves on when the last micro-batch of a step was taken; a loader made with that number goes on there.
     reads_per_step: 2 yields every step's micro-batches twice, one whole step after itself, for those who keep none.
     shard_order, window_size: see order.SampleOrder. max_bad_fraction: of the samples that this rank has seen; above it,
-    `next` raises DataError. pin_memory: batches come in page-locked memory, for copies to a GPU that do not wait.
+    `next` raises DataError. pin_memory: batches come in page-locked memory, for a trainer that copies them to its GPU
+    itself, as the one that tools/bench_methods.py compares with; a run copies them into slots of its own instead.
     """
 
     def __init__(
