@@ -214,7 +214,7 @@ class Run:
             log_every=self.arguments.log_every_n_steps,
             monitor=self.engine.monitor,
         )
-        with shown as metrics, self._open_data() as batch:
+        with shown as metrics, self.open_data() as batch:
             try:
                 self._train(batch, metrics)
             except DataError as error:  # on every rank, and before an update: what was trained so far is whole
@@ -225,9 +225,8 @@ class Run:
 
     def _train(self, batch: StepStore, metrics: Metrics) -> None:
         while self.step < self.last_step:
-            metrics.step(self.step + 1, self._train_step(batch))
-            self.step += 1
-            self.samples_consumed += self.batch_plan.global_batch
+            done = self.train_step(batch)
+            metrics.step(self.step, done)
             ends = self.step == self.last_step
             if ends or self._is_due(self.arguments.eval_every_steps, self.arguments.val_frequency):
                 self._evaluate(metrics)
@@ -237,7 +236,8 @@ class Run:
                 metrics.bad_samples(self.step, self.bad_samples)
                 metrics.resume_clock()
 
-    def _open_data(self) -> AbstractContextManager[StepStore]:
+    def open_data(self) -> AbstractContextManager[StepStore]:
+        """This rank's training data from the next step on, for `train_step`; every rank opens it."""
         return open_step_store(
             self.arguments,
             self.inputs,
@@ -247,7 +247,11 @@ class Run:
             samples_consumed=self.samples_consumed,
         )
 
-    def _train_step(self, batch: StepStore) -> StepMetrics:
+    def train_step(self, batch: StepStore) -> StepMetrics:
+        """One optimizer step on all ranks, which moves `batch`, `step` and `samples_consumed` on.
+
+        Raises DataError or NonFiniteError, on every rank, before the parameters are updated.
+        """
         loss = accumulate_gradients(
             self.engine,
             self.loss.bind(batch.ids, self._epoch_at(self.step)),
@@ -264,6 +268,8 @@ class Run:
         set_learning_rate(self.engine, learning_rate)
         gradient_norm = update(self.engine)
         self.loss.update(self.step / self.total_steps)
+        self.step += 1
+        self.samples_consumed += self.batch_plan.global_batch
         own_scale = self.loss.log_scale
         log_scale = self.logit_scale.clamp_() if own_scale is None else own_scale
         return StepMetrics(loss, float(log_scale.exp()), learning_rate, gradient_norm)

@@ -13,6 +13,7 @@ Shapes: n image chunks of m rows each, b = n m rows of this rank, L tokens.
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -120,6 +121,8 @@ class StepStore:
         """Chunks whose slots have become free."""
         self._failure: Exception | None = None
         """What ended the background thread."""
+        self.waited_s = 0.0
+        """Seconds that the towers have waited for chunks since the beginning."""
         self._missed = False
         """Whether this step had to do without chunks."""
         self.bad_counts: dict[str, int] = {}
@@ -201,6 +204,7 @@ class StepStore:
 
     def _wait_for(self, number: int) -> bool:
         """Whether chunk `number` is there, once that is known."""
+        began = time.perf_counter()
         with self._changed:
             while self._filled <= number and self._failure is None:
                 self._changed.wait(_POLL_S)
@@ -210,6 +214,7 @@ class StepStore:
                     self._failure = error
             here = self._filled > number
             self._missed |= not here
+            self.waited_s += time.perf_counter() - began
             return here
 
     def _release(self, number: int) -> None:
