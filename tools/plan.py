@@ -20,6 +20,7 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 
+from megaclip.arguments import TrainArguments
 from megaclip.config import TrainingConfig, load_training_config
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.models import load_model_config
@@ -28,6 +29,7 @@ from megaclip.planner.cluster import GPUS, rates_json
 from megaclip.planner.memory import gigabytes, settled
 from megaclip.planner.peers import PEERS, peer_gpu_bytes, peer_step_seconds
 from megaclip.planner.report import loss_table, memory_table, time_table
+from megaclip.planner.workload import EvaluationSets
 
 _COLOURS = {"MegaCLIP": "#12784a", "open_clip": "#7a8699", "open_clip --accum-freq": "#3d4756", "Inf-CL": "#c0702a"}
 
@@ -70,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share one replica (only 1 today)")
     what.add_argument("--workers", type=int, default=4, help="loader processes per rank (default 4)")
     what.add_argument("--train-num-samples", type=int, default=0, help="of the dataset, for the FastCLIP losses' state")
+    what.add_argument("--val-num-samples", type=int, default=0, help="image-caption pairs that the run is evaluated on")
     what.add_argument("--lock-image", type=int, nargs="?", const=0, help="frozen image tower but its last N groups")
     what.add_argument("--lock-text", type=int, nargs="?", const=0, help="frozen text tower but its last N layers")
     where = parser.add_argument_group("on what")
@@ -101,6 +104,8 @@ def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
     config = load_training_config(arguments.deepspeed_config)
     if arguments.batch or arguments.micro_batch:
         config = _with_batch(config, arguments.batch, arguments.micro_batch, cluster.gpus)
+    rows = TrainArguments.model_fields["eval_batch_size"].default
+    evaluation = EvaluationSets(rows, pairs=arguments.val_num_samples) if arguments.val_num_samples else None
     return Workload.of(
         load_model_config(arguments.model),
         config,
@@ -109,6 +114,7 @@ def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
         text_unlocked=arguments.lock_text,
         workers=arguments.workers,
         samples=arguments.train_num_samples,
+        evaluation=evaluation,
     )
 
 

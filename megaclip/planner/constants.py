@@ -25,6 +25,10 @@ PREFETCHED_BATCHES = 2
 HOST_MARGIN = 0.8
 """Share of a host's free memory and disk that a plan and the step store may use: the rest is for checkpoints and the
 unforeseen."""
+EVALUATED_TEXTS = 256
+"""Prompts that a rank encodes at a time for zero-shot classification (`megaclip.evaluation.evaluate`)."""
+EVALUATION_TILES = 128 * MIB
+"""Memory for the similarities of an evaluation (likewise)."""
 EMBEDDINGS_SHARE = 0.1
 """Of the GPU's memory: embeddings and gradients that would take more wait in host memory."""
 

@@ -2,7 +2,8 @@
 
 A step goes through the phases of the gradient cache: each tower without graph, chunk by chunk; the loss over all
 embeddings; each tower again with its graph and its backward pass, chunk by chunk; the reduction of the last gradients;
-the optimizer's step. On the GPU the states are there throughout, everything else belongs to a phase, so
+the optimizer's step. Between steps a run may evaluate: towers without graph, then the similarities of what they
+encoded. On the GPU the states are there throughout, everything else belongs to a phase, so
 
     peak = states + max over phases
 
@@ -16,6 +17,8 @@ from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import (
     CUBLAS_WORKSPACES,
     EMBEDDINGS_SHARE,
+    EVALUATED_TEXTS,
+    EVALUATION_TILES,
     GIB,
     HOST_MARGIN,
     HOST_PROCESS,
@@ -33,8 +36,8 @@ from megaclip.planner.states import (
     reduction_under_way,
     states_of,
 )
-from megaclip.planner.towers import Tower, towers
-from megaclip.planner.workload import Workload
+from megaclip.planner.towers import Tower, image_tower, text_tower, towers
+from megaclip.planner.workload import EvaluationSets, Workload
 
 
 @dataclass
@@ -90,6 +93,8 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     if cluster.gpu_memory:
         gpu["library workspaces"] = CUBLAS_WORKSPACES
     phases = _cached_phases(workload, states) if workload.cached else _plain_phases(workload, states)
+    if workload.evaluation is not None:
+        phases |= _evaluation_phases(workload, workload.evaluation)
     plan = MemoryPlan(gpu_states=gpu, gpu_phases=phases, cpu={}, disk={}, nvme={}, data_store="once")
     _plan_host(plan, workload, cluster, states)
     usable = cluster.usable_gpu_memory
@@ -270,6 +275,35 @@ def _add_step_phases(phases: dict[str, dict[str, float]], workload: Workload, st
     phases["optimizer step"] = {"gradients": reduced_gradient_bytes(workload), "update": states.update}
 
 
+def _evaluation_phases(workload: Workload, evaluation: EvaluationSets) -> dict[str, dict[str, float]]:
+    """Both towers without graph, whose features stay in float32; then retrieval, which keeps a copy of them without
+    padding, and the choice of pictures, which takes images' features in float32 and in float64."""
+    width, dimensions = workload.compute_bytes, workload.model.embed_dim
+    image = image_tower(workload.model.replace(vision_cfg={"patch_dropout": 0.0}))  # all patches
+    text = text_tower(workload.model)
+    pairs = math.ceil(evaluation.pairs / workload.world_size)
+    texts = max(EVALUATED_TEXTS if evaluation.labelled else 0, evaluation.batch if evaluation.pairs else 0)
+    features = 2 * 4.0 * pairs * dimensions
+    phases = {
+        "evaluation: towers": {
+            "activations": max(
+                image.forward_peak(evaluation.batch, width) + evaluation.batch * image.input_bytes,
+                text.forward_peak(texts, width),
+            ),
+            "features": features,
+            "gathered parameters": max(gathered_bytes(workload, tower) for tower in workload.parameters),
+        }
+    }
+    if pairs:
+        # Of this rank's pairs ids and their order, best similarities and ranks; of all pairs similarities and counts.
+        numbers = 8.0 * (6 * pairs + 4 * evaluation.pairs)
+        copies = {"tiles": EVALUATION_TILES, "copies of features": features, "numbers": numbers}
+        pictures = {"copies of features": 1.5 * features, "numbers": numbers}
+        larger = max(copies, pictures, key=lambda parts: sum(parts.values()))
+        phases["evaluation: retrieval"] = {"features": features, **larger}
+    return _without_zeros(phases)
+
+
 def _without_zeros(phases: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     return {name: {part: size for part, size in phase.items() if size} for name, phase in phases.items()}
 
@@ -286,7 +320,8 @@ def _plan_host(plan: MemoryPlan, workload: Workload, cluster: Cluster, states: S
     process = HOST_PROCESS if cluster.gpu_memory else HOST_PROCESS_CPU
     plan.cpu = {name: size * ranks for name, size in states.cpu.items()}
     plan.nvme = {name: size * ranks for name, size in states.disk.items()}
-    plan.cpu["processes"] = ranks * (process + workload.workers * HOST_WORKER)
+    worker_sets = 1 if workload.evaluation is None else 2  # the training ones wait while evaluation has its own
+    plan.cpu["processes"] = ranks * (process + worker_sets * workload.workers * HOST_WORKER)
     plan.cpu["loader's chunks"] = ranks * loader_bytes(workload)
     if workload.sample_columns:
         state = ranks * _sample_state_bytes(workload)

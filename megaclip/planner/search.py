@@ -52,7 +52,8 @@ def advice(workload: Workload, cluster: Cluster) -> list[str]:
         steps = [change for change in _changes(workload) if change[0] != "micro-batch"] or [*_changes(workload)]
         best = min(steps, key=lambda change: _shortage(change[-1], cluster), default=None)
         if best is None or _shortage(best[-1], cluster) >= _shortage(workload, cluster):
-            return ["nothing here is enough: use more GPUs, a smaller batch or a smaller model"]
+            smaller = "a smaller batch or a smaller model" + (", or evaluate on less" if workload.evaluation else "")
+            return [f"nothing here is enough: use more GPUs, {smaller}"]
         together.append(best[1])
         workload = best[-1]
 

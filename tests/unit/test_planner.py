@@ -2,22 +2,27 @@
 
 import itertools
 import json
+import weakref
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megaclip.config import load_training_config
 from megaclip.config_section import GLOBAL_LOSSES
+from megaclip.data.batch import Batch
 from megaclip.engine import rates
 from megaclip.engine.gradient_cache import keeps_graph, trained_towers
 from megaclip.engine.step_batch import Tower
 from megaclip.errors import ConfigError
+from megaclip.evaluation import evaluate
 from megaclip.losses import FastClipLoss, siglip
 from megaclip.losses.plan import SOFTMAX_PRODUCTS
 from megaclip.models import build_model, load_model_config
-from megaclip.planner import Workload, advice, describe, largest_batch, plan_memory, plan_time
+from megaclip.planner import Workload, advice, describe, largest_batch, memory, plan_memory, plan_time
 from megaclip.planner.cluster import Rates, parse_size, rates_json
 from megaclip.planner.losses import (
     LossSizes,
@@ -31,6 +36,7 @@ from megaclip.planner.peers import INF_CL, OPEN_CLIP_ACCUMULATING, peer_gpu_byte
 from megaclip.planner.search import fits
 from megaclip.planner.towers import image_tower, text_tower
 from megaclip.planner.traffic import offload_traffic, parameter_traffic
+from megaclip.planner.workload import EvaluationSets
 
 GIB, MIB = 2**30, 2**20
 H200 = describe(gpu="h200", gpus=8)
@@ -237,6 +243,64 @@ def test_offload_to_disk_is_planned_there_and_charged(tmp_path: Path) -> None:
     assert any("of disk at nvme_path and has" in text for text in plan_memory(job, full).refusals)
     assert not plan_memory(job, replace(H200, nvme=1e12, disk=0)).refusals
     assert any("of disk and has" in text for text in plan_memory(job, replace(H200, disk=1e9)).refusals)
+
+
+def test_an_evaluation_is_planned_beside_the_steps(tmp_path: Path) -> None:
+    job = workload(tmp_path)
+    dropping = job.model.replace(vision_cfg={"patch_dropout": 0.5})
+    million = replace(job, model=dropping, evaluation=EvaluationSets(64, pairs=2**20, labelled=50_000))
+    plain, plan = plan_memory(replace(job, model=dropping), H200), plan_memory(million, H200)
+    # Features and their copy without padding: float32, both towers, an eighth of the pairs.
+    features = 2 * 4 * 512 * 2**20 / 8
+    assert plan.gpu_phases["evaluation: retrieval"]["copies of features"] == 1.5 * features
+    towers = plan.gpu_phases["evaluation: towers"]
+    assert towers["features"] == features
+    whole_images = image_tower(job.model).forward_peak(64, 2) + 64 * 3 * 224 * 224
+    assert towers["activations"] == max(whole_images, text_tower(job.model).forward_peak(256, 2))
+    assert plan.cpu["processes"] - plain.cpu["processes"] == 8 * job.workers * 0.25 * GIB
+    chunk = 64 * (3 * 224 * 224 + 8 * 77 + 8)
+    assert plan.cpu["loader's chunks"] - plain.cpu["loader's chunks"] == 8 * (2 * job.workers + 1) * chunk
+    labelled = replace(job, evaluation=EvaluationSets(64, labelled=50_000))
+    assert "evaluation: retrieval" not in plan_memory(labelled, H200).gpu_phases
+    (advised,) = advice(replace(job, evaluation=EvaluationSets(64, pairs=2**32)), H200)
+    assert advised.endswith("or evaluate on less")
+
+
+class _PeakBytes(TorchDispatchMode):
+    """The most that tensors made under it took at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._alive = 0, dict[int, int]()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self._alive:
+                self._alive[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._alive.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self._alive.values()))
+        return made
+
+
+def test_retrieval_takes_what_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs, rows = 4096, 512
+    dimensions = workload(tmp_path).model.embed_dim
+
+    def encode(images: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(len(images), dimensions), torch.randn(len(tokens), dimensions)
+
+    batches = (
+        Batch(torch.zeros(rows, 1), torch.zeros(rows, 1), torch.arange(start, start + rows))
+        for start in range(0, pairs, rows)
+    )
+    with _PeakBytes() as measured:
+        evaluate(encode, tokenizer=list, pairs=batches, tile_budget_mib=2)
+    job = replace(workload(tmp_path, ranks=1), evaluation=EvaluationSets(rows, pairs))
+    monkeypatch.setattr(memory, "EVALUATION_TILES", 2 * MIB)
+    planned = plan_memory(job, H200).gpu_phases["evaluation: retrieval"]
+    assert sum(planned.values()) == pytest.approx(measured.peak, rel=0.05)
 
 
 @pytest.mark.parametrize("loss", GLOBAL_LOSSES)
