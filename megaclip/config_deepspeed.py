@@ -90,7 +90,7 @@ def _default(key: str, optimizer: Any) -> str:
 
 def _monitor_that_cannot_start(values: dict[str, Any]) -> str | None:
     for monitor, package in _MONITOR_PACKAGES.items():
-        if values.get(f"{monitor}.enabled") and find_spec(package) is None:
+        if values.get(f"{monitor}.enabled") and not _is_installed(package):
             return f"{monitor}.enabled needs the package {package}, which is not installed: pip install {package}"
     if values.get("tensorboard.enabled") and not values.get("tensorboard.output_path"):
         return (
@@ -98,3 +98,9 @@ def _monitor_that_cannot_start(values: dict[str, Any]) -> str | None:
             "out, or say with tensorboard.output_path where a second copy belongs"
         )
     return None
+
+
+def _is_installed(package: str) -> bool:
+    """A folder of that name, such as the one wandb logs to, is no package: it has no origin."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -195,7 +195,7 @@ class FastClipLoss(BatchLoss):
         self,
         image_features: Tensor,
         text_features: Tensor,
-        logit_scale: Tensor | None = None,
+        logit_scale: Tensor | float | None = None,
         *,
         ids: Tensor | Ticket,
         epoch: float,
@@ -228,7 +228,7 @@ class FastClipLoss(BatchLoss):
         loss = _GlobalContrastive.apply(image_features, text_features, self.temperature.log_scale, plan, step)
         if self.training:
             self._pending = step
-        if logit_scale is not None:
+        if isinstance(logit_scale, Tensor):
             loss = loss + 0.0 * logit_scale.sum()
         return {"contrastive_loss": loss} if output_dict else loss
 

@@ -1,5 +1,6 @@
 """ds_config.json: every unknown, misplaced, inert or contradictory key is one readable error."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -181,10 +182,13 @@ def test_a_monitor_without_its_package_is_refused_at_the_start(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=f"{monitor}.enabled needs the package {package}, .*pip install {package}"):
         load_training_config(path)
-    (tmp_path / package).mkdir()
-    (tmp_path / package / "__init__.py").touch()
     monkeypatch.delitem(sys.modules, package)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (tmp_path / package).mkdir()  # such as the folder that wandb logs to
+    with pytest.raises(ConfigError, match="which is not installed"):
+        load_training_config(path)
+    (tmp_path / package / "__init__.py").touch()
+    importlib.invalidate_caches()
     load_training_config(path)
 
 
