@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megaclip.comm.collectives import gather_rows, reduce_scatter_rows, sum_over_ranks
-from megaclip.comm.groups import group_size, init_distributed
+from megaclip.comm.groups import group_size
 from megaclip.comm.volume import (
     Traffic,
     bytes_sent,
@@ -31,7 +31,7 @@ from megaclip.comm.volume import (
     global_contrastive_traffic,
     open_clip_traffic,
 )
-from megaclip.engine.build import quiet_deepspeed
+from megaclip.engine.run import start_process_group
 from megaclip.losses import ClipLoss, FastClipLoss
 
 Step = Callable[[Tensor, Tensor], None]
@@ -42,10 +42,7 @@ WIDTH = 256  # of the linear model in the second table
 
 def main() -> None:
     options = parse_options()
-    quiet_deepspeed()
-    if get_accelerator().device_name() != "cpu":
-        get_accelerator().set_device(options.local_rank)
-    init_distributed()
+    start_process_group()
     say(f"{group_size()} ranks, b = {options.batch}, D = {options.embedding}; bytes sent per rank and step\n")
     say(f"{'loss':<34}{'features':>12}{'gradients':>12}{'scalars':>12}{'state':>12}{'total':>12}{'formula':>12}")
     for name, step, formula in schemes(options.batch, options.embedding):
@@ -201,7 +198,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=64, help="local batch b")
     parser.add_argument("--embedding", type=int, default=128, help="embedding dimension D")
-    parser.add_argument("--local_rank", type=int, default=0, help="set by DeepSpeed's launcher")
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # from the deepspeed launcher
     return parser.parse_args()
 
 

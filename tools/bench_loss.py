@@ -16,7 +16,6 @@ import argparse
 import importlib
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -24,11 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed.comm as dist
 import torch
-import torch.distributed as torch_dist
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from megaclip.engine.run import start_process_group
 from megaclip.errors import first_line
 
 ROUNDS = 6  # turns of a method and of the matrix product; the first only warms up
@@ -59,23 +60,20 @@ class Ranks:
     """This process among its peers; one process without any launcher is a group of one."""
 
     def __init__(self) -> None:
-        self.size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.rank = int(os.environ.get("RANK", "0"))
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        if self.size > 1:
-            torch_dist.init_process_group("nccl", device_id=self.device)
+        start_process_group()
+        self.size, self.rank = dist.get_world_size(), dist.get_rank()
+        self.device = torch.device(get_accelerator().current_device_name())
 
     def barrier(self) -> None:
         if self.size > 1:
-            torch_dist.barrier()
+            dist.barrier()
 
     def largest(self, value: float) -> float:
         """The largest of all ranks' values."""
         if self.size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        torch_dist.all_reduce(tensor, op=torch_dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
 
 
@@ -100,8 +98,7 @@ def main() -> None:
         record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **vars(options)}
         record["results"] = [asdict(result) for result in results]
         options.json.write_text(json.dumps(record, indent=1, default=str))
-    if ranks.size > 1:
-        torch_dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def benchmark(

@@ -11,7 +11,6 @@ heat map and the retrieved images that training shows in TensorBoard.
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -19,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 from PIL import Image
 
-from megaclip.comm.collectives import sum_counts
-from megaclip.comm.groups import group_rank, group_size, init_distributed
+from megaclip.comm.collectives import raise_together, sum_counts
+from megaclip.comm.groups import group_rank, group_size
 from megaclip.data import (
     DATASET_TYPES,
     EvaluationLoader,
@@ -35,6 +35,7 @@ from megaclip.data import (
     open_labelled,
     open_pairs,
 )
+from megaclip.engine.run import start_process_group
 from megaclip.engine.saved_model import SavedModel, load_saved_model
 from megaclip.errors import MegaclipError
 from megaclip.evaluation import Evaluation, ModelEncoder, ZeroShotTask, evaluate, example_pictures, group_captions
@@ -44,17 +45,28 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def main() -> None:
     arguments = parse_arguments()
-    if get_accelerator().device_name() != "cpu":
-        get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        init_distributed()
+    start_process_group()
+    problem = ""
+    try:
+        evaluate_saved(arguments)
+    except MegaclipError as error:
+        problem = f"error: {error}"
+    dist.destroy_process_group()
+    if problem:
+        sys.exit(problem)
+
+
+def evaluate_saved(arguments: argparse.Namespace) -> None:
+    """Read, evaluate, report; a MegaclipError is the same on every rank."""
     started = time.monotonic()
+    error: Exception | None = None
     try:
         model = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer)
         data = Data.open(arguments, model)
-        result = run(arguments, model, data)
-    except MegaclipError as error:
-        sys.exit(f"error: {error}")
+    except MegaclipError as problem:
+        error = problem
+    raise_together(error)
+    result = run(arguments, model, data)
     bad = sum_counts(sum((Counter(loader.bad_counts) for loader in data.loaders), Counter()))
     if group_rank() == 0:
         report(arguments, result, data, bad, time.monotonic() - started)
