@@ -243,7 +243,7 @@ class OpenClipSteps:
             arguments = _arguments(case, Path(folder))
         inputs = _inputs(case, arguments)
         self._config: TrainingConfig = inputs.config
-        self._plan = inputs.config.batch_plan(dist.get_world_size())
+        self._batch_plan = inputs.config.batch_plan(dist.get_world_size())
         self._device = torch.device(get_accelerator().current_device_name())
         self._dtype = torch.bfloat16 if case.precision == "pure_bf16" else torch.float32
         self._precision = case.precision
@@ -253,7 +253,7 @@ class OpenClipSteps:
             model.set_grad_checkpointing()
         self._bare = model
         self._model = model
-        if self._plan.world_size > 1:
+        if self._batch_plan.world_size > 1:
             devices = [self._device] if self._device.type == "cuda" else None
             self._model = torch.nn.parallel.DistributedDataParallel(model, device_ids=devices)
         self._loss = clock.loss(
@@ -262,7 +262,7 @@ class OpenClipSteps:
                 gather_with_grad=True,
                 cache_labels=True,
                 rank=dist.get_rank(),
-                world_size=self._plan.world_size,
+                world_size=self._batch_plan.world_size,
             )
         )
         self._optimizer = _open_clip_optimizer(model, self._config, fused=self._device.type == "cuda")
@@ -270,10 +270,10 @@ class OpenClipSteps:
             inputs.train,
             inputs.train_transform,
             inputs.tokenizer,
-            micro_batch_size=self._plan.micro_batch,
-            micro_batches_per_step=self._plan.accumulation,
+            micro_batch_size=self._batch_plan.micro_batch,
+            micro_batches_per_step=self._batch_plan.accumulation,
             rank=dist.get_rank(),
-            world_size=self._plan.world_size,
+            world_size=self._batch_plan.world_size,
             seed=case.seed,
             num_workers=case.workers,
             pin_memory=self._device.type == "cuda",
@@ -282,7 +282,7 @@ class OpenClipSteps:
 
     def step(self, *, probe: bool = False) -> float:
         """One step; returns the loss. probe: only as much of it as reaches the step's peak memory."""
-        count = self._plan.accumulation
+        count = self._batch_plan.accumulation
         if count == 1:
             images, texts = self._inputs(self._next())
             with self._autocast():
@@ -333,7 +333,7 @@ class OpenClipSteps:
         with torch.no_grad():
             self._bare.logit_scale.clamp_(0, math.log(100))
         end()
-        return sum(gather_objects(float(loss.detach()))) / self._plan.world_size  # of the ranks' local losses
+        return sum(gather_objects(float(loss.detach()))) / self._batch_plan.world_size  # of the ranks' local losses
 
 
 METHODS: dict[str, Callable[[Case, Clock], MegaclipSteps | OpenClipSteps]] = {

@@ -42,7 +42,7 @@ _JOIN_S = 2.0
 def open_step_store(
     arguments: TrainArguments,
     inputs: Inputs,
-    plan: BatchPlan,
+    batch_plan: BatchPlan,
     engine: DeepSpeedEngine,
     *,
     folder: Path,
@@ -55,20 +55,20 @@ def open_step_store(
     Raises ConfigError or DataError, on every rank: the images fit nowhere, or the batch is larger than the data.
     """
     size = inputs.train_transform.size
-    slot = (plan.micro_batch, 3, size, size)
+    slot = (batch_plan.micro_batch, 3, size, size)
     trained = trained_towers(engine.module)
-    once = keeps_graph(trained, {Tower.IMAGE: plan.accumulation, Tower.TEXT: plan.text_chunks})
+    once = keeps_graph(trained, {Tower.IMAGE: batch_plan.accumulation, Tower.TEXT: batch_plan.text_chunks})
     passes = 1 if once or Tower.IMAGE not in trained else 2
     folder = Path(arguments.data_offload_dir or folder)
-    nbytes = plan.accumulation * torch.Size(slot).numel()
+    nbytes = batch_plan.accumulation * torch.Size(slot).numel()
     place = choose_place(inputs.config.megaclip.data_offload, nbytes, folder, passes=passes)
     reads_per_step = 1 if place.keeps else passes
     loader = TrainLoader(
         inputs.train,
         inputs.train_transform,
         inputs.tokenizer,
-        micro_batch_size=plan.micro_batch,
-        micro_batches_per_step=plan.accumulation,
+        micro_batch_size=batch_plan.micro_batch,
+        micro_batches_per_step=batch_plan.accumulation,
         reads_per_step=reads_per_step,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -78,13 +78,15 @@ def open_step_store(
         shard_order=arguments.shard_order,
         max_bad_fraction=arguments.max_bad_fraction,
     )
-    count = plan.accumulation if place.keeps else min(WINDOW, plan.accumulation * reads_per_step)
+    count = batch_plan.accumulation if place.keeps else min(WINDOW, batch_plan.accumulation * reads_per_step)
     slots = Slots(place, (count, *slot), folder, engine.device)
     feed = DeviceFeed(engine.device, engine.get_data_types()[0], inputs.train_transform.normalise)
     length = inputs.model_config.text_cfg.context_length
     with (
         closing(slots),
-        StepStore(loader, plan, feed, slots.tensor, context_length=length, reads_per_step=reads_per_step) as store,
+        StepStore(
+            loader, batch_plan, feed, slots.tensor, context_length=length, reads_per_step=reads_per_step
+        ) as store,
     ):
         yield store
 
@@ -95,7 +97,7 @@ class StepStore:
     def __init__(
         self,
         loader: TrainLoader,
-        plan: BatchPlan,
+        batch_plan: BatchPlan,
         feed: DeviceFeed,
         slots: Tensor,
         *,
@@ -109,11 +111,11 @@ class StepStore:
             reads_per_step: how often the loader reads a step: 2 when the image tower runs twice and the slots keep
                 nothing.
         """
-        self._loader, self._plan, self._feed, self._slots = loader, plan, feed, slots
+        self._loader, self._batch_plan, self._feed, self._slots = loader, batch_plan, feed, slots
         self._reads_per_step = reads_per_step
         self._first_sample = loader.samples_consumed
         # Of this step and the next: their chunks may meet, never those of a third, whose slots are not free yet.
-        self._tokens = torch.empty(2, plan.local_batch, context_length, dtype=torch.int32)
+        self._tokens = torch.empty(2, batch_plan.local_batch, context_length, dtype=torch.int32)
         self._step = 0
         self._filled = 0
         """Chunks that have been read since the beginning."""
@@ -155,13 +157,13 @@ class StepStore:
 
     def ids(self) -> Tensor:
         """(b,) int64: the samples of this step, in the order of the rows."""
-        return self._loader.ids_of_step(self._plan.global_batch * self._step + self._first_sample)
+        return self._loader.ids_of_step(self._batch_plan.global_batch * self._step + self._first_sample)
 
     def rows(self) -> int:
-        return self._plan.local_batch
+        return self._batch_plan.local_batch
 
     def chunk_count(self, tower: Tower) -> int:
-        return self._plan.accumulation if tower is Tower.IMAGE else self._plan.text_chunks
+        return self._batch_plan.accumulation if tower is Tower.IMAGE else self._batch_plan.text_chunks
 
     def chunks(self, tower: Tower, *, again: bool) -> Iterator[Tensor]:
         return self._feed.inputs(tower, self._pixels(again) if tower is Tower.IMAGE else self._texts())
@@ -179,8 +181,8 @@ class StepStore:
         """This step's pixels; a slot becomes free when the one after it is asked for, unless it is needed again."""
         keeps = again and self._reads_per_step == 1
         second_reading = not again and self._reads_per_step == 2
-        first = self._first_chunk + second_reading * self._plan.accumulation
-        for number in range(first, first + self._plan.accumulation):
+        first = self._first_chunk + second_reading * self._batch_plan.accumulation
+        for number in range(first, first + self._batch_plan.accumulation):
             here = self._wait_for(number)
             yield self._slots[number % len(self._slots)] if here else torch.zeros_like(self._slots[0])
             if not keeps:
@@ -188,9 +190,9 @@ class StepStore:
 
     def _texts(self) -> Iterator[Tensor]:
         tokens = self._tokens[self._step % 2]
-        for start in range(0, self._plan.local_batch, self._plan.text_micro_batch):
-            end = start + self._plan.text_micro_batch
-            here = self._wait_for(self._first_chunk + (end - 1) // self._plan.micro_batch)
+        for start in range(0, self._batch_plan.local_batch, self._batch_plan.text_micro_batch):
+            end = start + self._batch_plan.text_micro_batch
+            here = self._wait_for(self._first_chunk + (end - 1) // self._batch_plan.micro_batch)
             yield tokens[start:end] if here else torch.zeros_like(tokens[start:end])
 
     @property
@@ -200,7 +202,7 @@ class StepStore:
 
     @property
     def _chunks_per_step(self) -> int:
-        return self._plan.accumulation * self._reads_per_step
+        return self._batch_plan.accumulation * self._reads_per_step
 
     def _wait_for(self, number: int) -> bool:
         """Whether chunk `number` is there, once that is known."""
@@ -234,9 +236,9 @@ class StepStore:
                         return
                 self._slots[number % len(self._slots)].copy_(batch.images)
                 step, chunk = divmod(number, self._chunks_per_step)
-                if chunk < self._plan.accumulation:
-                    start = chunk * self._plan.micro_batch
-                    self._tokens[step % 2, start : start + self._plan.micro_batch].copy_(batch.tokens)
+                if chunk < self._batch_plan.accumulation:
+                    start = chunk * self._batch_plan.micro_batch
+                    self._tokens[step % 2, start : start + self._batch_plan.micro_batch].copy_(batch.tokens)
                     self._bad_counts_read[step % 2] = self._loader.bad_counts
                 with self._changed:
                     self._filled = number + 1

@@ -1,5 +1,5 @@
 """The tile operations on CUDA: launchers of the kernels in `tiles_triton_kernels.py`, block by block
-(`tiles_triton_plan.py`).
+(`tiles_triton_blocks.py`).
 
 `tiles.py` calls these with checked tensors. A call is cut into blocks of rows and columns whose buffers stay within
 `tile_budget_mib`, however large the matrix of similarities is:
@@ -26,9 +26,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megaclip.ops.tiles_triton_blocks import INTERPRETED, Block, TileConfig, Tiling, cdiv, part
 from megaclip.ops.tiles_triton_common import _merge_stats_kernel, _tile_limits_kernel
 from megaclip.ops.tiles_triton_kernels import _tile_grads_kernel, _tile_sigmoid_kernel, _tile_stats_kernel
-from megaclip.ops.tiles_triton_plan import INTERPRETED, Block, Plan, TileConfig, cdiv, part
 
 Scalars = float | Tensor  # a number, or one value per row or per column
 
@@ -47,12 +47,12 @@ def tile_stats(
     m = x.shape[0]
     lse = x.new_full((m + y.shape[0],), -math.inf, dtype=torch.float32)
     row_lse, col_lse = lse[:m], lse[m:]
-    plan = Plan(x, y, "stats", precision, diagonal, tile_budget_mib)
-    tile = plan.tile
+    tiling = Tiling(x, y, "stats", precision, diagonal, tile_budget_mib)
+    tile = tiling.tile
     row_scale, col_scale = _vector(row_scale, x), _vector(col_scale, y)
-    with _launching(plan):
+    with _launching(tiling):
         row_limits, col_limits = _tile_limits(x, y, row_scale, col_scale, None, tile)
-        for block in plan.blocks(4 / tile.block_n + 4 / tile.block_m):
+        for block in tiling.blocks(4 / tile.block_n + 4 / tile.block_m):
             row_parts = row_lse.new_empty((block.col_tiles, block.m))
             chunks = cdiv(block.row_tiles, block.chunk)
             col_parts = col_lse.new_full((chunks, block.n), -math.inf)
@@ -100,15 +100,15 @@ def tile_grads(
     m = x.shape[0]
     dots = x.new_zeros((m + y.shape[0],), dtype=torch.float32)
     row_dot, col_dot = dots[:m], dots[m:]
-    plan = Plan(x, y, "grads", precision, diagonal, tile_budget_mib)
-    tile = plan.tile
+    tiling = Tiling(x, y, "grads", precision, diagonal, tile_budget_mib)
+    tile = tiling.tile
     row_scale, row_shift, row_weight = (_vector(value, x) for value in (row_scale, row_shift, row_weight))
     col_scale, col_shift, col_weight = (_vector(value, y) for value in (col_scale, col_shift, col_weight))
     row_shift, col_shift = row_shift.contiguous(), col_shift.contiguous()
     products = _GradientProducts(x, y, need_dx, need_dy, add_to)
-    with _launching(plan):
+    with _launching(tiling):
         row_limits, col_limits = _tile_limits(x, y, row_scale, col_scale, (row_shift, col_shift), tile)
-        for block in plan.blocks(plan.p_dtype.itemsize, keeps_tile=True):
+        for block in tiling.blocks(tiling.p_dtype.itemsize, keeps_tile=True):
             rows, cols = block.rows, block.cols
             row_parts, col_parts = row_dot, col_dot  # not written
             if need_dots:
@@ -157,11 +157,11 @@ def tile_sigmoid(
     factor 1/B).
     """
     row_results = x.new_zeros((3, len(x)), dtype=torch.float32)
-    plan = Plan(x, y, "sigmoid", precision, diagonal, tile_budget_mib)
+    tiling = Tiling(x, y, "sigmoid", precision, diagonal, tile_budget_mib)
     scale, bias = _vector(scale, x[:1]), _vector(bias, x[:1])
     products = _GradientProducts(x, y, need_dx, need_dy, add_to)
-    with _launching(plan):
-        for block in plan.blocks(plan.p_dtype.itemsize, keeps_tile=True):
+    with _launching(tiling):
+        for block in tiling.blocks(tiling.p_dtype.itemsize, keeps_tile=True):
             row_parts = row_results.new_empty((3, block.col_tiles, block.m))
             _tile_sigmoid_kernel[block.grid(block.row_tiles)](
                 *block.factors,
@@ -266,13 +266,13 @@ def _stride(vector: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def _launching(plan: Plan) -> Iterator[None]:
+def _launching(tiling: Tiling) -> Iterator[None]:
     """Make x's device the current one (Triton launches there), and set what the library may round float32 products
     to."""
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = not plan.exact
+    torch.backends.cuda.matmul.allow_tf32 = not tiling.exact
     try:
-        with torch.cuda.device(plan.x.device) if plan.x.is_cuda else contextlib.nullcontext():
+        with torch.cuda.device(tiling.x.device) if tiling.x.is_cuda else contextlib.nullcontext():
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before

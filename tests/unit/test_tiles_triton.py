@@ -34,7 +34,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         assert " passed" in done.stdout
 
 else:
-    from megaclip.ops import rows_triton, tiles, tiles_triton, tiles_triton_plan
+    from megaclip.ops import rows_triton, tiles, tiles_triton, tiles_triton_blocks
 
     @pytest.mark.parametrize("case", SMALL_CASES, ids=str)
     def test_statistics_and_gradients(case: TileCase) -> None:
@@ -92,9 +92,9 @@ else:
     def test_buffers_stay_within_the_budget(rows: int, cols: int, dtype: torch.dtype) -> None:
         """Blocks are cut without launching anything; P, and what must be staged, are all that grows with a block."""
         x, y = torch.zeros(1, 64, dtype=dtype).expand(rows, 64), torch.zeros(1, 64, dtype=dtype).expand(cols, 64)
-        plan = tiles_triton_plan.Plan(x, y, "grads", "bf16", 0, 16)
+        tiling = tiles_triton_blocks.Tiling(x, y, "grads", "bf16", 0, 16)
         area = 0
-        for block in plan.blocks(2, keeps_tile=True):
+        for block in tiling.blocks(2, keeps_tile=True):
             staged = sum(side.kernel.untyped_storage().nbytes() for side in (block.x, block.y))
             assert block.p.untyped_storage().nbytes() + staged <= 16 * 2**20
             area += block.m * block.n

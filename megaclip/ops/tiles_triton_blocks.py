@@ -52,7 +52,7 @@ _INTERPRETER_TILE = TileConfig(32, 64, 32, num_warps=2, num_stages=1, group=2, s
 _INTERPRETER_PROGRAMS = 3
 
 
-class Plan:
+class Tiling:
     """How one call is cut into blocks, and the buffers the blocks share."""
 
     def __init__(self, x: Tensor, y: Tensor, kernel: str, precision: str, diagonal: int | None, tile_budget_mib: float):
@@ -111,24 +111,24 @@ class Plan:
 class _Side:
     """Rows of x or y as the kernels and the library products take them."""
 
-    def __init__(self, features: Tensor, plan: Plan):
-        self.kernel = _staged(features, plan.dtype)
-        self.product = _staged(features, plan.p_dtype) if plan.p_dtype != plan.dtype else self.kernel
+    def __init__(self, features: Tensor, tiling: Tiling):
+        self.kernel = _staged(features, tiling.dtype)
+        self.product = _staged(features, tiling.p_dtype) if tiling.p_dtype != tiling.dtype else self.kernel
 
 
 class Block:
-    """One launch: rows x cols of a plan, with the arguments that all kernels share."""
+    """One launch: rows x cols of a tiling, with the arguments that all kernels share."""
 
-    def __init__(self, plan: Plan, rows: slice, cols: slice, x: _Side, y: _Side, buffer: Tensor | None):
-        tile = plan.tile
+    def __init__(self, tiling: Tiling, rows: slice, cols: slice, x: _Side, y: _Side, buffer: Tensor | None):
+        tile = tiling.tile
         self.rows, self.cols, self.x, self.y = rows, cols, x, y
         self.m, self.n = x.kernel.shape[0], y.kernel.shape[0]
         self.p: Tensor | None = None
         if buffer is not None:
             pitch = _aligned(self.n)
             self.p = buffer[: self.m * pitch].view(self.m, pitch)[:, : self.n]
-            self.p_descriptor = TensorDescriptor.from_tensor(self.p, [tile.block_m, tile.block_n // plan.stores])
-        if plan.exact:
+            self.p_descriptor = TensorDescriptor.from_tensor(self.p, [tile.block_m, tile.block_n // tiling.stores])
+        if tiling.exact:
             torch.mm(x.kernel, y.kernel.T, out=self.p)
             logits = TensorDescriptor.from_tensor(self.p, [tile.block_m, tile.block_n])
             self.factors = (logits, logits)
@@ -137,20 +137,20 @@ class Block:
                 TensorDescriptor.from_tensor(x.kernel, [tile.block_m, tile.block_k]),
                 TensorDescriptor.from_tensor(y.kernel, [tile.block_n, tile.block_k]),
             )
-        diagonal = _NO_DIAGONAL if plan.diagonal is None else plan.diagonal + rows.start - cols.start
+        diagonal = _NO_DIAGONAL if tiling.diagonal is None else tiling.diagonal + rows.start - cols.start
         diagonal = max(-_NO_DIAGONAL, min(diagonal, _NO_DIAGONAL))
-        self.programs = _program_count(plan.x.device, tile)
+        self.programs = _program_count(tiling.x.device, tile)
         self.row_tiles, self.col_tiles = cdiv(self.m, tile.block_m), cdiv(self.n, tile.block_n)
         # Row tiles per work item of the statistics: four share one column reduction, if there is work enough for all.
         self.chunk = 4 if self.row_tiles * self.col_tiles >= 16 * self.programs else 1
         self.sizes = (self.m, self.n, diagonal)
         self.constants = dict(
-            D=plan.x.shape[1],
+            D=tiling.x.shape[1],
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             GROUP=tile.group,
-            LOADED=plan.exact,
+            LOADED=tiling.exact,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
