@@ -1,7 +1,7 @@
 """How a loss moves its data: which exchange, which reduction, which tiles.
 
-Two independent choices, both exact (docs/mathematics.md); they differ in memory, traffic and
-arithmetic only. `make_plan` resolves "auto" by a cost model, the same way on every rank, and logs once what and why:
+Two independent choices, both exact (docs/mathematics.md): they differ in memory, traffic and arithmetic only.
+`make_plan` resolves "auto" by a cost model, the same way on every rank, and logs once what and why:
 
     seconds = products / rate + bytes / link speed      all_gather; ring between the GPUs of one node
     seconds = max of the two + a latency per hop        ring over several nodes, or on CPUs

@@ -47,11 +47,9 @@ def tile_stats(
     float64 features. An empty sum gives -inf.
 
     diagonal: the column, in this block, of local row 0's positive; entries with `i + diagonal == j` are left out. It
-    may be
-        negative or beyond the last column. None leaves nothing out.
+        may be negative or beyond the last column. None leaves nothing out.
     precision: how features are multiplied. "auto": as they are (float32 without TF32); "float32", "tf32", "bf16":
-    rounded
-        to that first. Sums are float32 in every case. float64 features allow "auto" only.
+        rounded to that first. Sums are float32 in every case. float64 features allow "auto" only.
     implementation: "auto" (triton for CUDA tensors when it can be imported, else torch), "torch" or "triton".
     tile_budget_mib: MiB that the buffers of one tile of logits may take together.
 
