@@ -4,6 +4,7 @@ import itertools
 import json
 import weakref
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from megaclip.engine import rates
 from megaclip.engine.gradient_cache import keeps_graph, trained_towers
 from megaclip.engine.step_batch import Tower
 from megaclip.errors import ConfigError
-from megaclip.evaluation import evaluate
+from megaclip.evaluation import evaluate, suite
 from megaclip.losses import FastClipLoss, siglip
 from megaclip.losses.plan import SOFTMAX_PRODUCTS
 from megaclip.models import build_model, load_model_config
@@ -295,8 +296,9 @@ def test_retrieval_takes_what_is_planned(tmp_path: Path, monkeypatch: pytest.Mon
         Batch(torch.zeros(rows, 1), torch.zeros(rows, 1), torch.arange(start, start + rows))
         for start in range(0, pairs, rows)
     )
+    monkeypatch.setattr(suite, "retrieval", partial(suite.retrieval, tile_budget_mib=2))
     with _PeakBytes() as measured:
-        evaluate(encode, tokenizer=list, pairs=batches, tile_budget_mib=2)
+        evaluate(encode, tokenizer=list, pairs=batches)
     job = replace(workload(tmp_path, ranks=1), evaluation=EvaluationSets(rows, pairs))
     monkeypatch.setattr(memory, "EVALUATION_TILES", 2 * MIB)
     planned = plan_memory(job, H200).gpu_phases["evaluation: retrieval"]
