@@ -13,7 +13,8 @@ of ranks. Where the text says float32 master, bf16 training is meant: float32 tr
 * Stage 3 keeps N/W of everything and the bucket all the time; parameters below the persistence threshold stay whole;
   the others are whole while they are in use or fetched ahead, and stay so if they will be used again within
   `stage3_max_reuse_distance`: between the two passes over a tower that is half of that, from the back.
-* Offload moves master, states and float32 gradients to host memory, and at stage 3 the working copy, too. To disk
+* Offload moves master, states and the step's float32 gradients to host memory, and at stage 3 the working copy, too;
+  gradients that accumulate go there at stage 3, and at stage 2 if they do so in the working dtype. To disk
   ("nvme", stage 3) it moves the same, but the gradients that accumulate, and `max_in_cpu` parameters of each rank; host
   memory holds `buffer_count` buffers: of a whole sub-group for states, of `buffer_size` for parameters.
 """
@@ -63,10 +64,12 @@ def reduced_gradient_bytes(workload: Workload) -> float:
 
 def _accumulated(workload: Workload, whole: int) -> float:
     zero = workload.zero
-    if zero.stage == 3 or zero.offload_optimizer != "none" or not whole:
-        return 0  # a buffer of the states, or in host memory
+    if zero.stage == 3 or not whole:
+        return 0  # a buffer of the states
     if zero.stage == 1:
-        return whole * workload.compute_bytes
+        return whole * workload.gradient_bytes
+    if zero.offload_optimizer != "none" and workload.gradient_bytes == workload.compute_bytes:
+        return 0  # in host memory
     return workload.trained / workload.world_size * workload.gradient_bytes
 
 
@@ -91,7 +94,7 @@ def _stages_0_to_2(workload: Workload) -> States:
         states.cpu["optimizer states"] = part * workload.optimizer_state_bytes
         states.cpu["gradients"] = part * 4
         if workload.gradient_bytes == workload.compute_bytes and workload.cached:
-            states.cpu["gradients"] += workload.trained * workload.compute_bytes
+            states.cpu["gradients"] += part * workload.compute_bytes
         states.gpu["offload staging"] = _largest(workload) * workload.compute_bytes
         return states
     states.gpu["master parameters"] = part * 4

@@ -220,6 +220,22 @@ def test_offload_moves_states_to_the_host(tmp_path: Path) -> None:
     assert "activations" in plan.gpu_phases[plan.peak_phase]
 
 
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "on_gpu", "in_host_memory"),
+    # Bytes per parameter after two backward passes on one rank: seen in DeepSpeed 0.19's optimizer.
+    [(1, "bf16", 2, 0), (1, "fp32", 4, 0), (2, "bf16", 0, 2), (2, "fp32", 4, 0)],
+)
+def test_gradients_accumulate_where_deepspeed_keeps_them_with_offload(
+    tmp_path: Path, stage: int, accumulate: str, on_gpu: int, in_host_memory: int
+) -> None:
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    job = workload(tmp_path, ranks=1, zero_optimization=zero, data_types={"grad_accum_dtype": accumulate})
+    plan = plan_memory(job, describe(gpus=1))
+    assert plan.gpu_phases["text tower backward"].get("gradients", 0) == on_gpu * job.trained
+    waiting = 2 if stage == 1 and accumulate == "bf16" else in_host_memory  # made for the last reduction
+    assert plan.cpu["gradients"] == (4 + waiting) * job.trained  # and float32 for the step
+
+
 def test_offload_to_disk_is_planned_there_and_charged(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": "/nvme"}
     zero = {"stage": 3, "offload_optimizer": disk, "offload_param": {**disk, "max_in_cpu": 1_000_000}}
