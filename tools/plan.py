@@ -1,6 +1,7 @@
 """Tell before a run what it takes: memory by part, the largest batch that fits, the step's time and what dominates it.
 
     python tools/plan.py --deepspeed_config ds_configs/zero3.json --model ViT-L-14 --gpu h200 --gpus 8 --hosts 4
+    python tools/plan.py ... --here                                 # this machine, with what is free on it
     python tools/plan.py ... --batch 1048576 --micro-batch 256      # another batch than the file's
     python tools/plan.py ... --gpu-memory 80GiB --host-memory 900GiB --disk 2TB --link 200GB --network 25GB
     python tools/plan.py --calibrate rates.json                     # measure this machine; then --rates rates.json
@@ -76,8 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--lock-image", type=int, nargs="?", const=0, help="frozen image tower but its last N groups")
     what.add_argument("--lock-text", type=int, nargs="?", const=0, help="frozen text tower but its last N layers")
     where = parser.add_argument_group("on what")
+    where.add_argument("--here", action="store_true", help="this machine: its GPUs, and the memory that is free now")
     where.add_argument("--gpu", default="h200", help=f"{', '.join(GPUS)} (default h200)")
-    where.add_argument("--gpus", type=int, default=8, help="GPUs per host (default 8)")
+    where.add_argument("--gpus", type=int, help="GPUs per host (default 8; with --here all of them, one rank on a CPU)")
     where.add_argument("--hosts", type=int, default=1)
     where.add_argument("--gpu-memory", help="of one GPU, for example 80GiB")
     where.add_argument("--host-memory", default="1000GiB", help="free on one host (default 1000GiB)")
@@ -96,8 +98,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
     names = ("gpu", "gpus", "hosts", "gpu_memory", "host_memory", "disk", "link", "network")
+    if arguments.here:
+        from megaclip.engine.preflight import this_machine
+
+        cluster = this_machine(arguments.gpus or max(1, torch.cuda.device_count()), Path.cwd(), [])
+        return replace(cluster, rates=Rates.read(arguments.rates, cluster.rates)) if arguments.rates else cluster
     rates = Rates.read(arguments.rates, describe(gpu=arguments.gpu).rates) if arguments.rates else None
-    return describe(rates=rates, **{name: getattr(arguments, name) for name in names})
+    described = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    return describe(rates=rates, **described)
 
 
 def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
@@ -141,7 +149,7 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
         f"{workload.image_micro_batch} images and {workload.text_micro_batch} texts; {workload.total / 1e6:.1f} M "
         f"parameters, ZeRO-{workload.zero.stage}\n"
     )
-    print(memory_table(plan, cluster), loss_table(settled(workload, cluster)), time_table(step), sep="\n\n")
+    print(memory_table(plan, cluster), loss_table(settled(workload, cluster)), time_table(step, cluster), sep="\n\n")
     print(f"\nlargest batch that fits, all else the same: {largest_batch(workload, cluster):,}")
     if not plan.refusals:
         print("this run fits")

@@ -20,7 +20,7 @@ from megaclip.engine.inputs import Inputs
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
 from megaclip.planner import MemoryPlan, Workload, advice, describe, plan_memory
-from megaclip.planner.cluster import Cluster
+from megaclip.planner.cluster import GPUS, Cluster
 from megaclip.planner.memory import gigabytes, loader_bytes
 from megaclip.planner.report import summary
 from megaclip.planner.workload import EvaluationSets
@@ -106,7 +106,8 @@ def this_machine(world_size: int, folder: Path, nvme_paths: list[Path]) -> Clust
     gpu = get_accelerator().device_name() == "cuda"
     on_host = min(world_size, torch.cuda.device_count()) if gpu else world_size
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(on_host)))
-    cluster = describe(gpu="h200" if gpu else "cpu", gpus=on_host, hosts=max(1, world_size // on_host))
+    name = _preset(torch.cuda.get_device_name()) if gpu else "cpu"
+    cluster = describe(gpu=name, gpus=on_host, hosts=max(1, world_size // on_host))
     existing = _existing(folder)
     others = [path for path in map(_existing, nvme_paths) if path.stat().st_dev != existing.stat().st_dev]
     return cluster.measured(
@@ -115,6 +116,11 @@ def this_machine(world_size: int, folder: Path, nvme_paths: list[Path]) -> Clust
         disk=float(shutil.disk_usage(existing).free),
         nvme=min((float(shutil.disk_usage(path).free) for path in others), default=None),
     )
+
+
+def _preset(device: str) -> str:
+    """The GPU whose rates are taken for this one: its namesake, else the one that was measured."""
+    return next((name for name in GPUS if name in device.lower()), "h200")
 
 
 def _existing(folder: Path) -> Path:

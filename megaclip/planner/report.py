@@ -1,6 +1,6 @@
 """A plan as text: the table of parts and phases, the time's terms, and one line for a log."""
 
-from megaclip.planner.cluster import Cluster
+from megaclip.planner.cluster import GPUS, Cluster
 from megaclip.planner.losses import inf_cl_loss_bytes, megaclip_loss_bytes, open_clip_loss_bytes
 from megaclip.planner.memory import MemoryPlan, gigabytes, loss_sizes
 from megaclip.planner.step_time import StepTime
@@ -65,8 +65,9 @@ def loss_table(workload: Workload) -> str:
     return "\n".join([f"{'the loss alone, per GPU':40}{'GPU':>12}", *_rows(rows)])
 
 
-def time_table(step: StepTime) -> str:
+def time_table(step: StepTime, cluster: Cluster) -> str:
     """The terms of one step and what they add up to."""
+    rates = f"rates of {cluster.name}" if cluster.rates == GPUS[cluster.name][1] else "rates as given"
     terms = {
         "towers without graph": step.forward,
         "towers again, with graph": step.forward_again,
@@ -83,11 +84,11 @@ def time_table(step: StepTime) -> str:
         "optimizer in host memory": step.optimizer,
     }
     lines = [
-        f"{'one step, seconds':40}",
-        *(f"  {name:38}{_seconds(value):>12}" for name, value in terms.items() if value),
+        f"{'one step':46}{'seconds':>12}   ({rates})",
+        *(f"  {name:44}{_seconds(value):>12}" for name, value in terms.items() if value),
     ]
     lines.append(
-        f"{'STEP':40}{_seconds(step.total):>12}   {step.samples_per_s:,.0f} samples/s; most goes to {step.dominant}"
+        f"{'STEP':46}{_seconds(step.total):>12}   {step.samples_per_s:,.0f} samples/s; most goes to {step.dominant}"
     )
     return "\n".join(lines)
 

@@ -49,7 +49,7 @@ def advice(workload: Workload, cluster: Cluster) -> list[str]:
             return list(enough.values())
         if enough:
             return [" and ".join([*together, next(iter(enough.values()))])]
-        steps = [change for change in _changes(workload) if change[0] != "micro-batch"] or [*_changes(workload)]
+        steps = [change for change in _changes(workload) if "micro-batch" not in change[0]] or [*_changes(workload)]
         best = min(steps, key=lambda change: _shortage(change[-1], cluster), default=None)
         if best is None or _shortage(best[-1], cluster) >= _shortage(workload, cluster):
             smaller = "a smaller batch or a smaller model" + (", or evaluate on less" if workload.evaluation else "")
@@ -72,10 +72,14 @@ def _shortage(workload: Workload, cluster: Cluster) -> float:
 
 def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
     """Settings that trade time for memory, the cheapest first: their kind, words for the user, the workload then."""
-    for smaller in _smaller_micro_batches(workload):
-        accumulation = smaller.local_batch // smaller.image_micro_batch
-        words = f'"train_micro_batch_size_per_gpu": {smaller.image_micro_batch}, "gradient_accumulation_steps": '
-        yield "micro-batch", f"{words}{accumulation}", smaller
+    for rows in _halves(workload.image_micro_batch, workload.local_batch):
+        text = rows if workload.text_follows else workload.text_micro_batch
+        smaller = replace(workload, image_micro_batch=rows, text_micro_batch=text)
+        words = f'"train_micro_batch_size_per_gpu": {rows}, "gradient_accumulation_steps": '
+        yield "micro-batch", f"{words}{workload.local_batch // rows}", smaller
+    for rows in () if workload.text_follows else _halves(workload.text_micro_batch, workload.local_batch):
+        words = f'"megaclip": {{"text_micro_batch_size": {rows}}}'
+        yield "text micro-batch", words, replace(workload, text_micro_batch=rows)
     if not workload.checkpointing:
         yield "checkpointing", '"activation_checkpointing": {}', replace(workload, checkpointing="gpu")
     zero = workload.zero
@@ -104,11 +108,9 @@ def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
             yield place, f'"megaclip": {{"data_offload": "{place}"}}', changed
 
 
-def _smaller_micro_batches(workload: Workload) -> Iterator[Workload]:
-    """Halves of both micro-batches while they divide the local batch, largest first."""
-    micro_batch = workload.image_micro_batch
+def _halves(micro_batch: int, local_batch: int) -> Iterator[int]:
+    """Half of a micro-batch, and so on, where it divides the local batch; largest first."""
     while micro_batch > 1:
         micro_batch //= 2
-        if workload.local_batch % micro_batch == 0:
-            text = min(workload.text_micro_batch, micro_batch)
-            yield replace(workload, image_micro_batch=micro_batch, text_micro_batch=text)
+        if local_batch % micro_batch == 0:
+            yield micro_batch

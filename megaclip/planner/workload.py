@@ -105,6 +105,8 @@ class Workload:
     world_size: int
     image_micro_batch: int
     text_micro_batch: int
+    text_follows: bool
+    """Whether captions go in chunks as large as images do because the file says nothing else."""
     local_batch: int
     zero: ZeroSettings
     compute_bytes: int
@@ -173,6 +175,7 @@ class Workload:
             world_size=world_size,
             image_micro_batch=batch.micro_batch,
             text_micro_batch=section.text_micro_batch_size or batch.micro_batch,
+            text_follows=section.text_micro_batch_size is None,
             local_batch=local_batch,
             zero=ZeroSettings.of(config),
             compute_bytes=compute_bytes,

@@ -88,7 +88,7 @@ def launch(arguments: list[str], ranks: int = WORLD_SIZE) -> Finished:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     return Finished(done.returncode, done.stdout)
 

@@ -392,6 +392,19 @@ def test_a_run_that_cannot_fit_is_told_what_to_change(tmp_path: Path, refused: s
     assert any(expected in words for words in advice(job, cluster)), advice(job, cluster)
 
 
+def test_each_piece_of_advice_written_into_the_file_makes_the_run_fit(tmp_path: Path) -> None:
+    """The text tower's chunks, which the file sets, are the peak; half of the images' would change nothing."""
+    cluster = describe(gpus=1, gpu_memory="24GB", host_memory="64GB")
+    settings = json.loads((Path(__file__).parents[2] / "ds_configs" / "huge_batch.json").read_text())
+    words = advice(workload(tmp_path, 1, settings=settings), cluster)
+    assert any("text_micro_batch_size" in change for change in words)
+    for change in words:
+        changed = dict(settings)
+        for key, value in json.loads("{" + change + "}").items():
+            changed[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+        assert fits(workload(tmp_path, 1, settings=changed), cluster), change
+
+
 def test_changes_are_combined_where_none_is_enough_alone(tmp_path: Path) -> None:
     job = workload(tmp_path, model="ViT-bigG-14", train_micro_batch_size_per_gpu=512)
     (together,) = advice(job, describe(gpu="h200", gpus=8, gpu_memory="11GiB"))
