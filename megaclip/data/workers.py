@@ -160,8 +160,11 @@ def _watch_workers() -> None:
 
 
 def _begin_worker(_: int) -> None:
-    # Ctrl-C reaches every process of the terminal; the main process ends the workers itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches every process of the terminal, SIGUSR1 every one with the rank's command line: the main process
+    # ends the workers itself, by SIGTERM.
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # What is wrong with an image is counted; Pillow's remarks on metadata and size are noise.
     warnings.filterwarnings("ignore", module="PIL")
 

@@ -7,6 +7,7 @@ engine, resume if asked, then step, evaluate and save until the schedule ends.
 import json
 import math
 import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -39,6 +40,7 @@ from megaclip.engine.resume import describe_run, resume
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import Schedule, constant, constant_with_cooldown, cosine
 from megaclip.engine.step_store import StepStore, open_step_store
+from megaclip.engine.stop import StopSignals
 from megaclip.errors import CheckpointError, ConfigError, DataError, MegaclipError
 from megaclip.evaluation import (
     CaptionGroups,
@@ -66,7 +68,7 @@ def main(argv: list[str], *, patience_s: float | None = None) -> int:
     exit_code = 0
     try:
         arguments = parse_arguments(argv)
-        train(arguments)
+        exit_code = train(arguments)
     except MegaclipError as error:
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             logger.error("%s", error)
@@ -82,8 +84,8 @@ def main(argv: list[str], *, patience_s: float | None = None) -> int:
     return exit_code
 
 
-def train(arguments: TrainArguments) -> None:
-    """Train on this rank, together with the others.
+def train(arguments: TrainArguments) -> int:
+    """Train on this rank, together with the others; returns the exit code: 0, or what `megaclip.engine.stop` says.
 
     Raises MegaclipError, on every rank, when anything the user can mend goes wrong.
     """
@@ -98,9 +100,13 @@ def train(arguments: TrainArguments) -> None:
     if run.step >= run.last_step:
         done = folder if arguments.resume == "auto" else arguments.resume
         logger.info("nothing left to train: %s has all %d steps", done, run.last_step)
-        return
-    run.to_the_end()
+        return 0
+    stopped_by = run.to_the_end()
     report_peak(plan)
+    if stopped_by is None:
+        return 0
+    raise_together(None)  # all have said and written everything: a launcher ends the others when the first one leaves
+    return 128 + stopped_by
 
 
 def start_process_group() -> None:
@@ -189,8 +195,8 @@ class Run:
         self.scores: dict[str, float] = {}
         self.bad_samples: dict[str, int] = {}
 
-    def to_the_end(self) -> None:
-        """Train from `self.step` to the last step."""
+    def to_the_end(self) -> signal.Signals | None:
+        """Train from `self.step` to the last step; returns the signal that ended it before, if one did."""
         logger.info(
             "training steps %d to %d of %d: contrastive batch %d = %d ranks x %d image chunks of %d or %d text chunks "
             "of %d, %d samples an epoch",
@@ -214,27 +220,37 @@ class Run:
             log_every=self.arguments.log_every_n_steps,
             monitor=self.engine.monitor,
         )
-        with shown as metrics, self.open_data() as batch:
+        with StopSignals() as signals, shown as metrics, self.open_data() as batch:
             try:
-                self._train(batch, metrics)
+                stopped_by = self._train(batch, metrics, signals)
             except DataError as error:  # on every rank, and before an update: what was trained so far is whole
+                stopped_by = signals.agreed()  # launchers end the data workers too
                 self._save_unsaved(error)
-                raise
-            if self.rank == 0:
+                if stopped_by is None:
+                    raise
+            if stopped_by:
+                go_on = f"--name {self.folder.name} --resume auto"
+                logger.info("stopped by %s after step %d; go on with %s", stopped_by.name, self.step, go_on)
+            elif self.rank == 0:
                 self._write_summary(metrics)
+        return stopped_by
 
-    def _train(self, batch: StepStore, metrics: Metrics) -> None:
+    def _train(self, batch: StepStore, metrics: Metrics, signals: StopSignals) -> signal.Signals | None:
         while self.step < self.last_step:
             done = self.train_step(batch)
             metrics.step(self.step, done)
             ends = self.step == self.last_step
-            if ends or self._is_due(self.arguments.eval_every_steps, self.arguments.val_frequency):
+            stopped_by = None if ends else signals.agreed()
+            if ends or (not stopped_by and self._is_due(self.arguments.eval_every_steps, self.arguments.val_frequency)):
                 self._evaluate(metrics)
-            if ends or self._is_due(self.arguments.save_every_steps, self.arguments.save_frequency):
+            if ends or stopped_by or self._is_due(self.arguments.save_every_steps, self.arguments.save_frequency):
                 self._save()
                 self.bad_samples = sum_counts(batch.bad_counts)
                 metrics.bad_samples(self.step, self.bad_samples)
                 metrics.resume_clock()
+            if stopped_by:
+                return stopped_by
+        return None
 
     def open_data(self) -> AbstractContextManager[StepStore]:
         """This rank's training data from the next step on, for `train_step`; every rank opens it."""

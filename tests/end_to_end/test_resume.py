@@ -35,6 +35,7 @@ from tests.end_to_end.training_runs import (
 STEPS = 10  # an epoch has 8: the resumed part goes on into the second one
 SAVE_EVERY = 4
 KILLED_AFTER = 7
+TOLD_BY, TOLD_AFTER = signal.SIGTERM, 5
 SCHEDULE = {"train_steps": STEPS, "warmup": 3, "save_every_steps": SAVE_EVERY, "keep_last": 9}
 CONFIGS: dict[str, dict[str, Any]] = {
     "zero1": {"zero_optimization": {"stage": 1}},
@@ -72,8 +73,17 @@ class Runs:
     recorded: dict[str, list[Recorded]]
 
 
-def record(command: list[str], store: str, kill_after: int | None = None) -> Recorded:
-    """`main(command)` in this rank, which notes the samples it takes and may kill itself between two steps."""
+@dataclass
+class Sent:
+    """A signal to some of the ranks, between two steps."""
+
+    signal: signal.Signals
+    after: int
+    ranks: tuple[int, ...]
+
+
+def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded:
+    """`main(command)` in this rank, which notes the samples it takes and may send itself a signal."""
     ids: list[list[int]] = []
     bind, show_step = RunLoss.bind, Metrics.step
 
@@ -81,24 +91,25 @@ def record(command: list[str], store: str, kill_after: int | None = None) -> Rec
         ids.append(taken().tolist())
         return bind(loss, taken, epoch)
 
-    def dying(metrics: Metrics, step: int, *arguments: Any) -> None:
+    def sending(metrics: Metrics, step: int, *arguments: Any) -> None:
         show_step(metrics, step, *arguments)
-        if step == kill_after:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if sent and step == sent.after and int(os.environ["RANK"]) in sent.ranks:
+            os.kill(os.getpid(), sent.signal)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunLoss, "bind", noting)
-        patch.setattr(Metrics, "step", dying)
+        patch.setattr(Metrics, "step", sending)
         return Recorded(run_here(command, Path(store)), ids)
 
 
-def record_all(commands: dict[str, list[str]], stores: str) -> dict[str, Recorded]:
-    return {name: record(command, f"{stores}/store_{name}") for name, command in commands.items()}
+def record_all(commands: dict[str, list[str]], stores: str, sent: dict[str, Sent]) -> dict[str, Recorded]:
+    return {name: record(command, f"{stores}/store_{name}", sent.get(name)) for name, command in commands.items()}
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def runs(request, tiny_run, tmp_path_factory) -> Runs:
-    """never: without a stop. killed, then resumed. path: from a checkpoint of `never`. stopped, then continued."""
+    """never: without a stop. killed, then resumed. path: from a checkpoint of `never`. stopped, then continued. told to
+    stop by a signal to one rank, then taken up."""
     name = request.param
     logs = tmp_path_factory.mktemp(name)
     config = logs / "ds_config.json"
@@ -108,7 +119,8 @@ def runs(request, tiny_run, tmp_path_factory) -> Runs:
         return flags(tiny_run, config, logs, name=run, **SCHEDULE, **FLAGS[name], **changes)
 
     with pytest.raises(RankFailure, match="2 of 2 ranks failed") as killed:
-        run_ranks(record, WORLD_SIZE, command("killed"), str(logs / "unused"), KILLED_AFTER)
+        kill = Sent(signal.SIGKILL, KILLED_AFTER, ranks=(0, 1))
+        run_ranks(record, WORLD_SIZE, command("killed"), str(logs / "unused"), kill)
     assert str(killed.value).count(f"exit code -{signal.SIGKILL}") == WORLD_SIZE
     commands = {
         "never": command("never"),
@@ -116,15 +128,24 @@ def runs(request, tiny_run, tmp_path_factory) -> Runs:
         "path": command("path", resume=logs / "never" / "checkpoints" / "step_00000008"),
         "stopped": command("stopped", stop_after_steps=3),
         "continued": command("stopped", resume="auto"),
+        "told": command("told"),
+        "taken up": command("told", resume="auto"),
     }
-    per_rank = run_ranks(record_all, WORLD_SIZE, commands, str(logs))
+    sent = {"told": Sent(TOLD_BY, TOLD_AFTER, ranks=(1,))}
+    per_rank = run_ranks(record_all, WORLD_SIZE, commands, str(logs), sent)
     recorded = {name: [results[name] for results in per_rank] for name in commands}
     for name, ranks in recorded.items():
-        assert [rank.end.exit_code for rank in ranks] == [0] * WORLD_SIZE, f"{name}: {ranks[0].end.output}"
+        expected = 128 + sent[name].signal if name in sent else 0
+        assert [rank.end.exit_code for rank in ranks] == [expected] * WORLD_SIZE, f"{name}: {ranks[0].end.output}"
     return Runs(config, logs, recorded)
 
 
-CONTINUED = {"resumed": ("killed", SAVE_EVERY), "path": ("path", 8), "continued": ("stopped", 3)}
+CONTINUED = {
+    "resumed": ("killed", SAVE_EVERY),
+    "path": ("path", 8),
+    "continued": ("stopped", 3),
+    "taken up": ("told", TOLD_AFTER),
+}
 """Name of the continuing run -> its folder, and the steps it found done."""
 
 
@@ -163,6 +184,13 @@ def test_every_sample_once_an_epoch(runs):
     taken = [sorted(i for rank in runs.recorded["never"] for i in rank.ids[step]) for step in range(STEPS)]
     assert sorted(i for step in taken[:8] for i in step) == list(range(256))
     assert taken[8:] != taken[: STEPS - 8]  # shuffled anew
+
+
+@pytest.mark.parametrize("runs", ["zero1"], indirect=True)
+def test_a_signal_to_one_rank_stops_all_after_the_step(runs):
+    first, second = runs.recorded["told"]
+    assert len(first.ids) == len(second.ids) == TOLD_AFTER
+    assert f"stopped by SIGTERM after step {TOLD_AFTER}; go on with --name told --resume auto" in first.end.output
 
 
 @pytest.mark.parametrize("runs", ["zero1"], indirect=True)

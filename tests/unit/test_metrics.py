@@ -20,7 +20,6 @@ from megaclip.engine.metrics import Metrics, StepMetrics
 def test_the_first_step_every_tenth_and_at_least_one_a_minute_are_shown(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     step_s: float,
     expected: list[int],
 ) -> None:
