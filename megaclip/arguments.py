@@ -86,7 +86,9 @@ class TrainArguments(BaseModel):
 
     epochs: Positive | None = Field(default=None, description="passes over the training data (default 32)")
     train_steps: Positive | None = Field(default=None, description="optimizer steps, instead of --epochs")
-    warmup: NotNegative = Field(default=10000, description="warm-up steps")
+    warmup: NotNegative | None = Field(
+        default=None, description="warm-up steps (default: 10000, or a tenth of the run's steps if that is less)"
+    )
     lr_scheduler: Literal["cosine", "const", "const-cooldown"] = Field(default="cosine", description="schedule")
     epochs_cooldown: Positive | None = Field(default=None, description="const-cooldown: epochs of cooldown at the end")
     cooldown_steps: Positive | None = Field(default=None, description="const-cooldown: steps of cooldown at the end")

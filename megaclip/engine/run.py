@@ -38,7 +38,14 @@ from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.preflight import check_fit, report_peak
 from megaclip.engine.resume import describe_run, resume
 from megaclip.engine.run_loss import RunLoss
-from megaclip.engine.schedules import Schedule, constant, constant_with_cooldown, cosine
+from megaclip.engine.schedules import (
+    LONGEST_DEFAULT_WARMUP,
+    Schedule,
+    constant,
+    constant_with_cooldown,
+    cosine,
+    default_warmup,
+)
 from megaclip.engine.step_store import StepStore, open_step_store
 from megaclip.engine.stop import StopSignals
 from megaclip.errors import CheckpointError, ConfigError, DataError, MegaclipError
@@ -370,19 +377,25 @@ class Run:
 
     def _make_schedule(self) -> Schedule:
         arguments = self.arguments
-        if arguments.warmup > self.total_steps:
-            raise ConfigError(f"--warmup {arguments.warmup} is longer than the run's {self.total_steps} steps")
+        warmup = arguments.warmup
+        if warmup is None:
+            warmup = default_warmup(self.total_steps)
+            if warmup < LONGEST_DEFAULT_WARMUP:
+                logger.info("warm-up of %d steps, a tenth of the run's; --warmup changes it", warmup)
+        if warmup > self.total_steps:
+            raise ConfigError(f"--warmup {warmup} is longer than the run's {self.total_steps} steps")
         if arguments.lr_scheduler == "const":
-            return constant(arguments.warmup)
+            return constant(warmup)
         if arguments.lr_scheduler == "cosine":
-            return cosine(arguments.warmup, self.total_steps)
+            return cosine(warmup, self.total_steps)
         cooldown_steps = arguments.cooldown_steps or self._epochs_to_steps(arguments.epochs_cooldown or 1)
-        if arguments.warmup + cooldown_steps > self.total_steps:
-            raise ConfigError(f"warm-up and cooldown together are longer than the run's {self.total_steps} steps")
+        if warmup + cooldown_steps > self.total_steps:
+            raise ConfigError(
+                f"a warm-up of {warmup} steps and a cooldown of {cooldown_steps} are longer together than the run's "
+                f"{self.total_steps}"
+            )
         end_factor = arguments.lr_cooldown_end / self.inputs.config.learning_rate
-        return constant_with_cooldown(
-            arguments.warmup, self.total_steps, cooldown_steps, arguments.lr_cooldown_power, end_factor
-        )
+        return constant_with_cooldown(warmup, self.total_steps, cooldown_steps, arguments.lr_cooldown_power, end_factor)
 
     def _is_due(self, every_steps: int | None, every_epochs: int) -> bool:
         """Whether something that happens every so many steps, or else epochs, is due after `self.step` steps."""

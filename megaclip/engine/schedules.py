@@ -10,6 +10,14 @@ Schedule = Callable[[int], float]
 """step (0-based, the one about to be taken) -> factor of the peak learning rate."""
 
 
+LONGEST_DEFAULT_WARMUP = 10_000
+
+
+def default_warmup(total_steps: int) -> int:
+    """Steps of warm-up where none are asked for: open_clip's 10,000, at most a tenth of the run."""
+    return min(LONGEST_DEFAULT_WARMUP, total_steps // 10)
+
+
 def _warmed_up(warmup_steps: int, after: Schedule) -> Schedule:
     return lambda step: (step + 1) / warmup_steps if step < warmup_steps else after(step)
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaclip.engine.schedules import constant, constant_with_cooldown, cosine
+from megaclip.engine.schedules import constant, constant_with_cooldown, cosine, default_warmup
 
 scheduler = pytest.importorskip("open_clip_train.scheduler", reason="open_clip's training package is the oracle")
 
@@ -53,3 +53,10 @@ def test_the_end_is_reached_and_kept():
     """A step beyond the last, as a resumed and prolonged run takes, does not turn the rate up again."""
     assert [cosine(2, 10)(step) for step in (10, 11, 25)] == [0.0, 0.0, 0.0]
     assert [constant_with_cooldown(2, 10, 4, 1.0, 0.5)(step) for step in (10, 11, 25)] == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"), [(5, 0), (1280, 128), (99_999, 9_999), (100_000, 10_000), (10**6, 10_000)]
+)
+def test_the_default_warmup_fits_short_runs(total, expected):
+    assert default_warmup(total) == expected
