@@ -16,6 +16,7 @@ from megaclip.config import BatchPlan
 from megaclip.data import check_manifest
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
+from megaclip.engine.schedules import default_warmup
 from megaclip.errors import CheckpointError, MegaclipError
 from megaclip.logging import get_logger
 
@@ -49,8 +50,22 @@ def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPla
     }
 
 
+def _follows_length(arguments: TrainArguments, loss: RunLoss, done: int, *lengths: int) -> str | None:
+    """The setting by which the steps after `done` are not the same in runs of these lengths (steps in all), if any."""
+    if arguments.lr_scheduler != "const":
+        return f"--lr-scheduler {arguments.lr_scheduler}"
+    if arguments.warmup is None and done < max(map(default_warmup, lengths)):
+        return "--warmup, by default a tenth of the steps,"
+    return loss.follows_length
+
+
 def resume(
-    engine: DeepSpeedEngine, loss: RunLoss, identity: dict[str, Any], *, wanted: str | None, checkpoints: Path
+    engine: DeepSpeedEngine,
+    loss: RunLoss,
+    identity: dict[str, Any],
+    *,
+    arguments: TrainArguments,
+    checkpoints: Path,
 ) -> tuple[int, int]:
     """Load the checkpoint that --resume means, if there is one, on every rank.
 
@@ -58,7 +73,7 @@ def resume(
         engine: parameters and optimizer state go there.
         loss: its own state goes there.
         identity: `describe_run` of this run.
-        wanted: --resume: "auto", a path, or None.
+        arguments: --resume is "auto", a path, or None.
         checkpoints: this run's checkpoints folder, where "auto" looks.
 
     Returns:
@@ -67,6 +82,7 @@ def resume(
     Raises:
         CheckpointError, DataError: on every rank: no such checkpoint, damaged, or of another run.
     """
+    wanted = arguments.resume
     error: Exception | None = None
     found: tuple[Path, str] | None = None
     state: dict[str, Any] = {}
@@ -79,6 +95,7 @@ def resume(
         if found is not None:
             state = store.read_state(*found)
             _check_continues(state, identity)
+            _check_length(state, identity, arguments, loss)
     except MegaclipError as problem:
         error = problem
     raise_together(error)
@@ -120,7 +137,7 @@ def _check_continues(state: dict[str, Any], identity: dict[str, Any]) -> None:
         )
     check_manifest(state["data"], identity["data"])
     for key, now in json.loads(json.dumps(identity)).items():
-        if key == "data" or key in _DIVISION or (was := state[key]) == now:
+        if key in ("data", "total_steps", *_DIVISION) or (was := state[key]) == now:
             continue
         if key == "global_batch":
             raise CheckpointError(
@@ -129,6 +146,17 @@ def _check_continues(state: dict[str, Any], identity: dict[str, Any]) -> None:
                 f"{identity['world_size']} ranks"
             )
         raise CheckpointError(f"the checkpoint was written with {_first_difference(key, was, now)}")
+
+
+def _check_length(state: dict[str, Any], identity: dict[str, Any], arguments: TrainArguments, loss: RunLoss) -> None:
+    """Raise if this run is longer or shorter than the one that wrote `state`, and it matters."""
+    was, now = state["total_steps"], identity["total_steps"]
+    if was != now and (setting := _follows_length(arguments, loss, state["step"], was, now)):
+        raise CheckpointError(
+            f"the checkpoint is of a run of {was} steps in all and this one has {now}, but {setting} follows that: "
+            f"give --train-steps {was} instead of --epochs; or, for more steps on a new schedule, export the "
+            "checkpoint with tools/export_open_clip.py and start from it with --pretrained"
+        )
 
 
 def _first_difference(name: str, was: Any, now: Any) -> str:

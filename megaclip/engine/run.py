@@ -195,7 +195,7 @@ class Run:
             self.engine.device,
         )
         self.step, self.samples_consumed = resume(
-            self.engine, self.loss, self.identity, wanted=arguments.resume, checkpoints=self.checkpoints
+            self.engine, self.loss, self.identity, arguments=arguments, checkpoints=self.checkpoints
         )
         self.saved_step = self.step
         _write_on_first_rank(self._write_description)  # not before: a refused --resume must leave the old one alone

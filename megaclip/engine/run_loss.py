@@ -30,6 +30,7 @@ class RunLoss:
         }
         if section.is_global:
             options |= section.fastclip.model_dump(exclude_unset=True, exclude_none=True) | {"samples": samples}
+            self._gamma_epochs_are_ours = "gamma_epochs" not in options
             options.setdefault("gamma_epochs", epochs / 2)  # FastCLIP, section 5: half of the epochs
             state_device = options.pop("state_device", "cpu")
             options["state_device"] = device if state_device == "accelerator" else "cpu"
@@ -56,6 +57,17 @@ class RunLoss:
         """After the model's update: the loss's own. progress: fraction of the training done."""
         if self._global is not None:
             self._global.step(progress)
+
+    @property
+    def follows_length(self) -> str | None:
+        """The setting of the loss that follows the number of the run's steps, if one does."""
+        if self._global is None:
+            return None
+        if self._global.gamma_schedule == "cosine" and self._gamma_epochs_are_ours:
+            return "megaclip.fastclip.gamma_epochs, by default half of the epochs,"
+        if self._global.temperature_schedule == "cosine":
+            return 'megaclip.fastclip.temperature_schedule "cosine"'
+        return None
 
     @property
     def log_scale(self) -> torch.Tensor | None:

@@ -55,6 +55,24 @@ def test_gamma_falls_over_half_of_the_run_unless_told() -> None:
         assert loss.gamma_epochs == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("clip", {}, None),
+        ("fastclip_v3", {}, "gamma_epochs"),
+        ("fastclip_v3", {"gamma_epochs": 3}, None),
+        ("fastclip_v3", {"gamma_schedule": "constant"}, None),
+        ("sogclr", {}, None),
+        ("sogclr", {"gamma_schedule": "cosine"}, "gamma_epochs"),
+        ("fastclip_v3", {"gamma_epochs": 3, "temperature_schedule": "cosine"}, "temperature_schedule"),
+    ],
+)
+def test_what_follows_the_length_of_the_run_is_named(name: str, given: dict, expected: str | None) -> None:
+    section = MegaclipSection(loss=name, fastclip=given)
+    loss = RunLoss(section, samples=9, epochs=20, device=torch.device("cpu"))
+    assert loss.follows_length is None if expected is None else expected in (loss.follows_length or "")
+
+
 def test_a_bound_of_the_models_scale_is_refused(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 4,
