@@ -1,6 +1,7 @@
 """The loaders: exactly once through changes of ranks and workers, exact resume, bad samples, dying workers."""
 
 import functools
+import json
 import os
 import pickle
 import shutil
@@ -128,6 +129,21 @@ def test_a_step_can_be_read_twice(pairs):
         assert twice.samples_consumed == once.samples_consumed
 
 
+def test_an_image_with_several_captions_shows_each_of_them_once_in_as_many_epochs(tmp_path):
+    rows = []
+    for number in range(STEP):
+        (tmp_path / f"{number}.png").write_bytes(picture(number))
+        rows.append({"image": f"{number}.png", "caption": [f"caption {3 * number + turn}" for turn in range(3)]})
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    loader = loader_of(open_pairs([str(tmp_path / "pairs.jsonl")]))
+    shown = np.empty((3, STEP), dtype=np.int64)
+    for epoch in range(3):
+        batch = next(loader)
+        shown[epoch, batch.ids.numpy()] = batch.tokens[:, 0].numpy()
+    assert np.sort(shown, axis=0).T.tolist() == np.arange(3 * STEP).reshape(STEP, 3).tolist()
+    assert set(shown[0] % 3) == {0, 1, 2}  # not the same turn of every image
+
+
 def test_augmentation_changes_with_the_epoch(pairs):
     _, images, _ = take_steps(pairs, 10)
     first = {i: image for (step, i), image in images.items() if step < 5}
@@ -228,6 +244,17 @@ def captions_shown_by_three_ranks(dataset):
             batch = next(loader)
             shown |= dict(zip(batch.ids.tolist(), batch.tokens[:, 0].tolist(), strict=True))
     return shown
+
+
+def test_reading_a_step_twice_counts_its_bad_samples_once(tmp_path):
+    dataset = make_bad(tmp_path, BAD)
+    once, twice = (loader_of(dataset, micro_batches=2, max_bad_fraction=0.5, reads_per_step=reads) for reads in (1, 2))
+    for _ in range(5):
+        for loader, taken in ((once, 2), (twice, 4)):
+            for _ in range(taken):
+                next(loader)
+        assert twice.bad_counts == once.bad_counts
+    assert Counter(once.bad_counts) >= Counter(KINDS)
 
 
 def test_each_kind_is_logged_once(tmp_path, monkeypatch):

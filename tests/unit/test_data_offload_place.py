@@ -48,6 +48,21 @@ def test_what_fits_nowhere_is_refused(free):
         free("auto", memory=999, disk=999)
 
 
+def test_ranks_of_one_host_share_what_is_free_there_and_the_poorest_host_decides(free, monkeypatch):
+    def second_rank_here_and_one_elsewhere(own):
+        return [own, own, own._replace(name="elsewhere", free_memory=9999, free_disk=9999)]
+
+    monkeypatch.setattr(data_offload, "gather_objects", second_rank_here_and_one_elsewhere)
+    assert free("auto", memory=2002, disk=0).name == "cpu"
+    assert free("auto", memory=1998, disk=2001).name == "disk"
+    with pytest.raises(ConfigError, match="fit nowhere"):
+        free("auto", memory=1998, disk=1999)
+    monkeypatch.setattr(
+        data_offload, "gather_objects", lambda own: [own, own._replace(name="elsewhere", free_memory=999)]
+    )
+    assert free("auto", memory=5000, disk=5000).name == "disk"
+
+
 def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
     everything = free_memory()
     (tmp_path / "memory.max").write_text("10000\n")
