@@ -52,6 +52,9 @@ def test_each_way_is_chosen_where_it_is_plainly_best(monkeypatch: pytest.MonkeyP
 def test_memory_and_what_is_asked_for_limit_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     little = FAST_LINKS._replace(free_bytes=2**20)
     assert chosen(monkeypatch, little, 1024) == ("ring", "feature")
+    # The features of 4 ranks in 2 bytes and their gradients in 4: 4 x 1024 x 512 x 6 bytes are 12 MiB.
+    assert chosen(monkeypatch, FAST_LINKS._replace(free_bytes=23 * 2**20), 1024) == ("ring", "feature")
+    assert chosen(monkeypatch, FAST_LINKS._replace(free_bytes=25 * 2**20), 1024) == ("all_gather", "feature")
     assert chosen(monkeypatch, little, 1024, exchange="all_gather") == ("all_gather", "feature")
     assert chosen(monkeypatch, SLOW_LINKS, 1024, exchange="ring") == ("ring", "scalar")
     assert chosen(monkeypatch, FAST_LINKS, 1024, reduction="scalar") == ("all_gather", "scalar")
