@@ -11,6 +11,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.consolidate import consolidated_weights
@@ -104,9 +105,14 @@ def check_export(stage, bf16, folder):
         folder.mkdir(parents=True)
         write_model_card(folder / store.MODEL_CARD, CONFIG, OPENAI_PREPROCESS)
     dist.barrier()
+    masters = {}
+    if stage:
+        trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+        masters = {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in trained.items()}
     tag = store.save(engine, folder, step=1, state={}, keep_last=1)
     if dist.get_rank() == 0:
         joined = consolidated_weights(folder, tag)
+        assert_equal({name: joined[name] for name in masters}, masters)
         assert {value.dtype for value in joined.values()} == {torch.float32}
         # In bfloat16 the masters are exported; the running weights are their rounding.
         dtype = torch.bfloat16 if bf16 else torch.float32
