@@ -569,6 +569,22 @@ def test_a_frozen_tower_in_chunks_keeps_no_graph(tmp_path: Path) -> None:
     assert asked.data_store == "cpu" and asked.cpu["step store"] == 8 * 512 * image.input_bytes
 
 
+def test_the_image_towers_graph_waits_while_the_text_tower_is_back_propagated(tmp_path: Path) -> None:
+    job = replace(workload(tmp_path), local_batch=512)
+    whole, frozen = (plan_memory(each, H200).gpu_phases for each in (job, replace(job, image_unlocked=0)))
+    waiting = [whole[name]["activations"] - frozen[name]["activations"] for name in ("loss", "text tower backward")]
+    assert waiting[0] == waiting[1] > 512 * 12 * 50 * 768 * 2  # at least every block's input, 50 tokens of 768 in bf16
+
+
+def test_embeddings_and_their_gradients_wait_in_host_memory_where_they_are_offloaded(tmp_path: Path) -> None:
+    on_gpu, on_host = (
+        plan_memory(workload(tmp_path, ranks=16, megaclip={"embeddings_offload": where}), describe(gpus=8, hosts=2))
+        for where in (False, True)
+    )
+    assert "embeddings" not in on_gpu.cpu
+    assert on_host.cpu["embeddings"] == 8 * 2 * 2 * 4096 * 512 * 2  # ranks, towers, gradients too, (b, D), bf16
+
+
 def test_sizes_and_rates_are_read_or_refused(tmp_path: Path) -> None:
     assert parse_size("80GiB") == 80 * GIB and parse_size("141 GB") == 141e9 and parse_size("512") == 512
     for wrong in ("", "GiB", "80 apples", "1.2.3GB"):
