@@ -4,6 +4,7 @@
 engine, resume if asked, then step, evaluate and save until the schedule ends.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -104,7 +105,7 @@ def train(arguments: TrainArguments) -> int:
     plan = check_fit(arguments, inputs)
     folder = _prepare_folder(arguments)
     run = Run(arguments, inputs, batch_plan, folder)
-    if run.step >= run.last_step:
+    if run.is_finished():
         done = folder if arguments.resume == "auto" else arguments.resume
         logger.info("nothing left to train: %s has all %d steps", done, run.last_step)
         return 0
@@ -173,6 +174,7 @@ class Run:
         self.batch_plan = batch_plan
         self.folder = folder
         self.checkpoints = folder / "checkpoints"
+        self._summary = folder / "metrics.json"
         self.rank = dist.get_rank()
         self.total_steps = self._count_steps()
         self.last_step = min(self.total_steps, arguments.stop_after_steps or self.total_steps)
@@ -201,6 +203,15 @@ class Run:
         _write_on_first_rank(self._write_description)  # not before: a refused --resume must leave the old one alone
         self.scores: dict[str, float] = {}
         self.bad_samples: dict[str, int] = {}
+
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do: the last step is done and, unless another run did it, its scores are written
+        (a run may have been killed in between)."""
+        scored_step = None
+        with contextlib.suppress(OSError, ValueError):
+            scored_step = json.loads(self._summary.read_text(encoding="utf-8"))["steps"]
+        scored_step = gather_objects(scored_step)[0]  # as the first rank, which writes the file, sees it
+        return self.step >= self.last_step and (self.arguments.resume != "auto" or scored_step == self.step)
 
     def to_the_end(self) -> signal.Signals | None:
         """Train from `self.step` to the last step; returns the signal that ended it before, if one did."""
@@ -248,8 +259,6 @@ class Run:
             metrics.step(self.step, done)
             ends = self.step == self.last_step
             stopped_by = None if ends else signals.agreed()
-            if ends or (not stopped_by and self._is_due(self.arguments.eval_every_steps, self.arguments.val_frequency)):
-                self._evaluate(metrics)
             if ends or stopped_by or self._is_due(self.arguments.save_every_steps, self.arguments.save_frequency):
                 self._save()
                 self.bad_samples = sum_counts(batch.bad_counts)
@@ -257,6 +266,9 @@ class Run:
                 metrics.resume_clock()
             if stopped_by:
                 return stopped_by
+            if not ends and self._is_due(self.arguments.eval_every_steps, self.arguments.val_frequency):
+                self._evaluate(metrics)
+        self._evaluate(metrics)
         return None
 
     def open_data(self) -> AbstractContextManager[StepStore]:
@@ -418,10 +430,7 @@ class Run:
 
     def _write_summary(self, metrics: Metrics) -> None:
         finite = {name: value for name, value in self.scores.items() if math.isfinite(value)}
-        summary = {
-            **finite,
-            "steps": self.step,
-            "samples_per_s": metrics.samples_per_s,
-            "bad_samples": self.bad_samples,
-        }
-        store.write_atomically(self.folder / "metrics.json", json.dumps(summary, indent=1))
+        summary = {**finite, "steps": self.step, "bad_samples": self.bad_samples}
+        if metrics.samples_per_s:  # not where only the scores were missing
+            summary["samples_per_s"] = metrics.samples_per_s
+        store.write_atomically(self._summary, json.dumps(summary, indent=1))

@@ -17,6 +17,7 @@ import torch
 
 from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.engine.metrics import Metrics
+from megaclip.engine.run import Run
 from megaclip.engine.run_loss import RunLoss
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.end_to_end.training_runs import (
@@ -203,6 +204,32 @@ def test_a_finished_run_is_left_as_it_is(runs, tiny_run):
     assert f"nothing left to train: {run} has all {STEPS} steps" in ends[0].output
     assert json.loads(kept[run / "metrics.json"])["steps"] == STEPS
     assert kept == {path: path.read_bytes() for path in kept}
+
+
+def fails_to_evaluate(command: list[str], store: str) -> Finished:
+    """`main(command)` in this rank, whose evaluation is not to be survived."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_evaluate", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        return run_here(command, Path(store))
+
+
+@pytest.mark.parametrize("runs", ["zero1"], indirect=True)
+def test_a_run_killed_in_its_last_evaluation_has_only_that_to_do(runs, tiny_run):
+    """Saving comes before evaluating."""
+
+    def command(**changes: Any) -> list[str]:
+        data = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16}
+        schedule = {**SCHEDULE, "train_steps": 2, "warmup": 1}
+        return flags(tiny_run, runs.config, runs.logs, name="unscored", **schedule, **data, **changes)
+
+    with pytest.raises(RankFailure):
+        run_ranks(fails_to_evaluate, WORLD_SIZE, command(), str(runs.logs / "unused_too"))
+    run = runs.logs / "unscored"
+    assert (run / "checkpoints" / "latest").read_text() == "step_00000002" and not (run / "metrics.json").exists()
+    (ends,) = run_in_ranks([command(resume="auto")])
+    assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
+    scores = json.loads((run / "metrics.json").read_text())
+    assert scores["steps"] == 2 and 0 <= scores["retrieval_r1_i2t"] <= 1 and "samples_per_s" not in scores
 
 
 @pytest.mark.long
