@@ -68,9 +68,8 @@ for file in "${env_files[@]}"; do
   fi
 done
 
-launch=()
-$no_ssh || launch+=(setsid) # away from the terminal, so that Ctrl-C reaches `stop` alone
-launch+=(deepspeed --hostfile "$hostfile" --master_addr "$master_addr" --master_port "$master_port")
+# setsid: away from the terminal, so that Ctrl-C reaches `stop` alone.
+launch=(setsid deepspeed --hostfile "$hostfile" --master_addr "$master_addr" --master_port "$master_port")
 
 if $no_ssh; then
   [[ $node_rank =~ ^[0-9]+$ ]] && ((node_rank < ${#hosts[@]})) ||
@@ -104,44 +103,72 @@ else
   launch+=(--no_ssh_check --force_multi "$root/launch/train.py" "${quoted[@]}")
 fi
 
-# Ranks outlive the ssh connection that started them: one that waits in a collective for a dead rank would hold its GPU
-# until the backend's timeout. The [d] keeps the pattern from matching the shell that runs pkill.
-end_remote_ranks() {
-  local job="[d]eepspeed.launcher.launch .*--master_addr=$master_addr --master_port=$master_port "
-  pdsh -w "$(IFS=, && echo "${hosts[*]}")" "pkill -TERM -f '$job' || true" || true
+# To the ranks of this job and host, or hosts: not to DeepSpeed's handlers, of which one would end every DeepSpeed job of
+# this user and the other gives a rank 30 s. Ranks outlive the ssh connection that started them: one that waits in a
+# collective for a dead rank would hold its GPU until the backend's timeout. The ^ keeps the pattern from matching pdsh
+# and the shells that run it.
+signal_ranks() {
+  local launcher_of_ranks="^[^ ]+ -u -m deepspeed.launcher.launch .*--master_addr=$master_addr --master_port=$master_port "
+  local command="pgrep -f '$launcher_of_ranks' | xargs -r -n 1 pkill -$1 -P"
+  if $no_ssh; then bash -c "$command"; else pdsh -w "$(IFS=, && echo "${hosts[*]}")" "$command"; fi || true
 }
 
-# DeepSpeed's handler would end every DeepSpeed job of this user on these hosts: signal its child, and then this job only.
-stop() {
-  trap '' INT TERM USR1
+end_at_once() {
+  trap '' INT TERM USR1 USR2
+  signal_ranks KILL
   pkill -TERM -P "$launcher" || kill -TERM "$launcher" 2>/dev/null || true
-  $no_ssh || end_remote_ranks
   wait "$launcher" || true
   exit "$1"
 }
 
+stopped='' # the exit code, once the ranks have been told to save and end
+stop() {
+  [[ -z $stopped ]] || { [[ $1 == USR1 ]] && return; end_at_once "$stopped"; }
+  stopped=$2
+  echo "multi_node.sh: the ranks save after this step and end; Ctrl-C or SIGTERM ends them at once" >&2
+  signal_ranks "$1"
+}
+
 failed() {
-  trap '' USR1
-  echo "multi_node.sh: a rank failed: see the first error above, and docs/multi_node.md" >&2
+  trap '' USR2
+  [[ $stopped ]] || echo "multi_node.sh: a rank failed: see the first error above, and docs/multi_node.md" >&2
   for _ in {1..5}; do # the other hosts may be about to say why
     kill -0 "$launcher" 2>/dev/null || break
     sleep 1
   done
-  stop 1
+  end_at_once "${stopped:-1}"
 }
+
+# What ranks leave with that a signal has stopped: 128 + SIGINT, SIGUSR1 or SIGTERM.
+stop_codes='130|138|143'
 
 # pdsh says at once that a host failed and goes on to wait for the others (its option -k is not in every pdsh 2.34).
 watch_for_failure() {
   local line
   while IFS= read -r line; do
     printf '%s\n' "$line" >&2
-    if [[ $line =~ ^pdsh@.*:\ ssh\ (exited|killed) ]]; then kill -USR1 $$; fi
+    [[ ! $line =~ exit\ code\ ($stop_codes)$ ]] || continue
+    if [[ $line =~ ^pdsh@.*:\ ssh\ (exited|killed) ]]; then kill -USR2 $$; fi
   done
 }
 
-trap 'stop 130' INT
-trap 'stop 143' TERM
-trap failed USR1
-"${launch[@]}" 2> >(watch_for_failure) &
+wait_for_launcher() {
+  local code
+  while :; do # a trapped signal ends `wait` before its time
+    code=0
+    wait "$launcher" || code=$?
+    kill -0 "$launcher" 2>/dev/null || break
+  done
+  [[ -z $stopped ]] || exit "$stopped"
+  [[ $code =~ ^(0|$stop_codes)$ ]] || failed
+  exit "$code"
+}
+
+trap 'stop TERM 130' INT
+trap 'stop TERM 143' TERM
+trap 'stop USR1 138' USR1
+trap failed USR2
+# Some of Slurm's ways to signal a job reach every process: the launcher must not die of what the ranks wait for.
+(trap '' USR1 && exec "${launch[@]}" 2> >(watch_for_failure)) &
 launcher=$!
-wait "$launcher" || failed; exit 0 # one line: bash would go on reading a file that may have changed since
+wait_for_launcher # does not return: bash would go on reading a file that may have changed since

@@ -162,6 +162,23 @@ def test_ending_the_launcher_ends_the_ranks(
         wait_until(lambda: not (hosts.first.processes(RANK) or hosts.second.processes(RANK)), END_LIMIT_S)
 
 
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_launcher_lets_the_ranks_save(
+    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path, told: signal.Signals
+) -> None:
+    with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, log):
+        wait_until(lambda: "step 2/" in log.read_text(), LIMIT_S)
+        number = str(int(told))
+        subprocess.run(hosts.first.command("pkill", f"-{number}", "--oldest", "-f", "multi_node.sh"), check=True)
+        assert launcher.wait(END_LIMIT_S) == 128 + told
+        stopped = re.search(rf"stopped by {told.name} after step (\d+);", log.read_text())
+        assert stopped, log.read_text()
+        latest = tmp_path / "a run" / "checkpoints" / "latest"
+        assert latest.read_text() == f"step_{int(stopped[1]):08d}"
+        assert "a rank failed" not in log.read_text()
+        wait_until(lambda: not (hosts.first.processes(RANK) or hosts.second.processes(RANK)), END_LIMIT_S)
+
+
 def wait_until(condition: Callable[[], object], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():

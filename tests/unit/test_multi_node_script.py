@@ -129,9 +129,10 @@ def test_variables_that_deepspeed_cannot_read_are_refused(bench: Bench, line: st
     assert ".deepspeed_env, line 2:" in done.stderr
 
 
-def test_slurm_starts_one_launcher_per_node(bench: Bench) -> None:
-    bench.stand_in("scontrol", "#!/bin/bash\n[[ $* == 'show hostnames node-[7-8]' ]] && printf 'node-7\\nnode-8\\n'\n")
-    # srun runs the command on the last node of two
+def run_slurm_job(bench: Bench, *arguments: str) -> subprocess.CompletedProcess:
+    """slurm.sbatch on two nodes; `srun` runs the command on the last one."""
+    hosts = "[[ $* == 'show hostnames node-[7-8]' ]] && printf 'node-7\\nnode-8\\n'"
+    bench.stand_in("scontrol", f"#!/bin/bash\n{hosts} || echo $* >$RECORDS/scontrol\n")
     bench.stand_in("srun", '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\ncat "$HOSTFILE"\nSLURM_NODEID=1 "$@"\n')
     (bench.folder / "launch").symlink_to(LAUNCH)
     bench.environment |= {
@@ -140,14 +141,36 @@ def test_slurm_starts_one_launcher_per_node(bench: Bench) -> None:
         "SLURM_JOB_ID": "31234567",
         "SLURM_GPUS_ON_NODE": "4",
     }
-    done = subprocess.run(
-        ["bash", LAUNCH / "slurm.sbatch", "--train-data", "{0..3}.tar", "--name", "a b"],
+    return subprocess.run(
+        ["bash", LAUNCH / "slurm.sbatch", *arguments],
         cwd="/",
         env=bench.environment,
         capture_output=True,
         text=True,
         timeout=30,
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "flags", "requeued"),
+    [
+        (138, ["--resume", "auto"], True),
+        (138, [], False),  # the next start would not go on
+        (143, ["--resume", "auto"], False),  # scancel
+    ],
+)
+def test_slurm_starts_a_run_again_that_saved_before_the_time_limit(
+    bench: Bench, code: int, flags: list[str], requeued: bool
+) -> None:
+    bench.stand_in("deepspeed", f"#!/bin/bash\nexit {code}\n")
+    done = run_slurm_job(bench, *TRAINING, *flags)
+    assert done.returncode == code and "a rank failed" not in done.stderr
+    asked = bench.records / "scontrol"
+    assert (asked.exists() and asked.read_text() == "requeue 31234567\n") == requeued
+
+
+def test_slurm_starts_one_launcher_per_node(bench: Bench) -> None:
+    done = run_slurm_job(bench, "--train-data", "{0..3}.tar", "--name", "a b")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "node-7 slots=4\nnode-8 slots=4\n"
     arguments = (bench.records / "deepspeed").read_text().splitlines()
