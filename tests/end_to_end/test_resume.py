@@ -4,10 +4,12 @@ The ranks are those of the harness; the one test through the deepspeed launcher 
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ import pytest
 import torch
 
 from megaclip.checkpoint.consolidate import consolidated_weights
+from megaclip.engine.gradient_cache import RandomState
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.run import Run
 from megaclip.engine.run_loss import RunLoss
+from megaclip.engine.step_batch import Tower
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.end_to_end.training_runs import (
     ROOT,
@@ -33,7 +37,8 @@ from tests.end_to_end.training_runs import (
     scalars,
 )
 
-STEPS = 10  # an epoch has 8: the resumed part goes on into the second one
+STEPS = 10
+STEPS_PER_EPOCH = 8  # the resumed part goes on into the second one
 SAVE_EVERY = 4
 KILLED_AFTER = 7
 TOLD_BY, TOLD_AFTER = signal.SIGTERM, 5
@@ -52,7 +57,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 FLAGS: dict[str, dict[str, Any]] = {
     "zero1": {"force_patch_dropout": 0.5, "aug_scale": [0.5, 1.0], "shard_order": "sequential"},
-    "zero3": {"force_patch_dropout": 0.5},
+    "zero3": {"force_patch_dropout": 0.5, "logit_scale_max": 12},  # less than at the start
 }
 
 
@@ -63,6 +68,12 @@ class Recorded:
     end: Finished
     ids: list[list[int]]
     """Of each step, in the order taken."""
+    epochs: list[float]
+    """What the loss was told of each step."""
+    progress: list[float]
+    """Likewise, of the whole training."""
+    seeds: list[int]
+    """Of torch's generator, at every chunk of both towers in both passes."""
 
 
 @dataclass
@@ -84,13 +95,25 @@ class Sent:
 
 
 def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded:
-    """`main(command)` in this rank, which notes the samples it takes and may send itself a signal."""
+    """`main(command)` in this rank, which notes what it takes and may send itself a signal."""
     ids: list[list[int]] = []
-    bind, show_step = RunLoss.bind, Metrics.step
+    epochs: list[float] = []
+    progress: list[float] = []
+    seeds: list[int] = []
+    bind, update_loss, enter, show_step = RunLoss.bind, RunLoss.update, RandomState.enter, Metrics.step
 
     def noting(loss: RunLoss, taken: Any, epoch: float) -> Any:
         ids.append(taken().tolist())
+        epochs.append(epoch)
         return bind(loss, taken, epoch)
+
+    def updating(loss: RunLoss, done: float) -> None:
+        progress.append(done)
+        update_loss(loss, done)
+
+    def entering(state: RandomState, tower: Tower, chunk: int) -> None:
+        enter(state, tower, chunk)
+        seeds.append(torch.initial_seed())
 
     def sending(metrics: Metrics, step: int, *arguments: Any) -> None:
         show_step(metrics, step, *arguments)
@@ -99,8 +122,10 @@ def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunLoss, "bind", noting)
+        patch.setattr(RunLoss, "update", updating)
+        patch.setattr(RandomState, "enter", entering)
         patch.setattr(Metrics, "step", sending)
-        return Recorded(run_here(command, Path(store)), ids)
+        return Recorded(run_here(command, Path(store)), ids, epochs, progress, seeds)
 
 
 def record_all(commands: dict[str, list[str]], stores: str, sent: dict[str, Sent]) -> dict[str, Recorded]:
@@ -109,8 +134,8 @@ def record_all(commands: dict[str, list[str]], stores: str, sent: dict[str, Sent
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def runs(request, tiny_run, tmp_path_factory) -> Runs:
-    """never: without a stop. killed, then resumed. path: from a checkpoint of `never`. stopped, then continued. told to
-    stop by a signal to one rank, then taken up."""
+    """never: without a stop. killed, then resumed. path: from a checkpoint of `never`, with evaluations. stopped, then
+    continued. told to stop by a signal to one rank, then taken up."""
     name = request.param
     logs = tmp_path_factory.mktemp(name)
     config = logs / "ds_config.json"
@@ -123,10 +148,11 @@ def runs(request, tiny_run, tmp_path_factory) -> Runs:
         kill = Sent(signal.SIGKILL, KILLED_AFTER, ranks=(0, 1))
         run_ranks(record, WORLD_SIZE, command("killed"), str(logs / "unused"), kill)
     assert str(killed.value).count(f"exit code -{signal.SIGKILL}") == WORLD_SIZE
+    evaluation = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16, "eval_every_steps": 1}
     commands = {
         "never": command("never"),
         "resumed": command("killed", resume="auto"),
-        "path": command("path", resume=logs / "never" / "checkpoints" / "step_00000008"),
+        "path": command("path", resume=logs / "never" / "checkpoints" / "step_00000008", **evaluation),
         "stopped": command("stopped", stop_after_steps=3),
         "continued": command("stopped", resume="auto"),
         "told": command("told"),
@@ -156,6 +182,8 @@ def test_the_same_samples(runs, name):
     for never, continued in zip(runs.recorded["never"], runs.recorded[name], strict=True):
         assert len(never.ids) == STEPS
         assert continued.ids == never.ids[done:]
+        assert continued.epochs == never.epochs[done:] == [step / STEPS_PER_EPOCH for step in range(done, STEPS)]
+        assert continued.progress == never.progress[done:] == [step / STEPS for step in range(done, STEPS)]
         assert f"at step {done}" in continued.end.output or continued is not runs.recorded[name][0]
 
 
@@ -181,10 +209,35 @@ def test_the_same_weights_to_the_last_bit(runs, name):
     assert all(torch.equal(never[key], continued[key]) for key in never)
 
 
+def test_the_learning_rate_warms_up_and_falls_by_half_a_cosine(runs):
+    falling = [0.5 * (1 + math.cos(math.pi * step / 7)) for step in range(7)]
+    expected = [0.002 * factor for factor in (1 / 3, 2 / 3, 1, *falling)]
+    assert list(scalars(runs.logs / "never")["train/learning_rate"].values()) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("runs", ["zero3"], indirect=True)
+def test_the_logit_scale_stays_below_its_maximum(runs):
+    shown = scalars(runs.logs / "never")["train/logit_scale"]
+    assert shown[1] == max(shown.values()) == pytest.approx(12)
+    saved = consolidated_weights(runs.logs / "never" / "checkpoints", "step_00000004")["logit_scale"]
+    assert saved.exp().item() == pytest.approx(shown[4])
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_every_chunk_has_random_numbers_of_its_own_which_both_passes_share(runs, name):
+    never = runs.recorded["never"]
+    counts = Counter(seed for rank in never for seed in rank.seeds)
+    assert len(counts) == STEPS * WORLD_SIZE * len(Tower) * 2  # chunks
+    assert set(counts.values()) == {2}
+    for whole, continued in zip(never, runs.recorded[name], strict=True):
+        per_step = len(whole.seeds) // STEPS
+        assert continued.seeds == whole.seeds[CONTINUED[name][1] * per_step :]
+
+
 def test_every_sample_once_an_epoch(runs):
     taken = [sorted(i for rank in runs.recorded["never"] for i in rank.ids[step]) for step in range(STEPS)]
-    assert sorted(i for step in taken[:8] for i in step) == list(range(256))
-    assert taken[8:] != taken[: STEPS - 8]  # shuffled anew
+    assert sorted(i for step in taken[:STEPS_PER_EPOCH] for i in step) == list(range(256))
+    assert taken[STEPS_PER_EPOCH:] != taken[: STEPS - STEPS_PER_EPOCH]  # shuffled anew
 
 
 @pytest.mark.parametrize("runs", ["zero1"], indirect=True)
