@@ -120,7 +120,13 @@ def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
         for step in range(STEPS):
             train_step(engine, case, step)
         (Path(folder) / name).mkdir(exist_ok=True)
+        groups = engine.optimizer.param_groups
+        decays = [group["weight_decay"] for group in groups]
+        for group in groups:  # an engine keeps its own settings, whatever those of the run that saved
+            group["weight_decay"] = 0.7
         tag = store.save(engine, Path(folder) / name, STEPS, {}, 1)
+        for group, decay in zip(groups, decays, strict=True):
+            group["weight_decay"] = decay
         results[name] = (state_of(engine, case), train_step(engine, case, STEPS), whole_parameters(engine))
         if case.optimizer != "AdamW":
             engine_cases.SEED += 1
