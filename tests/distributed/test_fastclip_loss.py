@@ -112,6 +112,7 @@ def compare_steps(variant: str) -> list[str]:
         losses[way] = make_loss(variant, exchange=exchange, reduction=reduction, samples=samples)
     for step, epoch in enumerate(EPOCHS):
         gamma = gamma_of(VARIANTS[variant].gamma_schedule, epoch, GAMMA_MIN, GAMMA_EPOCHS)
+        taus = torch.stack([oracle.tau[sample, side].detach() for sample in batch_of(step)[2] for side in (0, 1)])
         expected = oracle.step(*batch_of(step), gamma)
         for way, loss in losses.items():
             value, d_image, d_text, d_scale = one_step(loss, step, epoch, posted=way[2] == "dense")
@@ -126,6 +127,8 @@ def compare_steps(variant: str) -> list[str]:
                 pairs["log_scale"] = (loss.temperature.log_scale, oracle.log_scale)
             elif d_scale is not None:
                 found.append(f"{variant} has a temperature gradient")
+            if individual(variant):  # what a model's logit_scale becomes: the mean of those the batch was seen with
+                pairs["log_scale"] = (loss.log_scale, taus.log().mean().neg().reshape(1))
             found += [
                 f"{name} {variant} {way} step {step}: {far}" for name, p in pairs.items() if (far := distance(*p))
             ]
@@ -356,6 +359,12 @@ def test_bad_input_is_named():
         other.load_checkpoint_state([loss.checkpoint_state()])
     with pytest.raises(CheckpointError, match="with the loss fastclip_v3, not fastclip_v1"):
         make_loss("fastclip_v1").load_checkpoint_state([loss.checkpoint_state()])
+    first_of_two = loss.checkpoint_state()
+    first_of_two["samples"] |= {"world_size": 2, "values": first_of_two["samples"]["values"][::2]}
+    with pytest.raises(CheckpointError, match=r"saved by 2 ranks, only \[0\] are here"):
+        loss.load_checkpoint_state([first_of_two])
+    with pytest.raises(CheckpointError, match="holds no per-sample state"):
+        loss.load_checkpoint_state([])
 
 
 def test_a_step_given_up_changes_nothing():
