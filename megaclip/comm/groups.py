@@ -65,7 +65,8 @@ def init_distributed(backend: str | None = None) -> None:
     than a Docker container has.
     backend: None takes the accelerator's own.
     """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if get_accelerator().device_name() == "cpu":  # elsewhere reading the table would probe every op there is
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     dist.init_distributed(backend or get_accelerator().communication_backend_name(), verbose=False)
 
 
