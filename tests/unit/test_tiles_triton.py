@@ -22,6 +22,7 @@ from tests.tile_cases import (
     check_sigmoid_case,
     check_tile_case,
 )
+from tests.tolerances import TILE_GRADIENT, norm_error
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
@@ -34,7 +35,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         assert " passed" in done.stdout
 
 else:
-    from megaclip.ops import rows_triton, tiles, tiles_triton, tiles_triton_blocks
+    from megaclip.ops import reference, rows_triton, tiles, tiles_triton, tiles_triton_blocks
 
     @pytest.mark.parametrize("case", SMALL_CASES, ids=str)
     def test_statistics_and_gradients(case: TileCase) -> None:
@@ -79,6 +80,16 @@ else:
         assert torch.equal(bare[0], dx) and torch.equal(bare[1], dy) and not bare[2].any() and not bare[3].any()
         # The sum of both dots is the temperature's gradient, which dx has too.
         torch.testing.assert_close((x * dx).sum(), row_dot.sum() + col_dot.sum())
+
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_shifts_far_from_a_tiles_logits(sign: int) -> None:
+        """Neither exp(shift) nor exp(-shift) is a float32 number, exp(scale * s - shift) is."""
+        x, y = torch.zeros(33, 16), torch.zeros(40, 16)
+        x[:, 0], x[:, 1], y[:, 0] = 0.5 * sign, 0.75**0.5, 1.0  # s = sign / 2
+        terms = (100.0, 100.0 * sign, 0.5)
+        got = tiles_triton.tile_grads(x, y, *terms, *terms)
+        for ours, wanted in zip(got, reference.tile_grads(x, y, *terms, *terms), strict=True):
+            assert norm_error(ours, wanted) <= 5 * TILE_GRADIENT["float32"]
 
     def test_no_rows() -> None:
         x, y = torch.randn(0, 24), torch.randn(40, 24)
