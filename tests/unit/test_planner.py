@@ -569,6 +569,14 @@ def test_a_frozen_tower_in_chunks_keeps_no_graph(tmp_path: Path) -> None:
     assert asked.data_store == "cpu" and asked.cpu["step store"] == 8 * 512 * image.input_bytes
 
 
+def test_zero_3_keeps_a_tower_whole_as_far_as_half_the_reuse_distance(tmp_path: Path) -> None:
+    """Between the two passes a parameter waits for all that lie behind it twice: there, and back."""
+    for reuse, kept in ((10_000_000, 5_000_000 + 1_000_000), (10**9, 87_849_216)):  # or all of ViT-B-32's image tower
+        zero = {"stage": 3, "stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": 1_000_000}
+        phases = plan_memory(workload(tmp_path, zero_optimization=zero), H200).gpu_phases
+        assert phases["image tower forward"]["gathered parameters"] == pytest.approx(2 * kept, rel=0.01)
+
+
 def test_the_image_towers_graph_waits_while_the_text_tower_is_back_propagated(tmp_path: Path) -> None:
     job = replace(workload(tmp_path), local_batch=512)
     whole, frozen = (plan_memory(each, H200).gpu_phases for each in (job, replace(job, image_unlocked=0)))
