@@ -12,6 +12,7 @@ first prints its own bytes.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,8 @@ WIDTH = 256  # of the linear model in the second table
 def main() -> None:
     options = parse_options()
     start_process_group()
+    if group_size() == 1:
+        sys.exit("error: start it with the deepspeed launcher: it measures what two ranks or more send each other")
     say(f"{group_size()} ranks, b = {options.batch}, D = {options.embedding}; bytes sent per rank and step\n")
     say(f"{'loss':<34}{'features':>12}{'gradients':>12}{'scalars':>12}{'state':>12}{'total':>12}{'formula':>12}")
     for name, step, formula in schemes(options.batch, options.embedding):

@@ -25,12 +25,22 @@ from megaclip.arguments import TrainArguments
 from megaclip.config import TrainingConfig, load_training_config
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.models import load_model_config
-from megaclip.planner import Cluster, Rates, Workload, advice, describe, largest_batch, plan_memory, plan_time
-from megaclip.planner.cluster import GPUS, rates_json
+from megaclip.planner import (
+    Cluster,
+    Rates,
+    Workload,
+    advice,
+    describe,
+    largest_batch,
+    last_resort,
+    plan_memory,
+    plan_time,
+)
+from megaclip.planner.cluster import GPUS, parse_size, rates_json
 from megaclip.planner.memory import gigabytes, settled
 from megaclip.planner.peers import PEERS, peer_gpu_bytes, peer_step_seconds
 from megaclip.planner.report import loss_table, memory_table, time_table
-from megaclip.planner.workload import EvaluationSets
+from megaclip.planner.workload import EvaluationSets, ZeroSettings
 
 _COLOURS = {"MegaCLIP": "#12784a", "open_clip": "#7a8699", "open_clip --accum-freq": "#3d4756", "Inf-CL": "#c0702a"}
 
@@ -78,12 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--lock-text", type=int, nargs="?", const=0, help="frozen text tower but its last N layers")
     where = parser.add_argument_group("on what")
     where.add_argument("--here", action="store_true", help="this machine: its GPUs, and the memory that is free now")
-    where.add_argument("--gpu", default="h200", help=f"{', '.join(GPUS)} (default h200)")
+    where.add_argument("--gpu", help=f"{', '.join(GPUS)} (default h200)")
     where.add_argument("--gpus", type=int, help="GPUs per host (default 8; with --here all of them, one rank on a CPU)")
-    where.add_argument("--hosts", type=int, default=1)
+    where.add_argument("--hosts", type=int, default=1, help="hosts, all alike (default 1)")
     where.add_argument("--gpu-memory", help="of one GPU, for example 80GiB")
-    where.add_argument("--host-memory", default="1000GiB", help="free on one host (default 1000GiB)")
-    where.add_argument("--disk", default="4TB", help="free on one host (default 4TB)")
+    where.add_argument("--host-memory", help="free on one host (default 1000GiB)")
+    where.add_argument("--disk", help="free on one host (default 4TB)")
     where.add_argument("--link", help="bytes per second that one GPU sends inside a host, for example 300GB")
     where.add_argument("--network", help="bytes per second that one GPU sends to other hosts")
     where.add_argument("--rates", help="what --calibrate wrote on such a machine")
@@ -97,15 +107,28 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
-    names = ("gpu", "gpus", "hosts", "gpu_memory", "host_memory", "disk", "link", "network")
     if arguments.here:
-        from megaclip.engine.preflight import this_machine
-
-        cluster = this_machine(arguments.gpus or max(1, torch.cuda.device_count()), Path.cwd(), [])
-        return replace(cluster, rates=Rates.read(arguments.rates, cluster.rates)) if arguments.rates else cluster
-    rates = Rates.read(arguments.rates, describe(gpu=arguments.gpu).rates) if arguments.rates else None
+        return _clusters_like_this(arguments)
+    names = ("gpu", "gpus", "hosts", "gpu_memory", "host_memory", "disk", "link", "network")
     described = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    rates = Rates.read(arguments.rates, GPUS[arguments.gpu or "h200"][1]) if arguments.rates else None
     return describe(rates=rates, **described)
+
+
+def _clusters_like_this(arguments: argparse.Namespace) -> Cluster:
+    """Hosts like this machine, with what is free on it now."""
+    from megaclip.engine.preflight import this_machine
+
+    if measured := [name for name in ("gpu", "gpu_memory", "host_memory", "disk") if getattr(arguments, name)]:
+        raise ConfigError(f"--{measured[0].replace('_', '-')} describes another machine: leave it or --here out")
+    here = torch.cuda.device_count()
+    if here and (arguments.gpus or 0) > here:
+        raise ConfigError(f"--gpus {arguments.gpus}: this machine has {here}; describe the other one without --here")
+    zero = ZeroSettings.of(load_training_config(arguments.deepspeed_config))
+    cluster = this_machine(arguments.gpus or max(1, here), Path.cwd(), [Path(path) for path in zero.nvme_paths])
+    rates = Rates.read(arguments.rates, cluster.rates) if arguments.rates else cluster.rates
+    given = {name: parse_size(value) for name in ("link", "network") if (value := getattr(arguments, name))}
+    return replace(cluster, hosts=arguments.hosts, rates=replace(rates, **given))
 
 
 def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
@@ -155,7 +178,7 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
         print("this run fits")
         return 0
     print("this run DOES NOT FIT: " + "; ".join(plan.refusals))
-    for words in advice(workload, cluster):
+    for words in advice(workload, cluster) or [last_resort(workload)]:
         print(f"  it would with {words}")
     return 2
 

@@ -112,7 +112,7 @@ def read_preprocess(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / CARD_NAME
     try:
         card = json.loads(path.read_text(encoding="utf-8"))
-        return {**OPENAI_PREPROCESS, **card.get("preprocess_cfg", {})}
+        return {**OPENAI_PREPROCESS, **(card.get("preprocess_cfg") or {})}
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a model card: {first_line(error)}.") from None
 

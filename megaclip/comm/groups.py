@@ -97,8 +97,7 @@ def resolve(group: Any = None) -> RankGroup:
 def by_node(ranks: RankGroup) -> RankGroup:
     """`ranks` as a `NodeGroup` if they are every rank of a job on several nodes of equally many ranks, else unchanged.
 
-    The launcher says how many ranks a node has: LOCAL_WORLD_SIZE (torchrun), LOCAL_SIZE (DeepSpeed). The first call
-    makes process groups: every rank of the job must make it.
+    The first call makes process groups: every rank of the job must make it.
     """
     if ranks.size < 2 or ranks.size != dist.get_world_size():
         return ranks
@@ -116,7 +115,7 @@ def _node_groups(world: Any) -> tuple[Any, Any] | None:
     world: the job, so that a new one makes new groups.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size)
+    local_size = ranks_of_this_node() or size
     local_sizes: list[Any] = [None] * size
     torch.distributed.all_gather_object(local_sizes, local_size)  # nodes may differ; ranks must agree on what follows
     if set(local_sizes) != {local_size} or local_size == size or size % local_size:
@@ -125,6 +124,13 @@ def _node_groups(world: Any) -> tuple[Any, Any] | None:
     handles = [(members, dist.new_group(members)) for members in (*nodes, *map(list, zip(*nodes, strict=True)))]
     inner, outer = (handle for members, handle in handles if rank in members)
     return inner, outer
+
+
+def ranks_of_this_node() -> int | None:
+    """How many ranks the launcher started on this node (torchrun: LOCAL_WORLD_SIZE; DeepSpeed: LOCAL_SIZE), if it says
+    so."""
+    size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(size) if size else None
 
 
 def every_rank() -> RankGroup:

@@ -108,9 +108,20 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         train=open_pairs(arguments.train_data, weights=arguments.train_data_weights or None, **keys),
         validation=open_pairs(arguments.val_data, **keys) if arguments.val_data else None,
         labelled=open_labelled(arguments.zeroshot_data) if arguments.zeroshot_data else None,
-        train_transform=ImageTransform(training=True, scale=arguments.aug_scale, **pixels),
-        evaluation_transform=ImageTransform(**pixels),
+        train_transform=_transform(card, training=True, scale=arguments.aug_scale, **pixels),
+        evaluation_transform=_transform(card, **pixels),
     )
+
+
+def _transform(card: Path | None, **settings: Any) -> ImageTransform:
+    """The transform, or an error that names the card that may have asked for what there is not."""
+    try:
+        return ImageTransform(**settings)
+    except ConfigError as error:
+        if card is None:
+            raise
+        flags = "--image-mean, --image-std, --image-interpolation or --image-resize-mode"
+        raise ConfigError(f"{card / CARD_NAME}: {error}; say by {flags} what to do instead") from None
 
 
 def _text_settings(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:

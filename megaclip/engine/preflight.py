@@ -4,7 +4,6 @@ On GPUs a run that cannot fit is refused. On CPUs, where other programs share th
 is only logged, as a warning if it does not fit. Shared memory that is too small for the loader is refused on both.
 """
 
-import os
 import shutil
 from pathlib import Path
 
@@ -14,12 +13,13 @@ from deepspeed.accelerator import get_accelerator
 
 from megaclip.arguments import TrainArguments
 from megaclip.comm.collectives import raise_together
+from megaclip.comm.groups import ranks_of_this_node
 from megaclip.data.workers import SHARED_MEMORY_ADVICE
 from megaclip.engine.data_offload import free_memory
 from megaclip.engine.inputs import Inputs
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
-from megaclip.planner import MemoryPlan, Workload, advice, describe, plan_memory
+from megaclip.planner import MemoryPlan, Workload, advice, describe, last_resort, plan_memory
 from megaclip.planner.cluster import GPUS, Cluster
 from megaclip.planner.memory import gigabytes, loader_bytes
 from megaclip.planner.report import summary
@@ -44,7 +44,7 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     raise_together(_shared_memory_error(workload, cluster.gpus_per_host))
     error = None
     if plan.refusals:
-        changes = "; or ".join(advice(workload, cluster))
+        changes = "; or ".join(advice(workload, cluster)) or last_resort(workload)
         message = f"this run does not fit: {'; '.join(plan.refusals)}. Change: {changes} (or --no-plan)"
         if cluster.gpu_memory:
             error = ConfigError(message)
@@ -105,7 +105,7 @@ def this_machine(world_size: int, folder: Path, nvme_paths: list[Path]) -> Clust
     `folder` and, if they are on another one, on the smallest of those that ZeRO-3 offloads to."""
     gpu = get_accelerator().device_name() == "cuda"
     on_host = min(world_size, torch.cuda.device_count()) if gpu else world_size
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", str(on_host)))
+    on_host = ranks_of_this_node() or on_host
     name = _preset(torch.cuda.get_device_name()) if gpu else "cpu"
     cluster = describe(gpu=name, gpus=on_host, hosts=max(1, world_size // on_host))
     existing = _existing(folder)

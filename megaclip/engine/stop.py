@@ -22,7 +22,7 @@ from types import FrameType, TracebackType
 import psutil
 
 from megaclip.comm.collectives import gather_integers
-from megaclip.comm.groups import every_rank
+from megaclip.comm.groups import every_rank, ranks_of_this_node
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -80,13 +80,12 @@ class StopSignals:
 
 
 def _misses_a_rank() -> bool:
-    """Whether a rank of this host has ended: their parent, the launcher, started as many as LOCAL_SIZE says (torchrun:
-    LOCAL_WORLD_SIZE)."""
-    ranks = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
+    """Whether a rank of this host has ended: the launcher, their parent, has fewer children than it started."""
+    ranks = ranks_of_this_node()
     if ranks is None:
         return False
     try:
         children = psutil.Process(os.getppid()).children()
-        return sum(child.status() != psutil.STATUS_ZOMBIE for child in children) < int(ranks)
+        return sum(child.status() != psutil.STATUS_ZOMBIE for child in children) < ranks
     except psutil.NoSuchProcess:  # one that ends just now
         return True

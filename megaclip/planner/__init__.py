@@ -10,7 +10,7 @@ Numbers that were measured are in `constants.py`, with their source.
 
 from megaclip.planner.cluster import Cluster, Rates, describe
 from megaclip.planner.memory import MemoryPlan, plan_memory
-from megaclip.planner.search import advice, largest_batch
+from megaclip.planner.search import advice, largest_batch, last_resort
 from megaclip.planner.step_time import StepTime, plan_time
 from megaclip.planner.workload import Workload
 
@@ -23,6 +23,7 @@ __all__ = [
     "advice",
     "describe",
     "largest_batch",
+    "last_resort",
     "plan_memory",
     "plan_time",
 ]

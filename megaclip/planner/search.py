@@ -38,7 +38,8 @@ def largest_batch(workload: Workload, cluster: Cluster) -> int:
 
 
 def advice(workload: Workload, cluster: Cluster) -> list[str]:
-    """Changes to ds_config.json after which the run fits: each one that is enough alone, or else several together."""
+    """Changes to ds_config.json after which the run fits: each one that is enough alone, or else several together; none
+    if all of them are not enough."""
     together: list[str] = []
     while True:
         enough: dict[str, str] = {}
@@ -52,10 +53,15 @@ def advice(workload: Workload, cluster: Cluster) -> list[str]:
         steps = [change for change in _changes(workload) if "micro-batch" not in change[0]] or [*_changes(workload)]
         best = min(steps, key=lambda change: _shortage(change[-1], cluster), default=None)
         if best is None or _shortage(best[-1], cluster) >= _shortage(workload, cluster):
-            smaller = "a smaller batch or a smaller model" + (", or evaluate on less" if workload.evaluation else "")
-            return [f"nothing here is enough: use more GPUs, {smaller}"]
+            return []
         together.append(best[1])
         workload = best[-1]
+
+
+def last_resort(workload: Workload) -> str:
+    """What to do where `advice` has none."""
+    evaluation = ", evaluate on less or with a smaller --eval-batch-size" if workload.evaluation else ""
+    return f"more GPUs, a smaller batch or a smaller model{evaluation}: no setting of ds_config.json is enough"
 
 
 def _shortage(workload: Workload, cluster: Cluster) -> float:

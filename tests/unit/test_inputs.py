@@ -15,6 +15,7 @@ from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import build_model, load_model_config
+from megaclip.models.config import CARD_NAME
 from tests.unit.data_samples import write_shards
 
 CAPTIONS = [
@@ -112,6 +113,18 @@ def test_flags_win_over_the_card_with_a_warning_where_they_differ(
         "--image-mean (0.1, 0.2, 0.3)",
         "--image-resize-mode shortest",
     ]
+
+
+def test_pixels_of_a_card_that_are_not_built_name_the_card_and_the_way_out(folder: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(folder / "exported", tmp_path / "other"))
+    card = json.loads((other / CARD_NAME).read_text())
+    (other / CARD_NAME).write_text(json.dumps(card | {"preprocess_cfg": {**PIXELS, "resize_mode": "longest"}}))
+    with pytest.raises(ConfigError, match=rf"{CARD_NAME}: resize_mode .* not 'longest'; say by .*--image-resize-mode"):
+        read(folder, "--model", other)
+    settled = read(folder, "--model", other, "--image-resize-mode", "squash").preprocess_cfg
+    assert settled == PIXELS
+    (other / CARD_NAME).write_text(json.dumps(card | {"preprocess_cfg": None}))
+    assert read(folder, "--model", other).preprocess_cfg["resize_mode"] == "shortest"
 
 
 def test_a_copy_of_the_cards_tokenizer_is_no_contradiction(folder: Path, warnings: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ from megaclip.evaluation import evaluate, suite
 from megaclip.losses import FastClipLoss, siglip
 from megaclip.losses.plan import SOFTMAX_PRODUCTS
 from megaclip.models import build_model, load_model_config
-from megaclip.planner import Workload, advice, describe, largest_batch, memory, plan_memory, plan_time
+from megaclip.planner import Workload, advice, describe, largest_batch, last_resort, memory, plan_memory, plan_time
 from megaclip.planner.cluster import Rates, parse_size, rates_json
 from megaclip.planner.losses import (
     LossSizes,
@@ -279,8 +279,7 @@ def test_an_evaluation_is_planned_beside_the_steps(tmp_path: Path) -> None:
     assert plan.cpu["loader's chunks"] - plain.cpu["loader's chunks"] == 8 * (2 * job.workers + 1) * chunk
     labelled = replace(job, evaluation=EvaluationSets(64, labelled=50_000))
     assert "evaluation: retrieval" not in plan_memory(labelled, H200).gpu_phases
-    (advised,) = advice(replace(job, evaluation=EvaluationSets(64, pairs=2**32)), H200)
-    assert advised.endswith("or evaluate on less")
+    assert advice(replace(job, evaluation=EvaluationSets(64, pairs=2**32)), H200) == []
 
 
 class _PeakBytes(TorchDispatchMode):
@@ -409,7 +408,8 @@ def test_changes_are_combined_where_none_is_enough_alone(tmp_path: Path) -> None
     job = workload(tmp_path, model="ViT-bigG-14", train_micro_batch_size_per_gpu=512)
     (together,) = advice(job, describe(gpu="h200", gpus=8, gpu_memory="11GiB"))
     assert " and " in together
-    assert advice(job, describe(gpu="h200", gpus=8, gpu_memory="3GiB"))[0].startswith("nothing here is enough")
+    assert advice(job, describe(gpu="h200", gpus=8, gpu_memory="3GiB")) == []
+    assert "--eval-batch-size" in last_resort(replace(job, evaluation=EvaluationSets(4096, pairs=1)))
 
 
 def test_time_has_one_more_forward_with_the_cache_and_the_loss_wins_at_a_huge_batch(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from megaclip.arguments import parse_arguments
@@ -12,7 +13,9 @@ from megaclip.config_section import MegaclipSection
 from megaclip.engine import build, preflight
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
-from megaclip.planner import describe
+from megaclip.planner import Cluster, describe
+from megaclip.planner.cluster import GPUS
+from tools import plan
 
 
 def raise_alone(error: Exception | None) -> None:
@@ -117,6 +120,35 @@ def test_this_machine_has_memory_and_a_disk(tmp_path: Path) -> None:
     machine = preflight.this_machine(2, tmp_path / "not" / "there", [tmp_path / "nvme"])
     assert machine.gpu_memory == 0 and machine.gpus == 2
     assert machine.host_memory > 2**28 and machine.disk > 0 and machine.nvme is None
+
+
+@pytest.mark.parametrize("launcher", ["LOCAL_SIZE", "LOCAL_WORLD_SIZE"])
+def test_the_launcher_says_how_many_ranks_share_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    monkeypatch.setenv(launcher, "2")
+    machine = preflight.this_machine(6, tmp_path, [])
+    assert (machine.gpus_per_host, machine.hosts) == (2, 3)
+
+
+def plan_here(*flags: str) -> Cluster:
+    """The cluster that tools/plan.py plans for with --here."""
+    shipped = Path(__file__).parents[2] / "ds_configs" / "zero3.json"
+    command = ["--here", "--deepspeed_config", str(shipped), "--model", "ViT-B-32", *flags]
+    return plan._cluster(plan._parser().parse_args(command))
+
+
+def test_hosts_like_this_one_are_planned_with_what_is_free_here() -> None:
+    machine = plan_here("--gpus", "2", "--hosts", "3", "--network", "5GB")
+    assert (machine.gpus_per_host, machine.hosts, machine.rates.network) == (2, 3, 5e9)
+    total = psutil.virtual_memory().total
+    assert 0.01 * total < machine.host_memory <= total and machine.rates.link == GPUS[machine.name][1].link
+
+
+@pytest.mark.parametrize("flag", ["--gpu", "--gpu-memory", "--host-memory", "--disk"])
+def test_what_is_measured_here_is_not_described_too(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} describes another machine"):
+        plan_here(flag, "h100" if flag == "--gpu" else "1GiB")
 
 
 def test_offload_to_another_disk_is_measured_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
