@@ -118,28 +118,29 @@ end_at_once() {
   signal_ranks KILL
   pkill -TERM -P "$launcher" || kill -TERM "$launcher" 2>/dev/null || true
   wait "$launcher" || true
-  exit "$1"
+  exit 1
 }
 
-stopped='' # the exit code, once the ranks have been told to save and end
+told='' # "yes" once the ranks have been told to save and end; only they know whether they do
 stop() {
-  [[ -z $stopped ]] || { [[ $1 == USR1 ]] && return; end_at_once "$stopped"; }
-  stopped=$2
-  echo "multi_node.sh: the ranks save after this step and end; Ctrl-C or SIGTERM ends them at once" >&2
+  [[ -z $told || $1 == USR1 ]] || end_at_once
+  told=yes
+  echo "multi_node.sh: ranks that train save after this step and end; Ctrl-C or SIGTERM ends them at once" >&2
   signal_ranks "$1"
 }
 
 failed() {
   trap '' USR2
-  [[ $stopped ]] || echo "multi_node.sh: a rank failed: see the first error above, and docs/multi_node.md" >&2
+  local or_what=${told:+, or was told to end before it trained}
+  echo "multi_node.sh: a rank failed$or_what: see the first error above, and docs/multi_node.md" >&2
   for _ in {1..5}; do # the other hosts may be about to say why
     kill -0 "$launcher" 2>/dev/null || break
     sleep 1
   done
-  end_at_once "${stopped:-1}"
+  end_at_once
 }
 
-# What ranks leave with that a signal has stopped: 128 + SIGINT, SIGUSR1 or SIGTERM.
+# What ranks leave with that have saved because of a signal: 128 + SIGINT, SIGUSR1 or SIGTERM.
 stop_codes='130|138|143'
 
 # pdsh says at once that a host failed and goes on to wait for the others (its option -k is not in every pdsh 2.34).
@@ -153,20 +154,16 @@ watch_for_failure() {
 }
 
 wait_for_launcher() {
-  local code
-  while :; do # a trapped signal ends `wait` before its time
-    code=0
-    wait "$launcher" || code=$?
-    kill -0 "$launcher" 2>/dev/null || break
-  done
-  [[ -z $stopped ]] || exit "$stopped"
+  local code=0
+  # A trapped signal ends `wait` before its time, with the signal's code.
+  while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
+  wait "$launcher" || code=$? # bash has kept it
   [[ $code =~ ^(0|$stop_codes)$ ]] || failed
   exit "$code"
 }
 
-trap 'stop TERM 130' INT
-trap 'stop TERM 143' TERM
-trap 'stop USR1 138' USR1
+trap 'stop TERM' INT TERM
+trap 'stop USR1' USR1
 trap failed USR2
 # Some of Slurm's ways to signal a job reach every process: the launcher must not die of what the ranks wait for.
 (trap '' USR1 && exec "${launch[@]}" 2> >(watch_for_failure)) &

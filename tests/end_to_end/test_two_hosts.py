@@ -158,7 +158,7 @@ def test_ending_the_launcher_ends_the_ranks(
     with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, _):
         wait_until(lambda: hosts.first.processes(RANK) and hosts.second.processes(RANK), LIMIT_S)
         subprocess.run(hosts.first.command("pkill", "-TERM", "--oldest", "-f", "multi_node.sh"), check=True)
-        assert launcher.wait(END_LIMIT_S) == 128 + signal.SIGTERM
+        assert launcher.wait(END_LIMIT_S) == 1  # nothing was trained
         wait_until(lambda: not (hosts.first.processes(RANK) or hosts.second.processes(RANK)), END_LIMIT_S)
 
 

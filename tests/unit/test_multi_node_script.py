@@ -2,7 +2,9 @@
 
 import os
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,75 @@ def test_a_failed_run_ends_its_ranks_and_says_so(bench: Bench) -> None:
     assert "--master_addr=node-0 --master_port=29500 " in ended[-1]
 
 
+INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+
+
+@pytest.mark.parametrize(
+    ("sent", "told", "ranks_code", "expected"),
+    [
+        ([USR1], "USR1", 138, 138),
+        ([USR1], "USR1", 0, 0),  # the last step was done
+        ([USR1], "USR1 KILL", 1, 1),  # the save failed
+        ([USR1, USR1], "USR1 USR1", 138, 138),
+        ([TERM], "TERM", 143, 143),
+        ([INT], "TERM", 143, 143),
+        ([TERM, USR1], "TERM USR1", 143, 143),
+        ([TERM], "TERM KILL", 241, 1),  # 256 - SIGTERM: a rank was not training yet and died of it
+        ([TERM, TERM], "TERM KILL", None, 1),
+        ([USR1, TERM], "USR1 KILL", None, 1),
+    ],
+)
+def test_only_the_ranks_say_that_they_saved(
+    bench: Bench, sent: list[signal.Signals], told: str, ranks_code: int | None, expected: int
+) -> None:
+    """told: what the script sends to the ranks; ranks_code: what they leave with, or None: they have to be killed."""
+    started, arrived, leave = (bench.records / name for name in ("started", "arrived", "leave"))
+    bench.stand_in("pdsh", f'#!/bin/bash\necho "${{@: -1}}" >>{arrived}\n')
+    bench.stand_in(
+        "deepspeed",
+        f"#!/bin/bash\necho >{started}\nfor _ in {{1..600}}; do\n  sleep 0.05\n"
+        f"  [[ -e {leave} ]] && exit {ranks_code}\n  grep -qs KILL {arrived} && exit 1\ndone\n",
+    )
+    command = [str(LAUNCH / "multi_node.sh"), "--hostfile", str(bench.hostfile), *TRAINING]
+    with subprocess.Popen(
+        command, cwd=bench.folder, env=bench.environment, stderr=subprocess.PIPE, text=True
+    ) as script:
+        wait_for_lines(started, 1)
+        for count, number in enumerate(sent, start=1):
+            script.send_signal(number)
+            wait_for_lines(arrived, count)
+        if ranks_code is not None:
+            leave.touch()
+        _, errors = script.communicate(timeout=30)
+    assert script.returncode == expected
+    assert ("a rank failed" in errors) == (ranks_code in (1, 241))
+    assert re.findall("pkill -([A-Z0-9]+) ", arrived.read_text()) == told.split()
+
+
+@pytest.mark.parametrize(("ranks_code", "expected"), [(0, 0), (1, 1), (138, 138)])
+def test_ranks_that_leave_while_they_are_told(bench: Bench, ranks_code: int, expected: int) -> None:
+    """Telling takes longer than saving: bash then knows the signal, and not yet how the launcher ended."""
+    arrived, pid = bench.records / "arrived", bench.records / "pid"
+    bench.stand_in("pdsh", f"#!/bin/bash\necho >{arrived}\nwhile kill -0 $(<{pid}) 2>/dev/null; do sleep 0.02; done\n")
+    bench.stand_in(
+        "deepspeed",
+        f"#!/bin/bash\necho $$ >{pid}\nfor _ in {{1..600}}; do\n"
+        f"  sleep 0.05\n  [[ -e {arrived} ]] && exit {ranks_code}\ndone\n",
+    )
+    command = [str(LAUNCH / "multi_node.sh"), "--hostfile", str(bench.hostfile), *TRAINING]
+    with subprocess.Popen(command, cwd=bench.folder, env=bench.environment) as script:
+        wait_for_lines(pid, 1)
+        script.send_signal(USR1)
+        assert script.wait(30) == expected
+
+
+def wait_for_lines(path: Path, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists() or path.read_text().count("\n") < count:
+        assert time.monotonic() < deadline, f"{path} has too few lines"
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -155,6 +226,7 @@ def run_slurm_job(bench: Bench, *arguments: str) -> subprocess.CompletedProcess:
     ("code", "flags", "requeued"),
     [
         (138, ["--resume", "auto"], True),
+        (138, ["--resume=auto"], True),
         (138, [], False),  # the next start would not go on
         (143, ["--resume", "auto"], False),  # scancel
     ],
