@@ -7,6 +7,7 @@ from collections.abc import Callable
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
 from pydantic import ValidationError
@@ -72,11 +73,11 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
 
 
 def _disk_offload_error(config: TrainingConfig) -> ConfigError | None:
-    """Whether offload to disk is asked for where DeepSpeed cannot compile what it does that with."""
+    """Whether offload to disk is asked for where DeepSpeed neither has nor can compile what it does that with."""
     zero = config.deepspeed.get("zero_optimization", {})
     sections = {key: zero.get(key) or {} for key in ("offload_optimizer", "offload_param")}
     asking = [key for key, section in sections.items() if section.get("device") == "nvme"]
-    if not asking or AsyncIOBuilder().is_compatible():
+    if not asking or installed_ops.get(AsyncIOBuilder.NAME) or AsyncIOBuilder().is_compatible():
         return None
     return ConfigError(
         f'{config.path}: zero_optimization.{asking[0]}.device "nvme" needs libaio with its headers, to compile '

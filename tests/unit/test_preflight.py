@@ -168,3 +168,5 @@ def test_offload_to_disk_without_libaio_is_one_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(build, "raise_together", raise_alone)
     with pytest.raises(ConfigError, match=r"offload_param.device \"nvme\" needs libaio.*libaio-dev"):
         build.build_engine(config, arguments=None, model_config=None)
+    monkeypatch.setitem(build.installed_ops, "async_io", True)  # compiled when DeepSpeed was installed
+    assert build._disk_offload_error(config) is None
