@@ -31,9 +31,10 @@ from megaclip.comm.volume import (
     disco_clip_traffic,
     global_contrastive_traffic,
     open_clip_traffic,
+    sigmoid_traffic,
 )
 from megaclip.engine.run import start_process_group
-from megaclip.losses import ClipLoss, FastClipLoss
+from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
 
 Step = Callable[[Tensor, Tensor], None]
 
@@ -73,6 +74,14 @@ def schemes(batch: int, embedding: int) -> list[tuple[str, Step, Traffic]]:
         ),
         *(
             (
+                f"sigmoid, {exchange} + {reduction}",
+                sigmoid_step(exchange, reduction),
+                sigmoid_traffic(exchange, reduction, **shape),
+            )
+            for exchange, reduction in ways
+        ),
+        *(
+            (
                 f"{variant}, {exchange} + {reduction}",
                 FastClipStep(variant, exchange, reduction),
                 global_contrastive_traffic(variant, exchange, reduction, **shape),
@@ -90,6 +99,16 @@ def loss_step(exchange: str, reduction: str) -> Step:
 
     def step(x: Tensor, y: Tensor) -> None:
         loss(x.requires_grad_(), y.requires_grad_(), torch.tensor([10.0], device=x.device)).backward()
+
+    return step
+
+
+def sigmoid_step(exchange: str, reduction: str) -> Step:
+    loss = SigLipLoss(exchange=exchange, reduction=reduction)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        scale, bias = (torch.tensor([value], device=x.device) for value in (10.0, -10.0))
+        loss(x.requires_grad_(), y.requires_grad_(), scale, bias).backward()
 
     return step
 

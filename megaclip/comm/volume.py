@@ -97,6 +97,29 @@ def contrastive_traffic(
     return replace(moved, scalars=moved.scalars + few)
 
 
+def sigmoid_traffic(
+    exchange: str,
+    reduction: str,
+    *,
+    world_size: int,
+    batch: int,
+    embedding: int,
+    feature_bytes: int,
+    gradient_bytes: int = 4,
+    sum_bytes: int = 4,
+) -> Traffic:
+    """The sigmoid loss's traffic: one pass, and no value of a sample goes along with its features.
+
+    The scalars are the four int64 that ranks compare, and the sums of the loss and both scalars' gradients.
+    """
+    hops, rows = world_size - 1, batch * embedding
+    home = 1 if exchange == "ring" and hops else 0  # one hop more brings dy back
+    features = hops if reduction == "feature" else 2 * hops
+    gradients = hops + home if reduction == "feature" else 0
+    few = hops * 4 * 8 + _all_reduced(3, world_size) * sum_bytes
+    return Traffic(features * rows * feature_bytes, gradients * rows * gradient_bytes, few)
+
+
 def global_contrastive_traffic(
     variant: str,
     exchange: str,

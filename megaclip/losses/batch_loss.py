@@ -58,7 +58,7 @@ class BatchLoss(nn.Module):
         self.tiles = TileOptions(precision, implementation, tile_budget_mib)
 
     def plan(self, features: Tensor, ranks: RankGroup, **work: Any) -> Plan:
-        """`make_plan` with this loss's settings. work: what this loss needs of the tiles (need_dots, products)."""
+        """`make_plan` with this loss's settings. work: what this loss needs of the tiles (need_dots, cost)."""
         return make_plan(
             features,
             ranks=ranks,

@@ -16,7 +16,7 @@ the free memory is left out.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,14 +24,13 @@ from torch import Tensor
 
 from megaclip.comm.groups import NodeGroup, RankGroup, by_node
 from megaclip.comm.machine import Machine, machine_of
-from megaclip.comm.volume import contrastive_traffic
+from megaclip.comm.volume import Traffic, contrastive_traffic
 from megaclip.logging import get_logger, log_once
 from megaclip.ops.tiles import accumulation_dtype
 
 EXCHANGES = ("ring", "all_gather")
 REDUCTIONS = ("feature", "scalar")
 PAYLOADS = {"auto": None, "bf16": torch.bfloat16}
-SOFTMAX_PRODUCTS = {"feature": 8, "scalar": 10}
 
 # A hop's fixed cost: launches of its exchange and its tile, and the wait for a neighbour that is a little late.
 _HOP_SECONDS = 50e-6
@@ -61,6 +60,21 @@ class Plan:
     payload: torch.dtype | None = None  # that features and their gradients travel in; None: as they are
 
 
+@dataclass(frozen=True)
+class LossCost:
+    """What a loss costs, forward and backward."""
+
+    products: Mapping[str, int]
+    """By reduction, in units of b*B*D."""
+    traffic: Callable[..., Traffic]
+    """Its formula of `megaclip.comm.volume`."""
+    passes: int
+    """Over the blocks."""
+
+
+SOFTMAX_COST = LossCost({"feature": 8, "scalar": 10}, contrastive_traffic, passes=2)
+
+
 def check_choices(exchange: str, reduction: str, payload: str) -> None:
     """Raise ValueError unless each is "auto" or one of the known choices."""
     for name, value, known in (
@@ -81,16 +95,13 @@ def make_plan(
     tiles: TileOptions,
     need_dots: bool,
     payload: str = "auto",
-    products: Mapping[str, int] = SOFTMAX_PRODUCTS,
+    cost: LossCost = SOFTMAX_COST,
 ) -> Plan:
-    """The plan for local features (b, D) on each of `ranks`; logs once what "auto" became and why.
-
-    products: of the loss, forward and backward, by reduction, in units of b*B*D.
-    """
+    """The plan for local features (b, D) on each of `ranks`; logs once what "auto" became and why."""
     wire = PAYLOADS[payload]
     ranks = by_node(ranks)
     if "auto" in (exchange, reduction):
-        exchange, reduction = _choose(features, ranks, exchange, reduction, wire, products)
+        exchange, reduction = _choose(features, ranks, exchange, reduction, wire, cost)
     if exchange == "ring" and isinstance(ranks, NodeGroup):
         inside = f"inside each of {ranks.outer.size} nodes, and " if ranks.inner.size > 1 else ""
         log_once(_logger.info, f"ring: {inside}from node to node")
@@ -103,7 +114,7 @@ def _choose(
     exchange: str,
     reduction: str,
     payload: torch.dtype | None,
-    products: Mapping[str, int],
+    cost: LossCost,
 ) -> tuple[str, str]:
     """The cheapest way among those that "auto" leaves open and the memory allows."""
     exchanges = EXCHANGES if exchange == "auto" else (exchange,)
@@ -115,11 +126,10 @@ def _choose(
     if exchange == "auto" and gathered > machine.free_bytes / 2:
         exchanges = ("ring",)
     seconds = {
-        way: _seconds(*way, features, ranks, machine, payload, products[way[1]])
-        for way in itertools.product(exchanges, reductions)
+        way: _seconds(*way, features, ranks, machine, payload, cost) for way in itertools.product(exchanges, reductions)
     }
     best = min(seconds, key=lambda way: seconds[way])
-    estimates = ", ".join(f"{' + '.join(way)} {1000 * cost:.3g} ms" for way, cost in seconds.items())
+    estimates = ", ".join(f"{' + '.join(way)} {1000 * estimate:.3g} ms" for way, estimate in seconds.items())
     log_once(
         _logger.info,
         f"loss: {' + '.join(best)} (estimates: {estimates}; links {machine.link_bytes_per_s / 1e9:.3g} GB/s, products "
@@ -136,11 +146,11 @@ def _seconds(
     ranks: RankGroup,
     machine: Machine,
     payload: torch.dtype | None,
-    products: int,
+    cost: LossCost,
 ) -> float:
     """The cost model's time of one forward and backward."""
     batch, embedding = features.shape
-    traffic = contrastive_traffic(
+    traffic = cost.traffic(
         exchange,
         reduction,
         world_size=ranks.size,
@@ -150,10 +160,10 @@ def _seconds(
         gradient_bytes=(payload or accumulation_dtype(features)).itemsize,
         sum_bytes=accumulation_dtype(features).itemsize,
     )
-    operations = products * batch * batch * ranks.size * embedding
+    operations = cost.products[reduction] * batch * batch * ranks.size * embedding
     computing, sending = operations / machine.flops_per_s, traffic.total / machine.link_bytes_per_s
     if exchange == "all_gather":
         return computing + sending + 4 * _COLLECTIVE_SECONDS
     hides = isinstance(ranks, NodeGroup) or features.device.type == "cpu"
     together = max(computing, sending) if hides else computing + sending
-    return together + 2 * ranks.size * _HOP_SECONDS
+    return together + cost.passes * ranks.size * _HOP_SECONDS

@@ -18,7 +18,7 @@ beyond `max_in_cpu`, read in every pass and written after the step.
 
 from typing import NamedTuple
 
-from megaclip.comm.volume import Traffic, contrastive_traffic, global_contrastive_traffic
+from megaclip.comm.volume import Traffic, contrastive_traffic, global_contrastive_traffic, sigmoid_traffic
 from megaclip.planner.states import parameters_on_disk
 from megaclip.planner.towers import towers
 from megaclip.planner.workload import Workload
@@ -34,8 +34,7 @@ class _Handled(NamedTuple):
 
 
 def feature_traffic(workload: Workload) -> Traffic:
-    """What the loss of a settled workload sends per step, in bytes; the sigmoid loss is taken for InfoNCE, as the run's
-    own choice of a way does."""
+    """What the loss of a settled workload sends per step, in bytes."""
     sizes: dict[str, int] = {
         "world_size": workload.world_size,
         "batch": workload.local_batch,
@@ -45,7 +44,8 @@ def feature_traffic(workload: Workload) -> Traffic:
     }
     if workload.sample_columns:
         return global_contrastive_traffic(workload.loss, workload.exchange, workload.reduction, **sizes)
-    return contrastive_traffic(workload.exchange, workload.reduction, **sizes)
+    traffic = sigmoid_traffic if workload.loss == "siglip" else contrastive_traffic
+    return traffic(workload.exchange, workload.reduction, **sizes)
 
 
 def parameter_traffic(workload: Workload) -> float:

@@ -16,8 +16,9 @@ from megaclip.comm.volume import (
     disco_clip_traffic,
     global_contrastive_traffic,
     open_clip_traffic,
+    sigmoid_traffic,
 )
-from megaclip.losses import ClipLoss
+from megaclip.losses import ClipLoss, SigLipLoss
 from megaclip.losses.fastclip import VARIANTS
 from tests.distributed.harness import run_ranks
 from tools.bench_comm import FastClipStep, disco_clip_step, measure, open_clip_step, schemes
@@ -46,6 +47,12 @@ def check_formulas() -> list[str]:
             half = sizes | {"feature_bytes": 2, "gradient_bytes": 2}
             if got != (expected := contrastive_traffic(exchange, reduction, **half).total):
                 found.append(f"{exchange} + {reduction} in bf16 at {sizes}: sent {got}, formula {expected}")
+            for payload, wire in (("auto", sizes), ("bf16", half)):
+                sigmoid = SigLipLoss(exchange=exchange, reduction=reduction, payload=payload)
+                scale, bias = torch.tensor(5.0), torch.tensor(-3.0)
+                got = sum(bytes_sent(lambda loss=sigmoid, x=x, y=y: loss(x, y, scale, bias).backward()).values())  # noqa: B023
+                if got != (expected := sigmoid_traffic(exchange, reduction, **wire).total):
+                    found.append(f"sigmoid, {exchange} + {reduction}, {payload} at {sizes}: {got}, formula {expected}")
             for variant in VARIANTS:
                 step = FastClipStep(variant, exchange, reduction)
                 got = sum(bytes_sent(lambda step=step, x=x, y=y: step(x, y)).values())

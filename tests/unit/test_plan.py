@@ -6,7 +6,7 @@ import torch
 from megaclip import logging
 from megaclip.comm.groups import NodeGroup, RankGroup
 from megaclip.comm.machine import CPU, Machine, machine_of
-from megaclip.losses import plan
+from megaclip.losses import plan, siglip
 
 FAST_LINKS = Machine(link_bytes_per_s=1e15, flops_per_s=1e12, free_bytes=2**36)
 SLOW_LINKS = Machine(link_bytes_per_s=1e6, flops_per_s=1e18, free_bytes=2**36)
@@ -23,6 +23,7 @@ def chosen(
     exchange: str = "auto",
     reduction: str = "auto",
     nodes: int = 2,
+    cost: plan.LossCost = plan.SOFTMAX_COST,
 ) -> tuple[str, str]:
     """What becomes of the two settings on 4 ranks, on this many nodes of such machines."""
     monkeypatch.setattr(plan, "machine_of", lambda ranks, device: machine)
@@ -35,6 +36,7 @@ def chosen(
         reduction=reduction,
         tiles=plan.TileOptions(),
         need_dots=False,
+        cost=cost,
     )
     return made.exchange, made.reduction
 
@@ -47,6 +49,14 @@ def test_each_way_is_chosen_where_it_is_plainly_best(monkeypatch: pytest.MonkeyP
     # Both cost, and tiles are long enough to hide the exchange: the ring. Inside a node nothing is hidden.
     assert chosen(monkeypatch, BALANCED, 16384) == ("ring", "feature")
     assert chosen(monkeypatch, BALANCED, 16384, nodes=1) == ("all_gather", "feature")
+
+
+def test_the_sigmoid_loss_is_charged_its_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes an element: ring 3 x 2 + 4 x 4 = 22 (InfoNCE 28), all_gather 3 x 2 + 3 x 4 = 18. At these rates 6 products
+    take as long as 6.7 of them, and 8 as 9: hidden or added, max(6.7, 22) < 6.7 + 18 but max(9, 28) > 9 + 18."""
+    between = Machine(link_bytes_per_s=1e10, flops_per_s=5.8e14, free_bytes=2**36)
+    assert chosen(monkeypatch, between, 16384, reduction="feature") == ("all_gather", "feature")
+    assert chosen(monkeypatch, between, 16384, reduction="feature", cost=siglip._COST) == ("ring", "feature")
 
 
 def test_memory_and_what_is_asked_for_limit_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

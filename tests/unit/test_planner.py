@@ -21,7 +21,7 @@ from megaclip.engine.step_batch import Tower
 from megaclip.errors import ConfigError
 from megaclip.evaluation import evaluate, suite
 from megaclip.losses import FastClipLoss, siglip
-from megaclip.losses.plan import SOFTMAX_PRODUCTS
+from megaclip.losses.plan import SOFTMAX_COST
 from megaclip.models import build_model, load_model_config
 from megaclip.planner import Workload, advice, describe, largest_batch, last_resort, memory, plan_memory, plan_time
 from megaclip.planner.cluster import Rates, parse_size, rates_json
@@ -85,7 +85,7 @@ def test_the_losses_take_what_was_measured(case: tuple[str, int, int, int]) -> N
     assert planned / MIB == pytest.approx(MEASURED_MIB[case], rel=0.025)
 
 
-@pytest.mark.parametrize(("loss", "products"), [("clip", SOFTMAX_PRODUCTS), ("siglip", siglip._PRODUCTS)])
+@pytest.mark.parametrize(("loss", "products"), [("clip", SOFTMAX_COST.products), ("siglip", siglip._COST.products)])
 def test_the_losses_are_charged_the_products_that_they_compute(loss: str, products: dict[str, int]) -> None:
     sizes = LossSizes(local_batch=6, embed_dim=5, world_size=4)
     for reduction, count in products.items():
