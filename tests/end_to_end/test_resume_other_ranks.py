@@ -69,6 +69,7 @@ def test_losses_are_those_of_the_run_that_never_stopped(folder: Path, name: str)
         assert continued[f"train/{scalar}"] == pytest.approx(expected, rel=TOLERANCE)
 
 
+@pytest.mark.long
 def test_the_launcher_with_another_number_of_ranks_just_works(folder: Path, tiny_run: Path) -> None:
     """--resume auto, in the run's own folder; the two ranks' eighth step is the newest checkpoint."""
     name = "two to one, ZeRO-1"

@@ -162,6 +162,7 @@ def test_ending_the_launcher_ends_the_ranks(
         wait_until(lambda: not (hosts.first.processes(RANK) or hosts.second.processes(RANK)), END_LIMIT_S)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_launcher_lets_the_ranks_save(
     hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path, told: signal.Signals
