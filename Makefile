@@ -15,7 +15,8 @@ demo: $(VENV)/.ops
 test: $(VENV)/.ops
 	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long"
 
-# What takes minutes more: every shipped ds_config under the launcher, a launcher killed, a whole comparison of losses.
+# What takes minutes more: every shipped ds_config under the launcher, a launcher killed, signals over two hosts, a whole
+# comparison of losses.
 test-long: $(VENV)/.ops
 	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long and not gpu"
 
