@@ -1,0 +1,36 @@
+"""Workloads and machines that the planner's tests share."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from megaclip.config import load_training_config
+from megaclip.models import load_model_config
+from megaclip.planner import Workload, describe
+
+GIB, MIB = 2**30, 2**20
+H200 = describe(gpu="h200", gpus=8)
+
+
+def workload(
+    tmp_path: Path, ranks: int = 8, model: str = "ViT-B-32", settings: dict | None = None, **changes
+) -> Workload:
+    """bf16, ZeRO-2 with float32 accumulation, eight chunks of 512 on each rank; `changes` to ds_config.json."""
+    settings = settings or {
+        "train_batch_size": 4096 * ranks,
+        "train_micro_batch_size_per_gpu": 512,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+        "zero_optimization": {"stage": 2},
+        **changes,
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(settings))
+    return Workload.of(load_model_config(model), load_training_config(path), ranks)
+
+
+def of_batch(job: Workload, global_batch: int) -> Workload:
+    """The same with another contrastive batch, of whole chunks."""
+    return replace(job, local_batch=global_batch // job.world_size)
