@@ -25,6 +25,7 @@ from torch import Tensor
 from megaclip.comm.collectives import gather_rows, reduce_scatter_rows, sum_over_ranks
 from megaclip.comm.groups import group_size
 from megaclip.comm.volume import (
+    Sizes,
     Traffic,
     bytes_sent,
     contrastive_traffic,
@@ -61,14 +62,14 @@ def main() -> None:
 
 def schemes(batch: int, embedding: int) -> list[tuple[str, Step, Traffic]]:
     """(name, one step on given features, what the formula says for bfloat16 features)."""
-    shape: dict[str, int] = {"world_size": group_size(), "batch": batch, "embedding": embedding, "feature_bytes": 2}
+    sizes = Sizes(world_size=group_size(), batch=batch, embedding=embedding, feature_bytes=2)
     ways = [(exchange, reduction) for exchange in ("ring", "all_gather") for reduction in ("feature", "scalar")]
     return [
         *(
             (
                 f"{exchange} + {reduction}",
                 loss_step(exchange, reduction),
-                contrastive_traffic(exchange, reduction, **shape),
+                contrastive_traffic(exchange, reduction, sizes),
             )
             for exchange, reduction in ways
         ),
@@ -76,7 +77,7 @@ def schemes(batch: int, embedding: int) -> list[tuple[str, Step, Traffic]]:
             (
                 f"sigmoid, {exchange} + {reduction}",
                 sigmoid_step(exchange, reduction),
-                sigmoid_traffic(exchange, reduction, **shape),
+                sigmoid_traffic(exchange, reduction, sizes),
             )
             for exchange, reduction in ways
         ),
@@ -84,13 +85,13 @@ def schemes(batch: int, embedding: int) -> list[tuple[str, Step, Traffic]]:
             (
                 f"{variant}, {exchange} + {reduction}",
                 FastClipStep(variant, exchange, reduction),
-                global_contrastive_traffic(variant, exchange, reduction, **shape),
+                global_contrastive_traffic(variant, exchange, reduction, sizes),
             )
             for variant in ("fastclip_v3", "fastclip_v2")
             for exchange, reduction in ways
         ),
-        ("open_clip's scheme", open_clip_step, open_clip_traffic(**shape)),
-        ("DisCo-CLIP's scheme", disco_clip_step, disco_clip_traffic(**shape)),
+        ("open_clip's scheme", open_clip_step, open_clip_traffic(sizes)),
+        ("DisCo-CLIP's scheme", disco_clip_step, disco_clip_traffic(sizes)),
     ]
 
 

@@ -63,75 +63,56 @@ class Traffic:
         return self.features + self.gradients + self.scalars + self.state
 
 
-def contrastive_traffic(
-    exchange: str,
-    reduction: str,
-    *,
-    world_size: int,
-    batch: int,
-    embedding: int,
-    feature_bytes: int,
-    gradient_bytes: int = 4,
-    sum_bytes: int = 4,
-) -> Traffic:
-    """InfoNCE's traffic (docs/mathematics.md), forward and backward, on W ranks with b = `batch` local rows.
+@dataclass(frozen=True)
+class Sizes:
+    """What the features of one rank are, and in how many bytes an element of each kind travels."""
 
-    feature_bytes, gradient_bytes, sum_bytes: of an element of features, gradients and per-sample values, as they
-    travel. Included are the four int64 that ranks compare before the exchange, and the sums of the loss and of
-    logit_scale's gradient.
+    world_size: int
+    batch: int
+    """Local rows b."""
+    embedding: int
+    feature_bytes: int
+    gradient_bytes: int = 4
+    sum_bytes: int = 4
+    """Of values per sample and of sums."""
+
+    @property
+    def hops(self) -> int:
+        """To the other ranks."""
+        return self.world_size - 1
+
+    @property
+    def side(self) -> int:
+        """Bytes of one tower's features, sent to every other rank."""
+        return self.hops * self.batch * self.embedding * self.feature_bytes
+
+
+def contrastive_traffic(exchange: str, reduction: str, sizes: Sizes) -> Traffic:
+    """InfoNCE's traffic (docs/mathematics.md), forward and backward.
+
+    Included are the four int64 that ranks compare before the exchange, and the sums of the loss and of logit_scale's
+    gradient.
     """
-    hops = world_size - 1
-    moved = _tile_traffic(
-        exchange,
-        reduction,
-        world_size=world_size,
-        batch=batch,
-        embedding=embedding,
-        feature_bytes=feature_bytes,
-        gradient_bytes=gradient_bytes,
-        sum_bytes=sum_bytes,
-        scales=0,
-        terms=1,
-    )
-    few = hops * 4 * 8 + _all_reduced(2, world_size) * sum_bytes
-    return replace(moved, scalars=moved.scalars + few)
+    moved = _tile_traffic(exchange, reduction, sizes, scales=0, terms=1)
+    return replace(moved, scalars=moved.scalars + sizes.hops * 4 * 8 + _all_reduced(2, sizes))
 
 
-def sigmoid_traffic(
-    exchange: str,
-    reduction: str,
-    *,
-    world_size: int,
-    batch: int,
-    embedding: int,
-    feature_bytes: int,
-    gradient_bytes: int = 4,
-    sum_bytes: int = 4,
-) -> Traffic:
+def sigmoid_traffic(exchange: str, reduction: str, sizes: Sizes) -> Traffic:
     """The sigmoid loss's traffic: one pass, and no value of a sample goes along with its features.
 
     The scalars are the four int64 that ranks compare, and the sums of the loss and both scalars' gradients.
     """
-    hops, rows = world_size - 1, batch * embedding
-    home = 1 if exchange == "ring" and hops else 0  # one hop more brings dy back
-    features = hops if reduction == "feature" else 2 * hops
-    gradients = hops + home if reduction == "feature" else 0
-    few = hops * 4 * 8 + _all_reduced(3, world_size) * sum_bytes
-    return Traffic(features * rows * feature_bytes, gradients * rows * gradient_bytes, few)
+    feature = reduction == "feature"
+    home = 1 if exchange == "ring" and sizes.hops else 0  # one hop more brings dy back
+    gradients = sizes.hops + home if feature else 0
+    return Traffic(
+        features=sizes.side if feature else 2 * sizes.side,
+        gradients=gradients * sizes.batch * sizes.embedding * sizes.gradient_bytes,
+        scalars=sizes.hops * 4 * 8 + _all_reduced(3, sizes),
+    )
 
 
-def global_contrastive_traffic(
-    variant: str,
-    exchange: str,
-    reduction: str,
-    *,
-    world_size: int,
-    batch: int,
-    embedding: int,
-    feature_bytes: int,
-    gradient_bytes: int = 4,
-    sum_bytes: int = 4,
-) -> Traffic:
+def global_contrastive_traffic(variant: str, exchange: str, reduction: str, sizes: Sizes) -> Traffic:
     """`contrastive_traffic` of a step of FastClipLoss: forward, backward, and its update of the samples' state.
 
     Per-sample temperatures (isogclr, fastclip_v2) move three terms of the gradient tile per sample (scale, shift,
@@ -139,47 +120,26 @@ def global_contrastive_traffic(
     write back instead of two. State is counted for ids spread evenly over their owners, as random ids are in the mean:
     (W-1)/W of the rows move. It includes the int64 ids, which all ranks gather.
     """
-    hops, individual = world_size - 1, variant in ("isogclr", "fastclip_v2")
+    hops, individual = sizes.hops, variant in ("isogclr", "fastclip_v2")
     sums = 4 if variant in ("fastclip_v0", "fastclip_v3") else 2  # loss and mean of log tau; the temperature's gradient
-    few = hops * (4 + 1) * 8 + _all_reduced(sums, world_size) * sum_bytes
-    moved = _tile_traffic(
-        exchange,
-        reduction,
-        world_size=world_size,
-        batch=batch,
-        embedding=embedding,
-        feature_bytes=feature_bytes,
-        gradient_bytes=gradient_bytes,
-        sum_bytes=sum_bytes,
-        scales=1 if individual else 0,
-        terms=3 if individual else 1,
-    )
+    moved = _tile_traffic(exchange, reduction, sizes, scales=1 if individual else 0, terms=3 if individual else 1)
     columns = 4 if individual else 2
-    state = batch * (8 * hops + 2 * columns * 4 * hops / world_size)
-    return replace(moved, scalars=moved.scalars + few, state=state)
+    return replace(
+        moved,
+        scalars=moved.scalars + hops * (4 + 1) * 8 + _all_reduced(sums, sizes),
+        state=sizes.batch * (8 * hops + 2 * columns * 4 * hops / sizes.world_size),
+    )
 
 
-def _tile_traffic(
-    exchange: str,
-    reduction: str,
-    *,
-    world_size: int,
-    batch: int,
-    embedding: int,
-    feature_bytes: int,
-    gradient_bytes: int,
-    sum_bytes: int,
-    scales: int,
-    terms: int,
-) -> Traffic:
+def _tile_traffic(exchange: str, reduction: str, sizes: Sizes, *, scales: int, terms: int) -> Traffic:
     """What the two passes of `megaclip.losses.distributed_tiles` send.
 
     scales: per-sample values that a column takes along for the statistics; terms: that a row, and a column, takes
     along for the gradient (its log-normaliser is one).
     """
-    if world_size == 1:
+    if sizes.world_size == 1:
         return Traffic(0, 0, 0)
-    hops, rows = world_size - 1, batch * embedding
+    hops, rows = sizes.hops, sizes.batch * sizes.embedding
     # Units of b*D features, b*D gradients, b per-sample values. In the ring one hop more brings results home.
     features, gradients, values = {
         ("ring", "feature"): (2 * hops, hops + 1, (scales + 1 + terms + 1) * hops + 2),
@@ -187,21 +147,23 @@ def _tile_traffic(
         ("all_gather", "feature"): (hops, hops, (scales + 1 + terms + 1) * hops),
         ("all_gather", "scalar"): (2 * hops, 0, (scales + 1 + 2 * terms) * hops),
     }[exchange, reduction]
-    return Traffic(features * rows * feature_bytes, gradients * rows * gradient_bytes, values * batch * sum_bytes)
+    return Traffic(
+        features * rows * sizes.feature_bytes,
+        gradients * rows * sizes.gradient_bytes,
+        values * sizes.batch * sizes.sum_bytes,
+    )
 
 
-def _all_reduced(elements: int, world_size: int) -> float:
-    """Elements that a rank sends in an all-reduce of so many."""
-    return elements * 2 * (world_size - 1) / world_size
+def _all_reduced(elements: int, sizes: Sizes) -> float:
+    """Bytes that a rank sends in an all-reduce of so many sums."""
+    return elements * sizes.sum_bytes * 2 * sizes.hops / sizes.world_size
 
 
-def open_clip_traffic(*, world_size: int, batch: int, embedding: int, feature_bytes: int) -> Traffic:
+def open_clip_traffic(sizes: Sizes) -> Traffic:
     """open_clip with --local-loss --gather-with-grad: both features gathered, both gradients reduce-scattered."""
-    side = (world_size - 1) * batch * embedding * feature_bytes
-    return Traffic(features=2 * side, gradients=2 * side, scalars=0)
+    return Traffic(features=2 * sizes.side, gradients=2 * sizes.side, scalars=0)
 
 
-def disco_clip_traffic(*, world_size: int, batch: int, embedding: int, feature_bytes: int) -> Traffic:
+def disco_clip_traffic(sizes: Sizes) -> Traffic:
     """DisCo-CLIP (arXiv:2304.08480): both features gathered, both gradients all-reduced whole."""
-    side = (world_size - 1) * batch * embedding * feature_bytes
-    return Traffic(features=2 * side, gradients=4 * side, scalars=0)
+    return Traffic(features=2 * sizes.side, gradients=4 * sizes.side, scalars=0)

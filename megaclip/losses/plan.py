@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megaclip.comm.groups import NodeGroup, RankGroup, by_node
 from megaclip.comm.machine import Machine, machine_of
-from megaclip.comm.volume import Traffic, contrastive_traffic
+from megaclip.comm.volume import Sizes, Traffic, contrastive_traffic
 from megaclip.logging import get_logger, log_once
 from megaclip.ops.tiles import accumulation_dtype
 
@@ -66,7 +66,7 @@ class LossCost:
 
     products: Mapping[str, int]
     """By reduction, in units of b*B*D."""
-    traffic: Callable[..., Traffic]
+    traffic: Callable[[str, str, Sizes], Traffic]
     """Its formula of `megaclip.comm.volume`."""
     passes: int
     """Over the blocks."""
@@ -150,9 +150,7 @@ def _seconds(
 ) -> float:
     """The cost model's time of one forward and backward."""
     batch, embedding = features.shape
-    traffic = cost.traffic(
-        exchange,
-        reduction,
+    sizes = Sizes(
         world_size=ranks.size,
         batch=batch,
         embedding=embedding,
@@ -160,6 +158,7 @@ def _seconds(
         gradient_bytes=(payload or accumulation_dtype(features)).itemsize,
         sum_bytes=accumulation_dtype(features).itemsize,
     )
+    traffic = cost.traffic(exchange, reduction, sizes)
     operations = cost.products[reduction] * batch * batch * ranks.size * embedding
     computing, sending = operations / machine.flops_per_s, traffic.total / machine.link_bytes_per_s
     if exchange == "all_gather":

@@ -18,7 +18,7 @@ beyond `max_in_cpu`, read in every pass and written after the step.
 
 from typing import NamedTuple
 
-from megaclip.comm.volume import Traffic, contrastive_traffic, global_contrastive_traffic, sigmoid_traffic
+from megaclip.comm.volume import Sizes, Traffic, contrastive_traffic, global_contrastive_traffic, sigmoid_traffic
 from megaclip.planner.states import parameters_on_disk
 from megaclip.planner.towers import towers
 from megaclip.planner.workload import Workload
@@ -35,17 +35,17 @@ class _Handled(NamedTuple):
 
 def feature_traffic(workload: Workload) -> Traffic:
     """What the loss of a settled workload sends per step, in bytes."""
-    sizes: dict[str, int] = {
-        "world_size": workload.world_size,
-        "batch": workload.local_batch,
-        "embedding": workload.model.embed_dim,
-        "feature_bytes": min(workload.compute_bytes, workload.payload_bytes),
-        "gradient_bytes": workload.payload_bytes,
-    }
+    sizes = Sizes(
+        world_size=workload.world_size,
+        batch=workload.local_batch,
+        embedding=workload.model.embed_dim,
+        feature_bytes=min(workload.compute_bytes, workload.payload_bytes),
+        gradient_bytes=workload.payload_bytes,
+    )
     if workload.sample_columns:
-        return global_contrastive_traffic(workload.loss, workload.exchange, workload.reduction, **sizes)
+        return global_contrastive_traffic(workload.loss, workload.exchange, workload.reduction, sizes)
     traffic = sigmoid_traffic if workload.loss == "siglip" else contrastive_traffic
-    return traffic(workload.exchange, workload.reduction, **sizes)
+    return traffic(workload.exchange, workload.reduction, sizes)
 
 
 def parameter_traffic(workload: Workload) -> float:

@@ -5,12 +5,14 @@ so a formula with a wrong share cannot pass. No test runs at one size only.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megaclip.comm.groups import group_size
 from megaclip.comm.volume import (
+    Sizes,
     bytes_sent,
     contrastive_traffic,
     disco_clip_traffic,
@@ -29,40 +31,35 @@ SHAPES = [(4, 8, torch.bfloat16), (4, 8, torch.float32), (12, 24, torch.bfloat16
 def check_formulas() -> list[str]:
     found = []
     for batch, embedding, dtype in SHAPES:
-        sizes = {
-            "world_size": group_size(),
-            "batch": batch,
-            "embedding": embedding,
-            "feature_bytes": dtype.itemsize,
-        }
+        sizes = Sizes(group_size(), batch, embedding, feature_bytes=dtype.itemsize)
+        half = replace(sizes, feature_bytes=2, gradient_bytes=2)
         x, y = (torch.randn(batch, embedding, dtype=dtype).requires_grad_() for _ in range(2))
         for exchange, reduction in itertools.product(("ring", "all_gather"), ("feature", "scalar")):
             loss = ClipLoss(exchange=exchange, reduction=reduction)
             got = sum(bytes_sent(lambda loss=loss, x=x, y=y: loss(x, y, torch.tensor(5.0)).backward()).values())
-            expected = contrastive_traffic(exchange, reduction, **sizes).total
+            expected = contrastive_traffic(exchange, reduction, sizes).total
             if got != expected:
                 found.append(f"{exchange} + {reduction} at {sizes}: sent {got}, formula {expected}")
             loss = ClipLoss(exchange=exchange, reduction=reduction, payload="bf16")
             got = sum(bytes_sent(lambda loss=loss, x=x, y=y: loss(x, y, torch.tensor(5.0)).backward()).values())
-            half = sizes | {"feature_bytes": 2, "gradient_bytes": 2}
-            if got != (expected := contrastive_traffic(exchange, reduction, **half).total):
+            if got != (expected := contrastive_traffic(exchange, reduction, half).total):
                 found.append(f"{exchange} + {reduction} in bf16 at {sizes}: sent {got}, formula {expected}")
             for payload, wire in (("auto", sizes), ("bf16", half)):
                 sigmoid = SigLipLoss(exchange=exchange, reduction=reduction, payload=payload)
                 scale, bias = torch.tensor(5.0), torch.tensor(-3.0)
                 got = sum(bytes_sent(lambda loss=sigmoid, x=x, y=y: loss(x, y, scale, bias).backward()).values())  # noqa: B023
-                if got != (expected := sigmoid_traffic(exchange, reduction, **wire).total):
+                if got != (expected := sigmoid_traffic(exchange, reduction, wire).total):
                     found.append(f"sigmoid, {exchange} + {reduction}, {payload} at {sizes}: {got}, formula {expected}")
             for variant in VARIANTS:
                 step = FastClipStep(variant, exchange, reduction)
                 got = sum(bytes_sent(lambda step=step, x=x, y=y: step(x, y)).values())
-                expected = global_contrastive_traffic(variant, exchange, reduction, **sizes).total
+                expected = global_contrastive_traffic(variant, exchange, reduction, sizes).total
                 if got != expected:
                     found.append(f"{variant}, {exchange} + {reduction} at {sizes}: sent {got}, formula {expected}")
         for step, formula in ((open_clip_step, open_clip_traffic), (disco_clip_step, disco_clip_traffic)):
             got = sum(bytes_sent(lambda step=step, x=x, y=y: step(x.detach(), y.detach())).values())
-            if got != formula(**sizes).total:
-                found.append(f"{step.__name__} at {sizes}: sent {got}, formula {formula(**sizes).total}")
+            if got != formula(sizes).total:
+                found.append(f"{step.__name__} at {sizes}: sent {got}, formula {formula(sizes).total}")
     return found
 
 
