@@ -69,6 +69,8 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
             tower.transformer.compile_blocks()
     guard_gradients(engine)
     _describe(engine, config, model)
+    batch_plan = config.batch_plan(dist.get_world_size())
+    _warn_of_rounded_sums(config, max(batch_plan.accumulation, batch_plan.text_chunks))
     return engine
 
 
@@ -111,8 +113,12 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel)
         ", activation checkpointing" if config.activation_checkpointing else "",
         ", compiled blocks" if config.megaclip.compile_blocks else "",
     )
-    chunks = config.batch_plan(dist.get_world_size()).accumulation
-    if config.accumulates_in_bf16 and chunks > MANY_CHUNKS:
+
+
+def _warn_of_rounded_sums(config: TrainingConfig, chunks: int) -> None:
+    """Of gradients of many chunks that add up in bfloat16 without having been told to."""
+    told = "grad_accum_dtype" in config.deepspeed.get("data_types", {})
+    if config.accumulates_in_bf16 and not told and chunks > MANY_CHUNKS:
         logger.warning(
             "gradients of %d chunks add up in bfloat16, which loses small ones: set %s",
             chunks,

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megaclip.config import load_training_config
+from megaclip.config import TrainingConfig, load_training_config
+from megaclip.config_section import MegaclipSection
+from megaclip.engine import build
 from megaclip.errors import ConfigError
 
 VALID = {
@@ -252,3 +254,27 @@ def test_a_world_size_that_does_not_divide_the_batch_is_refused(tmp_path, world_
 @pytest.mark.parametrize("path", sorted((Path(__file__).resolve().parents[2] / "ds_configs").rglob("*.json")), ids=str)
 def test_every_example_is_valid(path):
     load_training_config(path)
+
+
+@pytest.mark.parametrize("coalesce", [False, True])
+@pytest.mark.parametrize("dtype", [None, "bf16", "fp32"])
+@pytest.mark.parametrize(("stage", "bf16"), [(1, True), (2, True), (3, True), (2, False)])
+def test_bf16_sums_of_many_chunks_are_warned_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch, coalesce: bool, dtype: str | None, stage: int, bf16: bool
+) -> None:
+    types = {"data_types": {"grad_accum_dtype": dtype}} if dtype else {}
+    settings = {"bf16": {"enabled": bf16}, "zero_optimization": {"stage": stage}, **types}
+    section = MegaclipSection(coalesce_gradient_reduction=coalesce)
+    config = TrainingConfig(Path("ds.json"), settings, section)
+    lines: list[str] = []
+    monkeypatch.setattr(build.logger, "warning", lambda text, *values: lines.append(text % values))
+    build._warn_of_rounded_sums(config, 32)
+    assert lines == []
+    build._warn_of_rounded_sums(config, 33)
+    if not bf16 or coalesce or dtype:
+        assert lines == []
+    else:
+        cure = "megaclip.coalesce_gradient_reduction" if stage == 1 else "data_types.grad_accum_dtype to fp32"
+        assert lines == [f"gradients of 33 chunks add up in bfloat16, which loses small ones: set {cure}"]
+    rounds = {(False, None), (False, "bf16"), (True, "bf16")} if bf16 else set()
+    assert config.accumulates_in_bf16 == ((coalesce, dtype) in rounds)
