@@ -1,7 +1,8 @@
 """Ending a run early without losing what it has trained: a signal is noted, and acted on between two steps.
 
 One rank that receives SIGTERM, SIGINT or SIGUSR1 is enough: after each step all ranks ask each other (`agreed`), save
-and end. The same SIGTERM or SIGINT again ends a rank at once; SIGUSR1 may come as often as it likes.
+and end. The same SIGTERM or SIGINT again ends a rank at once; SIGUSR1 may come as often as it likes. A signal to all
+hosts may reach a rank last when the others have already made it save: it must not die of that on its way out.
 
 Exit code: 128 + the signal's number, as a shell reports it. Zero means trained to the end, so that whatever started the
 run can tell that it is to go on; the deepspeed launcher, `pdsh -S` and srun pass the code on. They end the other ranks
@@ -31,11 +32,15 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Context manager, in the main thread: notes the signals that reach this rank."""
+    """Context manager, in the main thread: notes the signals that reach this rank.
+
+    Once `agreed` has named a signal to end with, the handlers stay until the process ends.
+    """
 
     def __init__(self) -> None:
         self._noted = 0
         """The first signal's number."""
+        self._ends = False
 
     def __enter__(self) -> "StopSignals":
         self._reader, self._writer = socket.socketpair()
@@ -50,6 +55,8 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._ends:
+            return
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -59,7 +66,9 @@ class StopSignals:
     def agreed(self) -> signal.Signals | None:
         """The signal to end with, if any rank has noted one; the same on every rank, which call it together."""
         noted = gather_integers([self._noted], group=every_rank())
-        return next((signal.Signals(number) for (number,) in noted if number), None)
+        first = next((signal.Signals(number) for (number,) in noted if number), None)
+        self._ends = first is not None
+        return first
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self._noted = self._noted or number
@@ -74,7 +83,7 @@ class StopSignals:
                     continue
                 if (number in seen and number != signal.SIGUSR1) or (number == signal.SIGTERM and _misses_a_rank()):
                     os._exit(128 + number)
-                if not seen:
+                if not seen and not self._ends:
                     logger.info("%s: saving and ending after this step", signal.Signals(number).name)
                 seen.add(number)
 

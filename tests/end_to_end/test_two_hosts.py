@@ -146,7 +146,7 @@ def test_a_dead_rank_ends_the_others(
         wait_until(lambda: "step 2/" in log.read_text(), LIMIT_S)
         subprocess.run(hosts.first.command("pkill", "-STOP", "-f", RANK), check=True)
         subprocess.run(hosts.second.command("pkill", "-KILL", "-f", RANK), check=True)
-        assert launcher.wait(END_LIMIT_S) == 1
+        assert launcher.wait(END_LIMIT_S) == 1, log.read_text()
         subprocess.run(hosts.first.command("pkill", "-CONT", "-f", RANK))
         wait_until(lambda: not hosts.first.processes(RANK), END_LIMIT_S)
         assert "a rank failed" in log.read_text()
@@ -155,10 +155,10 @@ def test_a_dead_rank_ends_the_others(
 def test_ending_the_launcher_ends_the_ranks(
     hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path
 ) -> None:
-    with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, _):
+    with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, log):
         wait_until(lambda: hosts.first.processes(RANK) and hosts.second.processes(RANK), LIMIT_S)
         subprocess.run(hosts.first.command("pkill", "-TERM", "--oldest", "-f", "multi_node.sh"), check=True)
-        assert launcher.wait(END_LIMIT_S) == 1  # nothing was trained
+        assert launcher.wait(END_LIMIT_S) == 1, log.read_text()  # nothing was trained
         wait_until(lambda: not (hosts.first.processes(RANK) or hosts.second.processes(RANK)), END_LIMIT_S)
 
 
@@ -171,7 +171,7 @@ def test_a_signal_to_the_launcher_lets_the_ranks_save(
         wait_until(lambda: "step 2/" in log.read_text(), LIMIT_S)
         number = str(int(told))
         subprocess.run(hosts.first.command("pkill", f"-{number}", "--oldest", "-f", "multi_node.sh"), check=True)
-        assert launcher.wait(END_LIMIT_S) == 128 + told
+        assert launcher.wait(END_LIMIT_S) == 128 + told, log.read_text()
         stopped = re.search(rf"stopped by {told.name} after step (\d+);", log.read_text())
         assert stopped, log.read_text()
         latest = tmp_path / "a run" / "checkpoints" / "latest"

@@ -70,10 +70,29 @@ def test_a_stuck_rank_that_misses_one_of_its_hosts_ends_at_once() -> None:
         assert rank.wait(60) == 128 + signal.SIGTERM
 
 
-def test_a_signal_is_noted_and_the_handlers_are_given_back() -> None:
+# One that is told by its peers to end, and by the signal itself afterwards.
+TOLD_LATE = """
+import os, signal, sys
+from megaclip.engine import stop
+
+stop.gather_integers = lambda noted, group: [noted, [signal.SIGUSR1]]
+with stop.StopSignals() as signals:
+    assert signals.agreed() == signal.SIGUSR1
+os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("late", ["SIGUSR1", "SIGTERM", "SIGINT"])
+def test_a_signal_that_comes_late_does_not_change_how_a_rank_ends(late: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
+    done = subprocess.run([sys.executable, "-c", TOLD_LATE, late], cwd=ROOT, env=environment, timeout=600)
+    assert done.returncode == 7
+
+
+def test_the_handlers_are_given_back_when_no_signal_came() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     with StopSignals() as signals:
         assert signals.agreed() is None
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert signals.agreed() == signal.SIGUSR1
+        assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
     assert {number: signal.getsignal(number) for number in before} == before
