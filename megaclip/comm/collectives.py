@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megaclip import errors
-from megaclip.comm.groups import RankGroup, every_rank, resolve
+from megaclip.comm.groups import RankGroup, resolve
 
 
 def gather_rows(rows: Tensor, *, group: Any = None, payload: torch.dtype | None = None) -> Tensor:
@@ -104,14 +104,14 @@ def sum_counts(counts: Mapping[str, int], *, group: Any = None) -> dict[str, int
     return dict(total.most_common())
 
 
-def raise_together(error: Exception | None, group: Any = None) -> None:
+def raise_together(error: Exception | None, *, group: Any = None) -> None:
     """End every rank with one readable error if any of them failed; return when none did.
 
     Each rank passes what went wrong there, or None. If any error is a `MegaclipError`, all ranks raise the lowest such
     rank's error, same class and message. Any other exception is a bug: the rank that had it raises it unchanged, with
-    its traceback, and its peers raise a `MegaclipError` that names the rank. group: None means every rank of the job.
+    its traceback, and its peers raise a `MegaclipError` that names the rank.
     """
-    ranks = every_rank() if group is None else resolve(group)
+    ranks = resolve(group)
     failed = gather_integers([int(error is not None)], group=ranks)
     if any(flag for (flag,) in failed):
         described = (

@@ -1,8 +1,7 @@
 """Who a rank works with: the only place that looks a process group up.
 
 Everything that communicates takes a keyword `group`: a process group of deepspeed.comm (or torch.distributed), or None
-for the default data-parallel group. That default is every rank of the job, until the engine names another one (tensor
-parallelism: ranks of one tensor-parallel group hold the same features, so only data-parallel peers may exchange them).
+for every rank of the job.
 
 `resolve` turns the handle into a `RankGroup` that knows this process's rank, the size and its peers' global ranks.
 A plain Python process without any launcher is a group of one, and a group of one takes the same path as any other.
@@ -23,7 +22,6 @@ from deepspeed.accelerator import get_accelerator
 from megaclip.logging import get_logger
 
 _logger = get_logger(__name__)
-_default_group: Any = None  # None: every rank of the job
 
 
 @dataclass(frozen=True)
@@ -71,27 +69,26 @@ def init_distributed(backend: str | None = None) -> None:
 
 
 def resolve(group: Any = None) -> RankGroup:
-    """The group behind a handle, a `RankGroup` (returned as it is) or None (the default data-parallel group).
+    """The group behind a handle, a `RankGroup` (returned as it is) or None (every rank of the job).
 
     Raises ValueError when this process is not a member, or when a group is given although nothing is initialised.
     """
     if isinstance(group, RankGroup):
         return group
-    handle = _default_group if group is None else group
     if not _initialised():
-        if handle is not None:
+        if group is not None:
             raise ValueError(
                 "a process group was given but neither deepspeed.comm nor torch.distributed is initialised: "
                 "call deepspeed.init_distributed() first"
             )
         return RankGroup(handle=None, rank=0, size=1)
-    rank = dist.get_rank(handle)
+    rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(
             f"global rank {dist.get_rank()} is not a member of the group it was given: "
             "pass each rank the group that contains it"
         )
-    return RankGroup(handle=handle, rank=rank, size=dist.get_world_size(handle))
+    return RankGroup(handle=group, rank=rank, size=dist.get_world_size(group))
 
 
 def by_node(ranks: RankGroup) -> RankGroup:
@@ -134,16 +131,8 @@ def ranks_of_this_node() -> int | None:
 
 
 def every_rank() -> RankGroup:
-    """All ranks of the job, whatever the default data-parallel group is."""
-    if not _initialised():
-        return RankGroup(handle=None, rank=0, size=1)
-    return RankGroup(handle=None, rank=dist.get_rank(), size=dist.get_world_size())
-
-
-def set_data_parallel_group(group: Any) -> None:
-    """Make `group` what `group=None` means from now on; None goes back to every rank of the job."""
-    global _default_group
-    _default_group = group
+    """What `group=None` stands for, where a caller wants to say so."""
+    return resolve(None)
 
 
 def group_rank(group: Any = None) -> int:

@@ -11,7 +11,6 @@ from megaclip.arguments import TrainArguments
 from megaclip.checkpoint import store
 from megaclip.checkpoint.reshard import load_resharded
 from megaclip.comm.collectives import gather_objects, raise_together
-from megaclip.comm.groups import every_rank
 from megaclip.config import BatchPlan
 from megaclip.data import check_manifest
 from megaclip.engine.inputs import Inputs
@@ -120,7 +119,7 @@ def resume(
 
 def _check_all_found(found: tuple[Path, str] | None) -> None:
     """Raise on every rank unless all of them mean the same step; where a folder is mounted may differ."""
-    tags = [tag or "nothing" for tag in gather_objects(found and found[1], group=every_rank())]
+    tags = [tag or "nothing" for tag in gather_objects(found and found[1])]
     if len(set(tags)) > 1:
         raise CheckpointError(
             f"ranks found different checkpoints ({', '.join(sorted(set(tags)))}): --logs must be one folder that all "

@@ -64,7 +64,7 @@ def in_step(batches: Iterable[T], *, group: Any = None) -> Iterator[T]:
             batch = next(iterator, None)
         except Exception as problem:  # every rank must learn of it; raise_together raises it again
             error = problem
-        raise_together(error, group)
+        raise_together(error, group=group)
         if batch is None:
             return
         yield batch

@@ -23,8 +23,8 @@ _OPEN_CLIP_SETTINGS = {
 class BatchLoss(nn.Module):
     """Base of the losses; holds their common settings.
 
-    group: the ranks that share the batch (a deepspeed.comm or torch.distributed group); None is the default
-        data-parallel group, and plain Python without any launcher is a group of one.
+    group: the ranks that share the batch (a deepspeed.comm or torch.distributed group); None is every rank of
+        the job, and plain Python without any launcher is a group of one.
     exchange: "ring", "all_gather" or "auto"; reduction: "feature", "scalar" or "auto". All are exact; `losses/plan.py`
         says how they differ and how "auto" chooses.
     payload: what features and their gradients travel in between ranks: "auto" is features' own dtype and float32

@@ -214,7 +214,7 @@ class FastClipLoss(BatchLoss):
         check_features(image_features, text_features, own_scale, ranks=ranks)
         if len(image_features) * ranks.size < 2:
             raise ValueError("expected a batch of at least 2 samples over all ranks: one sample has no negatives")
-        raise_together(_ids_problem(ids, len(image_features)), ranks)
+        raise_together(_ids_problem(ids, len(image_features)), group=ranks)
         ticket = ids if isinstance(ids, Ticket) else self.fetch(ids)
         plan = self.plan(image_features, ranks, need_dots=self.individual)
         gamma = inner_rate(
