@@ -18,6 +18,7 @@ from megaclip.config_deepspeed import misread_value, section_models
 from megaclip.config_optimizers import OPTIMIZER_PARAMS, SUPPORTED_OPTIMIZERS, refusal
 from megaclip.config_section import FastClipSection, MegaclipSection
 from megaclip.errors import ConfigError
+from megaclip.fastclip_variants import VARIANTS
 
 _HONOURED_KEYS = {
     "megaclip",
@@ -372,19 +373,20 @@ def _check_stage(section: MegaclipSection, stage: int) -> None:
 def _check_fastclip(section: MegaclipSection) -> None:
     """Refuse settings of the global losses that the chosen loss would ignore, and bounds that contradict."""
     given, settings = section.fastclip.model_fields_set, section.fastclip
-    if given and not section.is_global:
-        raise ConfigError(f"megaclip.fastclip has no effect with megaclip.loss {section.loss!r}")
-    constant = section.loss in ("sogclr", "fastclip_v1")
-    individual = section.loss in ("isogclr", "fastclip_v2")
+    variant = VARIANTS.get(section.loss)
+    if variant is None:
+        if given:
+            raise ConfigError(f"megaclip.fastclip has no effect with megaclip.loss {section.loss!r}")
+        return
     for key in sorted(given):
         learning = key in ("temperature_learning_rate", "temperature_schedule", "temperature_betas", "temperature_eps")
-        if (learning and constant) or (key == "rho" and (constant or section.loss == "fastclip_v0")):
+        if (learning and variant.temperature == "constant") or (key == "rho" and not variant.with_rho):
             raise ConfigError(f"megaclip.fastclip.{key} has no effect with megaclip.loss {section.loss!r}")
-    schedule = settings.gamma_schedule
-    if schedule == "constant" or (schedule == "auto" and section.loss in ("sogclr", "isogclr")):
+    schedule = variant.gamma_schedule if settings.gamma_schedule == "auto" else settings.gamma_schedule
+    if schedule == "constant":
         for key in sorted(given & {"gamma_epochs", "gamma_per"}):
             raise ConfigError(f"megaclip.fastclip.{key} has no effect with a constant gamma")
-    if individual and settings.temperature_schedule == "threshold":
+    if variant.individual and settings.temperature_schedule == "threshold":
         raise ConfigError(
             "megaclip.fastclip.temperature_schedule threshold needs one global temperature (fastclip_v0, v3)"
         )

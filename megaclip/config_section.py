@@ -7,14 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-GLOBAL_LOSSES = ("sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3")
-"""Losses over the whole dataset, which keep state per sample and a temperature of their own."""
+from megaclip.fastclip_variants import VARIANTS
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class FastClipSection(BaseModel):
-    """The sub-section "fastclip" of our section, for the losses in GLOBAL_LOSSES; `megaclip.losses.FastClipLoss` says
+    """The sub-section "fastclip" of our section, for the losses in VARIANTS; `megaclip.losses.FastClipLoss` says
     what each setting does, and has the defaults of those left out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -117,4 +116,5 @@ class MegaclipSection(BaseModel):
 
     @property
     def is_global(self) -> bool:
-        return self.loss in GLOBAL_LOSSES
+        """Whether the loss is over the whole dataset: with state per sample and a temperature of its own."""
+        return self.loss in VARIANTS

@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed.comm as dist
 
 from megaclip.comm.groups import resolve
+from megaclip.fastclip_variants import VARIANTS
 
 # Bytes sent per byte logged, by operation, for W ranks.
 _SENT: dict[str, Callable[[int], float]] = {
@@ -120,8 +121,8 @@ def global_contrastive_traffic(variant: str, exchange: str, reduction: str, size
     write back instead of two. State is counted for ids spread evenly over their owners, as random ids are in the mean:
     (W-1)/W of the rows move. It includes the int64 ids, which all ranks gather.
     """
-    hops, individual = sizes.hops, variant in ("isogclr", "fastclip_v2")
-    sums = 4 if variant in ("fastclip_v0", "fastclip_v3") else 2  # loss and mean of log tau; the temperature's gradient
+    hops, individual = sizes.hops, VARIANTS[variant].individual
+    sums = 4 if VARIANTS[variant].temperature == "global" else 2  # loss and mean of log tau; the temperature's gradient
     moved = _tile_traffic(exchange, reduction, sizes, scales=1 if individual else 0, terms=3 if individual else 1)
     columns = 4 if individual else 2
     return replace(

@@ -30,7 +30,6 @@ whole gradient of the global temperature.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from torch.autograd.function import once_differentiable
 from megaclip.comm.collectives import raise_together, sum_over_ranks
 from megaclip.comm.groups import resolve
 from megaclip.errors import CheckpointError, ConfigError, DataError
+from megaclip.fastclip_variants import VARIANTS
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss
 from megaclip.losses.distributed_tiles import Terms, distributed_grads, distributed_stats, gather_columns
@@ -55,26 +55,6 @@ from megaclip.losses.temperature import (
 )
 from megaclip.ops.rows import finish_gradient, paired_products
 from megaclip.ops.tiles import accumulation_dtype
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A row of the module's table."""
-
-    temperature: str  # "constant" | "global" | "individual"
-    multiplied: bool  # c_i is tau, not 1
-    with_rho: bool
-    gamma_schedule: str
-
-
-VARIANTS = {
-    "sogclr": Variant("constant", True, False, "constant"),
-    "isogclr": Variant("individual", True, True, "constant"),
-    "fastclip_v0": Variant("global", False, False, "cosine"),
-    "fastclip_v1": Variant("constant", True, False, "cosine"),
-    "fastclip_v2": Variant("individual", True, True, "cosine"),
-    "fastclip_v3": Variant("global", True, True, "cosine"),
-}
 
 
 def inner_rate(schedule: str, epoch: float, *, minimum: float, epochs: float) -> float:
@@ -174,7 +154,7 @@ class FastClipLoss(BatchLoss):
         self.learning_rate, self.temperature_schedule = temperature_learning_rate, temperature_schedule
         self.betas, self.adam_eps = temperature_betas, temperature_eps
 
-        self.individual = self.rule.temperature == "individual"
+        self.individual = self.rule.individual
         self.temperature = GlobalTemperature(temperature, self.bounds, learnable=self.rule.temperature == "global")
         columns = {**U_COLUMNS, **(individual_columns(temperature) if self.individual else {})}
         self.state = SampleState(

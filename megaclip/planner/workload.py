@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megaclip.config import TrainingConfig
+from megaclip.fastclip_variants import VARIANTS
 from megaclip.models import ModelConfig
 from megaclip.models.clip import ClipModel
 
@@ -196,7 +197,7 @@ class Workload:
             image_unlocked=image_unlocked,
             text_unlocked=text_unlocked,
             workers=workers,
-            sample_columns=_sample_columns(section.loss) if section.is_global else 0,
+            sample_columns=_sample_columns(section.loss),
             sample_state_on_gpu=section.fastclip.state_device == "accelerator",
             samples=samples,
             evaluation=evaluation,
@@ -266,8 +267,10 @@ def _device(offload: Any) -> str:
 
 
 def _sample_columns(loss: str) -> int:
-    """Two estimates; with a temperature of each sample two temperatures, Adam's four moments and a count of steps."""
-    return 9 if loss in ("isogclr", "fastclip_v2") else 2
+    """Two estimates; with temperatures of each sample those two, Adam's four moments and a count of steps."""
+    if loss not in VARIANTS:
+        return 0
+    return 9 if VARIANTS[loss].individual else 2
 
 
 def _optimizer_state_bytes(config: TrainingConfig) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megaclip.config import MegaclipSection
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.run_loss import RunLoss
-from megaclip.losses.fastclip import VARIANTS
+from megaclip.fastclip_variants import VARIANTS
 from megaclip.models import build_model
 from tests.distributed import fastclip_oracle as written
 from tests.distributed.engine_cases import (

@@ -20,8 +20,8 @@ from megaclip.comm.volume import (
     open_clip_traffic,
     sigmoid_traffic,
 )
+from megaclip.fastclip_variants import VARIANTS
 from megaclip.losses import ClipLoss, SigLipLoss
-from megaclip.losses.fastclip import VARIANTS
 from tests.distributed.harness import run_ranks
 from tools.bench_comm import FastClipStep, disco_clip_step, measure, open_clip_step, schemes
 

@@ -8,7 +8,8 @@ import pytest
 
 from megaclip.arguments import build_parser
 from megaclip.arguments_open_clip import OPEN_CLIP_FLAGS
-from megaclip.losses.fastclip import VARIANTS, FastClipLoss
+from megaclip.fastclip_variants import VARIANTS
+from megaclip.losses.fastclip import FastClipLoss
 from megaclip.losses.sample_index import DenseIndex
 
 ROOT = Path(__file__).parents[2]

@@ -14,6 +14,7 @@ PACKAGE = REPOSITORY / "megaclip"
 
 FOUNDATION = {
     "errors",
+    "fastclip_variants",
     "logging",
     "config",
     "config_section",
@@ -24,6 +25,7 @@ FOUNDATION = {
 }
 MAY_IMPORT = {
     "errors": FOUNDATION,
+    "fastclip_variants": FOUNDATION,
     "logging": FOUNDATION,
     "config": FOUNDATION,
     "config_section": FOUNDATION,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaclip.config_section import GLOBAL_LOSSES
 from megaclip.engine.gradient_cache import keeps_graph, trained_towers
 from megaclip.engine.step_batch import Tower
+from megaclip.fastclip_variants import VARIANTS
 from megaclip.losses import FastClipLoss
 from megaclip.models import build_model
 from megaclip.planner import advice, describe, largest_batch, last_resort, plan_memory, plan_time
@@ -110,7 +110,7 @@ def test_an_evaluation_is_planned_beside_the_steps(tmp_path: Path) -> None:
     assert advice(replace(job, evaluation=EvaluationSets(64, pairs=2**32)), H200) == []
 
 
-@pytest.mark.parametrize("loss", GLOBAL_LOSSES)
+@pytest.mark.parametrize("loss", VARIANTS)
 def test_state_of_every_sample_is_what_the_loss_allocates(tmp_path: Path, loss: str) -> None:
     on_a_host = FastClipLoss(loss, samples=8000).state.values.untyped_storage().nbytes()
     for device, state_on_host, state_on_gpu in (("cpu", on_a_host, 0), ("accelerator", 0, on_a_host / 8)):
