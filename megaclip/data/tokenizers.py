@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import functools
 import gzip
+import hashlib
 import itertools
 import json
 from collections import Counter
@@ -42,6 +43,8 @@ class Tokenizer(abc.ABC):
     context_length: int
     files: tuple[Path, ...] = ()
     """What an exported model keeps beside its card, to be loaded from here again."""
+    identity: str
+    """The same for tokenizers that give the same ids, wherever they were loaded from."""
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Tokenise; (n, L) int64, filled up with `pad_id`."""
@@ -72,6 +75,7 @@ class ClipTokenizer(Tokenizer):
 
     def __init__(self, context_length: int) -> None:
         self._model = _clip_model()
+        self.identity = "clip"
         self.context_length = context_length
         self.vocab_size = self._model.get_vocab_size()
         vocabulary = self._model.get_vocab()
@@ -123,6 +127,8 @@ class SentencePieceTokenizer(Tokenizer):
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"tokenizer {path} is not a sentencepiece model: {error}") from error
         self.files = (Path(path),)
+        digest = hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
+        self.identity = f"sentencepiece {digest[:16]}"
         self.context_length = context_length
         self.vocab_size = self._model.vocab_size()
         self.eos_id = self._model.eos_id()

@@ -45,6 +45,8 @@ def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPla
         "total_steps": total_steps,
         "optimizer": inputs.config.deepspeed["optimizer"]["type"],
         "model": inputs.model_config.to_open_clip(),
+        "tokenizer": inputs.tokenizer.identity,
+        "preprocess": inputs.preprocess_cfg,
         "data": inputs.train.manifest(),
     }
 

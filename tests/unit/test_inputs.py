@@ -11,6 +11,7 @@ import torch
 from megaclip.arguments import parse_arguments
 from megaclip.checkpoint.open_clip import write_model_card, write_weights
 from megaclip.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from megaclip.engine import resume
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import CheckpointError, ConfigError
@@ -165,3 +166,28 @@ def test_without_a_card_tokenizer_and_pixels_are_openais(folder: Path) -> None:
     inputs = read(folder, "--model", "demo-tiny")
     assert inputs.preprocess_cfg["mean"] == [0.48145466, 0.4578275, 0.40821073]
     assert inputs.tokenizer.vocab_size == 49408 and inputs.tokenizer.files == ()
+
+
+def test_a_run_is_known_by_what_its_tokenizer_and_pixels_are(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by where the tokenizer lies: what of its description changes with these flags."""
+    monkeypatch.setattr(resume.dist, "get_world_size", lambda: 1)
+    copy = shutil.copy(folder / "exported" / "tokenizer.model", tmp_path / "copy.model")
+    renamed = [caption.replace("ox", "ax") for caption in CAPTIONS]
+    (other,) = train_sentencepiece(renamed, tmp_path / "other.model", vocab_size=40).files
+
+    def description(*flags: object) -> dict[str, object]:
+        arguments = ["--model", folder / "exported", *flags]
+        inputs = read(folder, *arguments)
+        parsed = parse_arguments(["--deepspeed_config", "c", "--train-data", "d", *map(str, arguments)])
+        return resume.describe_run(inputs, parsed, inputs.config.batch_plan(1), 1)
+
+    first = description()
+
+    def changed(*flags: object) -> list[str]:
+        return [key for key, value in description(*flags).items() if value != first[key]]
+
+    assert changed("--tokenizer", copy) == []
+    assert changed("--tokenizer", other) == ["tokenizer"]
+    assert changed("--image-mean", 0.5, 0.4, 0.2) == ["preprocess"]
