@@ -12,8 +12,10 @@ first prints its own bytes.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -24,17 +26,9 @@ from torch import Tensor
 
 from megaclip.comm.collectives import gather_rows, reduce_scatter_rows, sum_over_ranks
 from megaclip.comm.groups import group_size
-from megaclip.comm.volume import (
-    Sizes,
-    Traffic,
-    bytes_sent,
-    contrastive_traffic,
-    disco_clip_traffic,
-    global_contrastive_traffic,
-    open_clip_traffic,
-    sigmoid_traffic,
-)
+from megaclip.comm.volume import bytes_sent
 from megaclip.engine.run import start_process_group
+from megaclip.loss_costs import LOSS_COSTS, Sizes, Traffic, disco_clip_traffic, open_clip_traffic
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
 
 Step = Callable[[Tensor, Tensor], None]
@@ -63,32 +57,20 @@ def main() -> None:
 def schemes(batch: int, embedding: int) -> list[tuple[str, Step, Traffic]]:
     """(name, one step on given features, what the formula says for bfloat16 features)."""
     sizes = Sizes(world_size=group_size(), batch=batch, embedding=embedding, feature_bytes=2)
-    ways = [(exchange, reduction) for exchange in ("ring", "all_gather") for reduction in ("feature", "scalar")]
     return [
         *(
             (
-                f"{exchange} + {reduction}",
-                loss_step(exchange, reduction),
-                contrastive_traffic(exchange, reduction, sizes),
+                f"{name}{exchange} + {reduction}",
+                make(exchange, reduction),
+                LOSS_COSTS[loss].traffic(exchange, reduction, sizes),
             )
-            for exchange, reduction in ways
-        ),
-        *(
-            (
-                f"sigmoid, {exchange} + {reduction}",
-                sigmoid_step(exchange, reduction),
-                sigmoid_traffic(exchange, reduction, sizes),
+            for name, loss, make in (
+                ("", "clip", loss_step),
+                ("sigmoid, ", "siglip", sigmoid_step),
+                ("fastclip_v3, ", "fastclip_v3", partial(FastClipStep, "fastclip_v3")),
+                ("fastclip_v2, ", "fastclip_v2", partial(FastClipStep, "fastclip_v2")),
             )
-            for exchange, reduction in ways
-        ),
-        *(
-            (
-                f"{variant}, {exchange} + {reduction}",
-                FastClipStep(variant, exchange, reduction),
-                global_contrastive_traffic(variant, exchange, reduction, sizes),
-            )
-            for variant in ("fastclip_v3", "fastclip_v2")
-            for exchange, reduction in ways
+            for exchange, reduction in itertools.product(("ring", "all_gather"), ("feature", "scalar"))
         ),
         ("open_clip's scheme", open_clip_step, open_clip_traffic(sizes)),
         ("DisCo-CLIP's scheme", disco_clip_step, disco_clip_traffic(sizes)),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megaclip.comm.groups import RankGroup
+from megaclip.loss_costs import LossCost
 from megaclip.losses.plan import Plan, TileOptions, check_choices, make_plan
 from megaclip.ops.tiles import accumulation_dtype
 
@@ -57,8 +58,8 @@ class BatchLoss(nn.Module):
         self.payload = payload
         self.tiles = TileOptions(precision, implementation, tile_budget_mib)
 
-    def plan(self, features: Tensor, ranks: RankGroup, **work: Any) -> Plan:
-        """`make_plan` with this loss's settings. work: what this loss needs of the tiles (need_dots, cost)."""
+    def plan(self, features: Tensor, ranks: RankGroup, cost: LossCost, *, need_dots: bool = False) -> Plan:
+        """`make_plan` with this loss's settings, for what it costs and needs of the tiles."""
         return make_plan(
             features,
             ranks=ranks,
@@ -66,7 +67,8 @@ class BatchLoss(nn.Module):
             reduction=self.reduction,
             payload=self.payload,
             tiles=self.tiles,
-            **work,
+            need_dots=need_dots,
+            cost=cost,
         )
 
 

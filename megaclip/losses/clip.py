@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import resolve
+from megaclip.loss_costs import LOSS_COSTS
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss, as_scalar
 from megaclip.losses.distributed_tiles import Terms, distributed_grads, distributed_stats, gather_columns
@@ -54,7 +55,7 @@ class ClipLoss(BatchLoss):
         ranks = resolve(self.group)
         logit_scale = as_scalar(logit_scale, image_features)
         check_features(image_features, text_features, logit_scale, ranks=ranks)
-        plan = self.plan(image_features, ranks, need_dots=False)
+        plan = self.plan(image_features, ranks, LOSS_COSTS["clip"])
         loss = _InfoNCE.apply(image_features, text_features, logit_scale, plan)
         if isinstance(logit_bias, Tensor):
             loss = loss + 0.0 * logit_bias.sum()

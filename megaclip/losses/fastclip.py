@@ -40,6 +40,7 @@ from megaclip.comm.collectives import raise_together, sum_over_ranks
 from megaclip.comm.groups import resolve
 from megaclip.errors import CheckpointError, ConfigError, DataError
 from megaclip.fastclip_variants import VARIANTS
+from megaclip.loss_costs import LOSS_COSTS
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss
 from megaclip.losses.distributed_tiles import Terms, distributed_grads, distributed_stats, gather_columns
@@ -196,7 +197,7 @@ class FastClipLoss(BatchLoss):
             raise ValueError("expected a batch of at least 2 samples over all ranks: one sample has no negatives")
         raise_together(_ids_problem(ids, len(image_features)), group=ranks)
         ticket = ids if isinstance(ids, Ticket) else self.fetch(ids)
-        plan = self.plan(image_features, ranks, need_dots=self.individual)
+        plan = self.plan(image_features, ranks, LOSS_COSTS[self.variant], need_dots=self.individual)
         gamma = inner_rate(
             self.gamma_schedule,
             math.floor(epoch) if self.gamma_per == "epoch" else epoch,

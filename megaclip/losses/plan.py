@@ -10,13 +10,11 @@ A ring's exchanges are under way while tiles are computed, but between GPUs of o
 with the GPU's own multiprocessors, and a product that lacks some of them takes a second round (four H200s: a kernel of
 0.19 ms takes 0.35 ms beside an exchange). What the ring saves there is memory. Between nodes network cards copy.
 
-Products are 8 b*B*D with the feature reduction and 10 with scalar, 6 and 8 for the sigmoid loss; bytes are
-`megaclip.comm.volume`'s formulas for InfoNCE; an all_gather whose features and gradients would take more than half of
-the free memory is left out.
+Products and bytes are each loss's own (`megaclip.loss_costs`). An all_gather whose features and gradients would take
+more than half of the free memory is left out.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +22,8 @@ from torch import Tensor
 
 from megaclip.comm.groups import NodeGroup, RankGroup, by_node
 from megaclip.comm.machine import Machine, machine_of
-from megaclip.comm.volume import Sizes, Traffic, contrastive_traffic
 from megaclip.logging import get_logger, log_once
+from megaclip.loss_costs import LossCost, Sizes
 from megaclip.ops.tiles import accumulation_dtype
 
 EXCHANGES = ("ring", "all_gather")
@@ -60,21 +58,6 @@ class Plan:
     payload: torch.dtype | None = None  # that features and their gradients travel in; None: as they are
 
 
-@dataclass(frozen=True)
-class LossCost:
-    """What a loss costs, forward and backward."""
-
-    products: Mapping[str, int]
-    """By reduction, in units of b*B*D."""
-    traffic: Callable[[str, str, Sizes], Traffic]
-    """Its formula of `megaclip.comm.volume`."""
-    passes: int
-    """Over the blocks."""
-
-
-SOFTMAX_COST = LossCost({"feature": 8, "scalar": 10}, contrastive_traffic, passes=2)
-
-
 def check_choices(exchange: str, reduction: str, payload: str) -> None:
     """Raise ValueError unless each is "auto" or one of the known choices."""
     for name, value, known in (
@@ -95,7 +78,7 @@ def make_plan(
     tiles: TileOptions,
     need_dots: bool,
     payload: str = "auto",
-    cost: LossCost = SOFTMAX_COST,
+    cost: LossCost,
 ) -> Plan:
     """The plan for local features (b, D) on each of `ranks`; logs once what "auto" became and why."""
     wire = PAYLOADS[payload]

@@ -18,15 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import resolve
-from megaclip.comm.volume import sigmoid_traffic
+from megaclip.loss_costs import LOSS_COSTS
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss, as_scalar
 from megaclip.losses.distributed_sigmoid import distributed_sigmoid
-from megaclip.losses.plan import LossCost, Plan
+from megaclip.losses.plan import Plan
 from megaclip.ops.rows import finish_gradient, paired_products
 from megaclip.ops.tiles import accumulation_dtype
-
-_COST = LossCost({"feature": 6, "scalar": 8}, sigmoid_traffic, passes=1)
 
 
 class SigLipLoss(BatchLoss):
@@ -59,7 +57,7 @@ class SigLipLoss(BatchLoss):
         logit_scale = as_scalar(logit_scale, image_features)
         logit_bias = as_scalar(0.0 if logit_bias is None else logit_bias, image_features)
         check_features(image_features, text_features, logit_scale, logit_bias, ranks=ranks)
-        plan = self.plan(image_features, ranks, need_dots=False, cost=_COST)
+        plan = self.plan(image_features, ranks, LOSS_COSTS["siglip"])
         loss = _Sigmoid.apply(image_features, text_features, logit_scale, logit_bias, plan)
         return {"contrastive_loss": loss} if output_dict else loss
 

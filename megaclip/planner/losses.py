@@ -91,9 +91,3 @@ def inf_cl_loss_bytes(sizes: LossSizes) -> float:
     """Peak of Inf-CL's loss over both directions."""
     units = {1: 8, 2: 13}.get(sizes.world_size, 15) + (2 if sizes.feature_bytes == 2 else 0)
     return units * sizes.unit
-
-
-def megaclip_loss_operations(sizes: LossSizes, reduction: str, loss: str = "clip") -> float:
-    """Operations of forward and backward on one rank (docs/mathematics.md: 8 or 10 b B D; sigmoid 6 or 8)."""
-    products = {"feature": 6, "scalar": 8} if loss == "siglip" else {"feature": 8, "scalar": 10}
-    return products[reduction] * sizes.logits * sizes.embed_dim

@@ -24,9 +24,9 @@ only while one pass is like the last.
 
 from dataclasses import dataclass
 
+from megaclip.loss_costs import LOSS_COSTS
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import OFFLOADED_ADAM_BYTES, OFFLOADED_ADAM_RATE, ZERO_3_BLOCK_SECONDS
-from megaclip.planner.losses import megaclip_loss_operations
 from megaclip.planner.memory import loss_sizes, plan_memory, settled, store_bytes
 from megaclip.planner.towers import forward_seconds, towers
 from megaclip.planner.traffic import disk_traffic, feature_traffic, offload_traffic, parameter_traffic
@@ -109,11 +109,13 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
             backward += (3 if workload.checkpointing else 2) * seconds
     link = rates.link if cluster.hosts == 1 else min(rates.link, rates.network)
     again_read = workload.reads_images_twice
+    sizes = loss_sizes(workload)
+    loss_operations = LOSS_COSTS[workload.loss].products[workload.reduction] * sizes.logits * sizes.embed_dim
     return StepTime(
         forward=forward,
         forward_again=again,
         backward=backward,
-        loss=megaclip_loss_operations(loss_sizes(workload), workload.reduction, workload.loss) / rates.loss_flops,
+        loss=loss_operations / rates.loss_flops,
         features=feature_traffic(workload).total / link,
         parameters=parameter_traffic(workload) / link,
         copies=(1 + again_read) * store_bytes(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,

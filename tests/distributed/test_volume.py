@@ -11,16 +11,9 @@ import pytest
 import torch
 
 from megaclip.comm.groups import group_size
-from megaclip.comm.volume import (
-    Sizes,
-    bytes_sent,
-    contrastive_traffic,
-    disco_clip_traffic,
-    global_contrastive_traffic,
-    open_clip_traffic,
-    sigmoid_traffic,
-)
+from megaclip.comm.volume import bytes_sent
 from megaclip.fastclip_variants import VARIANTS
+from megaclip.loss_costs import LOSS_COSTS, Sizes, disco_clip_traffic, open_clip_traffic
 from megaclip.losses import ClipLoss, SigLipLoss
 from tests.distributed.harness import run_ranks
 from tools.bench_comm import FastClipStep, disco_clip_step, measure, open_clip_step, schemes
@@ -37,23 +30,23 @@ def check_formulas() -> list[str]:
         for exchange, reduction in itertools.product(("ring", "all_gather"), ("feature", "scalar")):
             loss = ClipLoss(exchange=exchange, reduction=reduction)
             got = sum(bytes_sent(lambda loss=loss, x=x, y=y: loss(x, y, torch.tensor(5.0)).backward()).values())
-            expected = contrastive_traffic(exchange, reduction, sizes).total
+            expected = LOSS_COSTS["clip"].traffic(exchange, reduction, sizes).total
             if got != expected:
                 found.append(f"{exchange} + {reduction} at {sizes}: sent {got}, formula {expected}")
             loss = ClipLoss(exchange=exchange, reduction=reduction, payload="bf16")
             got = sum(bytes_sent(lambda loss=loss, x=x, y=y: loss(x, y, torch.tensor(5.0)).backward()).values())
-            if got != (expected := contrastive_traffic(exchange, reduction, half).total):
+            if got != (expected := LOSS_COSTS["clip"].traffic(exchange, reduction, half).total):
                 found.append(f"{exchange} + {reduction} in bf16 at {sizes}: sent {got}, formula {expected}")
             for payload, wire in (("auto", sizes), ("bf16", half)):
                 sigmoid = SigLipLoss(exchange=exchange, reduction=reduction, payload=payload)
                 scale, bias = torch.tensor(5.0), torch.tensor(-3.0)
                 got = sum(bytes_sent(lambda loss=sigmoid, x=x, y=y: loss(x, y, scale, bias).backward()).values())  # noqa: B023
-                if got != (expected := sigmoid_traffic(exchange, reduction, wire).total):
+                if got != (expected := LOSS_COSTS["siglip"].traffic(exchange, reduction, wire).total):
                     found.append(f"sigmoid, {exchange} + {reduction}, {payload} at {sizes}: {got}, formula {expected}")
             for variant in VARIANTS:
                 step = FastClipStep(variant, exchange, reduction)
                 got = sum(bytes_sent(lambda step=step, x=x, y=y: step(x, y)).values())
-                expected = global_contrastive_traffic(variant, exchange, reduction, sizes).total
+                expected = LOSS_COSTS[variant].traffic(exchange, reduction, sizes).total
                 if got != expected:
                     found.append(f"{variant}, {exchange} + {reduction} at {sizes}: sent {got}, formula {expected}")
         for step, formula in ((open_clip_step, open_clip_traffic), (disco_clip_step, disco_clip_traffic)):

@@ -16,6 +16,7 @@ FOUNDATION = {
     "errors",
     "fastclip_variants",
     "logging",
+    "loss_costs",
     "config",
     "config_section",
     "config_optimizers",
@@ -27,6 +28,7 @@ MAY_IMPORT = {
     "errors": FOUNDATION,
     "fastclip_variants": FOUNDATION,
     "logging": FOUNDATION,
+    "loss_costs": FOUNDATION,
     "config": FOUNDATION,
     "config_section": FOUNDATION,
     "config_optimizers": FOUNDATION,
@@ -41,7 +43,7 @@ MAY_IMPORT = {
     "checkpoint": FOUNDATION | {"models", "comm"},
     "evaluation": FOUNDATION | {"models", "data", "ops", "comm"},
     "engine": FOUNDATION | {"ops", "comm", "data", "losses", "models", "checkpoint", "evaluation", "planner"},
-    "planner": FOUNDATION | {"models", "comm"},
+    "planner": FOUNDATION | {"models"},
 }
 
 

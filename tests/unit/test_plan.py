@@ -6,7 +6,8 @@ import torch
 from megaclip import logging
 from megaclip.comm.groups import NodeGroup, RankGroup
 from megaclip.comm.machine import CPU, Machine, machine_of
-from megaclip.losses import plan, siglip
+from megaclip.loss_costs import LOSS_COSTS
+from megaclip.losses import plan
 
 FAST_LINKS = Machine(link_bytes_per_s=1e15, flops_per_s=1e12, free_bytes=2**36)
 SLOW_LINKS = Machine(link_bytes_per_s=1e6, flops_per_s=1e18, free_bytes=2**36)
@@ -23,7 +24,7 @@ def chosen(
     exchange: str = "auto",
     reduction: str = "auto",
     nodes: int = 2,
-    cost: plan.LossCost = plan.SOFTMAX_COST,
+    loss: str = "clip",
 ) -> tuple[str, str]:
     """What becomes of the two settings on 4 ranks, on this many nodes of such machines."""
     monkeypatch.setattr(plan, "machine_of", lambda ranks, device: machine)
@@ -36,7 +37,7 @@ def chosen(
         reduction=reduction,
         tiles=plan.TileOptions(),
         need_dots=False,
-        cost=cost,
+        cost=LOSS_COSTS[loss],
     )
     return made.exchange, made.reduction
 
@@ -56,7 +57,7 @@ def test_the_sigmoid_loss_is_charged_its_one_pass(monkeypatch: pytest.MonkeyPatc
     take as long as 6.7 of them, and 8 as 9: hidden or added, max(6.7, 22) < 6.7 + 18 but max(9, 28) > 9 + 18."""
     between = Machine(link_bytes_per_s=1e10, flops_per_s=5.8e14, free_bytes=2**36)
     assert chosen(monkeypatch, between, 16384, reduction="feature") == ("all_gather", "feature")
-    assert chosen(monkeypatch, between, 16384, reduction="feature", cost=siglip._COST) == ("ring", "feature")
+    assert chosen(monkeypatch, between, 16384, reduction="feature", loss="siglip") == ("ring", "feature")
 
 
 def test_memory_and_what_is_asked_for_limit_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,14 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from megaclip.data.batch import Batch
 from megaclip.evaluation import evaluate, suite
-from megaclip.losses import siglip
-from megaclip.losses.plan import SOFTMAX_COST
 from megaclip.planner import describe, memory, plan_memory, plan_time
 from megaclip.planner.losses import (
     LossSizes,
     inf_cl_loss_bytes,
     megaclip_loss_bytes,
-    megaclip_loss_operations,
     open_clip_loss_bytes,
 )
 from megaclip.planner.peers import INF_CL, OPEN_CLIP_ACCUMULATING, peer_gpu_bytes
@@ -70,11 +67,16 @@ def test_the_losses_take_what_was_measured(case: tuple[str, int, int, int]) -> N
     assert planned / MIB == pytest.approx(MEASURED_MIB[case], rel=0.025)
 
 
-@pytest.mark.parametrize(("loss", "products"), [("clip", SOFTMAX_COST.products), ("siglip", siglip._COST.products)])
-def test_the_losses_are_charged_the_products_that_they_compute(loss: str, products: dict[str, int]) -> None:
-    sizes = LossSizes(local_batch=6, embed_dim=5, world_size=4)
-    for reduction, count in products.items():
-        assert megaclip_loss_operations(sizes, reduction, loss) == count * 6 * 24 * 5
+@pytest.mark.parametrize(("loss", "feature", "scalar"), [("clip", 8, 10), ("siglip", 6, 8), ("fastclip_v2", 8, 10)])
+def test_the_losses_are_charged_the_products_that_they_compute(
+    tmp_path: Path, loss: str, feature: int, scalar: int
+) -> None:
+    """In units of b B D (docs/mathematics.md)."""
+    cluster = describe(gpus=8)
+    for reduction, products in (("feature", feature), ("scalar", scalar)):
+        job = workload(tmp_path, megaclip={"loss": loss, "reduction": reduction})
+        operations = plan_time(job, cluster).loss * cluster.rates.loss_flops
+        assert operations == pytest.approx(products * 4096 * 32768 * 512)
 
 
 RUNS = json.loads((Path(__file__).parent / "planner_h200_runs.json").read_text())["results"]
