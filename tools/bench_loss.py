@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from megaclip.engine.run import start_process_group
+from megaclip.engine.process_group import start_process_group
 from megaclip.errors import first_line
 
 ROUNDS = 6  # turns of a method and of the matrix product; the first only warms up

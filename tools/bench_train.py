@@ -29,7 +29,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megaclip.comm.collectives import gather_objects
 from megaclip.engine.metrics import peak_memory_mib
-from megaclip.engine.run import start_process_group
+from megaclip.engine.process_group import start_process_group
 from megaclip.errors import ConfigError, MegaclipError
 
 DEFAULT_CONFIG: dict[str, Any] = {

@@ -13,8 +13,6 @@ import argparse
 import json
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +21,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from PIL import Image
 
-from megaclip.comm.collectives import raise_together, sum_counts
+from megaclip.comm.collectives import raise_together
 from megaclip.comm.groups import group_rank, group_size
-from megaclip.data import (
-    DATASET_TYPES,
-    EvaluationLoader,
-    ImageTransform,
-    LabelledDataset,
-    PairDataset,
-    Tokenizer,
-    open_labelled,
-    open_pairs,
-)
-from megaclip.engine.run import start_process_group
-from megaclip.engine.saved_model import SavedModel, load_saved_model
+from megaclip.data import DATASET_TYPES, LabelledDataset, PairDataset, open_labelled, open_pairs
+from megaclip.engine.process_group import start_process_group
+from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import MegaclipError
-from megaclip.evaluation import Evaluation, ModelEncoder, ZeroShotTask, evaluate, example_pictures, group_captions
+from megaclip.evaluation import Evaluation, ModelEncoder, evaluate_datasets, example_pictures, group_captions
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -61,15 +50,25 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
     started = time.monotonic()
     error: Exception | None = None
     try:
-        model = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer)
-        data = Data.open(arguments, model)
+        loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer)
+        pairs, labelled = open_data(arguments)
     except MegaclipError as problem:
         error = problem
     raise_together(error)
-    result = run(arguments, model, data)
-    bad = sum_counts(sum((Counter(loader.bad_counts) for loader in data.loaders), Counter()))
+    device, dtype = torch.device(get_accelerator().current_device_name()), PRECISIONS[arguments.precision]
+    result, left_out = evaluate_datasets(
+        ModelEncoder(loaded.model.to(device, dtype), loaded.transform.normalise, device=device, image_dtype=dtype),
+        pairs=pairs,
+        labelled=labelled,
+        captions=group_captions(pairs) if pairs is not None and arguments.group_captions else None,
+        transform=loaded.transform,
+        tokenizer=loaded.tokenizer,
+        batch_size=arguments.batch_size,
+        num_workers=arguments.workers,
+        text_batch_size=arguments.batch_size,
+    )
     if group_rank() == 0:
-        report(arguments, result, data, bad, time.monotonic() - started)
+        report(arguments, result, pairs, labelled, left_out, time.monotonic() - started)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -97,81 +96,37 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-@dataclass(frozen=True)
-class Data:
-    """What was asked for, and this rank's loaders of it; None where it was not."""
-
-    pairs: PairDataset | None
-    labelled: LabelledDataset | None
-    pair_loader: EvaluationLoader | None
-    labelled_loader: EvaluationLoader | None
-
-    @staticmethod
-    def open(arguments: argparse.Namespace, model: SavedModel) -> "Data":
-        pairs = labelled = pair_loader = labelled_loader = None
-        if arguments.val_data:
-            pairs = open_pairs(
-                arguments.val_data,
-                dataset_type=arguments.dataset_type,
-                image_key=arguments.image_key,
-                caption_key=arguments.caption_key,
-            )
-            pair_loader = open_loader(arguments, pairs, model.transform, model.tokenizer)
-        if arguments.zeroshot_data:
-            labelled = open_labelled(arguments.zeroshot_data)
-            labelled_loader = open_loader(arguments, labelled, model.transform, None)
-        return Data(pairs, labelled, pair_loader, labelled_loader)
-
-    @property
-    def loaders(self) -> list[EvaluationLoader]:
-        return [loader for loader in (self.pair_loader, self.labelled_loader) if loader is not None]
-
-
-def open_loader(
-    arguments: argparse.Namespace,
-    dataset: PairDataset | LabelledDataset,
-    transform: ImageTransform,
-    tokenizer: Tokenizer | None,
-) -> EvaluationLoader:
-    """This rank's part of the dataset."""
-    return EvaluationLoader(
-        dataset,
-        transform,
-        tokenizer,
-        batch_size=arguments.batch_size,
-        rank=group_rank(),
-        world_size=group_size(),
-        num_workers=arguments.workers,
-    )
-
-
-def run(arguments: argparse.Namespace, loaded: SavedModel, data: Data) -> Evaluation:
-    """Evaluate on this rank's device, together with the other ranks."""
-    device, dtype = torch.device(get_accelerator().current_device_name()), PRECISIONS[arguments.precision]
-    task = None
-    if data.labelled is not None and data.labelled_loader is not None:
-        task = ZeroShotTask(data.labelled_loader, data.labelled.class_names, data.labelled.templates)
-    return evaluate(
-        ModelEncoder(loaded.model.to(device, dtype), loaded.transform.normalise, device=device, image_dtype=dtype),
-        tokenizer=loaded.tokenizer,
-        pairs=data.pair_loader,
-        captions=group_captions(data.pairs) if data.pairs is not None and arguments.group_captions else None,
-        labelled=task,
-        text_batch_size=arguments.batch_size,
-    )
+def open_data(arguments: argparse.Namespace) -> tuple[PairDataset | None, LabelledDataset | None]:
+    """The image-text pairs and the labelled images, None where none were asked for."""
+    pairs = labelled = None
+    if arguments.val_data:
+        pairs = open_pairs(
+            arguments.val_data,
+            dataset_type=arguments.dataset_type,
+            image_key=arguments.image_key,
+            caption_key=arguments.caption_key,
+        )
+    if arguments.zeroshot_data:
+        labelled = open_labelled(arguments.zeroshot_data)
+    return pairs, labelled
 
 
 def report(
-    arguments: argparse.Namespace, result: Evaluation, data: Data, bad_samples: dict[str, int], seconds: float
+    arguments: argparse.Namespace,
+    result: Evaluation,
+    pairs: PairDataset | None,
+    labelled: LabelledDataset | None,
+    bad_samples: dict[str, int],
+    seconds: float,
 ) -> None:
     """Print the table; write the files that were asked for."""
     metrics = result.metrics
-    if data.labelled is not None:
-        print(f"\nzero-shot, {len(data.labelled)} images, {len(data.labelled.class_names)} classes")
+    if labelled is not None:
+        print(f"\nzero-shot, {len(labelled)} images, {len(labelled.class_names)} classes")
         print_row("", "top-1", "top-5")
         print_row("accuracy", *(metrics[f"zero_shot_top{k}"] for k in (1, 5)))
-    if data.pairs is not None:
-        print(f"\nretrieval, {len(data.pairs)} pairs")
+    if pairs is not None:
+        print(f"\nretrieval, {len(pairs)} pairs")
         print_row("", "R@1", "R@5", "R@10")
         for name, way in (("image to text", "i2t"), ("text to image", "t2i")):
             print_row(name, *(metrics[f"retrieval_r{k}_{way}"] for k in (1, 5, 10)))
@@ -192,9 +147,9 @@ def report(
         }
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if arguments.pictures and result.examples is not None and data.pairs is not None:
+    if arguments.pictures and result.examples is not None and pairs is not None:
         arguments.pictures.mkdir(parents=True, exist_ok=True)
-        for name, picture in example_pictures(result.examples, data.pairs).items():
+        for name, picture in example_pictures(result.examples, pairs).items():
             Image.fromarray(picture.transpose(1, 2, 0)).save(arguments.pictures / f"{name}.png")
 
 

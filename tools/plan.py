@@ -293,8 +293,8 @@ def _section(ds_config: dict[str, Any]) -> Any:
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     """Measure this machine; under a launcher, on all its ranks together."""
+    from megaclip.engine.process_group import start_process_group
     from megaclip.engine.rates import machine_name, measure_rates
-    from megaclip.engine.run import start_process_group
 
     start_process_group()
     model = load_model_config(arguments.model or "ViT-B-32")

@@ -1,7 +1,5 @@
 """From a checked configuration to a DeepSpeed engine around the model, ready to train."""
 
-import logging as standard_logging
-import warnings
 from collections.abc import Callable
 
 import deepspeed
@@ -124,9 +122,3 @@ def _warn_of_rounded_sums(config: TrainingConfig, chunks: int) -> None:
             chunks,
             "data_types.grad_accum_dtype to fp32" if config.zero_stage > 1 else "megaclip.coalesce_gradient_reduction",
         )
-
-
-def quiet_deepspeed() -> None:
-    """Set DeepSpeed's logger to WARNING, and silence what PyTorch says of DeepSpeed's calls, which no user can mend."""
-    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    standard_logging.getLogger("DeepSpeed").setLevel(standard_logging.WARNING)

@@ -10,26 +10,21 @@ import math
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.arguments import TrainArguments, parse_arguments
 from megaclip.checkpoint import store
 from megaclip.checkpoint.open_clip import write_model_card
 from megaclip.comm.collectives import gather_objects, raise_together, sum_counts
-from megaclip.comm.groups import init_distributed
 from megaclip.config import BatchPlan
-from megaclip.data import EvaluationLoader
-from megaclip.engine.build import build_engine, quiet_deepspeed
+from megaclip.engine.build import build_engine
 from megaclip.engine.data_offload import embeddings_on_cpu
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.inputs import Inputs, read_inputs
@@ -37,32 +32,24 @@ from megaclip.engine.logit_scale import LogitScale, MasterScalar
 from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.preflight import check_fit, report_peak
+from megaclip.engine.process_group import start_process_group
 from megaclip.engine.resume import describe_run, resume
+from megaclip.engine.run_length import RunLength
 from megaclip.engine.run_loss import RunLoss
-from megaclip.engine.schedules import (
-    LONGEST_DEFAULT_WARMUP,
-    Schedule,
-    constant,
-    constant_with_cooldown,
-    cosine,
-    default_warmup,
-)
+from megaclip.engine.schedules import chosen_schedule
 from megaclip.engine.step_store import StepStore, open_step_store
 from megaclip.engine.stop import StopSignals
 from megaclip.errors import CheckpointError, ConfigError, DataError, MegaclipError
 from megaclip.evaluation import (
     CaptionGroups,
     ModelEncoder,
-    ZeroShotTask,
-    evaluate,
+    evaluate_datasets,
     example_pictures,
     group_captions,
 )
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
-
-DEFAULT_EPOCHS = 32
 
 
 def main(argv: list[str], *, patience_s: float | None = None) -> int:
@@ -117,24 +104,6 @@ def train(arguments: TrainArguments) -> int:
     return 128 + stopped_by
 
 
-def start_process_group() -> None:
-    """Join the launcher's process group; without a launcher, make a group of one, at a free port."""
-    quiet_deepspeed()
-    port = "29500" if "WORLD_SIZE" in os.environ else "0"
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in alone.items():
-        os.environ.setdefault(name, value)
-    accelerator = get_accelerator()
-    if accelerator.device_name() != "cpu":
-        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    if accelerator.device_name() == "cuda":
-        # DeepSpeed's own choice for Hopper, 9.0a, does not compile its ops.
-        major, minor = torch.cuda.get_device_capability()
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}")
-    init_distributed()
-    raise_together(None)  # all are here: a rank that left at once would break a peer that is still connecting
-
-
 def _prepare_folder(arguments: TrainArguments) -> Path:
     """Make RUN/checkpoints on the first rank; every rank gets RUN's path or the error."""
     folder = Path()
@@ -176,9 +145,9 @@ class Run:
         self.checkpoints = folder / "checkpoints"
         self._summary = folder / "metrics.json"
         self.rank = dist.get_rank()
-        self.total_steps = self._count_steps()
-        self.last_step = min(self.total_steps, arguments.stop_after_steps or self.total_steps)
-        self.schedule = self._make_schedule()
+        self.length = RunLength.of(arguments, len(inputs.train), batch_plan.global_batch)
+        self.last_step = min(self.length.total_steps, arguments.stop_after_steps or self.length.total_steps)
+        self.schedule = chosen_schedule(arguments, self.length, inputs.config.learning_rate)
         self.engine: DeepSpeedEngine = build_engine(inputs.config, arguments, inputs.model_config)
         self.logit_scale = LogitScale(self.engine, arguments.logit_scale_max)
         bias = self.engine.module.logit_bias
@@ -186,10 +155,10 @@ class Run:
         self.loss = RunLoss(
             inputs.config.megaclip,
             samples=len(inputs.train),
-            epochs=self._epoch_at(self.total_steps),
+            epochs=self.length.epoch_at(self.length.total_steps),
             device=self.engine.device,
         )
-        self.identity = describe_run(inputs, arguments, batch_plan, self.total_steps)
+        self.identity = describe_run(inputs, arguments, batch_plan, self.length.total_steps)
         self.embeddings_on_cpu = embeddings_on_cpu(
             inputs.config.megaclip.embeddings_offload,
             (batch_plan.local_batch, inputs.model_config.embed_dim),
@@ -220,7 +189,7 @@ class Run:
             "of %d, %d samples an epoch",
             self.step,
             self.last_step,
-            self.total_steps,
+            self.length.total_steps,
             self.batch_plan.global_batch,
             self.batch_plan.world_size,
             self.batch_plan.accumulation,
@@ -233,7 +202,7 @@ class Run:
             self.folder,
             first_rank=self.rank == 0,
             start_step=self.step,
-            total_steps=self.total_steps,
+            total_steps=self.length.total_steps,
             global_batch=self.batch_plan.global_batch,
             log_every=self.arguments.log_every_n_steps,
             monitor=self.engine.monitor,
@@ -259,14 +228,16 @@ class Run:
             metrics.step(self.step, done)
             ends = self.step == self.last_step
             stopped_by = None if ends else signals.agreed()
-            if ends or stopped_by or self._is_due(self.arguments.save_every_steps, self.arguments.save_frequency):
+            saves = self.length.is_due(self.step, self.arguments.save_every_steps, self.arguments.save_frequency)
+            if ends or stopped_by or saves:
                 self._save()
                 self.bad_samples = sum_counts(batch.bad_counts)
                 metrics.bad_samples(self.step, self.bad_samples)
                 metrics.resume_clock()
             if stopped_by:
                 return stopped_by
-            if not ends and self._is_due(self.arguments.eval_every_steps, self.arguments.val_frequency):
+            evaluates = self.length.is_due(self.step, self.arguments.eval_every_steps, self.arguments.val_frequency)
+            if evaluates and not ends:
                 self._evaluate(metrics)
         self._evaluate(metrics)
         return None
@@ -289,7 +260,7 @@ class Run:
         """
         loss = accumulate_gradients(
             self.engine,
-            self.loss.bind(batch.ids, self._epoch_at(self.step)),
+            self.loss.bind(batch.ids, self.length.epoch_at(self.step)),
             batch,
             self.logit_scale.read(),
             RandomState(self.arguments.seed, self.step, self.rank),
@@ -302,7 +273,7 @@ class Run:
         learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)
         set_learning_rate(self.engine, learning_rate)
         gradient_norm = update(self.engine)
-        self.loss.update(self.step / self.total_steps)
+        self.loss.update(self.step / self.length.total_steps)
         self.step += 1
         self.samples_consumed += self.batch_plan.global_batch
         own_scale = self.loss.log_scale
@@ -313,23 +284,6 @@ class Run:
         inputs = self.inputs
         if inputs.validation is None and inputs.labelled is None:
             return
-        shared: dict[str, Any] = {
-            "batch_size": self.arguments.eval_batch_size,
-            "rank": self.rank,
-            "world_size": dist.get_world_size(),
-            "num_workers": self.arguments.workers,
-        }
-        pairs = labelled = None
-        loaders: list[EvaluationLoader] = []
-        if inputs.validation is not None:
-            loader = EvaluationLoader(inputs.validation, inputs.evaluation_transform, inputs.tokenizer, **shared)
-            loaders.append(loader)
-            pairs = metrics.progress(loader, "retrieval")
-        if inputs.labelled is not None:
-            loader = EvaluationLoader(inputs.labelled, inputs.evaluation_transform, None, **shared)
-            loaders.append(loader)
-            batches = metrics.progress(loader, "zero-shot")
-            labelled = ZeroShotTask(batches, inputs.labelled.class_names, inputs.labelled.templates)
         encode = ModelEncoder(
             self.engine,
             inputs.evaluation_transform.normalise,
@@ -338,8 +292,16 @@ class Run:
         )
         self.engine.eval()
         try:
-            result = evaluate(
-                encode, tokenizer=inputs.tokenizer, pairs=pairs, captions=self._validation_captions, labelled=labelled
+            result, left_out = evaluate_datasets(
+                encode,
+                pairs=inputs.validation,
+                labelled=inputs.labelled,
+                captions=self._validation_captions,
+                transform=inputs.evaluation_transform,
+                tokenizer=inputs.tokenizer,
+                batch_size=self.arguments.eval_batch_size,
+                num_workers=self.arguments.workers,
+                progress=metrics.progress,
             )
         finally:
             self.engine.train()
@@ -347,7 +309,6 @@ class Run:
         pictures = {}
         if self.rank == 0 and result.examples is not None and inputs.validation is not None:
             pictures = example_pictures(result.examples, inputs.validation)
-        left_out = sum_counts(sum((Counter(loader.bad_counts) for loader in loaders), Counter()))
         metrics.evaluation(self.step, result.metrics, pictures, left_out)
         metrics.resume_clock()
 
@@ -374,50 +335,6 @@ class Run:
             # Said now: if the disk is what failed, saving fails too, and that error would be the only one shown.
             logger.warning("the data failed after step %d, saving what was trained: %s", self.step, error)
             self._save()
-
-    def _count_steps(self) -> int:
-        if self.arguments.train_steps:
-            return self.arguments.train_steps
-        return self._epochs_to_steps(self.arguments.epochs or DEFAULT_EPOCHS)
-
-    def _epoch_at(self, step: int) -> float:
-        """Epochs done after this many steps, with their fraction."""
-        return step * self.batch_plan.global_batch / len(self.inputs.train)
-
-    def _epochs_to_steps(self, epochs: int) -> int:
-        return max(1, epochs * len(self.inputs.train) // self.batch_plan.global_batch)
-
-    def _make_schedule(self) -> Schedule:
-        arguments = self.arguments
-        warmup = arguments.warmup
-        if warmup is None:
-            warmup = default_warmup(self.total_steps)
-            if warmup < LONGEST_DEFAULT_WARMUP:
-                logger.info("warm-up of %d steps, a tenth of the run's; --warmup changes it", warmup)
-        if warmup > self.total_steps:
-            raise ConfigError(f"--warmup {warmup} is longer than the run's {self.total_steps} steps")
-        if arguments.lr_scheduler == "const":
-            return constant(warmup)
-        if arguments.lr_scheduler == "cosine":
-            return cosine(warmup, self.total_steps)
-        cooldown_steps = arguments.cooldown_steps or self._epochs_to_steps(arguments.epochs_cooldown or 1)
-        if warmup + cooldown_steps > self.total_steps:
-            raise ConfigError(
-                f"a warm-up of {warmup} steps and a cooldown of {cooldown_steps} are longer together than the run's "
-                f"{self.total_steps}"
-            )
-        end_factor = arguments.lr_cooldown_end / self.inputs.config.learning_rate
-        return constant_with_cooldown(warmup, self.total_steps, cooldown_steps, arguments.lr_cooldown_power, end_factor)
-
-    def _is_due(self, every_steps: int | None, every_epochs: int) -> bool:
-        """Whether something that happens every so many steps, or else epochs, is due after `self.step` steps."""
-        if every_steps is not None:
-            return self.step % every_steps == 0
-        if every_epochs == 0:
-            return False
-        samples_per_period = every_epochs * len(self.inputs.train)
-        before = (self.step - 1) * self.batch_plan.global_batch
-        return (before + self.batch_plan.global_batch) // samples_per_period > before // samples_per_period
 
     def _write_description(self) -> None:
         """The model card and tokenizer that exports carry, and the settings of this run."""

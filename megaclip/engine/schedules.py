@@ -6,6 +6,13 @@ Nothing is remembered between steps, so a resumed run needs only its step number
 import math
 from collections.abc import Callable
 
+from megaclip.arguments import TrainArguments
+from megaclip.engine.run_length import RunLength
+from megaclip.errors import ConfigError
+from megaclip.logging import get_logger
+
+logger = get_logger(__name__)
+
 Schedule = Callable[[int], float]
 """step (0-based, the one about to be taken) -> factor of the peak learning rate."""
 
@@ -16,6 +23,29 @@ LONGEST_DEFAULT_WARMUP = 10_000
 def default_warmup(total_steps: int) -> int:
     """Steps of warm-up where none are asked for: open_clip's 10,000, at most a tenth of the run."""
     return min(LONGEST_DEFAULT_WARMUP, total_steps // 10)
+
+
+def chosen_schedule(arguments: TrainArguments, length: RunLength, peak_rate: float) -> Schedule:
+    """The schedule that the command line asks for. Raises ConfigError if its parts are longer than the run."""
+    total_steps, warmup = length.total_steps, arguments.warmup
+    if warmup is None:
+        warmup = default_warmup(total_steps)
+        if warmup < LONGEST_DEFAULT_WARMUP:
+            logger.info("warm-up of %d steps, a tenth of the run's; --warmup changes it", warmup)
+    if warmup > total_steps:
+        raise ConfigError(f"--warmup {warmup} is longer than the run's {total_steps} steps")
+    if arguments.lr_scheduler == "const":
+        return constant(warmup)
+    if arguments.lr_scheduler == "cosine":
+        return cosine(warmup, total_steps)
+    cooldown_steps = arguments.cooldown_steps or length.steps_in(arguments.epochs_cooldown or 1)
+    if warmup + cooldown_steps > total_steps:
+        raise ConfigError(
+            f"a warm-up of {warmup} steps and a cooldown of {cooldown_steps} are longer together than the run's "
+            f"{total_steps}"
+        )
+    end_factor = arguments.lr_cooldown_end / peak_rate
+    return constant_with_cooldown(warmup, total_steps, cooldown_steps, arguments.lr_cooldown_power, end_factor)
 
 
 def _warmed_up(warmup_steps: int, after: Schedule) -> Schedule:

@@ -1,4 +1,4 @@
-"""All evaluations of a run in one call: what the training loop and tools/evaluate.py use.
+"""All evaluations of a model in one call.
 
 Data comes from evaluation loaders (the same number of batches on every rank, padding rows with id -1), features from an
 `Encode`. Every rank calls `evaluate`, and all call `encode` equally often, so it works under ZeRO-3.

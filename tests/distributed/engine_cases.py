@@ -22,10 +22,11 @@ from torch import Tensor
 from megaclip.arguments import parse_arguments
 from megaclip.config import TrainingConfig, load_training_config
 from megaclip.data import ImageTransform
-from megaclip.engine.build import build_engine, quiet_deepspeed
+from megaclip.engine.build import build_engine
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
 from megaclip.engine.optimizers import set_learning_rate, update
+from megaclip.engine.process_group import quiet_deepspeed
 from megaclip.engine.step_batch import DeviceFeed, MemoryBatch, StepBatch, Tower
 from megaclip.losses import LOSSES
 from megaclip.models import ClipModel, ModelConfig, build_model

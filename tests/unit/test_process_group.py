@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = """
 import deepspeed.comm as dist
-from megaclip.engine.run import start_process_group
+from megaclip.engine.process_group import start_process_group
 
 start_process_group()
 dist.barrier(group=dist.new_group([0]))

@@ -1,26 +1,23 @@
 """When a run evaluates and saves, and how its learning rate falls, from the command line's numbers."""
 
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from megaclip.arguments import parse_arguments
-from megaclip.engine.run import Run
+from megaclip.arguments import TrainArguments, parse_arguments
+from megaclip.engine.run_length import RunLength
+from megaclip.engine.schedules import chosen_schedule
 from megaclip.errors import ConfigError
 
 SAMPLES, BATCH, PEAK = 10, 3, 0.02
 
 
-def run_of(*flags: str, total_steps: int = 20) -> Any:
-    """A run that knows its numbers and nothing else."""
-    run: Any = Run.__new__(Run)
+LENGTH = RunLength(SAMPLES, BATCH, total_steps=20)
+
+
+def arguments(*flags: str) -> TrainArguments:
     required = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x"]
-    run.arguments = parse_arguments([*required, *flags])
-    run.inputs = SimpleNamespace(train=range(SAMPLES), config=SimpleNamespace(learning_rate=PEAK))
-    run.batch_plan = SimpleNamespace(global_batch=BATCH)
-    run.total_steps = total_steps
-    return run
+    return parse_arguments([*required, *flags])
 
 
 @pytest.mark.parametrize(
@@ -35,23 +32,29 @@ def run_of(*flags: str, total_steps: int = 20) -> Any:
 def test_what_is_due_every_so_many_steps_or_epochs(
     every_steps: int | None, every_epochs: int, expected: list[int]
 ) -> None:
-    run, due = run_of(), []
-    for run.step in range(1, 21):
-        if run._is_due(every_steps, every_epochs):
-            due.append(run.step)
-    assert due == expected
+    assert [step for step in range(1, 21) if LENGTH.is_due(step, every_steps, every_epochs)] == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [((), 106), (("--epochs", "1"), 3), (("--train-steps", "7"), 7)],  # 32 epochs of 10 in batches of 3
+)
+def test_a_run_is_as_long_as_its_steps_or_its_whole_epochs(flags: tuple[str, ...], expected: int) -> None:
+    assert RunLength.of(arguments(*flags), SAMPLES, BATCH).total_steps == expected
+    assert RunLength.of(arguments("--epochs", "1"), samples=2, global_batch=3).total_steps == 1
+    assert LENGTH.epoch_at(5) == 1.5
 
 
 def test_the_cooldown_ends_at_the_rate_that_was_asked_for() -> None:
     flags = ["--lr-scheduler", "const-cooldown", "--warmup", "4", "--cooldown-steps", "5", "--lr-cooldown-end", "0.002"]
-    schedule = run_of(*flags)._make_schedule()
+    schedule = chosen_schedule(arguments(*flags), LENGTH, PEAK)
     rates = [PEAK * schedule(step) for step in (0, 4, 14, 15, 16, 20)]
     assert rates == pytest.approx([0.005, 0.02, 0.02, 0.02, 0.002 + 0.018 * 0.8, 0.002])
 
 
 def test_a_cooldown_in_epochs_lasts_as_many_steps_as_they_have() -> None:
     flags = ["--lr-scheduler", "const-cooldown", "--warmup", "4", "--epochs-cooldown", "2"]
-    schedule = run_of(*flags)._make_schedule()
+    schedule = chosen_schedule(arguments(*flags), LENGTH, PEAK)
     assert schedule(14) == 1 > schedule(15)  # 2 epochs are 6 whole steps, the last of 20
     with pytest.raises(ConfigError, match="cooldown of 6 are longer together than the run's 9"):
-        run_of(*flags, total_steps=9)._make_schedule()
+        chosen_schedule(arguments(*flags), replace(LENGTH, total_steps=9), PEAK)
