@@ -1,10 +1,10 @@
 """One rank's share of a contrastive batch, as the gradient cache asks for it: chunk by chunk, one tower at a time.
 
-`StepBatch` is what the cache needs, whatever holds the samples; `MemoryBatch` is the plain one, tensors that are there
-already. `DeviceFeed` brings chunks to the device ahead of their use. Shapes: b rows of this rank, L tokens.
+`StepBatch` is what the cache needs, whatever holds the samples. `DeviceFeed` brings chunks to the device ahead of their
+use. Shapes: b rows of this rank, L tokens.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -111,27 +111,3 @@ def _one_ahead(chunks: Iterable[Tensor], device: torch.device, prepare: Callable
         copied[turn].synchronize()  # the host's memory may now be written again
     if number >= 0:
         yield prepared(number)
-
-
-class MemoryBatch:
-    """A `StepBatch` of tensors in host memory: pixels, one tensor (_, 3, H, W) uint8 per image chunk; tokens (b, L)."""
-
-    def __init__(self, pixels: Sequence[Tensor], tokens: Tensor, feed: DeviceFeed, *, text_chunks: int) -> None:
-        self._chunks = {Tower.IMAGE: list(pixels), Tower.TEXT: list(tokens.chunk(text_chunks))}
-        self._feed = feed
-
-    def rows(self) -> int:
-        return sum(map(len, self._chunks[Tower.TEXT]))
-
-    def chunk_count(self, tower: Tower) -> int:
-        return len(self._chunks[tower])
-
-    def chunks(self, tower: Tower, *, again: bool) -> Iterator[Tensor]:
-        return self._feed.inputs(tower, self._chunks[tower])
-
-    def blank(self, tower: Tower) -> Tensor:
-        (row,) = self._feed.inputs(tower, [torch.zeros_like(self._chunks[tower][0][:1])])
-        return row
-
-    def agree(self) -> None:
-        pass

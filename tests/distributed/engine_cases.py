@@ -27,9 +27,10 @@ from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.process_group import quiet_deepspeed
-from megaclip.engine.step_batch import DeviceFeed, MemoryBatch, StepBatch, Tower
+from megaclip.engine.step_batch import DeviceFeed, StepBatch, Tower
 from megaclip.losses import LOSSES
 from megaclip.models import ClipModel, ModelConfig, build_model
+from tests.distributed.memory_batch import MemoryBatch
 
 WORLD_SIZE = 2
 BATCH = 12

@@ -19,11 +19,12 @@ from deepspeed.utils import safe_get_full_grad
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.logit_scale import LogitScale
 from megaclip.engine.optimizers import set_learning_rate, update
-from megaclip.engine.step_batch import DeviceFeed, MemoryBatch, StepBatch, Tower
+from megaclip.engine.step_batch import DeviceFeed, StepBatch, Tower
 from megaclip.errors import ConfigError, NonFiniteError
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import WORLD_SIZE, Case, Outcome, oracle
 from tests.distributed.harness import run_ranks
+from tests.distributed.memory_batch import MemoryBatch
 
 FLOAT32 = {f"zero{stage}": Case(stage, 3) for stage in range(4)}
 BF16 = {f"zero{stage} bf16": Case(stage, 3, bf16=True) for stage in (1, 2, 3)}
