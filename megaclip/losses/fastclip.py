@@ -219,21 +219,24 @@ class FastClipLoss(BatchLoss):
         progress: fraction of the training done, for the "cosine" schedule of the temperature's learning rate.
         """
         step = self._pending
-        if step is None or step.temperature_gradient is None:
+        if step is None or not step.ran_backward:
             raise RuntimeError("expected loss(...).backward() in training mode before step()")
         self._pending = None
         rate = scheduled_rate(self.learning_rate, self.temperature_schedule, self.temperature, progress)
-        sent = [step.log_u] if not self.individual else [step.log_u, step.temperature_gradient]
+        sent = [step.log_u] if step.temperature_gradient is None else [step.log_u, step.temperature_gradient]
 
         def merge(held: Tensor, received: Tensor, inverse: Tensor) -> Tensor:
             new = _mean_per_row(received, inverse, len(held))
             if not self.individual:
                 return new
-            options = {"betas": self.betas, "eps": self.adam_eps}
-            if self.reference:
-                options["epoch"] = math.floor(step.epoch)
             temperatures = step_individual(
-                held[:, 2:], new[:, 2:], learning_rate=rate, bounds=self.bounds, adam_options=options
+                held[:, 2:],
+                new[:, 2:],
+                learning_rate=rate,
+                bounds=self.bounds,
+                betas=self.betas,
+                eps=self.adam_eps,
+                released_epoch=math.floor(step.epoch) if self.reference else None,
             )
             return torch.cat([new[:, :2], temperatures], dim=1)
 
@@ -291,8 +294,8 @@ class _Step:
         self.temperatures = rows[:, 2:4] if loss.individual else None
         self.log_u: Tensor = self.old_log_u
         self.mean_log_scale: Tensor = torch.zeros(1)
-        # (b, 2) of per-sample temperatures; otherwise only a mark that backward ran
-        self.temperature_gradient: Tensor | None = None
+        self.ran_backward = False
+        self.temperature_gradient: Tensor | None = None  # (b, 2) of per-sample temperatures
 
     def mixed(self, log_g: Tensor) -> Tensor:
         """FastCLIP, equation 1, for log u (b, 2); a sample that was never seen takes u = g."""
@@ -355,17 +358,16 @@ class _GlobalContrastive(torch.autograd.Function):
 
         log_u = step.log_u if loss.reference and not loss.individual else log_eps_u
         d_log_scale = None
+        step.ran_backward = True
         if loss.individual:
             # sum_j exp((s_ij - s_ii)/tau_i) (s_ij - s_ii) / ((B-1)(eps+u_i)), both sides.
             spread_x = negatives.row_dot / row_weight - s_ii * ratio[:, 0]
             spread_y = negatives.col_dot / col_weight - s_ii * ratio[:, 1]
             through_g = torch.stack([-spread_x / tau_x, -spread_y / tau_y], dim=1)
             step.temperature_gradient = (log_u + loss.rho + through_g) * d_loss
-        else:
-            step.temperature_gradient = log_u
-            if loss.temperature.learnable:
-                d_log_scale = _global_gradient(loss, plan, dots, log_u, tau_x) * d_loss
-                d_log_scale = d_log_scale.to(log_scale).reshape(log_scale.shape)
+        elif loss.temperature.learnable:
+            d_log_scale = _global_gradient(loss, plan, dots, log_u, tau_x) * d_loss
+            d_log_scale = d_log_scale.to(log_scale).reshape(log_scale.shape)
         return dx, dy, d_log_scale, None, None
 
 

@@ -8,7 +8,6 @@ algorithm 1) in float32.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,19 +93,25 @@ def individual_columns(temperature: float) -> dict[str, float]:
 
 
 def step_individual(
-    held: Tensor, gradients: Tensor, *, learning_rate: float, bounds: tuple[float, float], adam_options: dict[str, Any]
+    held: Tensor,
+    gradients: Tensor,
+    *,
+    learning_rate: float,
+    bounds: tuple[float, float],
+    betas: tuple[float, float],
+    eps: float,
+    released_epoch: int | None = None,
 ) -> Tensor:
     """New temperature columns (k, 7) after one Adam step with gradients (k, 2), each sample with its own step count.
 
-    adam_options: betas, eps, and optionally `epoch`: then betas and bias correction are those of FastCLIP's released
-    code, which counts epochs for steps and takes no momentum in the first.
+    released_epoch: the epoch, where betas and bias correction are to be those of FastCLIP's released code, which counts
+        epochs for steps and takes no momentum in the first.
     """
     tau, first, second, steps = held[:, :2], held[:, 2:4], held[:, 4:6], held[:, 6:] + 1
-    betas, eps, epoch = adam_options["betas"], adam_options["eps"], adam_options.get("epoch")
     counted = steps
-    if epoch is not None:
-        counted = torch.full_like(steps, epoch + 1)
-        betas = betas if epoch > 0 else (0.0, 0.0)
+    if released_epoch is not None:
+        counted = torch.full_like(steps, released_epoch + 1)
+        betas = betas if released_epoch > 0 else (0.0, 0.0)
     limited = gradients.clamp(-GRADIENT_LIMIT, GRADIENT_LIMIT)
     change, first, second = adam(limited, first, second, counted, betas, eps)
     tau = (tau - learning_rate * change).clamp(*bounds)

@@ -8,7 +8,6 @@ import torch
 from megaclip.losses.temperature import GRADIENT_LIMIT, GlobalTemperature, scheduled_rate, step_individual
 
 BETAS, EPS, BOUNDS = (0.8, 0.95), 1e-3, (0.05, 0.8)
-OPTIONS = {"betas": BETAS, "eps": EPS}
 
 
 @pytest.mark.parametrize(
@@ -42,13 +41,13 @@ def held(*temperatures: float) -> torch.Tensor:
 
 def test_per_sample_temperatures_stay_inside_their_bounds() -> None:
     gradients = torch.tensor([[3.0, -3.0]], dtype=torch.float64)
-    new = step_individual(held(0.3), gradients, learning_rate=1.0, bounds=BOUNDS, adam_options=OPTIONS)
+    new = step_individual(held(0.3), gradients, learning_rate=1.0, bounds=BOUNDS, betas=BETAS, eps=EPS)
     assert new[0, :2].tolist() == [*BOUNDS]
 
 
 def test_a_per_sample_gradient_beyond_the_limit_counts_as_the_limit() -> None:
     gradients = torch.tensor([[100.0, -100.0], [GRADIENT_LIMIT, -GRADIENT_LIMIT]], dtype=torch.float64)
-    new = step_individual(held(0.3, 0.3), gradients, learning_rate=0.01, bounds=BOUNDS, adam_options=OPTIONS)
+    new = step_individual(held(0.3, 0.3), gradients, learning_rate=0.01, bounds=BOUNDS, betas=BETAS, eps=EPS)
     assert torch.equal(new[0], new[1])
     assert new[0, 2:4].tolist() == pytest.approx([(1 - BETAS[0]) * 5, -(1 - BETAS[0]) * 5])
 
@@ -67,6 +66,7 @@ def test_the_released_adam_counts_epochs_and_takes_no_momentum_in_the_first() ->
             change = corrected[0] / (math.sqrt(corrected[1]) + EPS)
         tau -= rate * change
         gradients = torch.full((1, 2), gradient, dtype=torch.float64)
-        options = OPTIONS | {"epoch": epoch}
-        state = step_individual(state, gradients, learning_rate=rate, bounds=BOUNDS, adam_options=options)
+        state = step_individual(
+            state, gradients, learning_rate=rate, bounds=BOUNDS, betas=BETAS, eps=EPS, released_epoch=epoch
+        )
         assert state[0, :6].tolist() == pytest.approx([tau, tau, first, first, second, second], rel=1e-12)
