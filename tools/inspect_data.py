@@ -20,9 +20,10 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from megaclip.arguments import TrainArguments
 from megaclip.data import DATASET_TYPES, ImageTransform, PairDataset, Tokenizer, TrainLoader, load_tokenizer, open_pairs
 from megaclip.data.batch import BadSample
-from megaclip.data.reading import check_caption
+from megaclip.data.reading import check_caption, pixels_of
 from megaclip.errors import MegaclipError
 
 QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "max": 1.0}
@@ -50,7 +51,7 @@ def describe_samples(dataset: PairDataset, tokenizer: Tokenizer, image_size: int
         try:
             raw = dataset.read(sample_id)
             check_caption(raw)
-            transform(raw.image)
+            pixels_of(transform, raw, (0, 0, 0))
         except BadSample as error:
             bad[error.kind] += 1
             examples.setdefault(error.kind, f"{error.detail} in {dataset.shard_name(sample_id)}")
@@ -65,6 +66,7 @@ def describe_samples(dataset: PairDataset, tokenizer: Tokenizer, image_size: int
     return {
         "looked_at": len(ids),
         "bad": dict(bad),
+        "bad_fraction": round(bad.total() / len(ids), 4),
         "bad_examples": examples,
         "distinct_captions": len(captions),
         "captions_that_fill_the_context": cut,
@@ -137,6 +139,9 @@ def main() -> None:
         print(json.dumps(report, indent=1))
     else:
         print_report(report)
+        limit = TrainArguments.model_fields["max_bad_fraction"].default
+        if report["sample"]["bad_fraction"] > limit:
+            print(f"too many are bad for a training run, which stops above --max-bad-fraction {limit}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ sources.py opens what the user has; order.py says which sample comes when; loade
 from megaclip.data.batch import PADDING_ID, Batch, LabelledBatch, RawSample
 from megaclip.data.images import OPENAI_MEAN, OPENAI_STD, ImageTransform
 from megaclip.data.labelled import LabelledDataset, open_labelled
-from megaclip.data.loader import EvaluationLoader, TrainLoader
+from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch
 from megaclip.data.sources import DATASET_TYPES, PairDataset, check_manifest, open_pairs
 from megaclip.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -24,6 +24,7 @@ __all__ = [
     "RawSample",
     "Tokenizer",
     "TrainLoader",
+    "check_batch",
     "check_manifest",
     "load_tokenizer",
     "open_labelled",

@@ -113,6 +113,8 @@ def _constants(
 
 def open_image(content: bytes) -> Image.Image:
     """An image file of a known format and a bearable size, not yet decoded. Raises BadSample."""
+    if not content:
+        raise BadSample("undecodable image", "0 bytes")
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError as error:  # whose own words are the address of a buffer

@@ -59,10 +59,7 @@ class TrainLoader:
         pin_memory: bool = False,
     ) -> None:
         self._step_size = micro_batch_size * micro_batches_per_step * world_size
-        if self._step_size > len(dataset):
-            raise DataError(
-                f"a contrastive batch of {self._step_size} needs as many different samples; the data has {len(dataset)}"
-            )
+        check_batch(self._step_size, len(dataset))
         self.samples_consumed = samples_consumed
         self._micro_batches_per_step = micro_batches_per_step
         self._reads_per_step = reads_per_step
@@ -115,6 +112,15 @@ class TrainLoader:
     def close(self) -> None:
         """End the worker processes; iterating afterwards stops at once."""
         self._batches.close()
+
+
+def check_batch(contrastive_batch: int, samples: int) -> None:
+    """Raise DataError when a data set of so many samples cannot fill one batch."""
+    if contrastive_batch > samples:
+        raise DataError(
+            f"a contrastive batch of {contrastive_batch} needs as many different samples; the data has {samples}: "
+            "ds_config.json sets the batch (train_batch_size)"
+        )
 
 
 def _schedule(

@@ -97,7 +97,7 @@ class TrainReader:
             try:
                 raw = self._dataset.read(candidate)
                 check_caption(raw)
-                image = _pixels(self._transform, raw, (self._seed, epoch, sample_id))
+                image = pixels_of(self._transform, raw, (self._seed, epoch, sample_id))
                 return image, _one_caption(raw, epoch + sample_id)
             except BadSample as bad:
                 # A bad substitute counts too: it is as likely as any sample to be drawn, so the rate stays honest.
@@ -117,7 +117,7 @@ def _one_caption(raw: RawSample, turn: int) -> str:
     return raw.alternatives[turn % len(raw.alternatives)] if raw.alternatives else raw.caption
 
 
-def _pixels(transform: ImageTransform, raw: RawSample, seeds: tuple[int, int, int]) -> torch.Tensor:
+def pixels_of(transform: ImageTransform, raw: RawSample, seeds: tuple[int, int, int]) -> torch.Tensor:
     """The transformed image; the transform knows only bytes, so the sample's place is added to what it finds wrong."""
     try:
         return transform(raw.image, seeds=seeds)
@@ -151,7 +151,7 @@ class EvaluationReader:
             try:
                 raw = self._dataset.read(sample_id)
                 check_caption(raw)
-                images[row] = _pixels(self._transform, raw, (0, 0, 0))
+                images[row] = pixels_of(self._transform, raw, (0, 0, 0))
                 captions[row], kept[row] = raw.caption, sample_id
             except BadSample as bad:
                 complaints.append(Complaint(bad.kind, bad.detail, self._dataset.shard_name(sample_id)))

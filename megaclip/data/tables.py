@@ -141,7 +141,8 @@ class Table:
             path = os.path.join(self._folder, path)
         try:
             if not os.path.isfile(path):  # nothing that could block or never end, such as a device
-                raise BadSample("missing image", f"{key}: {path[:MAX_SHOWN]!r} is no file")
+                where = f", neither in {self._folder} nor in the working directory" if self._folder else ""
+                raise BadSample("missing image", f"{key}: {path[:MAX_SHOWN]!r} is no file{where}")
             size = os.path.getsize(path)
             if size > MAX_IMAGE_BYTES:
                 raise BadSample("image too large", f"{key}: {size} bytes")
@@ -156,19 +157,32 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
         return Table(_load_saved(paths[0]), paths[0], kind, None, image_key, caption_key)
     if kind == "imagefolder":
         dataset = _load("imagefolder", data_dir=paths[0], split="train", drop_labels=True)
+        if dataset.column_names == ["image"]:
+            raise DataError(
+                f"the image folder {paths[0]!r} has no captions: put a metadata.csv into it, with columns file_name "
+                "and text, or give a CSV with the images' paths"
+            )
         return Table(dataset, paths[0], kind, None, image_key, caption_key)
     options: dict[str, Any] = {}
     if kind == "csv":
         # pandas would read the captions "NA", "null" and "None" as missing.
         options = {"sep": _separator(paths[0]), "keep_default_na": False}
     dataset = _load(kind, data_files=[os.path.abspath(path) for path in paths], split="train", **options)
+    if kind == "csv" and "__index_level_0__" in dataset.column_names:  # pandas has moved every cell to the left
+        raise DataError(
+            f"{paths[0]}: its rows have more cells than its first line has names; put captions that hold the separator "
+            f"{options['sep']!r} into double quotes"
+        )
     return Table(dataset, paths[0], kind, os.path.dirname(paths[0]) or ".", image_key, caption_key, files=paths)
 
 
 def _separator(path: str) -> str:
+    """Tab, semicolon or comma, as the first line has it."""
     with open(path, encoding="utf-8", errors="replace") as file:
         header = file.readline(1 << 16)
-    return "\t" if "\t" in header else ","
+    if "\t" in header:
+        return "\t"
+    return ";" if header.count(";") > header.count(",") else ","
 
 
 def _load(*arguments: Any, **options: Any) -> Dataset:
@@ -177,8 +191,22 @@ def _load(*arguments: Any, **options: Any) -> Dataset:
     try:
         return datasets.load_dataset(*arguments, **options)
     except Exception as error:  # `datasets` raises many kinds; all mean that the data cannot be read
-        what = options.get("data_files") or options.get("data_dir") or arguments[0]
-        raise DataError(f"cannot read {what} as {arguments[0]}: {type(error).__name__}: {first_line(error)}") from error
+        files = options.get("data_files", [])
+        what = options.get("data_dir") or (files[0] if files else arguments[0])
+        others = f" and {len(files) - 1} more files" if len(files) > 1 else ""
+        raise DataError(f"cannot read {what}{others} as {arguments[0]}: {_why(error)}") from error
+
+
+def _why(error: Exception) -> str:
+    """What went wrong, which `datasets` says in a later paragraph of its error, or only in the error's cause."""
+    from datasets.exceptions import DatasetGenerationError
+
+    kind, detail = type(error).__name__, str(error)
+    if isinstance(error, DatasetGenerationError):
+        _, _, detail = detail.partition("\n\n")
+        if not detail and error.__cause__ is not None:
+            kind, detail = type(error.__cause__).__name__, str(error.__cause__)
+    return f"{kind}: {first_line(ValueError(' '.join(detail.split())))}"
 
 
 def _load_saved(folder: str) -> Dataset:
@@ -200,4 +228,5 @@ def _column(dataset: Dataset, wanted: str | None, usual: Sequence[str], what: st
         if column in dataset.column_names:
             return column
     expected = wanted or " or ".join(usual)
-    raise DataError(f"data {name!r} has no {what} column {expected}; it has {', '.join(dataset.column_names)}")
+    advice = "" if wanted else f": say by --{what}-key which one it is"
+    raise DataError(f"data {name!r} has no {what} column {expected}; it has {', '.join(dataset.column_names)}{advice}")

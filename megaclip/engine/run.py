@@ -24,6 +24,7 @@ from megaclip.checkpoint import store
 from megaclip.checkpoint.open_clip import write_model_card
 from megaclip.comm.collectives import gather_objects, raise_together, sum_counts
 from megaclip.config import BatchPlan
+from megaclip.data import check_batch
 from megaclip.engine.build import build_engine
 from megaclip.engine.data_offload import embeddings_on_cpu
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
@@ -89,6 +90,7 @@ def train(arguments: TrainArguments) -> int:
         raise ConfigError("--resume auto needs --name: the run to go on with")
     start_process_group()
     batch_plan = inputs.config.batch_plan(dist.get_world_size())
+    check_batch(batch_plan.global_batch, len(inputs.train))
     plan = check_fit(arguments, inputs)
     folder = _prepare_folder(arguments)
     run = Run(arguments, inputs, batch_plan, folder)

@@ -72,6 +72,10 @@ def make_csv_with_tabs(folder):
     return make_csv(folder, "\t")
 
 
+def make_csv_with_semicolons(folder):
+    return make_csv(folder, ";")
+
+
 def make_json_lines(folder):
     _write_pictures(folder)
     lines = [json.dumps({"image": str(folder / f"{n}.png"), "text": text}) for n, text in enumerate(_texts())]
@@ -118,6 +122,7 @@ def _write_pictures(folder):
         make_csv,
         make_tsv,
         make_csv_with_tabs,
+        make_csv_with_semicolons,
         make_json_lines,
         make_image_folder,
         make_saved,
@@ -147,6 +152,36 @@ def test_captions_that_pandas_takes_for_missing_stay(tmp_path):
     _write_pictures(tmp_path)
     (tmp_path / "pairs.csv").write_text("filepath,title\n0.png,NA\n1.png,null\n2.png,None\n")
     assert captions(open_pairs([str(tmp_path / "pairs.csv")])) == ["NA", "null", "None"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"filepath,title\n0.png,gr\xfcn\n", "cannot read .*pairs.csv as csv: UnicodeDecodeError: .*utf-8"),
+        (b'filepath,title\n0.png,"no end\n1.png,b\n', "EOF inside string starting at row 1"),
+        (b"filepath,title\n0.png,red, blue\n1.png,green, white\n", "more cells than its first line has names.*quotes"),
+        (b"id,Photo,Words\n0,0.png,a\n", "it has id, Photo, Words: say by --image-key which"),
+        (b"image,Words\n0.png,a\n", "it has image, Words: say by --caption-key which"),
+    ],
+)
+def test_a_csv_that_cannot_be_read_says_why_in_a_line(tmp_path, content, says):
+    (tmp_path / "pairs.csv").write_bytes(content)
+    with pytest.raises(DataError, match=says) as refused:
+        open_pairs([str(tmp_path / "pairs.csv")])
+    assert "\n" not in str(refused.value)
+
+
+def test_files_with_other_columns_than_the_first_say_which(tmp_path):
+    (tmp_path / "0.csv").write_text("image,caption\n0.png,a\n")
+    (tmp_path / "1.csv").write_text("image,words\n0.png,a\n")
+    with pytest.raises(DataError, match=r"and 1 more files as csv: .*words"):
+        open_pairs([str(tmp_path)])
+
+
+def test_images_without_captions_are_told_what_to_add(tmp_path):
+    _write_pictures(tmp_path)
+    with pytest.raises(DataError, match=r"has no captions: put a metadata.csv"):
+        open_pairs([str(tmp_path)])
 
 
 def test_rows_without_image_or_caption_are_bad_samples(tmp_path):
