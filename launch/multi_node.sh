@@ -145,6 +145,7 @@ stop_codes='130|138|143'
 
 # pdsh says at once that a host failed and goes on to wait for the others (its option -k is not in every pdsh 2.34).
 watch_for_failure() {
+  trap '' INT TERM USR1 # it ends when all has been said
   local line
   while IFS= read -r line; do
     printf '%s\n' "$line" >&2
@@ -162,10 +163,23 @@ wait_for_launcher() {
   exit "$code"
 }
 
+# What was said last may still be on its way when the launcher has ended. Not for ever: what it left behind may hold the
+# pipe.
+let_it_speak() {
+  for _ in {1..100}; do
+    kill -0 "$watcher" 2>/dev/null || break
+    sleep 0.1
+  done
+}
+
 trap 'stop TERM' INT TERM
 trap 'stop USR1' USR1
 trap failed USR2
+trap let_it_speak EXIT
+exec {errors}> >(watch_for_failure)
+watcher=$!
 # Some of Slurm's ways to signal a job reach every process: the launcher must not die of what the ranks wait for.
-(trap '' USR1 && exec "${launch[@]}" 2> >(watch_for_failure)) &
+(trap '' USR1 && exec "${launch[@]}" 2>&"$errors" {errors}>&-) &
 launcher=$!
+exec {errors}>&-
 wait_for_launcher # does not return: bash would go on reading a file that may have changed since

@@ -41,7 +41,7 @@ class Bench:
     def run(self, script: str, *arguments: object) -> subprocess.CompletedProcess:
         command = [str(LAUNCH / script), *map(str, arguments)]
         return subprocess.run(
-            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=30
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=600
         )
 
     def multi_node(self, *arguments: object) -> list[str]:
@@ -128,12 +128,17 @@ def test_only_the_ranks_say_that_they_saved(
     bench.stand_in("pdsh", f'#!/bin/bash\necho "${{@: -1}}" >>{arrived}\n')
     bench.stand_in(
         "deepspeed",
-        f"#!/bin/bash\necho >{started}\nfor _ in {{1..600}}; do\n  sleep 0.05\n"
+        f"#!/bin/bash\necho >{started}\nfor _ in {{1..6000}}; do\n  sleep 0.05\n"
         f"  [[ -e {leave} ]] && exit {ranks_code}\n  grep -qs KILL {arrived} && exit 1\ndone\n",
     )
     command = [str(LAUNCH / "multi_node.sh"), "--hostfile", str(bench.hostfile), *TRAINING]
     with subprocess.Popen(
-        command, cwd=bench.folder, env=bench.environment, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=bench.folder,
+        env=bench.environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(INT, signal.SIG_DFL),  # bash cannot trap what the tests were told to ignore
     ) as script:
         wait_for_lines(started, 1)
         for count, number in enumerate(sent, start=1):
@@ -141,7 +146,7 @@ def test_only_the_ranks_say_that_they_saved(
             wait_for_lines(arrived, count)
         if ranks_code is not None:
             leave.touch()
-        _, errors = script.communicate(timeout=30)
+        _, errors = script.communicate(timeout=600)
     assert script.returncode == expected
     assert ("a rank failed" in errors) == (ranks_code in (1, 241))
     assert re.findall("pkill -([A-Z0-9]+) ", arrived.read_text()) == told.split()
@@ -154,18 +159,29 @@ def test_ranks_that_leave_while_they_are_told(bench: Bench, ranks_code: int, exp
     bench.stand_in("pdsh", f"#!/bin/bash\necho >{arrived}\nwhile kill -0 $(<{pid}) 2>/dev/null; do sleep 0.02; done\n")
     bench.stand_in(
         "deepspeed",
-        f"#!/bin/bash\necho $$ >{pid}\nfor _ in {{1..600}}; do\n"
+        f"#!/bin/bash\necho $$ >{pid}\nfor _ in {{1..6000}}; do\n"
         f"  sleep 0.05\n  [[ -e {arrived} ]] && exit {ranks_code}\ndone\n",
     )
     command = [str(LAUNCH / "multi_node.sh"), "--hostfile", str(bench.hostfile), *TRAINING]
     with subprocess.Popen(command, cwd=bench.folder, env=bench.environment) as script:
         wait_for_lines(pid, 1)
         script.send_signal(USR1)
-        assert script.wait(30) == expected
+        assert script.wait(300) == expected
+
+
+@pytest.mark.parametrize("code", [138, 3])
+def test_the_script_ends_after_all_is_said(bench: Bench, code: int) -> None:
+    """Whoever waits for it may then read the log."""
+    bench.stand_in("deepspeed", f"#!/bin/bash\nseq 2000 >&2\necho last words >&2\nexit {code}\n")
+    log = bench.folder / "log"
+    command = [str(LAUNCH / "multi_node.sh"), "--hostfile", str(bench.hostfile), *TRAINING]
+    with open(log, "w") as output:
+        subprocess.run(command, cwd=bench.folder, env=bench.environment, stderr=output, timeout=600)
+    assert "last words" in log.read_text()
 
 
 def wait_for_lines(path: Path, count: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not path.exists() or path.read_text().count("\n") < count:
         assert time.monotonic() < deadline, f"{path} has too few lines"
         time.sleep(0.02)
@@ -218,7 +234,7 @@ def run_slurm_job(bench: Bench, *arguments: str) -> subprocess.CompletedProcess:
         env=bench.environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=600,
     )
 
 
