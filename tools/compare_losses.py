@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -204,10 +203,7 @@ def train(run: Run, data: Path, steps: int) -> None:
     run.folder.mkdir(parents=True)
     config = run.folder / "ds_config.json"
     config.write_text(json.dumps(run.method.deepspeed_config(), indent=1) + "\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ, "MASTER_PORT": str(port)}
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ, "MASTER_PORT": "0"}  # any free port
     command = [
         sys.executable, "launch/train.py", "--deepspeed_config", config, "--model", "demo-tiny",
         "--train-data", data / "train/*.tar", "--tokenizer", data / "tokenizer.model",
