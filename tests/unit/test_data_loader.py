@@ -2,6 +2,7 @@
 
 import functools
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -27,7 +28,7 @@ from megaclip.data import (
 )
 from megaclip.data import reading as reading_module
 from megaclip.data.reading import TrainReader
-from megaclip.data.workers import map_in_workers
+from megaclip.data.workers import WORKER_TIMEOUT_S, map_in_workers
 from megaclip.errors import DataError
 
 SAMPLES = 60
@@ -349,30 +350,35 @@ def test_labelled_batches(tmp_path):
 # ---------------------------------------------------------------- workers
 
 
-def _die_at(limit, item):
+def _die_at(limit, go_on, item):
     if item == limit:
+        go_on.wait()
         os.kill(os.getpid(), signal.SIGKILL)
     return item
 
 
 def test_a_worker_that_dies_while_we_wait_is_one_data_error():
+    go_on = multiprocessing.get_context("fork").Event()
+    go_on.set()
     began = time.monotonic()
     with pytest.raises(DataError, match="data worker died"):
-        list(map_in_workers(functools.partial(_die_at, 3), range(100), num_workers=1))
-    assert time.monotonic() - began < 30
+        list(map_in_workers(functools.partial(_die_at, 3, go_on), range(100), num_workers=1))
+    assert time.monotonic() - began < WORKER_TIMEOUT_S / 2
 
 
 def test_a_worker_that_dies_during_a_training_step_is_one_data_error():
-    batches = map_in_workers(functools.partial(_die_at, 2), range(100), num_workers=1)
+    go_on = multiprocessing.get_context("fork").Event()
+    batches = map_in_workers(functools.partial(_die_at, 2, go_on), range(100), num_workers=1)
     next(batches)
     began = time.monotonic()
-    with pytest.raises(DataError, match="data worker died"):  # it dies after its second result
-        while time.monotonic() - began < 60:
+    go_on.set()  # it dies after its second result, and not before we have the first
+    with pytest.raises(DataError, match="data worker died"):
+        while time.monotonic() - began < WORKER_TIMEOUT_S / 2:
             time.sleep(0.2)  # a training step, which the signal does not interrupt
             batches.check()
     with pytest.raises(DataError, match="data worker died"):
         list(batches)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < WORKER_TIMEOUT_S / 2
 
 
 def test_an_error_in_a_worker_keeps_its_type():
@@ -402,5 +408,5 @@ def test_shared_memory_that_is_full_is_one_data_error_at_once():
     if not shutil.which("unshare") or subprocess.run([*own_mounts, "true"], capture_output=True).returncode:
         pytest.skip("mounting a small /dev/shm needs root on Linux")
     command = [*own_mounts, sys.executable, "-c", _READ_WITH_LITTLE_SHARED_MEMORY]
-    (line,) = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout.splitlines()
+    (line,) = subprocess.run(command, capture_output=True, text=True, timeout=600).stdout.splitlines()
     assert "no room in shared memory" in line and "docker run --shm-size" in line
