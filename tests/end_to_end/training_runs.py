@@ -6,6 +6,7 @@ one run after the other, with everything that reaches standard error kept.
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -62,9 +63,12 @@ def flags(folder: Path, deepspeed_config: Path, logs: Path, **changes: Any) -> l
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the ports that outgoing connections get: none takes it before the launcher listens."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port from 20000 to 32000")
 
 
 def launcher_command(arguments: list[str], ranks: int = WORLD_SIZE) -> list[str]:

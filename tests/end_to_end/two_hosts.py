@@ -23,7 +23,7 @@ _NAMESPACES = ("--net", "--uts", "--pid", "--fork", "--mount-proc")
 _START = ("sh", "-c", 'hostname "$0"; exec "$@"')
 _HOLD = ("setpriv", "--pdeathsig", "KILL", "unshare", *_NAMESPACES, "--kill-child", *_START)
 _PACKAGES = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh", "pkill": "procps"}
-_START_LIMIT_S = 10.0
+_START_LIMIT_S = 120.0
 
 
 def why_not() -> str | None:
@@ -105,23 +105,20 @@ def _host(folder: Path, address: str) -> Iterator[Host]:
     with open(folder / f"{name}.log", "w") as log:
         holder = subprocess.Popen([*_HOLD, name, *server], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
-        yield Host(address, _first_child(holder))
+        yield Host(address, _server(holder, Path(log.name)))
     finally:
         holder.kill()
         holder.wait()
 
 
-def _first_child(holder: subprocess.Popen) -> int:
-    """The process that `unshare` forked: number 1 of the new namespace."""
+def _server(holder: subprocess.Popen, log: Path) -> int:
+    """The process that `unshare` forked, number 1 of the new namespace, once it answers."""
     deadline = time.monotonic() + _START_LIMIT_S
-    while time.monotonic() < deadline:
-        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
-        if children:
-            return int(children[0])
-        if holder.poll() is not None:
-            break
+    while time.monotonic() < deadline and holder.poll() is None:
+        if "Server listening on 0.0.0.0" in log.read_text():
+            return int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()[0])
         time.sleep(0.02)
-    raise RuntimeError(f"the host did not start (exit code {holder.poll()})")
+    raise RuntimeError(f"the host did not start (exit code {holder.poll()}): {log.read_text()}")
 
 
 def _ip(host: Host, arguments: str) -> None:
