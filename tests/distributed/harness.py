@@ -21,7 +21,7 @@ from typing import Any
 
 _PRELOADED = ["torch", "deepspeed", "pytest"]
 # After the first failure: how long the other ranks may take to report their own, which is often the same one.
-_GRACE_S = 5.0
+_GRACE_S = 30.0
 
 
 class RankFailure(AssertionError):
@@ -79,7 +79,7 @@ def _collect(processes: list[BaseProcess], reports: list[Connection], time_limit
             try:
                 succeeded, value = report.recv()
             except EOFError:
-                processes[rank].join(1)
+                processes[rank].join(_GRACE_S)  # the server that forked it tells of its end
                 succeeded, value = False, f"ended without a report, exit code {processes[rank].exitcode}"
             (results if succeeded else failures)[rank] = value
             if failures:

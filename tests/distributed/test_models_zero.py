@@ -141,7 +141,7 @@ def test_every_stage_starts_loads_and_exports_alike(root):
 
 def run_export(*arguments):
     command = [sys.executable, "tools/export_open_clip.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
 
 
 def test_the_export_command_writes_a_directory_that_open_clip_verifies(root, tmp_path):

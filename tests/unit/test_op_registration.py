@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def output_of(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -277,7 +277,7 @@ def test_weights_that_fit_in_part_are_refused_and_reported(tmp_path, model, conf
 
 def run_import(*arguments):
     command = [sys.executable, "tools/import_open_clip.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
 
 
 def test_import_of_a_directory_keeps_card_and_tokenizer(tmp_path, exported, model, config):

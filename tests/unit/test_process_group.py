@@ -30,6 +30,6 @@ def test_two_runs_without_a_launcher_share_a_host():
             env={**variables, "DS_ACCELERATOR": "cpu"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
     assert done.stdout.endswith("ranks 1\n"), done.stderr
