@@ -36,7 +36,7 @@ from megaclip.planner.states import (
     reduction_under_way,
     states_of,
 )
-from megaclip.planner.towers import Tower, image_tower, text_tower, towers
+from megaclip.planner.towers import Tower, image_tower, text_tower, tower_work, towers
 from megaclip.planner.workload import EvaluationSets, Workload
 
 
@@ -187,22 +187,23 @@ def _loss_phase(workload: Workload) -> dict[str, float]:
 
 
 def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, float]]:
-    image, text = towers(workload)
+    image, text = tower_work(workload)
     embeddings = 0.0 if workload.embeddings_offload else _embedding_bytes(workload)
     phases: dict[str, dict[str, float]] = {}
-    for tower, parameters, micro_batch in _with_parameters(workload, image, text):
-        phases[f"{tower.name} tower forward"] = {
-            "activations": tower.forward_peak(micro_batch, workload.compute_bytes),
-            "data chunks": 2 * tower.input_bytes * micro_batch,
-            "embeddings": embeddings / 2 if tower is image else embeddings,
-            "gathered parameters": gathered_bytes(workload, parameters),
+    for work in (image, text):
+        phases[f"{work.tower.name} tower forward"] = {
+            "activations": work.tower.forward_peak(work.micro_batch, workload.compute_bytes),
+            "data chunks": 2 * work.tower.input_bytes * work.micro_batch,
+            "embeddings": embeddings / 2 if work is image else embeddings,
+            "gathered parameters": gathered_bytes(workload, work.parameters),
         }
     phases["loss"] = _loss_phase(workload)
-    for tower, parameters, micro_batch in _with_parameters(workload, image, text):
+    for work, other in ((image, text), (text, image)):
+        tower, parameters, micro_batch, _ = work
         if not parameters.trained:
             continue
-        done = workload.parameters[0].trained + (parameters.trained if tower is text else 0)
-        before = gradient_bytes(workload, image_done=workload.parameters[0].trained > 0, text_done=tower is text)
+        done = image.parameters.trained + (parameters.trained if work is text else 0)
+        before = gradient_bytes(workload, image_done=image.parameters.trained > 0, text_done=work is text)
         activations = tower.backward_peak(micro_batch, workload.compute_bytes, workload.checkpointing)
         phases[f"{tower.name} tower backward"] = {
             "activations": activations,
@@ -212,7 +213,7 @@ def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, fl
             "gradient sums": workload.gradient_sum_bytes * done,
             "reduce bucket": 0.0 if workload.coalesce else states.bucket,
             "reduction": reduction_under_way(workload, states, parameters, activations),
-            "gathered parameters": gathered_bytes(workload, parameters, company=workload.parameters[tower is image]),
+            "gathered parameters": gathered_bytes(workload, parameters, company=other.parameters),
         }
     _add_step_phases(phases, workload, states)
     return _without_zeros(phases)
@@ -220,15 +221,16 @@ def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, fl
 
 def _plain_phases(workload: Workload, states: States) -> dict[str, dict[str, float]]:
     """Nothing is cached: what is trained, in one chunk, keeps its graph through the loss; a frozen tower has none."""
-    image, text = towers(workload)
+    image_work, text_work = tower_work(workload)
+    image, text = image_work.tower, text_work.tower
     samples, width = workload.local_batch, workload.compute_bytes
-    trains_image, trains_text = (parameters.trained > 0 for parameters in workload.parameters)
+    trains_image, trains_text = (work.parameters.trained > 0 for work in (image_work, text_work))
     image_waits = _kept_graph(workload, image) + samples * image.input_numbers * width if trains_image else 0.0
     text_waits = _kept_graph(workload, text) if trains_text else 0.0
     embeddings = _embedding_bytes(workload)
     bucket = 0.0 if workload.coalesce else states.bucket
     phases: dict[str, dict[str, float]] = {}
-    for tower, parameters, micro_batch in _with_parameters(workload, image, text):
+    for tower, parameters, micro_batch, _ in (image_work, text_work):
         if not parameters.trained:
             is_beside_images = tower is text and micro_batch == samples  # in several chunks it comes first
             phases[f"{tower.name} tower forward"] = {
@@ -244,7 +246,7 @@ def _plain_phases(workload: Workload, states: States) -> dict[str, dict[str, flo
             "activations": image_waits + text.backward_peak(samples, width, workload.checkpointing),
             "embedding gradients": 2 * embeddings,
             "reduce bucket": bucket,
-            "gathered parameters": gathered_bytes(workload, workload.parameters[1]),
+            "gathered parameters": gathered_bytes(workload, text_work.parameters),
         }
     if trains_image:
         phases["image tower backward"] = {
@@ -252,7 +254,7 @@ def _plain_phases(workload: Workload, states: States) -> dict[str, dict[str, flo
             "embedding gradients": 2 * embeddings,
             "gradients": gradient_bytes(workload, image_done=False, text_done=True),
             "reduce bucket": bucket,
-            "gathered parameters": gathered_bytes(workload, workload.parameters[0]),
+            "gathered parameters": gathered_bytes(workload, image_work.parameters),
         }
     _add_step_phases(phases, workload, states)
     return _without_zeros(phases)
@@ -308,15 +310,9 @@ def _without_zeros(phases: dict[str, dict[str, float]]) -> dict[str, dict[str, f
     return {name: {part: size for part, size in phase.items() if size} for name, phase in phases.items()}
 
 
-def _with_parameters(workload: Workload, image: Tower, text: Tower):
-    micro_batches = (workload.image_micro_batch, workload.text_micro_batch)
-    return list(zip((image, text), workload.parameters, micro_batches, strict=True))
-
-
 def _plan_host(plan: MemoryPlan, workload: Workload, cluster: Cluster, states: States) -> None:
     """Fill in host memory and disk, and choose where the batch waits as the run would."""
     ranks = cluster.gpus_per_host
-    image, text = towers(workload)
     process = HOST_PROCESS if cluster.gpu_memory else HOST_PROCESS_CPU
     plan.cpu = {name: size * ranks for name, size in states.cpu.items()}
     plan.nvme = {name: size * ranks for name, size in states.disk.items()}
@@ -330,12 +326,11 @@ def _plan_host(plan: MemoryPlan, workload: Workload, cluster: Cluster, states: S
         plan.cpu["its copy in a checkpoint"] = state
     if workload.checkpointing == "cpu":
         plan.cpu["block inputs"] = ranks * max(
-            tower.waiting_inputs(micro_batch, workload.compute_bytes)
-            for tower, _, micro_batch in _with_parameters(workload, image, text)
+            work.tower.waiting_inputs(work.micro_batch, workload.compute_bytes) for work in tower_work(workload)
         )
     if workload.embeddings_offload:
         plan.cpu["embeddings"] = ranks * 2 * _embedding_bytes(workload)
-    plan.cpu["tokens of two steps"] = ranks * 2 * workload.local_batch * text.input_bytes
+    plan.cpu["tokens of two steps"] = ranks * 2 * workload.local_batch * text_tower(workload.model).input_bytes
     if not cluster.gpu_memory:
         plan.cpu["model and step"] = ranks * plan.gpu_peak
     if not workload.reads_images_twice and workload.data_offload in ("auto", "reread"):

@@ -28,7 +28,7 @@ from megaclip.loss_costs import LOSS_COSTS
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import OFFLOADED_ADAM_BYTES, OFFLOADED_ADAM_RATE, ZERO_3_BLOCK_SECONDS
 from megaclip.planner.memory import loss_sizes, plan_memory, settled, store_bytes
-from megaclip.planner.towers import forward_seconds, towers
+from megaclip.planner.towers import forward_seconds, tower_work
 from megaclip.planner.traffic import disk_traffic, feature_traffic, offload_traffic, parameter_traffic
 from megaclip.planner.workload import Workload
 
@@ -146,10 +146,9 @@ def _host_seconds(workload: Workload) -> float:
     if workload.zero.stage != 3:
         return 0.0
     visits = 0
-    micro_batches = (workload.image_micro_batch, workload.text_micro_batch)
-    for tower, parameters, micro_batch in zip(towers(workload), workload.parameters, micro_batches, strict=True):
-        passes = 1 + (bool(parameters.trained) * (workload.cached + 1 + bool(workload.checkpointing)))
-        visits += workload.local_batch // micro_batch * passes * tower.layers
+    for work in tower_work(workload):
+        passes = 1 + (bool(work.parameters.trained) * (workload.cached + 1 + bool(workload.checkpointing)))
+        visits += work.chunks * passes * work.tower.layers
     return visits * ZERO_3_BLOCK_SECONDS
 
 

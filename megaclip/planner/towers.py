@@ -13,10 +13,11 @@ blocks' inputs are kept, and one block is run again.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megaclip.models import ModelConfig
 from megaclip.planner.cluster import Rates
-from megaclip.planner.workload import Workload
+from megaclip.planner.workload import Parameters, Workload
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,25 @@ def text_tower(model: ModelConfig) -> Tower:
         patch_numbers=0,
         stem_operations=2 * text.width * model.embed_dim,
     )
+
+
+class TowerWork(NamedTuple):
+    """A tower with its parameters and what goes through it."""
+
+    tower: Tower
+    parameters: Parameters
+    micro_batch: int
+    chunks: int
+
+
+def tower_work(workload: Workload) -> tuple[TowerWork, TowerWork]:
+    """Of the image tower and of the text tower, on one rank in one step."""
+    micro_batches = (workload.image_micro_batch, workload.text_micro_batch)
+    image, text = (
+        TowerWork(tower, parameters, micro_batch, workload.local_batch // micro_batch)
+        for tower, parameters, micro_batch in zip(towers(workload), workload.parameters, micro_batches, strict=True)
+    )
+    return image, text
 
 
 def forward_seconds(workload: Workload, rates: Rates) -> tuple[float, float]:

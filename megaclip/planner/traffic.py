@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from megaclip.loss_costs import LOSS_COSTS, Sizes, Traffic
 from megaclip.planner.states import parameters_on_disk
-from megaclip.planner.towers import towers
+from megaclip.planner.towers import tower_work
 from megaclip.planner.workload import Workload
 
 
@@ -74,9 +74,9 @@ def offload_traffic(workload: Workload) -> float:
         moved += width * handled.gathered
     moved /= workload.world_size
     if workload.checkpointing == "cpu":
-        for tower, parameters in zip(towers(workload), workload.parameters, strict=True):
-            if parameters.trained:
-                moved += 2 * tower.waiting_inputs(workload.local_batch, width)
+        for work in tower_work(workload):
+            if work.parameters.trained:
+                moved += 2 * work.tower.waiting_inputs(workload.local_batch, width)
     return moved
 
 
@@ -97,11 +97,9 @@ def _reduces_every_chunk(workload: Workload) -> bool:
 def _handled(workload: Workload) -> _Handled:
     gathered = reduced = 0
     every_chunk = _reduces_every_chunk(workload)
-    micro_batches = (workload.image_micro_batch, workload.text_micro_batch)
-    for tower, micro_batch in zip(workload.parameters, micro_batches, strict=True):
-        chunks = workload.local_batch // micro_batch
-        gathered += tower.total * chunks * (2 + workload.cached if tower.trained else 1)
-        reduced += tower.trained * (chunks if every_chunk else 1)
+    for _, parameters, _, chunks in tower_work(workload):
+        gathered += parameters.total * chunks * (2 + workload.cached if parameters.trained else 1)
+        reduced += parameters.trained * (chunks if every_chunk else 1)
     # The other tower goes along through the first backward pass, with offload also through the last one.
     image, text = workload.parameters
     offloads = workload.zero.offload_optimizer != "none"
