@@ -37,7 +37,7 @@ class RandomState:
     step: int
     rank: int
 
-    def enter(self, tower: Tower, chunk: int) -> None:
+    def reseed(self, tower: Tower, chunk: int) -> None:
         """Seed every device's generator for this chunk of a tower; calling it again replays the same numbers."""
         entropy = np.random.SeedSequence([self.seed, self.step, self.rank, int(tower), chunk])
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1)))
@@ -136,16 +136,16 @@ class _Passes:
         # What keeps its graph comes last, right before its backward pass.
         self._towers = sorted(Tower, key=self._trained.__contains__) if self._keeps_graph else list(Tower)
         self._kept: _Outputs | None = None
-        # DeepSpeed begins a step's gradients anew in its first backward pass (stage 3, offload) and offloads them in
-        # its last one, but only those of parameters that take part in it: there the other tower comes along, with one
-        # row and a gradient of zero.
-        self._in_company: set[tuple[Tower, int]] = set()
+        # DeepSpeed overwrites the last step's gradients in a step's first backward pass (stage 3, offload) and sends
+        # the sums to the host in its last one (offload), but only those of parameters that take part in that pass. So
+        # in these chunks the other tower takes part too, with one blank row and a gradient of zero.
+        self._with_other_tower: set[tuple[Tower, int]] = set()
         offloads = engine.zero_offload_optimizer() is not None
         if len(self._trained) == 2 and not self._joint and not coalesce:
             if offloads or engine.zero_optimization_stage() == 3:
-                self._in_company.add((Tower.IMAGE, 0))
+                self._with_other_tower.add((Tower.IMAGE, 0))
             if offloads:
-                self._in_company.add((Tower.TEXT, chunks[Tower.TEXT] - 1))
+                self._with_other_tower.add((Tower.TEXT, chunks[Tower.TEXT] - 1))
 
     def embed(self) -> dict[Tower, Tensor]:
         """The features of every row, (b, D) per tower, without gradients, where embeddings are kept."""
@@ -185,8 +185,8 @@ class _Passes:
                 # Times zero, not left out: ZeRO expects the same parameters to take part in every backward pass.
                 scalars = cached.scalars if left == 0 else [0 * gradient for gradient in cached.scalars]
                 own_rows = {tower: gradients[index * rows : (index + 1) * rows]}
-                company = self._batch.blank(Tower(1 - tower)) if (tower, index) in self._in_company else None
-                outputs = self._forward(tower, index, inputs, company)
+                blank = self._batch.blank(Tower(1 - tower)) if (tower, index) in self._with_other_tower else None
+                outputs = self._forward(tower, index, inputs, blank)
                 self._backward(outputs, own_rows, scalars, is_last=left == 0)
                 del inputs, outputs  # with what is left of their graph, before the next one is made
                 if sums is not None:
@@ -220,9 +220,9 @@ class _Passes:
     def _forward(self, tower: Tower, index: int, inputs: Tensor, others: Tensor | None) -> _Outputs:
         """One chunk through its tower, with the chunk's random numbers; `others` through the other tower beside it.
 
-        The model runs the image tower first, and the text tower draws no random numbers: company changes none.
+        The model runs the image tower first, and the text tower draws no random numbers: running both changes none.
         """
-        self._random_state.enter(tower, index)
+        self._random_state.reseed(tower, index)
         images, tokens = (inputs, others) if tower is Tower.IMAGE else (others, inputs)
         return self._engine(images, tokens)
 

@@ -213,7 +213,7 @@ def _cached_phases(workload: Workload, states: States) -> dict[str, dict[str, fl
             "gradient sums": workload.gradient_sum_bytes * done,
             "reduce bucket": 0.0 if workload.coalesce else states.bucket,
             "reduction": reduction_under_way(workload, states, parameters, activations),
-            "gathered parameters": gathered_bytes(workload, parameters, company=other.parameters),
+            "gathered parameters": gathered_bytes(workload, parameters, other=other.parameters),
         }
     _add_step_phases(phases, workload, states)
     return _without_zeros(phases)

@@ -181,18 +181,18 @@ def reduction_under_way(workload: Workload, states: States, tower: Parameters, a
     return max(0.0, states.reduction - activations * workload.zero.reduce_bucket / tower.trained)
 
 
-def gathered_bytes(workload: Workload, tower: Parameters, *, company: Parameters | None = None) -> float:
+def gathered_bytes(workload: Workload, tower: Parameters, *, other: Parameters | None = None) -> float:
     """At stage 3: the parameters of a tower that are whole on the GPU while it works.
 
-    company: the other tower, where it goes along through a backward pass: it is there gathered and, for its own short
-    pass, unpacked.
+    other: the other tower, where it takes part in a backward pass: it is there gathered and, for its own short pass,
+    unpacked.
     """
     zero = workload.zero
     if zero.stage != 3 or (workload.world_size == 1 and zero.offload_parameters == "none"):
         return 0
     large = _large(tower, zero.persistence_threshold)
-    if company is not None and not workload.coalesce:
-        large += 2 * _large(company, zero.persistence_threshold)
+    if other is not None and not workload.coalesce:
+        large += 2 * _large(other, zero.persistence_threshold)
     kept = min(large, zero.max_reuse_distance // 2 + zero.prefetch_bucket, zero.max_live_parameters)
     return kept * workload.compute_bytes
 

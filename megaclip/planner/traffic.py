@@ -100,11 +100,11 @@ def _handled(workload: Workload) -> _Handled:
     for _, parameters, _, chunks in tower_work(workload):
         gathered += parameters.total * chunks * (2 + workload.cached if parameters.trained else 1)
         reduced += parameters.trained * (chunks if every_chunk else 1)
-    # The other tower goes along through the first backward pass, with offload also through the last one.
+    # The other tower takes part in the first backward pass, with offload also in the last one.
     image, text = workload.parameters
     offloads = workload.zero.offload_optimizer != "none"
     if workload.cached and image.trained and text.trained and not workload.coalesce:
-        for tower, goes_along in ((text, offloads or workload.zero.stage == 3), (image, offloads)):
-            gathered += 2 * tower.total * goes_along
-            reduced += tower.trained * (goes_along and every_chunk)
+        for tower, takes_part in ((text, offloads or workload.zero.stage == 3), (image, offloads)):
+            gathered += 2 * tower.total * takes_part
+            reduced += tower.trained * (takes_part and every_chunk)
     return _Handled(gathered, reduced)

@@ -224,7 +224,7 @@ def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays)
             images, tokens = share_of(step, rank)
             image_features = []
             for index, pixels in enumerate(images.chunk(case.accumulation)):
-                RandomState(SEED, step, rank).enter(Tower.IMAGE, index)
+                RandomState(SEED, step, rank).reseed(Tower.IMAGE, index)
                 image_features.append(model((pixels.double() / 255 - MEAN) / STD, None)[0])
             features.append((torch.cat(image_features), model(None, tokens)[1]))
         x, y = (torch.cat(side) for side in zip(*features, strict=True))

@@ -228,7 +228,7 @@ def test_coalesced_gradients_of_many_bf16_chunks_are_not_lost() -> None:
 
 def test_random_states_differ_by_step_rank_tower_and_chunk_and_replay():
     def draw(seed: int, step: int, rank: int, tower: Tower, chunk: int) -> float:
-        RandomState(seed, step, rank).enter(tower, chunk)
+        RandomState(seed, step, rank).reseed(tower, chunk)
         return torch.rand(1, dtype=torch.float64).item()
 
     places = list(itertools.product((0, 1), (0, 1), (0, 1), Tower, (0, 1)))
