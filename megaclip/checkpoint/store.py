@@ -14,7 +14,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,8 @@ def _least_wanted_first(folder: Path, newest: str) -> list[str]:
     return sorted(_tags(folder), key=lambda tag: ((folder / tag / STATE).is_file(), tag <= newest, tag))
 
 
-def _write_together(action: Any, writes: bool, folder: Path) -> None:
+def _write_together(action: Callable[[], None], writes: bool, folder: Path) -> None:
+    """Run `action` where this rank `writes`; a rank that cannot ends all of them."""
     error: Exception | None = None
     if writes:
         try:

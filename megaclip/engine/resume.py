@@ -103,13 +103,12 @@ def resume(
     _check_all_found(found)
     if found is None:
         return 0, 0
-    was, now = ([place[key] for key in _DIVISION] for place in (state, identity))
-    if was == now or was[1] == now[1] == 0:
+    if _divided_alike(state, identity):
         store.load(engine, *found)
     else:
-        message = "dividing a checkpoint of %d ranks at ZeRO-%d in %s among %d ranks at ZeRO-%d in %s"
-        logger.info(message, *was[:3], *now[:3])
-        load_resharded(engine, found[0] / found[1], ranks=was[0])
+        was, now = ("{world_size} ranks at ZeRO-{zero_stage} in {precision}".format(**run) for run in (state, identity))
+        logger.info("dividing a checkpoint of %s among %s", was, now)
+        load_resharded(engine, found[0] / found[1], ranks=state["world_size"])
     try:
         loss.load(store.read_loss_states(*found))
     except MegaclipError as problem:
@@ -117,6 +116,11 @@ def resume(
     raise_together(error)
     logger.info("resumed from %s at step %d", found[0] / found[1], state["step"])
     return int(state["step"]), int(state["samples_consumed"])
+
+
+def _divided_alike(state: dict[str, Any], identity: dict[str, Any]) -> bool:
+    """Whether the ranks' parts of parameters and optimizer states are those of the checkpoint."""
+    return state["zero_stage"] == identity["zero_stage"] == 0 or all(state[key] == identity[key] for key in _DIVISION)
 
 
 def _check_all_found(found: tuple[Path, str] | None) -> None:
