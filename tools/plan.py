@@ -23,6 +23,7 @@ import torch
 
 from megaclip.arguments import TrainArguments
 from megaclip.config import TrainingConfig, load_training_config
+from megaclip.config_section import MegaclipSection
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.models import load_model_config
 from megaclip.planner import (
@@ -55,11 +56,6 @@ def main() -> int:
             return _compare(arguments)
         if not (arguments.deepspeed_config and arguments.model):
             raise ConfigError("give --deepspeed_config and --model (or --calibrate, or --compare)")
-        if arguments.tensor_parallel != 1:
-            raise ConfigError(
-                f"--tensor-parallel {arguments.tensor_parallel}: the trainer has no tensor parallelism yet; "
-                "use 1, and ZeRO-3 for models too large for one GPU"
-            )
         cluster = _cluster(arguments)
         workload = _workload(arguments, cluster)
         if workload.sample_columns and not workload.samples:
@@ -80,7 +76,6 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--model", help="preset name or the path of a model JSON")
     what.add_argument("--batch", type=int, help="contrastive batch, instead of train_batch_size")
     what.add_argument("--micro-batch", type=int, help="instead of train_micro_batch_size_per_gpu")
-    what.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share one replica (only 1 today)")
     what.add_argument("--workers", type=int, default=4, help="loader processes per rank (default 4)")
     what.add_argument("--train-num-samples", type=int, default=0, help="of the dataset, for the FastCLIP losses' state")
     what.add_argument("--val-num-samples", type=int, default=0, help="image-caption pairs that the run is evaluated on")
@@ -267,7 +262,9 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _compare_row(row: dict[str, Any]) -> int:
     """Print one row; 1 if its peak is more than a tenth off."""
     ds_config, ranks = row["ds_config"], row["world_size"]
-    config = TrainingConfig(path=Path("row"), deepspeed=ds_config, megaclip=_section(ds_config))
+    config = TrainingConfig(
+        path=Path("row"), deepspeed=ds_config, megaclip=MegaclipSection(**ds_config.get("megaclip", {}))
+    )
     # Synthetic samples are not decoded: so many workers that decoding does not count.
     workload = Workload.of(load_model_config(row["model"]), config, ranks, workers=1000)
     cluster = describe(gpus=ranks)
@@ -283,12 +280,6 @@ def _compare_row(row: dict[str, Any]) -> int:
     taken = row["step_s"] or float("nan")
     print(f"{name:58}{sizes}{step.total:8.1f}{taken:8.1f}{step.total / taken:7.2f}  {plan.peak_phase}")
     return int(not 0.9 <= ratio <= 1.1)
-
-
-def _section(ds_config: dict[str, Any]) -> Any:
-    from megaclip.config import MegaclipSection
-
-    return MegaclipSection(**ds_config.get("megaclip", {}))
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
