@@ -9,12 +9,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.losses import ClipLoss
 from megaclip.ops import reference
 from tests.distributed.harness import run_ranks
+from tests.tolerances import norm_error
 
 pytestmark = pytest.mark.gpu
 
@@ -22,10 +22,6 @@ pytestmark = pytest.mark.gpu
 GRADIENT_NORM = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 6e-3}
 # Absolute: the gradient is a mean of p_ij*(s_ij - s_ii), terms of order 1 that cancel where the temperature is right.
 TEMPERATURE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-4}
-
-
-def norm_error(got: Tensor, expected: Tensor) -> float:
-    return ((got.double() - expected).norm() / expected.norm()).item()
 
 
 def check(batch: int, embedding: int, dtype: torch.dtype, implementation: str) -> None:
