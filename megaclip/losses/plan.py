@@ -105,11 +105,21 @@ def _choose(
     if ranks.size == 1:
         return exchanges[0], reductions[0]  # nothing moves, and feature needs the fewest products
     machine = machine_of(ranks, features.device)
-    gathered = features.numel() * ranks.size * (features.dtype.itemsize + accumulation_dtype(features).itemsize)
+    sum_dtype = accumulation_dtype(features)
+    gathered = features.numel() * ranks.size * (features.dtype.itemsize + sum_dtype.itemsize)
     if exchange == "auto" and gathered > machine.free_bytes / 2:
         exchanges = ("ring",)
+    sizes = Sizes(
+        world_size=ranks.size,
+        batch=features.shape[0],
+        embedding=features.shape[1],
+        feature_bytes=(payload or features.dtype).itemsize,
+        gradient_bytes=(payload or sum_dtype).itemsize,
+        sum_bytes=sum_dtype.itemsize,
+    )
+    ring_hides = isinstance(ranks, NodeGroup) or features.device.type == "cpu"
     seconds = {
-        way: _seconds(*way, features, ranks, machine, payload, cost) for way in itertools.product(exchanges, reductions)
+        way: _seconds(*way, sizes, cost, machine, ring_hides) for way in itertools.product(exchanges, reductions)
     }
     best = min(seconds, key=lambda way: seconds[way])
     estimates = ", ".join(f"{' + '.join(way)} {1000 * estimate:.3g} ms" for way, estimate in seconds.items())
@@ -122,30 +132,12 @@ def _choose(
     return best
 
 
-def _seconds(
-    exchange: str,
-    reduction: str,
-    features: Tensor,
-    ranks: RankGroup,
-    machine: Machine,
-    payload: torch.dtype | None,
-    cost: LossCost,
-) -> float:
-    """The cost model's time of one forward and backward."""
-    batch, embedding = features.shape
-    sizes = Sizes(
-        world_size=ranks.size,
-        batch=batch,
-        embedding=embedding,
-        feature_bytes=(payload or features.dtype).itemsize,
-        gradient_bytes=(payload or accumulation_dtype(features)).itemsize,
-        sum_bytes=accumulation_dtype(features).itemsize,
-    )
-    traffic = cost.traffic(exchange, reduction, sizes)
-    operations = cost.products[reduction] * batch * batch * ranks.size * embedding
-    computing, sending = operations / machine.flops_per_s, traffic.total / machine.link_bytes_per_s
+def _seconds(exchange: str, reduction: str, sizes: Sizes, cost: LossCost, machine: Machine, ring_hides: bool) -> float:
+    """The cost model's time of one forward and backward. ring_hides: whether exchanges run while tiles are computed."""
+    operations = cost.products[reduction] * sizes.batch**2 * sizes.world_size * sizes.embedding
+    computing = operations / machine.flops_per_s
+    sending = cost.traffic(exchange, reduction, sizes).total / machine.link_bytes_per_s
     if exchange == "all_gather":
         return computing + sending + 4 * _COLLECTIVE_SECONDS
-    hides = isinstance(ranks, NodeGroup) or features.device.type == "cpu"
-    together = max(computing, sending) if hides else computing + sending
-    return together + cost.passes * ranks.size * _HOP_SECONDS
+    together = max(computing, sending) if ring_hides else computing + sending
+    return together + cost.passes * sizes.world_size * _HOP_SECONDS
