@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from megaclip.arguments_open_clip import OPEN_CLIP_FLAGS
-from megaclip.config import nearest
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, nearest
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]

@@ -1,6 +1,6 @@
 """The section "megaclip" of ds_config.json, typed: its settings, what they mean and their defaults.
 
-`megaclip.config` reads the file and says which combinations are refused.
+`megaclip.config_checks` says which combinations are refused.
 """
 
 from typing import Annotated, Literal

@@ -4,12 +4,20 @@ The message of a `MegaclipError` is one line: what was expected, what was got, w
 once and ends every rank with a non-zero exit code; anything else that escapes is a bug and keeps its traceback.
 """
 
+import difflib
+
 
 def first_line(error: BaseException) -> str:
     """What `error` says, to quote it: its first line, at most 200 characters; its class if it is silent."""
     text = str(error).strip()
     line = text.splitlines()[0] if text else type(error).__name__
     return line if len(line) <= 200 else line[:197] + "..."
+
+
+def nearest(word: str, known: set[str]) -> str:
+    """ "; did you mean ...?" for the known word closest to `word`, or nothing."""
+    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class MegaclipError(Exception):

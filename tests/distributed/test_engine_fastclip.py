@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaclip.config import MegaclipSection
+from megaclip.config_section import MegaclipSection
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.run_loss import RunLoss
 from megaclip.fastclip_variants import VARIANTS
