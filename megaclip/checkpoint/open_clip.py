@@ -8,6 +8,7 @@ copied before its shape is known to be right.
 """
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -18,15 +19,19 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megaclip.checkpoint.store import write_atomically
 from megaclip.errors import CheckpointError, first_line
+from megaclip.logging import get_logger
 from megaclip.models.clip import ClipModel
 from megaclip.models.config import CARD_NAME, ModelConfig
 from megaclip.models.open_clip_keys import StateDict, from_open_clip, to_open_clip
+
+logger = get_logger(__name__)
 
 WEIGHTS_NAME = "open_clip_model.safetensors"
 
@@ -212,6 +217,45 @@ def compare_weights(model: nn.Module, state_dict: StateDict) -> LoadReport:
     )
 
 
+def adapt_weights(state_dict: StateDict, model: ClipModel) -> StateDict:
+    """Weights of a model that differs in image size, context length or `init_logit_bias` alone, made to fit `model`.
+
+    As open_clip does when it loads: positions are interpolated, bicubic (antialiased) over the grid of patches, linear
+    over the context. A missing `logit_bias` (CLIP's weights, for the sigmoid loss) gets the model's initial value,
+    where open_clip takes 0. Everything else stays, fitting or not. Says in the log what it did.
+    """
+    adapted, config = dict(state_dict), model.config
+    name, grid = "visual.positional_embedding", config.vision_cfg.grid_size
+    if _is_of_other_length(adapted.get(name), model.visual.positional_embedding):
+        old_grid = math.isqrt(len(adapted[name]) - 1)
+        if len(adapted[name]) == old_grid**2 + 1:
+            class_1C, patches_PC = adapted[name].float().split([1, old_grid**2])
+            patches_1Chw = patches_PC.T.reshape(1, -1, old_grid, old_grid)
+            patches_1Chw = F.interpolate(patches_1Chw, (grid, grid), mode="bicubic", antialias=True)
+            adapted[name] = torch.cat([class_1C, patches_1Chw[0].flatten(1).T])
+            logger.info("positions of %d x %d patches interpolated to %d x %d", old_grid, old_grid, grid, grid)
+    name, length = "text.positional_embedding", config.text_cfg.context_length
+    if _is_of_other_length(adapted.get(name), model.text.positional_embedding):
+        logger.info("positions of %d tokens interpolated to %d", len(adapted[name]), length)
+        adapted[name] = F.interpolate(adapted[name].float().T[None], length, mode="linear")[0].T
+    if config.init_logit_bias is not None and "logit_bias" not in adapted:
+        adapted["logit_bias"] = torch.full((1,), float(config.init_logit_bias))
+        logger.info("the weights have no logit_bias: it starts at the model's %g", config.init_logit_bias)
+    return adapted
+
+
+def _is_of_other_length(table: torch.Tensor | None, parameter: torch.Tensor) -> bool:
+    """Whether a table of positions (L, C) differs from the model's in L alone; only one that is as large as it says."""
+    length, width = getattr(parameter, "ds_shape", parameter.shape)
+    return (
+        table is not None
+        and table.ndim == 2
+        and table.is_contiguous()
+        and table.shape[1] == width
+        and len(table) not in (0, 1, length)
+    )
+
+
 @torch.no_grad()
 def load_pretrained(model: ClipModel, path_or_dir: str | Path) -> LoadReport:
     """Copy weights in open_clip's format into `model`; call it before `deepspeed.initialize`.
@@ -221,12 +265,12 @@ def load_pretrained(model: ClipModel, path_or_dir: str | Path) -> LoadReport:
 
     Args:
         model: any dtype and device; values are converted.
-        path_or_dir: what `read_weights` reads.
+        path_or_dir: what `read_weights` reads; another image size or context length is taken (`adapt_weights`).
 
     Raises:
         CheckpointError: the file is bad or does not fit the model, which is unchanged then.
     """
-    state_dict = read_weights(path_or_dir)
+    state_dict = adapt_weights(read_weights(path_or_dir), model)
     report = compare_weights(model, state_dict)
     if not report.complete:
         raise CheckpointError(f"{path_or_dir} does not fit the model: {report}.")

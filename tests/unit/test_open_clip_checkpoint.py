@@ -252,6 +252,32 @@ def test_load_pretrained_reports_and_copies(exported, model, config):
         assert torch.equal(fresh.state_dict()[name], value.bfloat16()), name
 
 
+@pytest.mark.parametrize(("image_size", "context_length"), [(32, 24), (16, 40), (24, 10)])
+def test_another_image_size_or_context_length_starts_as_in_open_clip(exported, config, image_size, context_length):
+    other = config.replace(vision_cfg={"image_size": image_size}, text_cfg={"context_length": context_length})
+    write_model_card(exported, other, OPENAI_PREPROCESS)
+    theirs = import_open_clip().create_model(f"local-dir:{exported}").state_dict()
+    ours = build_model(other)
+    load_pretrained(ours, exported)
+    for name, value in open_clips_state_dict(ours).items():
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_clip_weights_start_the_sigmoid_loss_with_the_models_bias(exported, model, config):
+    biased = build_model(config.replace(init_logit_bias=-10.0))
+    assert load_pretrained(biased, exported).complete
+    assert biased.logit_bias.tolist() == [-10.0]
+    assert torch.equal(biased.logit_scale, model.logit_scale)
+
+
+def test_positions_that_are_no_square_of_patches_are_refused(tmp_path, model, config):
+    state_dict = open_clips_state_dict(model)
+    state_dict["visual.positional_embedding"] = torch.zeros(20, 96)
+    save_file(state_dict, tmp_path / "odd.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 of another shape \(first: visual.positional_embedding"):
+        load_pretrained(build_model(config), tmp_path / "odd.safetensors")
+
+
 def test_weights_that_fit_in_part_are_refused_and_reported(tmp_path, model, config):
     state_dict = open_clips_state_dict(model)
     del state_dict["ln_final.weight"]
