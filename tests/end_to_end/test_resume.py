@@ -100,7 +100,7 @@ def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded
     epochs: list[float] = []
     progress: list[float] = []
     seeds: list[int] = []
-    bind, update_loss, enter, show_step = RunLoss.bind, RunLoss.update, RandomState.enter, Metrics.step
+    bind, update_loss, reseed, show_step = RunLoss.bind, RunLoss.update, RandomState.reseed, Metrics.step
 
     def noting(loss: RunLoss, taken: Any, epoch: float) -> Any:
         ids.append(taken().tolist())
@@ -111,8 +111,8 @@ def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded
         progress.append(done)
         update_loss(loss, done)
 
-    def entering(state: RandomState, tower: Tower, chunk: int) -> None:
-        enter(state, tower, chunk)
+    def reseeding(state: RandomState, tower: Tower, chunk: int) -> None:
+        reseed(state, tower, chunk)
         seeds.append(torch.initial_seed())
 
     def sending(metrics: Metrics, step: int, *arguments: Any) -> None:
@@ -123,7 +123,7 @@ def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunLoss, "bind", noting)
         patch.setattr(RunLoss, "update", updating)
-        patch.setattr(RandomState, "enter", entering)
+        patch.setattr(RandomState, "reseed", reseeding)
         patch.setattr(Metrics, "step", sending)
         return Recorded(run_here(command, Path(store)), ids, epochs, progress, seeds)
 
