@@ -71,10 +71,12 @@ def free_port() -> int:
     raise RuntimeError("no free port from 20000 to 32000")
 
 
-def launcher_command(arguments: list[str], ranks: int = WORLD_SIZE) -> list[str]:
+def launcher_command(
+    arguments: list[str], ranks: int = WORLD_SIZE, script: Path = ROOT / "launch" / "train.py"
+) -> list[str]:
     """`deepspeed launch/train.py` on the ranks of this machine."""
     launcher = [shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))]
-    return [*launcher, "--num_gpus", str(ranks), "--master_port", str(free_port()), "launch/train.py", *arguments]
+    return [*launcher, "--num_gpus", str(ranks), "--master_port", str(free_port()), str(script), *arguments]
 
 
 def launcher_environment() -> dict[str, str]:
