@@ -20,7 +20,6 @@ from megaclip.engine.optimizers import guard_gradients, parameter_groups, timm_o
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
 from megaclip.models import ClipModel, ModelConfig, build_model
-from megaclip.models.blocks import ResidualBlock
 
 logger = get_logger(__name__)
 
@@ -48,8 +47,7 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     if arguments.lock_text:
         model.lock_text_tower(arguments.lock_text_unlocked_layers)
     if config.zero_stage == 3:
-        # One gather per block, not one per projection and norm: DeepSpeed's hooks take longer than small products.
-        deepspeed.utils.set_z3_leaf_modules(model, [ResidualBlock])
+        _gather_whole_blocks(model)
     kind, params = config.deepspeed["optimizer"]["type"], config.deepspeed["optimizer"]["params"]
     groups = parameter_groups(model, params.get("weight_decay", 0.0))
     optimizer = timm_optimizer(kind, params, groups) if kind in TIMM_OPTIMIZERS else None
@@ -70,6 +68,20 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     batch_plan = config.batch_plan(dist.get_world_size())
     _warn_of_rounded_sums(config, max(batch_plan.accumulation, batch_plan.text_chunks))
     return engine
+
+
+def _gather_whole_blocks(model: ClipModel) -> None:
+    """One gather per block, not one per projection and norm: DeepSpeed's hooks take longer than small products.
+
+    But for the first trained block of a tower that is locked below it: DeepSpeed reduces a whole block's gradients when
+    that of its input is there, and takes an input without one for the end of a backward pass that has not begun.
+    """
+    for tower in (model.visual, model.text):
+        locked_below = not tower.positional_embedding.requires_grad
+        for block in tower.transformer.resblocks:
+            locked = not any(parameter.requires_grad for parameter in block.parameters())
+            deepspeed.utils.set_z3_leaf_module(block, locked or not locked_below)
+            locked_below = locked_below and locked
 
 
 def _disk_offload_error(config: TrainingConfig) -> ConfigError | None:

@@ -85,7 +85,8 @@ class Case:
     patch_dropout: float = 0.0
     clipping: float = 0.0
     locked: str = ""
-    """"" nothing, "most" both towers but their projections, "image", "text" or "both" whole towers."""
+    """"" nothing, "most" both towers but their projections, "below" but projections and last blocks; "image", "text" or
+    "both" whole towers."""
     persistence_threshold: int = 0
     loss: str = "clip"
     """"clip", "siglip" with a logit bias in the model, or in test_engine_fastclip.py one of FastCLIP's."""
@@ -146,12 +147,16 @@ def scalars_of(model: ClipModel) -> list[torch.nn.Parameter]:
     return [model.logit_scale] if model.logit_bias is None else [model.logit_scale, model.logit_bias]
 
 
+UNLOCKED_GROUPS = {"most": 1, "below": 2}
+
+
 def trains(name: str, locked: str) -> bool:
-    """What --lock-image and --lock-text leave: the projections with one unlocked group each, and the logit scale."""
+    """What --lock-image and --lock-text leave, with so many unlocked groups each; and the logit scale."""
     if name == "logit_scale" or not locked:
         return True
-    if locked == "most":
-        return name in ("visual.proj", "text.text_projection")
+    if locked in UNLOCKED_GROUPS:
+        last = ("visual.ln_post.", "visual.transformer.resblocks.1.", "text.ln_final.", "text.transformer.resblocks.0.")
+        return name in ("visual.proj", "text.text_projection") or (locked == "below" and name.startswith(last))
     return locked != "both" and name.startswith("text." if locked == "image" else "visual.")
 
 
@@ -293,10 +298,11 @@ def start_engine(case: Case, config: TrainingConfig | None = None) -> DeepSpeedE
     quiet_deepspeed()
     flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--seed", str(SEED)]
     flags += ["--force-patch-dropout", str(case.patch_dropout)]
-    if case.locked in ("most", "image", "both"):
-        flags += ["--lock-image", "--lock-image-unlocked-groups", str(int(case.locked == "most"))]
-    if case.locked in ("most", "text", "both"):
-        flags += ["--lock-text", "--lock-text-unlocked-layers", str(int(case.locked == "most"))]
+    unlocked = str(UNLOCKED_GROUPS.get(case.locked, 0))
+    if case.locked in (*UNLOCKED_GROUPS, "image", "both"):
+        flags += ["--lock-image", "--lock-image-unlocked-groups", unlocked]
+    if case.locked in (*UNLOCKED_GROUPS, "text", "both"):
+        flags += ["--lock-text", "--lock-text-unlocked-layers", unlocked]
     return build_engine(config or training_config(case), parse_arguments(flags), model_of(case))
 
 

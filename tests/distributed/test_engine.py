@@ -28,6 +28,7 @@ CASES = {
 for _stage in (0, 3):
     CASES[f"zero{_stage} checkpointing"] = Case(_stage, 3, checkpointing="plain" if _stage == 3 else "cpu")
     CASES[f"zero{_stage} locked"] = Case(_stage, 3, locked="most", checkpointing="plain")
+    CASES[f"zero{_stage} locked below"] = Case(_stage, 3, text_chunks=2, locked="below")
     CASES[f"zero{_stage} patch dropout"] = Case(_stage, 3, patch_dropout=0.5)
 for _stage in range(4):
     CASES[f"zero{_stage} clipped"] = Case(_stage, 3, clipping=0.1)
