@@ -79,6 +79,7 @@ _REFUSED_ACTIVATION_CHECKPOINTING_KEYS = {
 }
 _REFUSED_ZERO_KEYS = {
     "elastic_checkpoint": "its files cannot be divided among another number of ranks; others can, so leave it out",
+    "round_robin_gradients": "DeepSpeed loses track of which weights lie where in its checkpoints; leave it out",
     "stage3_module_granularity_threshold": "whole transformer blocks are gathered already; leave it out",
 }
 

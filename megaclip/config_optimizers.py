@@ -110,6 +110,10 @@ def refusal(kind: Any, params: dict[str, Any], zero_stage: int, untested: bool, 
         return f'optimizer.type {kind} under ZeRO needs "zero_allow_untested_optimizer": true, which DeepSpeed asks for'
     if untested and not needs_untested:
         return f"zero_allow_untested_optimizer has no effect with optimizer.type {kind}; leave it out"
+    if params.get("torch_adam") and (given := sorted({"bias_correction", "fp32_optimizer_states"} & params.keys())):
+        return f"optimizer.params.{given[0]} is not for torch_adam, which is torch's own Adam; leave one of them out"
+    if kind == "AdamW" and params.get("adam_w_mode") is False:
+        return "optimizer.params.adam_w_mode false has no effect with optimizer.type AdamW; use Adam"
     if kind == "SGD" and params.get("nesterov") and not params.get("momentum"):
         return "optimizer.params.nesterov needs a momentum above 0"
     return None

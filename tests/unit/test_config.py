@@ -109,6 +109,14 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
             {"optimizer": {"type": "SGD", "params": {"lr": 1, "nesterov": True}}, "zero_optimization": {}},
             "needs a momentum above 0",
         ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1, "torch_adam": True, "bias_correction": True}}},
+            "optimizer.params.bias_correction is not for torch_adam",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1, "adam_w_mode": False}}},
+            "adam_w_mode false has no effect with optimizer.type AdamW; use Adam",
+        ),
         ({"optimizer": {"type": "Lion", "params": {"lr": 1}}}, "zero_allow_untested_optimizer"),
         (
             {
@@ -149,6 +157,7 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         ({"csv_monitor": True}, "csv_monitor must be a JSON object"),
         ({"tensorboard": {"enabled": True}}, "a run writes its TensorBoard files to its own folder"),
         ({"zero_optimization": {"stage": 2, "elastic_checkpoint": True}}, "elastic_checkpoint cannot be used"),
+        ({"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, "round_robin_gradients cannot be used"),
         (
             {"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 100}},
             "stage3_module_granularity_threshold cannot be used: whole transformer blocks are gathered already",
