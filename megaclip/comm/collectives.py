@@ -94,7 +94,8 @@ def gather_objects(item: Any, *, group: Any = None) -> list[Any]:
     if ranks.size == 1:
         return [item]
     gathered: list[Any] = [None] * ranks.size
-    dist.all_gather_object(gathered, item, group=ranks.handle)
+    # Not deepspeed.comm's, which ends the process where its comms_logger is on: it knows no bandwidth of objects.
+    torch.distributed.all_gather_object(gathered, item, group=ranks.handle)
     return gathered
 
 

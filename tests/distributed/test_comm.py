@@ -99,6 +99,13 @@ def check_everything() -> None:
     check_raise_together()
 
 
+def check_everything_logged() -> None:
+    """As a run with "comms_logger" in its ds_config.json."""
+    dist.configure(enabled=True, prof_all=True)
+    check_everything()
+    assert {"all_reduce", "batch_isend_irecv"} <= set(dist.comm.comms_logger.comms_dict)
+
+
 def check_groups() -> None:
     """A group of some ranks, in another order than the job's."""
     group = dist.new_group([2, 0])
@@ -113,6 +120,10 @@ def check_groups() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_ring_collectives_and_errors(world_size: int) -> None:
     run_ranks(check_everything, world_size)
+
+
+def test_they_run_under_deepspeeds_comms_logger() -> None:
+    run_ranks(check_everything_logged, 2)
 
 
 def test_groups_of_some_ranks() -> None:
