@@ -80,6 +80,11 @@ _REFUSED_ACTIVATION_CHECKPOINTING_KEYS = {
 _REFUSED_ZERO_KEYS = {
     "elastic_checkpoint": "its files cannot be divided among another number of ranks; others can, so leave it out",
     "round_robin_gradients": "DeepSpeed loses track of which weights lie where in its checkpoints; leave it out",
+    "legacy_stage1": "DeepSpeed no longer has it; leave it out",
+    "zenflow": "it puts off parts of the update, so training would not be that of one process; leave it out",
+    "cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
+    "cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
+    "cpu_offload_use_pin_memory": "write pin_memory in offload_optimizer and offload_param",
     "stage3_module_granularity_threshold": "whole transformer blocks are gathered already; leave it out",
 }
 
@@ -164,6 +169,11 @@ def _check_zero(config: dict[str, Any]) -> None:
                 raise ConfigError("zero_optimization.offload_optimizer needs stage 1, 2 or 3")
             if key in ("offload_optimizer", "offload_param"):
                 _check_offload_to_disk(stage, key, zero[key])
+        offload = zero.get("offload_optimizer")
+        if isinstance(offload, dict) and offload.get("super_offload"):
+            raise ConfigError(
+                "zero_optimization.offload_optimizer.super_offload is not supported in this version; leave it out"
+            )
         if zero.get("compute_grad_norm") is False:
             raise ConfigError(
                 "zero_optimization.compute_grad_norm cannot be off: an update with a gradient of NaN is "
@@ -189,12 +199,19 @@ def _check_offload_to_disk(stage: Any, key: str, section: Any) -> None:
 
 
 def _check_precision(config: dict[str, Any]) -> None:
-    """Refuse two combinations in which DeepSpeed 0.19 computes something else than asked (measured, see the tests)."""
-    if not config.get("bf16", {}).get("enabled", False):
+    """Refuse sums of gradients in a dtype that gradients do not have, and two combinations in which DeepSpeed 0.19
+    computes something else than asked (measured, see the tests)."""
+    bf16 = config.get("bf16", {}).get("enabled", False)
+    dtypes = (None, "fp32", "bf16") if bf16 else (None, "fp32")
+    if (accumulate := config.get("data_types", {}).get("grad_accum_dtype")) not in dtypes:
+        raise ConfigError(
+            f"data_types.grad_accum_dtype {accumulate!r} cannot be used: gradients are "
+            f"{'bfloat16: fp32 or bf16' if bf16 else 'float32 without bf16.enabled; leave it out'}"
+        )
+    if not bf16:
         return
     stage = config.get("zero_optimization", {}).get("stage", 0)
     offload = config.get("zero_optimization", {}).get("offload_optimizer")
-    accumulate = config.get("data_types", {}).get("grad_accum_dtype")
     if stage == 0:
         raise ConfigError(
             "bf16 needs zero_optimization.stage 1, 2 or 3 (on one GPU too): DeepSpeed's stage 0 rescales bf16 "

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -36,7 +37,7 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
         ConfigError: DeepSpeed refuses the configuration, or lacks what it needs on this machine.
         CheckpointError: the pretrained weights cannot be read or do not fit.
     """
-    raise_together(_disk_offload_error(config))
+    raise_together(_disk_offload_error(config) or _quantization_error(config))
     torch.manual_seed(arguments.seed)
     with deepspeed.zero.Init(config_dict_or_path=config.deepspeed, enabled=config.zero_stage == 3):
         model = build_model(model_config, patch_dropout=arguments.force_patch_dropout)
@@ -95,6 +96,15 @@ def _disk_offload_error(config: TrainingConfig) -> ConfigError | None:
         f'{config.path}: zero_optimization.{asking[0]}.device "nvme" needs libaio with its headers, to compile '
         'DeepSpeed\'s async_io op: install it (apt install libaio-dev), or set "cpu"'
     )
+
+
+def _quantization_error(config: TrainingConfig) -> ConfigError | None:
+    """Whether ZeRO++'s quantized collectives are asked for where DeepSpeed has no op for them."""
+    zero = config.deepspeed.get("zero_optimization", {})
+    asked = [key for key, value in zero.items() if key.startswith("zero_quantized_") and value]
+    if not asked or get_accelerator().device_name() != "cpu":
+        return None
+    return ConfigError(f"{config.path}: zero_optimization.{asked[0]} needs a GPU: DeepSpeed cannot do it on a CPU")
 
 
 # PyTorch's checkpoint, not DeepSpeed's: deepspeed.checkpointing.checkpoint loses the gradients of a block whose input

@@ -157,6 +157,18 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         ({"csv_monitor": True}, "csv_monitor must be a JSON object"),
         ({"tensorboard": {"enabled": True}}, "a run writes its TensorBoard files to its own folder"),
         ({"zero_optimization": {"stage": 2, "elastic_checkpoint": True}}, "elastic_checkpoint cannot be used"),
+        ({"zero_optimization": {"stage": 1, "legacy_stage1": True}}, "legacy_stage1 cannot be used"),
+        ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.5}}}, "zenflow cannot be used"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, 'write "offload_optimizer": {"device": "cpu"}'),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            "super_offload is not supported",
+        ),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "gradients are float32 without bf16.enabled"),
+        (
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
+            "grad_accum_dtype 'fp16' cannot be used: gradients are bfloat16: fp32 or bf16",
+        ),
         ({"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, "round_robin_gradients cannot be used"),
         (
             {"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 100}},

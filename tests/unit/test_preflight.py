@@ -170,3 +170,12 @@ def test_offload_to_disk_without_libaio_is_one_error(monkeypatch: pytest.MonkeyP
         build.build_engine(config, arguments=None, model_config=None)
     monkeypatch.setitem(build.installed_ops, "async_io", True)  # compiled when DeepSpeed was installed
     assert build._disk_offload_error(config) is None
+
+
+def test_quantized_collectives_on_a_cpu_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainingConfig(
+        Path("ds.json"), {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, MegaclipSection()
+    )
+    monkeypatch.setattr(build, "raise_together", raise_alone)
+    with pytest.raises(ConfigError, match=r"zero_optimization\.zero_quantized_gradients needs a GPU"):
+        build.build_engine(config, arguments=None, model_config=None)
