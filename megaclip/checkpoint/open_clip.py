@@ -36,8 +36,8 @@ logger = get_logger(__name__)
 WEIGHTS_NAME = "open_clip_model.safetensors"
 
 OPENAI_PREPROCESS: dict[str, Any] = {
-    "mean": [0.48145466, 0.4578275, 0.40821073],
-    "std": [0.26862954, 0.26130258, 0.27577711],
+    "mean": (0.48145466, 0.4578275, 0.40821073),
+    "std": (0.26862954, 0.26130258, 0.27577711),
     "interpolation": "bicubic",
     "resize_mode": "shortest",
 }
@@ -113,13 +113,14 @@ def write_model_card(
 
 
 def read_preprocess(directory: str | Path) -> dict[str, Any]:
-    """`preprocess_cfg` of the card in `directory`, over open_clip's defaults."""
+    """`preprocess_cfg` of the card in `directory`, over open_clip's defaults; mean and std are tuples."""
     path = Path(directory) / CARD_NAME
     try:
         card = json.loads(path.read_text(encoding="utf-8"))
-        return {**OPENAI_PREPROCESS, **(card.get("preprocess_cfg") or {})}
+        settings = {**OPENAI_PREPROCESS, **(card.get("preprocess_cfg") or {})}
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a model card: {first_line(error)}.") from None
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def tokenizer_of(directory: str | Path, config: ModelConfig) -> str:

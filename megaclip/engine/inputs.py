@@ -15,6 +15,7 @@ from typing import Any
 from megaclip.arguments import TrainArguments
 from megaclip.checkpoint.open_clip import OPENAI_PREPROCESS, read_preprocess, tokenizer_of
 from megaclip.config import TrainingConfig, load_training_config
+from megaclip.config_section import MegaclipSection
 from megaclip.data import (
     ImageTransform,
     LabelledDataset,
@@ -68,23 +69,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     config = load_training_config(arguments.deepspeed_config)
     _check_that_weights_are_here(arguments)
     model_config = load_model_config(arguments.model)
-    if config.megaclip.loss == "siglip" and model_config.init_logit_bias is None:
-        raise ConfigError(
-            f'{arguments.model}: megaclip.loss "siglip" needs a model with init_logit_bias (-10 in SigLIP, with '
-            "init_logit_scale 2.303); add it to the model's JSON"
-        )
-    if config.megaclip.is_global and "logit_scale_max" in arguments.model_fields_set:
-        raise ConfigError(
-            f"--logit-scale-max has no effect with megaclip.loss {config.megaclip.loss!r}: bound its temperature by "
-            "megaclip.fastclip.temperature_min"
-        )
-    if arguments.data_offload_dir is not None and config.megaclip.data_offload in ("cpu", "reread"):
-        raise ConfigError(
-            f"--data-offload-dir has no effect with megaclip.data_offload {config.megaclip.data_offload!r}: it is for "
-            "'disk' and 'auto'"
-        )
-    if arguments.data_offload_dir is not None and not Path(arguments.data_offload_dir).is_dir():
-        raise ConfigError(f"--data-offload-dir {arguments.data_offload_dir!r} is not a folder: make it first")
+    _check_settings(arguments, config.megaclip, model_config)
     card = _card_directory(arguments)
     if card is not None:
         _warn_of_another_model(arguments.model, model_config, card)
@@ -131,6 +116,29 @@ def _text_settings(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
     if config.text_cfg.pool_type == "eos":
         settings["eos_id"] = tokenizer.eos_id
     return settings
+
+
+def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_config: ModelConfig) -> None:
+    """Refuse what the command line, ds_config.json and the model contradict each other in."""
+    if section.loss == "siglip" and model_config.init_logit_bias is None:
+        raise ConfigError(
+            f'{arguments.model}: megaclip.loss "siglip" needs a model with init_logit_bias (-10 in SigLIP, with '
+            "init_logit_scale 2.303); add it to the model's JSON"
+        )
+    if section.is_global and "logit_scale_max" in arguments.model_fields_set:
+        raise ConfigError(
+            f"--logit-scale-max has no effect with megaclip.loss {section.loss!r}: bound its temperature by "
+            "megaclip.fastclip.temperature_min"
+        )
+    if arguments.data_offload_dir is None:
+        return
+    if section.data_offload in ("cpu", "reread"):
+        raise ConfigError(
+            f"--data-offload-dir has no effect with megaclip.data_offload {section.data_offload!r}: it is for 'disk' "
+            "and 'auto'"
+        )
+    if not Path(arguments.data_offload_dir).is_dir():
+        raise ConfigError(f"--data-offload-dir {arguments.data_offload_dir!r} is not a folder: make it first")
 
 
 def _check_that_weights_are_here(arguments: TrainArguments) -> None:
@@ -198,8 +206,7 @@ def _preprocess(arguments: TrainArguments, card: Path | None) -> dict[str, Any]:
     told = OPENAI_PREPROCESS if card is None else read_preprocess(card)
     chosen = {}
     for name in OPENAI_PREPROCESS:
-        own = tuple(told[name]) if isinstance(told[name], list) else told[name]
-        given = getattr(arguments, f"image_{name}")
+        own, given = told[name], getattr(arguments, f"image_{name}")
         if card is not None and given not in (None, own):
             flag = "--image-" + name.replace("_", "-")
             logger.warning("%s %s: the weights in %s were trained with %s", flag, given, card, own)

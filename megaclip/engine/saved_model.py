@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaclip.checkpoint.consolidate import consolidated_weights
-from megaclip.checkpoint.open_clip import assigned_model, read_preprocess, read_weights, tokenizer_of
+from megaclip.checkpoint.open_clip import (
+    OPENAI_PREPROCESS,
+    assigned_model,
+    read_preprocess,
+    read_weights,
+    tokenizer_of,
+)
 from megaclip.checkpoint.store import MODEL_CARD, locate
 from megaclip.data import ImageTransform, Tokenizer, load_tokenizer
 from megaclip.errors import ConfigError
@@ -38,12 +44,7 @@ def load_saved_model(source: Path, *, tag: str | None = None, tokenizer: str | N
         folder, tag = locate(source, tag)
         card, weights = folder / MODEL_CARD, consolidated_weights(folder, tag)
     config, preprocess = load_model_config(card), read_preprocess(card)
-    transform = ImageTransform(
-        config.vision_cfg.image_size,
-        mean=tuple(preprocess["mean"]),
-        std=tuple(preprocess["std"]),
-        interpolation=preprocess["interpolation"],
-        resize_mode=preprocess["resize_mode"],
-    )
+    pixels = {name: preprocess[name] for name in OPENAI_PREPROCESS}
+    transform = ImageTransform(config.vision_cfg.image_size, **pixels)
     words = load_tokenizer(tokenizer or tokenizer_of(card, config), config.text_cfg.context_length)
     return SavedModel(assigned_model(config, weights), transform, words)
