@@ -34,7 +34,7 @@ class TrainLoader:
     micro_batch_size x micro_batches_per_step x world_size samples make one step. `samples_consumed` counts samples of
     all ranks and moves on when the last micro-batch of a step was taken; a loader made with that number goes on there.
     reads_per_step: 2 yields every step's micro-batches twice, one whole step after itself, for those who keep none.
-    shard_order, window_size: see order.SampleOrder. max_bad_fraction: of the samples that this rank has seen; above it,
+    shard_order: see order.SampleOrder. max_bad_fraction: of the samples that this rank has seen; above it,
     `next` raises DataError. pin_memory: batches come in page-locked memory, for a trainer that copies them to its GPU
     itself, as the one that tools/bench_methods.py compares with; a run copies them into slots of its own instead.
     """
@@ -54,7 +54,6 @@ class TrainLoader:
         num_workers: int = 0,
         samples_consumed: int = 0,
         shard_order: str = "shuffled",
-        window_size: int | None = None,
         max_bad_fraction: float = 0.01,
         pin_memory: bool = False,
     ) -> None:
@@ -67,7 +66,7 @@ class TrainLoader:
         self._rank, self._world_size = rank, world_size
         self._taken = 0
         self._log = BadSampleLog(max_bad_fraction, "a substitute is used")
-        self._order = order = dataset.order(seed=seed, shard_order=shard_order, window_size=window_size)
+        self._order = order = dataset.order(seed=seed, shard_order=shard_order)
         reader = TrainReader(dataset, transform, tokenizer, seed)
         self._batches = map_in_workers(
             functools.partial(_load_train, order, reader, micro_batch_size, rank, world_size),

@@ -96,14 +96,12 @@ class PairDataset:
         size = len(self._sources[number])
         return int(self._ends[number]) - size, size
 
-    def order(
-        self, *, seed: int, shard_order: str = "shuffled", window_size: int | None = None
-    ) -> SampleOrder | MixtureOrder:
+    def order(self, *, seed: int, shard_order: str = "shuffled") -> SampleOrder | MixtureOrder:
         """The order of training: one for all sources by size, or a mixture with the given weights."""
         if not self.weights:
-            return SampleOrder(self.shard_sizes, seed=seed, shard_order=shard_order, window_size=window_size)
+            return SampleOrder(self.shard_sizes, seed=seed, shard_order=shard_order)
         parts = [
-            SampleOrder(source.shard_sizes, seed=seed + number, shard_order=shard_order, window_size=window_size)
+            SampleOrder(source.shard_sizes, seed=seed + number, shard_order=shard_order)
             for number, source in enumerate(self._sources)
         ]
         return MixtureOrder(parts, self.weights, seed=seed)

@@ -118,10 +118,10 @@ def free_memory() -> int:
 
 
 class Slots:
-    """(S, ...) uint8 in the chosen place: `tensor`. `close` gives it back; on every rank together it is made."""
+    """`tensor`: (S, ...) uint8 in memory or in a file, until `close`. All ranks make theirs together."""
 
     def __init__(self, place: Place, shape: tuple[int, ...], folder: Path, device: torch.device) -> None:
-        """device: whose copies read it. Raises ConfigError, on every rank, where it cannot be had."""
+        """device: that the tensor will be copied to. Raises ConfigError, on every rank, if one of them has no room."""
         self._is_pinned = False
         error: Exception | None = None
         try:
