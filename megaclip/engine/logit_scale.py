@@ -38,7 +38,7 @@ class MasterScalar:
             return value
         if hasattr(parameter, "_hp_mapping"):
             return safe_get_full_fp32_param(parameter).detach()
-        return parameter.detach().to(torch.float32, copy=True)  # ZeRO-0, in float32 only (config.py): its own master
+        return parameter.detach().to(torch.float32, copy=True)  # ZeRO-0, where only float32 is allowed: its own master
 
     @torch.no_grad()
     def write(self, value: torch.Tensor) -> None:

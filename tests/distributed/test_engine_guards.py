@@ -1,7 +1,7 @@
 """What the engine refuses or bounds at every ZeRO stage: NaN on one rank, logit_scale's master, precision.
 
-One launch of two ranks. It also measures the two bf16 settings that `megaclip.config` refuses, so that a test says so
-when DeepSpeed mends them.
+One launch of two ranks. It also measures the two bf16 settings that `megaclip.config_checks` refuses, so that a test
+says so when DeepSpeed mends them.
 """
 
 import itertools
