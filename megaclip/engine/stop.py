@@ -2,7 +2,8 @@
 
 One rank that receives SIGTERM, SIGINT or SIGUSR1 is enough: after each step all ranks ask each other (`agreed`), save
 and end. The same SIGTERM or SIGINT again ends a rank at once; SIGUSR1 may come as often as it likes. A signal to all
-hosts may reach a rank last when the others have already made it save: it must not die of that on its way out.
+hosts may reach a rank last when the others have already made it save, or when it has trained to the end: it must not
+die of that on its way out.
 
 Exit code: 128 + the signal's number, as a shell reports it. Zero means trained to the end, so that whatever started the
 run can tell that it is to go on; the deepspeed launcher, `pdsh -S` and srun pass the code on. They end the other ranks
@@ -34,13 +35,14 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class StopSignals:
     """Context manager, in the main thread: notes the signals that reach this rank.
 
-    Once `agreed` has named a signal to end with, the handlers stay until the process ends.
+    The handlers stay until the process ends, unless an error ends the run.
     """
 
     def __init__(self) -> None:
         self._noted = 0
         """The first signal's number."""
         self._ends = False
+        """Whether all is saved, or about to be: signals change nothing any more."""
 
     def __enter__(self) -> "StopSignals":
         self._reader, self._writer = socket.socketpair()
@@ -55,7 +57,8 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._ends:
+        if kind is None:
+            self._ends = True
             return
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)

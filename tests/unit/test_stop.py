@@ -70,29 +70,33 @@ def test_a_stuck_rank_that_misses_one_of_its_hosts_ends_at_once() -> None:
         assert rank.wait(60) == 128 + signal.SIGTERM
 
 
-# One that is told by its peers to end, and by the signal itself afterwards.
+# One that is told by its peers to end, or has trained to the end, and gets the signal itself afterwards.
 TOLD_LATE = """
 import os, signal, sys
 from megaclip.engine import stop
 
-stop.gather_integers = lambda noted, group: [noted, [signal.SIGUSR1]]
+told = getattr(signal, sys.argv[2], None)
+stop.gather_integers = lambda noted, group: [noted, [told or 0]]
 with stop.StopSignals() as signals:
-    assert signals.agreed() == signal.SIGUSR1
+    assert signals.agreed() == told
 os.kill(os.getpid(), getattr(signal, sys.argv[1]))
 os._exit(7)
 """
 
 
-@pytest.mark.parametrize("late", ["SIGUSR1", "SIGTERM", "SIGINT"])
-def test_a_signal_that_comes_late_does_not_change_how_a_rank_ends(late: str) -> None:
+@pytest.mark.parametrize(
+    ("late", "told"), [("SIGUSR1", "SIGUSR1"), ("SIGTERM", "SIGUSR1"), ("SIGINT", "SIGUSR1"), ("SIGUSR1", "nothing")]
+)
+def test_a_signal_that_comes_late_does_not_change_how_a_rank_ends(late: str, told: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
-    done = subprocess.run([sys.executable, "-c", TOLD_LATE, late], cwd=ROOT, env=environment, timeout=600)
+    done = subprocess.run([sys.executable, "-c", TOLD_LATE, late, told], cwd=ROOT, env=environment, timeout=600)
     assert done.returncode == 7
 
 
-def test_the_handlers_are_given_back_when_no_signal_came() -> None:
+def test_the_handlers_are_given_back_when_an_error_ends_the_run() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    with StopSignals() as signals:
+    with pytest.raises(KeyError), StopSignals() as signals:
         assert signals.agreed() is None
         assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
+        raise KeyError
     assert {number: signal.getsignal(number) for number in before} == before
