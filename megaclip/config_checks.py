@@ -94,6 +94,8 @@ Section = TypeVar("Section", bound=BaseModel)
 def checked_section(config: dict[str, Any]) -> MegaclipSection:
     """Check the whole of ds_config.json; returns its section "megaclip". Raises ConfigError for the first mistake."""
     _check_top_level(config)
+    for name in ("zero_optimization", "data_types", "activation_checkpointing"):
+        _check_is_object(name, config.get(name, {}))
     if problem := misread_value(config):
         raise ConfigError(problem)
     _check_batch_numbers(config)
@@ -139,13 +141,11 @@ def _check_optimizer(config: dict[str, Any]) -> None:
     if not isinstance(optimizer, dict) or "type" not in optimizer:
         raise ConfigError('an optimizer is needed, for example {"type": "AdamW", "params": {"lr": 0.001}}')
     _check_keys("optimizer", optimizer, {"type", "params"})
-    zero = config.get("zero_optimization")
-    zero = zero if isinstance(zero, dict) else {}
-    stage = zero.get("stage", 0) if isinstance(zero.get("stage", 0), int) else 0
+    zero = config.get("zero_optimization", {})
     params = optimizer.get("params")
     untested = config.get("zero_allow_untested_optimizer", False) is not False
     known_params = params if isinstance(params, dict) else {}
-    if reason := refusal(optimizer["type"], known_params, stage, untested, "offload_optimizer" in zero):
+    if reason := refusal(optimizer["type"], known_params, zero.get("stage", 0), untested, "offload_optimizer" in zero):
         raise ConfigError(reason)
     if optimizer["type"] not in SUPPORTED_OPTIMIZERS:
         hint = nearest(str(optimizer["type"]), set(SUPPORTED_OPTIMIZERS))
@@ -158,27 +158,26 @@ def _check_optimizer(config: dict[str, Any]) -> None:
 
 def _check_zero(config: dict[str, Any]) -> None:
     zero = config.get("zero_optimization", {})
-    if isinstance(zero, dict):
-        stage = zero.get("stage", 0)
-        for key in zero:
-            if stage != 3 and (key.startswith("stage3_") or key == "offload_param"):
-                raise ConfigError(f"zero_optimization.{key} has no effect at stage {stage}; it needs stage 3")
-            if key in _REFUSED_ZERO_KEYS and zero[key]:
-                raise ConfigError(f"zero_optimization.{key} cannot be used: {_REFUSED_ZERO_KEYS[key]}")
-            if stage == 0 and key == "offload_optimizer":
-                raise ConfigError("zero_optimization.offload_optimizer needs stage 1, 2 or 3")
-            if key in ("offload_optimizer", "offload_param"):
-                _check_offload_to_disk(stage, key, zero[key])
-        offload = zero.get("offload_optimizer")
-        if isinstance(offload, dict) and offload.get("super_offload"):
-            raise ConfigError(
-                "zero_optimization.offload_optimizer.super_offload is not supported in this version; leave it out"
-            )
-        if zero.get("compute_grad_norm") is False:
-            raise ConfigError(
-                "zero_optimization.compute_grad_norm cannot be off: an update with a gradient of NaN is "
-                "refused by its norm; leave it out"
-            )
+    stage = zero.get("stage", 0)
+    for key in zero:
+        if stage != 3 and (key.startswith("stage3_") or key == "offload_param"):
+            raise ConfigError(f"zero_optimization.{key} has no effect at stage {stage}; it needs stage 3")
+        if key in _REFUSED_ZERO_KEYS and zero[key]:
+            raise ConfigError(f"zero_optimization.{key} cannot be used: {_REFUSED_ZERO_KEYS[key]}")
+        if stage == 0 and key == "offload_optimizer":
+            raise ConfigError("zero_optimization.offload_optimizer needs stage 1, 2 or 3")
+        if key in ("offload_optimizer", "offload_param"):
+            _check_offload_to_disk(stage, key, zero[key])
+    offload = zero.get("offload_optimizer")
+    if isinstance(offload, dict) and offload.get("super_offload"):
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.super_offload is not supported in this version; leave it out"
+        )
+    if zero.get("compute_grad_norm") is False:
+        raise ConfigError(
+            "zero_optimization.compute_grad_norm cannot be off: an update with a gradient of NaN is "
+            "refused by its norm; leave it out"
+        )
 
 
 def _check_sections(config: dict[str, Any]) -> None:
@@ -227,11 +226,10 @@ def _check_precision(config: dict[str, Any]) -> None:
 
 def _check_activation_checkpointing(config: dict[str, Any]) -> None:
     section = config.get("activation_checkpointing", {})
-    if isinstance(section, dict):
-        for key, value in section.items():
-            if key in _REFUSED_ACTIVATION_CHECKPOINTING_KEYS and value:
-                reason = _REFUSED_ACTIVATION_CHECKPOINTING_KEYS[key]
-                raise ConfigError(f"activation_checkpointing.{key} cannot be used: {reason}")
+    for key, value in section.items():
+        if key in _REFUSED_ACTIVATION_CHECKPOINTING_KEYS and value:
+            reason = _REFUSED_ACTIVATION_CHECKPOINTING_KEYS[key]
+            raise ConfigError(f"activation_checkpointing.{key} cannot be used: {reason}")
     known = _ACTIVATION_CHECKPOINTING_KEYS | set(_REFUSED_ACTIVATION_CHECKPOINTING_KEYS)
     _check_keys("activation_checkpointing", section, known)
 
@@ -282,9 +280,13 @@ def _check_fastclip(section: MegaclipSection) -> None:
         )
 
 
-def _check_keys(name: str, section: Any, known: set[str]) -> None:
+def _check_is_object(name: str, section: Any) -> None:
     if not isinstance(section, dict):
         raise ConfigError(f"{name} must be a JSON object, not {section!r}")
+
+
+def _check_keys(name: str, section: Any, known: set[str]) -> None:
+    _check_is_object(name, section)
     for key in section:
         if key in known:
             continue
