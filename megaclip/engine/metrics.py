@@ -169,6 +169,8 @@ class Metrics:
             logger.warning("bad samples met and replaced until step %d: %s", step, _listed(counts))
         self._bad_samples = total
         self._write(step, {"train/bad_samples": total})
+        assert self._writer is not None
+        self._writer.flush()  # a checkpoint was written: a run that goes on from it has the history before it
 
     def _write(self, step: int, scalars: dict[str, float]) -> None:
         assert self._writer is not None
