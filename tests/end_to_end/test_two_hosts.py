@@ -156,7 +156,8 @@ def test_ending_the_launcher_ends_the_ranks(
     with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, log):
         wait_until(lambda: hosts.first.processes(RANK) and hosts.second.processes(RANK), LIMIT_S)
         subprocess.run(hosts.first.command("pkill", "-TERM", "--oldest", "-f", "multi_node.sh"), check=True)
-        assert launcher.wait(END_LIMIT_S) == 1, log.read_text()  # nothing was trained
+        code = launcher.wait(END_LIMIT_S)
+        assert code in (1, 128 + signal.SIGTERM), log.read_text()  # 143: a step came before the signal
         wait_until(lambda: not (hosts.first.processes(RANK) or hosts.second.processes(RANK)), END_LIMIT_S)
 
 
