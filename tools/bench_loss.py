@@ -86,6 +86,8 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", help="only the methods whose name starts with one of these")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("times kernels on GPUs, and this machine has none")
     ranks = Ranks()
     methods = clip_methods(ranks) if options.loss == "clip" else siglip_methods(ranks)
     if options.methods:

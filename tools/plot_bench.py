@@ -8,6 +8,7 @@ and peak memory against the batch, one pair of panels per model. Needs matplotli
 """
 
 import argparse
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ def main() -> int:
     parser.add_argument("json", type=Path, nargs="+", help="what --json wrote")
     parser.add_argument("--out", type=Path, required=True, help="picture to write (.png, .svg)")
     arguments = parser.parse_args()
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("needs matplotlib: pip install matplotlib")
     try:
         records = [json.loads(path.read_text()) for path in arguments.json]
         results = [result for record in records for result in record["results"]]

@@ -19,6 +19,7 @@ import deepspeed.ops
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
 
 _logger = get_logger(__name__)
@@ -61,11 +62,19 @@ def init_distributed(backend: str | None = None) -> None:
 
     That op serves inference only. It takes 25 s to compile and leaves 67 MB per rank in /dev/shm after every run: more
     than a Docker container has.
-    backend: None takes the accelerator's own.
+    backend: None takes the accelerator's own. Raises ConfigError where another program has the launcher's port.
     """
     if get_accelerator().device_name() == "cpu":  # elsewhere reading the table would probe every op there is
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    dist.init_distributed(backend or get_accelerator().communication_backend_name(), verbose=False)
+    try:
+        dist.init_distributed(backend or get_accelerator().communication_backend_name(), verbose=False)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"port {os.environ.get('MASTER_PORT')} is in use, by another run perhaps: give the launcher a free one, "
+            "deepspeed --master_port 29501 ..."
+        ) from None
 
 
 def resolve(group: Any = None) -> RankGroup:

@@ -18,6 +18,23 @@ print("ranks", dist.get_world_size())
 """
 
 
+def test_a_port_that_another_run_has_is_one_line_that_says_which_flag():
+    with socket.socket() as other_run:
+        other_run.bind(("127.0.0.1", 0))
+        other_run.listen()
+        port = str(other_run.getsockname()[1])
+        launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = subprocess.run(
+            [sys.executable, "-c", ALONE],
+            cwd=ROOT,
+            env={**os.environ, **launched, "DS_ACCELERATOR": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+    assert f"ConfigError: port {port} is in use" in done.stderr and "--master_port" in done.stderr
+
+
 def test_two_runs_without_a_launcher_share_a_host():
     variables = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "MASTER_PORT")}
     with socket.socket() as other_run:
