@@ -56,6 +56,11 @@ def main() -> int:
             return _compare(arguments)
         if not (arguments.deepspeed_config and arguments.model):
             raise ConfigError("give --deepspeed_config and --model (or --calibrate, or --compare)")
+        if arguments.tensor_parallel != 1:
+            raise ConfigError(
+                f"--tensor-parallel {arguments.tensor_parallel}: the trainer has no tensor parallelism yet; "
+                "use 1, and ZeRO-3 for models too large for one GPU"
+            )
         cluster = _cluster(arguments)
         workload = _workload(arguments, cluster)
         if workload.sample_columns and not workload.samples:
@@ -76,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--model", help="preset name or the path of a model JSON")
     what.add_argument("--batch", type=int, help="contrastive batch, instead of train_batch_size")
     what.add_argument("--micro-batch", type=int, help="instead of train_micro_batch_size_per_gpu")
+    what.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share one replica (only 1 today)")
     what.add_argument("--workers", type=int, default=4, help="loader processes per rank (default 4)")
     what.add_argument("--train-num-samples", type=int, default=0, help="of the dataset, for the FastCLIP losses' state")
     what.add_argument("--val-num-samples", type=int, default=0, help="image-caption pairs that the run is evaluated on")

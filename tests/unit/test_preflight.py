@@ -1,6 +1,7 @@
 """The plan before a run: refused on a GPU that is too small, logged on a CPU, skipped when asked."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -149,6 +150,15 @@ def test_hosts_like_this_one_are_planned_with_what_is_free_here() -> None:
 def test_what_is_measured_here_is_not_described_too(flag: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag} describes another machine"):
         plan_here(flag, "h100" if flag == "--gpu" else "1GiB")
+
+
+def test_tensor_parallelism_is_refused_until_the_trainer_has_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan.py", "--deepspeed_config", "c.json", "--model", "ViT-B-32", "--tensor-parallel", "2"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert plan.main() == 1
+    assert "--tensor-parallel 2: the trainer has no tensor parallelism yet" in capsys.readouterr().err
 
 
 def test_offload_to_another_disk_is_measured_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
