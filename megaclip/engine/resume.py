@@ -34,7 +34,7 @@ def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPla
         "world_size": dist.get_world_size(),
         "zero_stage": inputs.config.zero_stage,
         "precision": "bf16" if inputs.config.bf16 else "float32",
-        "zero_layout": {"sub_group_size": zero.get("sub_group_size")},
+        "zero_layout": {key: zero.get(key) for key in ("parameter_alignment", "sub_group_size")},
         "locked": {
             "image": arguments.lock_image_unlocked_groups if arguments.lock_image else None,
             "text": arguments.lock_text_unlocked_layers if arguments.lock_text else None,

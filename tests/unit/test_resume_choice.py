@@ -13,7 +13,7 @@ IDENTITY: dict[str, Any] = {
     "world_size": 2,
     "zero_stage": 2,
     "precision": "bf16",
-    "zero_layout": {"sub_group_size": None},
+    "zero_layout": {"parameter_alignment": None, "sub_group_size": None},
     "locked": {"image": None, "text": None},
     "global_batch": 32,
     "total_steps": 6,
@@ -58,7 +58,8 @@ def way(
         ({"zero_stage": 3}, "by name, of 2"),
         ({"precision": "float32"}, "by name, of 2"),  # DeepSpeed names the files by precision
         # Flat partitions of the same size in another order: loaded as they were, every value would be misplaced.
-        ({"zero_layout": {"sub_group_size": 1000}}, "by name, of 2"),
+        ({"zero_layout": {"parameter_alignment": None, "sub_group_size": 1000}}, "by name, of 2"),
+        ({"zero_layout": {"parameter_alignment": True, "sub_group_size": None}}, "by name, of 2"),
     ],
 )
 def test_what_is_divided_otherwise_is_loaded_by_name(monkeypatch, changes, expected):
