@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from megaclip.config_deepspeed import misread_value, section_models
+from megaclip.config_deepspeed import PlainValues, misread_value, section_models
 from megaclip.config_optimizers import OPTIMIZER_PARAMS, SUPPORTED_OPTIMIZERS, refusal
 from megaclip.config_section import FastClipSection, MegaclipSection
 from megaclip.errors import ConfigError, nearest
@@ -143,6 +143,8 @@ def _check_optimizer(config: dict[str, Any]) -> None:
     _check_keys("optimizer", optimizer, {"type", "params"})
     zero = config.get("zero_optimization", {})
     params = optimizer.get("params")
+    if not isinstance(optimizer["type"], str):
+        raise ConfigError(f"optimizer.type must be one of {', '.join(SUPPORTED_OPTIMIZERS)}, not {optimizer['type']!r}")
     untested = config.get("zero_allow_untested_optimizer", False) is not False
     known_params = params if isinstance(params, dict) else {}
     if reason := refusal(optimizer["type"], known_params, zero.get("stage", 0), untested, "offload_optimizer" in zero):
@@ -181,6 +183,7 @@ def _check_zero(config: dict[str, Any]) -> None:
 
 
 def _check_sections(config: dict[str, Any]) -> None:
+    _parse("", {key: config[key] for key in PlainValues.model_fields if key in config}, PlainValues)
     for name, model in section_models().items():
         _parse(name, config.get(name, {}), model)
 
@@ -296,11 +299,11 @@ def _check_keys(name: str, section: Any, known: set[str]) -> None:
 
 
 def _parse(name: str, section: Any, model: type[Section]) -> Section:
-    """The section `name` as `model` describes it; ConfigError for its first unknown key or wrong value."""
+    """The section `name` ("" is the top level), checked by `model`; ConfigError for the first key or value at fault."""
     _check_keys(name, section, {field.alias or key for key, field in model.model_fields.items()})
     try:
         return model(**section)
     except ValidationError as error:
         problem = error.errors()[0]
-        key = ".".join([name, *map(str, problem["loc"])])
+        key = ".".join(filter(None, [name, *map(str, problem["loc"])]))
         raise ConfigError(f"{key}: {problem['msg']}, got {problem['input']!r}") from None

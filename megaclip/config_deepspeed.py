@@ -7,9 +7,9 @@ switch should be; and it looks for a monitor's package only when every rank has 
 import json
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from megaclip.config_optimizers import OPTIMIZER_PARAMS
 
@@ -30,8 +30,53 @@ _SWITCHES = (
 _MONITOR_PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
 
 
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class PlainValues(_Strict):
+    """The top-level keys that are no sections, but for the batch numbers."""
+
+    steps_per_print: PositiveInt | None = None
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    disable_python_gc: bool = False
+    zero_force_ds_cpu_optimizer: bool = True
+    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+
+
+class _Aio(_Strict):
+    block_size: PositiveInt = 2**20
+    queue_depth: PositiveInt = 8
+    intra_op_parallelism: PositiveInt = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+    use_gds: bool = False
+
+
+class _FlopsProfiler(_Strict):
+    enabled: bool = False
+    recompute_fwd_factor: float = 0.0
+    profile_step: int = 1
+    module_depth: int = -1
+    top_modules: int = 1
+    detailed: bool = True
+    output_file: str | None = None
+
+
+class _ThroughputTimer(_Strict):
+    enabled: bool = True
+    synchronized: bool = True
+
+
+class _Timers(_Strict):
+    throughput: _ThroughputTimer = _ThroughputTimer()
+
+
 def section_models() -> dict[str, type[BaseModel]]:
-    """DeepSpeed's own description of each section, where it has one with named fields."""
+    """The description of each section: DeepSpeed's own, where it has one with named fields."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
@@ -45,6 +90,9 @@ def section_models() -> dict[str, type[BaseModel]]:
         "wandb": WandbConfig,
         "csv_monitor": CSVConfig,
         "comet": CometConfig,
+        "aio": _Aio,
+        "flops_profiler": _FlopsProfiler,
+        "timers": _Timers,
     }
 
 

@@ -172,6 +172,16 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
             "grad_accum_dtype 'fp16' cannot be used: gradients are bfloat16: fp32 or bf16",
         ),
+        ({"flops_profiler": 1.5}, "flops_profiler must be a JSON object"),
+        (
+            {"flops_profiler": {"profil_step": 3}},
+            "unknown key flops_profiler.profil_step; did you mean",
+        ),
+        ({"timers": {"throughput": -1}}, "timers.throughput: "),
+        ({"steps_per_print": 0}, "steps_per_print: Input should be greater than 0, got 0"),
+        ({"communication_data_type": "float32"}, "communication_data_type: Input should be 'fp32', 'fp16' or 'bf16'"),
+        ({"wall_clock_breakdown": None}, "wall_clock_breakdown: Input should be a valid boolean"),
+        ({"optimizer": {"type": ["AdamW"], "params": {"lr": 1}}}, "optimizer.type must be one of AdamW, "),
         ({"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, "round_robin_gradients cannot be used"),
         (
             {"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 100}},
