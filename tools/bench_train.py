@@ -39,7 +39,6 @@ DEFAULT_CONFIG: dict[str, Any] = {
         "params": {"lr": 1e-4, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.2, "torch_adam": True},
     },
     "zero_optimization": {"stage": 1},
-    "data_types": {"grad_accum_dtype": "bf16"},
     "megaclip": {"loss": "clip", "coalesce_gradient_reduction": True},
 }
 CLOSE_ENOUGH = 1.1
@@ -248,8 +247,8 @@ class Bench:
             "train_micro_batch_size_per_gpu": micro_batch,
             "gradient_accumulation_steps": batch // (micro_batch * world_size),
         }
-        if not self.options.deepspeed_config:
-            config["bf16"] = {"enabled": self.options.precision != "fp32"}
+        if not self.options.deepspeed_config and self.options.precision != "fp32":
+            config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
         if self.options.checkpointing:
             config.setdefault("activation_checkpointing", {})
         section = config.setdefault("megaclip", {})
