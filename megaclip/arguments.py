@@ -8,6 +8,7 @@ import argparse
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from megaclip.arguments_open_clip import OPEN_CLIP_FLAGS
 from megaclip.errors import ConfigError, nearest
@@ -174,13 +175,22 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, annotation: Any, help_
     parser.add_argument(*names, nargs=nargs, default=argparse.SUPPRESS, help=help_text.replace("%", "%%"))
 
 
+def _told_default(field: FieldInfo) -> str:
+    """What the help says of a flag that is left out; of some the description says it."""
+    if field.is_required():
+        return " (needed)"
+    if field.default is None or field.default is False or field.default == []:
+        return ""
+    shown = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    return f" (default {shown})"
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser behind `launch/train.py --help`."""
     parser = _Parser(prog="launch/train.py", description="Train a CLIP model on DeepSpeed.", allow_abbrev=False)
     for name, field in TrainArguments.model_fields.items():
-        default = "" if field.is_required() or field.default in (None, [], False) else f" (default {field.default})"
         choices = f"; one of {', '.join(get_args(field.annotation))}" if get_origin(field.annotation) is Literal else ""
-        _add_flag(parser, name, field.annotation, f"{field.description}{choices}{default}")
+        _add_flag(parser, name, field.annotation, f"{field.description}{choices}{_told_default(field)}")
     return parser
 
 

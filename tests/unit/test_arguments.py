@@ -72,6 +72,18 @@ def test_every_flag_of_open_clips_trainer_is_taken_or_explained():
             assert key in MegaclipSection.model_fields, flag
 
 
+def test_the_help_says_what_is_needed_and_every_default_even_zero():
+    described = {action.dest: action.help for action in build_parser()._actions}
+    assert [name for name, text in described.items() if "(needed)" in text] == [
+        "deepspeed_config",
+        "model",
+        "train_data",
+    ]
+    assert "(default 0)" in described["seed"] and "(default 0.0)" in described["lr_cooldown_end"]
+    assert "(default 0.9 1.0)" in described["aug_scale"]
+    assert "default" not in described["lock_image"] and "default" not in described["resume"]
+
+
 def test_the_help_names_every_choice():
     described = {action.dest: action.help for action in build_parser()._actions}
     assert described["lr_scheduler"] == "schedule; one of cosine, const, const-cooldown (default cosine)"
