@@ -1,6 +1,10 @@
 """From a checked configuration to a DeepSpeed engine around the model, ready to train."""
 
+import contextlib
+import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import deepspeed
 import deepspeed.comm as dist
@@ -11,6 +15,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
 from pydantic import ValidationError
 from torch.utils.checkpoint import checkpoint
+from torch.utils.cpp_extension import get_default_build_root
 
 from megaclip.arguments import TrainArguments
 from megaclip.checkpoint.open_clip import load_pretrained
@@ -24,6 +29,8 @@ from megaclip.models import ClipModel, ModelConfig, build_model
 
 logger = get_logger(__name__)
 
+_LOCK_IS_OLD_S = 60.0
+"""What DeepSpeed has compiled before it loads in less than a second."""
 MANY_CHUNKS = 32
 """Above it the rounding of a sum in bfloat16 (2^-9 a step, at random) is more than that of its terms."""
 
@@ -38,6 +45,7 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
         CheckpointError: the pretrained weights cannot be read or do not fit.
     """
     raise_together(_disk_offload_error(config) or _quantization_error(config))
+    _warn_of_locks()
     torch.manual_seed(arguments.seed)
     with deepspeed.zero.Init(config_dict_or_path=config.deepspeed, enabled=config.zero_stage == 3):
         model = build_model(model_config, patch_dropout=arguments.force_patch_dropout)
@@ -69,6 +77,19 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     batch_plan = config.batch_plan(dist.get_world_size())
     _warn_of_rounded_sums(config, max(batch_plan.accumulation, batch_plan.text_chunks))
     return engine
+
+
+def _warn_of_locks() -> None:
+    """Name lock files that runs killed while they compiled have left: torch waits for them for ever, in silence."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        with contextlib.suppress(FileNotFoundError):  # given back just now
+            age_s = time.time() - lock.stat().st_mtime
+            if age_s > _LOCK_IS_OLD_S and os.environ.get("LOCAL_RANK", "0") == "0":
+                message = (
+                    "%s is %d minutes old and may make this run wait for ever: delete it, unless another run compiles"
+                )
+                logger.warning(message, lock, age_s / 60)
 
 
 def _gather_whole_blocks(model: ClipModel) -> None:

@@ -1,7 +1,9 @@
 """The plan before a run: refused on a GPU that is too small, logged on a CPU, skipped when asked."""
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -169,6 +171,22 @@ def test_offload_to_another_disk_is_measured_there(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(preflight.shutil, "disk_usage", sizes.__getitem__)
     machine = preflight.this_machine(1, tmp_path, [tmp_path / "here", other / "not" / "there"])
     assert (machine.disk, machine.nvme) == (7, 5)
+
+
+def test_what_a_killed_compilation_has_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(build.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    old, new = tmp_path / "cpu_adam" / "lock", tmp_path / "py311_cpu" / "fused_adam" / "lock"
+    for lock in (old, new):
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    hour_ago = time.time() - 3600
+    os.utime(old, (hour_ago, hour_ago))
+    build._warn_of_locks()
+    (line,) = said
+    assert line.startswith(f"{old} is ") and "delete it" in line
 
 
 def test_offload_to_disk_without_libaio_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
