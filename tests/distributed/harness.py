@@ -32,7 +32,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *arguments: Any,
-    time_limit_s: float = 1200,
+    time_limit_s: float = 600,
     environment: dict[str, str] | None = None,
     backend: str = "gloo",
 ) -> list[Any]:
