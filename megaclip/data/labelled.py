@@ -88,6 +88,10 @@ def open_labelled(path: str | Path) -> LabelledDataset:
     images = _ImageFolder(folder)
     if len(images) == 0:
         raise DataError(f"zero-shot data {folder}: neither *.tar, nor test/*.tar, nor one folder of images per class")
+    if len(images.classes) == 1:
+        raise DataError(
+            f"zero-shot data {folder}: only one class, {images.classes[0]!r}; a folder per class is expected"
+        )
     if names and len(names) != len(images.classes):
         raise DataError(f"{folder}: {len(names)} class names for {len(images.classes)} folders of images")
     if not names and all(_WORDNET_ID.fullmatch(name) for name in images.classes):

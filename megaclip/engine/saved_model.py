@@ -13,7 +13,7 @@ from megaclip.checkpoint.open_clip import (
 )
 from megaclip.checkpoint.store import MODEL_CARD, locate
 from megaclip.data import ImageTransform, Tokenizer, load_tokenizer
-from megaclip.errors import ConfigError
+from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import ClipModel, load_model_config
 from megaclip.models.config import CARD_NAME
 
@@ -40,6 +40,10 @@ def load_saved_model(source: Path, *, tag: str | None = None, tokenizer: str | N
         if tag is not None:
             raise ConfigError(f"--tag {tag} picks a checkpoint of a run, but {source} is an exported model")
         card, weights = source, read_weights(source)
+    elif source.is_file():
+        raise CheckpointError(
+            f"{source} is a file, without a model card: make a directory of it with tools/import_open_clip.py"
+        )
     else:
         folder, tag = locate(source, tag)
         card, weights = folder / MODEL_CARD, consolidated_weights(folder, tag)

@@ -326,6 +326,13 @@ def test_labelled_sets_in_both_layouts(tmp_path):
         open_labelled(tmp_path / "nowhere")
 
 
+def test_one_folder_alone_is_no_set_of_classes(tmp_path):
+    (tmp_path / "images").mkdir()
+    _write_pictures(tmp_path / "images")
+    with pytest.raises(DataError, match="only one class, 'images'"):
+        open_labelled(tmp_path)
+
+
 def test_numbers_of_wordnet_are_no_class_names(tmp_path):
     for name in ("n01440764", "n01443537"):
         (tmp_path / name).mkdir()

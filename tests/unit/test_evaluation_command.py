@@ -142,6 +142,7 @@ def test_the_scores_are_those_of_the_sorted_matrix(
         (["model", "--tag", "step_00000007", "--val-data", "pairs.tar"], "error: --tag step_00000007 picks"),
         (["model", "--val-data", "missing.tar"], "error: "),
         (["labelled", "--val-data", "pairs.tar"], "error: no checkpoint at"),
+        (["pairs.tar", "--val-data", "pairs.tar"], "make a directory of it with tools/import_open_clip.py"),
         (
             ["run", "--tag", "step_00000008", "--val-data", "pairs.tar"],
             "error: no checkpoint .step_00000008. in",
