@@ -7,7 +7,7 @@ is set in ds_config.json alone; open_clip's other flags are refused with what to
 import argparse
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from megaclip.arguments_open_clip import OPEN_CLIP_FLAGS
@@ -20,7 +20,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 class TrainArguments(BaseModel):
     """Every flag of launch/train.py; the field `train_data` is the flag `--train-data`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     deepspeed_config: str = Field(
         description="ds_config.json: batch, precision, optimizer, ZeRO, and section 'megaclip'"
@@ -66,7 +66,9 @@ class TrainArguments(BaseModel):
         default=(0.9, 1.0), description="area range of the random resized crop, as two numbers"
     )
     image_mean: tuple[float, float, float] | None = Field(default=None, description="channel means of the pixels")
-    image_std: tuple[float, float, float] | None = Field(default=None, description="channel deviations of the pixels")
+    image_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = Field(
+        default=None, description="channel deviations of the pixels"
+    )
     image_interpolation: Literal["bicubic", "bilinear"] | None = Field(
         default=None, description="how images are resized: bicubic or bilinear"
     )
@@ -82,7 +84,7 @@ class TrainArguments(BaseModel):
     force_patch_dropout: float | None = Field(
         default=None, ge=0, lt=1, description="override the model's patch dropout"
     )
-    logit_scale_max: float = Field(default=100.0, gt=0, description="upper bound of exp(logit_scale)")
+    logit_scale_max: float = Field(default=100.0, ge=1, description="upper bound of exp(logit_scale); 1 is the lower")
 
     epochs: Positive | None = Field(default=None, description="passes over the training data (default 32)")
     train_steps: Positive | None = Field(default=None, description="optimizer steps, instead of --epochs")

@@ -4,6 +4,7 @@ DeepSpeed accepts unknown top-level keys and ignores several known ones, so a ty
 error here names the key and what to write instead; `megaclip.config` adds the file.
 """
 
+import math
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -130,7 +131,7 @@ def _check_batch_numbers(config: dict[str, Any]) -> None:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"{key} must be a positive whole number, not {value!r}")
     clipping = config.get("gradient_clipping")
-    if isinstance(clipping, bool) or not isinstance(clipping, int | float) or clipping < 0:
+    if isinstance(clipping, bool) or not isinstance(clipping, int | float) or not 0 <= clipping < math.inf:
         raise ConfigError(
             "write gradient_clipping as a number (0.0 turns it off): left out, DeepSpeed would clip at 1.0"
         )

@@ -31,7 +31,7 @@ _MONITOR_PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class PlainValues(_Strict):

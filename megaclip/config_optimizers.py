@@ -14,7 +14,7 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 class _Params(BaseModel):
     """optimizer.params of every optimizer. A wrong beta would show as a loss of NaN, so types and bounds are strict."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     lr: float = Field(gt=0)
     weight_decay: float = Field(0.0, ge=0)

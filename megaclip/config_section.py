@@ -16,7 +16,7 @@ class FastClipSection(BaseModel):
     """The sub-section "fastclip" of our section, for the losses in VARIANTS; `megaclip.losses.FastClipLoss` says
     what each setting does, and has the defaults of those left out."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     gamma_min: float = Field(default=0.2, gt=0, le=1)
     """The inner learning rate that the schedule ends at."""

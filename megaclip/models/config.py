@@ -49,7 +49,7 @@ _HINTS = {"pos_embed_type": '; for sine-cosine starting values set "vision_posit
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class VisionConfig(_Section):

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -171,6 +172,12 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         (
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
             "grad_accum_dtype 'fp16' cannot be used: gradients are bfloat16: fp32 or bf16",
+        ),
+        ({"gradient_clipping": math.inf}, "write gradient_clipping as a number"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": math.inf}}}, "optimizer.params.lr: Input should be a finite"),
+        (
+            {"megaclip": {"loss": "fastclip_v3", "fastclip": {"rho": math.nan}}},
+            "megaclip.fastclip.rho: Input should be a finite number",
         ),
         ({"flops_profiler": 1.5}, "flops_profiler must be a JSON object"),
         (

@@ -49,6 +49,7 @@ def test_all_models_of_the_readme_are_there():
         ({"text_cfg": {"hf_model_name": "roberta-base"}}, ["text_cfg.hf_model_name", "does not have"]),
         ({"text_cfg": {"embed_cls": True}}, ["text_cfg.embed_cls"]),
         ({"vision_cfg": {"width": "64"}}, ["vision_cfg.width", "integer"]),
+        ({"init_logit_scale": float("nan")}, ["init_logit_scale", "finite"]),
         ({"vision_cfg": {"width": 65}}, ["vision_cfg.width", "65", "head_width"]),
         ({"text_cfg": {"width": 65}}, ["text_cfg.width", "heads"]),
         ({"text_cfg": {"pool_type": "eos", "eos_id": 50000}}, ["eos_id", "vocab_size"]),
