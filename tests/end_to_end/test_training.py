@@ -48,7 +48,7 @@ def test_two_steps_then_export(path, tiny_run, tmp_path, monkeypatch, capsys):
     done = launch(flags(tiny_run, config, tmp_path, workers=1, **data))
     assert done.exit_code == 0, done.output
     assert "Traceback" not in done.output
-    assert shared_memory_of_deepspeed() == before  # DeepSpeed's own start-up on CPUs leaves 67 MB per rank behind
+    assert shared_memory_of_deepspeed() <= before  # DeepSpeed's own start-up on CPUs leaves 67 MB per rank behind
     stage = load_training_config(path).zero_stage
     assert f"ZeRO-{stage} on 2 ranks" in done.output
 
