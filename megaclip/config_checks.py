@@ -106,7 +106,7 @@ def checked_section(config: dict[str, Any]) -> MegaclipSection:
     _check_precision(config)
     _check_activation_checkpointing(config)
     section = _parse_section(config.get("megaclip", {}))
-    _check_stage(section, config.get("zero_optimization", {}).get("stage", 0))
+    _check_stage(section, config.get("zero_optimization", {}))
     return section
 
 
@@ -246,8 +246,14 @@ def _parse_section(section: Any) -> MegaclipSection:
     return parsed
 
 
-def _check_stage(section: MegaclipSection, stage: int) -> None:
-    """Refuse our settings that this ZeRO stage cannot honour."""
+def _check_stage(section: MegaclipSection, zero: dict[str, Any]) -> None:
+    """Refuse our settings that this ZeRO stage cannot honour, and one of its own that goes with one of ours only."""
+    stage = zero.get("stage", 0)
+    if stage == 1 and zero.get("overlap_comm") and not section.coalesce_gradient_reduction:
+        raise ConfigError(
+            "zero_optimization.overlap_comm at stage 1 needs megaclip.coalesce_gradient_reduction: without it "
+            "DeepSpeed 0.19 reduces wrong sums of the chunks' gradients; leave it out, or use stage 2"
+        )
     if section.coalesce_gradient_reduction and stage == 0:
         raise ConfigError("megaclip.coalesce_gradient_reduction needs zero_optimization.stage 1, 2 or 3")
     if section.compile_blocks and stage == 3:

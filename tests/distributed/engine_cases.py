@@ -82,6 +82,8 @@ class Case:
     offload: str = ""
     """"", "optimizer" or "all" (parameters too)."""
     coalesce: bool = False
+    overlap: bool = False
+    """Reduce gradients while the backward pass goes on (zero_optimization.overlap_comm)."""
     patch_dropout: float = 0.0
     clipping: float = 0.0
     locked: str = ""
@@ -256,6 +258,8 @@ def training_config(case: Case) -> TrainingConfig:
     zero: dict = {"stage": case.stage}
     if case.stage == 3:
         zero["stage3_param_persistence_threshold"] = case.persistence_threshold
+    if case.overlap:
+        zero["overlap_comm"] = True
     if case.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     if case.offload == "all":

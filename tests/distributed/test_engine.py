@@ -47,6 +47,8 @@ for _stage in range(4):
     )
     CASES[f"zero{_stage} image frozen"] = Case(_stage, 3, text_chunks=1, locked="image")
     CASES[f"zero{_stage} text frozen"] = Case(_stage, 2, text_chunks=3, locked="text", coalesce=_stage > 0)
+for _stage in (1, 2):
+    CASES[f"zero{_stage} overlapped"] = Case(_stage, 3, overlap=True, coalesce=_stage == 1)
 CASES["zero1 text x 2 coalesced"] = Case(1, 3, text_chunks=2, coalesce=True, clipping=0.1)
 CASES["zero3 both frozen"] = Case(3, 3, text_chunks=2, locked="both")
 CASES["zero0 Lamb"] = Case(0, 3, optimizer="Lamb")

@@ -173,6 +173,10 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
             "grad_accum_dtype 'fp16' cannot be used: gradients are bfloat16: fp32 or bf16",
         ),
+        (
+            {"zero_optimization": {"stage": 1, "overlap_comm": True}},
+            "overlap_comm at stage 1 needs megaclip.coalesce_gradient_reduction",
+        ),
         ({"gradient_clipping": math.inf}, "write gradient_clipping as a number"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": math.inf}}}, "optimizer.params.lr: Input should be a finite"),
         (
