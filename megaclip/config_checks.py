@@ -176,6 +176,12 @@ def _check_zero(config: dict[str, Any]) -> None:
         raise ConfigError(
             "zero_optimization.offload_optimizer.super_offload is not supported in this version; leave it out"
         )
+    divided = isinstance(offload, dict) and offload.get("ratio", 1) != 1
+    if divided and config["optimizer"]["params"].get("torch_adam"):
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.ratio is for DeepSpeed's own Adam; leave it or "
+            "optimizer.params.torch_adam out"
+        )
     if zero.get("compute_grad_norm") is False:
         raise ConfigError(
             "zero_optimization.compute_grad_norm cannot be off: an update with a gradient of NaN is "

@@ -177,6 +177,13 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
             {"zero_optimization": {"stage": 1, "overlap_comm": True}},
             "overlap_comm at stage 1 needs megaclip.coalesce_gradient_reduction",
         ),
+        (
+            {
+                "optimizer": {"type": "AdamW", "params": {"lr": 1, "torch_adam": True}},
+                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.7}},
+            },
+            "offload_optimizer.ratio is for DeepSpeed's own Adam",
+        ),
         ({"gradient_clipping": math.inf}, "write gradient_clipping as a number"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": math.inf}}}, "optimizer.params.lr: Input should be a finite"),
         (
