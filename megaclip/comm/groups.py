@@ -139,11 +139,6 @@ def ranks_of_this_node() -> int | None:
     return int(size) if size else None
 
 
-def every_rank() -> RankGroup:
-    """What `group=None` stands for, where a caller wants to say so."""
-    return resolve(None)
-
-
 def group_rank(group: Any = None) -> int:
     """This process's rank within the group."""
     return resolve(group).rank

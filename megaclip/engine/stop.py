@@ -24,7 +24,7 @@ from types import FrameType, TracebackType
 import psutil
 
 from megaclip.comm.collectives import gather_integers
-from megaclip.comm.groups import every_rank, ranks_of_this_node
+from megaclip.comm.groups import ranks_of_this_node
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -68,7 +68,7 @@ class StopSignals:
 
     def agreed(self) -> signal.Signals | None:
         """The signal to end with, if any rank has noted one; the same on every rank, which call it together."""
-        noted = gather_integers([self._noted], group=every_rank())
+        noted = gather_integers([self._noted])
         first = next((signal.Signals(number) for (number,) in noted if number), None)
         self._ends = first is not None
         return first

@@ -76,7 +76,7 @@ import os, signal, sys
 from megaclip.engine import stop
 
 told = getattr(signal, sys.argv[2], None)
-stop.gather_integers = lambda noted, group: [noted, [told or 0]]
+stop.gather_integers = lambda noted: [noted, [told or 0]]
 with stop.StopSignals() as signals:
     assert signals.agreed() == told
 os.kill(os.getpid(), getattr(signal, sys.argv[1]))
