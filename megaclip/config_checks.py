@@ -95,7 +95,7 @@ Section = TypeVar("Section", bound=BaseModel)
 def checked_section(config: dict[str, Any]) -> MegaclipSection:
     """Check the whole of ds_config.json; returns its section "megaclip". Raises ConfigError for the first mistake."""
     _check_top_level(config)
-    for name in ("zero_optimization", "data_types", "activation_checkpointing"):
+    for name in ("zero_optimization", "activation_checkpointing"):
         _check_is_object(name, config.get(name, {}))
     if problem := misread_value(config):
         raise ConfigError(problem)
@@ -151,7 +151,7 @@ def _check_optimizer(config: dict[str, Any]) -> None:
     if reason := refusal(optimizer["type"], known_params, zero.get("stage", 0), untested, "offload_optimizer" in zero):
         raise ConfigError(reason)
     if optimizer["type"] not in SUPPORTED_OPTIMIZERS:
-        hint = nearest(str(optimizer["type"]), set(SUPPORTED_OPTIMIZERS))
+        hint = nearest(optimizer["type"], set(SUPPORTED_OPTIMIZERS))
         raise ConfigError(f"optimizer.type {optimizer['type']!r} is not one of {', '.join(SUPPORTED_OPTIMIZERS)}{hint}")
     rate = params.get("lr") if isinstance(params, dict) else None
     if isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0:
@@ -257,8 +257,8 @@ def _check_stage(section: MegaclipSection, zero: dict[str, Any]) -> None:
     stage = zero.get("stage", 0)
     if stage == 1 and zero.get("overlap_comm") and not section.coalesce_gradient_reduction:
         raise ConfigError(
-            "zero_optimization.overlap_comm at stage 1 needs megaclip.coalesce_gradient_reduction: without it "
-            "DeepSpeed 0.19 reduces wrong sums of the chunks' gradients; leave it out, or use stage 2"
+            "zero_optimization.overlap_comm at stage 1 needs megaclip.coalesce_gradient_reduction: where gradients of "
+            "several chunks add up, DeepSpeed 0.19 reduces wrong sums without it; leave it out, or use stage 2"
         )
     if section.coalesce_gradient_reduction and stage == 0:
         raise ConfigError("megaclip.coalesce_gradient_reduction needs zero_optimization.stage 1, 2 or 3")

@@ -7,13 +7,11 @@ switch should be; and it looks for a monitor's package only when every rank has 
 import json
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt
 
 from megaclip.config_optimizers import OPTIMIZER_PARAMS
-
-_AUTO_HAS_A_MEANING = ("data_types.keep_in_fp32_modules",)
 
 _SWITCHES = (
     "bf16.enabled",
@@ -27,6 +25,7 @@ _SWITCHES = (
     "csv_monitor.enabled",
     "comet.enabled",
 )
+_LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 _MONITOR_PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
 
 
@@ -34,17 +33,32 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _whole(value: Any) -> Any:
+    """1e9 is a float in JSON."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class PlainValues(_Strict):
     """The top-level keys that are no sections, but for the batch numbers."""
 
-    steps_per_print: PositiveInt | None = None
+    steps_per_print: Annotated[PositiveInt | None, BeforeValidator(_whole)] = None
     wall_clock_breakdown: bool = False
     memory_breakdown: bool = False
     dump_state: bool = False
     disable_python_gc: bool = False
     zero_force_ds_cpu_optimizer: bool = True
-    communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
-    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+    communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"] | None, BeforeValidator(_lower)] = None
+    log_level: Annotated[_LogLevel | None, BeforeValidator(_lower)] = None
+
+
+class _DataTypes(_Strict):
+    """Not DeepSpeed's param_dtype, which follows bf16.enabled, nor what it says of buffers: the models have none."""
+
+    grad_accum_dtype: str | None = None
 
 
 class _Aio(_Strict):
@@ -90,6 +104,7 @@ def section_models() -> dict[str, type[BaseModel]]:
         "wandb": WandbConfig,
         "csv_monitor": CSVConfig,
         "comet": CometConfig,
+        "data_types": _DataTypes,
         "aio": _Aio,
         "flops_profiler": _FlopsProfiler,
         "timers": _Timers,
@@ -100,7 +115,7 @@ def misread_value(config: dict[str, Any]) -> str | None:
     """What is wrong with the first value that DeepSpeed would misread, or a monitor that could not start; None if
     nothing is."""
     values = {key: value for part in config if part != "megaclip" for key, value in _leaves(part, config[part])}
-    autos = [key for key, value in values.items() if value == "auto" and key not in _AUTO_HAS_A_MEANING]
+    autos = [key for key, value in values.items() if value == "auto"]
     if autos:
         kind = values.get("optimizer.type")
         named = ", ".join(key + _default(key, kind) for key in autos)

@@ -168,6 +168,7 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
             "super_offload is not supported",
         ),
+        ({"data_types": {"grad_acum_dtype": "fp32"}}, "unknown key data_types.grad_acum_dtype; did you mean 'grad_acc"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "gradients are float32 without bf16.enabled"),
         (
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
@@ -227,7 +228,11 @@ def test_a_section_that_is_switched_off_is_accepted(tmp_path):
 
 
 def test_what_is_meant_to_be_auto_stays(tmp_path):
-    load_training_config(write(tmp_path, data_types={"keep_in_fp32_modules": "auto"}, megaclip={"exchange": "auto"}))
+    load_training_config(write(tmp_path, megaclip={"exchange": "auto"}))
+
+
+def test_what_deepspeed_reads_alike_is_accepted(tmp_path):
+    load_training_config(write(tmp_path, log_level="INFO", communication_data_type="BF16", steps_per_print=1e9))
 
 
 @pytest.mark.parametrize(("monitor", "package"), [("wandb", "wandb"), ("comet", "comet_ml")])
