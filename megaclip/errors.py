@@ -10,7 +10,11 @@ import difflib
 def first_line(error: BaseException) -> str:
     """What `error` says, to quote it: its first line, at most 200 characters; its class if it is silent."""
     text = str(error).strip()
-    line = text.splitlines()[0] if text else type(error).__name__
+    return shortened(text.splitlines()[0] if text else type(error).__name__)
+
+
+def shortened(line: str) -> str:
+    """At most 200 characters of `line`."""
     return line if len(line) <= 200 else line[:197] + "..."
 
 

@@ -66,7 +66,7 @@ def describe_samples(dataset: PairDataset, tokenizer: Tokenizer, image_size: int
     return {
         "looked_at": len(ids),
         "bad": dict(bad),
-        "bad_fraction": round(bad.total() / len(ids), 4),
+        "bad_fraction": round(bad.total() / max(1, len(ids)), 4),
         "bad_examples": examples,
         "distinct_captions": len(captions),
         "captions_that_fill_the_context": cut,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.errors import DataError, first_line
+from megaclip.errors import DataError, shortened
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -168,10 +168,11 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
         # pandas would read the captions "NA", "null" and "None" as missing.
         options = {"sep": _separator(paths[0]), "keep_default_na": False}
     dataset = _load(kind, data_files=[os.path.abspath(path) for path in paths], split="train", **options)
-    if kind == "csv" and "__index_level_0__" in dataset.column_names:  # pandas has moved every cell to the left
+    unnamed = dataset.features.get("__index_level_0__") if kind == "csv" else None
+    if unnamed is not None and not unnamed.dtype.startswith("int"):  # pandas has moved every cell to the left
         raise DataError(
             f"{paths[0]}: its rows have more cells than its first line has names; put captions that hold the separator "
-            f"{options['sep']!r} into double quotes"
+            f"{options['sep']!r} into double quotes, and name the column of row names if there is one"
         )
     return Table(dataset, paths[0], kind, os.path.dirname(paths[0]) or ".", image_key, caption_key, files=paths)
 
@@ -203,10 +204,11 @@ def _why(error: Exception) -> str:
 
     kind, detail = type(error).__name__, str(error)
     if isinstance(error, DatasetGenerationError):
-        _, _, detail = detail.partition("\n\n")
+        summary, _, detail = detail.partition("\n\n")
         if not detail and error.__cause__ is not None:
             kind, detail = type(error.__cause__).__name__, str(error.__cause__)
-    return f"{kind}: {first_line(ValueError(' '.join(detail.split())))}"
+        detail = detail or summary
+    return f"{kind}: {shortened(' '.join(detail.split()))}"
 
 
 def _load_saved(folder: str) -> Dataset:

@@ -154,6 +154,14 @@ def test_captions_that_pandas_takes_for_missing_stay(tmp_path):
     assert captions(open_pairs([str(tmp_path / "pairs.csv")])) == ["NA", "null", "None"]
 
 
+def test_numbers_of_rows_may_have_no_name(tmp_path):
+    """As R writes a selection of a table's rows."""
+    _write_pictures(tmp_path)
+    content = '"filepath","title"\n"1","0.png","red, blue"\n"5","1.png","green"\n"7","2.png","white"\n'
+    (tmp_path / "pairs.csv").write_text(content)
+    assert captions(open_pairs([str(tmp_path / "pairs.csv")])) == ["red, blue", "green", "white"]
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -175,3 +175,8 @@ def test_the_commands_train_a_tokenizer_and_inspect_the_data(scenes, tools, tmp_
     assert sample["width"]["max"] == 24 and sample["caption_characters"]["min"] >= len("a one")
     assert sample["tokens"]["max"] < 32 and sample["captions_that_fill_the_context"] == 0
     assert report["loader"]["samples_per_s_per_core"] > 0
+    shards = scenes / "train" / "*.tar"
+    loader_alone = run(
+        tools["inspect_data"], shards, "--tokenizer", model, "--samples", "0", "--seconds", "0.2", "--json"
+    )
+    assert json.loads(loader_alone)["sample"]["looked_at"] == 0
