@@ -2,8 +2,8 @@
 
 One rank that receives SIGTERM, SIGINT or SIGUSR1 is enough: after each step all ranks ask each other (`agreed`), save
 and end. The same SIGTERM or SIGINT again ends a rank at once; SIGUSR1 may come as often as it likes. A signal to all
-hosts may reach a rank last when the others have already made it save, or when it has trained to the end: it must not
-die of that on its way out.
+hosts may reach a rank last when the others have already made it save, or when it has trained to the end: it does not
+die of that on its way out, unless it is SIGTERM and a peer has left already.
 
 Exit code: 128 + the signal's number, as a shell reports it. Zero means trained to the end, so that whatever started the
 run can tell that it is to go on; the deepspeed launcher, `pdsh -S` and srun pass the code on. They end the other ranks

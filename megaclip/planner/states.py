@@ -175,8 +175,7 @@ def parameters_on_disk(workload: Workload) -> float:
 
 def reduction_under_way(workload: Workload, states: States, tower: Parameters, activations: float) -> float:
     """What reducing the first full bucket adds to the peak of a backward pass: by then, some activations are gone."""
-    in_backward = workload.zero.stage >= 2 or (workload.zero.stage == 1 and workload.zero.overlap_comm)
-    if workload.coalesce or not in_backward or workload.zero.reduce_bucket >= tower.trained:
+    if workload.coalesce or workload.zero.stage < 2 or workload.zero.reduce_bucket >= tower.trained:
         return 0  # after the pass, or at its end
     return max(0.0, states.reduction - activations * workload.zero.reduce_bucket / tower.trained)
 

@@ -77,7 +77,7 @@ def test_offload_to_disk_is_planned_there_and_charged(tmp_path: Path) -> None:
     assert plan.cpu["gradients"] == pytest.approx(4 * parameters)  # that accumulate
     assert plan.cpu["parameter buffers"] == 8 * 5 * 100_000_000 * 2  # DeepSpeed's defaults
     assert plan.cpu["optimizer buffers"] == pytest.approx(4 * parameters * 4)
-    # Gradients, master, moments: written and read; parameters: read in 24 passes and 2 of company, written once.
+    # Gradients, master, moments: written and read; parameters: read in 24 passes and 2 blank ones, written once.
     passes = 3 * 8 + 2
     copied = 2 * 16 * parameters + (passes + 1) * plan.nvme["parameters"]
     rates = replace(H200.rates, disk_write=1e9, decoded=1e9)

@@ -43,7 +43,7 @@ def test_zero_3_gathers_a_frozen_tower_once_per_chunk(tmp_path: Path) -> None:
     share = 2 * 7 / 8  # bytes of bfloat16; seven of eight ranks' parts arrive
     chunks = {"image": 4096 // 512, "text": 4096 // 256}
     trained = (3 + 1) * (image * chunks["image"] + text * chunks["text"])  # three passes, and gradients
-    trained += (2 + 1) * text  # goes along through the first backward pass
+    trained += (2 + 1) * text  # takes part in the first backward pass, with a blank row
     assert parameter_traffic(job) == pytest.approx(share * trained)
     frozen = image * chunks["image"] + (3 + 1) * text * chunks["text"]
     assert parameter_traffic(replace(job, image_unlocked=0)) == pytest.approx(share * frozen)
