@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -49,6 +50,18 @@ class Bench:
         done = self.run("multi_node.sh", "--hostfile", self.hostfile, *arguments)
         assert done.returncode == 0, done.stderr
         return (self.records / "deepspeed").read_text().splitlines()
+
+    def start(self, stderr: int | IO[str] | None = None) -> subprocess.Popen:
+        """multi_node.sh with this bench's hostfile, under way."""
+        return subprocess.Popen(
+            [str(LAUNCH / "multi_node.sh"), "--hostfile", str(self.hostfile), *TRAINING],
+            cwd=self.folder,
+            env=self.environment,
+            stderr=stderr,
+            text=True,
+            # bash cannot trap what the tests were told to ignore
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
 
 
 @pytest.fixture
@@ -131,15 +144,7 @@ def test_only_the_ranks_say_that_they_saved(
         f"#!/bin/bash\necho >{started}\nfor _ in {{1..6000}}; do\n  sleep 0.05\n"
         f"  [[ -e {leave} ]] && exit {ranks_code}\n  grep -qs KILL {arrived} && exit 1\ndone\n",
     )
-    command = [str(LAUNCH / "multi_node.sh"), "--hostfile", str(bench.hostfile), *TRAINING]
-    with subprocess.Popen(
-        command,
-        cwd=bench.folder,
-        env=bench.environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(INT, signal.SIG_DFL),  # bash cannot trap what the tests were told to ignore
-    ) as script:
+    with bench.start(stderr=subprocess.PIPE) as script:
         wait_for_lines(started, 1)
         for count, number in enumerate(sent, start=1):
             script.send_signal(number)
@@ -162,8 +167,7 @@ def test_ranks_that_leave_while_they_are_told(bench: Bench, ranks_code: int, exp
         f"#!/bin/bash\necho $$ >{pid}\nfor _ in {{1..6000}}; do\n"
         f"  sleep 0.05\n  [[ -e {arrived} ]] && exit {ranks_code}\ndone\n",
     )
-    command = [str(LAUNCH / "multi_node.sh"), "--hostfile", str(bench.hostfile), *TRAINING]
-    with subprocess.Popen(command, cwd=bench.folder, env=bench.environment) as script:
+    with bench.start() as script:
         wait_for_lines(pid, 1)
         script.send_signal(USR1)
         assert script.wait(300) == expected
@@ -174,9 +178,8 @@ def test_the_script_ends_after_all_is_said(bench: Bench, code: int) -> None:
     """Whoever waits for it may then read the log."""
     bench.stand_in("deepspeed", f"#!/bin/bash\nseq 2000 >&2\necho last words >&2\nexit {code}\n")
     log = bench.folder / "log"
-    command = [str(LAUNCH / "multi_node.sh"), "--hostfile", str(bench.hostfile), *TRAINING]
-    with open(log, "w") as output:
-        subprocess.run(command, cwd=bench.folder, env=bench.environment, stderr=output, timeout=600)
+    with open(log, "w") as output, bench.start(stderr=output) as script:
+        script.wait(600)
     assert "last words" in log.read_text()
 
 
