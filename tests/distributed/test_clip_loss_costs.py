@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megaclip.comm.groups import group_size
+from megaclip.loss_costs import LOSS_COSTS
 from megaclip.losses import ClipLoss
 from tests.distributed.harness import run_ranks
 
@@ -70,6 +71,8 @@ def check_products() -> None:
         ("ring", "scalar"): 8 * unit - 2 * unit // size,
         ("all_gather", "scalar"): 8 * unit,
     }
+    for reduction, products in LOSS_COSTS["clip"].products.items():
+        assert products * unit == 2 * unit + expected["all_gather", reduction], reduction
     for exchange, reduction in WAYS:
         forward, backward = two_phases(batch, embedding, exchange=exchange, reduction=reduction)
         with FlopCounterMode(display=False) as counter:

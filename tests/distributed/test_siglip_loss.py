@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.comm.groups import group_rank, group_size
+from megaclip.loss_costs import LOSS_COSTS
 from megaclip.losses import ClipLoss, SigLipLoss
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_clip_loss import Towers, expect_same_error, random_batch
@@ -127,19 +128,23 @@ def check_under_data_parallel() -> list[str]:
 
 
 def check_products_and_one_pass() -> list[str]:
-    """6 b*B*D for loss and gradients together with the feature reduction, all of it in the forward."""
+    """Loss and gradients together in the forward: 6 b*B*D with the feature reduction, 8 with scalar.
+
+    In the ring a rank's own block serves both of its sides, which saves scalar 2 of its b*b*D.
+    """
     b, embedding, size = 12, 8, group_size()
     found = []
-    for exchange in ("ring", "all_gather"):
+    for exchange, reduction in (("ring", "feature"), ("all_gather", "feature"), ("all_gather", "scalar")):
+        expected = LOSS_COSTS["siglip"].products[reduction] * b * b * size * embedding
         x, y = torch.randn(2, b, embedding).unbind()
         x.requires_grad_()
         with FlopCounterMode(display=False) as counter:
-            loss = SigLipLoss(exchange=exchange, reduction="feature")(x, y, torch.tensor(2.0), torch.tensor(-2.0))
+            loss = SigLipLoss(exchange=exchange, reduction=reduction)(x, y, torch.tensor(2.0), torch.tensor(-2.0))
         forward = counter.get_total_flops()
         with FlopCounterMode(display=False) as counter:
             loss.backward()
-        if (forward, counter.get_total_flops()) != (6 * b * b * size * embedding, 0):
-            found.append(f"{exchange}: {forward} and {counter.get_total_flops()} operations")
+        if (forward, counter.get_total_flops()) != (expected, 0):
+            found.append(f"{exchange} + {reduction}: {forward} and {counter.get_total_flops()} operations")
     return found
 
 
