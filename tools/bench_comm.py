@@ -28,8 +28,8 @@ from megaclip.comm.collectives import gather_rows, reduce_scatter_rows, sum_over
 from megaclip.comm.groups import group_size
 from megaclip.comm.volume import bytes_sent
 from megaclip.engine.process_group import start_process_group
-from megaclip.loss_costs import LOSS_COSTS, Sizes, Traffic, disco_clip_traffic, open_clip_traffic
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
+from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic, disco_clip_traffic, open_clip_traffic
 
 Step = Callable[[Tensor, Tensor], None]
 

@@ -24,10 +24,9 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from megaclip.arguments import TrainArguments
 from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.comm.collectives import gather_objects
-from megaclip.config import TrainingConfig, load_training_config
+from megaclip.config import TrainArguments, TrainingConfig, load_training_config
 from megaclip.data import Batch, ImageTransform, PairDataset, TrainLoader, load_tokenizer
 from megaclip.data.batch import RawSample
 from megaclip.engine.inputs import Inputs, read_inputs

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from megaclip.arguments import TrainArguments
+from megaclip.config import TrainArguments
 from megaclip.data import DATASET_TYPES, ImageTransform, PairDataset, Tokenizer, TrainLoader, load_tokenizer, open_pairs
 from megaclip.data.batch import BadSample
 from megaclip.data.reading import check_caption, pixels_of

@@ -21,9 +21,7 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 
-from megaclip.arguments import TrainArguments
-from megaclip.config import TrainingConfig, load_training_config
-from megaclip.config_section import MegaclipSection
+from megaclip.config import MegaclipSection, TrainArguments, TrainingConfig, load_training_config
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.models import load_model_config
 from megaclip.planner import (

@@ -110,7 +110,7 @@ def _flat_groups(engine: DeepSpeedEngine) -> Iterator[_FlatGroup]:
                     place, start = mapping.get_hp_fragment_address(), mapping.lp_fragment_address.start
                     slots.append(_Slot(name, size, start, place.start, place.numel))
             yield _FlatGroup(flat, slots)
-    else:  # ZeRO-0, in float32 only (config_checks.py)
+    else:  # ZeRO-0, in float32 only (config/checks.py)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 size = parameter.numel()

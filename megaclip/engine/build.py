@@ -17,11 +17,10 @@ from pydantic import ValidationError
 from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import get_default_build_root
 
-from megaclip.arguments import TrainArguments
 from megaclip.checkpoint.open_clip import load_pretrained
 from megaclip.comm.collectives import raise_together
-from megaclip.config import TrainingConfig
-from megaclip.config_optimizers import TIMM_OPTIMIZERS
+from megaclip.config import TrainArguments, TrainingConfig
+from megaclip.config.optimizers import TIMM_OPTIMIZERS
 from megaclip.engine.optimizers import guard_gradients, parameter_groups, timm_optimizer
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger

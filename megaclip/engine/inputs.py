@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaclip.arguments import TrainArguments
 from megaclip.checkpoint.open_clip import OPENAI_PREPROCESS, read_preprocess, tokenizer_of
-from megaclip.config import TrainingConfig, load_training_config
-from megaclip.config_section import MegaclipSection
+from megaclip.config import MegaclipSection, TrainArguments, TrainingConfig, load_training_config
 from megaclip.data import (
     ImageTransform,
     LabelledDataset,

@@ -11,9 +11,9 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megaclip.arguments import TrainArguments
 from megaclip.comm.collectives import raise_together
 from megaclip.comm.groups import ranks_of_this_node
+from megaclip.config import TrainArguments
 from megaclip.data.workers import SHARED_MEMORY_ADVICE
 from megaclip.engine.data_offload import free_memory
 from megaclip.engine.inputs import Inputs

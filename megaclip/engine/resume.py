@@ -7,11 +7,10 @@ from typing import Any
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megaclip.arguments import TrainArguments
 from megaclip.checkpoint import store
 from megaclip.checkpoint.reshard import load_resharded
 from megaclip.comm.collectives import gather_objects, raise_together
-from megaclip.config import BatchPlan
+from megaclip.config import BatchPlan, TrainArguments
 from megaclip.data import check_manifest
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss

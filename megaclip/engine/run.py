@@ -19,11 +19,10 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megaclip.arguments import TrainArguments, parse_arguments
 from megaclip.checkpoint import store
 from megaclip.checkpoint.open_clip import write_model_card
 from megaclip.comm.collectives import gather_objects, raise_together, sum_counts
-from megaclip.config import BatchPlan
+from megaclip.config import BatchPlan, TrainArguments, parse_arguments
 from megaclip.data import check_batch
 from megaclip.engine.build import build_engine
 from megaclip.engine.data_offload import embeddings_on_cpu

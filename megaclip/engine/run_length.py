@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megaclip.arguments import TrainArguments
+from megaclip.config import TrainArguments
 
 DEFAULT_EPOCHS = 32
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megaclip.config_section import MegaclipSection
+from megaclip.config import MegaclipSection
 from megaclip.engine.gradient_cache import ContrastiveLoss
 from megaclip.errors import CheckpointError
 from megaclip.losses import LOSSES, FastClipLoss

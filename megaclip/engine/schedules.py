@@ -6,7 +6,7 @@ Nothing is remembered between steps, so a resumed run needs only its step number
 import math
 from collections.abc import Callable
 
-from megaclip.arguments import TrainArguments
+from megaclip.config import TrainArguments
 from megaclip.engine.run_length import RunLength
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger

@@ -23,9 +23,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from megaclip.arguments import TrainArguments
 from megaclip.comm.collectives import raise_together
-from megaclip.config import BatchPlan
+from megaclip.config import BatchPlan, TrainArguments
 from megaclip.data import TrainLoader
 from megaclip.engine.data_offload import WINDOW, Slots, choose_place
 from megaclip.engine.gradient_cache import keeps_graph, trained_towers

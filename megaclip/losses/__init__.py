@@ -8,9 +8,9 @@ from functools import partial
 
 from torch import nn
 
-from megaclip.fastclip_variants import VARIANTS
 from megaclip.losses.clip import ClipLoss
 from megaclip.losses.fastclip import FastClipLoss
+from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.siglip import SigLipLoss
 
 LOSSES: dict[str, Callable[..., nn.Module]] = {

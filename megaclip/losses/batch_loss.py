@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megaclip.comm.groups import RankGroup
-from megaclip.loss_costs import LossCost
+from megaclip.losses.costs import LossCost
 from megaclip.losses.plan import Plan, TileOptions, check_choices, make_plan
 from megaclip.ops.tiles import accumulation_dtype
 

@@ -39,12 +39,12 @@ from torch.autograd.function import once_differentiable
 from megaclip.comm.collectives import raise_together, sum_over_ranks
 from megaclip.comm.groups import resolve
 from megaclip.errors import CheckpointError, ConfigError, DataError
-from megaclip.fastclip_variants import VARIANTS
-from megaclip.loss_costs import LOSS_COSTS
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss
+from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import Terms, distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.estimators import SampleState, Ticket
+from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.plan import Plan
 from megaclip.losses.temperature import (
     SCHEDULES,

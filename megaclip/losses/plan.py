@@ -10,7 +10,7 @@ A ring's exchanges are under way while tiles are computed, but between GPUs of o
 with the GPU's own multiprocessors, and a product that lacks some of them takes a second round (four H200s: a kernel of
 0.19 ms takes 0.35 ms beside an exchange). What the ring saves there is memory. Between nodes network cards copy.
 
-Products and bytes are each loss's own (`megaclip.loss_costs`). An all_gather whose features and gradients would take
+Products and bytes are each loss's own (`megaclip.losses.costs`). An all_gather whose features and gradients would take
 more than half of the free memory is left out.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from megaclip.comm.groups import NodeGroup, RankGroup, by_node
 from megaclip.comm.machine import Machine, machine_of
 from megaclip.logging import get_logger, log_once
-from megaclip.loss_costs import LossCost, Sizes
+from megaclip.losses.costs import LossCost, Sizes
 from megaclip.ops.tiles import accumulation_dtype
 
 EXCHANGES = ("ring", "all_gather")

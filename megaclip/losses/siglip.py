@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import resolve
-from megaclip.loss_costs import LOSS_COSTS
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss, as_scalar
+from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_sigmoid import distributed_sigmoid
 from megaclip.losses.plan import Plan
 from megaclip.ops.rows import finish_gradient, paired_products

@@ -24,7 +24,7 @@ only while one pass is like the last.
 
 from dataclasses import dataclass
 
-from megaclip.loss_costs import LOSS_COSTS
+from megaclip.losses.costs import LOSS_COSTS
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import OFFLOADED_ADAM_BYTES, OFFLOADED_ADAM_RATE, ZERO_3_BLOCK_SECONDS
 from megaclip.planner.memory import loss_sizes, plan_memory, settled, store_bytes

@@ -1,6 +1,6 @@
 """Bytes that a rank moves in a step: features, parameters and gradients to other ranks; with offload, to host and disk.
 
-What the loss sends is counted in `megaclip.loss_costs`. The rest is counted by reading the gradient cache
+What the loss sends is counted in `megaclip.losses.costs`. The rest is counted by reading the gradient cache
 (`megaclip.engine.gradient_cache`) and DeepSpeed 0.19's `stage_1_and_2.py` and `stage3.py`. Per trained parameter of
 this rank's share, with offload_optimizer:
 
@@ -18,7 +18,7 @@ beyond `max_in_cpu`, read in every pass and written after the step.
 
 from typing import NamedTuple
 
-from megaclip.loss_costs import LOSS_COSTS, Sizes, Traffic
+from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
 from megaclip.planner.states import parameters_on_disk
 from megaclip.planner.towers import tower_work
 from megaclip.planner.workload import Workload

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megaclip.config import TrainingConfig
-from megaclip.fastclip_variants import VARIANTS
+from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.models import ModelConfig
 from megaclip.models.clip import ClipModel
 

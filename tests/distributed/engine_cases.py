@@ -19,8 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
-from megaclip.arguments import parse_arguments
-from megaclip.config import TrainingConfig, load_training_config
+from megaclip.config import TrainingConfig, load_training_config, parse_arguments
 from megaclip.data import ImageTransform
 from megaclip.engine.build import build_engine
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients

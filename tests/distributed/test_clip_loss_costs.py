@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megaclip.comm.groups import group_size
-from megaclip.loss_costs import LOSS_COSTS
 from megaclip.losses import ClipLoss
+from megaclip.losses.costs import LOSS_COSTS
 from tests.distributed.harness import run_ranks
 
 WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar")))

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaclip.config_section import MegaclipSection
+from megaclip.config import MegaclipSection
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.run_loss import RunLoss
-from megaclip.fastclip_variants import VARIANTS
+from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.models import build_model
 from tests.distributed import fastclip_oracle as written
 from tests.distributed.engine_cases import (

@@ -1,6 +1,6 @@
 """What the engine refuses or bounds at every ZeRO stage: NaN on one rank, logit_scale's master, precision.
 
-One launch of two ranks. It also measures the two bf16 settings that `megaclip.config_checks` refuses, so that a test
+One launch of two ranks. It also measures the two bf16 settings that `megaclip.config.checks` refuses, so that a test
 says so when DeepSpeed mends them.
 """
 

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.comm.groups import group_rank, group_size
-from megaclip.loss_costs import LOSS_COSTS
 from megaclip.losses import ClipLoss, SigLipLoss
+from megaclip.losses.costs import LOSS_COSTS
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_clip_loss import Towers, expect_same_error, random_batch
 from tests.tolerances import GRADIENT, VALUE, relative_error

@@ -8,9 +8,9 @@ from typing import get_args
 
 import pytest
 
-from megaclip.arguments import TrainArguments, build_parser, parse_arguments
-from megaclip.arguments_open_clip import OPEN_CLIP_FLAGS
-from megaclip.config_section import MegaclipSection
+from megaclip.config import MegaclipSection
+from megaclip.config.command_line import TrainArguments, build_parser, parse_arguments
+from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
 from megaclip.data import DATASET_TYPES
 from megaclip.engine.run import main
 from megaclip.errors import ConfigError

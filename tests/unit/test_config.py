@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaclip.config import TrainingConfig, load_training_config
-from megaclip.config_section import MegaclipSection
+from megaclip.config import MegaclipSection, TrainingConfig, load_training_config
 from megaclip.engine import build
 from megaclip.errors import ConfigError
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megaclip.arguments import build_parser
-from megaclip.arguments_open_clip import OPEN_CLIP_FLAGS
-from megaclip.fastclip_variants import VARIANTS
+from megaclip.config.command_line import build_parser
+from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
 from megaclip.losses.fastclip import FastClipLoss
+from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.sample_index import DenseIndex
 
 ROOT = Path(__file__).parents[2]

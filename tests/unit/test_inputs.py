@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaclip.arguments import parse_arguments
 from megaclip.checkpoint.open_clip import write_model_card, write_weights
+from megaclip.config import parse_arguments
 from megaclip.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from megaclip.engine import resume
 from megaclip.engine.inputs import Inputs, read_inputs

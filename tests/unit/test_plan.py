@@ -6,8 +6,8 @@ import torch
 from megaclip import logging
 from megaclip.comm.groups import NodeGroup, RankGroup
 from megaclip.comm.machine import CPU, Machine, machine_of
-from megaclip.loss_costs import LOSS_COSTS
 from megaclip.losses import plan
+from megaclip.losses.costs import LOSS_COSTS
 
 FAST_LINKS = Machine(link_bytes_per_s=1e15, flops_per_s=1e12, free_bytes=2**36)
 SLOW_LINKS = Machine(link_bytes_per_s=1e6, flops_per_s=1e18, free_bytes=2**36)

@@ -10,8 +10,8 @@ import torch
 
 from megaclip.engine.gradient_cache import keeps_graph, trained_towers
 from megaclip.engine.step_batch import Tower
-from megaclip.fastclip_variants import VARIANTS
 from megaclip.losses import FastClipLoss
+from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.models import build_model
 from megaclip.planner import advice, describe, largest_batch, last_resort, plan_memory, plan_time
 from megaclip.planner.memory import settled

@@ -10,9 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from megaclip.arguments import parse_arguments
-from megaclip.config import TrainingConfig, load_training_config
-from megaclip.config_section import MegaclipSection
+from megaclip.config import MegaclipSection, TrainingConfig, load_training_config, parse_arguments
 from megaclip.engine import build, preflight
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config

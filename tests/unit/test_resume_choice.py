@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megaclip.arguments import parse_arguments
+from megaclip.config import parse_arguments
 from megaclip.engine import resume
 from megaclip.errors import CheckpointError
 

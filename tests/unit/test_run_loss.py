@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megaclip.arguments import parse_arguments
-from megaclip.config_section import FastClipSection, MegaclipSection
+from megaclip.config import MegaclipSection, parse_arguments
 from megaclip.engine.inputs import read_inputs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.errors import ConfigError
 from megaclip.losses import FastClipLoss
+from megaclip.losses.settings import FastClipSettings
 
 
 def test_a_models_scale_and_bias_receive_zero_gradients() -> None:
-    section = MegaclipSection(loss="fastclip_v3", fastclip=FastClipSection(rho=2.0))
+    section = MegaclipSection(loss="fastclip_v3", fastclip=FastClipSettings(rho=2.0))
     loss = RunLoss(section, samples=9, epochs=2, device=torch.device("cpu"))
     x, y = (F.normalize(torch.randn(4, 6), dim=1).requires_grad_() for _ in range(2))
     scale, bias = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
@@ -43,7 +43,7 @@ def test_the_losss_settings_reach_the_loss() -> None:
 
 def test_the_sections_defaults_are_the_losss() -> None:
     arguments = inspect.signature(FastClipLoss).parameters
-    defaults = {name: field.default for name, field in FastClipSection.model_fields.items() if name != "gamma_epochs"}
+    defaults = {name: field.default for name, field in FastClipSettings.model_fields.items() if name != "gamma_epochs"}
     defaults["temperature_betas"] = tuple(defaults["temperature_betas"])
     assert defaults == {name: arguments[name].default for name in defaults}
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megaclip.arguments import TrainArguments, parse_arguments
+from megaclip.config import TrainArguments, parse_arguments
 from megaclip.engine.run_length import RunLength
 from megaclip.engine.schedules import chosen_schedule
 from megaclip.errors import ConfigError

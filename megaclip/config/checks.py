@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from megaclip.config_deepspeed import PlainValues, misread_value, section_models
-from megaclip.config_optimizers import OPTIMIZER_PARAMS, SUPPORTED_OPTIMIZERS, refusal
-from megaclip.config_section import FastClipSection, MegaclipSection
+from megaclip.config.deepspeed import PlainValues, misread_value, section_models
+from megaclip.config.optimizers import OPTIMIZER_PARAMS, SUPPORTED_OPTIMIZERS, refusal
+from megaclip.config.section import MegaclipSection
 from megaclip.errors import ConfigError, nearest
-from megaclip.fastclip_variants import VARIANTS
+from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.losses.settings import FastClipSettings
 
 _HONOURED_KEYS = {
     "megaclip",
@@ -246,7 +247,7 @@ def _check_activation_checkpointing(config: dict[str, Any]) -> None:
 
 def _parse_section(section: Any) -> MegaclipSection:
     if isinstance(section, dict) and "fastclip" in section:
-        _check_keys("megaclip.fastclip", section["fastclip"], set(FastClipSection.model_fields))
+        _check_keys("megaclip.fastclip", section["fastclip"], set(FastClipSettings.model_fields))
     parsed = _parse("megaclip", section, MegaclipSection)
     _check_fastclip(parsed)
     return parsed

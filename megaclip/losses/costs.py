@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megaclip.fastclip_variants import VARIANTS
+from megaclip.losses.fastclip_variants import VARIANTS
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,19 @@
 """ds_config.json, read and checked before anything else happens.
 
-The file belongs to DeepSpeed, except for its section "megaclip", which is ours (`MegaclipSection`). `config_checks`
+The file belongs to DeepSpeed, except for its section "megaclip", which is ours (`MegaclipSection`). `checks.py`
 says what it may hold. It is handed to DeepSpeed as it was read; nothing is rewritten.
 """
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megaclip.config_checks import checked_section
-from megaclip.config_section import MegaclipSection
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from megaclip.config.checks import checked_section
+from megaclip.config.section import MegaclipSection
 from megaclip.errors import ConfigError
 
 
@@ -43,9 +46,14 @@ class TrainingConfig:
     deepspeed: dict[str, Any]
     megaclip: MegaclipSection
 
+    @cached_property
+    def zero(self) -> DeepSpeedZeroConfig:
+        """zero_optimization as DeepSpeed reads it, with DeepSpeed's defaults."""
+        return DeepSpeedZeroConfig(**self.deepspeed.get("zero_optimization", {}))
+
     @property
     def zero_stage(self) -> int:
-        return int(self.deepspeed.get("zero_optimization", {}).get("stage", 0))
+        return int(self.zero.stage)
 
     @property
     def bf16(self) -> bool:

@@ -1,6 +1,7 @@
 """What became of open_clip's training flags that launch/train.py does not take: one sentence for each.
 
-Those of the same name and meaning are in `megaclip.arguments`; docs/from_open_clip.md tells the ordinary ones.
+`megaclip.config.command_line` has the flags of the same name and meaning; docs/from_open_clip.md documents the usual
+ones.
 """
 
 _IN_DS_CONFIG = {

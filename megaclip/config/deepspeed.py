@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveInt
 
-from megaclip.config_optimizers import OPTIMIZER_PARAMS
+from megaclip.config.optimizers import OPTIMIZER_PARAMS
 
 _SWITCHES = (
     "bf16.enabled",

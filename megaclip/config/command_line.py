@@ -1,7 +1,7 @@
 """The command line of launch/train.py: data, model, schedule, evaluation and paths.
 
 Flags carry open_clip's names where open_clip has the flag. What DeepSpeed owns (batches, precision, optimizer, ZeRO)
-is set in ds_config.json alone; open_clip's other flags are refused with what to write instead (`arguments_open_clip`).
+is set in ds_config.json alone; open_clip's other flags are refused with what to write instead (`open_clip_flags.py`).
 """
 
 import argparse
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from megaclip.arguments_open_clip import OPEN_CLIP_FLAGS
+from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
 from megaclip.errors import ConfigError, nearest
 
 Positive = Annotated[int, Field(gt=0)]
