@@ -5,6 +5,9 @@ once and ends every rank with a non-zero exit code; anything else that escapes i
 """
 
 import difflib
+from collections.abc import Callable
+
+from pydantic import ValidationError
 
 
 def first_line(error: BaseException) -> str:
@@ -42,3 +45,18 @@ class CheckpointError(MegaclipError):
 
 class NonFiniteError(MegaclipError, ArithmeticError):
     """The loss or a gradient became infinite or NaN; raised before the parameters are updated."""
+
+
+def config_error(error: ValidationError, name: Callable[[str], str] = str) -> ConfigError:
+    """Return the first problem of a pydantic `ValidationError` as a `ConfigError`: setting, problem, value.
+
+    name: turns the dotted path of a field into the name that the user wrote, such as "--train-data".
+    """
+    problem = error.errors()[0]
+    setting = name(".".join(map(str, problem["loc"]))) if problem["loc"] else ""
+    message = problem["msg"].removeprefix("Value error, ")
+    if not setting:
+        return ConfigError(message)
+    if problem["type"] == "missing":
+        return ConfigError(f"{setting} is required")
+    return ConfigError(f"{setting}: {message}, got {problem['input']!r}")

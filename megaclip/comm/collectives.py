@@ -5,9 +5,10 @@ None writes into its argument, though a group of one may hand it back; all take 
 and every rank of it must call them in the same order. Shapes: W ranks of the group, b rows of one rank.
 """
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import deepspeed.comm as dist
@@ -103,6 +104,23 @@ def sum_counts(counts: Mapping[str, int], *, group: Any = None) -> dict[str, int
     """Counts by name of each rank -> their sums over all ranks, on every rank, the most frequent first."""
     total = sum(map(Counter, gather_objects(dict(counts), group=group)), Counter[str]())
     return dict(total.most_common())
+
+
+@contextlib.contextmanager
+def raise_on_all_ranks(*, group: Any = None) -> Iterator[None]:
+    """Run the body of a `with` statement on every rank; if it raises on any rank, end every rank with one error.
+
+    The body may differ between ranks, and must not communicate: a rank that raises leaves it early. If any error is a
+    `MegaclipError`, all ranks raise the error of the lowest such rank, with the same class and message. Any other
+    exception is a bug: the rank that had it raises it unchanged, with its traceback, and the other ranks raise a
+    `MegaclipError` that names the rank.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as problem:
+        error = problem
+    raise_together(error, group=group)
 
 
 def raise_together(error: Exception | None, *, group: Any = None) -> None:
