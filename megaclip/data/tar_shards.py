@@ -19,13 +19,14 @@ import functools
 import hashlib
 import json
 import os
-import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.tar_walk import ENTRY, MISSING, ShardContents, walk_shard
@@ -38,7 +39,7 @@ INDEX_FOLDER = ".megaclip"
 MAX_BYTES = {"image": 256 << 20, "caption": 1 << 20}
 _FORMAT = 1
 _OPEN_SHARDS = 64
-_LOCK_STALE_S = 60.0
+_LOCK_POLL_S = 0.2
 
 _logger = get_logger(__name__)
 
@@ -158,8 +159,8 @@ def _open_index(paths: list[Path], image_extensions: tuple[str, ...], caption_ex
             return folder / f"{fingerprint}.npy"
     folder = next(folder for folder in folders if _writable(folder))
     index = folder / f"{fingerprint}.npy"
-    with _one_walker(index) as mine:
-        if mine:
+    with _locked(index.with_suffix(".lock")):
+        if not index.with_suffix(".json").exists():  # another process may have made it meanwhile
             contents = _walk_all(paths, image_extensions, caption_extensions)
             _write_index(index, contents, names, [stat.st_size for stat in stats])
     return index
@@ -180,58 +181,24 @@ def _writable(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _one_walker(index: Path) -> Iterator[bool]:
-    """True for the one process that is to make `index`; the others wait and then get False.
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, or no lock where the file system has none.
 
-    The walker touches its lock while it works; a lock that has not changed for a minute, by the waiting process's own
-    clock, was left by a process that died.
+    The lock only saves work: processes that make the same index write equal files and rename them into place. The
+    operating system releases the lock of a process that was killed.
     """
-    lock = index.with_suffix(".lock")
-    while not _take(lock):
-        if index.with_suffix(".json").exists():
-            yield False
-            return
+    # The library's soft lock would outlive a process that was killed on another machine.
+    lock = FileLock(path, poll_interval=_LOCK_POLL_S, fallback_to_soft=False)
     try:
-        with _heartbeat(lock):
-            yield not index.with_suffix(".json").exists()
-    finally:
-        lock.unlink(missing_ok=True)
-
-
-def _take(lock: Path) -> bool:
-    """Try to create the lock; False after it went away or the wait for a change is worth another look."""
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        return True
-    seen, since = None, time.monotonic()
-    while time.monotonic() - since < _LOCK_STALE_S:
-        try:
-            now = lock.stat().st_mtime_ns
-        except FileNotFoundError:
-            return False
-        if now != seen:
-            seen, since = now, time.monotonic()
-        time.sleep(0.05)
-    lock.unlink(missing_ok=True)
-    return False
-
-
-@contextlib.contextmanager
-def _heartbeat(lock: Path) -> Iterator[None]:
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(_LOCK_STALE_S / 6):
-            with contextlib.suppress(OSError):
-                os.utime(lock)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
+        lock.acquire()
+    except OSError as error:
+        _logger.info("cannot lock %s (%s): every process makes the index itself", path, error)
     try:
         yield
     finally:
-        done.set()
-        thread.join()
+        with contextlib.suppress(OSError):
+            path.unlink()  # before the release: FileLock tries again when the file that it locked was deleted
+        lock.release()
 
 
 def _walk_all(
@@ -249,7 +216,8 @@ def _walk_all(
 
 def _write_index(index: Path, contents: list[ShardContents], names: list[str], sizes: list[int]) -> None:
     entries = np.concatenate([shard.entries for shard in contents]) if contents else np.empty(0, ENTRY)
-    unfinished = index.with_name(f"{index.stem}.{os.getpid()}.unfinished")
+    # Processes of different machines may have the same process id.
+    unfinished = index.with_name(f"{index.stem}.{uuid.uuid4().hex}.unfinished")
     with open(unfinished, "wb") as file:
         np.save(file, entries)
     os.replace(unfinished, index)

@@ -6,7 +6,7 @@ import json
 import pytest
 from data_samples import pair_members, picture, write_shards, write_tar
 
-from megaclip.data import check_manifest, open_labelled, open_pairs
+from megaclip.data import check_manifest, open_labelled, open_pairs, patterns
 from megaclip.data.batch import BadSample
 from megaclip.data.patterns import expand_braces, expand_pattern
 from megaclip.data.tables import ROWS_PER_SHARD
@@ -234,24 +234,47 @@ def test_keys_choose_columns_and_members(tmp_path):
         open_pairs([str(tmp_path / "pairs.jsonl")], caption_key="nothing")
 
 
-def test_braces_expand_as_in_a_shell():
+def test_braces_expand_as_in_bash():
     cases = {
         "a{1..3}": ["a1", "a2", "a3"],
         "{08..11}.tar": ["08.tar", "09.tar", "10.tar", "11.tar"],
         "{000..002}": ["000", "001", "002"],
         "{9..10}": ["9", "10"],
         "{2..0}": ["2", "1", "0"],
+        "{0..10..5}": ["0", "5", "10"],
         "{a,b}/{0..1}": ["a/0", "a/1", "b/0", "b/1"],
         "{a,b{0..1}}": ["a", "b0", "b1"],
         "plain": ["plain"],
+        "{one}": ["{one}"],
+        r"\{a,b\}": ["{a,b}"],
+        r"{a\,b,c}": ["a,b", "c"],
     }
     for pattern, expected in cases.items():
-        assert list(expand_braces(pattern)) == expected
-    for broken in ("{a", "{a,{b}"):
-        with pytest.raises(DataError, match="not balanced"):
-            list(expand_braces(broken))
-    with pytest.raises(DataError, match="stands for"):
-        list(expand_braces("{0..999999999999}"))
+        assert expand_braces(pattern) == expected
+    assert len(expand_braces("{00000..00331}.tar")) == 332
+
+
+@pytest.mark.parametrize("pattern", ["{a", "{a,{b}", "a}", "{a}}"])
+def test_unbalanced_braces_are_an_error(pattern):
+    with pytest.raises(DataError, match="not balanced"):
+        expand_braces(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "limit"),
+    [("{1..1000000000000}", patterns.MAX_FILES), ("{a,{-5..200}}", 100), ("{0..3}{0..3}{0..3}", 60)],
+)
+def test_braces_that_stand_for_too_many_files_are_an_error(pattern, limit, monkeypatch):
+    """The last pattern has only short ranges, whose product is too large."""
+    monkeypatch.setattr(patterns, "MAX_FILES", limit)
+    with pytest.raises(DataError, match=r"more than .* files; use shorter ranges"):
+        expand_braces(pattern)
+
+
+@pytest.mark.parametrize("name", ["a{0..1}.tar", "{unbalanced.tar", r"back\slash.tar", "[0-9].tar"])
+def test_a_file_with_the_name_of_the_pattern_is_used_as_it_is(tmp_path, name):
+    path = write_tar(tmp_path / name, pair_members([0]))
+    assert expand_pattern(str(path)) == [str(path)]
 
 
 def test_patterns_find_files_or_say_what_is_missing(tmp_path):
@@ -354,9 +377,9 @@ def test_numbers_of_wordnet_are_no_class_names(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "advice"),
     [
-        ("a.tar::b/{0..3}.tar", "several data sets are several words: a.tar b/{0..3}.tar"),
-        ("s3://bucket/{00..09}.tar", "nothing is streamed: copy or mount the data"),
-        ("pipe:aws s3 cp s3://bucket/0.tar -", "nothing is streamed"),
+        ("a.tar::b/{0..3}.tar", "separate several datasets by spaces: a.tar b/{0..3}.tar"),
+        ("s3://bucket/{00..09}.tar", "streaming is not supported: copy or mount the data"),
+        ("pipe:aws s3 cp s3://bucket/0.tar -", "streaming is not supported"),
     ],
 )
 def test_ways_to_name_data_that_are_no_files_are_refused_with_advice(spec, advice):

@@ -1,5 +1,7 @@
 """Tar shards: the header walk against tarfile, damage of every kind, and the index on disk."""
 
+import errno
+import fcntl
 import io
 import multiprocessing
 import os
@@ -194,14 +196,39 @@ def _open_and_say_who_walked(job):
     return len(TarShards(paths))
 
 
-def test_a_lock_left_by_a_dead_process_is_taken_over(tmp_path, monkeypatch):
+def test_a_process_killed_while_indexing_does_not_block_the_next_one(tmp_path):
     paths = write_shards(tmp_path, [3])
-    TarShards(paths)
-    (index,) = (tmp_path / ".megaclip").glob("*.json")
-    index.unlink()
-    index.with_suffix(".lock").touch()
-    monkeypatch.setattr(tar_shards, "_LOCK_STALE_S", 0.2)
+    context = multiprocessing.get_context("fork")
+    walking = context.Event()
+    process = context.Process(target=_open_and_never_finish, args=(paths, walking))
+    process.start()
+    assert walking.wait(60)
+    assert list((tmp_path / ".megaclip").glob("*.lock"))
+    process.kill()
+    process.join()
     assert len(TarShards(paths)) == 3
+
+
+def _open_and_never_finish(paths, walking):
+    def walk_forever(*_, **__):
+        walking.set()
+        time.sleep(600)
+
+    tar_shards.walk_shard = walk_forever
+    TarShards(paths)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_gets_an_index_too(tmp_path, monkeypatch, code):
+    """Lustre without -o flock reports ENOSYS, NFS without a lock service ENOLCK."""
+
+    def no_locks(*_):
+        raise OSError(code, os.strerror(code))
+
+    paths = write_shards(tmp_path, [3])
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert TarShards(paths).read(2).caption == "caption 2"
+    assert sorted(path.suffix for path in (tmp_path / ".megaclip").iterdir()) == [".json", ".npy"]
 
 
 def test_many_shards_keep_few_files_open(tmp_path, monkeypatch):
