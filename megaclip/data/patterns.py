@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 
-from braceexpand import UnbalancedBracesError, braceexpand
+from braceexpand import braceexpand
 
 from megaclip.errors import DataError
 
@@ -30,7 +30,7 @@ def expand_braces(pattern: str) -> list[str]:
             raise _too_many(pattern)
     try:
         names = list(itertools.islice(braceexpand(pattern), MAX_FILES + 1))
-    except UnbalancedBracesError as error:
+    except ValueError as error:  # UnbalancedBracesError, which the library's type hints do not declare
         raise DataError(f"data {pattern!r}: the braces are not balanced; write '\\{{' for a brace in a name") from error
     if len(names) > MAX_FILES:
         raise _too_many(pattern)
