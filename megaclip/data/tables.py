@@ -220,7 +220,7 @@ def _load_saved(folder: str) -> Dataset:
     try:
         loaded = datasets.load_from_disk(folder)
     except Exception as error:  # `datasets` raises many types; all mean that the folder cannot be read
-        raise DataError(f"cannot read the saved dataset {folder}: {error}") from error
+        raise DataError(f"cannot read the saved dataset {folder}: {_reason(error)}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded:
             raise DataError(f"data {folder!r} has the splits {sorted(loaded)}; give the folder of one of them")

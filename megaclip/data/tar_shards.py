@@ -136,7 +136,10 @@ class TarShards:
         damaged = [shard for shard in self.shards if shard["damage"]]
         if len(self) == 0:
             reason = f"; {damaged[0]['name']}: {damaged[0]['damage']}" if damaged else ""
-            raise DataError(f"no samples in {len(self.shards)} tar shards, first {self._paths[0]}{reason}")
+            raise DataError(
+                f"no samples in {len(self.shards)} tar shards, first {self._paths[0]}{reason}; expected members "
+                "such as 000000.jpg and 000000.txt"
+            )
         if damaged:
             listed = ", ".join(f"{shard['name']} ({shard['damage']})" for shard in damaged[:3])
             _logger.warning("%d tar shards are damaged; their complete samples are used: %s", len(damaged), listed)
@@ -184,7 +187,7 @@ def _locked(path: Path) -> Iterator[None]:
     The lock only saves work: processes that make the same index write equal files and rename them into place. The
     operating system releases the lock of a process that was killed.
     """
-    # The library's soft lock would outlive a process that was killed on another machine.
+    # A soft lock of the library, which is only a file, would outlive a process that was killed on another machine.
     lock = FileLock(path, poll_interval=_LOCK_POLL_S, fallback_to_soft=False)
     try:
         lock.acquire()

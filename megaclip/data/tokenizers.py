@@ -47,7 +47,7 @@ class Tokenizer(abc.ABC):
     files: tuple[Path, ...] = ()
     """Files that a checkpoint or an export stores beside its model card, to load the tokenizer again."""
     identity: str
-    """Name of the vocabulary. It is equal for tokenizers that return equal ids, whatever file they were loaded from."""
+    """Name of the vocabulary. Tokenizers that return equal ids have equal names, also if their files differ in path."""
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Return the token ids (n, L) int64, padded with `pad_id`."""

@@ -141,7 +141,7 @@ def _worker_died(error: RuntimeError) -> DataError:
 
 
 def _install_handler() -> None:
-    """Wrap torch's SIGCHLD handler, which raises a RuntimeError in whatever the main thread is doing.
+    """Wrap torch's SIGCHLD handler, which raises a RuntimeError at any point of the main thread.
 
     The wrapper records the error. It raises a DataError only while the main thread waits for data.
     """

@@ -119,9 +119,9 @@ def test_positions_and_colours_match_the_caption(tool):
             y, x = np.nonzero((likeness > 0.999) & (length > 60))
             centres.append((x.mean(), y.mean()))
         (x1, y1), (x2, y2) = centres
-        says = {"left": x1 < x2, "right": x1 > x2, "above": y1 < y2, "below": y1 > y2}
-        (relation,) = [word for word in words if word in says]
-        assert says[relation], words
+        true = {"left": x1 < x2, "right": x1 > x2, "above": y1 < y2, "below": y1 > y2}
+        (relation,) = [word for word in words if word in true]
+        assert true[relation], words
         checked[relation] += 1
     assert len(checked) == 4
 

@@ -120,7 +120,7 @@ def test_pixels_of_a_card_that_are_not_built_name_the_card_and_the_way_out(folde
     other = Path(shutil.copytree(folder / "exported", tmp_path / "other"))
     card = json.loads((other / CARD_NAME).read_text())
     (other / CARD_NAME).write_text(json.dumps(card | {"preprocess_cfg": {**PIXELS, "resize_mode": "longest"}}))
-    with pytest.raises(ConfigError, match=rf"{CARD_NAME}: resize_mode .* not 'longest'; say by .*--image-resize-mode"):
+    with pytest.raises(ConfigError, match=rf"{CARD_NAME}: resize_mode is 'longest'; use .*--image-resize-mode"):
         read(folder, "--model", other)
     settled = read(folder, "--model", other, "--image-resize-mode", "squash").preprocess_cfg
     assert settled == PIXELS
