@@ -286,7 +286,7 @@ def _files_by_rank(folder: Path, kind: str, ranks: int) -> list[Path]:
     found = {int(match[1]): path for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
     if found and sorted(found) != list(range(ranks)):
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} is incomplete: {ranks} ranks wrote it, but it has only the files of ranks "
+            f"checkpoint {str(folder)!r} is incomplete: {ranks} ranks wrote it, but it has the files of ranks "
             f"{sorted(found)}; choose another one"
         )
     return [found[rank] for rank in sorted(found)]
