@@ -79,7 +79,6 @@ class _Slot:
     """Part of one parameter in a flat tensor of this rank."""
 
     name: str
-    """Name of the parameter."""
     size: int
     """Number of elements of the whole parameter."""
     start: int

@@ -36,12 +36,9 @@ def evaluate_datasets(
     Every rank must call it.
 
     Args:
-        encode: encodes images and captions.
         pairs: dataset for retrieval, or None.
         labelled: dataset for zero-shot classification, or None. At least one dataset is required.
         captions: groups of the captions of `pairs`, or None if every image has one caption.
-        transform: image preprocessing.
-        tokenizer: tokenizer of captions and prompts.
         batch_size: number of images that a rank encodes at once.
         num_workers: number of data worker processes per rank.
         text_batch_size: number of prompts, or of captions in `captions`, that a rank encodes at once.

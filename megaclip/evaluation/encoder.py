@@ -33,7 +33,6 @@ class ModelEncoder:
     The model is called without gradients. The caller sets its training or evaluation mode.
 
     Args:
-        model: the model or engine.
         normalise: converts pixels (b, 3, H, W) uint8 to the image tower's input in a given dtype, such as
             `data.ImageTransform.normalise`.
         device: device of the model; inputs are moved there.

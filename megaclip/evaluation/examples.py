@@ -63,7 +63,6 @@ def retrieval_examples(
         text_ids: id of each caption's image (m,), unique over all ranks; -1 marks padding.
         example_ids: ids of the examples (k,), each of one image and its caption.
         query_count: number of captions for which images are retrieved.
-        group: process group.
     """
     chosen_ids = torch.as_tensor(example_ids, device=image_ids.device)
     images = _collect(image_features, image_ids, chosen_ids, group)

@@ -41,7 +41,6 @@ class RetrievedRow:
     """One caption and the images that the model ranks highest for it."""
 
     caption: str
-    """The caption."""
     images: Sequence[Image.Image | None]
     """Images, best first; None for an image that cannot be read."""
     similarities: Sequence[float]

@@ -81,7 +81,6 @@ def retrieval_ranks(
         text_features: this rank's text features (m, D), of unit length, any floating dtype.
         image_ids: id of each image (n,) int64, unique over all ranks.
         text_image_ids: id of each caption's image (m,) int64; None: `image_ids`, one caption per image.
-        group: process group.
         tile_budget_mib: memory for one tile of similarities with its operands, in MiB.
 
     Raises:

@@ -58,8 +58,6 @@ def evaluate(
     """Evaluate retrieval of `pairs` and zero-shot classification of `labelled`, if given. Every rank must call it.
 
     Args:
-        encode: encodes images and captions.
-        tokenizer: tokenizer of captions and prompts.
         pairs: this rank's `Batch`es of held-out image-caption pairs, or None.
         captions: result of `captions.group_captions` if images have several captions; the tokens of `pairs` are then
             not used. None: every image has one caption.

@@ -39,13 +39,10 @@ def zero_shot(
     Every rank must call it.
 
     Args:
-        encode: encodes images and prompts.
         batches: this rank's `LabelledBatch`es, the same number on every rank: images (b, 3, H, W), labels (b,), ids
             (b,). Rows with id -1 are padding and are ignored.
         class_names: name of each class, in the order of the labels.
         templates: prompts, each with `{c}` at the place of the class name.
-        tokenizer: tokenizer of the prompts.
-        group: process group.
         prompt_batch_size: number of prompts that a rank encodes at once.
         tile_budget_mib: memory for one tile of similarities with its operands, in MiB.
 
