@@ -58,7 +58,9 @@ def test_links_and_pictures_exist(page):
 def test_linked_files_define_the_names_that_the_link_text_claims(page):
     for name, target in re.findall(r"`(\w+)`\s+(?:of|in)\s+\[[^\]]*\]\(([^)]+\.py)\)", page.read_text()):
         source = (page.parent / target).read_text()
-        assert re.search(rf"^(class |def )?{name}\b", source, re.MULTILINE), f"{page.name}: {target} does not define {name}"
+        assert re.search(rf"^(class |def )?{name}\b", source, re.MULTILINE), (
+            f"{page.name}: {target} does not define {name}"
+        )
 
 
 def section(page: str, heading: str) -> str:
