@@ -8,8 +8,8 @@ each. The set is small so that the runs visit every sample several times, becaus
 sample.
 
 It prints a table and writes OUT/results.json (with --tune: OUT/tuning.json). With --figures DIR it also draws the
-plots, which requires matplotlib. OUT/RUN.log contains the output of a run. The command can be stopped and started again:
-complete runs are not repeated, and an incomplete run starts from its beginning.
+plots, which requires matplotlib. OUT/RUN.log contains the output of a run. The command can be stopped and started
+again: complete runs are not repeated, and an incomplete run starts from its beginning.
 """
 
 import argparse
