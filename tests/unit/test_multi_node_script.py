@@ -80,7 +80,7 @@ def option(arguments: list[str], name: str) -> str:
 
 def test_arguments_survive_the_remote_shell(bench: Bench) -> None:
     """bash parses the command line that DeepSpeed would send, quoted by its rule, after pdsh's replacements."""
-    expected = ["--train-data", "s/{0..3}.tar", "*", "a b", 'say "$HOME" `id` \\', "it's", "", "100%n", "a;b&c|d", "~"]
+    expected = ["--train-data", "s/{0..3}.tar", "*", "a b", 'echo "$HOME" `id` \\', "it's", "", "100%n", "a;b&c|d", "~"]
     sent = after_script(bench.multi_node(*expected))
     quoted_by_deepspeed = ['"{}"'.format(text.replace('"', '\\"')) if " " in text else text for text in sent]
     line = re.sub("%([hun%])", lambda found: found[1].replace("n", "0"), " ".join(quoted_by_deepspeed))
