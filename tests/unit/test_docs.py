@@ -8,9 +8,9 @@ import pytest
 
 from megaclip.config.command_line import build_parser
 from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
+from megaclip.losses.estimators import SampleIndex
 from megaclip.losses.fastclip import FastClipLoss
 from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.losses.sample_index import DenseIndex
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -95,4 +95,4 @@ def test_the_memory_table_of_fastclip_is_what_a_loss_allocates():
         assert (int(columns), int(sample_bytes)) == (len(state.columns), allocated / samples)
         assert together == f"{allocated / samples * of_table / 1e9:.1f} GB"
         assert each == f"{allocated / samples * of_table / ranks / 1e6:.0f} MB"
-    assert max(DenseIndex(samples, rank, ranks).rows for rank in range(ranks)) == -(-samples // ranks)
+    assert max(SampleIndex(samples, rank, ranks).rows for rank in range(ranks)) == -(-samples // ranks)
