@@ -54,13 +54,16 @@ class BatchLoss(nn.Module):
     def __init_subclass__(cls, **arguments: Any) -> None:
         """Make `help()` and `inspect.signature` list the settings in place of `**settings`."""
         super().__init_subclass__(**arguments)
-        own = list(inspect.signature(cls.__init__).parameters.values())[1:-1]  # without self and **settings
-        listed = {parameter.name for parameter in own}
-        fields = inspect.signature(cls.settings_model).parameters.values()
-        cls.__signature__ = inspect.Signature([*own, *(field for field in fields if field.name not in listed)])
+        _, *own = inspect.signature(cls.__init__).parameters.values()
+        listed = {parameter.name: parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD}
+        if len(listed) < len(own):
+            fields, parameters = cls.settings_model.model_fields, inspect.signature(cls.settings_model).parameters
+            for name in [name for name in fields if name not in listed]:
+                listed[name] = parameters[name].replace(annotation=fields[name].annotation)
+        cls.__signature__ = inspect.Signature(sorted(listed.values(), key=lambda parameter: parameter.kind))
 
     def plan(self, features: Tensor, ranks: RankGroup, cost: LossCost, *, need_dots: bool = False) -> Plan:
-        """Return the plan of a step with these local features (b, D). cost: of this loss. need_dots: see `Plan`."""
+        """Return the plan of a step with local features (b, D). cost: costs of this loss. need_dots: as in `Plan`."""
         return make_plan(
             features,
             ranks=ranks,

@@ -98,7 +98,7 @@ def _both_sides(
     row_loss, dx, dy, row_dot, row_sum = tile_sigmoid(
         x, y, scale, bias, diagonal=diagonal, add_to=(dx, None), options=plan.tiles
     )
-    assert dx is not None and dy is not None, "both sides were asked for"
+    assert dx is not None and dy is not None, "both sides are computed"
     return BatchSigmoid(row_loss, dx, dy, row_dot, row_sum)
 
 
@@ -109,7 +109,7 @@ def _row_side(
     row_loss, dx, _, row_dot, row_sum = tile_sigmoid(
         x, y, scale, bias, diagonal=diagonal, need_dy=False, add_to=(dx, None), options=plan.tiles
     )
-    assert dx is not None, "the row side was asked for"
+    assert dx is not None, "the row side is computed"
     return _RowSide(row_loss, dx, row_dot, row_sum)
 
 
@@ -120,5 +120,5 @@ def _column_side(
     _, _, dy, _, _ = tile_sigmoid(
         x, y, scale, bias, diagonal=diagonal, need_dx=False, add_to=(None, dy), options=plan.tiles
     )
-    assert dy is not None, "the column side was asked for"
+    assert dy is not None, "the column side is computed"
     return dy

@@ -140,10 +140,8 @@ def _both_sides(
     x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None, dx: Tensor | None = None
 ) -> BatchGrads:
     """Compute one block. dx: tensor to which the gradient of its rows is added."""
-    dx, dy, row_dot, col_dot = tile_grads(
-        x, y, row, col, diagonal=diagonal, need_dots=plan.need_dots, add_to=(dx, None), options=plan.tiles
-    )
-    assert dx is not None and dy is not None, "both sides were asked for"
+    dx, dy, row_dot, col_dot = tile_grads(x, y, row, col, diagonal=diagonal, add_to=(dx, None), **_options(plan))
+    assert dx is not None and dy is not None, "both sides are computed"
     return BatchGrads(dx, dy, row_dot, col_dot)
 
 
@@ -151,18 +149,9 @@ def _row_side(
     x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None, dx: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return dx and row_dot of a block whose columns belong to another rank. dx: tensor to add to."""
-    dx, _, row_dot, _ = tile_grads(
-        x,
-        y,
-        row,
-        col,
-        diagonal=diagonal,
-        need_dy=False,
-        need_dots=plan.need_dots,
-        add_to=(dx, None),
-        options=plan.tiles,
-    )
-    assert dx is not None, "the row side was asked for"
+    options = {"need_dy": False, "add_to": (dx, None), **_options(plan)}
+    dx, _, row_dot, _ = tile_grads(x, y, row, col, diagonal=diagonal, **options)
+    assert dx is not None, "the row side is computed"
     return dx, row_dot
 
 
@@ -170,24 +159,20 @@ def _column_side(
     x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None, dy: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return dy and col_dot of a block whose rows belong to another rank. dy: tensor to add to."""
-    _, dy, _, col_dot = tile_grads(
-        x,
-        y,
-        row,
-        col,
-        diagonal=diagonal,
-        need_dx=False,
-        need_dots=plan.need_dots,
-        add_to=(None, dy),
-        options=plan.tiles,
-    )
-    assert dy is not None, "the column side was asked for"
+    options = {"need_dx": False, "add_to": (None, dy), **_options(plan)}
+    _, dy, _, col_dot = tile_grads(x, y, row, col, diagonal=diagonal, **options)
+    assert dy is not None, "the column side is computed"
     return dy, col_dot
 
 
 def transfer_arguments(plan: Plan) -> dict[str, Any]:
     """Return the group and the payload dtype for collectives of features and their gradients."""
     return {"group": plan.ranks, "payload": plan.payload}
+
+
+def _options(plan: Plan) -> dict[str, Any]:
+    """Return the keyword arguments of `tile_grads` that are equal for all blocks."""
+    return {"need_dots": plan.need_dots, "options": plan.tiles}
 
 
 class _PerSample:

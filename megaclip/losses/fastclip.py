@@ -58,7 +58,7 @@ from megaclip.losses.temperature import (
 from megaclip.ops.rows import finish_gradient, paired_products
 from megaclip.ops.tiles import Terms, accumulation_dtype
 
-_GAMMA_EPOCHS = 18.0  # FastCLIP's value for CC12M, for trainers that do not set gamma_epochs
+_GAMMA_EPOCHS = 18.0  # default outside of a MegaCLIP run, as in ds_configs/fastclip_v3.json
 
 
 def inner_rate(schedule: str, epoch: float, *, minimum: float, epochs: float) -> float:

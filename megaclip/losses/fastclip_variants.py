@@ -15,9 +15,9 @@ class Variant:
     temperature: Literal["constant", "global", "individual"]
     """"global": one learned temperature for all samples; "individual": two learned temperatures per sample."""
     multiplied: bool
-    """Whether the terms of a sample are multiplied by its temperature."""
+    """Multiply the terms of a sample by its temperature."""
     with_rho: bool
-    """Whether rho times the temperature is part of the objective."""
+    """Include rho times the temperature in the objective."""
     gamma_schedule: Literal["constant", "cosine"]
     """Default schedule of the inner learning rate gamma."""
 

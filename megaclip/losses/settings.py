@@ -24,7 +24,7 @@ class LossSettings(BaseModel):
     Both are exact; `megaclip.losses.plan` describes how "auto" chooses."""
 
     reduction: Literal["auto", "feature", "scalar"] = "auto"
-    """What ranks exchange for the gradient: "feature" sends feature gradients, "scalar" only log-normalisers, and
+    """Data that ranks exchange for the gradient: "feature" sends feature gradients, "scalar" only log-normalisers, and
     computes more products. Both are exact; `megaclip.losses.plan` describes how "auto" chooses."""
 
     payload: Literal["auto", "bf16"] = "auto"
