@@ -47,7 +47,7 @@ class TileCase:
 
 
 def random_features(count: int, embedding: int, seed: int, device: str) -> Tensor:
-    """Unit vectors, (count, embedding) float32."""
+    """Return unit vectors, (count, embedding) float32."""
     generator = torch.Generator().manual_seed(seed)
     return F.normalize(torch.randn(count, embedding, generator=generator), dim=1).to(device)
 
@@ -107,18 +107,18 @@ def _as_multiplied(x: Tensor, case: TileCase) -> Tensor:
 
 
 def _gradient_tolerance(case: TileCase, device: str) -> float:
-    """Exact and TF32 products: logits are off by scale * roundings of s, and so is P."""
+    """Return the tolerance. In exact and TF32 products, the error of logits and of P is scale * roundings of s."""
     if case.precision == "tf32":
         return TILE_GRADIENT["tf32"] * max(1.0, case.scale / 20)
     if case.precision == "float32" or (case.precision == "auto" and case.dtype == torch.float32):
         return TILE_GRADIENT["float32"] * max(1.0, case.scale / 20)
-    # float16 features are themselves rounded to bfloat16 for the products with P; roundings of equal P do not average.
+    # float16 features too are rounded to bfloat16 for the products with P. Roundings of equal P do not average out.
     truncated = "bf16" if device == "cuda" else "bf16 truncated"
     return TILE_GRADIENT[truncated] * (1.5 if case.dtype == torch.float16 or case.vectors == "extreme" else 1.0)
 
 
 def _value_tolerance(case: TileCase) -> float:
-    """Absolute: float32 roundings of s (TF32: 2**-11 of both factors), times the scale."""
+    """Return the absolute tolerance: float32 roundings of s (TF32: 2**-11 of both factors), times the scale."""
     return 5e-6 + case.scale * (1e-3 if case.precision == "tf32" else 1e-6)
 
 

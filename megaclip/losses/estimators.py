@@ -50,8 +50,8 @@ class SampleIndex:
         outside = (ids < 0) | (ids >= self._samples)
         if outside.any():
             raise DataError(
-                f"sample id {int(ids[outside][0])} is outside the dataset of {self._samples} samples that the loss's "
-                f"state was made for; expected ids 0 to {self._samples - 1}: construct the loss with the dataset's size"
+                f"sample id {int(ids[outside][0])} is outside the dataset of {self._samples} samples; expected ids "
+                f"0 to {self._samples - 1}: construct the loss with the size of the dataset"
             )
 
     def owner(self, ids: Tensor) -> Tensor:

@@ -26,8 +26,10 @@ def plans() -> Iterator[Plan]:
 
 
 def check(batch: int, vectors: frozenset[int]) -> None:
-    """Check one case. Values 0 to 2 are scale, shift, weight of the rows, 3 to 5 of the columns; `vectors` differ per
-    sample, the others are numbers."""
+    """Check one case. Values 0 to 2 are the rows' scale, shift and weight, 3 to 5 those of the columns.
+
+    vectors: the values that differ per sample; the others are numbers.
+    """
     generator = torch.Generator().manual_seed(batch)
     total = batch * group_size()
     x, y = F.normalize(torch.randn(2, total, 9, generator=generator, dtype=torch.float64), dim=2)
