@@ -290,11 +290,6 @@ def _check_fastclip(section: MegaclipSection) -> None:
         raise ConfigError(
             "megaclip.fastclip.temperature_schedule threshold needs one global temperature (fastclip_v0, v3)"
         )
-    if not settings.temperature_min <= settings.temperature <= settings.temperature_max:
-        raise ConfigError(
-            "megaclip.fastclip.temperature must lie between temperature_min and temperature_max, got "
-            f"{settings.temperature} for {settings.temperature_min} to {settings.temperature_max}"
-        )
 
 
 def _check_is_object(name: str, section: Any) -> None:

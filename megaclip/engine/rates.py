@@ -23,7 +23,7 @@ from megaclip.comm.groups import resolve
 from megaclip.comm.machine import seconds, slowest_link
 from megaclip.data import ImageTransform
 from megaclip.models import ModelConfig, build_model
-from megaclip.ops.tiles import tile_grads, tile_stats
+from megaclip.ops.tiles import Terms, tile_grads, tile_stats
 from megaclip.planner.towers import Tower, image_tower, text_tower
 
 _DECODED_IMAGES = 64
@@ -80,7 +80,8 @@ def _loss(device: torch.device, dtype: torch.dtype, batch: int, embed_dim: int) 
 
     def forward_and_backward() -> None:
         row, col = tile_stats(x, y, 14.0, 14.0, diagonal=0)
-        tile_grads(x, y, 14.0, row, 1 / batch, 14.0, col, 1 / batch, diagonal=0, need_dots=False)
+        row_terms, col_terms = Terms(14.0, row, 1 / batch), Terms(14.0, col, 1 / batch)
+        tile_grads(x, y, row_terms, col_terms, diagonal=0, need_dots=False)
 
     return 8 * batch**2 * embed_dim / _median_seconds(forward_and_backward)
 

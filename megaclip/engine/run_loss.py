@@ -15,25 +15,18 @@ from megaclip.config import MegaclipSection
 from megaclip.engine.gradient_cache import ContrastiveLoss
 from megaclip.errors import CheckpointError
 from megaclip.losses import LOSSES, FastClipLoss
+from megaclip.losses.settings import LossSettings
 
 
 class RunLoss:
     """What `section` asks for, for a dataset of `samples` samples seen for `epochs` epochs."""
 
     def __init__(self, section: MegaclipSection, *, samples: int, epochs: float, device: torch.device) -> None:
-        options: dict[str, Any] = {
-            "exchange": section.exchange,
-            "reduction": section.reduction,
-            "payload": section.payload,
-            "implementation": section.implementation,
-            "tile_budget_mib": section.tile_budget_mib,
-        }
+        options: dict[str, Any] = section.model_dump(include=set(LossSettings.model_fields))
         if section.is_global:
-            options |= section.fastclip.model_dump(exclude_unset=True, exclude_none=True) | {"samples": samples}
-            self._gamma_epochs_are_ours = "gamma_epochs" not in options
+            options |= section.fastclip.model_dump(exclude_none=True) | {"samples": samples}
+            self._gamma_epochs_are_ours = section.fastclip.gamma_epochs is None
             options.setdefault("gamma_epochs", epochs / 2)  # FastCLIP, section 5: half of the epochs
-            state_device = options.pop("state_device", "cpu")
-            options["state_device"] = device if state_device == "accelerator" else "cpu"
         self._loss = LOSSES[section.loss](**options).to(device)
         self._global = self._loss if isinstance(self._loss, FastClipLoss) else None
 
@@ -65,7 +58,7 @@ class RunLoss:
             return None
         if self._global.gamma_schedule == "cosine" and self._gamma_epochs_are_ours:
             return "megaclip.fastclip.gamma_epochs, by default half of the epochs,"
-        if self._global.temperature_schedule == "cosine":
+        if self._global.settings.temperature_schedule == "cosine":
             return 'megaclip.fastclip.temperature_schedule "cosine"'
         return None
 

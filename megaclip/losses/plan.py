@@ -24,7 +24,7 @@ from megaclip.comm.groups import NodeGroup, RankGroup, by_node
 from megaclip.comm.machine import Machine, machine_of
 from megaclip.logging import get_logger, log_once
 from megaclip.losses.costs import LossCost, Sizes
-from megaclip.ops.tiles import accumulation_dtype
+from megaclip.ops.tiles import TileOptions, accumulation_dtype
 
 EXCHANGES = ("ring", "all_gather")
 REDUCTIONS = ("feature", "scalar")
@@ -38,15 +38,6 @@ _logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class TileOptions:
-    """How tiles are computed on the device; passed on to `megaclip.ops.tiles` as they are."""
-
-    precision: str = "auto"
-    implementation: str = "auto"
-    tile_budget_mib: float = 128
-
-
-@dataclass(frozen=True)
 class Plan:
     """Everything the distributed tiles need to know besides the features."""
 
@@ -56,17 +47,6 @@ class Plan:
     tiles: TileOptions
     need_dots: bool = True  # row_dot and col_dot, which only per-sample temperatures need
     payload: torch.dtype | None = None  # that features and their gradients travel in; None: as they are
-
-
-def check_choices(exchange: str, reduction: str, payload: str) -> None:
-    """Raise ValueError unless each is "auto" or one of the known choices."""
-    for name, value, known in (
-        ("exchange", exchange, ("auto", *EXCHANGES)),
-        ("reduction", reduction, ("auto", *REDUCTIONS)),
-        ("payload", payload, PAYLOADS),
-    ):
-        if value not in known:
-            raise ValueError(f"expected {name} to be one of {', '.join(known)}, got {value!r}")
 
 
 def make_plan(

@@ -48,7 +48,7 @@ def megaclip_loss_bytes(
     sizes: LossSizes,
     exchange: str,
     reduction: str,
-    tile_budget_mib: int,
+    tile_budget_mib: float,
     loss: str = "clip",
     *,
     payload_bytes: int = 4,

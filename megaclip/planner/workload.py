@@ -131,7 +131,7 @@ class Workload:
     reduction: str = "feature"
     payload_bytes: int = 4
     """Of a number of the embeddings' gradients between ranks."""
-    tile_budget_mib: int = 128
+    tile_budget_mib: float = 128
     data_offload: str = "auto"
     """Where the whole local batch waits: "auto", "cpu", "disk" or "reread" (nowhere)."""
     embeddings_offload: bool | str = "auto"

@@ -127,7 +127,7 @@ def through_the_engine(case: Case) -> Trained:
         update(engine)
         loss.update(step / STEPS)
     state = loss._loss.state
-    mine = torch.arange(SAMPLES)[state.index.owner(torch.arange(SAMPLES), WORLD_SIZE) == dist.get_rank()]
+    mine = torch.arange(SAMPLES)[state.index.owner(torch.arange(SAMPLES)) == dist.get_rank()]
     rows = state.values[state.index.slots(mine)].double().numpy()
     u, tau = np.full((2, SAMPLES, 2), np.nan)
     u[mine] = np.exp(rows[:, :2])
