@@ -81,7 +81,7 @@ MISTAKES = {
     "a file in the folder's place": Mistake(["cannot write", "noise.tar"], {"logs": "MADE/noise.tar"}),
     "an unwritable folder": Mistake(["cannot write", "/proc"], {"logs": "/proc"}),
     "nothing to resume": Mistake(["no checkpoint at", "nowhere"], {"resume": "MADE/nowhere"}),
-    "resume without a name": Mistake(["--resume auto needs --name"], {"resume": "auto", "name": None}),
+    "resume without a name": Mistake(["--resume auto requires --name"], {"resume": "auto", "name": None}),
     "a run that exists": Mistake(["holds a run already", "--resume auto"], {"logs": "MADE/runs"}),
     "fewer data on resume": Mistake(["4 files, now 3"], {**GOING_ON, "train_data": "TINY/train/0000[0-2].tar"}),
     "a changed shard on resume": Mistake(["00003.tar"], {**GOING_ON, "train_data": "MADE/train/*.tar"}),

@@ -48,6 +48,6 @@ def test_bad_samples_are_counted_over_all_ranks(data_offload, tiny_run, tmp_path
     assert json.loads((run / "metrics.json").read_text())["bad_samples"] == EXPECTED
     assert scalars(run)["train/bad_samples"] == {2: sum(EXPECTED.values())}
     listed = ", ".join(f"{count} {kind}" for kind, count in EXPECTED.items())
-    assert f"bad samples met and replaced until step 2: {listed}" in ends[0].output
+    assert f"bad samples replaced until step 2: {listed}" in ends[0].output
     assert f"bad samples left out of the evaluation: {listed}" in ends[0].output
     assert "undecodable image: spoilt.tar/" in ends[1].output

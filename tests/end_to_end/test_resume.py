@@ -99,7 +99,7 @@ def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded
     epochs: list[float] = []
     progress: list[float] = []
     seeds: list[int] = []
-    bind, update_loss, reseed, show_step = RunLoss.bind, RunLoss.update, RandomState.reseed, Metrics.step
+    bind, update_loss, reseed, show_step = RunLoss.bind, RunLoss.update, RandomState.reseed, Metrics.record_step
 
     def noting(loss: RunLoss, taken: Any, epoch: float) -> Any:
         ids.append(taken().tolist())
@@ -123,7 +123,7 @@ def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded
         patch.setattr(RunLoss, "bind", noting)
         patch.setattr(RunLoss, "update", updating)
         patch.setattr(RandomState, "reseed", reseeding)
-        patch.setattr(Metrics, "step", sending)
+        patch.setattr(Metrics, "record_step", sending)
         return Recorded(run_here(command, Path(store)), ids, epochs, progress, seeds)
 
 
@@ -243,7 +243,7 @@ def test_every_sample_once_an_epoch(runs):
 def test_a_signal_to_one_rank_stops_all_after_the_step(runs):
     first, second = runs.recorded["told"]
     assert len(first.ids) == len(second.ids) == TOLD_AFTER
-    assert f"stopped by SIGTERM after step {TOLD_AFTER}; go on with --name told --resume auto" in first.end.output
+    assert f"stopped by SIGTERM after step {TOLD_AFTER}; resume with --name told --resume auto" in first.end.output
 
 
 @pytest.mark.parametrize("runs", ["zero1"], indirect=True)
@@ -289,14 +289,14 @@ import os, signal, sys
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.run import main
 
-show_step = Metrics.step
+show_step = Metrics.record_step
 
 def step(metrics, number, *arguments):
     show_step(metrics, number, *arguments)
     if number == {KILLED_AFTER}:
         os.killpg(0, signal.SIGKILL)
 
-Metrics.step = step
+Metrics.record_step = step
 main(sys.argv[1:])
 """
 
