@@ -1,4 +1,4 @@
-"""A small run's inputs, shared by the end-to-end tests: digit scenes, a tokenizer, a tiny model, two ds_configs."""
+"""Inputs of a tiny run, shared by the end-to-end tests: digit scenes, a tokenizer, a model and two ds_configs."""
 
 import json
 import subprocess
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megaclip.data.tokenizers import train_sentencepiece
+from tests.end_to_end.training_runs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAINING_SCENES = 256
 MODEL = {
     "embed_dim": 16,
@@ -34,7 +34,7 @@ DS_CONFIG = {
     "gradient_clipping": 1.0,
     "optimizer": {
         "type": "AdamW",
-        # torch's AdamW needs no compiler; DeepSpeed's own would be built for the CPU first
+        # torch's AdamW, because DeepSpeed's own must be compiled first
         "params": {"lr": 0.002, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True},
     },
     "megaclip": {"loss": "clip", "exchange": "ring", "reduction": "feature"},
@@ -43,7 +43,7 @@ DS_CONFIG = {
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything that launch/train.py needs on two ranks; runs and outputs go elsewhere.
+    """Folder with all inputs of launch/train.py on two ranks; tests write their runs to other folders.
 
     train/*.tar (4 shards, 256 scenes), held_out/*.tar (32), zero_shot/ (20 labelled digits), tokenizer.model,
     model.json, zero1.json and zero3.json (ds_configs with a contrastive batch of 32).

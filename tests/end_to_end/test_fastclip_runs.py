@@ -1,6 +1,6 @@
-"""Whole runs with global contrastive losses: resumed exactly, their temperature exported, their state kept apart.
+"""Runs with global contrastive losses: they resume exactly, export their temperature, and refuse another loss's state.
 
-Two ranks and two chunks of the gradient cache, under ZeRO-1 and ZeRO-3; runs of several epochs would show the same.
+They use two ranks and two chunks of the gradient cache, with ZeRO-1 and ZeRO-3.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 from megaclip.checkpoint.consolidate import consolidated_weights
 from tests.end_to_end.training_runs import flags, run_in_ranks, scalars
 
-STEPS, SAVED = 10, 4  # an epoch has 8 steps: the second part meets known samples
+STEPS, SAVED = 10, 4  # an epoch has 8 steps, so the second part uses samples whose state was saved
 FASTCLIP = {
     "fastclip_v3": {"temperature_learning_rate": 0.01, "gamma_epochs": 2},
     "isogclr": {"temperature_learning_rate": 0.01, "temperature": 0.05, "rho": 7.0},
@@ -23,7 +23,7 @@ CASES = {"fastclip_v3": "zero3", "isogclr": "zero1"}
 
 @pytest.fixture(scope="module")
 def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each case whole and in two parts, and a wrong resume; the folder that holds them."""
+    """Folder of each case's run, as a whole and in two parts, and of a run that resumes with another loss."""
     folder = tmp_path_factory.mktemp("fastclip")
     commands = []
     for loss, stage in CASES.items():
@@ -58,7 +58,7 @@ def test_resume_is_exact(runs: Path, loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", CASES)
-def test_the_state_of_both_runs_is_the_same_and_complete(runs: Path, loss: str) -> None:
+def test_both_runs_save_the_same_complete_state(runs: Path, loss: str) -> None:
     seen = 0
     for rank in (0, 1):
         parts = [
@@ -70,10 +70,10 @@ def test_the_state_of_both_runs_is_the_same_and_complete(runs: Path, loss: str) 
         ]
         assert torch.equal(parts[0].nan_to_num(), parts[1].nan_to_num())
         seen += int((~parts[0][:, 0].isnan()).sum())
-    assert seen == 256  # every scene was met
+    assert seen == 256  # every scene was used
 
 
-def test_the_exported_scale_is_the_losses_own(runs: Path) -> None:
+def test_the_exported_scale_is_that_of_the_loss(runs: Path) -> None:
     checkpoints = runs / "fastclip_v3_whole" / "checkpoints"
     part = torch.load(checkpoints / f"step_{STEPS:08d}" / "loss_rank_00000.pt", weights_only=True)
     own = float(part["temperature"]["log_scale"])
@@ -84,5 +84,5 @@ def test_the_exported_scale_is_the_losses_own(runs: Path) -> None:
     assert shown[STEPS] == pytest.approx(math.exp(own), rel=1e-5)
 
 
-def test_another_loss_does_not_resume_it(runs: Path) -> None:
+def test_another_loss_cannot_resume_the_run(runs: Path) -> None:
     assert "holds per-sample state of a global contrastive loss" in (runs / "wrong.txt").read_text()
