@@ -70,27 +70,45 @@ def test_sigterm_ends_a_stuck_rank_if_another_rank_of_its_host_is_missing() -> N
         assert rank.wait(60) == 128 + signal.SIGTERM
 
 
-# A rank that stops because of a peer's signal, or has trained to its end, and then receives a signal itself.
-LATE_SIGNAL = """
+# For each argument LATE+PEER: a rank that stops because a peer has received PEER, or has trained to its end, and that
+# then receives LATE itself. Each rank is a fork of one process, because importing megaclip takes seconds.
+LATE_SIGNALS = """
 import os, signal, sys
 from megaclip.engine import stop
 
-of_peer = getattr(signal, sys.argv[2], None)
-stop.gather_integers = lambda own: [own, [of_peer or 0]]
-with stop.StopSignals() as signals:
-    assert signals.received_by_any_rank() == of_peer
-os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-os._exit(7)
+for case in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        late, of_peer = (getattr(signal, name, None) for name in case.split("+"))
+        stop.gather_integers = lambda own: [own, [of_peer or 0]]
+        with stop.StopSignals() as signals:
+            assert signals.received_by_any_rank() == of_peer
+        os.kill(os.getpid(), late)
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+LATE_CASES = ("SIGUSR1+SIGUSR1", "SIGTERM+SIGUSR1", "SIGINT+SIGUSR1", "SIGUSR1+none")
 
 
-@pytest.mark.parametrize(
-    ("late", "of_peer"), [("SIGUSR1", "SIGUSR1"), ("SIGTERM", "SIGUSR1"), ("SIGINT", "SIGUSR1"), ("SIGUSR1", "none")]
-)
-def test_a_late_signal_does_not_change_how_a_rank_ends(late: str, of_peer: str) -> None:
+@pytest.fixture(scope="module")
+def exit_codes() -> dict[str, int]:
+    """Exit code of each rank of LATE_SIGNALS, by its argument."""
     environment = {name: value for name, value in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
-    done = subprocess.run([sys.executable, "-c", LATE_SIGNAL, late, of_peer], cwd=ROOT, env=environment, timeout=600)
-    assert done.returncode == 7
+    done = subprocess.run(
+        [sys.executable, "-c", LATE_SIGNALS, *LATE_CASES],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    return dict(zip(LATE_CASES, map(int, done.stdout.split()), strict=True))
+
+
+@pytest.mark.parametrize("case", LATE_CASES)
+def test_a_late_signal_does_not_change_how_a_rank_ends(exit_codes: dict[str, int], case: str) -> None:
+    assert exit_codes[case] == 7
 
 
 def test_the_signal_handlers_are_restored_when_an_error_ends_the_run() -> None:
