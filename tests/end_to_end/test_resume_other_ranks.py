@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import DS_CONFIG
-from tests.end_to_end.training_runs import flags, launch, run_in_ranks, scalars
+from tests.end_to_end.training_runs import DS_CONFIG, flags, launch, run_in_ranks, scalars
 
 STEPS, SAVED = 11, 8  # an epoch has 8 steps, so the resumed steps use samples whose state was saved
 TOLERANCE = 2e-6

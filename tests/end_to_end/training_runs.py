@@ -24,6 +24,33 @@ from tests.distributed.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD_SIZE = 2
+MODEL = {
+    "embed_dim": 16,
+    "vision_position_init": "sin_cos_2d",
+    "vision_cfg": {"image_size": 24, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {
+        "context_length": 24,
+        "vocab_size": 128,
+        "width": 32,
+        "heads": 2,
+        "layers": 2,
+        "eos_id": 2,
+        "pool_type": "eos",
+    },
+}
+# Two ranks x two chunks of 8 pairs: the contrastive batch is 32.
+DS_CONFIG = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {
+        "type": "AdamW",
+        # torch's AdamW, because DeepSpeed's own must be compiled first
+        "params": {"lr": 0.002, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True},
+    },
+    "megaclip": {"loss": "clip", "exchange": "ring", "reduction": "feature"},
+}
 
 
 @dataclass
