@@ -118,8 +118,8 @@ def sum_counts(counts: Mapping[str, int], *, group: Any = None) -> dict[str, int
 def wait_for_all_ranks(*, group: Any = None) -> None:
     """Return when every rank of the group has called this function.
 
-    Call it before a rank may exit early: a peer that is still connecting fails if its partner has gone, and a launcher
-    ends the other ranks when the first one exits. The host itself waits, also with NCCL.
+    Call it where a rank may exit while others are still busy. A rank that is still connecting fails if its peer has
+    exited, and a launcher ends the other ranks when the first one exits. The host itself waits, also with NCCL.
     """
     gather_integers([0], group=group)
 
