@@ -138,11 +138,6 @@ def raise_on_all_ranks(*, group: Any = None) -> Iterator[None]:
         yield
     except Exception as problem:
         error = problem
-    raise_together(error, group=group)
-
-
-def raise_together(error: Exception | None, *, group: Any = None) -> None:
-    """Raise one error on all ranks if any rank passes one, by the rules of `raise_on_all_ranks`; else return."""
     ranks = resolve(group)
     failed = gather_integers([int(error is not None)], group=ranks)
     if any(flag for (flag,) in failed):
