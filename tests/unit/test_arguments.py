@@ -104,5 +104,6 @@ def test_who_says_what_is_wrong(monkeypatch, caplog, rank, patience_s, speaks):
     """The first rank at once; the others after it, if it has not ended them by then."""
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
-    assert main(["--deepspeed_config", "nowhere.json", "--model", "x", "--train-data", "y"], patience_s=patience_s) == 1
+    argv = ["--deepspeed_config", "nowhere.json", "--model", "x", "--train-data", "y"]
+    assert main(argv, other_ranks_delay_s=patience_s) == 1
     assert ("nowhere.json" in caplog.text) == speaks
