@@ -73,7 +73,7 @@ class _Timers(_Strict):
 class DsConfig(_Strict):
     """Every setting of ds_config.json that is accepted. Settings left out have DeepSpeed's defaults."""
 
-    megaclip: MegaclipSection = Field(default_factory=MegaclipSection)
+    megaclip: MegaclipSection = MegaclipSection.model_validate({})
 
     train_batch_size: PositiveInt | None = None
     train_micro_batch_size_per_gpu: PositiveInt | None = None

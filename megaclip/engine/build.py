@@ -119,7 +119,7 @@ def _check_offload_to_disk(config: TrainingConfig) -> None:
 
 
 def _check_quantized_collectives(config: TrainingConfig) -> None:
-    """Raise ConfigError if ZeRO++'s quantized collectives are requested on a CPU, where DeepSpeed has no op for them."""
+    """Raise ConfigError if ZeRO++'s quantized collectives are requested on a CPU, which DeepSpeed has no op for."""
     quantized = [name for name, value in config.zero if name.startswith("zero_quantized_") and value]
     if quantized and get_accelerator().device_name() == "cpu":
         raise ConfigError(f"{config.path}: zero_optimization.{quantized[0]} requires a GPU; leave it out on a CPU")
@@ -157,10 +157,7 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel)
 def _warn_of_bf16_accumulation(config: TrainingConfig, chunks: int) -> None:
     """Warn when many gradient chunks accumulate in bfloat16 by default."""
     if config.accumulates_in_bf16 and config.grad_accum_dtype is None and chunks > _MANY_CHUNKS:
-        logger.warning(
-            "gradients of %d chunks accumulate in bfloat16, which loses small values; set %s",
-            chunks,
-            'data_types.grad_accum_dtype to "fp32"'
-            if config.zero_stage > 1
-            else "megaclip.coalesce_gradient_reduction",
+        cure = (
+            'data_types.grad_accum_dtype to "fp32"' if config.zero_stage > 1 else "megaclip.coalesce_gradient_reduction"
         )
+        logger.warning("gradients of %d chunks accumulate in bfloat16, which loses small values; set %s", chunks, cure)

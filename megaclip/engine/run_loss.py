@@ -15,19 +15,25 @@ from megaclip.config import MegaclipSection
 from megaclip.engine.gradient_cache import ContrastiveLoss
 from megaclip.errors import CheckpointError
 from megaclip.losses import LOSSES, FastClipLoss
-from megaclip.losses.settings import LossSettings
 
 
 class RunLoss:
     """The loss that `section` selects, for a dataset of `samples` samples and a run of `epochs` epochs."""
 
     def __init__(self, section: MegaclipSection, *, samples: int, epochs: float, device: torch.device) -> None:
-        options: dict[str, Any] = {name: getattr(section, name) for name in LossSettings.model_fields}
+        options: dict[str, Any] = {
+            "exchange": section.exchange,
+            "reduction": section.reduction,
+            "payload": section.payload,
+            "implementation": section.implementation,
+            "tile_budget_mib": section.tile_budget_mib,
+        }
         if section.is_global:
             options |= section.fastclip.model_dump(exclude_unset=True, exclude_none=True) | {"samples": samples}
-            self._default_gamma_epochs = "gamma_epochs" not in options
+            self._gamma_epochs_are_ours = "gamma_epochs" not in options
             options.setdefault("gamma_epochs", epochs / 2)  # FastCLIP, section 5: half of the epochs
-            options["state_device"] = device if section.fastclip.state_device == "accelerator" else "cpu"
+            state_device = options.pop("state_device", "cpu")
+            options["state_device"] = device if state_device == "accelerator" else "cpu"
         self._loss = LOSSES[section.loss](**options).to(device)
         self._global = self._loss if isinstance(self._loss, FastClipLoss) else None
 
@@ -61,8 +67,8 @@ class RunLoss:
         """The setting of the loss whose effect depends on the number of steps in the run, or None."""
         if self._global is None:
             return None
-        if self._global.gamma_schedule == "cosine" and self._default_gamma_epochs:
-            return "the default of megaclip.fastclip.gamma_epochs"
+        if self._global.gamma_schedule == "cosine" and self._gamma_epochs_are_ours:
+            return "megaclip.fastclip.gamma_epochs, by default half of the epochs,"
         if self._global.temperature_schedule == "cosine":
             return 'megaclip.fastclip.temperature_schedule "cosine"'
         return None
@@ -82,6 +88,5 @@ class RunLoss:
             self._global.load_checkpoint_state(parts)
         elif next(iter(parts), None) is not None:
             raise CheckpointError(
-                "the checkpoint holds per-sample state of a global contrastive loss; set megaclip.loss to the loss of that "
-                "run"
+                "the checkpoint holds per-sample state of a global contrastive loss; set megaclip.loss to that loss"
             )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megaclip.config import TrainingConfig
+from megaclip.config.optimizers import AdamParams, SgdParams
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.models import ModelConfig
 from megaclip.models.clip import ClipModel
@@ -58,9 +59,7 @@ class ZeroSettings:
     @classmethod
     def of(cls, config: TrainingConfig) -> "ZeroSettings":
         """DeepSpeed's own defaults for what the file leaves out."""
-        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-        zero = DeepSpeedZeroConfig(**config.deepspeed.get("zero_optimization", {}))
+        zero = config.zero
         return cls(
             stage=config.zero_stage,
             reduce_bucket=zero.reduce_bucket_size,
@@ -169,7 +168,7 @@ class Workload:
         batch, section = config.batch_plan(world_size), config.megaclip
         local_batch = batch.micro_batch * batch.accumulation
         compute_bytes = 2 if config.bf16 else 4
-        accumulate = config.deepspeed.get("data_types", {}).get("grad_accum_dtype")
+        accumulate = config.grad_accum_dtype
         sums = section.coalesce_gradient_reduction and config.bf16 and not config.accumulates_in_bf16
         return cls(
             model=model,
@@ -276,16 +275,16 @@ def _sample_columns(loss: str) -> int:
 def _optimizer_state_bytes(config: TrainingConfig) -> int:
     """Float32 states per parameter: two moments (Adam, LAMB), one (Lion, SGD with momentum), none that counts
     (Adafactor)."""
-    optimizer = config.deepspeed["optimizer"]
-    if optimizer["type"] == "SGD":
-        return 4 if optimizer.get("params", {}).get("momentum") else 0
-    return {"Adafactor": 0, "Lion": 4}.get(optimizer["type"], 8)
+    optimizer = config.optimizer
+    if isinstance(optimizer.params, SgdParams):
+        return 4 if optimizer.params.momentum else 0
+    return {"Adafactor": 0, "Lion": 4}.get(optimizer.type, 8)
 
 
 def _optimizer_temporary_bytes(config: TrainingConfig) -> int:
     """torch's Adam works on whole tensors and holds the square roots of the second moments, timm's optimizers the
     update, too; DeepSpeed's Adam is fused."""
-    optimizer = config.deepspeed["optimizer"]
-    if optimizer["type"] in ("Lion", "Lamb"):
-        return {"Lion": 4, "Lamb": 8}[optimizer["type"]]
-    return 4 if optimizer["type"] in ("Adam", "AdamW") and optimizer.get("params", {}).get("torch_adam") else 0
+    optimizer = config.optimizer
+    if optimizer.type in ("Lion", "Lamb"):
+        return {"Lion": 4, "Lamb": 8}[optimizer.type]
+    return 4 if isinstance(optimizer.params, AdamParams) and optimizer.params.torch_adam else 0

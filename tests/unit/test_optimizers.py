@@ -1,4 +1,4 @@
-"""timm's optimizers, where DeepSpeed's of the same names differ. tests/distributed/test_engine.py tests whole updates."""
+"""timm's optimizers, where DeepSpeed's of the same names differ. Whole updates: tests/distributed/test_engine.py."""
 
 import sys
 

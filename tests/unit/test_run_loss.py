@@ -41,14 +41,14 @@ def test_the_settings_of_the_section_reach_the_loss() -> None:
         assert {key: getattr(loss.tiles, key) for key in tiles} == tiles
 
 
-def test_the_defaults_of_the_section_are_those_of_the_loss() -> None:
+def test_the_sections_defaults_are_the_losss() -> None:
     arguments = inspect.signature(FastClipLoss).parameters
     defaults = {name: field.default for name, field in FastClipSettings.model_fields.items() if name != "gamma_epochs"}
     defaults["temperature_betas"] = tuple(defaults["temperature_betas"])
     assert defaults == {name: arguments[name].default for name in defaults}
 
 
-def test_gamma_falls_over_half_of_the_run_by_default() -> None:
+def test_gamma_falls_over_half_of_the_run_unless_told() -> None:
     for given, expected in (({}, 10), ({"gamma_epochs": None}, 10), ({"gamma_epochs": 3}, 3)):
         section = MegaclipSection(loss="fastclip_v3", fastclip=given)
         loss = RunLoss(section, samples=9, epochs=20, device=torch.device("cpu"))._loss
