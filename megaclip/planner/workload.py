@@ -59,7 +59,9 @@ class ZeroSettings:
     @classmethod
     def of(cls, config: TrainingConfig) -> "ZeroSettings":
         """DeepSpeed's own defaults for what the file leaves out."""
-        zero = config.zero
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+        zero = DeepSpeedZeroConfig(**config.deepspeed.get("zero_optimization", {}))
         return cls(
             stage=config.zero_stage,
             reduce_bucket=zero.reduce_bucket_size,
