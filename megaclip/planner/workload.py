@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from megaclip.config import TrainingConfig
-from megaclip.config.optimizers import AdamParams, SgdParams
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.models import ModelConfig
 from megaclip.models.clip import ClipModel
@@ -170,7 +169,7 @@ class Workload:
         batch, section = config.batch_plan(world_size), config.megaclip
         local_batch = batch.micro_batch * batch.accumulation
         compute_bytes = 2 if config.bf16 else 4
-        accumulate = config.grad_accum_dtype
+        accumulate = config.deepspeed.get("data_types", {}).get("grad_accum_dtype")
         sums = section.coalesce_gradient_reduction and config.bf16 and not config.accumulates_in_bf16
         return cls(
             model=model,
@@ -278,8 +277,8 @@ def _optimizer_state_bytes(config: TrainingConfig) -> int:
     """Float32 states per parameter: two moments (Adam, LAMB), one (Lion, SGD with momentum), none that counts
     (Adafactor)."""
     optimizer = config.optimizer
-    if isinstance(optimizer.params, SgdParams):
-        return 4 if optimizer.params.momentum else 0
+    if optimizer.type == "SGD":
+        return 4 if getattr(optimizer.params, "momentum", 0) else 0
     return {"Adafactor": 0, "Lion": 4}.get(optimizer.type, 8)
 
 
@@ -289,4 +288,4 @@ def _optimizer_temporary_bytes(config: TrainingConfig) -> int:
     optimizer = config.optimizer
     if optimizer.type in ("Lion", "Lamb"):
         return {"Lion": 4, "Lamb": 8}[optimizer.type]
-    return 4 if isinstance(optimizer.params, AdamParams) and optimizer.params.torch_adam else 0
+    return 4 if getattr(optimizer.params, "torch_adam", False) else 0
