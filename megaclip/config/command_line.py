@@ -32,18 +32,14 @@ class TrainArguments(BaseModel):
         "saved or hub datasets; several entries make a mixture",
     )
     train_data_weights: list[Annotated[float, Field(gt=0)]] = Field(
-        default=[], description="weights of the mixture, one per --train-data entry (default: the sizes)"
+        default=[], description="mixture weights, one per --train-data entry (default: by size)"
     )
     dataset_type: Literal["auto", "webdataset", "parquet", "csv", "json", "imagefolder", "saved", "hub"] = Field(
         default="auto", description="format of --train-data and --val-data; 'auto' recognises it by their names"
     )
-    image_key: str | None = Field(
-        default=None, description="column or file extension of the images (default: found by name)"
-    )
-    caption_key: str | None = Field(
-        default=None, description="column or file extension of the captions (default: found by name)"
-    )
-    val_data: list[str] = Field(default=[], description="held-out image-text pairs, on which retrieval is evaluated")
+    image_key: str | None = Field(default=None, description="column or extension of the images")
+    caption_key: str | None = Field(default=None, description="column or extension of the captions")
+    val_data: list[str] = Field(default=[], description="held-out image-text pairs for retrieval")
     group_captions: bool = Field(default=False, description="--val-data has several captions per image (COCO, Flickr)")
     zeroshot_data: str | None = Field(
         default=None,
@@ -65,7 +61,7 @@ class TrainArguments(BaseModel):
         description="folder for the images that megaclip.data_offload keeps on disk (default: the run's folder)",
     )
     max_bad_fraction: float = Field(
-        default=0.01, ge=0, le=1, description="largest fraction of unreadable samples; the run stops above it"
+        default=0.01, ge=0, le=1, description="stop above this fraction of unreadable samples"
     )
     aug_scale: tuple[float, float] = Field(
         default=(0.9, 1.0),
@@ -89,19 +85,13 @@ class TrainArguments(BaseModel):
 
     pretrained: str | None = Field(default=None, description="initial weights: an open_clip file or folder")
     lock_image: bool = Field(default=False, description="freeze the image tower")
-    lock_image_unlocked_groups: NotNegative = Field(
-        default=0, description="with --lock-image: number of last layer groups that are trained"
-    )
+    lock_image_unlocked_groups: NotNegative = Field(default=0, description="number of last layer groups to train")
     lock_text: bool = Field(default=False, description="freeze the text tower")
-    lock_text_unlocked_layers: NotNegative = Field(
-        default=0, description="with --lock-text: number of last layers that are trained"
-    )
+    lock_text_unlocked_layers: NotNegative = Field(default=0, description="number of last layers to train")
     force_patch_dropout: float | None = Field(
-        default=None, ge=0, lt=1, description="fraction of patches to drop, instead of the model's"
+        default=None, ge=0, lt=1, description="patch dropout, instead of the model's"
     )
-    logit_scale_max: float = Field(
-        default=100.0, ge=1, description="upper bound of exp(logit_scale); the lower bound is 1"
-    )
+    logit_scale_max: float = Field(default=100.0, ge=1, description="upper bound of exp(logit_scale), at least 1")
 
     epochs: Positive | None = Field(default=None, description="passes over the training data (default 32)")
     train_steps: Positive | None = Field(default=None, description="number of optimizer steps, instead of --epochs")
@@ -110,18 +100,12 @@ class TrainArguments(BaseModel):
         description="number of warm-up steps (default: 10000, or a tenth of the run's steps if that is less)",
     )
     lr_scheduler: Literal["cosine", "const", "const-cooldown"] = Field(
-        default="cosine", description="schedule of the learning rate"
+        default="cosine", description="learning rate schedule"
     )
-    epochs_cooldown: Positive | None = Field(
-        default=None, description="with const-cooldown: epochs of the cooldown at the end"
-    )
-    cooldown_steps: Positive | None = Field(
-        default=None, description="with const-cooldown: steps of the cooldown at the end"
-    )
-    lr_cooldown_power: float = Field(
-        default=1.0, gt=0, description="with const-cooldown: power of the polynomial decay"
-    )
-    lr_cooldown_end: float = Field(default=0.0, ge=0, description="with const-cooldown: learning rate at the end")
+    epochs_cooldown: Positive | None = Field(default=None, description="epochs of cooldown at the end (const-cooldown)")
+    cooldown_steps: Positive | None = Field(default=None, description="steps of cooldown at the end (const-cooldown)")
+    lr_cooldown_power: float = Field(default=1.0, gt=0, description="power of the decay (const-cooldown)")
+    lr_cooldown_end: float = Field(default=0.0, ge=0, description="last learning rate (const-cooldown)")
     seed: NotNegative = Field(default=0, description="seed of the data order, augmentation, initialisation and dropout")
 
     logs: str = Field(default="runs", description="folder of all runs")
@@ -139,7 +123,7 @@ class TrainArguments(BaseModel):
     keep_last: Positive = Field(default=3, description="number of latest checkpoints to keep")
     val_frequency: NotNegative = Field(default=1, description="epochs between evaluations; 0 evaluates only at the end")
     eval_every_steps: Positive | None = Field(
-        default=None, description="steps between evaluations, instead of --val-frequency"
+        default=None, description="steps between evaluations (replaces --val-frequency)"
     )
     eval_batch_size: Positive = Field(default=64, description="batch size of the evaluation, per rank")
     log_every_n_steps: Positive = Field(
@@ -163,9 +147,7 @@ class TrainArguments(BaseModel):
     @model_validator(mode="after")
     def _check_combinations(self) -> "TrainArguments":
         if self.epochs and self.train_steps:
-            raise ValueError(
-                f"--epochs {self.epochs} and --train-steps {self.train_steps} exclude each other; use one of them"
-            )
+            raise ValueError("--epochs and --train-steps exclude each other; use one of them")
         cooldown = self.epochs_cooldown or self.cooldown_steps
         if (self.lr_scheduler == "const-cooldown") != bool(cooldown):
             raise ValueError(

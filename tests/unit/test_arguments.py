@@ -97,10 +97,7 @@ def test_the_help_shows_each_flag_once_with_short_names_of_its_values():
 
 def test_the_help_names_every_choice():
     described = {action.dest: action.help for action in build_parser()._actions}
-    assert (
-        described["lr_scheduler"]
-        == "schedule of the learning rate; one of cosine, const, const-cooldown (default cosine)"
-    )
+    assert described["lr_scheduler"] == "learning rate schedule; one of cosine, const, const-cooldown (default cosine)"
     assert get_args(TrainArguments.model_fields["dataset_type"].annotation) == DATASET_TYPES
     assert all(name in described["dataset_type"] for name in DATASET_TYPES)
 
