@@ -7,7 +7,7 @@ rank raises the same DataError, which is a ValueError.
 
 from torch import Tensor
 
-from megaclip.comm.collectives import gather_integers, raise_together
+from megaclip.comm.collectives import gather_integers, raise_on_all_ranks
 from megaclip.comm.groups import RankGroup
 from megaclip.errors import DataError
 from megaclip.ops.tiles import FEATURE_DTYPES
@@ -34,7 +34,9 @@ def check_features(
         problem = error
     signatures = gather_integers(signature, group=ranks)
     if any(failed for failed, *_ in signatures):
-        raise_together(problem, group=ranks)
+        with raise_on_all_ranks(group=ranks):
+            if problem is not None:
+                raise problem
     for rank, other in enumerate(signatures):
         if other != signatures[0]:
             raise DataError(

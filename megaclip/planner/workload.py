@@ -276,16 +276,16 @@ def _sample_columns(loss: str) -> int:
 def _optimizer_state_bytes(config: TrainingConfig) -> int:
     """Float32 states per parameter: two moments (Adam, LAMB), one (Lion, SGD with momentum), none that counts
     (Adafactor)."""
-    optimizer = config.deepspeed["optimizer"]
-    if optimizer["type"] == "SGD":
-        return 4 if optimizer.get("params", {}).get("momentum") else 0
-    return {"Adafactor": 0, "Lion": 4}.get(optimizer["type"], 8)
+    optimizer = config.optimizer
+    if optimizer.type == "SGD":
+        return 4 if getattr(optimizer.params, "momentum", 0) else 0
+    return {"Adafactor": 0, "Lion": 4}.get(optimizer.type, 8)
 
 
 def _optimizer_temporary_bytes(config: TrainingConfig) -> int:
     """torch's Adam works on whole tensors and holds the square roots of the second moments, timm's optimizers the
     update, too; DeepSpeed's Adam is fused."""
-    optimizer = config.deepspeed["optimizer"]
-    if optimizer["type"] in ("Lion", "Lamb"):
-        return {"Lion": 4, "Lamb": 8}[optimizer["type"]]
-    return 4 if optimizer["type"] in ("Adam", "AdamW") and optimizer.get("params", {}).get("torch_adam") else 0
+    optimizer = config.optimizer
+    if optimizer.type in ("Lion", "Lamb"):
+        return {"Lion": 4, "Lamb": 8}[optimizer.type]
+    return 4 if getattr(optimizer.params, "torch_adam", False) else 0

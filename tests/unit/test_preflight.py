@@ -1,5 +1,6 @@
 """The plan before a run: refused on a GPU that is too small, logged on a CPU, skipped when asked."""
 
+import contextlib
 import json
 import os
 import sys
@@ -187,21 +188,23 @@ def test_what_a_killed_compilation_has_left_is_named(tmp_path: Path, monkeypatch
     assert line.startswith(f"{old} is ") and "delete it" in line
 
 
+REQUIRED = {"gradient_clipping": 0.0, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
+
+
 def test_offload_to_disk_without_libaio_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    config = TrainingConfig(Path("ds.json"), {"zero_optimization": zero}, MegaclipSection())
+    config = TrainingConfig(Path("ds.json"), {**REQUIRED, "zero_optimization": zero}, MegaclipSection())
     monkeypatch.setattr(build.AsyncIOBuilder, "is_compatible", lambda self: False)
-    monkeypatch.setattr(build, "raise_together", raise_alone)
-    with pytest.raises(ConfigError, match=r"offload_param.device \"nvme\" needs libaio.*libaio-dev"):
+    monkeypatch.setattr(build, "raise_on_all_ranks", contextlib.nullcontext)
+    with pytest.raises(ConfigError, match=r"offload_param.device \"nvme\" requires .* libaio.*libaio-dev"):
         build.build_engine(config, arguments=None, model_config=None)
     monkeypatch.setitem(build.installed_ops, "async_io", True)  # compiled when DeepSpeed was installed
-    assert build._disk_offload_error(config) is None
+    build._check_offload_to_disk(config)
 
 
 def test_quantized_collectives_on_a_cpu_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TrainingConfig(
-        Path("ds.json"), {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, MegaclipSection()
-    )
-    monkeypatch.setattr(build, "raise_together", raise_alone)
-    with pytest.raises(ConfigError, match=r"zero_optimization\.zero_quantized_gradients needs a GPU"):
+    zero = {"stage": 3, "zero_quantized_gradients": True}
+    config = TrainingConfig(Path("ds.json"), {**REQUIRED, "zero_optimization": zero}, MegaclipSection())
+    monkeypatch.setattr(build, "raise_on_all_ranks", contextlib.nullcontext)
+    with pytest.raises(ConfigError, match=r"zero_optimization\.zero_quantized_gradients requires a GPU"):
         build.build_engine(config, arguments=None, model_config=None)
