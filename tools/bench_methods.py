@@ -30,6 +30,7 @@ from megaclip.config import TrainArguments, TrainingConfig, load_training_config
 from megaclip.data import Batch, ImageTransform, PairDataset, TrainLoader, load_tokenizer
 from megaclip.data.batch import RawSample
 from megaclip.engine.inputs import Inputs, read_inputs
+from megaclip.engine.preflight import plan_run
 from megaclip.engine.run import Run
 from megaclip.models import build_model, load_model_config
 from megaclip.models.open_clip_keys import to_open_clip
@@ -203,7 +204,8 @@ class MegaclipSteps:
         (folder / "checkpoints").mkdir()
         arguments = _arguments(case, folder)
         inputs = _inputs(case, arguments)
-        self._run = Run(arguments, inputs, inputs.config.batch_plan(dist.get_world_size()), folder)
+        batch_plan = inputs.config.batch_plan(dist.get_world_size())
+        self._run = Run(arguments, inputs, batch_plan, folder, plan_run(arguments, inputs))
         self._data = self._run.open_data()
         self._batch = self._data.__enter__()
         bind, update = self._run.loss.bind, self._run.engine.step

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megaclip.engine.data_offload import Place, Slots, choose_place, embeddings_on_cpu, free_memory
 
 from megaclip.engine import data_offload
-from megaclip.engine.data_offload import Place, Slots, choose_place, embeddings_on_cpu, free_memory
 from megaclip.errors import ConfigError
 
 CPU = torch.device("cpu")
