@@ -1,4 +1,4 @@
-"""The planner's step times: terms, what overlaps, bytes to ranks, host and disk, and the rates that divide them."""
+"""The planner's step times: terms, overlap, bytes to ranks and disk, and the rates."""
 
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -11,7 +11,6 @@ from megaclip.models import load_model_config
 from megaclip.planner import describe, plan_time
 from megaclip.planner.cluster import Rates, parse_size, rates_json
 from megaclip.planner.towers import image_tower, text_tower
-from megaclip.planner.traffic import offload_traffic, parameter_traffic
 from tests.unit.planner_cases import GIB, H200, of_batch, workload
 from tools.bench_peers import OPEN_CLIP_ACCUMULATING, peer_step_seconds
 
@@ -37,49 +36,12 @@ def test_time_has_one_more_forward_with_the_cache_and_the_loss_wins_at_a_huge_ba
     assert locked.towers == pytest.approx(step.towers - 3 * forward)
 
 
-def test_zero_3_gathers_a_frozen_tower_once_per_chunk(tmp_path: Path) -> None:
-    job = workload(tmp_path, zero_optimization={"stage": 3}).with_batch(text_micro_batch=256)
-    image, text = (tower.total for tower in job.parameters)
-    share = 2 * 7 / 8  # bytes of bfloat16; seven of eight ranks' parts arrive
-    chunks = {"image": 4096 // 512, "text": 4096 // 256}
-    trained = (3 + 1) * (image * chunks["image"] + text * chunks["text"])  # three passes, and gradients
-    trained += (2 + 1) * text  # takes part in the first backward pass, with a blank row
-    assert parameter_traffic(job) == pytest.approx(share * trained)
-    frozen = image * chunks["image"] + (3 + 1) * text * chunks["text"]
-    assert parameter_traffic(replace(job, image_unlocked=0)) == pytest.approx(share * frozen)
-
-
-@pytest.mark.parametrize("coalesce", [False, True], ids=["", "coalesced"])
-@pytest.mark.parametrize(("stage", "accumulate"), [(1, "bf16"), (2, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32")])
-def test_offload_moves_what_deepspeed_copies(tmp_path: Path, stage: int, accumulate: str, coalesce: bool) -> None:
-    """Copy by copy, in bytes of a whole model, over the passes of a gradient cache of 2 image and 4 text chunks."""
-    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
-    zero |= {"offload_param": {"device": "cpu"}} if stage == 3 else {}
-    types = {} if accumulate == "bf16" else {"grad_accum_dtype": "fp32"}
-    section = {"coalesce_gradient_reduction": coalesce}
-    job = workload(tmp_path, zero_optimization=zero, data_types=types, megaclip=section)
-    job = job.with_batch(1024, text_micro_batch=256)
-    image, text = (tower.total for tower in job.parameters)
-    both, copied, wide = image + text, 0, 4 if accumulate == "fp32" else 2
-    backward = [image, image, text, text, text, text]
-    if not coalesce:
-        backward[0] = backward[-1] = both  # so that all take part in the first and the last
-    if stage == 3:
-        copied += 2 * (sum([image, image, text, text, text, text]) + 2 * sum(backward))  # parameters up
-        for pass_ in [both] if coalesce else backward:
-            copied += 2 * wide * pass_  # down to be kept, and up, or up to be added to, and down
-    else:
-        copied += 2 * both  # the new working copy goes up
-        if stage == 1 or (coalesce and accumulate == "bf16"):
-            copied += 2 * 2 * both
-        elif accumulate == "bf16":
-            copied += 2 * backward[0]  # kept
-            copied += sum(2 * 2 * pass_ for pass_ in backward[1:])  # added to
-    copied += 4 * both  # float32, for the step
-    assert offload_traffic(job) == pytest.approx(copied / 8)
+def test_offload_takes_time_on_gpus_only(tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    job = workload(tmp_path, zero_optimization=zero)
     rates = replace(H200.rates, host_to_device=1e9, decoded=1e9)
-    step, faster = (plan_time(job, describe(gpus=8, rates=each)) for each in (rates, H200.rates))
-    assert step.offload == pytest.approx(copied / 8 / 1e9) and step.total - faster.total > 0.9 * step.offload
+    slow, fast = (plan_time(job, describe(gpus=8, rates=each)) for each in (rates, H200.rates))
+    assert slow.offload > fast.offload and slow.total - fast.total > 0.9 * slow.offload
     assert plan_time(job, describe(gpu="cpu", gpus=8)).offload == 0
 
 
