@@ -1,7 +1,7 @@
 """Measured traffic equals the formulas on 4 ranks, for every exchange and reduction, FastCLIP, and both baselines.
 
-Features in bfloat16 and in float32 at several sizes: features, gradients and per-sample values then weigh differently,
-so a formula with a wrong share cannot pass. No test runs at one size only.
+Features are in bfloat16 and in float32, at several sizes. The shares of features, gradients and per-sample values then
+differ, so a formula with a wrong share fails.
 """
 
 import itertools
@@ -58,7 +58,7 @@ def check_formulas() -> list[str]:
 
 
 def check_parts() -> list[str]:
-    """The benchmark's measured parts, one by one, are the formula's."""
+    """Compare each part that the benchmark measures with the formula's."""
     if group_size() == 1:
         return []
     return [
@@ -69,9 +69,9 @@ def check_parts() -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_measured_is_what_the_formulas_say(world_size: int) -> None:
+def test_measured_bytes_equal_the_formulas(world_size: int) -> None:
     assert run_ranks(check_formulas, world_size) == [[]] * world_size
 
 
-def test_the_parts_are_told_apart() -> None:
+def test_each_measured_part_equals_its_formula() -> None:
     assert run_ranks(check_parts, 4) == [[]] * 4
