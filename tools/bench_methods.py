@@ -1,7 +1,7 @@
 """The methods that tools/bench_train.py compares: training steps of this project and of open_clip, on equal samples.
 
-Both start from the same weights, take their samples from this project's loader and normalise them on the device, so only
-model, loss and step differ. `MegaclipSteps` is the run of launch/train.py, one `step()` at a time. `OpenClipSteps`
+Both start from the same weights, take their samples from this project's loader and normalise them on the device, so
+only model, loss and step differ. `MegaclipSteps` is the run of launch/train.py, one `step()` at a time. `OpenClipSteps`
 repeats open_clip 3.3.0's trainer with `--accum-freq k --local-loss --gather-with-grad` (`open_clip_train/train.py`):
 embed each micro-batch without a graph and keep all of them on the GPU; then encode each again and evaluate the loss
 over the whole batch, k times.
@@ -334,9 +334,7 @@ class OpenClipSteps:
         with torch.no_grad():
             self._bare.logit_scale.clamp_(0, math.log(100))
         end()
-        return (
-            sum(gather_objects(float(loss.detach()))) / self._batch_plan.world_size
-        )  # mean of the ranks' local losses
+        return sum(gather_objects(float(loss.detach()))) / self._batch_plan.world_size  # mean of local losses
 
 
 METHODS: dict[str, Callable[[Case, Clock], MegaclipSteps | OpenClipSteps]] = {

@@ -53,9 +53,7 @@ class Rates:
             measured = [field.name for field in fields(cls) if field.name in values or field.name not in _LINKS]
             return replace(preset, **{name: float(values[name]) for name in measured})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"--rates {str(path)!r} is not a file of tools/plan.py --calibrate ({error!r}); measure the rates again"
-            ) from None
+            raise ConfigError(f"--rates {str(path)!r} is not a file of tools/plan.py --calibrate: {error!r}") from None
 
 
 def rates_json(machine: str, measured: Mapping[str, float]) -> str:
@@ -114,7 +112,7 @@ class Cluster:
 
     @property
     def usable_nvme(self) -> float | None:
-        """Bytes of the disk that ZeRO-3 offloads to that a plan may use, if that is another disk."""
+        """Bytes of `nvme` that a plan may use."""
         return None if self.nvme is None else self.nvme * HOST_MARGIN
 
 
@@ -156,14 +154,9 @@ def describe(
     link: str | None = None,
     network: str | None = None,
 ) -> Cluster:
-    """Return the cluster that the command line describes, with `gpus` per host.
-
-    Raises ConfigError for an unknown GPU, a number below 1, or a size that it cannot read.
-    """
+    """Return the cluster that the command line describes, with `gpus` per host. Raises ConfigError for wrong values."""
     if gpu.lower() not in GPUS:
-        raise ConfigError(
-            f"--gpu {gpu!r} is unknown; use one of {', '.join(GPUS)}, with --gpu-memory and --link for another GPU"
-        )
+        raise ConfigError(f"--gpu {gpu!r} is unknown; use one of {', '.join(GPUS)}, with --gpu-memory for another GPU")
     if gpus < 1 or hosts < 1:
         raise ConfigError(f"--gpus {gpus} --hosts {hosts}: give at least one GPU and one host")
     memory, preset = GPUS[gpu.lower()]

@@ -41,7 +41,7 @@ LOSS_SHARE = 0.8
 
 ZERO_3_BLOCK_SECONDS = 4e-3
 """Seconds of host time that DeepSpeed 0.19 takes around one block in one pass at ZeRO-3: ViT-L/14 in chunks of 128 on
-one H200, whose GPU waits for the host, takes 4.5 s for 1,152 of them."""
+one H200, limited by the host, takes 4.5 s for 1,152 of them."""
 OFFLOADED_ADAM_BYTES = 28
 """Bytes per parameter that Adam in host memory reads and writes: master, two moments, gradient."""
 OFFLOADED_ADAM_RATE = 32e9

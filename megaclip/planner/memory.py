@@ -37,7 +37,7 @@ from megaclip.planner.states import (
     reduction_under_way,
     states_of,
 )
-from megaclip.planner.towers import Tower, image_tower, text_tower, tower_work, towers
+from megaclip.planner.towers import image_tower, text_tower, tower_work, towers
 from megaclip.planner.traffic import exchange_sizes
 from megaclip.planner.workload import EvaluationSets, Workload
 
@@ -94,7 +94,7 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     workload = resolve_auto(workload, cluster)
     ranks, states = cluster.gpus_per_host, states_of(workload)
     gpu = dict(states.gpu)
-    if _samples_on_gpu(workload):
+    if workload.sample_columns and workload.megaclip.fastclip.state_device == "accelerator":
         gpu["per-sample state"] = _sample_state_bytes(workload)
     if cluster.gpu_memory:
         gpu["library workspaces"] = CUBLAS_WORKSPACES
@@ -122,17 +122,15 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
 
 
 def _refusals(plan: MemoryPlan, cluster: Cluster) -> list[str]:
-    needs = [("memory", plan.cpu_peak, cluster.usable_host_memory), *plan.disk_needs(cluster)]
-    refusals = [
-        f"a host would need {format_bytes(needed)} of {name} and has {format_bytes(usable)} to use"
-        for name, needed, usable in needs
+    needs = [("a host", "of memory", plan.cpu_peak, cluster.usable_host_memory)]
+    needs += [("a host", f"of {disk}", needed, usable) for disk, needed, usable in plan.disk_needs(cluster)]
+    if cluster.gpu_memory:
+        needs.insert(0, ("a GPU", f"({plan.peak_phase})", plan.gpu_peak, cluster.usable_gpu_memory))
+    return [
+        f"{what} would need {format_bytes(needed)} {kind} and has {format_bytes(usable)} to use"
+        for what, kind, needed, usable in needs
         if needed > usable
     ]
-    peak, usable = plan.gpu_peak, cluster.usable_gpu_memory
-    if cluster.gpu_memory and peak > usable:
-        text = f"a GPU would need {format_bytes(peak)} ({plan.peak_phase}) and has {format_bytes(usable)} to use"
-        return [text, *refusals]
-    return refusals
 
 
 def _gpu_peak(states: dict[str, float], phases: Phases) -> float:
@@ -145,13 +143,11 @@ def resolve_auto(workload: Workload, cluster: Cluster) -> Workload:
     The rules are the run's. A run on GPUs measures its links, products and free memory (`megaclip.comm.machine`), so
     it may choose another exchange than the cluster's rates suggest; a run on CPUs uses fixed figures, as this does.
     """
-    section = workload.megaclip
-    on_cpu = rules.embeddings_on_cpu(
-        section.embeddings_offload, 2 * _embedding_bytes(workload), cluster.gpu_total_memory
-    )
+    section, embeddings = workload.megaclip, _embedding_bytes(workload)
+    on_cpu = rules.embeddings_on_cpu(section.embeddings_offload, 2 * embeddings, cluster.gpu_total_memory)
     machine = CPU
     if cluster.gpu_memory:
-        kept = sum(states_of(workload).gpu.values()) + sum(_kept_activations(workload)) + _embedding_bytes(workload)
+        kept = sum(states_of(workload).gpu.values()) + sum(_kept_activations(workload)) + embeddings
         free = max(0.0, cluster.usable_gpu_memory - kept)
         machine = Machine(cluster.slowest_link, cluster.rates.product_flops, free)
     choice = choose_way(
@@ -180,10 +176,8 @@ def store_bytes(workload: Workload) -> float:
 
 
 def loader_bytes(workload: Workload) -> float:
-    """Return the bytes of the chunks that one rank's loader processes hold ready, and of the one it uses.
-
-    Loader processes hold them in shared memory. An evaluation reads while the training chunks are still held.
-    """
+    """Return the bytes of the chunks that one rank's loader processes hold ready in shared memory, and of the one it
+    uses. An evaluation reads while the training chunks are still held."""
     image, text = towers(workload)
     sample = image.input_bytes + 8 * text.tokens + 8  # tokens and the sample's number are int64 here
     chunks = workload.workers * PREFETCHED_BATCHES + 1
@@ -197,9 +191,7 @@ def loader_bytes(workload: Workload) -> float:
 
 def loss_sizes(workload: Workload) -> LossSizes:
     """Return the loss's sizes on one rank."""
-    return LossSizes(
-        workload.local_batch, workload.model.embed_dim, workload.world_size, feature_bytes=workload.compute_bytes
-    )
+    return LossSizes(workload.local_batch, workload.model.embed_dim, workload.world_size, workload.compute_bytes)
 
 
 def loss_bytes(workload: Workload) -> float:
@@ -213,10 +205,6 @@ def loss_bytes(workload: Workload) -> float:
         section.loss,
         payload_bytes=workload.payload_bytes,
     )
-
-
-def _samples_on_gpu(workload: Workload) -> bool:
-    return workload.sample_columns > 0 and workload.megaclip.fastclip.state_device == "accelerator"
 
 
 def _sample_state_bytes(workload: Workload) -> float:
@@ -306,24 +294,15 @@ def _plain_phases(workload: Workload, states: States) -> Phases:
 
 
 def _kept_activations(workload: Workload) -> tuple[float, float]:
-    """Return the bytes that the image tower and the text tower keep on the GPU during the loss; with the gradient
-    cache none."""
-    image, text = tower_work(workload)
-    if workload.cached:
-        return 0.0, 0.0
-    pixels = workload.local_batch * image.tower.input_numbers * workload.compute_bytes
-    return (
-        _kept_graph(workload, image.tower) + pixels if image.parameters.trained else 0.0,
-        _kept_graph(workload, text.tower) if text.parameters.trained else 0.0,
-    )
-
-
-def _kept_graph(workload: Workload, tower: Tower) -> float:
-    """Return the bytes that a tower's graph of the whole local batch keeps on the GPU until its backward pass."""
-    if workload.checkpointing == "cpu":
-        return 0.0
-    keeps = tower.block_input_bytes if workload.checkpointing else tower.saved_bytes
-    return keeps(workload.local_batch, workload.compute_bytes)
+    """Return the bytes of inputs and graphs that the image tower and the text tower keep on the GPU during the loss."""
+    kept = [0.0, 0.0]
+    for index, work in enumerate(tower_work(workload)):
+        if work.parameters.trained and not workload.cached:
+            kept[index] = workload.local_batch * work.tower.input_numbers * workload.compute_bytes
+            if workload.checkpointing != "cpu":
+                keeps = work.tower.block_input_bytes if workload.checkpointing else work.tower.saved_bytes
+                kept[index] += keeps(workload.local_batch, workload.compute_bytes)
+    return kept[0], kept[1]
 
 
 def _add_step_phases(phases: Phases, workload: Workload, states: States) -> None:
@@ -379,7 +358,7 @@ def _host_parts(workload: Workload, cluster: Cluster, states: States) -> dict[st
     parts["loader's chunks"] = ranks * loader_bytes(workload)
     if workload.sample_columns:
         state = ranks * _sample_state_bytes(workload)
-        if not _samples_on_gpu(workload):
+        if workload.megaclip.fastclip.state_device == "cpu":
             parts["per-sample state"] = state
         parts["its copy in a checkpoint"] = state
     if workload.checkpointing == "cpu":

@@ -50,10 +50,7 @@ def memory_table(plan: MemoryPlan, cluster: Cluster) -> str:
 
 
 def loss_table(workload: Workload, peers: Mapping[str, float]) -> str:
-    """Return the GPU memory of the loss alone, here and in `peers` (name -> bytes).
-
-    `workload` has no "auto" left (`megaclip.planner.memory.resolve_auto`).
-    """
+    """Return the GPU memory of the loss alone, here and in `peers` (bytes by name); `workload` has no "auto" left."""
     name = f"MegaCLIP, {workload.megaclip.exchange} + {workload.megaclip.reduction}"
     return "\n".join([f"{'the loss alone, per GPU':40}{'GPU':>12}", *_rows({name: loss_bytes(workload), **peers})])
 

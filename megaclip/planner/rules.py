@@ -26,13 +26,9 @@ class ImagePlace(NamedTuple):
 
 
 def keeps_graph(chunks: Sequence[int], trained: Sequence[bool]) -> bool:
-    """Return whether one forward pass of each tower is enough, because at most one chunk of each needs a graph.
+    """Return whether one forward pass of each tower is enough: each needs a graph for one chunk at most, and keeps it.
 
-    Then nothing is cached: that chunk keeps its graph until its backward pass.
-
-    Args:
-        chunks: number of chunks of each tower in a step.
-        trained: whether the tower has trainable parameters, in the same order.
+    chunks: number of chunks of each tower in a step. trained: whether the tower has trainable parameters.
     """
     needing_graph = sum(count for count, is_trained in zip(chunks, trained, strict=True) if is_trained)
     return all(count == 1 for count in chunks) or needing_graph == 1
@@ -46,10 +42,8 @@ def image_passes(chunks: Sequence[int], trained: Sequence[bool]) -> int:
 def embeddings_on_cpu(setting: bool | str, nbytes: float, gpu_memory: float) -> bool:
     """Return whether embeddings and their gradients are kept in host memory while the towers run.
 
-    Args:
-        setting: megaclip.embeddings_offload.
-        nbytes: bytes of one rank's embeddings of both towers and of their gradients.
-        gpu_memory: bytes of the whole GPU, free or not; 0 if training runs on the CPU.
+    setting: megaclip.embeddings_offload. nbytes: bytes of one rank's embeddings of both towers and of their gradients.
+    gpu_memory: bytes of the whole GPU, free or not; 0 if training runs on the CPU.
     """
     if setting == "auto":
         return 0 < EMBEDDINGS_SHARE * gpu_memory < nbytes
@@ -57,14 +51,10 @@ def embeddings_on_cpu(setting: bool | str, nbytes: float, gpu_memory: float) -> 
 
 
 def place_images(setting: str, *, passes: int, nbytes: float, host_memory: float, disk: float) -> ImagePlace:
-    """Return where a step's images are kept.
+    """Return where a step's images are kept. setting: megaclip.data_offload. passes: `image_passes`.
 
-    Args:
-        setting: megaclip.data_offload.
-        passes: how often the image tower reads a step's images (`image_passes`).
-        nbytes: bytes of the images of all ranks of a host.
-        host_memory: bytes that the host can use for them, without what else the run needs there.
-        disk: bytes of disk that it can use for them, likewise.
+    nbytes: bytes of the images of all ranks of a host. host_memory, disk: bytes that a host can use for them, without
+    what else the run needs there.
     """
     if setting == "reread" or (setting == "auto" and passes == 1):
         return ImagePlace("once" if passes == 1 else "reread", fits=True)

@@ -48,10 +48,7 @@ class EvaluationSets:
 
 @dataclass(frozen=True)
 class Workload:
-    """One training step on every rank of a data-parallel group.
-
-    `with_batch`, `with_megaclip` and `with_zero` return a copy with other settings.
-    """
+    """One training step on every rank of a data-parallel group."""
 
     model: ModelConfig
     megaclip: MegaclipSection
@@ -193,12 +190,12 @@ class Workload:
     @property
     def cached(self) -> bool:
         """Whether the gradient cache runs the trained towers twice per step."""
-        return not rules.keeps_graph(self._chunks, self._trained_towers)
+        return not rules.keeps_graph(*self._chunks_and_trained)
 
     @property
     def image_passes(self) -> int:
         """Number of times per step that the image tower reads the images."""
-        return rules.image_passes(self._chunks, self._trained_towers)
+        return rules.image_passes(*self._chunks_and_trained)
 
     @property
     def parameters(self) -> tuple[Parameters, Parameters]:
@@ -216,12 +213,8 @@ class Workload:
         return sum(tower.total for tower in self.parameters)
 
     @property
-    def _chunks(self) -> tuple[int, int]:
-        return self.batch.accumulation, self.batch.text_chunks
-
-    @property
-    def _trained_towers(self) -> list[bool]:
-        return [tower.trained > 0 for tower in self.parameters]
+    def _chunks_and_trained(self) -> tuple[tuple[int, int], list[bool]]:
+        return (self.batch.accumulation, self.batch.text_chunks), [tower.trained > 0 for tower in self.parameters]
 
 
 def nvme_paths(zero: DeepSpeedZeroConfig) -> list[Path]:
