@@ -26,7 +26,6 @@ from megaclip.comm.collectives import gather_objects, raise_on_all_ranks, sum_co
 from megaclip.config import BatchPlan, TrainArguments, parse_arguments
 from megaclip.data import check_batch
 from megaclip.engine.build import build_engine
-from megaclip.engine.data_offload import embeddings_on_cpu
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
@@ -49,6 +48,7 @@ from megaclip.evaluation import (
     group_captions,
 )
 from megaclip.logging import get_logger
+from megaclip.planner import MemoryPlan
 
 logger = get_logger(__name__)
 
@@ -99,7 +99,7 @@ def train(arguments: TrainArguments) -> int:
     memory_plan = check_fit(arguments, inputs)
     folder = _prepare_folder(arguments)
 
-    run = Run(arguments, inputs, batch_plan, folder)
+    run = Run(arguments, inputs, batch_plan, folder, memory_plan)
     run.resume()
     run.write_description()  # after resume(): a checkpoint that is refused must leave the old description unchanged
     if run.is_finished():
@@ -146,11 +146,14 @@ class Run:
     Construct it, then call `resume`, `write_description` and `train_to_end`, on all ranks together.
     """
 
-    def __init__(self, arguments: TrainArguments, inputs: Inputs, batch_plan: BatchPlan, folder: Path) -> None:
+    def __init__(
+        self, arguments: TrainArguments, inputs: Inputs, batch_plan: BatchPlan, folder: Path, memory_plan: MemoryPlan
+    ) -> None:
         self.arguments = arguments
         self.inputs = inputs
         self.batch_plan = batch_plan
         self.folder = folder
+        self.plan = plan
         self.checkpoints = folder / "checkpoints"
         self._summary = folder / "metrics.json"
         self.rank = dist.get_rank()
@@ -168,12 +171,7 @@ class Run:
             device=self.engine.device,
         )
         self.identity = describe_run(inputs, arguments, batch_plan, self.length.total_steps)
-        self.embeddings_on_cpu = embeddings_on_cpu(
-            inputs.config.megaclip.embeddings_offload,
-            (batch_plan.local_batch, inputs.model_config.embed_dim),
-            self.engine.get_data_types()[0],
-            self.engine.device,
-        )
+        self.embeddings_on_cpu = plan.embeddings_on_cpu
         self.step = 0
         """Number of optimizer steps done."""
         self.samples_consumed = 0
@@ -276,6 +274,7 @@ class Run:
             self.inputs,
             self.batch_plan,
             self.engine,
+            place=self.plan.image_place,
             folder=self.folder,
             samples_consumed=self.samples_consumed,
         )
@@ -306,7 +305,7 @@ class Run:
             logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
             coalesce=self.inputs.config.megaclip.coalesce_gradient_reduction,
             accumulation_dtype=torch.bfloat16 if self.inputs.config.accumulates_in_bf16 else torch.float32,
-            embeddings_on_cpu=self.embeddings_on_cpu,
+            embeddings_on_cpu=self.plan.embeddings_on_cpu,
         )
         batch.next_step()
         learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)

@@ -1,4 +1,4 @@
-"""When a run evaluates and saves, and how its learning rate falls, from the command line's numbers."""
+"""The steps at which a run evaluates and saves, and its learning rate, by the numbers of the command line."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def arguments(*flags: str) -> TrainArguments:
         (6, 1, [6, 12, 18]),
     ],
 )
-def test_what_is_due_every_so_many_steps_or_epochs(
+def test_steps_that_are_due_every_so_many_steps_or_epochs(
     every_steps: int | None, every_epochs: int, expected: list[int]
 ) -> None:
     assert [step for step in range(1, 21) if LENGTH.is_due(step, every_steps, every_epochs)] == expected
@@ -45,7 +45,7 @@ def test_a_run_is_as_long_as_its_steps_or_its_whole_epochs(flags: tuple[str, ...
     assert LENGTH.epoch_at(5) == 1.5
 
 
-def test_the_cooldown_ends_at_the_rate_that_was_asked_for() -> None:
+def test_the_cooldown_ends_at_the_configured_rate() -> None:
     flags = ["--lr-scheduler", "const-cooldown", "--warmup", "4", "--cooldown-steps", "5", "--lr-cooldown-end", "0.002"]
     schedule = chosen_schedule(arguments(*flags), LENGTH, PEAK)
     rates = [PEAK * schedule(step) for step in (0, 4, 14, 15, 16, 20)]
