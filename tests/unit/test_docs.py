@@ -130,7 +130,7 @@ def test_settings_tables_have_the_names_defaults_and_choices_of_the_code(page, h
         plain = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
         plain = list(plain) if isinstance(plain, tuple) else plain
         assert json.loads(default.split("`")[1]) == plain, f"{page} documents the default of {name} as {default}"
-        missing = {choice for choice in literals(field.annotation) if f'`"{choice}"`' not in meaning}
+        missing = {choice for choice in literals(field.annotation) if f"`{json.dumps(choice)}`" not in meaning}
         assert missing == set(), f"{page} lacks these choices of {name}"
 
 
