@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+_PASSED_ON = ["OMP_NUM_THREADS", "MEGACLIP_TEST_ERRORS", "PYTEST_CURRENT_TEST"]
 _PRELOADED = ["torch", "deepspeed", "pytest"]
 # After the first failure: how long the other ranks may take to report their own, which is often the same one.
 _GRACE_S = 30.0
@@ -39,20 +40,22 @@ def run_ranks(
     """Results of `function(*arguments)` on ranks 0 to world_size-1; deepspeed.comm is initialised there.
 
     time_limit_s: against hangs, far above what any launch takes on a loaded machine. environment: set in every rank
-    before the function runs. backend: "nccl" gives every rank a GPU of its own, and a
-    process that starts from nothing. Raises `RankFailure`.
+    before the function runs. Each rank uses OMP_NUM_THREADS threads, 1 by default. backend: "nccl" gives every rank a
+    GPU of its own, and a process that starts from nothing. Raises `RankFailure`.
     """
     context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
     if backend == "gloo":
         context.set_forkserver_preload(_PRELOADED)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server loads torch
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # The fork server keeps the environment of its start, so what may have changed since is passed to each rank.
+    variables = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | (environment or {})
     work = pickle.dumps((function, arguments))
     with tempfile.TemporaryDirectory() as folder:
         processes, reports = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            place = (rank, world_size, os.path.join(folder, "store"), environment or {}, time_limit_s, backend)
+            place = (rank, world_size, os.path.join(folder, "store"), variables, time_limit_s, backend)
             process = context.Process(target=_run_rank, args=(sender, work, *place), daemon=True)
             process.start()
             sender.close()
@@ -123,7 +126,7 @@ def _join(rank: int, world_size: int, store: str, time_limit_s: float, backend: 
 
     from megaclip.comm.groups import init_distributed
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if backend == "nccl":
         torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
