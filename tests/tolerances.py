@@ -225,7 +225,9 @@ def compare(got: Values, expected: Values, bound: Bound, what: str = "", *, size
 
 
 def _float64(values: Values) -> Tensor:
-    return torch.as_tensor(values, device="cpu").detach().double()
+    if isinstance(values, Tensor):
+        return values.detach().cpu().double()
+    return torch.from_numpy(np.array(values, dtype=np.float64))  # torch would make float32 of Python's numbers
 
 
 def _largest(values: Tensor) -> float:
