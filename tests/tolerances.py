@@ -125,6 +125,7 @@ RUN = {
 }
 # A value that is written as float32, to TensorBoard's file or to a checkpoint, and one product or exponential of it.
 WRITTEN = Bound("value written as float32", rounding(F32, 2))
+WRITTEN_BF16 = Bound("value written as bfloat16", stored(torch.bfloat16))
 
 
 def _by_dtype(name: str, limits: dict[torch.dtype, float], norm: bool = False) -> dict[torch.dtype, Bound]:

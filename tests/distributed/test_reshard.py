@@ -1,7 +1,8 @@
 """A checkpoint of two ranks, loaded by one and by three, and at other ZeRO stages, is what was saved, to the last bit.
 
 What an engine holds is read through DeepSpeed's own accessors, parameter by parameter; the engines that load start from
-another seed. A third step on the loaded engines equals the third step of the ones that saved.
+another seed. A third step on the loaded engines equals the third step of the ones that saved. Files are compared bit by
+bit on any machine; steps only on the same machine, with the same instruction set and number of threads.
 """
 
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Whole runs with global contrastive losses: resumed exactly, their temperature exported, their state kept apart.
 
 Two ranks and two chunks of the gradient cache, under ZeRO-1 and ZeRO-3; runs of several epochs would show the same.
+Resumed runs are compared bit by bit: same machine, same instruction set, same number of threads.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""A run with a constant rate may be made longer: it goes on as if it had been meant to be that long."""
+"""A run with a constant rate may be made longer: it continues as if it had been that long from the start.
+
+The scalars are compared bit by bit: same machine, same instruction set, same number of threads.
+"""
 
 from pathlib import Path
 

@@ -1,5 +1,8 @@
 """A run that was killed and resumed is the run that never stopped: same samples, same numbers to the last bit.
 
+Bits are compared between processes of the same machine, with the same instruction set and number of threads. On another
+processor the sums are taken in another order.
+
 The ranks are those of the harness; the one test through the deepspeed launcher also has data workers.
 """
 
@@ -35,6 +38,7 @@ from tests.end_to_end.training_runs import (
     run_in_ranks,
     scalars,
 )
+from tests.tolerances import WRITTEN, assert_close
 
 STEPS = 10
 STEPS_PER_EPOCH = 8  # the resumed part goes on into the second one
@@ -188,6 +192,7 @@ def test_the_same_samples(runs, name):
 
 @pytest.mark.parametrize("name", CONTINUED)
 def test_the_same_numbers_to_the_last_bit(runs, name):
+    """Same machine, same instruction set, same number of threads."""
     folder, done = CONTINUED[name]
     never, continued = scalars(runs.logs / "never"), scalars(runs.logs / folder)
     for scalar in ("loss", "logit_scale", "learning_rate", "gradient_norm"):
@@ -201,6 +206,7 @@ def test_the_same_numbers_to_the_last_bit(runs, name):
 
 @pytest.mark.parametrize("name", CONTINUED)
 def test_the_same_weights_to_the_last_bit(runs, name):
+    """Same machine, same instruction set, same number of threads."""
     tag = f"step_{STEPS:08d}"
     never = consolidated_weights(runs.logs / "never" / "checkpoints", tag)
     continued = consolidated_weights(runs.logs / CONTINUED[name][0] / "checkpoints", tag)
@@ -211,15 +217,17 @@ def test_the_same_weights_to_the_last_bit(runs, name):
 def test_the_learning_rate_warms_up_and_falls_by_half_a_cosine(runs):
     falling = [0.5 * (1 + math.cos(math.pi * step / 7)) for step in range(7)]
     expected = [0.002 * factor for factor in (1 / 3, 2 / 3, 1, *falling)]
-    assert list(scalars(runs.logs / "never")["train/learning_rate"].values()) == pytest.approx(expected, rel=1e-6)
+    assert_close(list(scalars(runs.logs / "never")["train/learning_rate"].values()), expected, WRITTEN)
 
 
 @pytest.mark.parametrize("runs", ["zero3"], indirect=True)
 def test_the_logit_scale_stays_below_its_maximum(runs):
     shown = scalars(runs.logs / "never")["train/logit_scale"]
-    assert shown[1] == max(shown.values()) == pytest.approx(12)
+    assert shown[1] == max(shown.values())
+    bound = WRITTEN.magnified(math.log(12))  # exp magnifies the rounding of its argument
+    assert_close(shown[1], 12.0, bound)
     saved = consolidated_weights(runs.logs / "never" / "checkpoints", "step_00000004")["logit_scale"]
-    assert saved.exp().item() == pytest.approx(shown[4])
+    assert_close(saved.exp().item(), shown[4], bound)
 
 
 @pytest.mark.parametrize("name", CONTINUED)
