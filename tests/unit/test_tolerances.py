@@ -12,6 +12,12 @@ from tests.tolerances import Bound, assert_close, assert_far, compare, rounding
 BOUND = Bound("a bound", 1e-3)
 
 
+@pytest.fixture(autouse=True)
+def _record_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the deliberate errors of this file out of the table of `make test-portable`."""
+    monkeypatch.delenv("MEGACLIP_TEST_ERRORS", raising=False)
+
+
 def test_an_error_is_relative_to_the_largest_expected_value() -> None:
     assert compare(1 + 1e-12, 1.0, BOUND).error == pytest.approx(1e-12, rel=1e-3), "Python numbers keep float64"
     assert compare([100.0, 2.0], [100.0, 1.0], BOUND).error == pytest.approx(0.01)
