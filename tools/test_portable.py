@@ -50,7 +50,7 @@ SETTINGS = {
     "basic": Setting(BASIC),
 }
 # `make test` is the native setting; the short form adds the instruction set that most processors have.
-SHORT_SETTINGS = ["AVX2, 2 threads, busy"]
+SHORT_SETTINGS = ["AVX2"]
 
 
 def environment(setting: Setting, python: str, errors: Path) -> dict[str, str]:
