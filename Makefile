@@ -1,4 +1,5 @@
-# Targets: demo [ARGS="--seed 1"], test, test-long, check, test-gpu, clean. test-gpu and clean install nothing.
+# Targets: demo [ARGS="--seed 1"], test, test-long, test-portable [ARGS=--short], check, test-gpu, clean. test-gpu and
+# clean install nothing.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -7,7 +8,7 @@ BIN    := $(VENV)/bin
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-long test-gpu check clean
+.PHONY: demo test test-long test-portable test-gpu check clean
 
 demo: $(VENV)/.ops
 	DS_ACCELERATOR=cpu $(BIN)/python tools/demo.py $(ARGS)
@@ -19,6 +20,10 @@ test: $(VENV)/.ops
 # comparison of losses.
 test-long: $(VENV)/.ops
 	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long and not gpu"
+
+# Runs the tests that compare numbers under other instruction sets, with two threads, and on a busy machine.
+test-portable: $(VENV)/.ops
+	$(BIN)/python tools/test_portable.py $(ARGS)
 
 # Runs on a machine with a GPU, in the environment that contains the CUDA build of torch. It installs nothing.
 test-gpu:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaclip.ops import reference, tiles
 from megaclip.ops.tiles import Implementation, Terms, TileOptions
-from tests.tolerances import GRADIENT, TILE_GRADIENT, VALUE, norm_error
+from tests.tolerances import CONVERGED, GRADIENT, ROWS, TILE_GRADIENT, TILE_SUM, TILE_VALUE, Bound, assert_close
 
 
 @dataclass(frozen=True)
@@ -106,24 +106,15 @@ def _as_multiplied(x: Tensor, case: TileCase) -> Tensor:
     return x.to(torch.bfloat16) if case.precision == "bf16" else x
 
 
-def _gradient_tolerance(case: TileCase, device: str) -> float:
-    """Return the tolerance. In exact and TF32 products, the error of logits and of P is scale * roundings of s."""
+def _gradient_bound(case: TileCase, device: str) -> Bound:
+    """Return the bound. In exact and TF32 products, the error of logits and of P is scale * roundings of s."""
     if case.precision == "tf32":
-        return TILE_GRADIENT["tf32"] * max(1.0, case.scale / 20)
+        return TILE_GRADIENT["tf32"].magnified(max(1.0, case.scale / 20))
     if case.precision == "float32" or (case.precision == "auto" and case.dtype == torch.float32):
-        return TILE_GRADIENT["float32"] * max(1.0, case.scale / 20)
+        return TILE_GRADIENT["float32"].magnified(max(1.0, case.scale / 20))
     # float16 features too are rounded to bfloat16 for the products with P. Roundings of equal P do not average out.
     truncated = "bf16" if device == "cuda" else "bf16 truncated"
-    return TILE_GRADIENT[truncated] * (1.5 if case.dtype == torch.float16 or case.vectors == "extreme" else 1.0)
-
-
-def _value_tolerance(case: TileCase) -> float:
-    """Return the absolute tolerance: float32 roundings of s (TF32: 2**-11 of both factors), times the scale."""
-    return 5e-6 + case.scale * (1e-3 if case.precision == "tf32" else 1e-6)
-
-
-def _assert_within(error: float, tolerance: float, name: str) -> None:
-    assert error <= tolerance, f"{name} is off by {error:.1e}, more than {tolerance:.1e}"
+    return TILE_GRADIENT[truncated].magnified(1.5 if case.dtype == torch.float16 or case.vectors == "extreme" else 1.0)
 
 
 def _scales(case: TileCase, device: str) -> tuple[Any, Any]:
@@ -148,11 +139,8 @@ def check_tile_case(implementation: Implementation, case: TileCase, device: str)
         assert result.dtype == torch.float32 and result.shape == wanted.shape
         empty = wanted == -torch.inf
         assert torch.equal(result == -torch.inf, empty), f"{name}: empty sums are -inf"
-        _assert_within(
-            (result - wanted)[~empty].abs().max().nan_to_num(torch.inf).item() if (~empty).any() else 0,
-            _value_tolerance(case),
-            name,
-        )
+        bound = TILE_VALUE["tf32" if case.precision == "tf32" else "float32"]
+        assert_close(result[~empty], wanted[~empty], bound, name, size=1 + case.scale)
 
     # Shifts as a loss passes them: finite, and close to the log-sum-exp.
     row_shift, col_shift = (lse.clamp_min(-2 * case.scale).float() for lse in expected)
@@ -161,13 +149,13 @@ def check_tile_case(implementation: Implementation, case: TileCase, device: str)
     wanted_grads = reference.tile_grads(*exact, row, col, diagonal=case.diagonal)
     with poisoned_allocations():
         got_grads = tiles.tile_grads(x, y, row, col, diagonal=case.diagonal, options=options)
-    tolerance = _gradient_tolerance(case, device)
+    bound = _gradient_bound(case, device)
     for name, result, wanted in zip(wanted_grads._fields, got_grads, wanted_grads, strict=True):
         assert result.dtype == torch.float32
         if wanted.norm() == 0:
             assert result.norm() == 0, f"{name} is not zero"
         else:
-            _assert_within(norm_error(result, wanted), tolerance, name)
+            assert_close(result, wanted, bound, name)
 
 
 def check_sides_and_accumulators(implementation: Implementation, case: TileCase, device: str) -> None:
@@ -191,7 +179,7 @@ def _check_sides_and_accumulators(gradients: Callable[..., tuple[Tensor | None, 
         returned = gradients(add_to=tuple(totals))
     for total, got, before, side in zip(totals, returned, held, (dx, dy), strict=True):
         assert got is total
-        _assert_within((total - (before + side)).abs().max().item(), 1e-5 * (1 + side.abs().max().item()), "a total")
+        assert_close(total, before.double() + side, TILE_SUM, "a total")
 
 
 def check_sigmoid_case(implementation: Implementation, case: TileCase, device: str, bias: float) -> None:
@@ -208,7 +196,7 @@ def check_sigmoid_case(implementation: Implementation, case: TileCase, device: s
         if wanted.norm() == 0:
             assert result.norm() == 0, f"{name} is not zero"
         else:
-            _assert_within(norm_error(result, wanted), _gradient_tolerance(case, device), name)
+            assert_close(result, wanted, _gradient_bound(case, device), name)
 
 
 def check_converged_training(implementation: Implementation, batch: int, device: str) -> None:
@@ -231,8 +219,8 @@ def check_converged_training(implementation: Implementation, batch: int, device:
     dx, dy, _, _ = tiles.tile_grads(x, y, row, col, diagonal=0, options=options)
     missing = weight * (torch.exp(row_lse - row_full) + torch.exp(col_lse - col_full))[:, None]
     expected = reference.info_nce(x, y, alpha)
-    _assert_within(norm_error(dx - missing * y, expected.d_image), 1e-2, "d_image")
-    _assert_within(norm_error(dy - missing * x, expected.d_text), 1e-2, "d_text")
+    assert_close(dx - missing * y, expected.d_image, CONVERGED, "d_image")
+    assert_close(dy - missing * x, expected.d_text, CONVERGED, "d_text")
 
 
 def check_row_operations(module: Any, dtype: torch.dtype, device: str) -> None:
@@ -253,10 +241,9 @@ def check_row_operations(module: Any, dtype: torch.dtype, device: str) -> None:
             gradient, dots = module.finish_gradient(total, x, y, pull, factor)
         expected = total.double() - pull.double()[:, None] * y.double()
         assert products.dtype == dots.dtype == sums and gradient.dtype == dtype
-        tolerance = VALUE[dtype]
-        _assert_within(norm_error(products, (x.double() * y.double()).sum(1)), tolerance, "paired_products")
-        _assert_within(norm_error(dots, (x.double() * expected).sum(1)), tolerance, "dots")
-        _assert_within(norm_error(gradient, 3.5 * expected), max(GRADIENT[dtype], tolerance), "gradient")
+        assert_close(products, (x.double() * y.double()).sum(1), ROWS[sums], "paired_products")
+        assert_close(dots, (x.double() * expected).sum(1), ROWS[sums], "dots")
+        assert_close(gradient, 3.5 * expected, GRADIENT[dtype], "gradient")
 
 
 # One side at a time, and accumulators that are not zero: one block, and several blocks.

@@ -1,50 +1,280 @@
-"""The one table of tolerances: largest |got - expected| relative to the largest |expected|, with the reason for each.
+"""The one table of bounds for numeric comparisons, each with the reason for it, and the functions that apply them.
 
-Expected values are always float64, computed from the features as they were rounded to the dtype under test.
+Every error is relative to the size of what is compared, and every bound follows from the dtype, the number of terms of
+the longest sum and the factor by which a computation magnifies a rounding. A processor sums in an order of its own:
+vectors of 4, 8 or 16 numbers, fused multiplications, one thread or several. A bound must therefore hold for any order.
+
+`rounding` gives such a bound. Rounding errors in a sum of n terms are n random steps of up to u, half the distance from
+1 to the next number of the dtype. They add up to at most l * sqrt(n) * u with probability 1 - 2 exp(-l**2 / 2)
+(Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41(5), 2019, theorem
+2.4). The bounds take l = 2, and three times that, so that no comparison should use more than a third of its bound.
+`make test-portable` measures the shares.
+
+Planted faults must exceed their bounds by `MARGIN` or more: a bound that is too wide to see them fails its own test.
+
+With the environment variable MEGACLIP_TEST_ERRORS=FILE, every comparison appends one JSON line to FILE.
 """
 
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-# Loss values and statistics. They are accumulated in float32 whatever the features' dtype, products included.
-VALUE = {
-    torch.float64: 1e-12,  # a few hundred float64 roundings
-    torch.float32: 2e-5,  # float32 roundings of the similarities, magnified by the scale: 6e-8 * 100 and a few of them
-    torch.bfloat16: 2e-5,  # products of bfloat16 are exact in float32, their sums are not
-    torch.float16: 2e-5,
-}
+F32 = torch.float32
+MARGIN = 3.0
+"""Factor by which a planted fault must exceed its bound."""
+SPREAD = 3 * 2.0
+"""The room of three, times the l of the theorem above."""
 
-# Gradients are computed as the values are, but handed out in the features' dtype.
-GRADIENT = {
-    torch.float64: 1e-12,
-    torch.float32: 2e-5,  # exp(scale*s - shift) magnifies the roundings of scale*s
-    torch.bfloat16: 4e-3,  # half a unit in the last of 8 bits, 2e-3, twice for sums of rounded values
-    torch.float16: 1e-3,  # half a unit in the last of 11 bits, 5e-4
-}
 
-# Tile gradients, as the norm of the difference relative to the norm of the expected gradient.
+def rounding(dtype: torch.dtype, terms: float, magnification: float = 1.0) -> float:
+    """Bound of the relative error of sums of `terms` numbers in any order, whose roundings are magnified."""
+    return SPREAD * math.sqrt(terms) * torch.finfo(dtype).eps / 2 * magnification
+
+
+def stored(dtype: torch.dtype, times: int = 1) -> float:
+    """Bound by norms of values that are rounded to `dtype` so many times.
+
+    One rounding is uniform in [-u, u] relative to the power of two below a value, a root mean square of u / sqrt(3).
+    The bound gives it the same room of three.
+    """
+    return 3 * math.sqrt(times / 3) * torch.finfo(dtype).eps / 2
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The largest error that a comparison accepts."""
+
+    name: str
+    limit: float
+    """Largest accepted error, relative to the size of the expected values."""
+    norm: bool = False
+    """Compare Euclidean norms: of the difference, and of the expected values. Default: their largest entries."""
+    smallest_size: float = 1e-3
+    """Size below which expected values count as zero. Features have length 1, so such values are what cancellation
+    leaves of larger ones, and the error is relative to this size instead."""
+
+    def magnified(self, factor: float) -> "Bound":
+        """Return the bound of a case that magnifies roundings by a further factor."""
+        return replace(self, limit=factor * self.limit)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The error of one comparison and its bound."""
+
+    bound: Bound
+    error: float
+    """Relative to the size of the expected values. NaN if a value that was got is NaN."""
+    what: str = ""
+
+    @property
+    def share(self) -> float:
+        """Error as a share of its bound; infinite for a NaN."""
+        return math.inf if math.isnan(self.error) else self.error / self.bound.limit
+
+    def __str__(self) -> str:
+        share = f"{self.share:.3g} times its bound"
+        return f"{self.what or 'result'} is off by {self.error:.2e}, {share} {self.bound.name} ({self.bound.limit:.2e})"
+
+
+# Two steps of training through the engine (tests/distributed/engine_cases.py): B = 12 samples, features of D = 16
+# numbers, logit scale 14.3, losses of 3.2 to 3.6. A similarity is a sum of D products, and its rounding is multiplied
+# by the logit scale. The loss and the gradient of log(logit scale) are means over B samples: roundings average out.
+_LOGITS = 16 / 12
+ENGINE = {
+    "loss": Bound("engine loss", rounding(F32, _LOGITS, 14.3 / 3.2)),
+    # The gradient of log(logit scale) is 1.3 or more in the step where it is largest; its addends are up to 14.3.
+    "scale_gradient": Bound("engine scale gradient", rounding(F32, _LOGITS, 14.3 / 1.3)),
+    # Relative for each step. The gradient of the second step is 30 times smaller, because addends cancel.
+    "norm": Bound("engine norm", rounding(F32, _LOGITS, 30)),
+    # Relative to the largest move. A parameter is rounded to float32 after each of two updates, relative to its value:
+    # logit_scale is 2.66, and clipping leaves the smallest of the largest moves, 4.4e-3. The roundings of gradients are
+    # smaller, and Adam's eps of 5e-2 keeps it from magnifying them.
+    "parameters": Bound("engine parameters", rounding(F32, 2, 2.66 / 4.4e-3)),
+}
+# The same two steps with FastCLIP: 1 / tau = 3.3 in place of the logit scale, losses near 1.
+FASTCLIP_ENGINE = {
+    "loss": Bound("FastCLIP engine loss", rounding(F32, _LOGITS, 3.3)),
+    "parameters": ENGINE["parameters"],
+    # Temperatures and log(1 / tau) are rounded to float32 after each of two updates.
+    "tau": Bound("FastCLIP engine tau", rounding(F32, 2)),
+    "log_scale": Bound("FastCLIP engine log_scale", rounding(F32, 2)),
+    # The exponent is the difference of two similarities over tau.
+    "u": Bound("FastCLIP engine u", rounding(F32, _LOGITS, 2 * 3.3)),
+}
+# Two steps in bfloat16 against float64. Each of some 60 operations of the towers rounds its result: 10 in each of three
+# blocks, forwards and backwards. Adam turns small gradients into moves with their whole relative error, and those of
+# the features carry roundings that are magnified by the logit scale: 14.3 in losses near 2.6.
+BF16_RUN = {
+    "norm": Bound("bfloat16 norm", stored(torch.bfloat16, 60)),
+    "move": Bound("bfloat16 move", stored(torch.bfloat16, 60) * 14.3 / 2.6, norm=True),
+}
+# Runs that are compared with each other, relative to each scalar's own value: both are in float32, follow up to 11
+# updates, and differ in the order of sums over ranks and chunks. Roundings of similarities reach losses of 3 and more,
+# and their gradients, through a logit scale of 14.3.
+RUN = {
+    "loss": Bound("run loss", rounding(F32, 11, 14.3 / 3)),
+    "gradient_norm": Bound("run gradient_norm", rounding(F32, 11, 14.3 / 3)),
+    "logit_scale": Bound("run logit_scale", rounding(F32, 11)),
+}
+# A value that is written as float32, to TensorBoard's file or to a checkpoint, and one product or exponential of it.
+WRITTEN = Bound("value written as float32", rounding(F32, 2))
+WRITTEN_BF16 = Bound("value written as bfloat16", stored(torch.bfloat16))
+
+
+def _by_dtype(name: str, limits: dict[torch.dtype, float], norm: bool = False) -> dict[torch.dtype, Bound]:
+    return {
+        dtype: Bound(f"{name} {str(dtype).removeprefix('torch.')}", limit, norm=norm) for dtype, limit in limits.items()
+    }
+
+
+# Losses work in float64 for float64 features and in float32 for all others, products of 16-bit features included. The
+# relative error of exp(z) is the error of the logit z: half a unit in the last place of a scale of up to 100. That is
+# more than the roundings of the sum of products in a similarity, whose partial sums are below 1.
+_EXPONENTIAL = {dtype: rounding(dtype, 1, 100) for dtype in (torch.float64, F32)}
+VALUE = _by_dtype("value", _EXPONENTIAL | {dtype: _EXPONENTIAL[F32] for dtype in (torch.bfloat16, torch.float16)})
+# Gradients are computed as the values are, and returned in the dtype of the features. Those of 16 bits are rounded
+# when they are sent to other ranks, and when they are returned.
+GRADIENT = _by_dtype("gradient", _EXPONENTIAL) | _by_dtype(
+    "gradient", {dtype: stored(dtype, 2) for dtype in (torch.bfloat16, torch.float16)}, norm=True
+)
+# Sums of up to 18 exponentials of differences of two similarities over tau = 0.3, in float64; values are of size 1.
+FASTCLIP = Bound("FastCLIP loss", rounding(torch.float64, 18, 10), smallest_size=1.0)
+# The gradient of a bfloat16 payload is rounded once, when it is sent.
+BF16_PAYLOAD = Bound("bfloat16 payload", stored(torch.bfloat16), norm=True)
+# Losses at scale 1000, relative to the scale: differences of logits, which are sums of 8 products.
+EXTREME_LOSS = Bound("loss at an extreme scale", rounding(F32, 8))
+
+# Tiles, for scales up to 20; `magnified` beyond. Gradients are compared by norms.
 TILE_GRADIENT = {
-    "bf16": 3e-3,  # P is rounded to 8 bits, about 1.5e-3
-    "bf16 truncated": 4.5e-3,  # Triton's interpreter truncates instead, about 3e-3
-    "tf32": 5e-3,  # 11 bits of the features, magnified by the scale, here up to 20
-    "float32": 1e-5,  # for scales up to 20; the roundings of scale*s grow with the scale
+    # P is rounded to bfloat16 for its products with features; Triton's interpreter truncates it, which is twice as far.
+    "bf16": Bound("tile gradient bf16", stored(torch.bfloat16), norm=True),
+    "bf16 truncated": Bound("tile gradient bf16 truncated", 2 * stored(torch.bfloat16), norm=True),
+    # Features are rounded to the 11 bits of TF32, on GPUs only; a sum of D roundings is 1 / sqrt(D) of the similarity's
+    # largest value. The smallest D is 16: 20 * stored / 4.
+    "tf32": Bound("tile gradient tf32", 20 / 4 * stored(torch.float16), norm=True),
+    # The exponential, as above.
+    "float32": Bound("tile gradient float32", rounding(F32, 1, 20), norm=True),
 }
+# Relative to the scale: the rounding of a product, of the logit, of the sum and of its logarithm.
+TILE_VALUE = {
+    "float32": Bound("tile value float32", rounding(F32, 4)),
+    # Both factors are rounded to 11 bits, each by up to 2**-11.
+    "tf32": Bound("tile value tf32", 2 * 2.0**-11),
+}
+# An accumulator takes the parts of up to 16 blocks one after the other.
+TILE_SUM = Bound("tile sum", rounding(F32, 16))
+# Operations on rows: sums of up to 2048 products.
+ROWS = _by_dtype("rows", {dtype: rounding(dtype, 2048) for dtype in (torch.float64, F32)}, norm=True)
+# What README claims of bfloat16 tiles when every positive's probability is above 0.999.
+CONVERGED = Bound("converged training", 1e-2, norm=True)
+
+# Towers. Features have length 1 and pass through up to 12 + 12 layers of sums of up to 3072 products; each layer adds
+# to a residual, so that the roundings of layers add up like those of terms.
+FEATURES = {
+    "float64": Bound("features float64", rounding(torch.float64, 24, math.sqrt(24))),
+    "float32": Bound("features float32", rounding(F32, 24, math.sqrt(24))),
+    # bfloat16 features: each number is rounded once.
+    "bfloat16": Bound("features bfloat16", stored(torch.bfloat16)),
+}
+# Gradients of towers in float64, relative to the largest gradient of a tensor: a layer forwards and one backwards.
+TOWER_GRADIENT = Bound("tower gradient", rounding(torch.float64, 1000), smallest_size=1.0)
+# Sines and cosines of positions, resized tables of positions: a few roundings of values up to 1.
+POSITIONS = Bound("positions", rounding(F32, 4))
+# What `megaclip.checkpoint.verify` accepts between the features of open_clip and ours: its own TOLERANCE.
+EXPORT = Bound("export", 1e-5)
+# Retrieval and zero-shot scores: float64 sums of products of unit vectors of up to 64 numbers.
+SIMILARITY = Bound("similarity", rounding(torch.float64, 64))
+CLASS_WEIGHTS = Bound("zero-shot class weights", rounding(F32, 24))
+# Means of float64 values, and schedules of learning rates.
+SCALAR = Bound("float64 scalar", rounding(torch.float64, 100))
+# Two optimizer steps of open_clip's trainer with its loss and with ours, relative to the largest move of a tensor: the
+# parameter, up to 1, is rounded at each of two steps; a move is 1e-3 of it or more.
+TRAINER = Bound("open_clip trainer", rounding(F32, 2, 1e3))
+
+# GPU tests (make test-gpu). Scales are 20, P is rounded to bfloat16 with features of that dtype.
+NCCL_VALUE = Bound("NCCL value", 1e-5)
+NCCL_GRADIENT = _by_dtype("NCCL gradient", {torch.float64: 1e-11, F32: 1e-4, torch.bfloat16: 6e-3}, norm=True)
+# The gradient is a mean of p_ij * (s_ij - s_ii), terms of size 1 that cancel where the temperature is right.
+NCCL_TEMPERATURE = _by_dtype("NCCL temperature", {torch.float64: 1e-12, F32: 1e-6, torch.bfloat16: 1e-4})
+# Relative to the norm of a gradient, or to a thousandth of the largest one: fused kernels add in another order. In
+# float32, because in bfloat16 the gradients of the first tokens' attention are rounding and nothing else.
+COMPILED = Bound("compiled blocks on a GPU", 1e-3, norm=True)
 
 
-def norm_error(got: Tensor, expected: Tensor) -> float:
-    """Norm of the difference relative to the norm of the expected tensor."""
-    assert got.shape == expected.shape, f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
-    got, expected = got.detach().double(), expected.detach().double()
-    return ((got - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+Values = Tensor | np.ndarray | Sequence[float] | float
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest expected value (absolute where all expected values are tiny)."""
-    assert got.shape == expected.shape, f"shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
-    got, expected = got.detach().double(), expected.detach().double()
-    if torch.isnan(got).any():
-        return float("nan")
-    same = got == expected  # infinities of one sign
-    difference = (got - expected).abs().masked_fill(same, 0).max().item()
-    finite = expected[expected.isfinite()].abs()
-    return difference / max(finite.max().item() if len(finite.flatten()) else 0.0, 1e-3)
+def compare(got: Values, expected: Values, bound: Bound, what: str = "", *, size: float | None = None) -> Comparison:
+    """Return the error of `got` relative to `size`. Default: the size of `expected` as `bound` measures it."""
+    a, b = _float64(got), _float64(expected)
+    assert a.shape == b.shape, f"{what or 'result'} has shape {tuple(a.shape)}, expected {tuple(b.shape)}"
+    difference = (a - b).masked_fill(a == b, 0)  # infinities of one sign are equal
+    finite = b[b.isfinite()]
+    if bound.norm:
+        error, own_size = difference.norm().item(), finite.norm().item()
+    else:
+        error, own_size = _largest(difference), _largest(finite)
+    return Comparison(bound, error / max(own_size if size is None else size, bound.smallest_size), what)
+
+
+def _float64(values: Values) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.detach().cpu().double()
+    return torch.from_numpy(np.array(values, dtype=np.float64))  # torch would make float32 of Python's numbers
+
+
+def _largest(values: Tensor) -> float:
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def exceeded(comparisons: Iterable[Comparison]) -> list[str]:
+    """Record the comparisons; return a message for each that exceeds its bound."""
+    comparisons = list(comparisons)
+    for comparison in comparisons:
+        _record(comparison, fault=False)
+    return [str(comparison) for comparison in comparisons if not comparison.share <= 1]
+
+
+def unnoticed(comparisons: Iterable[Comparison], fault: str) -> list[str]:
+    """Record a planted fault; return a message unless the largest error is `MARGIN` times its bound or more."""
+    farthest = max(comparisons, key=lambda comparison: comparison.share)
+    _record(replace(farthest, what=f"{fault}: {farthest.what}"), fault=True)
+    return [] if farthest.share >= MARGIN else [f"a fault is not noticed: {fault}; {farthest}"]
+
+
+def assert_close(got: Values, expected: Values, bound: Bound, what: str = "", *, size: float | None = None) -> None:
+    """Fail if the error exceeds its bound."""
+    problems = exceeded([compare(got, expected, bound, what, size=size)])
+    assert not problems, problems[0]
+
+
+def assert_far(got: Values, wrong: Values, bound: Bound, fault: str, *, size: float | None = None) -> None:
+    """Fail unless `got` differs from the result with a planted fault by `MARGIN` times the bound or more."""
+    problems = unnoticed([compare(got, wrong, bound, size=size)], fault)
+    assert not problems, problems[0]
+
+
+def _record(comparison: Comparison, *, fault: bool) -> None:
+    """Append to the file that MEGACLIP_TEST_ERRORS names; a line is one write, so processes may share the file."""
+    path = os.environ.get("MEGACLIP_TEST_ERRORS")
+    if not path:
+        return
+    entry: dict[str, Any] = {
+        "test": os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)"),
+        "what": comparison.what,
+        "bound": comparison.bound.name,
+        "error": comparison.error,
+        "limit": comparison.bound.limit,
+        "share": comparison.share,
+        "fault": fault,
+    }
+    with open(path, "a", buffering=1) as file:
+        file.write(json.dumps(entry) + "\n")

@@ -115,6 +115,8 @@ class Outcome:
     """Gradients of logit_scale and, if there is one, logit_bias, for each step in turn."""
     parameters: dict[str, np.ndarray]
     """Whole parameters after the last step."""
+    largest_move: float = 0.0
+    """Largest distance of a parameter from its start, in the oracle. Differences of parameters are relative to it."""
 
 
 def whole_batch(step: int) -> tuple[Tensor, Tensor]:
@@ -223,6 +225,7 @@ def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays)
     others = [p for name, p in parameters.items() if not decays(name, p)]
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = ORACLES[case.optimizer](groups)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
     outcome = Outcome([], [], [], {})
     for step in range(STEPS):
         features = []
@@ -249,7 +252,13 @@ def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays)
             group["lr"] = LEARNING_RATES[step]
         optimizer.step()
     outcome.parameters = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    outcome.largest_move = largest_move(start, outcome.parameters)
     return outcome
+
+
+def largest_move(start: dict[str, Tensor], end: dict[str, np.ndarray]) -> float:
+    """Return the largest distance of a parameter from its start."""
+    return max(float(abs(end[name] - value.numpy()).max()) for name, value in start.items())
 
 
 def training_config(case: Case) -> TrainingConfig:

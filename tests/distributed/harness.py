@@ -21,6 +21,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 _PRELOAD = "tests.distributed.preload"
+_PASSED_ON = ["OMP_NUM_THREADS", "MEGACLIP_TEST_ERRORS", "PYTEST_CURRENT_TEST"]
+"""Environment variables of the caller that are set in every rank."""
 _GRACE_S = 30.0
 """Seconds that the other ranks have, after the first failure, to report their own."""
 
@@ -41,7 +43,8 @@ def run_ranks(
 
     Args:
         time_limit_s: limit against hangs; far above the duration of any launch on a busy machine.
-        environment: variables that are set in every rank before the function runs.
+        environment: variables that are set in every rank before the function runs. Each rank uses OMP_NUM_THREADS
+            threads. Default: 1.
         backend: "gloo", or "nccl", which gives every rank a GPU and starts it as a new process instead of a fork.
 
     Raises:
@@ -52,12 +55,14 @@ def run_ranks(
         context.set_forkserver_preload([_PRELOAD])
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when the server imports it
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # The fork server keeps the environment of its start. Variables that may have changed since are passed on.
+    variables = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | (environment or {})
     work = pickle.dumps((function, arguments))
     with tempfile.TemporaryDirectory() as folder:
         processes, reports = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            place = (rank, world_size, os.path.join(folder, "store"), environment or {}, time_limit_s, backend)
+            place = (rank, world_size, os.path.join(folder, "store"), variables, time_limit_s, backend)
             process = context.Process(target=_run_rank, args=(sender, work, *place), daemon=True)
             process.start()
             sender.close()
@@ -128,7 +133,7 @@ def _join(rank: int, world_size: int, store: str, time_limit_s: float, backend: 
 
     from megaclip.comm.groups import init_distributed
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if backend == "nccl":
         torch.cuda.set_device(rank)
     torch.distributed.init_process_group(

@@ -17,7 +17,7 @@ from megaclip.losses.plan import Plan
 from megaclip.ops import reference
 from megaclip.ops.tiles import Terms, TileOptions
 from tests.distributed.harness import run_ranks
-from tests.tolerances import GRADIENT, VALUE, relative_error
+from tests.tolerances import GRADIENT, VALUE, assert_close
 
 
 def plans() -> Iterator[Plan]:
@@ -46,9 +46,9 @@ def check(batch: int, vectors: frozenset[int]) -> None:
         stats = distributed_stats(x[mine], y[mine], local[0], local[3], plan=plan, y_all=y_all)
         grads = distributed_grads(x[mine], y[mine], Terms(*local[:3]), Terms(*local[3:]), plan=plan, y_all=y_all)
         for name, got, wanted in zip(("row_lse", "col_lse"), stats, expected_stats, strict=True):
-            assert relative_error(got, wanted[mine]) <= VALUE[torch.float64], (name, plan, vectors)
+            assert_close(got, wanted[mine], VALUE[torch.float64], f"{name} {plan} {vectors}")
         for name, got, wanted in zip(grads._fields, grads, expected_grads, strict=True):
-            assert relative_error(got, wanted[mine]) <= GRADIENT[torch.float64], (name, plan, vectors)
+            assert_close(got, wanted[mine], GRADIENT[torch.float64], f"{name} {plan} {vectors}")
 
 
 def check_everything() -> None:

@@ -27,6 +27,7 @@ from tests.evaluation_oracle import (
     retrieval_by_sorting,
     unit_features,
 )
+from tests.tolerances import SIMILARITY, assert_close
 
 WORLD_SIZES = (1, 2, 3)
 DIM = 16
@@ -120,7 +121,7 @@ def check_examples() -> None:
     local_texts = padded(share(texts, ids // 2), share(ids, ids // 2), 0)
     examples = retrieval_examples(local_images[0], local_texts[0], local_images[1], local_texts[1], chosen)
     similarities = texts.astype(np.float64) @ images.astype(np.float64).T
-    np.testing.assert_allclose(examples.similarities, similarities[np.ix_(chosen, chosen)], atol=1e-12)
+    assert_close(examples.similarities, similarities[np.ix_(chosen, chosen)], SIMILARITY)
     order = np.argsort(-similarities[chosen], axis=1)
     np.testing.assert_array_equal(examples.found_ids, order)
     np.testing.assert_array_equal(

@@ -63,7 +63,7 @@ MISTAKES = {
     "a wrong key": Mistake(
         ["unknown key megaclip.exchnage", "did you mean 'exchange'?"], config_changes={"megaclip": {"exchnage": "ring"}}
     ),
-    "a misspelt section": Mistake(["unknown key 'megclip'", "mean 'megaclip'?"], config_changes={"megclip": {}}),
+    "a misspelt section": Mistake(["unknown key megclip", "mean 'megaclip'?"], config_changes={"megclip": {}}),
     "a value that DeepSpeed refuses": Mistake(
         ["allgather_bucket_size"], config_changes={"zero_optimization": {"stage": 1, "allgather_bucket_size": -1}}
     ),
@@ -93,7 +93,7 @@ MISTAKES = {
         config_changes={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True},
     ),
     "resumed with a tower locked": Mistake(
-        ["written with locked.image None, this run has 0"], {"resume": "MADE/runs/run", "lock_image": []}
+        ["written with locked.image None, and this run has 0"], {"resume": "MADE/runs/run", "lock_image": []}
     ),
     "a damaged checkpoint": Mistake(["cannot load checkpoint"], {"resume": "MADE/damaged/run"}),
 }

@@ -1,6 +1,7 @@
 """The place of a step's images changes no bit of a run; data that fail end every rank and leave a checkpoint.
 
-All runs share one launch of two ranks; each pass over a step has more chunks than a window has slots.
+All runs share one launch of two ranks; each pass over a step has more chunks than a window has slots. Bits are compared
+on the same machine, with the same instruction set and number of threads.
 """
 
 import errno

@@ -1,7 +1,8 @@
 """A run that is stopped or killed and then resumed has the same samples, losses and weights as one that never stopped.
 
-Losses and weights are equal to the last bit. The runs use ranks of the harness; one test uses the deepspeed launcher
-with data workers.
+Losses and weights are equal to the last bit. All runs are on one machine, with the same instruction set and number of
+threads; another processor sums in another order. The runs use ranks of the harness; one test uses the deepspeed
+launcher with data workers.
 """
 
 import json
@@ -36,6 +37,7 @@ from tests.end_to_end.training_runs import (
     run_in_ranks,
     scalars,
 )
+from tests.tolerances import WRITTEN, assert_close
 
 STEPS = 10
 STEPS_PER_EPOCH = 8  # less than STEPS, so that the resumed part ends in the second epoch
@@ -195,6 +197,7 @@ def test_a_resumed_run_takes_the_same_samples(runs, name):
 
 @pytest.mark.parametrize("name", CONTINUED)
 def test_a_resumed_run_has_the_same_losses_to_the_last_bit(runs, name):
+    """Bits are equal on the same machine, with the same instruction set and number of threads."""
     folder, done = CONTINUED[name]
     never, continued = scalars(runs.logs / "never"), scalars(runs.logs / folder)
     for scalar in ("loss", "logit_scale", "learning_rate", "gradient_norm"):
@@ -208,6 +211,7 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit(runs, name):
 
 @pytest.mark.parametrize("name", CONTINUED)
 def test_a_resumed_run_has_the_same_weights_to_the_last_bit(runs, name):
+    """Bits are equal on the same machine, with the same instruction set and number of threads."""
     tag = f"step_{STEPS:08d}"
     never = consolidated_weights(runs.logs / "never" / "checkpoints", tag)
     continued = consolidated_weights(runs.logs / CONTINUED[name][0] / "checkpoints", tag)
@@ -218,15 +222,17 @@ def test_a_resumed_run_has_the_same_weights_to_the_last_bit(runs, name):
 def test_the_learning_rate_warms_up_and_falls_by_half_a_cosine(runs):
     falling = [0.5 * (1 + math.cos(math.pi * step / 7)) for step in range(7)]
     expected = [0.002 * factor for factor in (1 / 3, 2 / 3, 1, *falling)]
-    assert list(scalars(runs.logs / "never")["train/learning_rate"].values()) == pytest.approx(expected, rel=1e-6)
+    assert_close(list(scalars(runs.logs / "never")["train/learning_rate"].values()), expected, WRITTEN)
 
 
 @pytest.mark.parametrize("runs", ["zero3"], indirect=True)
 def test_the_logit_scale_stays_below_its_maximum(runs):
     shown = scalars(runs.logs / "never")["train/logit_scale"]
-    assert shown[1] == max(shown.values()) == pytest.approx(12)
+    assert shown[1] == max(shown.values())
+    bound = WRITTEN.magnified(math.log(12))  # exp magnifies the rounding of its argument
+    assert_close(shown[1], 12.0, bound)
     saved = consolidated_weights(runs.logs / "never" / "checkpoints", "step_00000004")["logit_scale"]
-    assert saved.exp().item() == pytest.approx(shown[4])
+    assert_close(saved.exp().item(), shown[4], bound)
 
 
 @pytest.mark.parametrize("name", CONTINUED)

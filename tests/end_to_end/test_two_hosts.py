@@ -15,6 +15,7 @@ import pytest
 
 from tests.end_to_end.training_runs import ROOT, flags, launcher_command, scalars
 from tests.end_to_end.two_hosts import INTERFACE, TwoHosts, reason_to_skip, two_hosts
+from tests.tolerances import RUN, assert_close
 
 MULTI_NODE = ROOT / "launch" / "multi_node.sh"
 STEPS = 3
@@ -23,8 +24,6 @@ END_LIMIT_S = 120
 """Limit for processes to end. It takes them 3 to 5 s; gloo would wait half an hour for a rank that does not answer."""
 RANK = r"train\.py --local_rank"
 """Pattern of the command lines of ranks. It does not match their launcher."""
-# Ranks on one host share memory and sum in another order: a few float32 roundings of losses near 5.
-LOSS_TOLERANCE = 1e-6
 
 if _reason := reason_to_skip():
     pytest.skip(_reason, allow_module_level=True)
@@ -40,7 +39,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
 def environment(hosts: TwoHosts) -> dict[str, str]:
     """Return the variables of the user who starts the launcher. The ranks get theirs from a deepspeed_env file."""
     for_ranks = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR", "PATH") if name in os.environ}
-    for_ranks |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    for_ranks |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": INTERFACE}
     env_file = hosts.hostfile.with_name("deepspeed_env")
     env_file.write_text("".join(f"{name}={value}\n" for name, value in for_ranks.items()))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -79,7 +79,8 @@ def test_losses_through_pdsh_equal_those_of_one_host(
     for host in (hosts.first, hosts.second):
         assert re.search(rf"^{host.address}: .*process \d+ spawned", output, re.MULTILINE), output
     assert len(losses_of_one_host) == STEPS
-    assert losses(tmp_path) == pytest.approx(losses_of_one_host, abs=LOSS_TOLERANCE, rel=0)
+    # Ranks that share memory sum the same numbers in another order.
+    assert_close(losses(tmp_path), losses_of_one_host, RUN["loss"])
 
 
 def test_losses_without_ssh_equal_those_of_one_host(
@@ -93,7 +94,8 @@ def test_losses_without_ssh_equal_those_of_one_host(
     ]
     with ThreadPoolExecutor() as pool:
         list(pool.map(finished, launches, [environment] * 2))
-    assert losses(tmp_path) == pytest.approx(losses_of_one_host, abs=LOSS_TOLERANCE, rel=0)
+    # Ranks that share memory sum the same numbers in another order.
+    assert_close(losses(tmp_path), losses_of_one_host, RUN["loss"])
 
 
 def finished(launch: list[str], environment: dict[str, str]) -> str:

@@ -108,7 +108,7 @@ def launcher_command(
 
 def launcher_environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for ninja and the launcher's python
-    return {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PATH": path, "DS_ACCELERATOR": "cpu"}
 
 
 def launch(arguments: list[str], ranks: int = WORLD_SIZE) -> Finished:

@@ -14,6 +14,7 @@ from megaclip.data import images as images_module
 from megaclip.data.batch import BadSample
 from megaclip.data.images import random_box
 from megaclip.errors import ConfigError
+from tests.tolerances import WRITTEN, assert_close
 
 SIZES = [(24, 24), (31, 57), (57, 31), (224, 100), (9, 9), (5, 40), (300, 301)]
 
@@ -62,10 +63,10 @@ def test_mean_and_standard_deviation_are_applied():
     content = smooth(8, 8, "PNG")
     plain = model_input(ImageTransform(8, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)), content)
     pixels = torch.from_numpy(np.asarray(Image.open(io.BytesIO(content))).copy()).permute(2, 0, 1) / 255
-    torch.testing.assert_close(plain, pixels)
+    assert_close(plain, pixels, WRITTEN)
     scaled = model_input(ImageTransform(8, mean=(0.5, 0.25, 0.0), std=(0.5, 0.5, 2.0)), content)
     expected = (pixels - torch.tensor([0.5, 0.25, 0.0])[:, None, None]) / torch.tensor([0.5, 0.5, 2.0])[:, None, None]
-    torch.testing.assert_close(scaled, expected)
+    assert_close(scaled, expected, WRITTEN)
 
 
 def test_the_training_crop_shows_the_region_of_its_box():

@@ -12,6 +12,7 @@ from megaclip.evaluation.example_pictures import example_pictures
 from megaclip.evaluation.examples import RetrievalExamples, retrieval_examples, spread
 from megaclip.evaluation.pictures import RetrievedRow, retrieval_grid, similarity_heatmap
 from tests.evaluation_oracle import unit_features
+from tests.tolerances import SIMILARITY, assert_close
 
 GREEN, RED = (22, 148, 72), (200, 48, 48)
 BRIGHTEST, DARKEST = (253, 231, 37), (68, 1, 84)
@@ -101,7 +102,7 @@ def test_examples_equal_those_of_the_sorted_matrix(image_count: int) -> None:
 
     by_id = np.argsort(ids)
     similarities = texts[by_id].astype(np.float64) @ images[by_id].astype(np.float64).T
-    np.testing.assert_allclose(examples.similarities, similarities[np.ix_(chosen, chosen)], atol=1e-12)
+    assert_close(examples.similarities, similarities[np.ix_(chosen, chosen)], SIMILARITY)
     queried = chosen[examples.queries]
     assert len(queried) == min(4, image_count) and examples.candidates == image_count
     order = np.argsort(-similarities[queried], axis=1)
@@ -110,7 +111,7 @@ def test_examples_equal_those_of_the_sorted_matrix(image_count: int) -> None:
         examples.ranks, [list(line).index(own) for line, own in zip(order, queried, strict=True)]
     )
     expected = np.take_along_axis(similarities[queried], order[:, :5], axis=1)
-    np.testing.assert_allclose(examples.found_similarities, expected, atol=1e-12)
+    assert_close(examples.found_similarities, expected, SIMILARITY)
 
 
 class ToyPairs:

@@ -11,6 +11,7 @@ from megaclip.errors import DataError
 from megaclip.evaluation import ModelEncoder, ZeroShotTask, evaluate, group_captions
 from megaclip.evaluation.captions import CaptionGroups
 from tests.evaluation_oracle import retrieval_by_sorting, unit_features
+from tests.tolerances import SIMILARITY, assert_close
 
 DIM, BATCH = 8, 4
 WORDS = torch.from_numpy(unit_features(np.random.default_rng(0), 500, DIM))
@@ -66,7 +67,7 @@ def test_retrieval_with_one_caption_per_image() -> None:
     assert result.examples is not None
     assert result.examples.ids.tolist() == [0, 8, 16, 24, 32, 40, 48]
     by_hand = WORDS[words].numpy().astype(np.float64) @ pairs.features.astype(np.float64).T
-    np.testing.assert_allclose(result.examples.similarities, by_hand[::8, ::8], atol=1e-12)
+    assert_close(result.examples.similarities, by_hand[::8, ::8], SIMILARITY)
 
 
 @pytest.mark.parametrize("layout", ["one pair per caption", "one line per caption"])
@@ -91,9 +92,7 @@ def test_retrieval_with_several_captions_per_image(layout: str) -> None:
     chosen = np.array([0, 5, 10, 15, 20])
     assert result.examples.ids.tolist() == leading[chosen].tolist()
     first_captions = WORDS[chosen * each].numpy().astype(np.float64)
-    np.testing.assert_allclose(
-        result.examples.similarities, first_captions @ images[chosen].astype(np.float64).T, atol=1e-12
-    )
+    assert_close(result.examples.similarities, first_captions @ images[chosen].astype(np.float64).T, SIMILARITY)
 
 
 def test_captions_of_equal_images_form_one_group() -> None:

@@ -9,9 +9,7 @@ from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.checkpoint.open_clip_weights import meta_model
 from megaclip.models import ClipModel, ModelConfig, build_model, load_model_config
 from megaclip.models.open_clip_keys import from_open_clip, to_open_clip
-
-FEATURE_TOLERANCE = 1e-5  # unit-length float32 features; the two sum in another order
-GRADIENT_TOLERANCE = 1e-12  # float64, values of order one
+from tests.tolerances import FEATURES, POSITIONS, TOWER_GRADIENT, assert_close, assert_far
 
 SMALL = {
     "embed_dim": 24,
@@ -71,12 +69,13 @@ def assert_same_features(theirs, ours, batch):
     images, tokens = inputs(ours.config, batch)
     expected, got = theirs(images, tokens), ours(images, tokens)
     for theirs_part, ours_part in zip(expected[:2], got[:2], strict=True):
-        assert (theirs_part - ours_part).abs().max() <= FEATURE_TOLERANCE
-        assert (ours_part.norm(dim=1) - 1).abs().max() <= FEATURE_TOLERANCE
+        assert_close(ours_part, theirs_part, FEATURES["float32"], size=1)
+        assert_close(ours_part.norm(dim=1), torch.ones(batch), FEATURES["float32"])
     assert got[2].shape == (1,)
     assert got[2].exp().item() == pytest.approx(expected[2].item())
     # The features must depend on the input; otherwise the comparison would prove nothing.
-    assert batch == 1 or (got[0][0] - got[0][1]).abs().max() > 100 * FEATURE_TOLERANCE
+    if batch > 1:
+        assert_far(got[0][0], got[0][1], FEATURES["float32"], "features of another image", size=1)
 
 
 @pytest.mark.parametrize(("name", "batch"), [("ViT-B-32", 2), ("ViT-B-16", 2), ("ViT-L-14", 1)])
@@ -110,7 +109,7 @@ def test_features_and_gradients_of_every_option_equal_open_clips(name):
     theirs_by_name = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     assert ours_by_name.keys() == theirs_by_name.keys()
     for parameter, gradient in theirs_by_name.items():
-        torch.testing.assert_close(ours_by_name[parameter], gradient, rtol=0, atol=GRADIENT_TOLERANCE)
+        assert_close(ours_by_name[parameter], gradient, TOWER_GRADIENT, parameter)
 
 
 @pytest.mark.parametrize("name", ["ViT-L-14-336", "ViT-H-14", "ViT-g-14", "ViT-bigG-14"])
@@ -213,4 +212,4 @@ def test_sine_cosine_positions_equal_open_clips_and_are_learnable():
     expected = open_clip_model(description).visual.positional_embedding
     ours = build_model(config).visual.positional_embedding
     assert ours.requires_grad
-    torch.testing.assert_close(ours.detach(), expected.detach(), rtol=0, atol=1e-6)
+    assert_close(ours, expected, POSITIONS)

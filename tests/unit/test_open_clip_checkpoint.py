@@ -27,6 +27,7 @@ from megaclip.data.tokenizers import load_tokenizer, train_sentencepiece
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.open_clip_keys import to_open_clip
+from tests.tolerances import EXPORT, POSITIONS, assert_close, assert_far
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -80,7 +81,8 @@ def test_open_clip_loads_an_exported_directory(exported, model):
 def test_verification_passes_on_the_same_model_and_tokenizer(exported, model, config):
     result = verify(exported, model, load_tokenizer("clip", config.text_cfg.context_length))
     assert result.passed
-    assert 0 <= result.max_abs_diff <= TOLERANCE
+    assert EXPORT.limit == TOLERANCE
+    assert_close(result.max_abs_diff, 0.0, EXPORT, size=1)
     assert (result.captions_compared, result.captions_differing) == (5, 0)
 
 
@@ -90,7 +92,7 @@ def test_verification_fails_if_one_parameter_differs(exported, model, parameter)
     with torch.no_grad():
         changed.get_parameter(parameter).add_(torch.randn_like(changed.get_parameter(parameter)) * 1e-2)
     result = verify(exported, changed)
-    assert result.max_abs_diff > TOLERANCE
+    assert_far(result.max_abs_diff, 0.0, EXPORT, f"another {parameter}", size=1)
     assert not result.passed
     assert result.captions_compared == 0
 
@@ -259,7 +261,7 @@ def test_other_image_size_or_context_length_gives_open_clips_weights(exported, c
     ours = build_model(other)
     load_pretrained(ours, exported)
     for name, value in open_clips_state_dict(ours).items():
-        torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-6, msg=name)
+        assert_close(value, theirs[name], POSITIONS, name)
 
 
 def test_clip_weights_get_the_initial_logit_bias_of_the_model(exported, model, config):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megaclip.ops import reference
 from megaclip.ops.tiles import Terms
+from tests.tolerances import GRADIENT, VALUE, assert_close
 
 ALPHA = 7.5
 
@@ -36,7 +37,7 @@ def info_nce_by_hand(x: Tensor, y: Tensor, alpha: float) -> float:
 def test_info_nce(batch: int) -> None:
     x, y = rows(batch), rows(batch, seed=1)
     result = reference.info_nce(x, y, ALPHA)
-    assert result.loss.item() == pytest.approx(info_nce_by_hand(x, y, ALPHA), rel=1e-13, abs=1e-13)
+    assert_close(result.loss, info_nce_by_hand(x, y, ALPHA), VALUE[torch.float64])
     step = 1e-5
     for row in range(batch):
         for column in range(3):
@@ -89,10 +90,8 @@ def test_tile_grads(diagonal: int | None) -> None:
         dy[j] += (row_part + col_part) * x[i]
         row_dot[i] += row_part * s
         col_dot[j] += col_part * s
-    torch.testing.assert_close(got.dx, dx, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(got.dy, dy, rtol=1e-13, atol=1e-13)
-    assert got.row_dot.tolist() == pytest.approx(row_dot, rel=1e-13, abs=1e-13)
-    assert got.col_dot.tolist() == pytest.approx(col_dot, rel=1e-13, abs=1e-13)
+    for result, wanted in zip(got, (dx, dy, row_dot, col_dot), strict=True):
+        assert_close(result, wanted, GRADIENT[torch.float64])
 
 
 def sigmoid_by_hand(x: Tensor, y: Tensor, scale: float, bias: float, diagonal: int | None) -> float:
@@ -117,7 +116,7 @@ def test_tile_sigmoid(diagonal: int | None) -> None:
 
         return (value(1) - value(-1)) / (2 * step)
 
-    assert got.row_loss.sum().item() == pytest.approx(sigmoid_by_hand(x, y, scale, bias, diagonal), rel=1e-12)
+    assert_close(got.row_loss.sum(), sigmoid_by_hand(x, y, scale, bias, diagonal), VALUE[torch.float64])
     assert scale * got.dx.sum().item() == pytest.approx(slope(dx=1), abs=1e-7)
     assert scale * got.dy.sum().item() == pytest.approx(slope(dy=1), abs=1e-7)
     assert got.row_dot.sum().item() == pytest.approx(slope(dscale=1), abs=1e-7)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megaclip.engine.schedules import constant, constant_with_cooldown, cosine, default_warmup
+from tests.tolerances import SCALAR, assert_close
 
 scheduler = pytest.importorskip("open_clip_train.scheduler", reason="open_clip's training package is the oracle")
 
@@ -31,12 +32,12 @@ def ours(schedule) -> list[float]:
 
 @pytest.mark.parametrize("warmup", WARMUPS)
 def test_constant(warmup):
-    assert ours(constant(warmup)) == pytest.approx(theirs(scheduler.const_lr, warmup, TOTAL), rel=1e-12)
+    assert_close(ours(constant(warmup)), theirs(scheduler.const_lr, warmup, TOTAL), SCALAR)
 
 
 @pytest.mark.parametrize("warmup", [*WARMUPS, TOTAL])
 def test_cosine(warmup):
-    assert ours(cosine(warmup, TOTAL)) == pytest.approx(theirs(scheduler.cosine_lr, warmup, TOTAL), rel=1e-12)
+    assert_close(ours(cosine(warmup, TOTAL)), theirs(scheduler.cosine_lr, warmup, TOTAL), SCALAR)
 
 
 @pytest.mark.parametrize(
@@ -44,9 +45,7 @@ def test_cosine(warmup):
 )
 def test_constant_with_cooldown(warmup, cooldown, power, end):
     expected = theirs(scheduler.const_lr_cooldown, warmup, TOTAL, cooldown, cooldown_power=power, cooldown_end_lr=end)
-    assert ours(constant_with_cooldown(warmup, TOTAL, cooldown, power, end / RATE)) == pytest.approx(
-        expected, rel=1e-12
-    )
+    assert_close(ours(constant_with_cooldown(warmup, TOTAL, cooldown, power, end / RATE)), expected, SCALAR)
 
 
 def test_the_rate_stays_at_its_final_value_after_the_last_step():

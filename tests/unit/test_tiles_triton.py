@@ -22,13 +22,13 @@ from tests.tile_cases import (
     check_sigmoid_case,
     check_tile_case,
 )
-from tests.tolerances import TILE_GRADIENT, norm_error
+from tests.tolerances import TILE_GRADIENT, VALUE, assert_close
 
 if os.environ.get("TRITON_INTERPRET") != "1":
 
     def test_under_the_interpreter() -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1"}
         root = Path(__file__).parents[2]
         done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -67,13 +67,13 @@ else:
             tiles.tile_stats(x, y, 3.0, 3.0, diagonal=0, options=TORCH),
             strict=True,
         ):
-            torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
+            assert_close(ours, other, VALUE[torch.float32])
         for ours, other in zip(
             tiles.tile_sigmoid(x, y, 3.0, -2.0, diagonal=0, options=TRITON),
             tiles.tile_sigmoid(x, y, 3.0, -2.0, diagonal=0, options=TORCH),
             strict=True,
         ):
-            torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
+            assert_close(ours, other, VALUE[torch.float32])
 
     def test_dots_that_are_not_needed() -> None:
         x, y = torch.randn(33, 24), torch.randn(40, 24)
@@ -82,7 +82,7 @@ else:
         bare = tiles.tile_grads(x, y, *terms, need_dots=False, options=TRITON)
         assert torch.equal(bare[0], dx) and torch.equal(bare[1], dy) and not bare[2].any() and not bare[3].any()
         # The sum of both dots is the gradient of the temperature. It also follows from dx.
-        torch.testing.assert_close((x * dx).sum(), row_dot.sum() + col_dot.sum())
+        assert_close((x * dx).sum(), row_dot.sum() + col_dot.sum(), VALUE[torch.float32])
 
     @pytest.mark.parametrize("sign", [1, -1])
     def test_shifts_far_from_a_tiles_logits(sign: int) -> None:
@@ -92,7 +92,7 @@ else:
         terms = Terms(100.0, 100.0 * sign, 0.5)
         got = tiles.tile_grads(x, y, terms, terms, options=TRITON)
         for ours, wanted in zip(got, reference.tile_grads(x, y, terms, terms), strict=True):
-            assert norm_error(ours, wanted) <= 5 * TILE_GRADIENT["float32"]
+            assert_close(ours, wanted, TILE_GRADIENT["float32"].magnified(5))  # the scale is 100, not 20
 
     def test_no_rows() -> None:
         x, y = torch.randn(0, 24), torch.randn(40, 24)

@@ -1,0 +1,24 @@
+"""Marks the tests that compare floating-point numbers: `pytest -m numbers` runs them.
+
+These are the tests of every module that imports the table of bounds, or the cases of tiles that apply it. They are the
+ones whose results depend on the processor, and `make test-portable` repeats them under other settings.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+COMPARES_NUMBERS = re.compile(r"^\s*from tests\.(tolerances|tile_cases) import", re.MULTILINE)
+
+
+@cache
+def compares_numbers(module: Path) -> bool:
+    return COMPARES_NUMBERS.search(module.read_text()) is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if compares_numbers(item.path):
+            item.add_marker(pytest.mark.numbers)
