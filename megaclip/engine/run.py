@@ -153,7 +153,7 @@ class Run:
         self.inputs = inputs
         self.batch_plan = batch_plan
         self.folder = folder
-        self.plan = plan
+        self.memory_plan = memory_plan
         self.checkpoints = folder / "checkpoints"
         self._summary = folder / "metrics.json"
         self.rank = dist.get_rank()
@@ -171,7 +171,7 @@ class Run:
             device=self.engine.device,
         )
         self.identity = describe_run(inputs, arguments, batch_plan, self.length.total_steps)
-        self.embeddings_on_cpu = plan.embeddings_on_cpu
+        self.embeddings_on_cpu = memory_plan.embeddings_on_cpu
         self.step = 0
         """Number of optimizer steps done."""
         self.samples_consumed = 0
@@ -274,7 +274,7 @@ class Run:
             self.inputs,
             self.batch_plan,
             self.engine,
-            place=self.plan.image_place,
+            place=self.memory_plan.image_place,
             folder=self.folder,
             samples_consumed=self.samples_consumed,
         )
@@ -305,7 +305,7 @@ class Run:
             logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
             coalesce=self.inputs.config.megaclip.coalesce_gradient_reduction,
             accumulation_dtype=torch.bfloat16 if self.inputs.config.accumulates_in_bf16 else torch.float32,
-            embeddings_on_cpu=self.plan.embeddings_on_cpu,
+            embeddings_on_cpu=self.memory_plan.embeddings_on_cpu,
         )
         batch.next_step()
         learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)
@@ -359,7 +359,7 @@ class Run:
 
     @cached_property
     def _validation_captions(self) -> CaptionGroups | None:
-        """With --group-captions: the groups of validation captions that belong to the same image. Else None."""
+        """Groups of validation captions that belong to the same image. None without --group-captions."""
         if self.inputs.validation is None or not self.arguments.group_captions:
             return None
         return group_captions(self.inputs.validation)
