@@ -140,7 +140,7 @@ class SyntheticSource:
 
 
 class SyntheticTransform(ImageTransform):
-    """Reads a row's bytes as a number and returns pixels (3, size, size) uint8 from a pool of random pictures."""
+    """Transform from a row's bytes, read as a number, to pixels (3, size, size) uint8 of a pool of random pictures."""
 
     def __call__(self, content: bytes, *, seeds: tuple[int, int, int] = (0, 0, 0)) -> Tensor:
         return _pool(self.size)[int.from_bytes(content, "little") % POOL]

@@ -24,6 +24,7 @@ import torch
 from bench_peers import PEERS, inf_cl_loss_bytes, open_clip_loss_bytes, peer_gpu_bytes, peer_step_seconds
 
 from megaclip.config import MegaclipSection, TrainArguments, TrainingConfig, load_training_config
+from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.models import load_model_config
 from megaclip.planner import (
@@ -81,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--batch", type=int, help="contrastive batch, instead of train_batch_size")
     what.add_argument("--micro-batch", type=int, help="instead of train_micro_batch_size_per_gpu")
     what.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share one replica (only 1 today)")
-    what.add_argument("--workers", type=int, default=4, help="loader processes per rank (default 4)")
+    what.add_argument(
+        "--workers", type=int, default=DEFAULT_WORKERS, help="loader processes per rank (default %(default)s)"
+    )
     what.add_argument(
         "--train-num-samples", type=int, default=0, help="samples of the dataset, for the FastCLIP losses' state"
     )

@@ -49,15 +49,15 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class NodeGroup(RankGroup):
-    """A group over several nodes with equally many ranks each, in rank order: rank = node * inner.size + local rank.
+    """A group over several hosts (nodes) with equally many ranks each: rank = node * inner.size + local rank.
 
-    A ring over it passes blocks inside each node, over fast links, while one transfer runs between nodes.
+    A ring over it passes blocks inside each host, over fast links, while one transfer runs between hosts.
     """
 
     inner: RankGroup
-    """The ranks of this node."""
+    """The ranks of this host."""
     outer: RankGroup
-    """The ranks of all nodes that have the same local rank as this process."""
+    """The ranks of all hosts that have the same local rank as this process."""
 
 
 def init_distributed(backend: str | None = None) -> None:
@@ -111,7 +111,7 @@ def resolve(group: Any = None) -> RankGroup:
 
 
 def by_node(ranks: RankGroup) -> RankGroup:
-    """Return `ranks` as a `NodeGroup` if they are all ranks of a job on several nodes with equally many ranks each.
+    """Return `ranks` as a `NodeGroup` if they are all ranks of a job on several hosts with equally many ranks each.
 
     Otherwise return `ranks` unchanged. The first call creates process groups, so every rank of the job must make it.
     """
@@ -126,14 +126,14 @@ def by_node(ranks: RankGroup) -> RankGroup:
 
 @functools.cache
 def _node_groups(world: Any) -> tuple[Any, Any] | None:
-    """Return the process groups (this node's ranks, its peers on other nodes); None unless by_node's condition holds.
+    """Return the process groups (this host's ranks, its peers on other hosts); None unless by_node's condition holds.
 
     world: the default process group. It is part of the cache key, so that a new job creates new groups.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     local_size = ranks_of_this_node() or size
     local_sizes: list[Any] = [None] * size
-    torch.distributed.all_gather_object(local_sizes, local_size)  # all ranks must decide alike, also if nodes differ
+    torch.distributed.all_gather_object(local_sizes, local_size)  # all ranks must decide alike, also if hosts differ
     if set(local_sizes) != {local_size} or local_size == size or size % local_size:
         return None
     nodes = [list(range(first, first + local_size)) for first in range(0, size, local_size)]
@@ -143,7 +143,7 @@ def _node_groups(world: Any) -> tuple[Any, Any] | None:
 
 
 def ranks_of_this_node() -> int | None:
-    """Return the number of ranks that the launcher started on this node, or None if it does not set it.
+    """Return the number of ranks that the launcher started on this host, or None if it does not set it.
 
     torchrun sets LOCAL_WORLD_SIZE; DeepSpeed's launcher sets LOCAL_SIZE.
     """

@@ -9,10 +9,10 @@ after W exchanges, arrives at the rank that owns the block:
     blocks   r          r-1        r-2
     carried  r   ->     r-1   ->   r-2   ->  home: r
 
-On several nodes with several ranks each (a `NodeGroup`) the ring has two levels. A block passes around the ranks of a
-node while a copy of it is sent to the next node. The slow links between nodes thus carry one transfer per round inside
-a node, which may take as long as that round. A `Carried` collects the parts of one node, adds them to those of the
-previous nodes, and is sent to the next node.
+On several hosts with several ranks each (a `NodeGroup`) the ring has two levels. A block passes around the ranks of a
+host while a copy of it is sent to the next host. The slow links between hosts thus carry one transfer per round inside
+a host, which may take as long as that round. A `Carried` collects the parts of one host, adds them to those of the
+previous hosts, and is sent to the next host.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -109,7 +109,7 @@ class _Route:
 
 
 class _TwoLevelRoute:
-    """`Carried` over two levels: collect one round inside the node, then add it to the tensors sent between nodes."""
+    """`Carried` over two levels: collect one round inside the host, then add it to the tensors sent between hosts."""
 
     def __init__(self, merge: Merge, ranks: NodeGroup, payload: torch.dtype | None) -> None:
         self._merge, self._ranks, self._payload = merge, ranks, payload

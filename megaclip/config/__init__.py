@@ -7,6 +7,13 @@ optimizers.py        the section "optimizer": supported optimizers and their par
 checks.py            the settings that are refused, each with the reason
 command_line.py      the flags of launch/train.py: `TrainArguments`
 open_clip_flags.py   open_clip's flags that launch/train.py does not accept, and what to use instead
+
+These modules check the two files of settings by themselves. Other checks are where their data are available:
+
+- the model, the data and the paths: `megaclip.engine.inputs`
+- the number of ranks: `TrainingConfig.batch_plan`
+- the device and the installed ops: `megaclip.engine.build`
+- the free memory and disk: `megaclip.engine.preflight`
 """
 
 from megaclip.config.command_line import TrainArguments, parse_arguments

@@ -1,4 +1,4 @@
-"""Checks of ds_config.json: refuse every setting that is unknown, misplaced, without effect or contradicts another one.
+"""Check ds_config.json: refuse every setting that is unknown, misplaced, without effect or contradicts another one.
 
 DeepSpeed ignores unknown top-level keys and several known ones, so a typing mistake would pass silently. Every check
 raises `ConfigError` for the first mistake; `load_training_config` adds the path of the file.

@@ -13,6 +13,13 @@ from pydantic.fields import FieldInfo
 from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
 from megaclip.errors import ConfigError, config_error, nearest
 
+DEFAULT_EPOCHS = 32
+"""Number of epochs when neither --train-steps nor --epochs is given."""
+LONGEST_DEFAULT_WARMUP = 10_000
+"""Largest number of warm-up steps when --warmup is not given. It is open_clip's default."""
+DEFAULT_WORKERS = 4
+"""Number of data worker processes per rank, also in the planner and in tools."""
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 
@@ -51,7 +58,7 @@ class TrainArguments(BaseModel):
         description="'clip' or path of a sentencepiece model (default: the tokenizer in the model card of --pretrained "
         "or --model, if there is one, otherwise 'clip')",
     )
-    workers: NotNegative = Field(default=4, description="number of data worker processes per rank")
+    workers: NotNegative = Field(default=DEFAULT_WORKERS, description="number of data worker processes per rank")
     shard_order: Literal["shuffled", "sequential"] = Field(
         default="shuffled",
         description="order of the shards; 'sequential' keeps the given order (for curricula) and shuffles within each",
@@ -60,6 +67,8 @@ class TrainArguments(BaseModel):
         default=None,
         description="folder for the images that megaclip.data_offload keeps on disk (default: the run's folder)",
     )
+    # `megaclip.config` and `megaclip.data` may not import each other. Loaders and transforms that are constructed
+    # without a command line therefore have their own defaults for the next two settings.
     max_bad_fraction: float = Field(
         default=0.01, ge=0, le=1, description="stop above this fraction of unreadable samples"
     )
@@ -93,11 +102,14 @@ class TrainArguments(BaseModel):
     )
     logit_scale_max: float = Field(default=100.0, ge=1, description="upper bound of exp(logit_scale), at least 1")
 
-    epochs: Positive | None = Field(default=None, description="passes over the training data (default 32)")
+    epochs: Positive | None = Field(
+        default=None, description=f"passes over the training data (default {DEFAULT_EPOCHS})"
+    )
     train_steps: Positive | None = Field(default=None, description="number of optimizer steps, instead of --epochs")
     warmup: NotNegative | None = Field(
         default=None,
-        description="number of warm-up steps (default: 10000, or a tenth of the run's steps if that is less)",
+        description=f"number of warm-up steps (default: {LONGEST_DEFAULT_WARMUP}, or a tenth of the run's steps if "
+        "that is less)",
     )
     lr_scheduler: Literal["cosine", "const", "const-cooldown"] = Field(
         default="cosine", description="learning rate schedule"
@@ -183,7 +195,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows each flag in its spelling with hyphens only."""
+    """Formatter that shows each flag in its spelling with hyphens only."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         arguments = "" if action.nargs == 0 else " " + self._format_args(action, "VALUE")

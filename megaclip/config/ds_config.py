@@ -1,6 +1,7 @@
-"""The settings that ds_config.json may contain, typed: the root model `DsConfig` and models of DeepSpeed's sections.
+"""The settings that ds_config.json may contain: the pydantic class `DsConfig`, with one class for each section.
 
-DeepSpeed's own models are used where it has them. `megaclip.config.checks` refuses every key that is not a field here.
+DeepSpeed's own pydantic classes are used for the sections for which it has one. `megaclip.config.checks` refuses every
+key that is not a field here.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,7 +17,7 @@ from megaclip.config.section import MegaclipSection
 
 
 class _Strict(BaseModel):
-    """Base of the models here: a value must have its type. Unknown keys are left to `megaclip.config.checks`."""
+    """Base of the classes here: a value must have its type. `megaclip.config.checks` refuses unknown keys."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 

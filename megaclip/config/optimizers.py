@@ -1,7 +1,7 @@
 """The optimizers that ds_config.json may name, their parameters, and the combinations that are refused.
 
-DeepSpeed does not check optimizer.params, and runs some optimizers where they compute something other than their name
-promises.
+DeepSpeed does not check optimizer.params. It also accepts combinations of settings in which an optimizer computes
+something else than its name promises.
 """
 
 from typing import Annotated, Any

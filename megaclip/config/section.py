@@ -20,11 +20,11 @@ class MegaclipSection(LossSettings):
         "clip"
     )
     """Contrastive loss. "clip" (InfoNCE over images and texts) and "siglip" (sigmoid loss of every pair, for models
-    with a logit bias) contrast each sample with all other samples of the batch. The others contrast it with the whole
-    dataset, using estimates that are stored per sample."""
+    with a logit bias) contrast each sample with all other samples of the batch. The others, the global losses, contrast
+    it with the whole dataset, using estimates that are stored per sample."""
 
     fastclip: FastClipSettings = FastClipSettings()
-    """Settings of the losses over the whole dataset."""
+    """Settings of the global losses."""
 
     coalesce_gradient_reduction: bool = False
     """Reduce parameter gradients once per step instead of once per gradient-cache chunk (ZeRO stages 1 to 3). There is
@@ -40,8 +40,9 @@ class MegaclipSection(LossSettings):
 
     data_offload: Literal["auto", "cpu", "disk", "reread"] = "auto"
     """Place of a step's images between the two passes of the gradient cache: "cpu" is host memory (page-locked for
-    GPUs), "disk" a file (see --data-offload-dir), "reread" reads them again from the dataset. "auto" takes host memory
-    if the images fit, otherwise the disk, and otherwise refuses to start. Nothing is stored if a step has one pass."""
+    GPUs), "disk" a file (see --data-offload-dir), "reread" reads them again from the dataset. "auto" selects host
+    memory if the images fit, otherwise the disk, and otherwise refuses to start. Nothing is stored if a step has one
+    pass."""
 
     embeddings_offload: Literal[True, False, "auto"] = "auto"
     """Keep embeddings and their gradients in host memory while the towers run. "auto" does so if they would take more
@@ -49,5 +50,5 @@ class MegaclipSection(LossSettings):
 
     @property
     def is_global(self) -> bool:
-        """True for losses over the whole dataset, which have per-sample state and a temperature of their own."""
+        """True for the global losses, which have per-sample state and a temperature of their own."""
         return self.loss in VARIANTS

@@ -1,7 +1,8 @@
-"""Reads and checks ds_config.json before anything else happens.
+"""Read and check ds_config.json before anything else happens.
 
-The file is DeepSpeed's, except for the section "megaclip" (`MegaclipSection`). DeepSpeed receives it as it was read.
-`megaclip.config.checks` decides which settings are accepted.
+The file is DeepSpeed's configuration file with one additional section, "megaclip" (`MegaclipSection`). DeepSpeed
+receives the file's contents unchanged, including that section, which it ignores. `megaclip.config.checks` decides which
+settings are accepted.
 """
 
 import json

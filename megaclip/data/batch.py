@@ -14,7 +14,7 @@ PADDING_ID = -1
 
 
 class BadSample(Exception):
-    """One sample cannot be used. The loader counts it under `kind` and replaces it; users never see this exception.
+    """Raised for a sample that cannot be used. The loader counts it under `kind` and replaces it.
 
     detail: the sample (`RawSample.key`), where it is known, and the problem.
     """

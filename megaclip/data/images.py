@@ -46,7 +46,7 @@ class ImageTransform:
     training: bool = False
     mean: tuple[float, float, float] = OPENAI_MEAN
     std: tuple[float, float, float] = OPENAI_STD
-    scale: tuple[float, float] = (0.9, 1.0)
+    scale: tuple[float, float] = (0.9, 1.0)  # a run passes --aug-scale; this default is for other callers
     interpolation: str = "bicubic"
     resize_mode: str = "shortest"
 

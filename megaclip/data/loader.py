@@ -28,6 +28,9 @@ from megaclip.data.tokenizers import Tokenizer
 from megaclip.data.workers import map_in_workers
 from megaclip.errors import DataError
 
+DEFAULT_MAX_BAD_FRACTION = 0.01
+"""Limit of bad samples for evaluations and for loaders outside of a run. In a run, training has --max-bad-fraction."""
+
 
 class TrainLoader:
     """Endless iterator over this rank's micro-batches.
@@ -57,7 +60,7 @@ class TrainLoader:
         num_workers: int = 0,
         samples_consumed: int = 0,
         shard_order: str = "shuffled",
-        max_bad_fraction: float = 0.01,
+        max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
         pin_memory: bool = False,
     ) -> None:
         self._step_size = micro_batch_size * micro_batches_per_step * world_size
@@ -163,7 +166,7 @@ class EvaluationLoader:
         rank: int = 0,
         world_size: int = 1,
         num_workers: int = 0,
-        max_bad_fraction: float = 0.01,
+        max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
     ) -> None:
         self._reader = EvaluationReader(dataset, transform, tokenizer)
         self._samples = len(dataset)

@@ -25,7 +25,7 @@ from megaclip.logging import get_logger
 
 SUBSTITUTE_TRIES = 16
 MIN_SAMPLES_FOR_LIMIT = 1000
-"""At its beginning a run may meet as many bad samples as the limit allows among this many samples."""
+"""Number of samples to which the limit of bad samples applies at the beginning of a run."""
 
 _logger = get_logger(__name__)
 
@@ -42,7 +42,7 @@ class ReadableSet(Protocol):
 
 @dataclasses.dataclass
 class BadSampleReport:
-    """One bad sample."""
+    """Kind, detail and shard of one bad sample."""
 
     kind: str
     detail: str

@@ -1,11 +1,20 @@
 """The training engine: everything between the command line and one optimizer step. This docstring is a map of it.
 
+Words used in this package:
+
+- chunk: the samples that a tower processes at a time, `train_micro_batch_size_per_gpu` images or
+  `text_micro_batch_size` captions. DeepSpeed calls it a micro-batch. A rank's share of the batch has one image chunk
+  per accumulation step.
+- embeddings: the outputs of the towers, (b, D). `megaclip.losses` calls them features.
+- host: a computer that runs one or more ranks.
+
 A run starts (`run.train`):
 
 - `run`: the run, its training loop, its checkpoints and evaluations.
 - `inputs`: reads configuration, data, tokenizer and model description, before any process group exists.
 - `process_group`: joins the ranks that the launcher has started.
-- `preflight`: compares the planned memory of the run with the free memory, and refuses a run that does not fit.
+- `preflight`: compares the planned memory of the run with the free memory (`this_machine`), and refuses a run that
+  does not fit. It also decides, once per run, where images and embeddings are kept.
 - `run_length`, `schedules`: the number of steps, when to save and evaluate, and the learning rate of each step.
 - `build`: builds the model and the DeepSpeed engine; `optimizers`: parameter groups, optimizers, and the update.
 - `run_loss`: the loss, with the sample ids, the epoch, and the optimizer and state that some losses own.
@@ -15,17 +24,18 @@ A run starts (`run.train`):
 
 A step runs (`run.Run.train_step`), on each rank:
 
-1. `step_store` reads samples in the background. It keeps the images of a step in host memory or in a file, or reads
-   them twice; `data_offload` chooses which. It keeps all tokens in memory.
+1. `step_store` reads samples in the background. It keeps the images of a step in host memory or in a file
+   (`image_slots`), or reads them twice; `data_offload` chooses which. It keeps all tokens in memory.
 2. `step_batch` passes the samples to the device in chunks.
 3. `gradient_cache` runs the towers over the chunks, keeps only the embeddings, calls the loss once for the whole batch,
    and runs the towers again for their gradients. Device memory thus holds the activations of one chunk of one tower at
-   a time. Embeddings are on the device or, if `data_offload` decides so, in host memory.
-4. `run_loss` passes the settings `exchange` and `reduction` to the loss. `megaclip.losses.plan.make_plan` decides what
-   "auto" means for them. The loss holds one tile of the similarity matrix at a time.
+   a time. `embeddings_offload` chooses whether embeddings are kept on the device or in host memory.
+4. `run_loss` passes the settings `exchange` and `reduction` to the loss. If one of them is "auto",
+   `megaclip.losses.plan.make_plan` measures the link speed and the compute speed, and `choose_way` chooses by them. The
+   loss holds one tile of logits at a time.
 5. `optimizers` takes the step and refuses gradients that are not finite. `logit_scale` clamps the logit scale.
 6. `metrics` reports the step; `stop` checks whether a signal has asked the run to stop.
 
-Tools use `saved_model`, which loads an export or a checkpoint with its transform and tokenizer, and `rates`, which
-measures this machine for the planner.
+Tools use `saved_model`, which loads an export or a checkpoint with its transform and tokenizer, and
+`machine_rates`, which measures this machine for the planner.
 """

@@ -1,4 +1,4 @@
-"""Builds the model and the DeepSpeed engine that trains it from a checked configuration."""
+"""Build the model, and the DeepSpeed engine that trains it, from a checked configuration."""
 
 import contextlib
 import os

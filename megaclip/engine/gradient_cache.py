@@ -1,14 +1,18 @@
-"""One training step on a contrastive batch that is larger than what the towers can hold.
+"""Compute the gradient of a contrastive batch that is larger than the towers can process at a time.
 
-The gradient cache (Gao et al., 2021, arXiv:2101.06983): encode every chunk without a graph and keep only the
-embeddings; evaluate the loss once over all of them; then encode each chunk again, with the same random state, and
-back-propagate its cached embedding gradients. The result is the gradient of the whole batch, not of the chunks. One
-tower runs after the other, so a step holds the activations of one chunk in one tower only. A tower without trainable
-parameters runs once.
+The gradient cache (Gao et al., 2021, arXiv:2101.06983) has three parts:
 
-Scale. DeepSpeed averages parameter gradients over the W data-parallel ranks. The losses return feature gradients that
-are already W times those of the global mean loss and, on every rank, the whole gradients of the scale and the bias. So
-the surrogate is back-propagated without division by the number of chunks.
+1. Encode every chunk without a graph and keep only the embeddings.
+2. Evaluate the loss once over all embeddings, and cache its gradients with respect to them.
+3. Encode each chunk again, with the same random state, and back-propagate its surrogate: the inner product of the
+   chunk's embeddings and their cached gradients.
+
+The result is the gradient of the whole batch, not of the chunks. One tower runs after the other, so a step holds the
+activations of one chunk in one tower only. A tower without trainable parameters runs once.
+
+Scale. DeepSpeed averages parameter gradients over the W data-parallel ranks. The losses therefore return feature
+gradients that are W times those of the global mean loss. They return the whole gradients of the scale and the bias on
+every rank. So the surrogate is not divided by the number of chunks.
 
 Shapes: b rows of this rank, D embedding.
 """

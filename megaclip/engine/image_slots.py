@@ -1,4 +1,4 @@
-"""Memory for the images of a step: page-locked host memory, or a file without a name."""
+"""Memory for the images of a step: page-locked host memory, or an unlinked temporary file."""
 
 import mmap
 import os
@@ -39,7 +39,7 @@ class ImageSlots:
 
     def _in_file(self, shape: tuple[int, ...], folder: Path) -> torch.Tensor:
         size = torch.Size(shape).numel()
-        with tempfile.TemporaryFile(dir=folder) as file:  # has no name, so the system deletes it with the process
+        with tempfile.TemporaryFile(dir=folder) as file:  # unlinked, so the system deletes it with the process
             os.posix_fallocate(file.fileno(), 0, size)  # fails here if the disk is full, not by a signal in a step
             return _tensor_in(mmap.mmap(file.fileno(), size)).view(shape)
 

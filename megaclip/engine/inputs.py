@@ -1,10 +1,10 @@
 """Read and check the inputs of a run: configuration, model description, tokenizer and data.
 
-It happens before any process group exists. A mistake raises an error on every rank, while nothing can hang yet.
+These checks run before the process group exists. Every rank raises the same error, and no rank waits for another.
 
 Weights depend on the tokenizer and the image preprocessing that they were trained with. So a model card supplies the
-settings that no flag gives: the card beside --pretrained or, if there is none, that of --model. If a flag contradicts
-the card, the flag is used, with a warning.
+settings that no flag sets: the card beside --pretrained or, if there is none, the card of --model. If a flag
+contradicts the card, the flag is used, with a warning.
 """
 
 import filecmp

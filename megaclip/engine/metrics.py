@@ -1,4 +1,4 @@
-"""Reports the progress of a run: progress bar, log lines, TensorBoard scalars and pictures.
+"""Report the progress of a run: progress bar, log lines, TensorBoard scalars and pictures.
 
 Only the first rank reports; on the other ranks `Metrics` writes nothing. On a terminal the progress bar shows the
 figures. Otherwise log lines do: one for the first step, then one every --log-every-n-steps steps, and at least one per

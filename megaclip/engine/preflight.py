@@ -3,9 +3,9 @@
 `plan_run` compares the planner's formulas with the memory that is free now, and decides where the run keeps a step's
 images and its embeddings. The run uses that plan and does not decide again, so its log and its behaviour agree.
 
-On GPUs a run that cannot fit is refused. On CPUs, where other programs share the memory and may free it, such a plan is
-logged as a warning. Too little shared memory for the loader, or too little space for a step's images, is refused on
-both.
+A run that does not fit is refused on GPUs. On CPUs it starts with a warning, because other programs share the memory
+and may free it. On both a run is refused if shared memory is too small for its loader, or if a step's images do not fit
+where `data_offload` keeps them. With --no-plan nothing is refused; the run still uses its plan.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""Resuming a run: find the checkpoint that `--resume` names, check that it belongs to this run, and load it."""
+"""Resume a run: find the checkpoint that `--resume` names, check that it belongs to this run, and load it."""
 
 import json
 from pathlib import Path

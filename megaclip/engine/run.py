@@ -359,7 +359,7 @@ class Run:
 
     @cached_property
     def _validation_captions(self) -> CaptionGroups | None:
-        """With --group-captions: the groups of validation captions that belong to the same image. Else None."""
+        """Groups of validation captions that belong to the same image. None without --group-captions."""
         if self.inputs.validation is None or not self.arguments.group_captions:
             return None
         return group_captions(self.inputs.validation)

@@ -6,9 +6,7 @@ Everything here is arithmetic on the size of the dataset, the batch size and the
 from dataclasses import dataclass
 
 from megaclip.config import TrainArguments
-
-DEFAULT_EPOCHS = 32
-"""Number of epochs when neither --train-steps nor --epochs is given."""
+from megaclip.config.command_line import DEFAULT_EPOCHS
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The loss of a run, with what it requires besides features: sample ids, the epoch, and an update and state of its own.
 
-InfoNCE and the sigmoid loss require none of these, so for them most methods here do nothing. The global contrastive
-losses (`megaclip.losses.fastclip`) train a temperature of their own and do not use the model's logit_scale, which
-receives a zero gradient. Before each checkpoint the run copies `log_scale` into logit_scale, so that a model exported
-to open_clip has log(1/tau) (for per-sample temperatures, the mean over the last batch).
+InfoNCE and the sigmoid loss require none of these, so for them most methods here do nothing. The global
+losses (`megaclip.losses.fastclip`) train a temperature tau of their own and do not use the model's `logit_scale`, which
+receives a zero gradient. Before each checkpoint the run writes log(1/tau) into the model's `logit_scale`, so that
+exports have it. For per-sample temperatures it writes the mean over the last batch.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as plain functions of the step, with the three shapes of open_clip.
+"""Learning-rate schedules of open_clip as functions of the step: constant, cosine, and constant with a cooldown.
 
 A schedule keeps no state, so a resumed run needs only its step number.
 """
@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 from megaclip.config import TrainArguments
+from megaclip.config.command_line import LONGEST_DEFAULT_WARMUP
 from megaclip.engine.run_length import RunLength
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
@@ -16,12 +17,9 @@ logger = get_logger(__name__)
 Schedule = Callable[[int], float]
 """Function of the step (0-based, the step about to be taken) that returns the factor of the peak learning rate."""
 
-LONGEST_DEFAULT_WARMUP = 10_000
-"""Largest number of warm-up steps when --warmup is not given. It is open_clip's default."""
-
 
 def default_warmup(total_steps: int) -> int:
-    """Return the number of warm-up steps when --warmup is not given: 10,000, but at most a tenth of the run."""
+    """Return the number of warm-up steps when --warmup is not given, at most a tenth of the run."""
     return min(LONGEST_DEFAULT_WARMUP, total_steps // 10)
 
 

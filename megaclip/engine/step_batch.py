@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Tower(IntEnum):
-    """Which half of the model a chunk is for."""
+    """Tower of the model that a chunk is for."""
 
     IMAGE = 0
     TEXT = 1

@@ -1,9 +1,12 @@
 """Store a step's samples: a thread fills the store from the loader, and both passes of the gradient cache read it.
 
-Pixels are kept in slots of one image chunk each (`megaclip.engine.image_slots`). With a slot for every chunk of the
-rank's share, the second pass reads the chunks of the first one again, and each slot that it releases is filled for the
-next step. With fewer slots no images are kept, and the loader reads them a second time for the second pass. Tokens are
-small, and all of them are kept.
+Pixels are in slots of one image chunk each (`megaclip.engine.image_slots`). `data_offload` decides their number:
+
+- "cpu" or "disk": every chunk of the rank's share has a slot, in host memory or in a file. The second pass reads the
+  slots again and frees each of them for the next step.
+- "reread": there are few slots, which only buffer chunks. The loader reads every image again for the second pass.
+
+If one pass is enough, few slots are used too. All tokens are kept in host memory, because they are small.
 
 If a rank's data fail in the middle of a step, it continues with blank chunks, because the other ranks wait for it in
 collectives; `agree` then ends the step on all ranks, before parameters are updated.
@@ -128,7 +131,7 @@ class StepStore:
         self.waited_s = 0.0
         """Seconds that the towers have waited for chunks since the start of the run."""
         self._missed = False
-        """Whether this step used blank chunks because data failed."""
+        """True if this step used blank chunks because data failed."""
         self.bad_counts: dict[str, int] = {}
         """Number of bad samples by kind that this rank replaced in the completed steps."""
         self._bad_counts_read: list[dict[str, int]] = [{}, {}]

@@ -1,21 +1,22 @@
-"""Stop a run early by a signal, without losing what it has trained.
+"""Stop a run early by a signal: complete the step, save a checkpoint and exit.
 
 SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 to one rank is enough. After each step all ranks exchange the signals that they have
-received (`StopSignals.received_by_any_rank`). If there is one, they save a checkpoint and exit.
+received (`StopSignals.received_by_any_rank`). If any rank has received one, all ranks save a checkpoint and exit.
 
-- A second SIGTERM or SIGINT of the same kind ends a rank at once. A second SIGUSR1 has no effect.
-- A signal to all hosts may reach a rank after the other ranks have made it save, or after its last step. That signal
-  has no effect, except SIGTERM if another rank of the host has already exited.
+- A second signal of the same kind ends a rank at once, without saving. A second SIGUSR1 has no effect.
+- The ranks of other hosts may receive the same signal later. A first signal has no effect on a rank that is saving
+  already or has completed its last step. The exception is SIGTERM when another rank of the host has already exited.
 
-The exit code is 128 + the number of the signal, as a shell reports it. Zero means that the run has trained to its end,
-so a scheduler can tell whether it has to resume the run. The deepspeed launcher, `pdsh -S` and srun return this code.
-They end the other ranks when the first rank exits with it; by then all ranks have saved.
+The exit code is 128 + the number of the signal, as in a shell. Exit code 0 means that the run has trained to its end.
+A scheduler can therefore decide by the exit code whether it must resume the run. The deepspeed launcher, `pdsh -S` and
+srun return this code. When the first rank exits with it, they end the other ranks. All ranks have saved by then.
 
-The deepspeed launcher determines the rest. After Ctrl-C or SIGTERM it sends SIGTERM to each rank and its data workers,
-and SIGKILL 30 s later. (After Ctrl-C every rank has also received its own SIGINT.) It does the same when a rank has
-died. The other ranks may then wait in a collective without end, so a rank exits at once on SIGTERM if another rank of
-its host is missing. The main thread may be stuck in that collective, so a second thread handles such signals: it reads
-the signal numbers that Python's C-level handler writes to a socket.
+When the deepspeed launcher receives Ctrl-C or SIGTERM, or when a rank has died, it sends SIGTERM to each rank and its
+data workers. It sends SIGKILL 30 s later. (After Ctrl-C the terminal has also sent SIGINT to every rank.)
+
+When a rank has died, the other ranks may wait for it in a collective without end. So a rank exits at once on SIGTERM if
+another rank of its host is missing. The main thread may be blocked in that collective. A second thread therefore
+handles such signals: it reads the signal numbers that Python's C-level handler writes to a socket.
 """
 
 import os

@@ -1,6 +1,16 @@
-"""Losses over the contrastive batch of all ranks: tile operations and communication, joined by autograd.
+"""Losses over the contrastive batch of all ranks: autograd functions that combine `megaclip.ops` and `megaclip.comm`.
 
-`LOSSES` maps the names of ds_config.json to constructors. A new loss adds one line to it.
+`LOSSES` maps the names of ds_config.json to constructors. CONTRIBUTING.md lists what a new loss requires: its module,
+an entry in `LOSSES`, its costs in `costs.LOSS_COSTS`, its name in `megaclip.config.section`, its settings and a test.
+
+Words used in this package:
+
+- features: the inputs of a loss, (b, D), of unit length. `megaclip.engine` calls them embeddings.
+- alpha: the factor of the similarities, `alpha = exp(logit_scale) = 1 / temperature`.
+- tile of logits: the part of the B x B similarities that is computed, used and discarded at once.
+- log-normaliser: the number that is subtracted from the logits of a row or column before the exponential. In InfoNCE
+  it is the log-sum-exp of that row or column.
+- global losses: SogCLR, iSogCLR and FastCLIP, which contrast each sample with the whole dataset.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""Checks before every exchange that the features of all ranks fit together, so that a mistake is an error, not a hang.
+"""Check that the features of all ranks fit together, once per call of a loss.
 
-A rank with a shorter last batch, or with other towers, would leave the other ranks waiting in a collective. So each
-step starts with one exchange of a few integers. If they differ, or if a rank found a mistake in its own features, every
-rank raises the same DataError, which is a ValueError.
+If one rank has a shorter batch or another embedding size, the other ranks wait in a collective without end. So each
+call of a loss starts with a gather of four integers. If they differ, or if a rank has found a mistake in its own
+features, every rank raises the same DataError, which is a ValueError.
 """
 
 from torch import Tensor

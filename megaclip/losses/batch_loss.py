@@ -1,4 +1,4 @@
-"""Base of the losses over the batch of all ranks: the process group, the settings, and how they become a plan."""
+"""Base of the losses over the batch of all ranks. It holds the process group and the settings, and makes the plan."""
 
 import inspect
 from typing import Any

@@ -1,4 +1,4 @@
-"""Products and bytes of a contrastive loss over all ranks, forward and backward, by formula (docs/mathematics.md).
+"""Operations and bytes of a contrastive loss over all ranks, forward and backward, by formula (docs/mathematics.md).
 
 `LOSS_COSTS` has the costs of each loss by its name in ds_config.json. `megaclip.losses.plan` chooses the exchange and
 the reduction by them, and the planner computes a step's time and traffic from them. Tests compare them with the bytes
@@ -59,7 +59,8 @@ class LossCost:
     """Costs of a loss, forward and backward."""
 
     products: Mapping[str, int]
-    """Products by reduction, in units of b*B*D."""
+    """Floating-point operations of the matrix products by reduction: per rank, forward and backward, in units of b*B*D.
+    A multiplication and an addition count as one each, so one product of features costs 2 units."""
     traffic: Callable[[str, str, Sizes], Traffic]
     """Traffic by exchange and reduction."""
     passes: int

@@ -5,7 +5,7 @@ its losses and gradients at once. Exchange and reduction are those of `distribut
 
 * `feature`: the rank that owns the rows of a block computes it once, and dy travels.
 * `scalar`: x and y travel. Each rank computes the blocks of its rows for dx, and those of its columns for dy. No
-  gradient travels, at 8 products in units of b*B*D instead of 6.
+  gradient travels. It costs 8 b*B*D operations instead of 6 (per rank; a multiplication or an addition is one).
 
 The positives (row i with column i of the global matrix) are left out. Nothing here is differentiable by autograd.
 """

@@ -6,7 +6,8 @@ one rank's rows and one rank's columns.
 * The statistics pass, and the gradient pass with the `feature` reduction: the rank that owns the rows of a block
   computes it once. x stays, y travels, and the results for the columns return to their owner.
 * The gradient pass with the `scalar` reduction: x and y travel with their log-normalisers. Each rank computes the whole
-  gradient of its own features. No gradient travels, at 10 products in units of b*B*D instead of 8.
+  gradient of its own features. No gradient travels. Both passes together cost 10 b*B*D operations instead of 8 (per
+  rank; a multiplication or an addition is one).
 
 This module is independent of the loss. Scale, shift and weight come from the caller (docs/mathematics.md): one value
 per row or column, or a number that is equal on all ranks. The positives (row i with column i of the global matrix) are

@@ -1,18 +1,18 @@
 """State of every sample of the dataset, stored by the rank that owns the sample: n/W rows on each of W ranks.
 
-Losses over the whole dataset (`megaclip.losses.fastclip`) store a few numbers per sample. `SampleState` stores them by
+The global losses (`megaclip.losses.fastclip`) store a few numbers per sample. `SampleState` stores them by
 int64 sample id, 0 to n-1, and moves them in batches:
 
 * `fetch` requests the rows of this step's ids. It may be called before the towers run.
 * `Ticket.rows` waits for them.
 * `commit` sends one row per sample back to its owner.
 
-Each direction is one all-to-all. `fetch` gathers the ids of all ranks (8 bytes per sample), from which every rank
-computes the routes.
+`fetch` first gathers the ids of all ranks (8 bytes per sample), and every rank computes from them which rows it sends
+to which rank. The rows of state then move by one all-to-all in `fetch` and one in `commit`.
 
 The owner merges the rows that it receives, so numbers that only it needs, such as the moments of an optimizer, never
 travel. An id may occur twice in a batch: both occurrences fetch the same row, and the owner's merge receives both.
-Another estimator needs only its own columns and its own merge.
+To add an estimator, define its columns and its merge function.
 """
 
 from __future__ import annotations

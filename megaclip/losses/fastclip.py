@@ -1,19 +1,26 @@
-"""Global contrastive losses: every sample is contrasted with the whole dataset, by estimators that each batch updates.
+"""Global losses: contrast every sample with the whole dataset.
 
-For a sample i with s_ij = <x_i, y_j> (FastCLIP, Wei et al. 2024, arXiv:2407.01445, section 3; SogCLR, Yuan et al. 2022,
-arXiv:2202.12387; iSogCLR, Qiu et al. 2023, arXiv:2305.11965):
+The losses keep a running estimate of each sample's normaliser and update it with every batch. For a sample i with
+s_ij = <x_i, y_j> (FastCLIP, Wei et al. 2024, arXiv:2407.01445, section 3; SogCLR, Yuan et al. 2022, arXiv:2202.12387;
+iSogCLR, Qiu et al. 2023, arXiv:2305.11965):
 
     g1_i = 1/(B-1) sum_{j != i} exp((s_ij - s_ii)/tau)       of the batch; g2_i over columns
     u_i <- (1-gamma) u_i + gamma g_i                         FastCLIP, equation 1; a sample's first batch gives u = g
     gradient = 1/B sum_i c_i (grad g1_i/(eps+u1_i) + grad g2_i/(eps+u2_i))
 
+g1 belongs to the image side (image i against all texts), g2 to the text side (text i against all images); u1 and u2
+are their running estimates. gamma is the inner learning rate, c_i the factor of sample i in the table below, rho the
+weight of the temperature in the objective, and eps a small constant that is added to u.
+
 | variant     | c_i   | temperature          | estimates the gradient of                       | gamma    |
 | sogclr      | tau   | constant             | tau mean(log(eps+g1) + log(eps+g2))             | constant |
-| isogclr     | tau_i | learned, 2 a sample  | mean(tau_i (log(eps+g) + rho)), both sides      | constant |
+| isogclr     | tau_i | learned, per sample  | mean(tau_i (log(eps+g) + rho)), both sides      | constant |
 | fastclip_v0 | 1     | learned, global      | mean(log(eps+g1) + log(eps+g2))                 | cosine   |
 | fastclip_v1 | tau   | constant             | as sogclr                                       | cosine   |
-| fastclip_v2 | tau_i | learned, 2 a sample  | as isogclr                                      | cosine   |
+| fastclip_v2 | tau_i | learned, per sample  | as isogclr                                      | cosine   |
 | fastclip_v3 | tau   | learned, global      | tau mean(log(eps+g1) + log(eps+g2)) + 2 rho tau | cosine   |
+
+A temperature per sample means two of them: one for the image side, one for the text side.
 
 The state holds log u, and g is a log-sum-exp without its positive, so nothing overflows at any temperature. Each rank
 needs the memory of one tile of logits and of n/W rows of state. n = 414 M samples need, in float32:
@@ -22,7 +29,7 @@ needs the memory of one tile of logits and of n/W rows of state. n = 414 M sampl
 | log u (all variants), 2 columns         | 3.3 GB    | 52 MB            |
 | isogclr, fastclip_v2, 9 columns         | 14.9 GB   | 233 MB           |
 
-The released code stores 3.3 GB and, for v2, 16.6 GB on every rank.
+FastCLIP's published code stores 3.3 GB and, for v2, 16.6 GB on every rank.
 
 The reduction contract is that of `megaclip.losses.clip`: the backward pass of each rank returns W times the gradients
 of the local features, and the whole gradient of the global temperature.
@@ -76,7 +83,7 @@ def inner_rate(schedule: str, epoch: float, *, minimum: float, epochs: float) ->
 
 
 class FastClipLoss(BatchLoss):
-    """A global contrastive loss of the table above, with its temperature, its state and their updates.
+    """A global loss of the table above, with its temperature, its state and their updates.
 
     A step is `loss(image_features, text_features, ids=..., epoch=...)`, `backward()`, `step()`. Only `step()` changes
     the state and the temperature, so a step that is abandoned changes nothing.

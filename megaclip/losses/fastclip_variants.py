@@ -1,6 +1,6 @@
-"""Table of the losses over the whole dataset: one row for each version of SogCLR, iSogCLR and FastCLIP.
+"""Table of the global losses: one row for each version of SogCLR, iSogCLR and FastCLIP.
 
-`megaclip.losses.fastclip` has the formulas that the columns select, and names the papers. The configuration uses the
+`megaclip.losses.fastclip` has the formulas that the columns select, and names the papers. `megaclip.config` uses the
 table to refuse settings without effect. The cost formulas and the planner use it to count traffic and state.
 """
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Variant:
-    """One loss."""
+    """Row of the table: the properties of one loss."""
 
     temperature: Literal["constant", "global", "individual"]
     """"global": one learned temperature for all samples; "individual": two learned temperatures per sample."""

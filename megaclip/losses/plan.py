@@ -1,19 +1,22 @@
-"""How a loss moves its data: which exchange, which reduction, which tiles.
+"""Choose the exchange, the reduction and the tile options of a loss (`megaclip.planner` predicts memory and time).
 
 Exchange and reduction are independent choices. All are exact (docs/mathematics.md); they differ in memory, traffic and
 arithmetic. `choose_way` resolves "auto" by a cost model:
 
-    seconds = products / rate + bytes / link speed      all_gather; ring between the GPUs of one node
-    seconds = max of the two + a latency per hop        ring over several nodes, or on CPUs
+    seconds = operations / rate + bytes / link speed    all_gather; ring between the GPUs of one host
+    seconds = max of the two + a latency per hop        ring over several hosts, or on CPUs
 
-It is a function of plain numbers. `make_plan` calls it with measured figures, which are the same on every rank, and
-logs the choice once; the planner calls it with the figures of a described cluster.
+`choose_way` is a function of plain numbers and measures nothing.
 
-A ring's exchanges run while tiles are computed. Between GPUs of one node that hides nothing: NCCL copies with the GPU's
-own multiprocessors, and a product that lacks some of them takes a second round (four H200s: a kernel of 0.19 ms takes
-0.35 ms beside an exchange). There the ring saves memory only. Between nodes the network cards copy.
+- In a run `make_plan` calls it with measured rates, which are the same on every rank, and logs the result once.
+- The planner calls it with the rates of a described cluster.
 
-`megaclip.losses.costs` has the products and bytes of each loss. An all_gather whose features and gradients would take
+A ring sends features while tiles are computed. Between hosts the network cards send them, and the exchange takes no
+additional time. Between GPUs of one host NCCL sends them with the GPU's own multiprocessors, which the tiles then lack.
+A matrix product that needs all multiprocessors then takes a second round: on four H200s a kernel of 0.19 ms takes
+0.35 ms during an exchange. So the exchange saves no time there, and the ring only saves memory.
+
+`megaclip.losses.costs` has the operations and bytes of each loss. An all_gather whose features and gradients would take
 more than half of the free memory is not chosen.
 """
 
@@ -43,7 +46,7 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything the distributed tiles need to know besides the features."""
+    """Arguments of the distributed tiles besides the features."""
 
     ranks: RankGroup
     exchange: str
@@ -52,13 +55,13 @@ class Plan:
     """"feature" or "scalar"."""
     tiles: TileOptions
     need_dots: bool = True
-    """Whether the tiles return row_dot and col_dot, which only per-sample temperatures need."""
+    """True if the tiles return row_dot and col_dot, which only per-sample temperatures need."""
     payload: torch.dtype | None = None
     """Dtype in which ranks exchange features and their gradients. None: features keep theirs, gradients are float32."""
 
 
 class Choice(NamedTuple):
-    """What "auto" becomes, and why."""
+    """Exchange and reduction that `choose_way` has chosen, with the estimates that led to the choice."""
 
     exchange: str
     reduction: str
@@ -79,7 +82,7 @@ def make_plan(
     payload: str = "auto",
     cost: LossCost,
 ) -> Plan:
-    """Return the plan for local features (b, D) on each of `ranks`; log once what "auto" became and why."""
+    """Return the plan for local features (b, D) on each of `ranks`; log once how "auto" was resolved."""
     wire = PAYLOADS[payload]
     ranks = by_node(ranks)
     if "auto" in (exchange, reduction):
@@ -106,9 +109,9 @@ def choose_way(
         exchange, reduction: the settings; "auto" or one of EXCHANGES and REDUCTIONS.
         sizes: the features of one rank, and the bytes of a number that ranks exchange.
         held_bytes: bytes of a feature in memory; `sizes.feature_bytes` are those of the exchange.
-        cost: products and traffic of the loss.
-        machine: link speed, product rate and free memory.
-        hides_exchanges: whether a ring's exchanges run while tiles are computed.
+        cost: operations and traffic of the loss.
+        machine: link speed, rate of matrix products and free memory.
+        hides_exchanges: True if a ring's exchanges take no additional time while tiles are computed.
     """
     exchanges = EXCHANGES if exchange == "auto" else (exchange,)
     reductions = REDUCTIONS if reduction == "auto" else (reduction,)

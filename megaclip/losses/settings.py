@@ -20,26 +20,28 @@ class LossSettings(BaseModel):
     model_config = _STRICT
 
     exchange: Literal["auto", "ring", "all_gather"] = "auto"
-    """How text features reach the other ranks: "ring" sends them from neighbour to neighbour, "all_gather" all at once.
-    Both are exact; `megaclip.losses.plan` describes how "auto" chooses."""
+    """Path of features to the other ranks: "ring" sends them from neighbour to neighbour, "all_gather" all at once.
+    Text features are always sent, image features only with the reduction "scalar". Both are exact;
+    `megaclip.losses.plan` describes how "auto" chooses."""
 
     reduction: Literal["auto", "feature", "scalar"] = "auto"
-    """Data that ranks exchange for the gradient: "feature" sends feature gradients, "scalar" only log-normalisers, and
-    computes more products. Both are exact; `megaclip.losses.plan` describes how "auto" chooses."""
+    """Data that ranks exchange to compute the gradient: "feature" sends the gradients of text features. "scalar" sends
+    the features of both towers (and log-normalisers, except in the sigmoid loss), no gradients, and computes more. Both
+    are exact; `megaclip.losses.plan` describes how "auto" chooses."""
 
     payload: Literal["auto", "bf16"] = "auto"
     """Format of features and their gradients between ranks: "auto" is the features' dtype and float32 gradients, "bf16"
     rounds both to bfloat16. Sums stay float32."""
 
     implementation: Implementation = DEFAULT_OPTIONS.implementation
-    """Implementation of the tiles: "auto" takes Triton on a GPU and PyTorch elsewhere."""
+    """Implementation of the tiles: "auto" selects Triton on a GPU and PyTorch elsewhere."""
 
     tile_budget_mib: float = Field(DEFAULT_OPTIONS.tile_budget_mib, gt=0)
     """Upper limit, in MiB, of the temporary memory for a tile of logits. Default: 128."""
 
 
 class FastClipSettings(BaseModel):
-    """Settings of the losses over the whole dataset: the sub-section "fastclip" of our section in ds_config.json.
+    """Settings of the global losses: the section "fastclip" inside the section "megaclip" of ds_config.json.
 
     `megaclip.losses.fastclip` has the formulas.
     """
@@ -57,7 +59,7 @@ class FastClipSettings(BaseModel):
     """Schedule of gamma: "auto" is "constant" for sogclr and isogclr, "cosine" for the others."""
 
     gamma_per: Literal["epoch", "step"] = "epoch"
-    """How often the schedule changes gamma."""
+    """Interval at which the schedule changes gamma: once per epoch or at every step."""
 
     rho: float = Field(default=6.5, ge=0)
     """Weight of the temperature itself in the objective of isogclr, fastclip_v2 and fastclip_v3. A larger rho leads to
@@ -77,7 +79,7 @@ class FastClipSettings(BaseModel):
 
     temperature_learning_rate: float = Field(default=2e-4, gt=0)
     """Learning rate of the temperature's Adam. It trains log(1/tau) if one tau is shared by all samples, as the
-    released code does, and otherwise each tau itself."""
+    published code does, and otherwise each tau itself."""
 
     temperature_schedule: Literal["constant", "cosine", "threshold"] = "constant"
     """Schedule of that learning rate: "cosine" falls to 0 over the training, "threshold" divides it by three while tau
@@ -90,7 +92,7 @@ class FastClipSettings(BaseModel):
     """The eps of that Adam."""
 
     compat: Literal["paper", "reference"] = "paper"
-    """"reference" scales gradients as the released code does, for hyper-parameters that were tuned with it. Feature
+    """"reference" scales gradients as the published code does, for hyper-parameters that were tuned with it. Feature
     gradients are halved and carry no tau (v3 keeps it). The temperature gradient of v3 is halved except for the part
     through g, and the part through g of v0 is not halved. The temperature gradient uses log u instead of log(eps+u),
     and the Adam of per-sample temperatures counts epochs. The loss value is equal in both."""
@@ -111,7 +113,7 @@ class StandaloneSettings(LossSettings):
     """Settings of a loss that is constructed in Python, inside or outside of a MegaCLIP run."""
 
     precision: Precision = DEFAULT_OPTIONS.precision
-    """How features are multiplied; see `megaclip.ops.tiles.TileOptions`."""
+    """Precision of the products of features; see `megaclip.ops.tiles.TileOptions`."""
 
 
 class StandaloneFastClipSettings(StandaloneSettings, FastClipSettings):

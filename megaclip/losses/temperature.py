@@ -1,8 +1,8 @@
 """Temperatures with separate optimizers: one temperature for the whole dataset, or two per sample.
 
-The model's optimizer does not update them. The papers give them a separate learning rate, schedule and bounds, and
-per-sample temperatures are in sharded state that no optimizer knows. Both kinds use Adam (Kingma and Ba, 2015,
-algorithm 1) in float32.
+The model's optimizer does not update them, because the papers give them a separate learning rate, schedule and bounds.
+Per-sample temperatures are kept in `SampleState`, sharded over ranks; they are no model parameters. Both kinds use Adam
+(Kingma and Ba, 2015, algorithm 1) in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 GRADIENT_LIMIT = 5.0
-"""Limit to which gradients of per-sample temperatures are clipped, as in FastCLIP's released code."""
+"""Limit to which gradients of per-sample temperatures are clipped, as in FastCLIP's published code."""
 
 
 def scheduled_rate(base: float, schedule: str, temperature: GlobalTemperature, progress: float) -> float:
@@ -107,8 +107,8 @@ def step_individual(
     """Return the temperature columns (k, 7) after one Adam step. Each sample counts its own steps.
 
     held: the columns before the step (k, 7). gradients: (k, 2).
-    released_epoch: the epoch, to use betas and bias correction of FastCLIP's released code. It counts epochs instead of
-        steps and uses no momentum in the first epoch. None: the paper's Adam.
+    released_epoch: the epoch, to use betas and bias correction of FastCLIP's published code. It counts epochs instead
+        of steps and uses no momentum in the first epoch. None: the paper's Adam.
     """
     tau, first, second, steps = held[:, :2], held[:, 2:4], held[:, 4:6], held[:, 6:] + 1
     counted = steps

@@ -57,11 +57,11 @@ class TermVectors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TileOptions:
-    """How tiles are computed. Raises ValueError for a value that is not accepted."""
+    """Options of the computation of tiles. Raises ValueError for a value that is not accepted."""
 
     precision: Precision = "auto"
-    """How features are multiplied. "auto": in their own dtype, float32 without TF32; "float32", "tf32" or "bf16":
-    rounded to that format first. Sums are float32 in every case. float64 features require "auto"."""
+    """Precision of the products of features. "auto": their own dtype, float32 without TF32. "float32", "tf32", "bf16":
+    that format, to which they are rounded first. Sums are float32 in every case. float64 features require "auto"."""
 
     implementation: Implementation = "auto"
     """"auto": Triton for CUDA tensors if it can be imported, else PyTorch."""

@@ -3,7 +3,7 @@
     workload = Workload.of(model_config, training_config, world_size=8)
     plan = plan_memory(workload, describe(gpu="h200", gpus=8))
 
-`workload.py` describes the run, `cluster.py` the machines. `rules.py` has the decisions that the run makes too.
+`workload.py` describes the run, `cluster.py` the machines. `rules.py` has the decisions that a run and its plan share.
 `towers.py`, `states.py`, `losses.py` and `traffic.py` are the formulas, `memory.py` and `step_time.py` combine them,
 `search.py` finds what fits, `report.py` prints it. `constants.py` has the measured numbers, with their sources.
 """

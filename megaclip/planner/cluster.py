@@ -86,8 +86,8 @@ class Cluster:
 
     @property
     def hides_exchanges(self) -> bool:
-        """Whether ranks exchange features while tiles are computed: between hosts and on CPUs. Between GPUs of one
-        host the GPU's own multiprocessors copy, and the tiles wait for them (docs/losses.md)."""
+        """True if ranks exchange features while tiles are computed: between hosts and on CPUs. Between GPUs of one host
+        the GPU's own multiprocessors copy, and the tiles wait for them (docs/losses.md)."""
         return self.hosts > 1 or not self.gpu_memory
 
     @property

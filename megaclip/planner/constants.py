@@ -1,6 +1,6 @@
 """Numbers in the formulas that come from measurements or from others' code, each with its source.
 
-Memory of the device is what `torch.cuda.max_memory_allocated` counts, unless a name says otherwise.
+Memory of the device is counted as by `torch.cuda.max_memory_allocated`, unless a name specifies something else.
 """
 
 MIB = 2**20

@@ -56,9 +56,9 @@ class MemoryPlan:
     nvme: dict[str, float]
     """Bytes that ZeRO-3 offloads to disk."""
     image_place: rules.ImagePlace
-    """Where a step's images are kept; the run keeps them there."""
+    """Place where a step's images are kept, in the plan and in the run."""
     embeddings_on_cpu: bool
-    """Whether embeddings and their gradients are kept in host memory while the towers run; the run does the same."""
+    """True if embeddings and their gradients are kept in host memory while the towers run."""
     refusals: list[str] = field(default_factory=list)
     """Reasons why this cannot run on the cluster; empty if it fits."""
 
@@ -208,7 +208,7 @@ def loss_bytes(workload: Workload) -> float:
 
 
 def _sample_state_bytes(workload: Workload) -> float:
-    """Return the bytes of one rank's part of the samples' state, which losses over the whole dataset keep."""
+    """Return the bytes of one rank's part of the samples' state, which the global losses keep."""
     return 4.0 * workload.sample_columns * -(-workload.samples // workload.world_size)
 
 

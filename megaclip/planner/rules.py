@@ -1,7 +1,8 @@
 """Rules that a run and its plan share: how often towers run, and where embeddings and images are kept.
 
-Each rule is one function of plain numbers. The run calls it with its own figures and the planner with planned ones, so
-that a run cannot do something else than its plan. `megaclip.losses.plan.choose_way` is the rule of the exchange.
+Each rule is a function of plain numbers. The planner applies the rules to planned figures. A run keeps embeddings and
+images where its own plan puts them (`megaclip.engine.preflight`), and calls the rules about the towers itself. The rule
+for exchange and reduction is `megaclip.losses.plan.choose_way`.
 """
 
 from collections.abc import Sequence
@@ -11,17 +12,17 @@ from megaclip.planner.constants import EMBEDDINGS_SHARE
 
 
 class ImagePlace(NamedTuple):
-    """Where a step's images are kept between the two passes over them."""
+    """Place where a step's images are kept between the two passes over them."""
 
     name: str
-    """"cpu" (host memory), "disk", "reread" (nowhere: they are read twice) or "once" (one pass is all that reads
+    """"cpu" (host memory), "disk", "reread" (not kept: they are read twice) or "once" (not kept: one pass reads
     them)."""
     fits: bool
-    """Whether the place has enough free bytes."""
+    """True if the place has enough free bytes."""
 
     @property
     def keeps(self) -> bool:
-        """Whether the images stay in this place until the next step."""
+        """True if the images stay in this place until the next step."""
         return self.name in ("cpu", "disk")
 
 
@@ -53,8 +54,8 @@ def embeddings_on_cpu(setting: bool | str, nbytes: float, gpu_memory: float) -> 
 def place_images(setting: str, *, passes: int, nbytes: float, host_memory: float, disk: float) -> ImagePlace:
     """Return where a step's images are kept. setting: megaclip.data_offload. passes: `image_passes`.
 
-    nbytes: bytes of the images of all ranks of a host. host_memory, disk: bytes that a host can use for them, without
-    what else the run needs there.
+    nbytes: bytes of the images of all ranks of a host. host_memory, disk: bytes of a host that are left for
+    them beside the other data of the run.
     """
     if setting == "reread" or (setting == "auto" and passes == 1):
         return ImagePlace("once" if passes == 1 else "reread", fits=True)

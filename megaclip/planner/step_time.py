@@ -63,11 +63,11 @@ class StepTime:
     optimizer: float
     """Seconds of the optimizer's step in host memory; 0 on the GPU, where it is short."""
     features_hidden: bool
-    """Whether the term `features` runs behind `loss`."""
+    """True if the term `features` runs behind `loss`."""
     parameters_hidden: bool
-    """Whether the term `parameters` runs behind the towers."""
+    """True if the term `parameters` runs behind the towers."""
     disk_hidden: bool
-    """Whether the term `disk` runs behind the towers."""
+    """True if the term `disk` runs behind the towers."""
     global_batch: int
 
     @property

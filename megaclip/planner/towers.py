@@ -32,7 +32,7 @@ class Tower:
     tokens: int
     """Tokens per sample, after patch dropout."""
     pooled: bool
-    """Whether one token stands for the sample, so that the last block computes only that one."""
+    """True if one token stands for the sample, so that the last block computes only that one."""
     quick_gelu: bool
     layer_scale: bool
     stem_copies: int

@@ -13,6 +13,7 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from megaclip.config import BatchPlan, MegaclipSection, TrainingConfig
+from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.models import ModelConfig
 from megaclip.models.clip import ClipModel
@@ -55,11 +56,11 @@ class Workload:
     zero: DeepSpeedZeroConfig
     batch: BatchPlan
     bf16: bool
-    """Whether parameters, activations and embeddings are bfloat16; else they are float32."""
+    """True if parameters, activations and embeddings are bfloat16; otherwise they are float32."""
     gradient_bytes: int
     """Bytes of an accumulated parameter gradient."""
     accumulates_in_bf16: bool
-    """Whether the gradients of a step's chunks are added up in bfloat16."""
+    """True if the gradients of a step's chunks accumulate in bfloat16."""
     optimizer_state_bytes: int
     """Bytes per trained parameter of the optimizer's states, without the float32 master."""
     optimizer_temporary_bytes: int
@@ -70,7 +71,7 @@ class Workload:
     """Number of trainable groups of a locked image tower. None: the tower is not locked."""
     text_unlocked: int | None = None
     """Number of trainable layers of a locked text tower. None: the tower is not locked."""
-    workers: int = 4
+    workers: int = DEFAULT_WORKERS
     """Loader processes per rank."""
     samples: int = 0
     """Samples of the dataset, which only losses with state of every sample need."""
@@ -86,7 +87,7 @@ class Workload:
         *,
         image_unlocked: int | None = None,
         text_unlocked: int | None = None,
-        workers: int = 4,
+        workers: int = DEFAULT_WORKERS,
         samples: int = 0,
         evaluation: EvaluationSets | None = None,
     ) -> "Workload":
@@ -156,7 +157,7 @@ class Workload:
 
     @property
     def coalesces(self) -> bool:
-        """Whether gradients are reduced once per step."""
+        """True if gradients are reduced once per step."""
         return self.megaclip.coalesce_gradient_reduction
 
     @property
@@ -189,7 +190,7 @@ class Workload:
 
     @property
     def cached(self) -> bool:
-        """Whether the gradient cache runs the trained towers twice per step."""
+        """True if the gradient cache runs the trained towers twice per step."""
         return not rules.keeps_graph(*self._chunks_and_trained)
 
     @property
