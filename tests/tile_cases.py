@@ -113,8 +113,9 @@ def _gradient_bound(case: TileCase, device: str) -> Bound:
     if case.precision == "float32" or (case.precision == "auto" and case.dtype == torch.float32):
         return TILE_GRADIENT["float32"].magnified(max(1.0, case.scale / 20))
     # float16 features too are rounded to bfloat16 for the products with P. Roundings of equal P do not average out.
-    truncated = "bf16" if device == "cuda" else "bf16 truncated"
-    return TILE_GRADIENT[truncated].magnified(1.5 if case.dtype == torch.float16 or case.vectors == "extreme" else 1.0)
+    bound = TILE_GRADIENT["bf16" if device == "cuda" else "bf16 truncated"]
+    is_worst_case = case.dtype == torch.float16 or case.vectors == "extreme"
+    return bound.magnified(math.sqrt(3)) if is_worst_case else bound
 
 
 def _scales(case: TileCase, device: str) -> tuple[Any, Any]:

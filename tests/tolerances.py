@@ -152,22 +152,25 @@ BF16_PAYLOAD = Bound("bfloat16 payload", stored(torch.bfloat16), norm=True)
 # Losses at scale 1000, relative to the scale: differences of logits, which are sums of 8 products.
 EXTREME_LOSS = Bound("loss at an extreme scale", rounding(F32, 8))
 
+# A similarity is a float32 sum of up to 2048 products, of which a GPU's tensor cores add 16 at a time.
+_SLICES = 2048 / 16
 # Tiles, for scales up to 20; `magnified` beyond. Gradients are compared by norms.
 TILE_GRADIENT = {
     # P is rounded to bfloat16 for its products with features; Triton's interpreter truncates it, which is twice as far.
     "bf16": Bound("tile gradient bf16", stored(torch.bfloat16), norm=True),
     "bf16 truncated": Bound("tile gradient bf16 truncated", 2 * stored(torch.bfloat16), norm=True),
-    # Features are rounded to the 11 bits of TF32, on GPUs only; a sum of D roundings is 1 / sqrt(D) of the similarity's
-    # largest value. The smallest D is 16: 20 * stored / 4.
-    "tf32": Bound("tile gradient tf32", 20 / 4 * stored(torch.float16), norm=True),
-    # The exponential, as above.
-    "float32": Bound("tile gradient float32", rounding(F32, 1, 20), norm=True),
+    # On GPUs only. Both factors of both products (similarities, then P and features) are truncated to the 11 bits of
+    # TF32, which is twice as far as rounding. A sum of D errors is 1 / sqrt(D) of the similarity's largest value. The
+    # smallest D is 16: 20 * stored / 4.
+    "tf32": Bound("tile gradient tf32", 20 / 4 * 2 * stored(torch.float16, 4), norm=True),
+    # The exponential of a logit, whose similarity is a sum of products as below.
+    "float32": Bound("tile gradient float32", rounding(F32, _SLICES, 20), norm=True),
 }
-# Relative to the scale: the rounding of a product, of the logit, of the sum and of its logarithm.
+# Relative to the scale: the rounding of a similarity, of the logit, of the sum and of its logarithm.
 TILE_VALUE = {
-    "float32": Bound("tile value float32", rounding(F32, 4)),
-    # Both factors are rounded to 11 bits, each by up to 2**-11.
-    "tf32": Bound("tile value tf32", 2 * 2.0**-11),
+    "float32": Bound("tile value float32", rounding(F32, _SLICES + 4)),
+    # Both factors are truncated to 11 bits, each by up to 2**-10.
+    "tf32": Bound("tile value tf32", 2 * 2.0**-10),
 }
 # An accumulator takes the parts of up to 16 blocks one after the other.
 TILE_SUM = Bound("tile sum", rounding(F32, 16))
