@@ -88,8 +88,8 @@ def make_plan(
     if "auto" in (exchange, reduction):
         exchange, reduction = _measure_and_choose(features, ranks, exchange, reduction, wire, cost)
     if exchange == "ring" and isinstance(ranks, NodeGroup):
-        inside = f"inside each of {ranks.outer.size} nodes, and " if ranks.inner.size > 1 else ""
-        log_once(_logger.info, f"ring: {inside}from node to node")
+        inside = f"inside each of {ranks.outer.size} hosts, and " if ranks.inner.size > 1 else ""
+        log_once(_logger.info, f"ring: {inside}from host to host")
     return Plan(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles, need_dots=need_dots, payload=wire)
 
 

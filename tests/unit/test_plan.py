@@ -78,7 +78,7 @@ def test_the_choice_and_its_estimates_are_logged_once(monkeypatch: pytest.Monkey
     chosen(monkeypatch, BALANCED, 16384)
     chosen(monkeypatch, BALANCED, 16384)
     line, ring = lines
-    assert ring == "ring: inside each of 2 nodes, and from node to node"
+    assert ring == "ring: inside each of 2 hosts, and from host to host"
     assert line.startswith("loss: ring + feature (estimates: ring + feature ")
     assert (
         "all_gather + scalar" in line and "links 10 GB/s, products 10 TFLOP/s" in line and "65536 MiB are free" in line
