@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from megaclip.checkpoint.store import write_atomically
 from megaclip.errors import CheckpointError, first_line
@@ -30,6 +29,7 @@ from megaclip.logging import get_logger
 from megaclip.models.clip import ClipModel
 from megaclip.models.config import CARD_NAME, ModelConfig
 from megaclip.models.open_clip_keys import StateDict, from_open_clip, to_open_clip
+from megaclip.models.projections import own_part, whole_shape
 
 logger = get_logger(__name__)
 
@@ -202,9 +202,9 @@ def assigned_model(config: ModelConfig, state_dict: StateDict) -> ClipModel:
     return model.eval()
 
 
-def compare_weights(model: nn.Module, state_dict: StateDict) -> LoadReport:
+def compare_weights(model: ClipModel, state_dict: StateDict) -> LoadReport:
     """How a state dict fits a model; nothing is loaded, and `loaded` are the names that would be."""
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    shapes = {name: tuple(whole_shape(name, p, model.tensor)) for name, p in model.named_parameters()}
     common = [name for name in shapes if name in state_dict]
     return LoadReport(
         loaded=tuple(name for name in common if shapes[name] == tuple(state_dict[name].shape)),
@@ -278,7 +278,7 @@ def load_pretrained(model: ClipModel, path_or_dir: str | Path) -> LoadReport:
     parameters = dict(model.named_parameters())
     for name in report.loaded:
         with deepspeed.zero.GatheredParameters(parameters[name], modifier_rank=0):
-            parameters[name].copy_(state_dict[name])
+            parameters[name].copy_(own_part(name, state_dict[name], model.tensor))
     return report
 
 

@@ -26,6 +26,10 @@ class MegaclipSection(LossSettings):
     fastclip: FastClipSettings = FastClipSettings()
     """Settings of the losses over the whole dataset."""
 
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """Number of ranks that each layer of the towers is split over. Requires megatron-core. The batch sizes of
+    ds_config.json are then those of a replica of this many ranks."""
+
     coalesce_gradient_reduction: bool = False
     """Reduce parameter gradients once per step, not once per gradient-cache chunk (ZeRO 1 to 3): less traffic, but
     whole gradients are held until the end of the step, with bf16 also their float32 sums (not if

@@ -20,7 +20,11 @@ from megaclip.errors import ConfigError
 @dataclass(frozen=True)
 class BatchPlan:
     """DeepSpeed's batch triple, complete. `global_batch` is the contrastive batch B, `accumulation` the number of image
-    chunks of `micro_batch` that make a rank's share of it."""
+    chunks of `micro_batch` that make a rank's share of it.
+
+    With tensor parallelism `micro_batch` and `text_micro_batch` are the rows that one rank loads; the towers run on
+    those of all ranks of a replica at once.
+    """
 
     global_batch: int
     micro_batch: int
@@ -78,10 +82,20 @@ class TrainingConfig:
         return float(self.deepspeed["optimizer"]["params"]["lr"])
 
     def batch_plan(self, world_size: int) -> BatchPlan:
-        """Complete the batch triple for `world_size` data-parallel ranks, and the text chunks.
+        """Complete the batch triple for `world_size` ranks, and the text chunks.
+
+        With tensor parallelism the micro-batches of the file are those of a replica of `tensor_parallel_size` ranks,
+        as DeepSpeed counts them, and each rank loads its share.
 
         Raises ConfigError when the numbers and the world size do not fit together.
         """
+        tensor = self.megaclip.tensor_parallel_size
+        if world_size % tensor:
+            raise ConfigError(
+                f"{self.path}: megaclip.tensor_parallel_size {tensor} does not divide the number of ranks, "
+                f"{world_size}; change one of them"
+            )
+        ranks, world_size = world_size, world_size // tensor
         total: int | None = self.deepspeed.get("train_batch_size")
         micro: int | None = self.deepspeed.get("train_micro_batch_size_per_gpu")
         accumulation: int | None = self.deepspeed.get("gradient_accumulation_steps")
@@ -96,8 +110,8 @@ class TrainingConfig:
         if micro * accumulation * world_size != total:
             raise ConfigError(
                 f"{self.path}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro or '?'} x "
-                f"gradient_accumulation_steps {accumulation or '?'} x {world_size} ranks; change one of them or the "
-                "number of ranks"
+                f"gradient_accumulation_steps {accumulation or '?'} x {world_size} "
+                f"{'ranks' if tensor == 1 else f'replicas of {tensor} ranks'}; change one of them or the number of ranks"
             )
         text_micro = self.megaclip.text_micro_batch_size or micro
         if (micro * accumulation) % text_micro:
@@ -105,12 +119,21 @@ class TrainingConfig:
                 f"{self.path}: megaclip.text_micro_batch_size {text_micro} does not divide a rank's share of the "
                 f"batch, {micro} x {accumulation} = {micro * accumulation}"
             )
+        for name, rows in (
+            ("train_micro_batch_size_per_gpu", micro),
+            ("megaclip.text_micro_batch_size", text_micro),
+        ):
+            if rows % tensor:
+                raise ConfigError(
+                    f"{self.path}: {name} {rows} is not a multiple of megaclip.tensor_parallel_size {tensor}: the ranks "
+                    "of a replica load equal shares of it"
+                )
         return BatchPlan(
             global_batch=total,
-            micro_batch=micro,
+            micro_batch=micro // tensor,
             accumulation=accumulation,
-            world_size=world_size,
-            text_micro_batch=text_micro,
+            world_size=ranks,
+            text_micro_batch=text_micro // tensor,
         )
 
 

@@ -19,6 +19,7 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from megaclip.checkpoint.open_clip import load_pretrained
 from megaclip.comm.collectives import raise_together
+from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
 from megaclip.config.optimizers import TIMM_OPTIMIZERS
 from megaclip.engine.optimizers import guard_gradients, parameter_groups, timm_optimizer
@@ -46,8 +47,14 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     raise_together(_disk_offload_error(config) or _quantization_error(config))
     _warn_of_locks()
     torch.manual_seed(arguments.seed)
-    with deepspeed.zero.Init(config_dict_or_path=config.deepspeed, enabled=config.zero_stage == 3):
-        model = build_model(model_config, patch_dropout=arguments.force_patch_dropout)
+    parallel = parallel_groups(config.megaclip.tensor_parallel_size)
+    with deepspeed.zero.Init(
+        config_dict_or_path=config.deepspeed,
+        enabled=config.zero_stage == 3,
+        data_parallel_group=parallel.data.handle,
+        mpu=parallel.mpu,
+    ):
+        model = build_model(model_config, patch_dropout=arguments.force_patch_dropout, tensor=parallel.tensor)
     if arguments.pretrained:
         logger.info("%s", load_pretrained(model, arguments.pretrained))
     if arguments.lock_image:
@@ -61,7 +68,7 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     optimizer = timm_optimizer(kind, params, groups) if kind in TIMM_OPTIMIZERS else None
     try:
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, model_parameters=groups, config=config.deepspeed
+            model=model, optimizer=optimizer, model_parameters=groups, config=config.deepspeed, mpu=parallel.mpu
         )
     except ValidationError as error:
         problem = error.errors()[0]

@@ -10,22 +10,32 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megaclip.comm.collectives import gather_rows
+from megaclip.comm.groups import RankGroup
+from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import ConfigError
 from megaclip.models.blocks import CheckpointFunction, Part
 from megaclip.models.config import ModelConfig
 from megaclip.models.initialise import initialise
+from megaclip.models.projections import Projections, own_rows
 from megaclip.models.text import TextTower
 from megaclip.models.vision import VisionTower
 
 
 class ClipModel(nn.Module):
-    """Images and captions to unit-length embeddings. Parameters hold no useful values until `initialise` or loading."""
+    """Images and captions to unit-length embeddings. Parameters hold no useful values until `initialise` or loading.
 
-    def __init__(self, config: ModelConfig) -> None:
+    tensor: the ranks that the towers are split over. Each of them passes b rows of its own; the towers run on the rows
+    of all of them, and each rank receives the features of its own rows.
+    """
+
+    def __init__(self, config: ModelConfig, tensor: RankGroup = ONE_RANK) -> None:
         super().__init__()
         self.config = config
-        self.visual = VisionTower(config.vision_cfg, config.embed_dim, config.quick_gelu)
-        self.text = TextTower(config.text_cfg, config.embed_dim, config.quick_gelu)
+        self.tensor = tensor
+        projections = Projections(tensor)
+        self.visual = VisionTower(config.vision_cfg, config.embed_dim, config.quick_gelu, projections)
+        self.text = TextTower(config.text_cfg, config.embed_dim, config.quick_gelu, projections)
         # Shape (1,): DeepSpeed cannot initialise with 0-d parameters.
         self.logit_scale = nn.Parameter(torch.empty(1))
         self.logit_bias = None if config.init_logit_bias is None else nn.Parameter(torch.empty(1))
@@ -44,11 +54,15 @@ class ClipModel(nn.Module):
             parameters' dtype, normalised in float32 at least), and the log of the logit scale, (1,) float32; a model
             with a logit bias adds it, (1,) float32.
         """
-        image_features = None if images is None else _unit_length(self.visual(images))
-        text_features = None if tokens is None else _unit_length(self.text(tokens))
+        image_features = None if images is None else self._encode(self.visual, images)
+        text_features = None if tokens is None else self._encode(self.text, tokens)
         # A copy: a parameter itself, returned under ZeRO-3, would be partitioned again before the caller reads it.
         scalars = [self.logit_scale] if self.logit_bias is None else [self.logit_scale, self.logit_bias]
         return image_features, text_features, *(_at_least_float32(scalar.clone()) for scalar in scalars)
+
+    def _encode(self, tower: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        features = tower(gather_rows(inputs, group=self.tensor))
+        return _unit_length(own_rows(features, self.tensor))
 
     def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
         """Run every block as `checkpoint_fn(block, x)` while gradients are on; None turns it off.
@@ -78,7 +92,7 @@ class ClipModel(nn.Module):
         }
 
 
-def build_model(config: ModelConfig, *, patch_dropout: float | None = None) -> ClipModel:
+def build_model(config: ModelConfig, *, patch_dropout: float | None = None, tensor: RankGroup = ONE_RANK) -> ClipModel:
     """A model with open_clip's initial values, drawn from torch's global seed.
 
     The same `torch.manual_seed` gives the same values whether or not this runs under `deepspeed.zero.Init` (then every
@@ -87,6 +101,7 @@ def build_model(config: ModelConfig, *, patch_dropout: float | None = None) -> C
     Args:
         config: what to build.
         patch_dropout: replaces `config.vision_cfg.patch_dropout`.
+        tensor: the ranks that the towers are split over; the values do not depend on their number.
 
     Raises:
         ConfigError: patch_dropout is outside [0, 1).
@@ -95,7 +110,7 @@ def build_model(config: ModelConfig, *, patch_dropout: float | None = None) -> C
         config = config.replace(vision_cfg={"patch_dropout": patch_dropout})
     # Drawn before construction, which uses the generator differently under deepspeed.zero.Init.
     seed = int(torch.randint(2**62, (1,), device="cpu"))
-    model = ClipModel(config)
+    model = ClipModel(config, tensor)
     initialise(model, config, seed)
     return model
 

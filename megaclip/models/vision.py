@@ -12,6 +12,7 @@ from torch import nn
 
 from megaclip.models.blocks import Part, Transformer
 from megaclip.models.config import VisionConfig
+from megaclip.models.projections import Projections
 
 
 class PatchDropout(nn.Module):
@@ -55,7 +56,7 @@ class PatchEmbedding(nn.Conv2d):
 class VisionTower(nn.Module):
     """Images to embeddings; not yet unit length."""
 
-    def __init__(self, config: VisionConfig, embed_dim: int, quick_gelu: bool) -> None:
+    def __init__(self, config: VisionConfig, embed_dim: int, quick_gelu: bool, projections: Projections) -> None:
         super().__init__()
         self.config = config
         self.conv1 = PatchEmbedding(config.width, config.patch_size)
@@ -71,6 +72,7 @@ class VisionTower(nn.Module):
             ls_init_value=config.ls_init_value,
             quick_gelu=quick_gelu,
             causal=False,
+            projections=projections,
         )
         self.ln_post = nn.LayerNorm(config.width)
         self.proj = nn.Parameter(torch.empty(config.width, embed_dim))
