@@ -53,8 +53,8 @@ def require_megatron() -> None:
         import megatron.core.tensor_parallel  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"megaclip.tensor_parallel_size above 1 requires megatron-core, which cannot be imported ({error}): install "
-            "it with  pip install 'megaclip[megatron]'"
+            f"megaclip.tensor_parallel_size above 1 requires megatron-core, which cannot be imported ({error}): "
+            "install it with  pip install 'megaclip[megatron]'"
         ) from None
 
 

@@ -111,7 +111,8 @@ class TrainingConfig:
             raise ConfigError(
                 f"{self.path}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro or '?'} x "
                 f"gradient_accumulation_steps {accumulation or '?'} x {world_size} "
-                f"{'ranks' if tensor == 1 else f'replicas of {tensor} ranks'}; change one of them or the number of ranks"
+                f"{'ranks' if tensor == 1 else f'replicas of {tensor} ranks'}; change one of them or the number of "
+                "ranks"
             )
         text_micro = self.megaclip.text_micro_batch_size or micro
         if (micro * accumulation) % text_micro:
@@ -125,8 +126,8 @@ class TrainingConfig:
         ):
             if rows % tensor:
                 raise ConfigError(
-                    f"{self.path}: {name} {rows} is not a multiple of megaclip.tensor_parallel_size {tensor}: the ranks "
-                    "of a replica load equal shares of it"
+                    f"{self.path}: {name} {rows} is not a multiple of megaclip.tensor_parallel_size {tensor}: the "
+                    "ranks of a replica load equal shares of it"
                 )
         return BatchPlan(
             global_batch=total,

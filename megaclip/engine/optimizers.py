@@ -100,7 +100,8 @@ def update(engine: DeepSpeedEngine) -> float:
 
 def _gradient_norm(model: ClipModel) -> float:
     """Return the norm of all gradients of a model that ZeRO has not partitioned, parts on other ranks included."""
-    whole, parts = [], []
+    whole: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             (whole if split_dim(name) is None else parts).append(parameter.grad)

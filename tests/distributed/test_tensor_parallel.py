@@ -67,5 +67,4 @@ def test_two_steps_equal_one_process_on_the_whole_batch(trained, size, name):
     expected = oracle(CASES[size, name])
     for outcomes in trained[size]:
         found = differences(outcomes[name], expected)
-        print(name, found)
         assert {key: value for key, value in found.items() if not value <= TOLERANCES[key]} == {}
