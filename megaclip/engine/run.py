@@ -22,6 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megaclip.checkpoint import store
 from megaclip.checkpoint.open_clip import write_model_card
 from megaclip.comm.collectives import gather_objects, raise_together, sum_counts
+from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchPlan, TrainArguments, parse_arguments
 from megaclip.data import check_batch
 from megaclip.engine.build import build_engine
@@ -146,6 +147,7 @@ class Run:
         self.checkpoints = folder / "checkpoints"
         self._summary = folder / "metrics.json"
         self.rank = dist.get_rank()
+        self.replica = parallel_groups(inputs.config.megaclip.tensor_parallel_size).data.rank
         self.length = RunLength.of(arguments, len(inputs.train), batch_plan.global_batch)
         self.last_step = min(self.length.total_steps, arguments.stop_after_steps or self.length.total_steps)
         self.schedule = chosen_schedule(arguments, self.length, inputs.config.learning_rate)
@@ -264,7 +266,7 @@ class Run:
             self.loss.bind(batch.ids, self.length.epoch_at(self.step)),
             batch,
             self.logit_scale.read(),
-            RandomState(self.arguments.seed, self.step, self.rank),
+            RandomState(self.arguments.seed, self.step, self.replica),
             logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
             coalesce=self.inputs.config.megaclip.coalesce_gradient_reduction,
             accumulation_dtype=torch.bfloat16 if self.inputs.config.accumulates_in_bf16 else torch.float32,
