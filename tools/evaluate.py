@@ -3,10 +3,10 @@
     python tools/evaluate.py OUT_DIR --val-data 'val/{00..09}.tar' --zeroshot-data imagenet_val --json scores.json
     deepspeed tools/evaluate.py runs/NAME --val-data 'val/{00..09}.tar'
 
-MODEL is an exported open_clip directory, or a run (runs/NAME, its checkpoints folder; --tag picks the step). Ties count
-against the model, so copies in the data cost recall: COCO and Flickr, with several captions per image, need
---group-captions, which makes one image of equal ones and one caption of each line. --pictures writes the similarity
-heat map and the retrieved images that training shows in TensorBoard.
+MODEL is an exported open_clip directory, a run (runs/NAME) or its checkpoints folder; --tag selects the step of a run.
+Ties count against the model, so repeated images lower the recall. COCO and Flickr have several captions per image and
+need --group-captions: equal images then count as one image, and every line of a caption is one caption. --pictures
+writes the similarity heat map and the retrieved images that training shows in TensorBoard.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from PIL import Image
 
-from megaclip.comm.collectives import raise_together
+from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.data import DATASET_TYPES, LabelledDataset, PairDataset, open_labelled, open_pairs
 from megaclip.engine.process_group import start_process_group
@@ -46,15 +46,11 @@ def main() -> None:
 
 
 def evaluate_saved(arguments: argparse.Namespace) -> None:
-    """Read, evaluate, report; a MegaclipError is the same on every rank."""
+    """Load the model and the data, evaluate, and report. Raises the same MegaclipError on every rank."""
     started = time.monotonic()
-    error: Exception | None = None
-    try:
+    with raise_on_all_ranks():
         loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer)
         pairs, labelled = open_data(arguments)
-    except MegaclipError as problem:
-        error = problem
-    raise_together(error)
     device, dtype = torch.device(get_accelerator().current_device_name()), PRECISIONS[arguments.precision]
     result, left_out = evaluate_datasets(
         ModelEncoder(loaded.model.to(device, dtype), loaded.transform.normalise, device=device, image_dtype=dtype),
@@ -76,28 +72,32 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="exported directory, run, its checkpoints or one of them"
     )
-    parser.add_argument("--tag", help="which checkpoint of a run, such as step_00000100 (default: the latest)")
+    parser.add_argument("--tag", help="checkpoint of the run, such as step_00000100 (default: the latest)")
     parser.add_argument("--val-data", nargs="+", default=[], metavar="SPEC", help="image-text pairs, for retrieval")
     parser.add_argument("--dataset-type", default="auto", choices=DATASET_TYPES, help="how to read --val-data")
     parser.add_argument("--image-key", help="column or extension of the image")
     parser.add_argument("--caption-key", help="column or extension of the caption")
-    parser.add_argument("--group-captions", action="store_true", help="several captions per image (COCO, Flickr)")
+    parser.add_argument("--group-captions", action="store_true", help="images have several captions (COCO, Flickr)")
     parser.add_argument("--zeroshot-data", metavar="FOLDER", help="labelled images, for zero-shot classification")
-    parser.add_argument("--tokenizer", help="'clip' or a sentencepiece .model (default: what the model's card says)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the model's forward pass")
-    parser.add_argument("--batch-size", type=int, default=64, help="images, and prompts, per rank")
-    parser.add_argument("--workers", type=int, default=4, help="data worker processes per rank")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the scores here too")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="write similarity.png and retrieval.png here")
+    parser.add_argument("--tokenizer", help="'clip' or a sentencepiece .model (default: from the model card)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="precision of the forward pass")
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="number of images, and of prompts, that a rank encodes at once"
+    )
+    parser.add_argument("--workers", type=int, default=4, help="number of data worker processes per rank")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores to this file")
+    parser.add_argument(
+        "--pictures", type=Path, metavar="FOLDER", help="write similarity.png and retrieval.png to this folder"
+    )
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # from the deepspeed launcher
     arguments = parser.parse_args()
     if not arguments.val_data and not arguments.zeroshot_data:
-        parser.error("say what to evaluate on: --val-data, --zeroshot-data or both")
+        parser.error("no data to evaluate on; give --val-data, --zeroshot-data or both")
     return arguments
 
 
 def open_data(arguments: argparse.Namespace) -> tuple[PairDataset | None, LabelledDataset | None]:
-    """The image-text pairs and the labelled images, None where none were asked for."""
+    """Return the image-text pairs of --val-data and the labelled images of --zeroshot-data, None without the flag."""
     pairs = labelled = None
     if arguments.val_data:
         pairs = open_pairs(
@@ -119,7 +119,7 @@ def report(
     bad_samples: dict[str, int],
     seconds: float,
 ) -> None:
-    """Print the table; write the files that were asked for."""
+    """Print the scores, and write the files of --json and --pictures."""
     metrics = result.metrics
     if labelled is not None:
         print(f"\nzero-shot, {len(labelled)} images, {len(labelled.class_names)} classes")

@@ -1,1 +1,1 @@
-"""Checkpoints: atomic save and exact resume; open_clip in and out."""
+"""Checkpoints: atomic save, exact resume on any number of ranks, import from and export to open_clip's format."""

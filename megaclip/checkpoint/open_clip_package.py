@@ -1,8 +1,8 @@
-"""The one place that imports the real open_clip, and with it torchvision.
+"""Import the real open_clip, and torchvision, which open_clip needs. No other module imports them.
 
-PyPI's torchvision is built for CUDA: beside the CPU build of torch its import fails when it registers shapes for
-operators that are not there ("operator torchvision::nms does not exist"). Nothing here or in open_clip's CLIP models
-uses those operators, so their registration is skipped during that import. torchvision 0.28, torch 2.13.
+PyPI's torchvision is built for CUDA. With the CPU build of torch its import fails when it registers shapes for
+operators that do not exist there ("operator torchvision::nms does not exist"; torchvision 0.28, torch 2.13). Neither
+MegaCLIP nor open_clip's CLIP models use those operators, so their registration is skipped during the import.
 """
 
 from types import ModuleType
@@ -15,23 +15,23 @@ from megaclip.errors import CheckpointError
 
 
 def import_open_clip() -> ModuleType:
-    """The `open_clip` package.
+    """Return the `open_clip` package.
 
     Raises:
-        CheckpointError: open_clip (or torchvision) is not installed; says how to install it.
+        CheckpointError: open_clip or torchvision is not installed. The message gives the command that installs them.
     """
     try:
         import_torchvision()
         import open_clip
     except ImportError as error:
         raise CheckpointError(
-            f"open_clip cannot be imported ({error}): install it with  pip install 'megaclip[open-clip]'."
+            f"open_clip cannot be imported ({error}); install it with  pip install 'megaclip[open-clip]'"
         ) from None
     return open_clip
 
 
 def import_torchvision() -> None:
-    """Import torchvision, which open_clip and timm need, beside any build of torch. Raises ImportError."""
+    """Import torchvision, which open_clip and timm need, with any build of torch. Raises ImportError."""
     if torch.version.cuda is None:
         with mock.patch("torch.library.register_fake", _register_nothing):
             import torchvision  # noqa: F401

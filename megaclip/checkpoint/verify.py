@@ -1,7 +1,7 @@
-"""Does the exported directory mean the same to the real open_clip as the model does to MegaCLIP?
+"""Verify an exported directory with the real open_clip.
 
-Loads the directory with the `open_clip` package the way a user would (`local-dir:DIR`) and compares what comes out:
-features of the same images and tokens, the logit scale, and the tokens of the same captions.
+`verify` loads the directory with the `open_clip` package as a user would (`local-dir:DIR`). It compares open_clip's
+model with MegaCLIP's: features of the same images and tokens, the logit scale, and the tokens of the same captions.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from megaclip.models.clip import ClipModel
 from megaclip.models.config import TextConfig
 
 TOLERANCE = 1e-5
-"""Largest difference of unit-length float32 features that counts as equal: both float32, summed in another order."""
+"""Largest allowed difference of unit-length float32 features. Both models use float32, but sum in a different order."""
 
 CAPTIONS = (
     "a photo of a cat",
@@ -25,50 +25,53 @@ CAPTIONS = (
     "a very long caption " * 40,
     "",
 )
-"""Case, spaces, HTML entities, accents, other scripts, truncation and emptiness: where tokenizers differ."""
+"""Captions for which tokenizers often differ: case, spaces, HTML entities, accents, other scripts, length, no text."""
 
 Tokenize = Callable[[list[str]], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """How far open_clip's reading of a directory is from the model it was made from."""
+    """Differences between a model and the model that open_clip loads from its export."""
 
     max_abs_diff: float
-    """Largest absolute difference over image features, text features, the logarithm of the logit scale, the bias."""
+    """Largest absolute difference of image features, text features, the logarithm of the logit scale and the bias."""
     captions_compared: int
-    """0 when no tokenizer was given."""
+    """Number of captions that both tokenizers encoded; 0 if no tokenizer was given."""
     captions_differing: int
+    """Number of captions whose tokens differ."""
 
     @property
     def passed(self) -> bool:
-        """Features within `TOLERANCE` and every caption tokenised alike."""
+        """True if `max_abs_diff` is within `TOLERANCE` and no caption differs."""
         return self.max_abs_diff <= TOLERANCE and self.captions_differing == 0
 
 
 @torch.no_grad()
 def verify(directory: str | Path, model: ClipModel, tokenize: Tokenize | None = None) -> Verification:
-    """Compare `model` (float32, CPU, evaluation mode) with what open_clip loads from `directory`.
+    """Compare `model` (float32, CPU, evaluation mode) with the model that open_clip loads from `directory`.
 
     Args:
-        tokenize: captions -> (n, context_length) int64, the tokenizer the model was trained with; None: the features
-            are compared on arbitrary tokens and no captions are.
+        directory: an exported directory.
+        model: the model that was exported.
+        tokenize: the tokenizer that the model was trained with: captions -> (n, context_length) int64. If it is None,
+            features are compared on random tokens, and no captions are compared.
 
     Raises:
-        CheckpointError: open_clip is not installed or cannot load the directory; carries its reason.
+        CheckpointError: open_clip is not installed, or cannot load the directory; the message gives its reason.
     """
     open_clip = import_open_clip()
     source = f"local-dir:{directory}"
     try:
         theirs = open_clip.create_model_from_pretrained(source, return_transform=False).eval()
         tokenizer = open_clip.get_tokenizer(source) if tokenize is not None else None
-    except Exception as error:  # open_clip raises whatever its parts raise
+    except Exception as error:  # open_clip does not document the exceptions that it raises
         raise CheckpointError(f"open_clip cannot load {directory}: {' '.join(str(error).split())[:300]}") from None
 
     vision, text = model.config.vision_cfg, model.config.text_cfg
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2, 3, vision.image_size, vision.image_size, generator=generator)
-    tokens, differing = _arbitrary_tokens(text, generator), 0
+    tokens, differing = _random_tokens(text, generator), 0
     if tokenize is not None and tokenizer is not None:
         tokens = tokenize(list(CAPTIONS))
         their_tokens = tokenizer(list(CAPTIONS)).to(tokens.dtype)
@@ -90,7 +93,7 @@ def verify(directory: str | Path, model: ClipModel, tokenize: Tokenize | None = 
     )
 
 
-def _arbitrary_tokens(text: TextConfig, generator: torch.Generator) -> torch.Tensor:
+def _random_tokens(text: TextConfig, generator: torch.Generator) -> torch.Tensor:
     tokens = torch.randint(text.vocab_size, (2, text.context_length), generator=generator)
     if text.pool_type == "eos":
         tokens[0, text.context_length // 2] = text.eos_id

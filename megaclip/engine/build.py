@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import get_default_build_root
 
-from megaclip.checkpoint.open_clip import load_pretrained
+from megaclip.checkpoint.open_clip_weights import load_pretrained
 from megaclip.comm.collectives import raise_together
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig

@@ -1,9 +1,10 @@
-"""What a run reads before any process group exists: configuration, data, tokenizer, model description.
+"""Read and check the inputs of a run: configuration, model description, tokenizer and data.
 
-A mistake in any of them is one error here, at once, on every rank: nothing has been started that could hang.
+It happens before any process group exists. A mistake raises an error on every rank, while nothing can hang yet.
 
-Weights go with the tokenizer and the pixels that they were trained with. So the model card beside --pretrained, or that
-of --model, says what the flags leave out; a flag that contradicts it is taken, with a warning.
+Weights depend on the tokenizer and the image preprocessing that they were trained with. So a model card supplies the
+settings that no flag gives: the card beside --pretrained or, if there is none, that of --model. If a flag contradicts
+the card, the flag is used, with a warning.
 """
 
 import filecmp
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaclip.checkpoint.open_clip import OPENAI_PREPROCESS, read_preprocess, tokenizer_of
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, read_model_card
 from megaclip.config import MegaclipSection, TrainArguments, TrainingConfig, load_training_config
 from megaclip.data import (
     ImageTransform,
@@ -30,8 +31,8 @@ from megaclip.models.config import CARD_NAME
 
 logger = get_logger(__name__)
 
-# What weights depend on and their shapes do not show.
-_BEHIND_THE_SHAPES = {
+# Model settings that change the features, but not the shape of any parameter: loading weights cannot detect them.
+_SETTINGS_WITHOUT_SHAPE = {
     "vision_cfg": ("head_width", "pool_type", "final_ln_after_pool"),
     "text_cfg": ("heads", "pool_type", "no_causal_mask"),
 }
@@ -39,20 +40,28 @@ _BEHIND_THE_SHAPES = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything read and checked; the same on every rank."""
+    """Inputs of a run, read and checked; equal on every rank."""
 
     config: TrainingConfig
+    """Settings of ds_config.json."""
     model_config: ModelConfig
+    """Model description, with the text tower fitted to the tokenizer."""
     tokenizer: Tokenizer
+    """Tokenizer of the captions."""
     train: PairDataset
+    """Training data."""
     validation: PairDataset | None
+    """Data for retrieval, or None without --val-data."""
     labelled: LabelledDataset | None
+    """Data for zero-shot classification, or None without --zeroshot-data."""
     train_transform: ImageTransform
+    """Image preprocessing of training."""
     evaluation_transform: ImageTransform
+    """Image preprocessing of evaluation and of the exported model."""
 
     @property
     def preprocess_cfg(self) -> dict[str, Any]:
-        """How the evaluation transform makes pixels, in open_clip's words."""
+        """Image preprocessing of evaluation, in the schema of open_clip's model card."""
         transform = self.evaluation_transform
         return {
             "mean": list(transform.mean),
@@ -63,21 +72,19 @@ class Inputs:
 
 
 def read_inputs(arguments: TrainArguments) -> Inputs:
-    """Read and check everything the command line names. Raises MegaclipError."""
+    """Read and check everything that the command line names. Raises MegaclipError."""
     config = load_training_config(arguments.deepspeed_config)
-    _check_that_weights_are_here(arguments)
-    model_config = load_model_config(arguments.model)
+    _check_that_weights_exist(arguments)
+    card = _find_model_card(arguments)
+    model_config = _model_config(arguments.model, card)
     _check_settings(arguments, config.megaclip, model_config)
-    card = _card_directory(arguments)
-    if card is not None:
-        _warn_of_another_model(arguments.model, model_config, card)
     tokenizer_name = _tokenizer_name(arguments.tokenizer, card)
     tokenizer = load_tokenizer(tokenizer_name, model_config.text_cfg.context_length)
     model_config = model_config.replace(text_cfg=_text_settings(tokenizer, model_config))
     preprocess = _preprocess(arguments, card)
     if card is not None:
-        pixels_said = ", ".join(f"{name} {value}" for name, value in preprocess.items())
-        logger.info("tokenizer %s, %s: from %s where no flag says it", tokenizer_name, pixels_said, card / CARD_NAME)
+        settings = ", ".join(f"{name} {value}" for name, value in preprocess.items())
+        logger.info("tokenizer %s, %s; %s supplies what no flag sets", tokenizer_name, settings, card.path)
     keys: dict[str, Any] = {
         "dataset_type": arguments.dataset_type,
         "image_key": arguments.image_key,
@@ -96,19 +103,19 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     )
 
 
-def _transform(card: Path | None, **settings: Any) -> ImageTransform:
-    """The transform, or an error that names the card that may have asked for what there is not."""
+def _transform(card: ModelCard | None, **settings: Any) -> ImageTransform:
+    """Return the transform. If a setting is not supported, raise an error that names the card it may come from."""
     try:
         return ImageTransform(**settings)
     except ConfigError as error:
         if card is None:
             raise
         flags = "--image-mean, --image-std, --image-interpolation or --image-resize-mode"
-        raise ConfigError(f"{card / CARD_NAME}: {error}; say by {flags} what to do instead") from None
+        raise ConfigError(f"{card.path}: {error}; override it with {flags}") from None
 
 
 def _text_settings(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
-    """What `text_cfg` must say for the text tower, here and in open_clip, to fit the tokenizer."""
+    """Return the settings of `text_cfg` with which the text tower fits the tokenizer, in MegaCLIP and in open_clip."""
     with tempfile.TemporaryDirectory() as folder:
         settings = tokenizer.write_open_clip(folder)
     if config.text_cfg.pool_type == "eos":
@@ -117,96 +124,117 @@ def _text_settings(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
 
 
 def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_config: ModelConfig) -> None:
-    """Refuse what the command line, ds_config.json and the model contradict each other in."""
+    """Raise if the command line, ds_config.json and the model contradict each other."""
     if section.loss == "siglip" and model_config.init_logit_bias is None:
         raise ConfigError(
-            f'{arguments.model}: megaclip.loss "siglip" needs a model with init_logit_bias (-10 in SigLIP, with '
-            "init_logit_scale 2.303); add it to the model's JSON"
+            f'--model {arguments.model} has no init_logit_bias, which megaclip.loss "siglip" requires; add '
+            "init_logit_bias to the model's JSON (SigLIP has -10, with init_logit_scale 2.303)"
         )
     if section.is_global and "logit_scale_max" in arguments.model_fields_set:
         raise ConfigError(
-            f"--logit-scale-max has no effect with megaclip.loss {section.loss!r}: bound its temperature by "
-            "megaclip.fastclip.temperature_min"
+            f"--logit-scale-max has no effect with megaclip.loss {section.loss!r}; set "
+            "megaclip.fastclip.temperature_min instead, which bounds its temperature"
         )
     if arguments.data_offload_dir is None:
         return
     if section.data_offload in ("cpu", "reread"):
         raise ConfigError(
-            f"--data-offload-dir has no effect with megaclip.data_offload {section.data_offload!r}: it is for 'disk' "
-            "and 'auto'"
+            f"--data-offload-dir has no effect with megaclip.data_offload {section.data_offload!r}; remove it, or set "
+            "megaclip.data_offload to 'disk' or 'auto'"
         )
     if not Path(arguments.data_offload_dir).is_dir():
-        raise ConfigError(f"--data-offload-dir {arguments.data_offload_dir!r} is not a folder: make it first")
+        raise ConfigError(f"--data-offload-dir {arguments.data_offload_dir!r} is not a folder; create it first")
 
 
-def _check_that_weights_are_here(arguments: TrainArguments) -> None:
-    """Refuse open_clip's names of models and weights that it would download."""
+def _check_that_weights_exist(arguments: TrainArguments) -> None:
+    """Raise for names of models and weights that open_clip would download, and for missing weights."""
     for prefix in ("local-dir:", "hf-hub:"):
         if arguments.model.startswith(prefix):
             raise ConfigError(
-                f"--model {arguments.model}: nothing is downloaded here; give a directory's path to --model, and to "
-                "--pretrained to start from its weights"
+                f"--model {arguments.model} has the prefix {prefix!r}, but MegaCLIP downloads nothing; give the path "
+                "of a directory to --model, and to --pretrained to start from its weights"
             )
     if arguments.pretrained is not None and not Path(arguments.pretrained).exists():
         raise ConfigError(
-            f"--pretrained {arguments.pretrained!r} does not exist. It takes a weights file or a directory, none of "
-            "open_clip's tags: download what the tag stands for (docs/from_open_clip.md), check it with "
-            "tools/import_open_clip.py and give its directory"
+            f"--pretrained {arguments.pretrained!r} does not exist; expected a weights file or a directory, not one of "
+            "open_clip's tags. Download the weights of the tag (docs/from_open_clip.md), check them with "
+            "tools/import_open_clip.py and give its output directory"
         )
 
 
-def _card_directory(arguments: TrainArguments) -> Path | None:
-    """Where the model card of the weights lies or, if they have none, that of the model; None when neither has."""
-    places = []
+def _find_model_card(arguments: TrainArguments) -> ModelCard | None:
+    """Return the model card of --pretrained, else that of --model, or None if neither has a card."""
+    directories = []
     if arguments.pretrained is not None:
         path = Path(arguments.pretrained)
-        places.append(path.parent if path.is_file() else path)
-    if arguments.model not in list_models():
-        path = Path(arguments.model)
-        places.append(path.parent if path.name == CARD_NAME else path)
-    return next((place for place in places if (place / CARD_NAME).is_file()), None)
+        directories.append(path.parent if path.is_file() else path)
+    if (own := _card_directory(arguments.model)) is not None:
+        directories.append(own)
+    found = next((directory for directory in directories if (directory / CARD_NAME).is_file()), None)
+    return None if found is None else read_model_card(found)
 
 
-def _warn_of_another_model(model: str, config: ModelConfig, card: Path) -> None:
-    """Say where --model and the card of --pretrained differ in what the weights' shapes do not show."""
-    ours, theirs = config.model_dump(), load_model_config(card).model_dump()
-    pairs = [("quick_gelu", ours["quick_gelu"], theirs["quick_gelu"])]
-    for section, names in _BEHIND_THE_SHAPES.items():
-        pairs += [(f"{section}.{name}", ours[section][name], theirs[section][name]) for name in names]
-    for name, here, there in pairs:
+def _card_directory(model: str) -> Path | None:
+    """Return the directory in which --model would have a model card, or None for a preset."""
+    if model in list_models():
+        return None
+    path = Path(model)
+    return path.parent if path.name == CARD_NAME else path
+
+
+def _model_config(model: str, card: ModelCard | None) -> ModelConfig:
+    """Return the description that --model names; warn if the model of the weights' card computes other features."""
+    own = _card_directory(model)
+    if card is not None and own is not None and own.resolve() == card.directory.resolve():
+        return card.config
+    config = load_model_config(model)
+    if card is None:
+        return config
+    ours, theirs = config.model_dump(), card.config.model_dump()
+    settings = [("quick_gelu", ours["quick_gelu"], theirs["quick_gelu"])]
+    for section, names in _SETTINGS_WITHOUT_SHAPE.items():
+        settings += [(f"{section}.{name}", ours[section][name], theirs[section][name]) for name in names]
+    for name, here, there in settings:
         if here != there:
             logger.warning(
-                "--model %s has %s %s, but the weights in %s were trained with %s", model, name, here, card, there
+                "--model %s has %s %s, but the weights in %s were trained with %s",
+                model,
+                name,
+                here,
+                card.directory,
+                there,
             )
+    return config
 
 
-def _tokenizer_name(given: str | None, card: Path | None) -> str:
-    """ "clip" or the path of a sentencepiece model: the flag's, else the card's, else CLIP's."""
+def _tokenizer_name(given: str | None, card: ModelCard | None) -> str:
+    """Return "clip" or the path of a sentencepiece model: from --tokenizer, else from the card, else "clip"."""
     if card is None:
         return given or "clip"
     try:
-        own = tokenizer_of(card, load_model_config(card))
+        own = card.tokenizer()
     except CheckpointError:
         if given is None:
             raise
         return given
-    if given is not None and given != own and not (_is_file(given, own) and filecmp.cmp(given, own, shallow=False)):
-        logger.warning("--tokenizer %s is not the tokenizer of the model in %s, %s", given, card, own)
+    if given is not None and given != own and not _are_equal_files(given, own):
+        logger.warning("--tokenizer %s is not the tokenizer of the model in %s, %s", given, card.directory, own)
     return given or own
 
 
-def _is_file(*paths: str) -> bool:
-    return all(Path(path).is_file() for path in paths)
+def _are_equal_files(first: str, second: str) -> bool:
+    return Path(first).is_file() and Path(second).is_file() and filecmp.cmp(first, second, shallow=False)
 
 
-def _preprocess(arguments: TrainArguments, card: Path | None) -> dict[str, Any]:
-    """mean, std, interpolation and resize_mode: each the flag's, else the card's, else OpenAI's."""
-    told = OPENAI_PREPROCESS if card is None else read_preprocess(card)
-    chosen = {}
-    for name in OPENAI_PREPROCESS:
-        own, given = told[name], getattr(arguments, f"image_{name}")
-        if card is not None and given not in (None, own):
+def _preprocess(arguments: TrainArguments, card: ModelCard | None) -> dict[str, Any]:
+    """Return mean, std, interpolation and resize_mode: each from its flag, else from the card, else OpenAI's."""
+    chosen = dict(OPENAI_PREPROCESS if card is None else card.pixel_settings)
+    for name, own in chosen.items():
+        given = getattr(arguments, f"image_{name}")
+        if given is None:
+            continue
+        if card is not None and given != own:
             flag = "--image-" + name.replace("_", "-")
-            logger.warning("%s %s: the weights in %s were trained with %s", flag, given, card, own)
-        chosen[name] = own if given is None else given
+            logger.warning("%s %s: the weights in %s were trained with %s", flag, given, card.directory, own)
+        chosen[name] = given
     return chosen

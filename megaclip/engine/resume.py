@@ -107,7 +107,7 @@ def resume(
     else:
         was, now = ("{world_size} ranks at ZeRO-{zero_stage} in {precision}".format(**run) for run in (state, identity))
         logger.info("dividing a checkpoint of %s among %s", was, now)
-        load_resharded(engine, found[0] / found[1], ranks=state["world_size"])
+        load_resharded(engine, found[0] / found[1])
     try:
         loss.load(store.read_loss_states(*found))
     except MegaclipError as problem:

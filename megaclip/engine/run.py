@@ -20,7 +20,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint import store
-from megaclip.checkpoint.open_clip import write_model_card
+from megaclip.checkpoint.model_card import write_model_card
 from megaclip.comm.collectives import gather_objects, raise_together, sum_counts
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchPlan, TrainArguments, parse_arguments

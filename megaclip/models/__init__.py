@@ -1,4 +1,4 @@
-"""Towers and their configuration: `load_model_config`, `build_model`, `ClipModel`."""
+"""The dual encoder and its configuration: `load_model_config`, `build_model`, `ClipModel`."""
 
 from megaclip.models.clip import ClipModel, build_model
 from megaclip.models.config import ModelConfig, TextConfig, VisionConfig, list_models, load_model_config

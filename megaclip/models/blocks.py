@@ -1,12 +1,12 @@
-"""The transformer block both towers are made of.
+"""The transformer blocks of both towers.
 
-Pre-norm residual blocks with open_clip's parameter semantics, but separate query, key and value projections: tensor
-parallelism splits each by heads, which one fused matrix does not allow. Attention is PyTorch's
-`scaled_dot_product_attention`. Every tensor is batch first.
+The blocks are pre-norm residual blocks with open_clip's parameter semantics. Query, key and value projections are
+separate, because tensor parallelism splits each of them by heads, which one fused matrix does not allow. Attention is
+PyTorch's `scaled_dot_product_attention`. Every tensor is batch first.
 
-A tower that reads one token per row (the class token, the end of the text) needs only that token of the last block:
-there the block computes keys and values for all tokens and everything else for one. The result is the same; of twelve
-blocks it saves most of one.
+Some towers read only one token per row: the class token, or the end of the text. Their last block computes keys and
+values for all tokens, and everything else for that token only. The result is the same, and most of one block's
+computation is saved.
 
 Shapes: b batch, L tokens, Q queries (L, or 1), C width, H heads (of this rank), K channels per head.
 """
@@ -21,17 +21,17 @@ from torch import nn
 from megaclip.models.projections import Projections
 
 CheckpointFunction = Callable[..., torch.Tensor]
-"""checkpoint_fn(function, *arguments) -> function(*arguments), recomputing inside in the backward pass."""
+"""checkpoint_fn(function, *arguments) returns function(*arguments), and recomputes it in the backward pass."""
 
 Part = nn.Module | nn.Parameter
-"""What is locked or unlocked as one."""
+"""Module or parameter that is locked or unlocked as a unit."""
 
 Position = torch.Tensor | int
-"""One token of every row: (b,) int64, or the same for all rows, counted from the end if negative."""
+"""Position of one token in every row: (b,) int64, or one integer for all rows, negative from the end."""
 
 
 def select_token(x_bLC: torch.Tensor, position: Position) -> torch.Tensor:
-    """The token at `position` of every row: (b, L, C) in, (b, 1, C) out."""
+    """Return the token at `position` of every row: (b, L, C) -> (b, 1, C)."""
     if isinstance(position, int):
         return x_bLC[:, position].unsqueeze(1)
     return x_bLC.gather(1, position[:, None, None].expand(-1, 1, x_bLC.shape[2]))
@@ -81,12 +81,12 @@ class Attention(nn.Module):
         if position is None:
             out_bHQK = F.scaled_dot_product_attention(q_bHQK, k_bHLK, v_bHLK, is_causal=self.causal)
         else:
-            seen = self._seen_from(position, x_bLC)
-            out_bHQK = F.scaled_dot_product_attention(q_bHQK, k_bHLK, v_bHLK, attn_mask=seen)
+            mask = self._attention_mask(position, x_bLC)
+            out_bHQK = F.scaled_dot_product_attention(q_bHQK, k_bHLK, v_bHLK, attn_mask=mask)
         return self.out_proj(out_bHQK.transpose(1, 2).flatten(2))
 
-    def _seen_from(self, position: Position, x_bLC: torch.Tensor) -> torch.Tensor | None:
-        """What the one query sees: a (b, 1, 1, L) or (1, L) mask, or None for everything."""
+    def _attention_mask(self, position: Position, x_bLC: torch.Tensor) -> torch.Tensor | None:
+        """Return the mask of tokens that the query at `position` attends to: (b, 1, 1, L) or (1, L), None for all."""
         tokens = x_bLC.shape[1]
         if not self.causal:
             return None
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         return every <= position[:, None, None, None]
 
     def _split_heads(self, x_bLC: torch.Tensor) -> torch.Tensor:
-        # -1: the number of heads here is smaller when the projections are split over tensor-parallel ranks.
+        # -1, because a rank has fewer heads if the projections are split over tensor-parallel ranks.
         return x_bLC.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
 
@@ -166,11 +166,11 @@ class Transformer(nn.Module):
         self.checkpoint_fn: CheckpointFunction | None = None
 
     def compile_blocks(self, backend: Any = "inductor") -> None:
-        """Run all blocks but the last as one compiled graph that they share (the last has little to compute).
+        """Compile all blocks except the last, which has little to compute. The blocks share one compiled graph.
 
-        The first pass of each kind (with and without gradients, each batch size) takes some seconds to compile.
+        The graph is compiled once per batch size, with and without gradients. Each compilation takes some seconds.
         """
-        # Every batch size is compiled for itself, and both towers' blocks are one function to the compiler.
+        # The compiler counts both towers' blocks as one function, and every batch size as one recompilation of it.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         for block in list(self.resblocks)[:-1]:
             block.compile(backend=backend, dynamic=False)
@@ -179,9 +179,9 @@ class Transformer(nn.Module):
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position."""
         last = len(self.resblocks) - 1
         for index, block in enumerate(self.resblocks):
-            wanted = position if index == last else None
+            output_position = position if index == last else None
             if self.checkpoint_fn is not None and torch.is_grad_enabled():
-                x_bLC = self.checkpoint_fn(block, x_bLC, wanted)
+                x_bLC = self.checkpoint_fn(block, x_bLC, output_position)
             else:
-                x_bLC = block(x_bLC, wanted)
+                x_bLC = block(x_bLC, output_position)
         return x_bLC

@@ -1,7 +1,7 @@
-"""The dual encoder: an image tower, a text tower, the logarithm of the logit scale and perhaps a logit bias.
+"""The dual encoder: an image tower, a text tower, the logarithm of the logit scale, and optionally a logit bias.
 
-`build_model(config)` is the way to make one. Everything that training does with the parameters goes through
-`ClipModel.forward`, because under ZeRO-3 a parameter has its value only inside its own module's forward.
+`build_model(config)` builds one. Training uses the parameters only through `ClipModel.forward`, because under ZeRO-3 a
+parameter has its value only inside the forward of its own module.
 
 Shapes: b batch, L text length, D embedding.
 """
@@ -23,10 +23,13 @@ from megaclip.models.vision import VisionTower
 
 
 class ClipModel(nn.Module):
-    """Images and captions to unit-length embeddings. Parameters hold no useful values until `initialise` or loading.
+    """Encode images and captions as unit-length embeddings.
 
-    tensor: the ranks that the towers are split over. Each of them passes b rows of its own; the towers run on the rows
-    of all of them, and each rank receives the features of its own rows.
+    The parameters are uninitialised until `initialise` is called or weights are loaded.
+
+
+    tensor: tensor-parallel group. Each of its T ranks holds a part of every block. Each rank passes b rows of its own,
+    the towers run on the rows of all T ranks, and each rank receives the features of its own rows.
     """
 
     def __init__(self, config: ModelConfig, tensor: RankGroup = ONE_RANK) -> None:
@@ -36,27 +39,27 @@ class ClipModel(nn.Module):
         projections = Projections(tensor)
         self.visual = VisionTower(config.vision_cfg, config.embed_dim, config.quick_gelu, projections)
         self.text = TextTower(config.text_cfg, config.embed_dim, config.quick_gelu, projections)
-        # Shape (1,): DeepSpeed cannot initialise with 0-d parameters.
+        # Shape (1,), because DeepSpeed cannot initialise with 0-d parameters.
         self.logit_scale = nn.Parameter(torch.empty(1))
         self.logit_bias = None if config.init_logit_bias is None else nn.Parameter(torch.empty(1))
 
     def forward(
         self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Encode what is given.
+        """Encode images, captions or both.
 
         Args:
             images: (b, 3, image_size, image_size), normalised pixels, or None.
             tokens: (b, context_length) int64, or None.
 
         Returns:
-            image features (b, D) of unit length or None, text features (b, D) of unit length or None (both in the
-            parameters' dtype, normalised in float32 at least), and the log of the logit scale, (1,) float32; a model
-            with a logit bias adds it, (1,) float32.
+            image features (b, D) or None, text features (b, D) or None, the log of the logit scale (1,) float32, and,
+            if the model has it, the logit bias (1,) float32. Features have unit length and the parameters' dtype; they
+            are normalised in float32 or higher precision.
         """
         image_features = None if images is None else self._encode(self.visual, images)
         text_features = None if tokens is None else self._encode(self.text, tokens)
-        # A copy: a parameter itself, returned under ZeRO-3, would be partitioned again before the caller reads it.
+        # Copies, because under ZeRO-3 a returned parameter is partitioned again before the caller reads it.
         scalars = [self.logit_scale] if self.logit_bias is None else [self.logit_scale, self.logit_bias]
         return image_features, text_features, *(_at_least_float32(scalar.clone()) for scalar in scalars)
 
@@ -65,50 +68,56 @@ class ClipModel(nn.Module):
         return _unit_length(own_rows(features, self.tensor))
 
     def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
-        """Run every block as `checkpoint_fn(block, x)` while gradients are on; None turns it off.
+        """Run every block as `checkpoint_fn(block, x)` while gradients are enabled; None turns it off.
 
-        With locked lower layers the function must be a non-reentrant one: a reentrant checkpoint gives no gradient to
-        the parameters of a block whose input needs none.
+        If lower layers are locked, the function must be non-reentrant. A reentrant checkpoint computes no gradients
+        for the parameters of a block whose input requires none.
         """
         self.visual.transformer.checkpoint_fn = checkpoint_fn
         self.text.transformer.checkpoint_fn = checkpoint_fn
 
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
-        """Freeze the image tower but its last groups: projection; last block and norm; each earlier block; stem."""
+        """Freeze the image tower, except its last `unlocked_groups` groups.
+
+        From last to first, the groups are: projection; last block with norm; each earlier block; stem.
+        """
         _lock(self.visual, self.visual.trainable_groups(), unlocked_groups)
 
     def lock_text_tower(self, unlocked_layers: int = 0) -> None:
-        """Freeze the text tower but its last groups: projection; last block and norm; each earlier block; stem."""
+        """Freeze the text tower, except its last `unlocked_layers` groups; the groups are as in the image tower."""
         _lock(self.text, self.text.trainable_groups(), unlocked_layers)
 
     def no_weight_decay_names(self) -> set[str]:
-        """Names of the parameters that open_clip trains without weight decay: vectors, norms, biases, logit scale."""
+        """Return the names of the parameters that open_clip trains without weight decay.
+
+        These are vectors, norms, biases and the logit scale.
+        """
         return {
             name
             for name, parameter in self.named_parameters()
-            # ds_shape: the shape of a parameter that ZeRO-3 has partitioned.
+            # ds_shape is the whole shape of a parameter that ZeRO-3 has partitioned.
             if len(getattr(parameter, "ds_shape", parameter.shape)) < 2
             or any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
         }
 
 
 def build_model(config: ModelConfig, *, patch_dropout: float | None = None, tensor: RankGroup = ONE_RANK) -> ClipModel:
-    """A model with open_clip's initial values, drawn from torch's global seed.
+    """Build a model with open_clip's distributions of initial values, drawn from torch's global seed.
 
-    The same `torch.manual_seed` gives the same values whether or not this runs under `deepspeed.zero.Init` (then every
-    rank must call it, with the same seed). Under `torch.device("meta")` the parameters stay without values.
+    The same `torch.manual_seed` gives the same values with and without `deepspeed.zero.Init`. With it, every rank must
+    call this with the same seed. Under `torch.device("meta")` the parameters get no values.
 
     Args:
-        config: what to build.
+        config: model description.
         patch_dropout: replaces `config.vision_cfg.patch_dropout`.
-        tensor: the ranks that the towers are split over; the values do not depend on their number.
+        tensor: tensor-parallel group; the values do not depend on its size.
 
     Raises:
         ConfigError: patch_dropout is outside [0, 1).
     """
     if patch_dropout is not None:
         config = config.replace(vision_cfg={"patch_dropout": patch_dropout})
-    # Drawn before construction, which uses the generator differently under deepspeed.zero.Init.
+    # The seed is drawn before construction, which uses the generator differently under deepspeed.zero.Init.
     seed = int(torch.randint(2**62, (1,), device="cpu"))
     model = ClipModel(config, tensor)
     initialise(model, config, seed)
@@ -125,7 +134,7 @@ def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
 
 def _lock(tower: nn.Module, groups: list[list[Part]], unlocked_groups: int) -> None:
     if unlocked_groups < 0:
-        raise ConfigError(f"the number of unlocked groups must be 0 or more, got {unlocked_groups}.")
+        raise ConfigError(f"the number of unlocked groups is {unlocked_groups}, expected 0 or more")
     tower.requires_grad_(False)
     for group in groups[len(groups) - min(unlocked_groups, len(groups)) :]:
         for part in group:

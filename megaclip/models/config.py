@@ -1,10 +1,10 @@
-"""What a model is: the typed form of open_clip's model JSON, read from a preset, a file or a model card.
+"""Model descriptions: the typed form of open_clip's model JSON, read from a preset, a file or a model card.
 
-`load_model_config("ViT-B-32")` reads `presets/ViT-B-32.json`; a path reads that JSON instead, either the bare model
-description or a model card (`open_clip_config.json`, where the description is under "model_cfg"). Names, meanings and
-defaults are open_clip's, so a description that loads here loads there and gives the same features. What open_clip can
-do and MegaCLIP cannot is refused by name. The one key that is ours, `vision_position_init`, only says how training
-starts and is left out of every exported card.
+`load_model_config("ViT-B-32")` reads `presets/ViT-B-32.json`. A path reads that JSON file instead: either a bare model
+description, or a model card (`open_clip_config.json`), which holds the description under "model_cfg". Names, meanings
+and defaults are open_clip's, so open_clip loads the same description and computes the same features. Features of
+open_clip that MegaCLIP does not have are refused by name. One key is MegaCLIP's own: `vision_position_init` sets only
+the starting values of training, and is left out of every exported card.
 """
 
 import difflib
@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, config_error, shortened
 
 CARD_NAME = "open_clip_config.json"
 
-# open_clip's other keys, with the value that means "not used": that value is accepted, any other is refused.
+# open_clip's other keys, each with the value that turns its feature off. Only that value is accepted.
 _NOT_SUPPORTED: dict[str, dict[str, Any]] = {
     "": {"nonscalar_logit_scale": False, "multimodal_cfg": None},
     "vision_cfg": {
@@ -60,19 +60,23 @@ class VisionConfig(_Section):
     patch_size: int = Field(16, gt=0)
     """Height and width of one patch, in pixels."""
     layers: int = Field(12, gt=0)
+    """Number of transformer blocks."""
     width: int = Field(768, gt=0)
+    """Number of channels C of every token."""
     head_width: int = Field(64, gt=0)
-    """Channels per attention head; the number of heads is width / head_width."""
+    """Number of channels per attention head; the number of heads is width / head_width."""
     mlp_ratio: float = Field(4.0, gt=0)
-    """Hidden width of the MLP is int(width * mlp_ratio)."""
+    """Ratio of the MLP's hidden width to `width`; the hidden width is int(width * mlp_ratio)."""
     ls_init_value: float | None = None
-    """Initial LayerScale; None: no LayerScale."""
+    """Initial value of LayerScale; None: the blocks have no LayerScale."""
     patch_dropout: float = Field(0.0, ge=0, lt=1)
     """Fraction of patches left out of every training image."""
     no_ln_pre: bool = False
+    """True: no layer norm before the first block."""
     pool_type: Literal["tok", "avg"] = "tok"
-    """The class token, or the mean of the patches."""
+    """Feature of the image: the class token ("tok"), or the mean of the patches ("avg")."""
     final_ln_after_pool: bool = False
+    """True: with pool_type "avg", the final layer norm follows the mean instead of preceding it."""
 
     @property
     def heads(self) -> int:
@@ -81,7 +85,7 @@ class VisionConfig(_Section):
 
     @property
     def grid_size(self) -> int:
-        """Patches along one side of the image."""
+        """Number of patches along one side of the image."""
         return self.image_size // self.patch_size
 
 
@@ -89,50 +93,66 @@ class TextConfig(_Section):
     """The text tower and the tokenizer that belongs to it (open_clip's `text_cfg`)."""
 
     context_length: int = Field(77, gt=0)
+    """Number of tokens per caption, after truncation and padding."""
     vocab_size: int = Field(49408, gt=0)
+    """Number of token ids."""
     hf_tokenizer_name: str | None = None
+    """Hugging Face name or path of the tokenizer; None: CLIP's own tokenizer."""
     tokenizer_mode: str | None = None
+    """open_clip's tokenizer mode."""
     tokenizer_kwargs: dict[str, Any] | None = None
+    """Arguments that open_clip passes to the tokenizer."""
     width: int = Field(512, gt=0)
+    """Number of channels C of every token."""
     heads: int = Field(8, gt=0)
+    """Number of attention heads."""
     layers: int = Field(12, gt=0)
+    """Number of transformer blocks."""
     mlp_ratio: float = Field(4.0, gt=0)
+    """Ratio of the MLP's hidden width to `width`; the hidden width is int(width * mlp_ratio)."""
     ls_init_value: float | None = None
+    """Initial value of LayerScale; None: the blocks have no LayerScale."""
     pad_id: int = Field(0, ge=0)
+    """Id of the padding token."""
     eos_id: int = Field(2, ge=0)
-    """The token whose feature is taken when pool_type is "eos"; must be the tokenizer's end-of-text id."""
+    """Id of the tokenizer's end-of-text token. With pool_type "eos", the feature is taken at this token."""
     no_causal_mask: bool = False
+    """True: every token attends to all tokens of the caption."""
     pool_type: Literal["argmax", "eos", "last", "first"] = "argmax"
-    """Which position is the text's feature; "argmax" (the highest id) is right only for CLIP's own vocabulary."""
+    """Position of the caption's feature. "argmax" (the highest id) is correct only for CLIP's own vocabulary."""
 
 
 class ModelConfig(_Section):
     """A dual encoder; `vision_cfg` and `text_cfg` as in open_clip's JSON."""
 
     embed_dim: int = Field(gt=0)
-    """Width D of the shared embedding."""
+    """Number of channels D of the shared embedding."""
     vision_cfg: VisionConfig
+    """Image tower."""
     text_cfg: TextConfig
+    """Text tower and tokenizer."""
     quick_gelu: bool = False
-    """x * sigmoid(1.702 x) instead of GELU: OpenAI's weights need it."""
+    """True: the activation is x * sigmoid(1.702 x) instead of GELU. OpenAI's weights require it."""
     init_logit_scale: float = math.log(1 / 0.07)
-    """Initial natural logarithm of the logit scale."""
+    """Initial value of the natural logarithm of the logit scale."""
     init_logit_bias: float | None = None
-    """Initial value of the bias that the sigmoid loss adds to its logits (SigLIP: -10); None: the model has none."""
+    """Initial value of the bias that the sigmoid loss adds to its logits (SigLIP: -10); None: no bias."""
     custom_text: bool = False
-    """open_clip keeps the text tower under `text.`; changes the names in exported weights, not the model."""
+    """True: exported weights have the text tower's names under `text.`. The model itself is the same."""
     vision_position_init: Literal["normal", "sin_cos_2d"] = "normal"
-    """Starting values of the image tower's learnable position embeddings. Ours; never exported."""
+    """Starting values of the image tower's learnable position embeddings. MegaCLIP's own key; never exported."""
 
     @classmethod
     def from_dict(cls, description: dict[str, Any], source: str = "model config") -> "ModelConfig":
         """Check `description` (open_clip's schema) and return it typed.
 
+        source: name of the description for error messages, such as the path of its file.
+
         Raises:
-            ConfigError: a key is unknown or not supported, or a value is wrong; names the key and `source`.
+            ConfigError: a key is unknown or not supported, or a value is not valid.
         """
         if not isinstance(description, dict):
-            raise ConfigError(f"{source}: expected a JSON object, got {type(description).__name__}.")
+            raise ConfigError(f"{source}: the model description is a {_type(description)}, expected a JSON object")
         cleaned = _known_keys(cls, description, "", source)
         for name, section in (("vision_cfg", VisionConfig), ("text_cfg", TextConfig)):
             if isinstance(cleaned.get(name), dict):
@@ -140,28 +160,26 @@ class ModelConfig(_Section):
         try:
             config = cls.model_validate(cleaned)
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(f"{source}: {key}: {first['msg']} (got {_shown(first['input'])}).") from None
+            raise config_error(error, lambda key: f"{source}: {key}") from None
         _check_consistent(config, source)
         return config
 
     def replace(
         self, *, vision_cfg: dict[str, Any] | None = None, text_cfg: dict[str, Any] | None = None, **top: Any
     ) -> "ModelConfig":
-        """A checked copy with some keys changed, for example `replace(text_cfg={"vocab_size": 512, "eos_id": 2})`."""
+        """Return a checked copy with some keys changed, such as `replace(text_cfg={"vocab_size": 512})`."""
         description = self.model_dump()
         description["vision_cfg"].update(vision_cfg or {})
         description["text_cfg"].update(text_cfg or {})
         return ModelConfig.from_dict({**description, **top})
 
     def to_open_clip(self) -> dict[str, Any]:
-        """The `model_cfg` of an exported card: every key open_clip needs and none it does not know."""
+        """Return the `model_cfg` of an exported card: every key that open_clip requires, and no other key."""
         return self.model_dump(exclude_none=True, exclude={"vision_position_init"})
 
 
 def list_models() -> list[str]:
-    """Names of the presets."""
+    """Return the names of the presets."""
     return sorted(entry.name[: -len(".json")] for entry in _presets().iterdir() if entry.name.endswith(".json"))
 
 
@@ -169,44 +187,46 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
     """Read a preset by name, or a model JSON, model card or exported directory by path.
 
     Raises:
-        ConfigError: there is no such preset or file, it is not JSON, or it describes a model MegaCLIP does not build.
+        ConfigError: the preset or file does not exist, is not a JSON object, or describes a model that MegaCLIP does
+            not build.
     """
     name = str(name_or_path)
-    if name in list_models():
-        text = (_presets() / f"{name}.json").read_text(encoding="utf-8")
-    else:
-        text = _read_description(name)
+    path: Any = _presets() / f"{name}.json" if name in list_models() else Path(name)
+    if path.is_dir():
+        path = path / CARD_NAME
+    if not path.is_file():
+        nearest = difflib.get_close_matches(name, list_models(), n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"unknown model {name!r}; expected a file, a directory with {CARD_NAME}, or a preset, the nearest of which "
+            f"is {nearest!r} (all: {', '.join(list_models())})"
+        )
+    return ModelConfig.from_dict(model_description(read_json_object(path)), source=name)
+
+
+def read_json_object(path: Any) -> dict[str, Any]:
+    """Return the JSON object in a file. path: a `Path`, or an entry of `importlib.resources`. Raises ConfigError."""
     try:
-        description = json.loads(text)
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as text: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{name} is not JSON: {error}.") from None
-    if isinstance(description, dict) and "model_cfg" in description:
-        description = description["model_cfg"]
-    return ModelConfig.from_dict(description, source=name)
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a JSON {_type(content)}, expected a JSON object")
+    return content
+
+
+def model_description(content: dict[str, Any]) -> Any:
+    """Return the model description in the content of a model card or of a bare model JSON."""
+    return content.get("model_cfg", content)
 
 
 def _presets() -> Any:
     return resources.files("megaclip.models") / "presets"
 
 
-def _read_description(name: str) -> str:
-    path = Path(name)
-    if path.is_dir():
-        path = path / CARD_NAME
-    if not path.is_file():
-        nearest = difflib.get_close_matches(name, list_models(), n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"unknown model {name!r}: neither a file nor a preset; the nearest preset is {nearest!r} "
-            f"(all: {', '.join(list_models())})."
-        )
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as text: {error}.") from None
-
-
 def _known_keys(section: type[BaseModel], given: dict[str, Any], name: str, source: str) -> dict[str, Any]:
-    """`given` without keys that switch an unsupported feature off; raises for any other key the section lacks."""
+    """Return `given` without the keys that turn an unsupported feature off; raise for every other unknown key."""
     known = {}
     prefix = f"{name}." if name else ""
     for key, value in given.items():
@@ -215,17 +235,17 @@ def _known_keys(section: type[BaseModel], given: dict[str, Any], name: str, sour
         elif key in _NOT_SUPPORTED[name]:
             if value != _NOT_SUPPORTED[name][key]:
                 raise ConfigError(
-                    f"{source}: {prefix}{key} = {_shown(value)} is an open_clip feature that MegaCLIP does not have"
-                    f"{_HINTS.get(key, '')}."
+                    f"{source}: {prefix}{key} {shortened(json.dumps(value, default=str))} is an open_clip feature that "
+                    f"MegaCLIP does not have; expected {json.dumps(_NOT_SUPPORTED[name][key])}{_HINTS.get(key, '')}"
                 )
-        elif not _is_inert(key, given):
+        elif not _belongs_to_unused_feature(key, given):
             nearest = difflib.get_close_matches(str(key), list(section.model_fields), n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{source}: unknown key {prefix}{key}; the nearest valid key is {prefix}{nearest}.")
+            raise ConfigError(f"{source}: unknown key {prefix}{key}; the nearest valid key is {prefix}{nearest}")
     return known
 
 
-def _is_inert(key: str, given: dict[str, Any]) -> bool:
-    """open_clip ignores the details of a feature whose switch is off."""
+def _belongs_to_unused_feature(key: str, given: dict[str, Any]) -> bool:
+    """Return True for a setting of a feature that `given` turns off. open_clip ignores such settings."""
     switches = {"timm_": "timm_model_name", "hf_": "hf_model_name", "attn_pooler_": "attentional_pool"}
     return any(str(key).startswith(prefix) and switch in given for prefix, switch in switches.items())
 
@@ -234,20 +254,24 @@ def _check_consistent(config: ModelConfig, source: str) -> None:
     vision, text = config.vision_cfg, config.text_cfg
     if vision.width % vision.head_width:
         raise ConfigError(
-            f"{source}: vision_cfg.width {vision.width} must be a multiple of head_width {vision.head_width}."
+            f"{source}: vision_cfg.width {vision.width} must be a multiple of vision_cfg.head_width {vision.head_width}"
         )
     if text.width % text.heads:
-        raise ConfigError(f"{source}: text_cfg.width {text.width} must be a multiple of text_cfg.heads {text.heads}.")
+        raise ConfigError(f"{source}: text_cfg.width {text.width} must be a multiple of text_cfg.heads {text.heads}")
     if vision.patch_size > vision.image_size:
         raise ConfigError(
-            f"{source}: vision_cfg.patch_size {vision.patch_size} is larger than image_size {vision.image_size}."
+            f"{source}: vision_cfg.patch_size {vision.patch_size} must not be larger than vision_cfg.image_size "
+            f"{vision.image_size}"
         )
     if text.pool_type == "eos" and text.eos_id >= text.vocab_size:
-        raise ConfigError(f"{source}: text_cfg.eos_id {text.eos_id} is outside text_cfg.vocab_size {text.vocab_size}.")
+        raise ConfigError(
+            f"{source}: text_cfg.eos_id {text.eos_id} must be smaller than text_cfg.vocab_size {text.vocab_size}"
+        )
     if config.vision_position_init == "sin_cos_2d" and vision.width % 4:
-        raise ConfigError(f"{source}: sin_cos_2d needs vision_cfg.width divisible by 4, got {vision.width}.")
+        raise ConfigError(
+            f"{source}: vision_cfg.width {vision.width} must be a multiple of 4 with vision_position_init 'sin_cos_2d'"
+        )
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _type(value: Any) -> str:
+    return type(value).__name__

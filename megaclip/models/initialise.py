@@ -1,11 +1,12 @@
-"""The values training starts from: open_clip's distributions, drawn the same way however the model was built.
+"""Initial parameter values with open_clip's distributions; one seed gives one model, however it is built.
 
-Values are drawn in float32 on the CPU, parameter after parameter, from a generator of their own, and copied into
-place. So one seed gives one model: on a CPU or a GPU, whole or partitioned by `deepspeed.zero.Init`, in float32 or (up
-to rounding) in bfloat16. Partitioned parameters are gathered one at a time, so no rank ever holds the whole model.
+Values are drawn in float32 on the CPU from a separate generator, one parameter after the other, and copied into the
+parameters. So the values are equal on a CPU and a GPU, for whole parameters and those that `deepspeed.zero.Init`
+partitioned, and in float32 and bfloat16 up to rounding. Partitioned parameters are gathered one at a time, so no rank
+ever holds the whole model.
 
-Source of the distributions: open_clip 3.3.0, `transformer.py` (`TextTransformer.init_parameters`; the image tower keeps
-PyTorch's defaults, which the names below spell out).
+Source of the distributions: open_clip 3.3.0, `transformer.py`, `TextTransformer.init_parameters`. open_clip's image
+tower keeps PyTorch's defaults; the functions below write them out.
 """
 
 import math
@@ -20,9 +21,9 @@ from megaclip.models.projections import own_part, whole_shape
 
 @torch.no_grad()
 def initialise(model: Any, config: ModelConfig, seed: int) -> None:
-    """Give every parameter of a `ClipModel` its starting value; parameters on the meta device are left alone.
+    """Set every parameter of a `ClipModel` to its initial value, except parameters on the meta device.
 
-    A collective when the model was built under `deepspeed.zero.Init`: every rank must call it with the same seed.
+    If the model was built under `deepspeed.zero.Init`, every rank must call this with the same seed.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -34,12 +35,13 @@ def initialise(model: Any, config: ModelConfig, seed: int) -> None:
 
 
 def sin_cos_2d_positions(width: int, grid_size: int) -> torch.Tensor:
-    """Fixed sine-cosine positions of a square grid, as open_clip and MAE have them (arXiv:2111.06377).
+    """Return fixed sine-cosine positions of a square grid, as in open_clip and MAE (arXiv:2111.06377).
 
-    Returns (1 + grid_size ** 2, width) float32. Row 0 is the class token's, zeros; the first half of the channels
-    codes the column and the second half the row, each as sines then cosines.
+    Returns:
+        (1 + grid_size ** 2, width) float32. Row 0 belongs to the class token and is zero. The first half of the
+        channels encodes the column and the second half the row, each as sines followed by cosines.
     """
-    # linspace, not arange: deepspeed.zero.Init replaces torch.arange by one that rounds to the training dtype.
+    # linspace instead of arange: deepspeed.zero.Init replaces torch.arange by one that rounds to the training dtype.
     channels = width // 4
     frequency = 1.0 / 10000 ** torch.linspace(0, 1 - 1 / channels, channels, dtype=torch.float64)
     angle = torch.linspace(0, grid_size - 1, grid_size, dtype=torch.float64)[:, None] * frequency
@@ -51,11 +53,11 @@ def sin_cos_2d_positions(width: int, grid_size: int) -> torch.Tensor:
 
 
 def _initial_value(name: str, shape: torch.Size, config: ModelConfig, generator: torch.Generator) -> torch.Tensor:
-    """The float32 starting value of parameter `name`."""
+    """Return the float32 initial value of parameter `name`."""
     if name == "logit_scale":
         return torch.full(shape, config.init_logit_scale)
     if name == "logit_bias":
-        assert config.init_logit_bias is not None, "the model has this parameter only then"
+        assert config.init_logit_bias is not None, "a model without init_logit_bias has no logit_bias"
         return torch.full(shape, config.init_logit_bias)
     if ".ln_" in name:
         return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
@@ -74,7 +76,7 @@ def _vision_value(name: str, shape: torch.Size, config: ModelConfig, generator: 
     if name == "conv1.weight":
         return _uniform(shape, (3 * config.vision_cfg.patch_size**2) ** -0.5, generator)
     if _is_qkv_weight(name):
-        # Xavier uniform over the fused (3 C, C) matrix that open_clip initialises.
+        # Xavier uniform for the fused (3 C, C) matrix that open_clip initialises.
         return _uniform(shape, math.sqrt(6 / (4 * width)), generator)
     if name.endswith("weight"):
         return _uniform(shape, shape[1] ** -0.5, generator)
@@ -112,7 +114,7 @@ def _is_qkv_weight(name: str) -> bool:
     return name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
 
 
-# torch.normal and torch.rand are the draws that deepspeed.zero.Init leaves alone: float32 and CPU mean what they say.
+# deepspeed.zero.Init does not replace torch.normal and torch.rand, so they keep the given dtype and device.
 def _normal(shape: torch.Size, std: float, generator: torch.Generator) -> torch.Tensor:
     return torch.normal(0.0, std, shape, generator=generator, dtype=torch.float32, device="cpu")
 

@@ -1,9 +1,11 @@
-"""Parameter names and layouts: MegaCLIP's and open_clip's, both ways, as pure functions of a state dict.
+"""Convert state dicts between MegaCLIP's and open_clip's parameter names and layouts.
 
-MegaCLIP keeps open_clip's names but for three things: the attention's q, k and v are separate projections (open_clip
-stacks them in `in_proj_weight` (3 C, C) and `in_proj_bias` (3 C,)); the text tower is under `text.` (open_clip's CLIP
-has it at the top, its CustomTextCLIP under `text.`; `config.custom_text` says which); `logit_scale` and `logit_bias`
-are (1,), not ().
+MegaCLIP uses open_clip's names, with three differences:
+- The attention's q, k and v are separate projections. open_clip stacks them in `in_proj_weight` (3 C, C) and
+  `in_proj_bias` (3 C,).
+- The text tower is under `text.`. In open_clip's CLIP it is at the top level, in its CustomTextCLIP under `text.`;
+  `config.custom_text` selects one of them.
+- `logit_scale` and `logit_bias` have shape (1,) instead of ().
 """
 
 import re
@@ -22,10 +24,10 @@ _FUSED = re.compile(r"(.*\.attn\.)in_proj_(weight|bias)")
 
 
 def to_open_clip(state_dict: StateDict, config: ModelConfig) -> StateDict:
-    """MegaCLIP's state dict in open_clip's names and layouts; values and dtypes unchanged.
+    """Return MegaCLIP's state dict with open_clip's names and layouts; values and dtypes are unchanged.
 
     Raises:
-        KeyError: a q projection comes without its k and v.
+        KeyError: a q projection has no k and v projection.
     """
     result = {}
     for name, value in state_dict.items():
@@ -45,7 +47,7 @@ def to_open_clip(state_dict: StateDict, config: ModelConfig) -> StateDict:
 
 
 def from_open_clip(state_dict: StateDict) -> StateDict:
-    """open_clip's state dict (of CLIP or CustomTextCLIP) in MegaCLIP's names; unknown entries stay as they are."""
+    """Return the state dict of open_clip's CLIP or CustomTextCLIP with MegaCLIP's names; keep unknown entries."""
     result = {}
     for name, value in state_dict.items():
         if name.startswith(_TEXT_ROOTS):

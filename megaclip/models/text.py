@@ -1,7 +1,7 @@
 """The text tower: token and position embeddings, pre-norm causal blocks, one embedding per caption.
 
-Parameter names and semantics are open_clip's `TextTransformer`. The parameters that no submodule owns (positions,
-final projection) are used only in this module's own forward, which is where ZeRO-3 has them.
+Parameter names and semantics are those of open_clip's `TextTransformer`. Parameters that no submodule owns (positions,
+final projection) are used only in this module's forward, because ZeRO-3 gathers them only there.
 
 Shapes: b batch, L tokens, C width, D embedding.
 """
@@ -15,7 +15,7 @@ from megaclip.models.projections import Projections
 
 
 class TextTower(nn.Module):
-    """Tokens to embeddings; not yet unit length."""
+    """Encode tokens as embeddings, which are not yet of unit length."""
 
     def __init__(self, config: TextConfig, embed_dim: int, quick_gelu: bool, projections: Projections) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class TextTower(nn.Module):
         self.text_projection = nn.Parameter(torch.empty(config.width, embed_dim))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens (b, context_length) int64 -> (b, D) in the parameters' dtype."""
+        """Encode tokens (b, context_length) int64 as (b, D) in the parameters' dtype."""
         x_bLC = self.token_embedding(tokens) + self.positional_embedding
         x_b1C = self.transformer(x_bLC, self._pooled_position(tokens))
         return self.ln_final(x_b1C.squeeze(1)) @ self.text_projection
 
     def _pooled_position(self, tokens: torch.Tensor) -> Position:
-        """The position whose feature stands for the caption: (b,) int64, or one for all."""
+        """Return the position whose feature represents the caption: (b,) int64, or one integer for all captions."""
         pool_type = self.config.pool_type
         if pool_type == "argmax":
             return tokens.argmax(dim=1)
@@ -51,7 +51,7 @@ class TextTower(nn.Module):
         return 0 if pool_type == "first" else -1
 
     def trainable_groups(self) -> list[list[Part]]:
-        """Parts of the tower from input to output, in the groups that open_clip locks and unlocks."""
+        """Return the parts of the tower from input to output, in the groups that open_clip locks and unlocks."""
         blocks: list[list[Part]] = [[block] for block in self.transformer.resblocks]
         stem: list[Part] = [self.token_embedding, self.positional_embedding]
         return [stem, *blocks[:-1], [*blocks[-1], self.ln_final], [self.text_projection]]

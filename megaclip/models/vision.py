@@ -1,7 +1,7 @@
 """The image tower: patches, a class token, learnt positions, pre-norm blocks, one embedding per image.
 
-Parameter names and semantics are open_clip's `VisionTransformer`. Parameters that no submodule owns (class and
-position embeddings, the final projection) are used only in this module's own forward, which is where ZeRO-3 has them.
+Parameter names and semantics are those of open_clip's `VisionTransformer`. Parameters that no submodule owns (class and
+position embeddings, final projection) are used only in this module's forward, because ZeRO-3 gathers them only there.
 
 Shapes: b batch, P patches, L = P + 1 tokens, C width, D embedding.
 """
@@ -16,16 +16,17 @@ from megaclip.models.projections import Projections
 
 
 class PatchDropout(nn.Module):
-    """Keep a random subset of the patches of every training image (FLIP, arXiv:2212.00794); the class token stays."""
+    """Keep a random subset of the patches of every training image, and the class token (FLIP, arXiv:2212.00794)."""
 
     def __init__(self, fraction: float) -> None:
         super().__init__()
         self.fraction = fraction
 
     def forward(self, x_bLC: torch.Tensor) -> torch.Tensor:
-        """(b, 1 + P, C) in; (b, 1 + kept, C) out in training, the input itself otherwise.
+        """(b, 1 + P, C) in; in training (b, 1 + kept, C) out, otherwise the input itself.
 
-        Draws from torch's global generator of the tensor's device, so restoring that generator repeats the choice.
+        The patches are drawn from torch's global generator of the tensor's device. Restoring the state of that
+        generator repeats the selection.
         """
         if not self.training or self.fraction == 0:
             return x_bLC
@@ -37,16 +38,16 @@ class PatchDropout(nn.Module):
 
 
 class PatchEmbedding(nn.Conv2d):
-    """A convolution whose stride is its kernel, as the matrix product that it is; patches come out as tokens.
+    """Convolution with a stride equal to its kernel size, computed as a matrix product; its output is tokens.
 
-    cuDNN's convolution of three channels is slower than the product, its output would have to be transposed.
+    cuDNN's convolution of three channels is slower than this product, and its output would have to be transposed.
     """
 
     def __init__(self, width: int, patch_size: int) -> None:
         super().__init__(3, width, patch_size, stride=patch_size, bias=False)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Images (b, 3, height, width) -> (b, P, C), row by row; pixels that fill no patch are left out."""
+        """Return patches (b, P, C) of images (b, 3, height, width), row by row. Partial patches are left out."""
         size = self.kernel_size[0]
         rows, columns = images.shape[2] // size, images.shape[3] // size
         patches = images[:, :, : rows * size, : columns * size].unflatten(3, (columns, size)).unflatten(2, (rows, size))
@@ -54,7 +55,7 @@ class PatchEmbedding(nn.Conv2d):
 
 
 class VisionTower(nn.Module):
-    """Images to embeddings; not yet unit length."""
+    """Encode images as embeddings, which are not yet of unit length."""
 
     def __init__(self, config: VisionConfig, embed_dim: int, quick_gelu: bool, projections: Projections) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class VisionTower(nn.Module):
         self.proj = nn.Parameter(torch.empty(config.width, embed_dim))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Images (b, 3, image_size, image_size), any floating dtype -> (b, D) in the parameters' dtype."""
+        """Encode images (b, 3, image_size, image_size), any floating dtype, as (b, D) in the parameters' dtype."""
         patches_bPC = self.conv1(images.to(self.conv1.weight.dtype))
         class_b1C = self.class_embedding.expand(len(images), 1, -1)
         x_bLC = torch.cat([class_b1C, patches_bPC], dim=1) + self.positional_embedding
@@ -92,7 +93,7 @@ class VisionTower(nn.Module):
         return pooled_bC @ self.proj
 
     def trainable_groups(self) -> list[list[Part]]:
-        """Parts of the tower from input to output, in the groups that open_clip locks and unlocks."""
+        """Return the parts of the tower from input to output, in the groups that open_clip locks and unlocks."""
         blocks: list[list[Part]] = [[block] for block in self.transformer.resblocks]
         stem: list[Part] = [self.conv1, self.class_embedding, self.positional_embedding, self.ln_pre]
         return [stem, *blocks[:-1], [*blocks[-1], self.ln_post], [self.proj]]

@@ -15,7 +15,8 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.consolidate import consolidated_weights
-from megaclip.checkpoint.open_clip import OPENAI_PREPROCESS, load_pretrained, write_model_card, write_weights
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
+from megaclip.checkpoint.open_clip_weights import load_pretrained, write_weights
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
 from tests.distributed.harness import run_ranks

@@ -1,4 +1,4 @@
-"""tools/evaluate.py on a small exported model and on a run's checkpoint, against the sorted matrix of its features."""
+"""tools/evaluate.py on an exported model and on a run's checkpoint, compared with the sorted similarity matrix."""
 
 import importlib.util
 import io
@@ -13,13 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from megaclip.checkpoint.open_clip import (
-    OPENAI_PREPROCESS,
-    read_weights,
-    tokenizer_of,
-    write_model_card,
-    write_weights,
-)
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, write_model_card
+from megaclip.checkpoint.open_clip_weights import read_weights, write_weights
 from megaclip.data import ImageTransform, load_tokenizer
 from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import CheckpointError
@@ -41,7 +36,7 @@ def command() -> ModuleType:
     spec = importlib.util.spec_from_file_location("evaluate_command", REPOSITORY / "tools" / "evaluate.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -52,13 +47,13 @@ def model() -> ClipModel:
     model = build_model(CONFIG)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3)  # as it is initialised, a model hardly tells two images apart
+            parameter.mul_(3)  # the features of a freshly initialised model hardly depend on the image
     return model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, model: ClipModel) -> Path:
-    """model/ exported, run/checkpoints/ with one step, pairs.tar, labelled/."""
+    """Folder with model/ (exported), run/checkpoints/ (one step), pairs.tar and labelled/."""
     folder = tmp_path_factory.mktemp("evaluation")
     write_model_card(folder / "model", CONFIG, OPENAI_PREPROCESS)
     write_weights(folder / "model", model.state_dict(), CONFIG)
@@ -92,7 +87,7 @@ def words(index: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def expected(model: ClipModel) -> dict[str, float]:
-    """From the features of single images and captions, the whole matrix sorted."""
+    """Metrics from the sorted similarity matrix; every image and caption is encoded alone."""
     transform, tokenizer = (
         ImageTransform(CONFIG.vision_cfg.image_size),
         load_tokenizer("clip", CONFIG.text_cfg.context_length),
@@ -115,7 +110,7 @@ def run(command: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object
 
 
 @pytest.mark.parametrize("source", ["model", "run", "run/checkpoints"])
-def test_the_scores_are_those_of_the_sorted_matrix(
+def test_scores_equal_those_of_the_sorted_matrix(
     command: ModuleType,
     folder: Path,
     expected: dict[str, float],
@@ -139,17 +134,17 @@ def test_the_scores_are_those_of_the_sorted_matrix(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["model", "--tag", "step_00000007", "--val-data", "pairs.tar"], "error: --tag step_00000007 picks"),
+        (["model", "--tag", "step_00000007", "--val-data", "pairs.tar"], "error: --tag step_00000007 selects"),
         (["model", "--val-data", "missing.tar"], "error: "),
         (["labelled", "--val-data", "pairs.tar"], "error: no checkpoint at"),
-        (["pairs.tar", "--val-data", "pairs.tar"], "make a directory of it with tools/import_open_clip.py"),
+        (["pairs.tar", "--val-data", "pairs.tar"], "convert it to a directory with tools/import_open_clip.py"),
         (
             ["run", "--tag", "step_00000008", "--val-data", "pairs.tar"],
             "error: no checkpoint .step_00000008. in",
         ),
     ],
 )
-def test_mistakes_end_in_one_line(
+def test_mistake_gives_an_error_of_one_line(
     command: ModuleType, folder: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -158,22 +153,23 @@ def test_mistakes_end_in_one_line(
     assert "\n" not in str(exit_info.value)
 
 
-def test_a_sentencepiece_model_must_lie_beside_its_card(tmp_path: Path) -> None:
+def test_sentencepiece_model_must_be_beside_its_card(tmp_path: Path) -> None:
     config = CONFIG.replace(text_cfg={"hf_tokenizer_name": "sentencepiece"})
-    assert tokenizer_of(tmp_path, CONFIG) == "clip"
+    card = ModelCard(tmp_path, config, OPENAI_PREPROCESS)
+    assert ModelCard(tmp_path, CONFIG, OPENAI_PREPROCESS).tokenizer() == "clip"
     with pytest.raises(CheckpointError, match="--tokenizer"):
-        tokenizer_of(tmp_path, config)
+        card.tokenizer()
     (tmp_path / "words.model").touch()
-    assert tokenizer_of(tmp_path, config) == str(tmp_path / "words.model")
+    assert card.tokenizer() == str(tmp_path / "words.model")
     (tmp_path / "other.model").touch()
     with pytest.raises(CheckpointError, match="holds 2"):
-        tokenizer_of(tmp_path, config)
+        card.tokenizer()
 
 
 @pytest.mark.parametrize(
     ("source", "tag"), [("run", "step_00000007"), ("run/checkpoints", None), ("run/checkpoints/step_00000007", None)]
 )
-def test_the_export_takes_the_same_places_as_the_evaluation(
+def test_export_accepts_the_same_paths_as_the_evaluation(
     folder: Path, model: ClipModel, source: str, tag: str | None, tmp_path: Path
 ) -> None:
     _, weights = export_open_clip.export(folder / source, tmp_path / "out", tag)
@@ -182,7 +178,7 @@ def test_the_export_takes_the_same_places_as_the_evaluation(
     assert weights.keys() == exported.keys()
 
 
-def test_a_saved_model_takes_its_pixels_as_the_card_says(folder: Path, tmp_path: Path) -> None:
+def test_saved_model_uses_the_preprocessing_of_its_card(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(folder / "run", run)
     preprocess = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "interpolation": "bilinear", "resize_mode": "squash"}

@@ -1,4 +1,4 @@
-"""What a run refuses before it opens any data, and what it takes from the model card that it starts from."""
+"""Inputs of a run: contradictions are refused before data is opened, and a model card supplies missing settings."""
 
 import json
 import logging
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaclip.checkpoint.open_clip import write_model_card, write_weights
+from megaclip.checkpoint.model_card import write_model_card
+from megaclip.checkpoint.open_clip_weights import write_weights
 from megaclip.config import parse_arguments
 from megaclip.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from megaclip.engine import resume
@@ -37,16 +38,16 @@ def ds_config(folder: Path, **megaclip: str) -> Path:
     return path
 
 
-def test_the_sigmoid_loss_needs_a_model_with_a_bias(tmp_path: Path) -> None:
+def test_sigmoid_loss_requires_a_model_with_a_bias(tmp_path: Path) -> None:
     path = ds_config(tmp_path, loss="siglip")
     flags = ["--deepspeed_config", str(path), "--model", "demo-tiny", "--train-data", "nowhere"]
-    with pytest.raises(ConfigError, match="needs a model with init_logit_bias"):
+    with pytest.raises(ConfigError, match="has no init_logit_bias"):
         read_inputs(parse_arguments(flags))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """exported/ with weights, card and a tokenizer of its own; a data set; a ds_config.json."""
+    """Folder with exported/ (weights, card and its own tokenizer), a dataset and a ds_config.json."""
     folder = tmp_path_factory.mktemp("inputs")
     exported = folder / "exported"
     exported.mkdir()
@@ -69,8 +70,8 @@ def read(folder: Path, *flags: object) -> Inputs:
     "flags",
     [("--model", "exported", "--pretrained", "exported"), ("--model", "exported"), ("--pretrained", "exported")],
 )
-def test_training_starts_with_the_tokenizer_and_the_pixels_of_the_card(folder: Path, flags: tuple[str, ...]) -> None:
-    """The same as evaluation of that directory, and as its files say."""
+def test_training_uses_the_tokenizer_and_preprocessing_of_the_card(folder: Path, flags: tuple[str, ...]) -> None:
+    """Evaluation of the directory uses the same settings."""
     flags = tuple(str(folder / flag) if flag == "exported" else flag for flag in flags)
     inputs = read(folder, *flags, *(() if "--model" in flags else ("--model", "demo-tiny")))
     assert inputs.preprocess_cfg == PIXELS
@@ -82,6 +83,23 @@ def test_training_starts_with_the_tokenizer_and_the_pixels_of_the_card(folder: P
     assert inputs.model_config.text_cfg == evaluated.model.config.text_cfg
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [("--model", "exported", "--pretrained", "exported"), ("--model", "demo-tiny", "--pretrained", "exported")],
+)
+def test_model_card_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]) -> None:
+    opened = []
+    read_text = Path.read_text
+
+    def recorded(path: Path, *arguments: object, **options: object) -> str:
+        opened.append(path.name)
+        return read_text(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", recorded)
+    read(folder, *(str(folder / flag) if flag == "exported" else flag for flag in flags))
+    assert opened.count(CARD_NAME) == 1
+
+
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
@@ -89,9 +107,7 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
     return caplog
 
 
-def test_flags_win_over_the_card_with_a_warning_where_they_differ(
-    folder: Path, warnings: pytest.LogCaptureFixture
-) -> None:
+def test_flags_override_the_card_with_a_warning(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
     exported = folder / "exported"
     flags = [
         "--image-mean",
@@ -116,11 +132,13 @@ def test_flags_win_over_the_card_with_a_warning_where_they_differ(
     ]
 
 
-def test_pixels_of_a_card_that_are_not_built_name_the_card_and_the_way_out(folder: Path, tmp_path: Path) -> None:
+def test_unsupported_preprocessing_names_the_card_and_the_flags(folder: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(folder / "exported", tmp_path / "other"))
     card = json.loads((other / CARD_NAME).read_text())
     (other / CARD_NAME).write_text(json.dumps(card | {"preprocess_cfg": {**PIXELS, "resize_mode": "longest"}}))
-    with pytest.raises(ConfigError, match=rf"{CARD_NAME}: resize_mode .* not 'longest'; say by .*--image-resize-mode"):
+    with pytest.raises(
+        ConfigError, match=rf"{CARD_NAME}: resize_mode .* 'longest'.*; override it with .*--image-resize-mode"
+    ):
         read(folder, "--model", other)
     settled = read(folder, "--model", other, "--image-resize-mode", "squash").preprocess_cfg
     assert settled == PIXELS
@@ -128,7 +146,7 @@ def test_pixels_of_a_card_that_are_not_built_name_the_card_and_the_way_out(folde
     assert read(folder, "--model", other).preprocess_cfg["resize_mode"] == "shortest"
 
 
-def test_a_copy_of_the_cards_tokenizer_is_no_contradiction(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
+def test_copy_of_the_cards_tokenizer_gives_no_warning(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
     copy = shutil.copyfile(folder / "exported" / "tokenizer.model", folder / "copy.model")
     assert isinstance(
         read(folder, "--model", folder / "exported", "--tokenizer", copy).tokenizer, SentencePieceTokenizer
@@ -136,12 +154,14 @@ def test_a_copy_of_the_cards_tokenizer_is_no_contradiction(folder: Path, warning
     assert warnings.messages == []
 
 
-def test_weights_of_another_activation_are_told(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
+def test_weights_of_a_model_with_another_activation_give_a_warning(
+    folder: Path, warnings: pytest.LogCaptureFixture
+) -> None:
     read(folder, "--model", "demo-tiny", "--pretrained", folder / "exported" / "open_clip_model.safetensors")
     assert [line.split(", but")[0] for line in warnings.messages] == ["--model demo-tiny has quick_gelu False"]
 
 
-def test_a_card_whose_tokenizer_is_lost_asks_for_it(folder: Path, tmp_path: Path) -> None:
+def test_card_without_its_tokenizer_file_requires_the_flag(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "exported" / "open_clip_config.json", tmp_path)
     with pytest.raises(CheckpointError, match=r"holds 0 .* --tokenizer"):
         read(folder, "--model", tmp_path)
@@ -151,8 +171,8 @@ def test_a_card_whose_tokenizer_is_lost_asks_for_it(folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (("--model", "demo-tiny", "--pretrained", "laion2b_s34b_b79k"), "none of open_clip's tags: download"),
-        (("--model", "hf-hub:laion/CLIP-ViT-B-32-laion2B-s34B-b79K"), "nothing is downloaded here"),
+        (("--model", "demo-tiny", "--pretrained", "laion2b_s34b_b79k"), "not one of open_clip's tags. Download"),
+        (("--model", "hf-hub:laion/CLIP-ViT-B-32-laion2B-s34B-b79K"), "MegaCLIP downloads nothing"),
     ],
 )
 def test_names_of_weights_that_open_clip_would_download_are_refused(
@@ -162,16 +182,16 @@ def test_names_of_weights_that_open_clip_would_download_are_refused(
         read(folder, *flags)
 
 
-def test_without_a_card_tokenizer_and_pixels_are_openais(folder: Path) -> None:
+def test_defaults_without_a_card_are_openais(folder: Path) -> None:
     inputs = read(folder, "--model", "demo-tiny")
     assert inputs.preprocess_cfg["mean"] == [0.48145466, 0.4578275, 0.40821073]
     assert inputs.tokenizer.vocab_size == 49408 and inputs.tokenizer.files == ()
 
 
-def test_a_run_is_known_by_what_its_tokenizer_and_pixels_are(
+def test_run_description_contains_the_tokenizers_content_and_the_preprocessing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by where the tokenizer lies: what of its description changes with these flags."""
+    """The path of the tokenizer is not part of the description that a resumed run must match."""
     monkeypatch.setattr(resume.dist, "get_world_size", lambda: 1)
     copy = shutil.copy(folder / "exported" / "tokenizer.model", tmp_path / "copy.model")
     renamed = [caption.replace("ox", "zx") for caption in CAPTIONS]

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from megaclip.checkpoint.open_clip import meta_model
 from megaclip.checkpoint.open_clip_package import import_open_clip
+from megaclip.checkpoint.open_clip_weights import meta_model
 from megaclip.models import ClipModel, ModelConfig, build_model, load_model_config
 from megaclip.models.open_clip_keys import from_open_clip, to_open_clip
 

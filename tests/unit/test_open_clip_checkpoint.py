@@ -1,4 +1,4 @@
-"""open_clip's directories written and read: the real open_clip loads what we write; bad files end in one line."""
+"""open_clip's directory format: the real open_clip loads our exports, and bad files raise errors of one line."""
 
 import copy
 import json
@@ -13,16 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megaclip.checkpoint.open_clip import (
-    OPENAI_PREPROCESS,
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
+from megaclip.checkpoint.open_clip_package import import_open_clip
+from megaclip.checkpoint.open_clip_weights import (
     assigned_model,
     compare_weights,
     load_pretrained,
     read_weights,
-    write_model_card,
     write_weights,
 )
-from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.checkpoint.verify import TOLERANCE, verify
 from megaclip.data.tokenizers import load_tokenizer, train_sentencepiece
 from megaclip.errors import CheckpointError
@@ -34,7 +33,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def config():
-    """Small towers with CLIP's vocabulary, so that open_clip's own tokenizer fits."""
+    """Small towers with CLIP's vocabulary, so that open_clip's own tokenizer can be used."""
     text = {"vocab_size": 49408, "width": 24, "heads": 3, "pool_type": "argmax"}
     return load_model_config("demo-tiny").replace(text_cfg=text)
 
@@ -67,7 +66,7 @@ def assert_same_weights(got, model):
 # ------------------------------------------------------------------------------------------------ writing, verifying
 
 
-def test_open_clip_loads_what_we_write(exported, model):
+def test_open_clip_loads_an_exported_directory(exported, model):
     package = import_open_clip()
     theirs, _, preprocess = package.create_model_and_transforms(f"local-dir:{exported}")
     for name, value in open_clips_state_dict(model).items():
@@ -86,7 +85,7 @@ def test_verification_passes_on_the_same_model_and_tokenizer(exported, model, co
 
 
 @pytest.mark.parametrize("parameter", ["visual.proj", "text.ln_final.bias", "logit_scale"])
-def test_verification_fails_when_one_parameter_is_another(exported, model, parameter):
+def test_verification_fails_if_one_parameter_differs(exported, model, parameter):
     changed = copy.deepcopy(model)
     with torch.no_grad():
         changed.get_parameter(parameter).add_(torch.randn_like(changed.get_parameter(parameter)) * 1e-2)
@@ -96,35 +95,35 @@ def test_verification_fails_when_one_parameter_is_another(exported, model, param
     assert result.captions_compared == 0
 
 
-def test_verification_counts_captions_that_are_tokenised_differently(exported, model, config):
+def test_verification_counts_captions_with_different_tokens(exported, model, config):
     tokenizer = load_tokenizer("clip", config.text_cfg.context_length)
     result = verify(exported, model, lambda captions: tokenizer([caption[:12] for caption in captions]))
-    assert result.captions_differing == 4  # all but the empty one
+    assert result.captions_differing == 4  # all except the empty caption
     assert not result.passed
 
 
-def test_a_sentencepiece_model_goes_with_its_weights(tmp_path, config):
+def test_verification_passes_with_a_sentencepiece_tokenizer(tmp_path, config):
     pytest.importorskip("transformers", reason="open_clip reads Hugging Face tokenizers through transformers")
     captions = [f"a {colour} {thing}" for colour in ("red", "green", "blue") for thing in ("cat", "dog", "house")]
     tokenizer = train_sentencepiece(captions * 5, tmp_path / "tokenizer.model", vocab_size=60)
     additions = tokenizer.write_open_clip(tmp_path / "out")
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"), config.text_cfg.context_length)
     additions["context_length"] = config.text_cfg.context_length
-    spoken = build_model(config.replace(text_cfg=additions)).eval()
-    write_model_card(tmp_path / "out", spoken.config, OPENAI_PREPROCESS, [tmp_path / "tokenizer.model"])
-    write_weights(tmp_path / "out", spoken.state_dict(), spoken.config)
-    result = verify(tmp_path / "out", spoken, tokenizer)
+    small = build_model(config.replace(text_cfg=additions)).eval()
+    write_model_card(tmp_path / "out", small.config, OPENAI_PREPROCESS, [tmp_path / "tokenizer.model"])
+    write_weights(tmp_path / "out", small.state_dict(), small.config)
+    result = verify(tmp_path / "out", small, tokenizer)
     assert result.passed
     assert (result.captions_compared, result.captions_differing) == (5, 0)
 
 
-def test_verification_of_a_directory_without_weights_is_an_error(tmp_path, model, config):
+def test_verification_without_weights_raises(tmp_path, model, config):
     write_model_card(tmp_path, config, OPENAI_PREPROCESS)
     with pytest.raises(CheckpointError, match="open_clip cannot load"):
         verify(tmp_path, model)
 
 
-def test_custom_text_models_go_back_to_open_clip(tmp_path, config, model):
+def test_open_clip_loads_an_exported_custom_text_model(tmp_path, config, model):
     custom = config.replace(custom_text=True)
     write_model_card(tmp_path, custom, OPENAI_PREPROCESS)
     write_weights(tmp_path, model.state_dict(), custom)
@@ -132,7 +131,7 @@ def test_custom_text_models_go_back_to_open_clip(tmp_path, config, model):
     assert verify(tmp_path, assigned_model(custom, model.state_dict())).passed
 
 
-def test_weights_are_written_in_float32_and_only_whole(tmp_path, config, model):
+def test_only_complete_weights_are_written_and_in_float32(tmp_path, config, model):
     path = write_weights(tmp_path, {name: value.bfloat16() for name, value in model.state_dict().items()}, config)
     written = load_file(path)
     assert {value.dtype for value in written.values()} == {torch.float32}
@@ -144,7 +143,7 @@ def test_weights_are_written_in_float32_and_only_whole(tmp_path, config, model):
         write_weights(tmp_path, broken, config)
 
 
-def test_tokenizer_files_go_beside_the_card(tmp_path, config):
+def test_tokenizer_files_are_copied_beside_the_card(tmp_path, config):
     source = tmp_path / "tokenizer.model"
     source.write_bytes(b"x")
     write_model_card(tmp_path / "out", config, OPENAI_PREPROCESS, [source])
@@ -156,7 +155,7 @@ def test_tokenizer_files_go_beside_the_card(tmp_path, config):
 
 
 @pytest.mark.parametrize("form", ["directory", "safetensors", "bare", "state_dict", "module.", "_orig_mod.module."])
-def test_every_form_of_weights_reads_alike(tmp_path, exported, model, form):
+def test_every_file_format_gives_the_same_weights(tmp_path, exported, model, form):
     if form == "directory":
         path = exported
     elif form == "safetensors":
@@ -166,12 +165,12 @@ def test_every_form_of_weights_reads_alike(tmp_path, exported, model, form):
         state_dict = open_clips_state_dict(model)
         if form.endswith("."):
             state_dict = {form + name: value for name, value in state_dict.items()}
-        # open_clip's trainer saves this much around the state dict
+        # open_clip's trainer saves these entries beside the state dict
         torch.save(state_dict if form == "bare" else {"epoch": 3, "name": "run", "state_dict": state_dict}, path)
     assert_same_weights(read_weights(path), model)
 
 
-def test_settings_among_the_weights_are_left_out(tmp_path, model):
+def test_settings_in_old_state_dicts_are_ignored(tmp_path, model):
     extra = {"attn_mask": torch.zeros(2, 2), "input_resolution": torch.tensor(24), "vocab_size": torch.tensor(5)}
     torch.save({**open_clips_state_dict(model), **extra}, tmp_path / "old.pt")
     assert_same_weights(read_weights(tmp_path / "old.pt"), model)
@@ -193,7 +192,7 @@ def bad_files():
 
 
 @pytest.mark.parametrize("name", bad_files())
-def test_bad_files_end_in_one_line_that_names_them(tmp_path, name):
+def test_bad_file_raises_one_line_that_names_it(tmp_path, name):
     content = bad_files()[name]
     path = tmp_path / f"{name}.pt"
     if isinstance(content, bytes):
@@ -214,7 +213,7 @@ class Malicious:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_pickle_that_runs_code_is_refused_before_it_runs(tmp_path):
+def test_pickle_with_code_is_refused_before_the_code_runs(tmp_path):
     evidence = tmp_path / "evidence"
     for name, save in (("torch.pt", torch.save), ("plain.pt", lambda x, path: path.write_bytes(pickle.dumps(x)))):
         save({"state_dict": {"visual.proj": Malicious(evidence)}}, tmp_path / name)
@@ -224,7 +223,7 @@ def test_a_pickle_that_runs_code_is_refused_before_it_runs(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [4, 100, -10])
-def test_a_truncated_safetensors_file_is_refused(tmp_path, exported, cut):
+def test_truncated_safetensors_file_is_refused(tmp_path, exported, cut):
     whole = (exported / "open_clip_model.safetensors").read_bytes()
     path = tmp_path / "cut.safetensors"
     path.write_bytes(whole[:cut])
@@ -232,18 +231,18 @@ def test_a_truncated_safetensors_file_is_refused(tmp_path, exported, cut):
         read_weights(path)
 
 
-def test_a_tensor_that_pretends_to_be_huge_is_never_made(tmp_path, model, config):
+def test_expanded_tensor_is_never_copied(tmp_path, model, config):
     state_dict = open_clips_state_dict(model)
     state_dict["visual.proj"] = torch.zeros(1).expand(10**9, 10**6)  # 4 bytes in the file, 4 PB if copied
     torch.save(state_dict, tmp_path / "huge.pt")
-    with pytest.raises(CheckpointError, match=r"1 of another shape \(first: visual\.proj"):
+    with pytest.raises(CheckpointError, match=r"1 with a different shape \(first: visual\.proj"):
         load_pretrained(build_model(config), tmp_path / "huge.pt")
 
 
 # ------------------------------------------------------------------------------------------------ starting from weights
 
 
-def test_load_pretrained_reports_and_copies(exported, model, config):
+def test_load_pretrained_copies_every_parameter(exported, model, config):
     fresh = build_model(config).bfloat16()
     report = load_pretrained(fresh, exported)
     assert report.complete
@@ -253,7 +252,7 @@ def test_load_pretrained_reports_and_copies(exported, model, config):
 
 
 @pytest.mark.parametrize(("image_size", "context_length"), [(32, 24), (16, 40), (24, 10)])
-def test_another_image_size_or_context_length_starts_as_in_open_clip(exported, config, image_size, context_length):
+def test_other_image_size_or_context_length_gives_open_clips_weights(exported, config, image_size, context_length):
     other = config.replace(vision_cfg={"image_size": image_size}, text_cfg={"context_length": context_length})
     write_model_card(exported, other, OPENAI_PREPROCESS)
     theirs = import_open_clip().create_model(f"local-dir:{exported}").state_dict()
@@ -263,22 +262,22 @@ def test_another_image_size_or_context_length_starts_as_in_open_clip(exported, c
         torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-6, msg=name)
 
 
-def test_clip_weights_start_the_sigmoid_loss_with_the_models_bias(exported, model, config):
+def test_clip_weights_get_the_initial_logit_bias_of_the_model(exported, model, config):
     biased = build_model(config.replace(init_logit_bias=-10.0))
     assert load_pretrained(biased, exported).complete
     assert biased.logit_bias.tolist() == [-10.0]
     assert torch.equal(biased.logit_scale, model.logit_scale)
 
 
-def test_positions_that_are_no_square_of_patches_are_refused(tmp_path, model, config):
+def test_positions_of_a_grid_that_is_not_square_are_refused(tmp_path, model, config):
     state_dict = open_clips_state_dict(model)
     state_dict["visual.positional_embedding"] = torch.zeros(20, 96)
     save_file(state_dict, tmp_path / "odd.safetensors")
-    with pytest.raises(CheckpointError, match=r"1 of another shape \(first: visual.positional_embedding"):
+    with pytest.raises(CheckpointError, match=r"1 with a different shape \(first: visual.positional_embedding"):
         load_pretrained(build_model(config), tmp_path / "odd.safetensors")
 
 
-def test_weights_that_fit_in_part_are_refused_and_reported(tmp_path, model, config):
+def test_weights_that_fit_only_partly_are_refused_and_reported(tmp_path, model, config):
     state_dict = open_clips_state_dict(model)
     del state_dict["ln_final.weight"]
     state_dict["visual.ln_post.bias"] = torch.zeros(5)
@@ -287,7 +286,9 @@ def test_weights_that_fit_in_part_are_refused_and_reported(tmp_path, model, conf
     save_file(state_dict, tmp_path / "partial.safetensors")
     fresh = build_model(config)
     before = copy.deepcopy(fresh.state_dict())
-    with pytest.raises(CheckpointError, match=r"4 missing \(first: .*, 2 unexpected \(first: .*, 1 of another shape"):
+    with pytest.raises(
+        CheckpointError, match=r"4 missing \(first: .*, 2 unexpected \(first: .*, 1 with a different shape"
+    ):
         load_pretrained(fresh, tmp_path / "partial.safetensors")
     assert_same_weights(before, fresh)
 
@@ -306,7 +307,7 @@ def run_import(*arguments):
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
 
 
-def test_import_of_a_directory_keeps_card_and_tokenizer(tmp_path, exported, model, config):
+def test_import_keeps_the_card_and_the_tokenizer_of_a_directory(tmp_path, exported, model, config):
     (exported / "tokenizer.json").write_text("{}")
     done = run_import(exported, tmp_path / "out")
     assert done.returncode == 0, done.stderr
@@ -318,12 +319,12 @@ def test_import_of_a_directory_keeps_card_and_tokenizer(tmp_path, exported, mode
     assert_same_weights(fresh.state_dict(), model)
 
 
-def test_import_of_another_models_file_lists_the_differences_and_writes_nothing(tmp_path, exported, config):
+def test_import_for_a_different_model_lists_the_differences_and_writes_nothing(tmp_path, exported, config):
     other = tmp_path / "other.json"
     other.write_text(json.dumps(config.replace(text_cfg={"layers": 1}, embed_dim=32).to_open_clip()))
     done = run_import(exported / "open_clip_model.safetensors", tmp_path / "out", "--model", other)
     assert done.returncode == 1
     assert "unexpected  text.transformer.resblocks.1.ln_1.weight" in done.stdout
-    assert "shape       visual.proj: the model has [96, 32], the file [96, 64]" in done.stdout
+    assert "shape       visual.proj: the model has [96, 32], the file has [96, 64]" in done.stdout
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""docs/losses.md's one-line swap: open_clip's real training loop runs with our losses and learns the same."""
+"""The one-line change of docs/losses.md: open_clip's real training loop computes the same updates with our losses."""
 
 import copy
 import importlib.util
@@ -22,7 +22,7 @@ MODEL: dict[str, Any] = {
 
 
 class Batches(list):
-    """What open_clip's trainer asks of a data loader."""
+    """List with the attributes that open_clip's trainer reads from a data loader."""
 
     num_batches = property(len)
     num_samples = property(lambda self: sum(len(images) for images, _ in self))
@@ -30,7 +30,7 @@ class Batches(list):
 
 
 def trained(loss: torch.nn.Module, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters after open_clip's own `train_one_epoch` with this loss."""
+    """Return the parameters after open_clip's own `train_one_epoch` with this loss."""
     from open_clip_train.train import train_one_epoch
 
     model = copy.deepcopy(model)
@@ -61,7 +61,7 @@ def trained(loss: torch.nn.Module, model: torch.nn.Module) -> dict[str, torch.Te
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_open_clips_trainer_learns_the_same_with_our_loss(kind: str) -> None:
+def test_open_clips_trainer_computes_the_same_updates_with_our_loss(kind: str) -> None:
     package = import_open_clip()
     torch.manual_seed(0)
     theirs, ours, bias = {
@@ -77,7 +77,7 @@ def test_open_clips_trainer_learns_the_same_with_our_loss(kind: str) -> None:
     assert (expected["logit_scale"] - start["logit_scale"]).abs() > 1e-5
 
 
-def test_the_line_that_the_page_changes_is_in_open_clips_trainer() -> None:
+def test_the_line_that_docs_replace_is_in_open_clips_trainer() -> None:
     trainer = importlib.util.find_spec("open_clip_train.main")
     assert trainer is not None and trainer.origin is not None
     lines = [line.strip() for line in PAGE.read_text().splitlines() if "# was:" in line]

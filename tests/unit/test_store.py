@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whatever a save was doing when it was cut off, `latest` names a checkpoint that is whole."""
+"""Checkpoints on disk: wherever a save is cut off, `latest` names a complete checkpoint afterwards."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from megaclip.errors import CheckpointError
 
 
 class Killed(BaseException):
-    """Stands for the end of the process: nothing in the store may catch it."""
+    """Simulates the end of the process: the store must not catch it."""
 
 
 class Engine:
-    """Writes two files as DeepSpeed would; `label` tells checkpoints apart."""
+    """Engine that writes two files, as DeepSpeed would; their content is `label`."""
 
     def __init__(self, label: str, dies: bool = False) -> None:
         self.label = label
@@ -36,7 +36,7 @@ class Engine:
 
 
 @pytest.fixture(autouse=True)
-def _first_rank(monkeypatch):
+def _one_rank(monkeypatch):
     monkeypatch.setattr(store, "dist", SimpleNamespace(get_rank=lambda: 0))
 
 
@@ -45,14 +45,14 @@ def save(folder: Path, step: int, label: str = "", *, dies: bool = False, keep_l
     return store.save(engine, folder, step, {"step": step, "label": label}, keep_last)
 
 
-def assert_whole(folder: Path, tag: str | None, label: str) -> None:
+def assert_complete(folder: Path, tag: str | None, label: str) -> None:
     assert tag is not None
     assert (folder / tag / "model").read_text() == (folder / tag / "optimizer").read_text() == label
     assert store.read_state(folder, tag)["label"] == label
 
 
 def file_operations(monkeypatch, limit: float) -> list[str]:
-    """Count what changes the disk from now on, and die instead of number `limit` (from 0)."""
+    """Record every operation that changes the disk from now on; raise Killed instead of operation `limit` (from 0)."""
     done: list[str] = []
 
     def counted(module, name):
@@ -71,8 +71,8 @@ def file_operations(monkeypatch, limit: float) -> list[str]:
     return done
 
 
-def test_a_save_cut_off_anywhere_leaves_a_whole_latest(tmp_path, monkeypatch):
-    """Every point between two operations on files, in a save that replaces a half-written folder and deletes one."""
+def test_save_cut_off_anywhere_keeps_a_complete_latest(tmp_path, monkeypatch):
+    """Cut off a save before each of its file operations. It replaces a half-written folder and deletes an old one."""
 
     def prepared(name: str) -> Path:
         folder = tmp_path / name
@@ -97,23 +97,23 @@ def test_a_save_cut_off_anywhere_leaves_a_whole_latest(tmp_path, monkeypatch):
             with pytest.raises(Killed):
                 save(folder, 3, "three")
         tag = store.find_latest(folder)
-        assert_whole(folder, tag, {"step_00000002": "two", "step_00000003": "three"}[str(tag)])
+        assert_complete(folder, tag, {"step_00000002": "two", "step_00000003": "three"}[str(tag)])
         seen.append(tag)
-        save(folder, 3, "again")  # the run goes on and saves over what is left
-        assert_whole(folder, store.find_latest(folder), "again")
+        save(folder, 3, "again")  # the resumed run replaces the remains
+        assert_complete(folder, store.find_latest(folder), "again")
     assert set(seen) == {"step_00000002", "step_00000003"}
 
 
-def test_a_crash_inside_deepspeeds_part_leaves_the_previous_checkpoint(tmp_path):
+def test_crash_while_deepspeed_writes_keeps_the_previous_checkpoint(tmp_path):
     save(tmp_path, 1, "one")
     with pytest.raises(Killed):
         save(tmp_path, 2, "two", dies=True)
-    assert_whole(tmp_path, store.find_latest(tmp_path), "one")
-    with pytest.raises(CheckpointError, match="not written to the end"):
+    assert_complete(tmp_path, store.find_latest(tmp_path), "one")
+    with pytest.raises(CheckpointError, match="is incomplete"):
         store.locate(tmp_path / "step_00000002")
 
 
-def test_only_the_last_k_are_kept(tmp_path):
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
     (tmp_path / store.MODEL_CARD).mkdir()
     for step in (1, 2, 30):
         save(tmp_path, step, keep_last=2)
@@ -122,10 +122,10 @@ def test_only_the_last_k_are_kept(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "model", "step_00000031"]
 
 
-def test_what_a_run_that_went_back_left_behind_goes_before_its_own(tmp_path):
+def test_later_checkpoints_of_an_earlier_run_are_deleted_first(tmp_path):
     for step in (100, 200, 300):
         save(tmp_path, step, keep_last=3)
-    (tmp_path / "step_00000400").mkdir()  # cut off while it was written
+    (tmp_path / "step_00000400").mkdir()  # an incomplete checkpoint
     left = {}
     for step in (130, 160, 190):
         save(tmp_path, step, keep_last=3)
@@ -133,27 +133,27 @@ def test_what_a_run_that_went_back_left_behind_goes_before_its_own(tmp_path):
     assert left == {130: [100, 130, 300], 160: [100, 130, 160], 190: [130, 160, 190]}
 
 
-def test_a_run_that_went_back_keeps_what_it_wrote(tmp_path):
-    """After --resume from an earlier step, the newest checkpoint is not the one with the largest number."""
+def test_run_resumed_from_an_earlier_step_keeps_its_own_checkpoint(tmp_path):
+    """After --resume from an earlier step, the newest checkpoint does not have the largest step number."""
     for step in (1, 2, 3):
         save(tmp_path, step, "first", keep_last=3)
     save(tmp_path, 2, "second", keep_last=1)
     assert store.find_latest(tmp_path) == "step_00000002"
-    assert_whole(tmp_path, "step_00000002", "second")
+    assert_complete(tmp_path, "step_00000002", "second")
 
 
-def test_saving_again_over_the_latest_falls_back_on_an_earlier_one(tmp_path):
-    """After --resume from an earlier step, a run writes again what `latest` names."""
+def test_crash_while_the_latest_is_overwritten_keeps_an_earlier_checkpoint(tmp_path):
+    """After --resume from an earlier step, a run may save again at the step that `latest` names."""
     for step in (1, 2, 3, 4):
         save(tmp_path, step, f"first {step}", keep_last=9)
-    (tmp_path / store.LATEST).write_text("step_00000003")  # 4 is left from a run that had gone further
+    (tmp_path / store.LATEST).write_text("step_00000003")  # step 4 is from an earlier run
     (tmp_path / "step_00000002" / store.STATE).unlink()
     with pytest.raises(Killed):
         save(tmp_path, 3, "second 3", dies=True)
-    assert_whole(tmp_path, store.find_latest(tmp_path), "first 1")
+    assert_complete(tmp_path, store.find_latest(tmp_path), "first 1")
 
 
-def test_a_disk_that_cannot_be_written_is_a_readable_error(tmp_path, monkeypatch):
+def test_full_disk_raises_a_checkpoint_error(tmp_path, monkeypatch):
     def full(*_arguments):
         raise OSError(28, "No space left on device")
 
@@ -163,7 +163,7 @@ def test_a_disk_that_cannot_be_written_is_a_readable_error(tmp_path, monkeypatch
     assert store.find_latest(tmp_path) is None
 
 
-def test_locate_takes_a_step_a_checkpoints_folder_or_a_run(tmp_path):
+def test_locate_accepts_a_step_a_checkpoints_folder_or_a_run(tmp_path):
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     for step in (1, 2):
@@ -176,7 +176,7 @@ def test_locate_takes_a_step_a_checkpoints_folder_or_a_run(tmp_path):
             store.locate(nothing)
 
 
-def test_a_tag_picks_a_checkpoint_whatever_folder_of_the_run_is_named(tmp_path):
+def test_tag_selects_a_checkpoint_from_any_folder_of_the_run(tmp_path):
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     for step in (1, 2):
@@ -184,7 +184,7 @@ def test_a_tag_picks_a_checkpoint_whatever_folder_of_the_run_is_named(tmp_path):
     first = (checkpoints, "step_00000001")
     for path in (tmp_path / "run", checkpoints, checkpoints / first[1]):
         assert store.locate(path, first[1]) == first
-    (checkpoints / "latest").write_text("step_00000003")  # which is not there, and is not asked for
+    (checkpoints / "latest").write_text("step_00000003")  # does not exist, and is not requested
     assert store.locate(tmp_path / "run", first[1]) == first
     with pytest.raises(CheckpointError, match="it has step_00000001, step_00000002"):
         store.locate(tmp_path / "run", "step_00000009")
@@ -193,7 +193,7 @@ def test_a_tag_picks_a_checkpoint_whatever_folder_of_the_run_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint at"):
         store.locate(tmp_path / "nowhere", first[1])
     (checkpoints / first[1] / store.STATE).unlink()
-    with pytest.raises(CheckpointError, match="not written to the end"):
+    with pytest.raises(CheckpointError, match="is incomplete"):
         store.locate(tmp_path / "run", first[1])
 
 
@@ -208,11 +208,11 @@ def test_incomplete_and_damaged_checkpoints_are_refused(tmp_path):
     state.unlink()
     for names in (tag, "step_00000008", "../elsewhere", ""):
         (tmp_path / store.LATEST).write_text(names)
-        with pytest.raises(CheckpointError, match="is missing or was not written to the end"):
+        with pytest.raises(CheckpointError, match="does not exist or is incomplete"):
             store.find_latest(tmp_path)
 
 
-def test_readers_see_the_old_text_or_the_new(tmp_path, monkeypatch):
+def test_atomic_write_shows_the_old_or_the_new_text(tmp_path, monkeypatch):
     path = tmp_path / "file.json"
     store.write_atomically(path, "old")
     seen = []
@@ -228,7 +228,7 @@ def test_readers_see_the_old_text_or_the_new(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
 
 
-def test_a_damaged_loss_state_is_named(tmp_path):
+def test_error_names_the_damaged_loss_state(tmp_path):
     folder = tmp_path / "step_00000001"
     folder.mkdir()
     torch.save({"variant": "fastclip_v3"}, folder / "loss_rank_00000.pt")

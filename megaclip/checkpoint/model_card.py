@@ -1,0 +1,108 @@
+"""The model card of an open_clip directory: model description, image preprocessing and tokenizer, read and written.
+
+The card is `open_clip_config.json`. It lies beside the weights of an exported model, and in `RUN/checkpoints/model` of
+a training run. `read_model_card` parses it once; every reader takes the settings from the `ModelCard` it returns.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaclip.checkpoint.store import write_atomically
+from megaclip.errors import CheckpointError
+from megaclip.models.config import CARD_NAME, ModelConfig, model_description, read_json_object
+
+OPENAI_PREPROCESS: dict[str, Any] = {
+    "mean": (0.48145466, 0.4578275, 0.40821073),
+    "std": (0.26862954, 0.26130258, 0.27577711),
+    "interpolation": "bicubic",
+    "resize_mode": "shortest",
+}
+"""Preprocessing of OpenAI's models. open_clip uses these values for every setting that a card leaves out."""
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """A model card as `read_model_card` found it."""
+
+    directory: Path
+    """Directory of the card. The tokenizer's files lie beside it, and the weights too if the model is exported."""
+    config: ModelConfig
+    """Model description."""
+    preprocess_cfg: dict[str, Any]
+    """Every preprocessing setting of the card, with open_clip's defaults for those it leaves out."""
+
+    @property
+    def path(self) -> Path:
+        """Path of the card's file."""
+        return self.directory / CARD_NAME
+
+    @property
+    def pixel_settings(self) -> dict[str, Any]:
+        """The part of `preprocess_cfg` that defines pixel values: mean, std, interpolation and resize_mode."""
+        return {name: self.preprocess_cfg[name] for name in OPENAI_PREPROCESS}
+
+    def tokenizer(self) -> str:
+        """Return the model's tokenizer: "clip", or the path of the sentencepiece model beside the card.
+
+        Raises:
+            CheckpointError: the model has its own tokenizer, and the directory does not hold exactly one *.model file.
+        """
+        if not self.config.text_cfg.hf_tokenizer_name:
+            return "clip"
+        models = sorted(self.directory.glob("*.model"))
+        if len(models) != 1:
+            raise CheckpointError(
+                f"{self.directory} holds {len(models)} *.model files, expected 1, the sentencepiece model that the "
+                "model was trained with; put exactly that file there, or name it with --tokenizer if the command has "
+                "that flag"
+            )
+        return str(models[0])
+
+
+def read_model_card(directory: str | Path, config: ModelConfig | None = None) -> ModelCard:
+    """Read the card in `directory`.
+
+    config: replaces the card's own model description, which is then not checked.
+
+    Raises:
+        ConfigError: the card cannot be read, or describes a model that MegaCLIP does not build.
+        CheckpointError: the card's "preprocess_cfg" is not a JSON object.
+    """
+    directory = Path(directory)
+    path = directory / CARD_NAME
+    content = read_json_object(path)
+    if config is None:
+        config = ModelConfig.from_dict(model_description(content), source=str(path))
+    preprocess = content.get("preprocess_cfg") or {}
+    if not isinstance(preprocess, dict):
+        raise CheckpointError(f"{path}: preprocess_cfg is a {type(preprocess).__name__}, expected a JSON object")
+    settings = {**OPENAI_PREPROCESS, **preprocess}
+    tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    return ModelCard(directory, config, tuples)
+
+
+def write_model_card(
+    directory: str | Path,
+    config: ModelConfig,
+    preprocess_cfg: dict[str, Any],
+    tokenizer_files: Iterable[str | Path] = (),
+) -> None:
+    """Write `open_clip_config.json` into `directory`, and copy the tokenizer's files beside it.
+
+    Args:
+        directory: where to write; created if it does not exist.
+        config: the model description. `text_cfg` names the tokenizer (`hf_tokenizer_name` and related settings).
+        preprocess_cfg: how images become pixels: mean, std, interpolation, resize_mode, as in `OPENAI_PREPROCESS`.
+        tokenizer_files: files to copy. Files that are already in `directory` are left unchanged.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in map(Path, tokenizer_files):
+        if file.resolve().parent != directory.resolve():
+            shutil.copyfile(file, directory / file.name)
+    card = {"model_cfg": config.to_open_clip(), "preprocess_cfg": preprocess_cfg}
+    write_atomically(directory / CARD_NAME, json.dumps(card, indent=2) + "\n")

@@ -1,0 +1,282 @@
+"""Weights in open_clip's format: written, read, compared with a model and loaded into it.
+
+A directory that `open_clip.create_model("local-dir:DIR")` loads holds the model card (`checkpoint.model_card`),
+`open_clip_model.safetensors` (float32) and, when the card names an HF tokenizer, the tokenizer's files. MegaCLIP
+exports to this format, imports from it and starts training from it. It is the only weights format besides a run's own
+checkpoints. Weights may come from untrusted sources: pickles are read with `weights_only=True`, and no tensor is
+converted or copied before its shape has been checked.
+"""
+
+import math
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from megaclip.errors import CheckpointError, first_line
+from megaclip.logging import get_logger
+from megaclip.models.clip import ClipModel
+from megaclip.models.config import ModelConfig
+from megaclip.models.open_clip_keys import StateDict, from_open_clip, to_open_clip
+from megaclip.models.projections import own_part, whole_shape
+
+logger = get_logger(__name__)
+
+WEIGHTS_NAME = "open_clip_model.safetensors"
+
+# File names of weights, in the order in which open_clip looks for them in a directory.
+_WEIGHTS_NAMES = (
+    WEIGHTS_NAME,
+    "open_clip_pytorch_model.safetensors",
+    "open_clip_pytorch_model.bin",
+    "open_clip_pytorch_model.pth",
+    "model.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.pth",
+    "model.pth",
+)
+# Entries of state dicts of older open_clip versions that are settings or constants, not parameters.
+_NOT_PARAMETERS = {"input_resolution", "context_length", "vocab_size", "attn_mask"}
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Comparison of a weights file with a model, by MegaCLIP's parameter names."""
+
+    loaded: tuple[str, ...]
+    """Parameters that are in the model and in the file with the same shape."""
+    missing: tuple[str, ...]
+    """Parameters that are in the model, but not in the file."""
+    unexpected: tuple[str, ...]
+    """Parameters that are in the file, but not in the model."""
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """Parameters whose shapes differ: name, the model's shape, the file's shape."""
+
+    @property
+    def complete(self) -> bool:
+        """True if the model and the file have the same parameters with the same shapes."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        """Return one line: the number of parameters of each kind, and the first name of each kind of difference."""
+        parts = [f"{len(self.loaded)} parameters loaded"]
+        for kind, names in (("missing", self.missing), ("unexpected", self.unexpected)):
+            parts.append(f"{len(names)} {kind}" + (f" (first: {names[0]})" if names else ""))
+        first = ""
+        if self.mismatched:
+            name, expected, got = self.mismatched[0]
+            first = f" (first: {name}, model {list(expected)}, file {list(got)})"
+        parts.append(f"{len(self.mismatched)} with a different shape{first}")
+        return ", ".join(parts)
+
+
+def write_weights(directory: str | Path, state_dict: StateDict, config: ModelConfig) -> Path:
+    """Write MegaCLIP's state dict to `open_clip_model.safetensors`, with open_clip's names, in float32.
+
+    Returns:
+        the path of the file.
+
+    Raises:
+        CheckpointError: the parameters or their shapes differ from those of the model that `config` describes.
+    """
+    _require_complete(compare_weights(meta_model(config), state_dict), "the weights do not fit the model in the card")
+    tensors = {name: value.float().contiguous() for name, value in to_open_clip(state_dict, config).items()}
+    path = Path(directory) / WEIGHTS_NAME
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    os.replace(temporary, path)
+    return path
+
+
+def read_weights(path_or_dir: str | Path) -> StateDict:
+    """Return weights in open_clip's format under MegaCLIP's names, on the CPU, with the dtypes of the file.
+
+    Args:
+        path_or_dir: a safetensors file; a PyTorch file that holds a state dict, or one under "state_dict" as
+            open_clip's trainer writes it, with or without `module.` prefixes; or a directory that holds such a file.
+
+    Raises:
+        CheckpointError: the file does not exist, is not a weights file, or is a pickle that holds more than tensors.
+    """
+    path = _weights_file(Path(path_or_dir))
+    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+    state_dict = content.get("state_dict", content) if isinstance(content, dict) else content
+    if not isinstance(state_dict, dict) or not state_dict:
+        raise CheckpointError(
+            f"{path} holds no state dict; expected a dictionary of parameter names and tensors, at the top level or "
+            "under 'state_dict'"
+        )
+    tensors = {}
+    for name, value in state_dict.items():
+        name = _without_wrappers(str(name))
+        if name in _NOT_PARAMETERS:
+            continue
+        if not _is_dense_float_tensor(value):
+            raise CheckpointError(f"{path}: entry {name!r} is a {_kind(value)}, expected a floating-point tensor")
+        tensors[name] = value
+    return from_open_clip(tensors)
+
+
+def meta_model(config: ModelConfig) -> ClipModel:
+    """Return the model on the meta device: it has names and shapes, and tensors can be assigned as its parameters."""
+    with torch.device("meta"):
+        return ClipModel(config)
+
+
+def assigned_model(config: ModelConfig, state_dict: StateDict) -> ClipModel:
+    """Return a float32 model in evaluation mode whose parameters are the (converted) tensors of `state_dict`.
+
+    Raises:
+        CheckpointError: the parameters or their shapes differ from those of the model that `config` describes.
+    """
+    model = meta_model(config)
+    _require_complete(compare_weights(model, state_dict), "the weights do not fit the model in the card")
+    model.load_state_dict({name: value.float() for name, value in state_dict.items()}, assign=True)
+    return model.eval()
+
+
+def compare_weights(model: ClipModel, state_dict: StateDict) -> LoadReport:
+    """Compare a state dict with a model. Nothing is loaded; `loaded` lists the names that can be loaded."""
+    shapes = {name: tuple(whole_shape(name, p, model.tensor)) for name, p in model.named_parameters()}
+    common = [name for name in shapes if name in state_dict]
+    return LoadReport(
+        loaded=tuple(name for name in common if shapes[name] == tuple(state_dict[name].shape)),
+        missing=tuple(name for name in shapes if name not in state_dict),
+        unexpected=tuple(name for name in state_dict if name not in shapes),
+        mismatched=tuple(
+            (name, shapes[name], tuple(state_dict[name].shape))
+            for name in common
+            if shapes[name] != tuple(state_dict[name].shape)
+        ),
+    )
+
+
+def adapt_weights(state_dict: StateDict, model: ClipModel) -> StateDict:
+    """Return weights adapted to `model` in image size, context length and `logit_bias`; every change is logged.
+
+    Position embeddings are interpolated as open_clip does when it loads: bicubic (antialiased) over the grid of
+    patches, linear over the context. A missing `logit_bias` (CLIP's weights, used with the sigmoid loss) gets the
+    model's initial value; open_clip takes 0. All other entries are returned unchanged, even if they do not fit.
+    """
+    adapted, config = dict(state_dict), model.config
+    name, grid = "visual.positional_embedding", config.vision_cfg.grid_size
+    if _differs_in_length(adapted.get(name), model.visual.positional_embedding):
+        old_grid = math.isqrt(len(adapted[name]) - 1)
+        if len(adapted[name]) == old_grid**2 + 1:
+            class_1C, patches_PC = adapted[name].float().split([1, old_grid**2])
+            patches_1Chw = patches_PC.T.reshape(1, -1, old_grid, old_grid)
+            patches_1Chw = F.interpolate(patches_1Chw, (grid, grid), mode="bicubic", antialias=True)
+            adapted[name] = torch.cat([class_1C, patches_1Chw[0].flatten(1).T])
+            logger.info("interpolated positions of %d x %d patches to %d x %d", old_grid, old_grid, grid, grid)
+    name, length = "text.positional_embedding", config.text_cfg.context_length
+    if _differs_in_length(adapted.get(name), model.text.positional_embedding):
+        logger.info("interpolated positions of %d tokens to %d", len(adapted[name]), length)
+        adapted[name] = F.interpolate(adapted[name].float().T[None], length, mode="linear")[0].T
+    if config.init_logit_bias is not None and "logit_bias" not in adapted:
+        adapted["logit_bias"] = torch.full((1,), float(config.init_logit_bias))
+        logger.info("the weights have no logit_bias; it starts at init_logit_bias %g", config.init_logit_bias)
+    return adapted
+
+
+def _differs_in_length(table: torch.Tensor | None, parameter: torch.Tensor) -> bool:
+    """Return True if a table of positions (L, C) differs from the model's parameter only in L.
+
+    A table that is not contiguous is rejected: an expanded tensor has a huge shape, but little storage.
+    """
+    length, width = getattr(parameter, "ds_shape", parameter.shape)
+    return (
+        table is not None
+        and table.ndim == 2
+        and table.is_contiguous()
+        and table.shape[1] == width
+        and len(table) not in (0, 1, length)
+    )
+
+
+@torch.no_grad()
+def load_pretrained(model: ClipModel, path_or_dir: str | Path) -> LoadReport:
+    """Copy weights in open_clip's format into `model`; call it before `deepspeed.initialize`.
+
+    Parameters may be whole or partitioned by `deepspeed.zero.Init`. If they are partitioned, this is a collective:
+    every rank must call it and read the same file. Parameters are gathered one at a time.
+
+    Args:
+        model: any dtype and device; values are converted.
+        path_or_dir: a file or directory that `read_weights` accepts. `adapt_weights` adapts it to the image size and
+            the context length of the model.
+
+    Raises:
+        CheckpointError: the file cannot be read or does not fit the model. The model is then unchanged.
+    """
+    state_dict = adapt_weights(read_weights(path_or_dir), model)
+    report = compare_weights(model, state_dict)
+    _require_complete(report, f"{path_or_dir} does not fit the model")
+    parameters = dict(model.named_parameters())
+    for name in report.loaded:
+        with deepspeed.zero.GatheredParameters(parameters[name], modifier_rank=0):
+            parameters[name].copy_(own_part(name, state_dict[name], model.tensor))
+    return report
+
+
+def _require_complete(report: LoadReport, problem: str) -> None:
+    if not report.complete:
+        raise CheckpointError(f"{problem}: {report}; use the model description that the weights were trained with")
+
+
+def _weights_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist; expected a weights file or a directory with {WEIGHTS_NAME}")
+    for name in _WEIGHTS_NAMES:
+        if (path / name).is_file():
+            return path / name
+    raise CheckpointError(f"{path} holds no weights; expected {WEIGHTS_NAME} in it")
+
+
+def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file: {first_line(error)}") from None
+
+
+def _read_pickle(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{path} holds more than tensors, or is not a PyTorch file; it is not read, because unpickling could run "
+            "code. Save only its state dict, preferably as safetensors"
+        ) from None
+    except Exception as error:  # a damaged file can cause any exception inside torch.load
+        raise CheckpointError(f"{path} is not a PyTorch weights file: {first_line(error)}") from None
+
+
+def _is_dense_float_tensor(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+    )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.layout} tensor of {value.dtype} on {value.device}"
+    return type(value).__name__
+
+
+def _without_wrappers(name: str) -> str:
+    while name.startswith(_WRAPPER_PREFIXES):
+        name = name.partition(".")[2]
+    return name
