@@ -74,19 +74,17 @@ class SavedStates:
         }
         if not model_files:
             raise CheckpointError(f"checkpoint {str(folder)!r} is incomplete: it has no *_model_states.pt")
-        whole = (
-            folder / "mp_rank_00_model_states.pt"
-        ).is_file()  # ZeRO-0 to 2: one model file per tensor-parallel rank
+        # ZeRO-0 to 2 write one model file for each tensor-parallel rank, ZeRO-3 one for each rank.
+        one_model_file = (folder / "mp_rank_00_model_states.pt").is_file()
         first = _map(model_files[min(model_files)])
         saved = cls(tensor_ranks=int(first["mp_world_size"]))
         ranks = int(first["dp_world_size"])
         saved.counters = {name: first[name] for name in ("global_steps", "global_samples", "skipped_steps")}
         for tensor_rank in range(saved.tensor_ranks):
-            _require_ranks(
-                folder, [rank for tensor, rank in model_files if tensor == tensor_rank], 1 if whole else ranks
-            )
+            found = [rank for tensor, rank in model_files if tensor == tensor_rank]
+            _require_ranks(folder, found, 1 if one_model_file else ranks)
             optimizers = [_map(path)["optimizer_state_dict"] for path in _optimizer_files(folder, tensor_rank, ranks)]
-            if whole:
+            if one_model_file:
                 saved._add_model_file(_map(model_files[tensor_rank, 0]), optimizers, trained or [], tensor_rank)
                 continue
             for rank, optimizer in enumerate(optimizers):
@@ -95,11 +93,8 @@ class SavedStates:
 
     def state_kinds(self, name: str) -> list[str]:
         """Return the kinds of a parameter's optimizer state tensors."""
-        return [
-            kind
-            for (other, kind, tensor) in self._pieces
-            if (other, tensor) == (name, 0) and kind not in (FP32, WORKING)
-        ]
+        kinds = [kind for (other, kind, tensor_rank) in self._pieces if (other, tensor_rank) == (name, 0)]
+        return [kind for kind in kinds if kind not in (FP32, WORKING)]
 
     def state_numbers(self, name: str) -> dict[str, Any]:
         """Return a copy of the other entries of a parameter's optimizer state."""
@@ -144,12 +139,9 @@ class SavedStates:
             )
         if dim == 1:
             _read_columns(parts, shape, group, start, out)
-        else:  # the parts follow each other in the flattened whole
-            _read_elements(
-                [piece for part in parts for piece in part],
-                (group.rank if dim == 0 else 0) * shape.numel() + start,
-                out,
-            )
+            return
+        own_start = group.rank * shape.numel() if dim == 0 else 0  # parts follow each other in the flattened whole
+        _read_elements([piece for part in parts for piece in part], own_start + start, out)
 
     def _add(self, name: str, kind: str, tensor_rank: int, piece: _Piece) -> None:
         self._pieces.setdefault((name, kind, tensor_rank), []).append(piece)

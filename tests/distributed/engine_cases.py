@@ -388,6 +388,6 @@ def whole_parameters(engine: DeepSpeedEngine) -> dict[str, np.ndarray]:
 def whole_value(name: str, part: Tensor, tensor: RankGroup) -> Tensor:
     """Return a parameter, or its optimizer state, joined from the parts of a replica's ranks."""
     dim = split_dim(name)
-    return (
-        part if tensor.size == 1 or dim is None else torch.cat(gather_rows(part, group=tensor).chunk(tensor.size), dim)
-    )
+    if tensor.size == 1 or dim is None:
+        return part
+    return torch.cat(gather_rows(part, group=tensor).chunk(tensor.size), dim)

@@ -240,5 +240,5 @@ def test_a_checkpoint_that_does_not_fit_is_refused(loaded, folder):
     (messages,) = run_ranks(refusals, 1, folder)
     assert "has 0 elements of visual." in messages[0] and "locked towers" in messages[0]
     assert "cannot load checkpoint" in messages[1]
-    assert "2 ranks wrote it, and it has the files of [0, 2]" in messages[2]
-    assert "2 ranks wrote it, and it has the files of [0]" in messages[3]
+    assert "2 ranks wrote it, but it has only the files of ranks [0, 2]" in messages[2]
+    assert "2 ranks wrote it, but it has only the files of ranks [0]" in messages[3]
