@@ -1,12 +1,13 @@
-"""The oracle of the evaluation tests: the whole similarity matrix sorted in numpy; no tiles, ranks or thresholds."""
+"""Oracle of the evaluation tests: sort the whole similarity matrix in numpy, without tiles, processes or thresholds."""
 
 import numpy as np
 
 
 def ranks_by_sorting(similarities: np.ndarray, is_right: np.ndarray) -> np.ndarray:
-    """For each row (query) of the float64 matrix, how many wrong candidates stand before its first right one.
+    """Return, for each row (query) of the float64 matrix, the number of wrong candidates before its first right one.
 
-    Candidates are sorted by falling similarity; among equal ones the wrong come first: ties count against the model.
+    Candidates are sorted by decreasing similarity. Among equal ones the wrong candidates come first, because ties count
+    against the model.
     """
     ranks = []
     for row, right in zip(similarities, is_right, strict=True):
@@ -34,7 +35,7 @@ def retrieval_by_sorting(
 
 
 def unit_features(generator: np.random.Generator, count: int, dim: int) -> np.ndarray:
-    """Random float32 rows of unit length."""
+    """Return random float32 rows of unit length."""
     rows = generator.normal(size=(count, dim))
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
 
@@ -42,7 +43,7 @@ def unit_features(generator: np.random.Generator, count: int, dim: int) -> np.nd
 def paired_features(
     generator: np.random.Generator, image_count: int, captions_per_image: int, dim: int, noise: float = 1.5
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Images, captions near their image, image ids (shuffled, with gaps), each caption's image id; in random order."""
+    """Return images, captions near their image, image ids, and each caption's image id, all in random order."""
     images = unit_features(generator, image_count, dim)
     image_ids = generator.permutation(3 * image_count)[:image_count]
     owner = generator.permutation(np.repeat(np.arange(image_count), captions_per_image))
@@ -52,5 +53,5 @@ def paired_features(
 
 
 def coarse_features(generator: np.random.Generator, count: int, dim: int = 3) -> np.ndarray:
-    """Rows of small dyadic numbers: their products are exact in floating point, and many are equal."""
+    """Return rows of small dyadic numbers, whose products are exact in floating point and often equal."""
     return generator.integers(-2, 3, size=(count, dim)).astype(np.float32) / 4

@@ -1,9 +1,10 @@
-"""Compile the DeepSpeed ops that CPU runs use, once, so that the first run does not stop to do it.
+"""Compile the DeepSpeed ops that CPU runs use, so that the first run does not have to.
 
 usage: python tools/build_ops.py
 
-The results lie in TORCH_EXTENSIONS_DIR (default ~/.cache/torch_extensions). A build that was killed leaves a lock file
-behind on which every later build waits for ever; this removes it first, so do not run two of these at once.
+The compiled ops are stored in TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions). A build that was killed leaves
+a lock file, and every later build waits for it without end. This command deletes such files first, so do not start it
+twice at the same time.
 """
 
 import os
@@ -20,18 +21,20 @@ CPU_OPS = ("CPUAdamBuilder", "FusedAdamBuilder")
 
 
 def remove_stale_locks() -> None:
-    """Delete the lock files of builds that did not end."""
+    """Delete the lock files of builds that were killed."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
     for lock in folder.glob("**/lock"):
         lock.unlink()
 
 
 def build(name: str) -> None:
-    """Compile and load one op. Raises MegaclipError with what is missing."""
+    """Compile and load one op. Raises MegaclipError if that fails."""
     try:
         get_accelerator().create_op_builder(name).load(verbose=False)
-    except Exception as error:  # a compiler's failure has no type of its own
-        raise MegaclipError(f"cannot compile {name}: {error}; g++, ninja and the Python headers are needed") from error
+    except Exception as error:  # a failed compilation has no exception type of its own
+        raise MegaclipError(
+            f"cannot compile {name}; install g++, ninja and the Python headers; the compilation failed with: {error}"
+        ) from error
 
 
 def main() -> int:

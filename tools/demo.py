@@ -1,11 +1,11 @@
-"""The main job from end to end on real handwriting, on two CPU cores: what `make demo` runs.
+"""Run the demo of `make demo`: train, evaluate and export a small CLIP model on two CPU cores.
 
     python tools/demo.py [--seed N] [--steps N] [--name NAME]
 
-Draws digit scenes, trains a tokenizer on their captions, trains a small CLIP model under the deepspeed launcher (two
-ranks, ZeRO-3 with optimizer offload, activation checkpointing, a gradient cache of 4 chunks, the ring exchange; see
-ds_configs/demo_cpu.json), evaluates on held-out scenes, exports to open_clip's format, verifies the export with the
-real open_clip, prints a table and writes RUN/metrics.json.
+It draws scenes of real handwritten digits and trains a tokenizer on their captions. It trains a small CLIP model under
+the deepspeed launcher: two ranks, ZeRO-3 with optimizer offload, activation checkpointing, a gradient cache of 4 chunks
+and the ring exchange (ds_configs/demo_cpu.json). It evaluates on held-out scenes, exports to open_clip's format and
+verifies the export with open_clip itself. At the end it prints a table and writes RUN/metrics.json.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> int:
         train(data, run, arguments)
         difference = export_and_verify(run)
     except subprocess.CalledProcessError as error:
-        print(f"error: `{' '.join(map(str, error.cmd))}` ended with exit code {error.returncode}", file=sys.stderr)
+        print(f"error: `{' '.join(map(str, error.cmd))}` failed with exit code {error.returncode}", file=sys.stderr)
         return 1
     metrics = json.loads((run / "metrics.json").read_text())
     metrics |= {
@@ -51,14 +51,16 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the training run (default 0)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps of batch {BATCH} (default {STEPS})")
-    parser.add_argument("--name", default="demo", help="name of the run below runs/; an older one is replaced")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the training run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of batch {BATCH} (default: %(default)s)")
+    parser.add_argument(
+        "--name", default="demo", help="name of the run's folder in runs/; an older run with this name is deleted"
+    )
     return parser.parse_args()
 
 
 def python(*command: str | Path, capture: bool = False) -> str:
-    """Run a tool of this project; its output goes to the terminal, or is returned."""
+    """Run a Python command. Its output goes to the terminal or, with `capture`, is returned."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=ROOT,
@@ -70,7 +72,7 @@ def python(*command: str | Path, capture: bool = False) -> str:
 
 
 def make_data(data: Path, steps: int) -> None:
-    """Scenes for one pass of the curriculum, and a tokenizer for their captions; kept for the next call."""
+    """Make the scenes for one pass of the curriculum and a tokenizer, unless an earlier call has made them."""
     python("tools/make_digit_scenes.py", data, "--train", str(steps * BATCH))
     tokenizer = data / "tokenizer.model"
     if not tokenizer.exists():
@@ -78,7 +80,7 @@ def make_data(data: Path, steps: int) -> None:
 
 
 def train(data: Path, run: Path, arguments: argparse.Namespace) -> None:
-    """One run under the deepspeed launcher, replacing an older one of the same name."""
+    """Train one run under the deepspeed launcher. An older run with this name is deleted."""
     shutil.rmtree(run, ignore_errors=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,8 +1,8 @@
-"""DeepSpeed's environment report with MegaCLIP's op in it.
+"""Print DeepSpeed's environment report, including MegaCLIP's op.
 
 usage: python tools/ds_report.py [--hide_operator_status] [--hide_errors_and_warnings]
 
-DeepSpeed's own `ds_report` never imports megaclip, so it cannot list an op that is registered in the running process.
+DeepSpeed's own `ds_report` does not import megaclip, so it cannot list an op that megaclip registers.
 """
 
 from deepspeed.env_report import cli_main

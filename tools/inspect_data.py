@@ -1,9 +1,9 @@
-"""Say what is in a dataset, what is wrong with it, and how fast it loads.
+"""Report the contents, the problems and the loading speed of a dataset.
 
     python tools/inspect_data.py 'shards/{00000..00331}.tar' --tokenizer tokenizer.model
     python tools/inspect_data.py hf:nlphuji/flickr30k:test --json
 
-opens what --train-data opens, decodes a spread sample of it, and times the training loader on one core.
+opens the data as --train-data does, decodes evenly spread samples of it, and times the training loader on one core.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tqdm import tqdm
 from megaclip.config import TrainArguments
 from megaclip.data import DATASET_TYPES, ImageTransform, PairDataset, Tokenizer, TrainLoader, load_tokenizer, open_pairs
 from megaclip.data.batch import BadSample
-from megaclip.data.reading import check_caption, pixels_of
+from megaclip.data.reading import check_caption, decode_image
 from megaclip.errors import MegaclipError
 
 QUANTILES = {"min": 0.0, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 
 def describe_dataset(dataset: PairDataset) -> dict[str, Any]:
-    """Counts and sizes of the whole set, from its manifest."""
+    """Return counts and sizes of the whole dataset, from its manifest."""
     sources = []
     for source in dataset.manifest()["sources"]:
         files = source["files"]
@@ -40,7 +40,7 @@ def describe_dataset(dataset: PairDataset) -> dict[str, Any]:
 
 
 def describe_samples(dataset: PairDataset, tokenizer: Tokenizer, image_size: int, limit: int) -> dict[str, Any]:
-    """Caption lengths, image sizes and bad samples among at most `limit` samples, spread evenly."""
+    """Return caption lengths, image sizes and bad samples of at most `limit` samples, spread evenly."""
     transform = ImageTransform(image_size)
     values: dict[str, list[int]] = {name: [] for name in ("caption_characters", "tokens", "width", "height", "bytes")}
     bad: Counter[str] = Counter()
@@ -51,7 +51,7 @@ def describe_samples(dataset: PairDataset, tokenizer: Tokenizer, image_size: int
         try:
             raw = dataset.read(sample_id)
             check_caption(raw)
-            pixels_of(transform, raw, (0, 0, 0))
+            decode_image(transform, raw, (0, 0, 0))
         except BadSample as error:
             bad[error.kind] += 1
             examples.setdefault(error.kind, f"{error.detail} in {dataset.shard_name(sample_id)}")
@@ -62,14 +62,14 @@ def describe_samples(dataset: PairDataset, tokenizer: Tokenizer, image_size: int
         for name, value in zip(values, measured, strict=True):
             values[name].append(value)
         captions.add(raw.caption)
-    cut = sum(count >= tokenizer.context_length for count in values["tokens"])
+    truncated = sum(count >= tokenizer.context_length for count in values["tokens"])
     return {
         "looked_at": len(ids),
         "bad": dict(bad),
         "bad_fraction": round(bad.total() / max(1, len(ids)), 4),
         "bad_examples": examples,
         "distinct_captions": len(captions),
-        "captions_that_fill_the_context": cut,
+        "captions_that_fill_the_context": truncated,
         **{name: _quantiles(numbers) for name, numbers in values.items() if numbers},
     }
 
@@ -79,14 +79,14 @@ def _quantiles(numbers: list[int]) -> dict[str, float]:
 
 
 def time_loader(dataset: PairDataset, tokenizer: Tokenizer, image_size: int, seconds: float) -> dict[str, float]:
-    """Samples per second of the training loader in this process, which is one core."""
+    """Return the samples per second of the training loader in this process, that is on one core."""
     size = min(64, len(dataset))
     transform = ImageTransform(image_size, training=True)
     loader = TrainLoader(dataset, transform, tokenizer, micro_batch_size=size, max_bad_fraction=1.0)
     next(loader)
     began, samples = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - began) < seconds:
-        samples += len(next(loader).ids)
+        samples += len(next(loader).tokens)
     return {"samples_per_s_per_core": round(samples / elapsed, 1), "image_size": image_size}
 
 
@@ -109,13 +109,15 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="+", help="patterns, folders or hf:NAME, as for --train-data")
     parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
-    parser.add_argument("--image-key", help="column, or member extension of tar shards")
-    parser.add_argument("--caption-key", help="column, or member extension of tar shards")
+    parser.add_argument("--image-key", help="column of the images, or their extension in tar shards")
+    parser.add_argument("--caption-key", help="column of the captions, or their extension in tar shards")
     parser.add_argument("--tokenizer", default="clip", help="'clip' or a sentencepiece .model file")
     parser.add_argument("--context-length", type=int, default=77)
-    parser.add_argument("--image-size", type=int, default=224, help="pixels, for timing (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=1000, help="samples to decode (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="how long to time the loader (default: %(default)s)")
+    parser.add_argument("--image-size", type=int, default=224, help="width and height in pixels (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=1000, help="number of samples to decode (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="seconds to time the loader for (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
@@ -141,7 +143,7 @@ def main() -> None:
         print_report(report)
         limit = TrainArguments.model_fields["max_bad_fraction"].default
         if report["sample"]["bad_fraction"] > limit:
-            print(f"too many are bad for a training run, which stops above --max-bad-fraction {limit}")
+            print(f"too many samples are bad for training: a run stops above --max-bad-fraction {limit}")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""Draw *digit scenes*: real images with captions for the demo, made in seconds from scikit-learn's handwritten digits.
+"""Draw *digit scenes*: captioned images for the demo, made in seconds from scikit-learn's handwritten digits.
 
-A scene shows one to three coloured handwritten digits on a dark ground, and its caption says so: "a red three to the
-left of a blue seven on a navy ground". The handwriting is real (1,797 digits of the UCI test set, scikit-learn's
-`load_digits`) and is split by source image: no digit drawn in a training scene is ever drawn in a held-out one.
+A scene shows one to three coloured handwritten digits on a dark background, and its caption describes it: "a red three
+to the left of a blue seven on a navy ground". The handwriting is real (1,797 digits of the UCI test set, scikit-learn's
+`load_digits`). It is split by source image: no digit of a training scene occurs in a held-out scene.
 
     python tools/make_digit_scenes.py data/digit_scenes --train 76800 --held-out 1000
 
 writes webdataset tar shards and a zero-shot set in CLIP_benchmark's layout:
 
-    train/00000.tar ...       000000.jpg 000000.txt 000000.json   scenes in curriculum order: read them "sequential"
-    held_out/00000.tar        the same; every caption means something else, so retrieval has one right answer
+    train/00000.tar ...       000000.jpg 000000.txt 000000.json   scenes in curriculum order, for "sequential" reading
+    held_out/00000.tar        files of the same kind; every caption has a different meaning, so retrieval is unambiguous
     zero_shot/classnames.txt  zeroshot_classification_templates.txt  test/0.tar (s0000000.jpg, s0000000.cls)
-    scenes.json               the settings; a second call with the same settings does nothing
+    scenes.json               the settings; a second call with equal settings does nothing
 
-Order of the training scenes (`Curriculum`): captions name only digits at first, and colours more and more; most scenes
-show one digit that fills the frame at first, and fewer later. Everything is drawn from (seed, split, shard), so the
-bytes do not depend on the number of processes.
+The training scenes follow a `Curriculum`. At first captions name only digits, later more and more of them name colours.
+At first most scenes show one digit that fills the image, later fewer do. The random numbers depend only on (seed,
+split, shard), so the files do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from PIL import Image
 from tqdm import tqdm
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-# Bright digits on few dark grounds: with arbitrary colours for both, colour drowns the digits (zero-shot 0.16).
+# Bright digits on few dark backgrounds. With arbitrary colours for both, a model learns colours but not digits
+# (zero-shot accuracy 0.16).
 COLOURS = {
     "red": (255, 64, 64),
     "green": (64, 240, 64),
@@ -50,28 +51,29 @@ COLOURS = {
     "white": (255, 255, 255),
 }
 GROUNDS = {"black": (0, 0, 0), "navy": (0, 0, 72), "maroon": (72, 0, 0), "moss": (16, 56, 16)}
-# How the caption of a single digit may begin; the zero-shot templates are among these forms.
+# Beginnings of the caption of a single digit. They include the zero-shot templates.
 PLAIN_FORMS = ("{article} {digit}", "a handwritten {digit}", "the digit {digit}", "the number {digit}")
 ZERO_SHOT_TEMPLATES = ("a handwritten {c}", "the digit {c}", "the number {c}")
 RELATIONS = {"horizontal": ("to the left of", "to the right of"), "vertical": ("above", "below")}
 
-HELD_OUT_SHARE = 0.2  # of the source images, per class
+HELD_OUT_SHARE = 0.2  # share of the source images of each class
 JPEG_OPTIONS = {"quality": 95, "subsampling": 0}
 SPLITS = ("train", "held_out", "zero_shot")
 
 
 @dataclasses.dataclass(frozen=True)
 class Curriculum:
-    """Shares of scenes at the beginning and the end of the training set; linear in between."""
+    """Shares of scenes at the beginning and at the end of the training set. They change linearly in between."""
 
-    # Scenes with one digit; of the others, two thirds show two digits and one third three.
     single: tuple[float, float] = (0.9, 0.4)
-    # Captions that name the colours of the digits, and of these the ones that name the ground as well.
+    """Share of scenes with one digit. Two thirds of the others show two digits, one third three."""
     colours_named: tuple[float, float] = (0.0, 1.0)
+    """Share of captions that name the colours of the digits."""
     ground_named: tuple[float, float] = (0.0, 0.5)
+    """Share of the captions with colours that name the background too."""
 
     def at(self, progress: float) -> Shares:
-        """The shares after a fraction `progress` (0 to 1) of the training scenes."""
+        """Return the shares after a fraction `progress` (0 to 1) of the training scenes."""
         values = ((1 - progress) * getattr(self, f.name)[0] + progress * getattr(self, f.name)[1] for f in FIELDS)
         return Shares(*values)
 
@@ -91,7 +93,7 @@ HELD_OUT_SHARES = Shares(single=0.2, colours_named=1.0, ground_named=1.0)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything the files depend on."""
+    """Settings that the files depend on."""
 
     train: int
     held_out: int
@@ -104,7 +106,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """What is drawn: digits in reading order (left to right, or top to bottom)."""
+    """Contents of an image: its digits, from left to right or from top to bottom."""
 
     sources: tuple[int, ...]  # rows of load_digits
     digits: tuple[int, ...]
@@ -113,23 +115,23 @@ class Scene:
     direction: str  # "horizontal" or "vertical"
 
 
-# ---------------------------------------------------------------- the handwriting
+# ---------------------------------------------------------------- source images
 
 
 @functools.lru_cache(maxsize=1)
 def load_handwriting() -> tuple[np.ndarray, np.ndarray]:
-    """Images (1797, 8, 8) uint8, ink is 255, and labels (1797,)."""
+    """Return images (1797, 8, 8) uint8, with ink 255 and paper 0, and labels (1797,)."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        sys.exit("make_digit_scenes needs scikit-learn's digits: pip install 'megaclip[demo]'")
+        sys.exit("error: scikit-learn is not installed; run pip install 'megaclip[demo]'")
     digits = load_digits()
     return np.round(digits.images * (255 / 16)).astype(np.uint8), digits.target
 
 
 @functools.lru_cache(maxsize=4)
 def sources_by_digit(split: str, seed: int) -> tuple[np.ndarray, ...]:
-    """For each digit, the rows of load_digits that `split` may draw; "train" shares no row with the other splits."""
+    """Return, for each digit, the rows of load_digits that `split` draws. "train" shares no row with other splits."""
     _, labels = load_handwriting()
     generator = np.random.default_rng([seed, 1797])
     rows = []
@@ -142,7 +144,7 @@ def sources_by_digit(split: str, seed: int) -> tuple[np.ndarray, ...]:
 
 @functools.cache
 def ink(source: int, side: int) -> np.ndarray:
-    """Opacity (side, side, 1) float32 in 0..1 of a source digit scaled to `side` pixels."""
+    """Return the opacity (side, side, 1) float32 in 0..1 of a source digit, scaled to `side` pixels."""
     glyph = Image.fromarray(load_handwriting()[0][source]).resize((side, side), Image.Resampling.BICUBIC)
     return np.asarray(glyph, dtype=np.float32)[:, :, None] / 255
 
@@ -151,18 +153,18 @@ def ink(source: int, side: int) -> np.ndarray:
 
 
 def invent(generator: np.random.Generator, rows: tuple[np.ndarray, ...], single_share: float) -> Scene:
-    """A random scene; a share of them shows one digit."""
+    """Return a random scene. It shows one digit with probability `single_share`."""
     count = 1 if generator.random() < single_share else int(generator.choice((2, 2, 3)))
     digits = tuple(int(d) for d in generator.integers(10, size=count))
     sources = tuple(int(rows[d][generator.integers(len(rows[d]))]) for d in digits)
-    # Different colours within a scene: the caption then says which digit is which.
+    # The colours within a scene differ, so that a caption with colours identifies each digit.
     colours = tuple(list(COLOURS)[c] for c in generator.permutation(len(COLOURS))[:count])
     ground = list(GROUNDS)[generator.integers(len(GROUNDS))]
     return Scene(sources, digits, colours, ground, "vertical" if generator.random() < 0.5 else "horizontal")
 
 
 def draw(scene: Scene, size: int, generator: np.random.Generator) -> Image.Image:
-    """The scene as a size x size RGB image: digits in a row or column, each jittered inside its cell."""
+    """Draw the scene as a size x size RGB image: digits in a row or column, each at a random place in its cell."""
     canvas = np.empty((size, size, 3), dtype=np.float32)
     canvas[:] = GROUNDS[scene.ground]
     count = len(scene.digits)
@@ -179,7 +181,7 @@ def draw(scene: Scene, size: int, generator: np.random.Generator) -> Image.Image
 
 
 def describe(scene: Scene, shares: Shares, generator: np.random.Generator) -> str:
-    """A caption; whether it names colours and ground, and from which digit it starts, is drawn from `generator`."""
+    """Return a caption. `generator` decides if it names colours and background, and from which digit it starts."""
     name_colours = generator.random() < shares.colours_named
     name_ground = name_colours and generator.random() < shares.ground_named
     nouns = [DIGITS[d] for d in scene.digits]
@@ -204,7 +206,7 @@ def _article(noun: str) -> str:
 
 
 def meaning(scene: Scene) -> tuple:
-    """What a full caption says of a scene, however it is worded; the direction of a single digit says nothing."""
+    """Return the facts of a scene that a full caption describes. A single digit has no direction."""
     direction = scene.direction if len(scene.digits) > 1 else ""
     return scene.digits, scene.colours, scene.ground, direction
 
@@ -213,7 +215,7 @@ def meaning(scene: Scene) -> tuple:
 
 
 def train_samples(settings: Settings, shard: int) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Key and files of each scene of one training shard, in curriculum order."""
+    """Yield key and files of each scene of one training shard, in curriculum order."""
     generator = np.random.default_rng([settings.seed, 0, shard])
     rows = sources_by_digit("train", settings.seed)
     start = shard * settings.shard_size
@@ -224,7 +226,7 @@ def train_samples(settings: Settings, shard: int) -> Iterator[tuple[str, dict[st
 
 
 def held_out_samples(settings: Settings) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Key and files of each held-out scene; no two captions mean the same."""
+    """Yield key and files of each held-out scene. No two scenes have the same `meaning`."""
     generator = np.random.default_rng([settings.seed, 1])
     rows = sources_by_digit("held_out", settings.seed)
     seen: set[tuple] = set()
@@ -237,7 +239,7 @@ def held_out_samples(settings: Settings) -> Iterator[tuple[str, dict[str, bytes]
 
 
 def zero_shot_samples(settings: Settings) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Key and files of each single-digit image for classification: every held-out digit in turn, newly coloured."""
+    """Yield key and files of each single-digit image for classification: every held-out digit, in random colours."""
     generator = np.random.default_rng([settings.seed, 2])
     rows = sources_by_digit("held_out", settings.seed)
     pairs = [(int(row), digit) for digit in range(10) for row in rows[digit]]
@@ -252,7 +254,7 @@ def zero_shot_samples(settings: Settings) -> Iterator[tuple[str, dict[str, bytes
 def scene_files(
     split: str, index: int, scene: Scene, shares: Shares, size: int, generator: np.random.Generator
 ) -> dict[str, bytes]:
-    """The three files of a scene, by extension."""
+    """Return the three files of a scene, by extension."""
     record = {"id": f"{split}-{index:06d}", "sources": scene.sources, "digits": scene.digits, "colours": scene.colours}
     return {
         "jpg": _jpeg(draw(scene, size, generator)),
@@ -268,7 +270,7 @@ def _jpeg(image: Image.Image) -> bytes:
 
 
 def write_tar(path: Path, samples: Iterator[tuple[str, dict[str, bytes]]]) -> int:
-    """Write samples as one tar file, which appears under its name only when it is whole; the number of samples."""
+    """Write samples to a tar file and return their number. The file gets its name when it is complete."""
     unfinished = path.with_suffix(".unfinished")
     count = 0
     with tarfile.open(unfinished, "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -292,7 +294,7 @@ def _write_shard(settings: Settings, directory: Path, job: tuple[str, int]) -> i
 
 
 def write_all(settings: Settings, directory: Path, processes: int) -> None:
-    """Write every split under `directory`, replacing scenes made with other settings."""
+    """Write every split under `directory`. Scenes with other settings are replaced."""
     for split in SPLITS:
         shutil.rmtree(directory / split, ignore_errors=True)
         (directory / split / ("test" if split == "zero_shot" else "")).mkdir(parents=True)
@@ -311,7 +313,7 @@ def write_all(settings: Settings, directory: Path, processes: int) -> None:
 
 
 def fingerprint(settings: Settings) -> dict:
-    """The settings and constants the files depend on, as JSON would give them back."""
+    """Return the settings and constants that the files depend on, as they are after a round trip through JSON."""
     constants = {"held_out_shares": dataclasses.asdict(HELD_OUT_SHARES), "held_out_share": HELD_OUT_SHARE}
     constants |= {"colours": COLOURS, "grounds": GROUNDS, "forms": PLAIN_FORMS, "templates": ZERO_SHOT_TEMPLATES}
     return json.loads(json.dumps({**dataclasses.asdict(settings), **constants, "jpeg": JPEG_OPTIONS}))
@@ -319,10 +321,14 @@ def fingerprint(settings: Settings) -> dict:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="folder to write")
-    parser.add_argument("--train", type=int, default=76_800, help="training scenes (default: %(default)s)")
-    parser.add_argument("--held-out", type=int, default=1000, help="scenes for retrieval (default: %(default)s)")
-    parser.add_argument("--zero-shot", type=int, default=1000, help="held-out single digits (default: %(default)s)")
+    parser.add_argument("directory", type=Path, help="folder to write to")
+    parser.add_argument("--train", type=int, default=76_800, help="number of training scenes (default: %(default)s)")
+    parser.add_argument(
+        "--held-out", type=int, default=1000, help="number of scenes for retrieval (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--zero-shot", type=int, default=1000, help="number of images for classification (default: %(default)s)"
+    )
     parser.add_argument("--size", type=int, default=24, help="width and height in pixels (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard-size", type=int, default=2560, help="scenes per training shard (default: %(default)s)")
@@ -332,8 +338,10 @@ def parse_arguments() -> argparse.Namespace:
         note = f"share at the beginning and the end of the curriculum (default: {field.default})"
         parser.add_argument(flag, type=float, nargs=2, default=field.default, metavar=("BEGIN", "END"), help=note)
     arguments = parser.parse_args()
-    if min(arguments.train, arguments.held_out, arguments.zero_shot, arguments.shard_size) < 1 or arguments.size < 16:
-        parser.error("counts must be at least 1 and --size at least 16")
+    for name, least in (("train", 1), ("held_out", 1), ("zero_shot", 1), ("shard_size", 1), ("size", 16)):
+        value = getattr(arguments, name)
+        if value < least:
+            parser.error(f"--{name.replace('_', '-')} is {value}; use at least {least}")
     return arguments
 
 
@@ -344,7 +352,7 @@ def main() -> None:
     settings = Settings(**{name: getattr(arguments, name) for name in names}, curriculum=curriculum)
     record = arguments.directory / "scenes.json"
     if record.exists() and json.loads(record.read_text()) == fingerprint(settings):
-        print(f"{arguments.directory} already holds these scenes")
+        print(f"{arguments.directory} already contains these scenes")
         return
     record.unlink(missing_ok=True)
     write_all(settings, arguments.directory, arguments.processes)

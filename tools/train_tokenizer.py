@@ -2,9 +2,9 @@
 
     python tools/train_tokenizer.py 'shards/{00000..00331}.tar' --vocab-size 16000 --out tokenizer.model
 
-reads the captions of anything that --train-data reads, cleans them as open_clip does, and writes tokenizer.model and
-tokenizer.vocab. Train with `--tokenizer tokenizer.model`; exports carry it in the form that open_clip loads. A unigram
-vocabulary larger than the captions support comes out smaller.
+reads the captions of any data that --train-data reads, cleans them as open_clip does, and writes tokenizer.model and
+tokenizer.vocab. Train with `--tokenizer tokenizer.model`. Exports contain the tokenizer in the form that open_clip
+loads. A unigram vocabulary is smaller than --vocab-size if the captions have too few pieces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaclip.errors import MegaclipError
 
 
 def read_captions(dataset: PairDataset, limit: int) -> Iterator[str]:
-    """At most `limit` captions, evenly spread over the dataset; unreadable ones are passed over."""
+    """Yield the captions of at most `limit` samples, evenly spread over the dataset. Bad samples are skipped."""
     count = min(limit, len(dataset))
     bad = 0
     for sample_id in tqdm(np.linspace(0, len(dataset) - 1, count).astype(int).tolist(), unit=" captions"):
@@ -33,25 +33,25 @@ def read_captions(dataset: PairDataset, limit: int) -> Iterator[str]:
         except BadSample:
             bad += 1
     if bad:
-        print(f"passed over {bad} samples without a caption", file=sys.stderr)
+        print(f"skipped {bad} samples without a caption", file=sys.stderr)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="+", help="patterns, folders or hf:NAME, as for --train-data")
     parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
-    parser.add_argument("--caption-key", help="column, or member extension of tar shards")
+    parser.add_argument("--caption-key", help="column of the captions, or their extension in tar shards")
     parser.add_argument(
         "--vocab-size", type=int, default=16_000, help="largest number of pieces (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-captions", type=int, default=2_000_000, help="read at most so many (default: %(default)s)"
+        "--max-captions", type=int, default=2_000_000, help="largest number of samples to read (default: %(default)s)"
     )
     parser.add_argument("--model-type", choices=("unigram", "bpe"), default="unigram")
     parser.add_argument("--out", type=Path, required=True, help="file to write, ending in .model")
     arguments = parser.parse_args()
     if arguments.out.suffix != ".model":
-        parser.error("--out must end in .model")
+        parser.error(f"--out is {arguments.out}; use a name that ends in .model")
     return arguments
 
 

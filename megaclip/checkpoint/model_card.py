@@ -1,7 +1,7 @@
 """The model card of an open_clip directory: model description, image preprocessing and tokenizer, read and written.
 
-The card is `open_clip_config.json`. It lies beside the weights of an exported model, and in `RUN/checkpoints/model` of
-a training run. `read_model_card` parses it once; every reader takes the settings from the `ModelCard` it returns.
+The card is `open_clip_config.json`. An exported model has it beside its weights, and a training run has it in
+`RUN/checkpoints/model`. `read_model_card` parses it once into a `ModelCard`, which all readers use.
 """
 
 import json
@@ -26,10 +26,10 @@ OPENAI_PREPROCESS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ModelCard:
-    """A model card as `read_model_card` found it."""
+    """Content and location of a model card."""
 
     directory: Path
-    """Directory of the card. The tokenizer's files lie beside it, and the weights too if the model is exported."""
+    """Directory of the card. It also holds the tokenizer's files and, for an exported model, the weights."""
     config: ModelConfig
     """Model description."""
     preprocess_cfg: dict[str, Any]

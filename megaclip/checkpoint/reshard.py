@@ -74,9 +74,8 @@ class _Slot:
     """Part of one parameter in a flat tensor of this rank."""
 
     name: str
-    """Name of the parameter."""
     shape: torch.Size
-    """Shape of the parameter; with tensor parallelism, of this replica rank's part of it."""
+    """Shape of the parameter; with tensor parallelism, of this rank's part of it."""
     start: int
     """Index of the part's first element in the flattened parameter."""
     place: int

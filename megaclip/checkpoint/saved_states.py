@@ -238,7 +238,7 @@ def _optimizer_files(folder: Path, tensor_rank: int, ranks: int) -> list[Path]:
 def _require_ranks(folder: Path, found: list[int], ranks: int) -> None:
     if sorted(found) != list(range(ranks)):
         raise CheckpointError(
-            f"checkpoint {str(folder)!r} is incomplete: {ranks} ranks wrote it, but it has only the files of ranks "
+            f"checkpoint {str(folder)!r} is incomplete: {ranks} ranks wrote it, but it has the files of ranks "
             f"{sorted(found)}; choose another one"
         )
 

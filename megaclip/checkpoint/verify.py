@@ -52,7 +52,6 @@ def verify(directory: str | Path, model: ClipModel, tokenize: Tokenize | None = 
     """Compare `model` (float32, CPU, evaluation mode) with the model that open_clip loads from `directory`.
 
     Args:
-        directory: an exported directory.
         model: the model that was exported.
         tokenize: the tokenizer that the model was trained with: captions -> (n, context_length) int64. If it is None,
             features are compared on random tokens, and no captions are compared.

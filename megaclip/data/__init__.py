@@ -1,9 +1,9 @@
-"""The data room: image-text pairs and labelled images in, `Batch` and `LabelledBatch` out.
+"""Load image-text pairs and labelled images as batches.
 
-sources.py opens what the user has; order.py says which sample comes when; loader.py yields this rank's batches.
+sources.py opens datasets, order.py computes the order of the samples, and loader.py yields this rank's batches.
 """
 
-from megaclip.data.batch import PADDING_ID, Batch, LabelledBatch, RawSample
+from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch, RawSample
 from megaclip.data.images import OPENAI_MEAN, OPENAI_STD, ImageTransform
 from megaclip.data.labelled import LabelledDataset, open_labelled
 from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch
@@ -16,6 +16,7 @@ __all__ = [
     "OPENAI_STD",
     "PADDING_ID",
     "Batch",
+    "EvaluationBatch",
     "EvaluationLoader",
     "ImageTransform",
     "LabelledBatch",

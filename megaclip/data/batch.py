@@ -1,4 +1,4 @@
-"""What flows through the data room: one raw sample from a source, one batch to the model.
+"""Data types of this package: a raw sample of a source, and the batches that the loaders yield.
 
 Shapes: b samples of this rank, H x W pixels, L tokens.
 """
@@ -10,13 +10,13 @@ import dataclasses
 import torch
 
 PADDING_ID = -1
-"""The id of a row that only fills up a rank's evaluation batch; it never occurs in training."""
+"""Id of a row that only fills up a rank's evaluation batch. Training batches have no such rows."""
 
 
 class BadSample(Exception):
-    """One sample cannot be used; the loader counts it under `kind` and takes a substitute, so users never see this.
+    """One sample cannot be used. The loader counts it under `kind` and replaces it; users never see this exception.
 
-    detail: which sample (`RawSample.key`), where that is known, and what is wrong with it.
+    detail: the sample (`RawSample.key`), where it is known, and the problem.
     """
 
     def __init__(self, kind: str, detail: str) -> None:
@@ -30,22 +30,22 @@ class RawSample:
     """An undecoded sample."""
 
     image: bytes
-    """The encoded image file."""
+    """Encoded image file."""
     caption: str
-    """The caption, or all captions, one per line; of a labelled image, the number of its class."""
+    """Caption, or all captions, one per line. For a labelled image the number of its class."""
     key: str
-    """Where it came from (shard and name, or table, row and file), for messages."""
+    """Origin of the sample for messages: shard and name, or table, row and file."""
     alternatives: tuple[str, ...] = ()
-    """The captions one by one, where the source keeps several for an image: training takes one of them at a time."""
+    """Single captions, where the source has several per image. Training takes one of them at a time."""
 
 
 class _Tensors:
     def pin_memory(self):
-        """The same batch in page-locked memory; torch's DataLoader calls this."""
+        """Return a copy in page-locked memory. torch's DataLoader calls this."""
         return type(self)(**{name: tensor.pin_memory() for name, tensor in vars(self).items()})
 
     def share_memory_(self):
-        """The same batch, moved to shared memory; RuntimeError if that is full."""
+        """Move the tensors to shared memory. Raises RuntimeError if shared memory is full."""
         for tensor in vars(self).values():
             tensor.share_memory_()
         return self
@@ -56,20 +56,29 @@ class Batch(_Tensors):
     """Image-text pairs."""
 
     images: torch.Tensor
-    """(b, 3, H, W) uint8, cropped and resized; `ImageTransform.normalise` makes the model's input of them."""
+    """Pixels (b, 3, H, W) uint8, cropped and resized. `ImageTransform.normalise` turns them into the model's input."""
     tokens: torch.Tensor
-    """(b, L) int64."""
+    """Token ids (b, L) int64."""
+
+
+@dataclasses.dataclass
+class EvaluationBatch(Batch):
+    """Image-text pairs with their ids; bad samples and rows without a sample are padding.
+
+    Training needs no ids in its batches: `TrainLoader.ids_of_step` computes them before a batch has been read.
+    """
+
     ids: torch.Tensor
-    """(b,) int64: the rows in the dataset, dense and stable."""
+    """Rows in the dataset (b,) int64, dense and stable. PADDING_ID marks padding."""
 
 
 @dataclasses.dataclass
 class LabelledBatch(_Tensors):
-    """Images with the number of their class."""
+    """Images with the numbers of their classes."""
 
     images: torch.Tensor
-    """(b, 3, H, W) uint8, cropped and resized; `ImageTransform.normalise` makes the model's input of them."""
+    """Pixels (b, 3, H, W) uint8, cropped and resized. `ImageTransform.normalise` turns them into the model's input."""
     labels: torch.Tensor
-    """(b,) int64; -1 where the id is PADDING_ID."""
+    """Class numbers (b,) int64; -1 where the id is PADDING_ID."""
     ids: torch.Tensor
-    """(b,) int64."""
+    """Rows in the dataset (b,) int64. PADDING_ID marks padding."""

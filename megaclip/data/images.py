@@ -1,11 +1,11 @@
-"""From an encoded image to pixels, with Pillow alone, and from pixels to the model's input, on any device.
+"""Turn encoded images into pixels with Pillow, and pixels into the model's input on any device.
 
-Images travel as 8-bit pixels, a quarter of the bytes, and are normalised where the model runs. Evaluation gives exactly
-what open_clip's transform gives (resize the shorter side, or squash; crop the centre; normalise). Training takes a
-random resized crop in one Pillow call, `resize(box=..., reducing_gap=2.0)`, after JPEG draft decoding when the source
-is much larger than the target. The crop depends on (seed, epoch, id) only.
+Images are passed on as 8-bit pixels, a quarter of the bytes of float32, and are normalised on the model's device. The
+evaluation transform equals open_clip's exactly (resize the shorter side, or squash; crop the centre; normalise).
+Training takes a random resized crop in one Pillow call, `resize(box=..., reducing_gap=2.0)`, after JPEG draft decoding
+if the source is much larger than the target. The crop depends on (seed, epoch, id) only.
 
-Files come from strangers: only raster formats are opened, and their size is checked before a pixel is decoded.
+Image files are untrusted: only raster formats are opened, and their size is checked before decoding.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ _RATIO = (3 / 4, 4 / 3)
 
 @dataclasses.dataclass(frozen=True)
 class ImageTransform:
-    """bytes -> (3, size, size) uint8; `normalise` makes the model's input of a batch of them.
+    """Turn an image file (bytes) into pixels (3, size, size) uint8; `normalise` turns these into the model's input.
 
-    training: a random resized crop of `scale` of the area; otherwise `resize_mode` "shortest" (then the centre is
-    cropped) or "squash". `mean` and `std` are per channel, of values in 0..1. `size` in pixels.
+    size: width and height in pixels.
+    training: True takes a random resized crop. False resizes by `resize_mode`.
+    mean, std: per channel, for pixel values in 0..1.
+    scale: smallest and largest share of the image's area in a random crop.
+    interpolation: "bicubic" or "bilinear".
+    resize_mode: "shortest" resizes the shorter side and crops the centre; "squash" ignores the aspect ratio.
     """
 
     size: int
@@ -49,16 +53,16 @@ class ImageTransform:
     def __post_init__(self) -> None:
         for name, values in (("mean", self.mean), ("std", self.std)):
             if not isinstance(values, tuple) or len(values) != 3:
-                raise ConfigError(f"the {name} of the pixels is three numbers, one per channel, not {values!r}")
+                raise ConfigError(f"image {name} is {values!r}; use three numbers, one per channel")
         if self.interpolation not in _RESAMPLING:
-            raise ConfigError(f"interpolation is one of {sorted(_RESAMPLING)}, not {self.interpolation!r}")
+            raise ConfigError(f"interpolation is {self.interpolation!r}; use one of {sorted(_RESAMPLING)}")
         if self.resize_mode not in ("shortest", "squash"):
-            raise ConfigError(f"resize_mode is 'shortest' or 'squash', not {self.resize_mode!r}")
+            raise ConfigError(f"resize_mode is {self.resize_mode!r}; use 'shortest' or 'squash'")
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise ConfigError(f"the scale of the crop is 0 < low <= high <= 1, not {self.scale}")
+            raise ConfigError(f"the scale of the random crop is {self.scale}; use 0 < low <= high <= 1")
 
     def __call__(self, content: bytes, *, seeds: tuple[int, int, int] = (0, 0, 0)) -> torch.Tensor:
-        """Decode and transform one image file; (seed, epoch, id) decide the crop in training. Raises BadSample."""
+        """Decode and transform one image file. seeds: (seed, epoch, id), for the crop in training. Raises BadSample."""
         try:
             image = open_image(content)
             image = self._random_crop(image, seeds) if self.training else self._resize_and_crop(image)
@@ -69,14 +73,14 @@ class ImageTransform:
         return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
 
     def normalise(self, pixels: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Pixels (b, 3, H, W) uint8 -> the model's input, on the same device; computed in float32, then cast."""
+        """Turn pixels (b, 3, H, W) uint8 into the model's input on the same device: computed in float32, then cast."""
         mean, std, largest = _constants(self.mean, self.std, pixels.device)
         return pixels.to(torch.float32).div_(largest).sub_(mean).div_(std).to(dtype)
 
     def _random_crop(self, image: Image.Image, seeds: tuple[int, int, int]) -> Image.Image:
         full = image.size
         left, top, width, height = random_box(full, self.scale, _generator(seeds))
-        # Draft mode decodes JPEG at 1/2, 1/4 or 1/8 of the size, here never below what the crop needs.
+        # Draft mode decodes JPEG at 1/2, 1/4 or 1/8 of the size, here never below the size that the crop needs.
         image.draft("RGB", (math.ceil(self.size * full[0] / width), math.ceil(self.size * full[1] / height)))
         image = image.convert("RGB")
         x, y = image.width / full[0], image.height / full[1]
@@ -84,13 +88,13 @@ class ImageTransform:
         return image.resize((self.size, self.size), _RESAMPLING[self.interpolation], box=box, reducing_gap=2.0)
 
     def _resize_and_crop(self, image: Image.Image) -> Image.Image:
-        # open_clip resizes first and converts to RGB afterwards; for palettes the order matters.
+        # As open_clip: resize first, then convert to RGB. The order matters for images with a palette.
         width, height = image.size
         filter_ = _RESAMPLING[self.interpolation]
         if self.resize_mode == "squash":
             return image.resize((self.size, self.size), filter_).convert("RGB")
         short = min(width, height)
-        # torchvision's arithmetic: the longer side is cut down, and the crop's corner rounded half to even.
+        # As torchvision: the longer side is rounded down, and the crop's corner is rounded half to even.
         new = (int(self.size * width / short), int(self.size * height / short))
         if new != (width, height):
             image = image.resize(new, filter_)
@@ -102,22 +106,22 @@ class ImageTransform:
 def _constants(
     mean: tuple[float, float, float], std: tuple[float, float, float], device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """Mean and deviation per channel and the largest pixel, to broadcast over (b, 3, H, W).
+    """Return mean and standard deviation per channel and the largest pixel value, to broadcast over (b, 3, H, W).
 
-    Tensors on the device, not numbers: CUDA divides by a number as it multiplies by its reciprocal, and the last bit
-    would differ from torchvision's.
+    They are tensors on the device, not numbers: CUDA divides by a number by multiplying with its reciprocal, and the
+    last bit would differ from torchvision's.
     """
     channels = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
     return *channels, torch.full((1,), 255.0, device=device)
 
 
 def open_image(content: bytes) -> Image.Image:
-    """An image file of a known format and a bearable size, not yet decoded. Raises BadSample."""
+    """Open an image file without decoding it. Raises BadSample if its format is unknown or its size is too large."""
     if not content:
         raise BadSample("undecodable image", "0 bytes")
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
-    except UnidentifiedImageError as error:  # whose own words are the address of a buffer
+    except UnidentifiedImageError as error:  # Pillow's message only has the address of a buffer
         raise BadSample("undecodable image", f"not a file of {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from error
     if image.width * image.height > MAX_PIXELS:
         raise BadSample("image too large", f"{image.width} x {image.height} pixels")
@@ -125,7 +129,10 @@ def open_image(content: bytes) -> Image.Image:
 
 
 def _generator(seeds: tuple[int, int, int]) -> np.random.Generator:
-    """Keyed by (seed, epoch, id) directly: hashing a seed would take a third of a small image's time."""
+    """Return the generator for (seed, epoch, id).
+
+    The three are its key. Hashing them into a seed would take a third of the time that a small image takes.
+    """
     seed, epoch, sample_id = seeds
     return np.random.Generator(np.random.Philox(key=(seed % 2**32) << 96 | (epoch % 2**32) << 64 | sample_id))
 
@@ -133,9 +140,10 @@ def _generator(seeds: tuple[int, int, int]) -> np.random.Generator:
 def random_box(
     size: tuple[int, int], scale: tuple[float, float], generator: np.random.Generator
 ) -> tuple[int, int, int, int]:
-    """left, top, width, height of a crop with a share of the area in `scale` and an aspect ratio of 3/4 to 4/3.
+    """Return left, top, width and height of a random crop: share of the area in `scale`, aspect ratio 3/4 to 4/3.
 
-    The distribution of torchvision's RandomResizedCrop: ten tries, then the centre with the nearest allowed ratio.
+    The distribution is that of torchvision's RandomResizedCrop: ten tries, then the centre with the nearest allowed
+    aspect ratio.
     """
     full_width, full_height = size
     for _ in range(10):

@@ -1,8 +1,8 @@
-"""Labelled images for zero-shot classification: CLIP_benchmark's layout, or an image folder with one folder per class.
+"""Open labelled images for zero-shot classification, in CLIP_benchmark's layout or with one image folder per class.
 
-CLIP_benchmark's: tar shards with an image and a `.cls` file per sample, in the folder itself or its `test` folder,
-with `classnames.txt` and `zeroshot_classification_templates.txt` ("a photo of a {c}.") beside them. In an image folder
-the two text files are optional: classes are the sorted sub-folders, and their names the class names.
+CLIP_benchmark's layout: tar shards with an image and a `.cls` file per sample, in the folder itself or its `test`
+folder. `classnames.txt` and `zeroshot_classification_templates.txt` ("a photo of a {c}.") lie in the folder. With one
+image folder per class the two text files are optional: the classes are the sorted sub-folders, named as these are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORDNET_ID = re.compile(r"n\d{8}")
 
 
 class LabelledDataset:
-    """Images with a class number; `class_names` and `templates` make the prompts."""
+    """Images with a class number. The prompts are made from `class_names` and `templates`."""
 
     def __init__(self, images: TarShards | _ImageFolder, class_names: list[str], templates: list[str]) -> None:
         self._images = images
@@ -32,17 +32,17 @@ class LabelledDataset:
         return len(self._images)
 
     def read(self, sample_id: int) -> RawSample:
-        """The undecoded image; its caption is the class number. Raises BadSample."""
+        """Return the undecoded image, with the class number as its caption. Raises BadSample."""
         raw = self._images.read(sample_id)
         label = raw.caption.strip()
         if not (label.isascii() and label.isdigit() and int(label) < len(self.class_names)):
             raise BadSample(
-                "label outside the classes", f"{raw.key}: {label[:20]!r} of {len(self.class_names)} classes"
+                "label outside the classes", f"{raw.key}: label {label[:20]!r}, {len(self.class_names)} classes"
             )
         return RawSample(raw.image, label, raw.key)
 
     def shard_name(self, sample_id: int) -> str:
-        """The file that holds a sample, for messages."""
+        """Return the path of the shard or folder that holds a sample, for messages."""
         return self._images.shard_name(sample_id)
 
 
@@ -71,33 +71,45 @@ class _ImageFolder:
 
 
 def open_labelled(path: str | Path) -> LabelledDataset:
-    """Open a labelled set; raises DataError when its layout is not understood."""
+    """Open a labelled dataset. Raises DataError if the layout of the folder is neither of the two."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise DataError(f"zero-shot data {str(path)!r}: expected a folder (CLIP_benchmark's layout, or one per class)")
+        raise DataError(
+            f"zero-shot data {str(path)!r} is not a folder; expected a folder in CLIP_benchmark's layout, or one with "
+            "an image folder per class"
+        )
     shards = sorted(folder.glob("*.tar"), key=_by_number) or sorted(folder.glob("test/*.tar"), key=_by_number)
     templates = _lines(folder / TEMPLATES_FILE) or DEFAULT_TEMPLATES
     wrong = [template for template in templates if "{c}" not in template]
     if wrong:
-        raise DataError(f"{folder / TEMPLATES_FILE}: every template holds {{c}} for the class name, not {wrong[0]!r}")
+        raise DataError(
+            f"{folder / TEMPLATES_FILE}: the template {wrong[0]!r} has no {{c}}; write {{c}} where the class name goes"
+        )
     names = _lines(folder / CLASS_NAMES_FILE)
     if shards:
         if not names:
-            raise DataError(f"zero-shot data {folder}: tar shards need the file {CLASS_NAMES_FILE}, one name per line")
+            raise DataError(
+                f"zero-shot data {folder}: tar shards require the file {CLASS_NAMES_FILE}; write one name per line"
+            )
         return LabelledDataset(TarShards(shards, caption_extensions=("cls",)), names, templates)
     images = _ImageFolder(folder)
     if len(images) == 0:
-        raise DataError(f"zero-shot data {folder}: neither *.tar, nor test/*.tar, nor one folder of images per class")
+        raise DataError(
+            f"zero-shot data {folder}: no data found; expected *.tar, test/*.tar or one folder of images per class"
+        )
     if len(images.classes) == 1:
         raise DataError(
-            f"zero-shot data {folder}: only one class, {images.classes[0]!r}; a folder per class is expected"
+            f"zero-shot data {folder}: only one class, {images.classes[0]!r}; expected one folder of images per class"
         )
     if names and len(names) != len(images.classes):
-        raise DataError(f"{folder}: {len(names)} class names for {len(images.classes)} folders of images")
+        raise DataError(
+            f"zero-shot data {folder}: {len(names)} class names for {len(images.classes)} folders of images; write one "
+            f"name per folder to {CLASS_NAMES_FILE}"
+        )
     if not names and all(_WORDNET_ID.fullmatch(name) for name in images.classes):
         raise DataError(
-            f"zero-shot data {folder}: its folders are WordNet's numbers (ImageNet's); write the names of the classes, "
-            f"one per line in the order of the sorted folders, to {CLASS_NAMES_FILE} in it"
+            f"zero-shot data {folder}: the folders are named by WordNet ids (as ImageNet's); write the class names to "
+            f"{CLASS_NAMES_FILE} in it, one per line, in the order of the sorted folders"
         )
     return LabelledDataset(images, names or [name.replace("_", " ") for name in images.classes], templates)
 

@@ -1,12 +1,13 @@
-"""Batches for this rank: order arithmetic in front, worker processes behind.
+"""Loaders that yield this rank's batches.
 
-`TrainLoader` never ends: it yields this rank's micro-batches, epoch after epoch. Its whole state is `samples_consumed`:
-the number it was made with, and with every step that was taken one batch more.
-The ids of step s are positions s*B..(s+1)*B-1 of the dataset's order (order.py), and rank r takes every W-th of them;
-so for one seed and one global batch the sequence is the same for any number of ranks, workers and micro-batches. A work
-item is a pair of integers; the worker (workers.py) turns it into ids, and the ids into tensors (reading.py).
+`TrainLoader` never ends: it yields this rank's micro-batches, epoch after epoch. Its only state is `samples_consumed`,
+which grows by the global batch with every step.
+Step s takes the positions s*B..(s+1)*B-1 of the dataset's order (order.py), and rank r takes every W-th of them. For
+one seed and one global batch the samples of a step therefore do not depend on the number of ranks, workers and
+micro-batches. A work item is a pair of integers. The worker process (workers.py) turns it into ids, and the ids into
+tensors (reading.py).
 
-`EvaluationLoader` goes through a dataset once per iteration, with as many batches on every rank.
+`EvaluationLoader` yields every sample of a dataset once per iteration, in the same number of batches on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from megaclip.data.batch import PADDING_ID, Batch, LabelledBatch
+from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch
 from megaclip.data.images import ImageTransform
 from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
 from megaclip.data.reading import BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
@@ -29,14 +30,16 @@ from megaclip.errors import DataError
 
 
 class TrainLoader:
-    """Micro-batches of this rank, for ever; iterate it, or call `next`.
+    """Endless iterator over this rank's micro-batches.
 
-    micro_batch_size x micro_batches_per_step x world_size samples make one step. `samples_consumed` counts samples of
-    all ranks and moves on when the last micro-batch of a step was taken; a loader made with that number goes on there.
-    reads_per_step: 2 yields every step's micro-batches twice, one whole step after itself, for those who keep none.
-    shard_order: see order.SampleOrder. max_bad_fraction: of the samples that this rank has seen; above it,
-    `next` raises DataError. pin_memory: batches come in page-locked memory, for a trainer that copies them to its GPU
-    itself, as the one that tools/bench_methods.py compares with; a run copies them into slots of its own instead.
+    One step is micro_batch_size x micro_batches_per_step x world_size samples. `samples_consumed` counts the samples of
+    all ranks. It grows when the last micro-batch of a step is taken; a loader made with that number resumes there.
+
+    reads_per_step: 2 yields all micro-batches of a step, then all of them again, for a caller that keeps no batches.
+    shard_order: see order.SampleOrder.
+    max_bad_fraction: largest fraction of bad samples among those of this rank; above it, `next` raises DataError.
+    pin_memory: yield batches in page-locked memory, for a trainer that copies them to its GPU itself (such as
+    tools/bench_methods.py). `megaclip.engine` copies them into its own memory instead.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class TrainLoader:
 
     @property
     def bad_counts(self) -> dict[str, int]:
-        """Bad samples that this rank met and replaced since it began, by kind."""
+        """Number of bad samples that this loader has met and replaced, by kind."""
         return dict(self._log.counts)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -85,8 +88,8 @@ class TrainLoader:
 
     def __next__(self) -> Batch:
         loaded = next(self._batches)
-        if self._taken < self._micro_batches_per_step:  # a second reading meets the same samples
-            self._log.add(loaded.complaints, self._micro_batch_size)
+        if self._taken < self._micro_batches_per_step:  # the second reading meets the same bad samples
+            self._log.add(loaded.bad_samples, self._micro_batch_size)
         if loaded.fatal:
             raise DataError(loaded.fatal)
         self._taken += 1
@@ -96,36 +99,36 @@ class TrainLoader:
         return loaded.batch
 
     def ids_of_step(self, samples_consumed: int) -> torch.Tensor:
-        """(b,) int64: this rank's ids of the step that begins there, in the order of the micro-batches; reads nothing.
+        """Return this rank's ids (b,) int64 of the step that begins at `samples_consumed`, in the order of its rows.
 
-        A sample that turns out to be bad keeps its id.
+        This is arithmetic and reads no data, so the ids are known before the batches. A bad sample keeps its id.
         """
         rows = self._micro_batch_size * self._micro_batches_per_step
         ids, _ = self._order.visit(rank_positions(samples_consumed, 0, rows, self._rank, self._world_size))
         return torch.from_numpy(ids)
 
     def check_workers(self) -> None:
-        """Raise DataError if a worker has died, even while another thread waits for the next batch."""
+        """Raise DataError if a worker has died. Callable while another thread waits for the next batch."""
         self._batches.check()
 
     def close(self) -> None:
-        """End the worker processes; iterating afterwards stops at once."""
+        """End the worker processes. Iterating afterwards stops at once."""
         self._batches.close()
 
 
 def check_batch(contrastive_batch: int, samples: int) -> None:
-    """Raise DataError when a data set of so many samples cannot fill one batch."""
+    """Raise DataError if a dataset of `samples` samples cannot fill one contrastive batch."""
     if contrastive_batch > samples:
         raise DataError(
-            f"a contrastive batch of {contrastive_batch} needs as many different samples; the data has {samples}: "
-            "ds_config.json sets the batch (train_batch_size)"
+            f"train_batch_size: a contrastive batch of {contrastive_batch} requires as many different samples, but the "
+            f"training data has {samples}; set a smaller train_batch_size in ds_config.json"
         )
 
 
 def _schedule(
     samples_consumed: int, step_size: int, micro_batches_per_step: int, reads_per_step: int
 ) -> Iterator[tuple[int, int]]:
-    """Work items for ever: (position where the step begins, number of the micro-batch in it)."""
+    """Yield work items without end: (position where the step begins, number of the micro-batch in the step)."""
     for start in itertools.count(samples_consumed, step_size):
         for _ in range(reads_per_step):
             for micro_batch in range(micro_batches_per_step):
@@ -144,10 +147,10 @@ def _load_train(
 
 
 class EvaluationLoader:
-    """Every sample of a dataset once, spread over the ranks; iterate it as often as needed.
+    """Iterable over every sample of a dataset, spread over the ranks. It may be iterated several times.
 
-    With a tokenizer the batches are `Batch`, without `LabelledBatch`. Every rank gets `len(self)` batches of
-    `batch_size` rows; rows without a sample, and bad samples, have the id PADDING_ID and zeros for an image.
+    Yields `EvaluationBatch` with a tokenizer and `LabelledBatch` without one. Every rank gets `len(self)` batches of
+    `batch_size` rows. Rows without a sample, and bad samples, have the id PADDING_ID and an image of zeros.
     """
 
     def __init__(
@@ -170,15 +173,15 @@ class EvaluationLoader:
         self._num_workers = num_workers
         self._max_bad_fraction = max_bad_fraction
         self.bad_counts: dict[str, int] = {}
-        """Bad samples that this rank met in its last pass, by kind."""
+        """Number of bad samples that this rank met in its last iteration, by kind."""
 
     def __len__(self) -> int:
         return -(-self._samples // (self._batch_size * self._world_size))
 
-    def __iter__(self) -> Iterator[Batch | LabelledBatch]:
+    def __iter__(self) -> Iterator[EvaluationBatch | LabelledBatch]:
         log = BadSampleLog(self._max_bad_fraction, "it is left out")
         for loaded in map_in_workers(self._reader.read, self._rank_ids(), num_workers=self._num_workers):
-            log.add(loaded.complaints, self._batch_size)
+            log.add(loaded.bad_samples, self._batch_size)
             self.bad_counts = dict(log.counts)
             yield loaded.batch
 

@@ -1,17 +1,17 @@
-"""The order in which samples are visited: pure arithmetic, so that a loader's whole state is one integer.
+"""Compute the order of the samples by arithmetic, so that the whole state of a loader is one integer.
 
 A *position* counts the samples that all ranks together have consumed since the beginning of training. `SampleOrder`
 turns positions into sample ids:
 
-    epoch = position // N, and within the epoch: the shards, permuted by (seed, epoch), are laid end to end, cut into
-    windows, and each window is permuted by (seed, epoch, window).
+    epoch = position // N. Within an epoch the shards are permuted by (seed, epoch) and concatenated. The result is cut
+    into windows, and each window is permuted by (seed, epoch, window).
 
-Every id of 0..N-1 therefore comes exactly once per epoch, whatever the number of ranks and workers, and nothing has to
-be replayed to resume. Epochs follow each other without a gap: a batch may begin in one and end in the next, so no
-sample is dropped. `MixtureOrder` interleaves several orders with fixed quotas per block of positions.
+Every id of 0..N-1 therefore comes exactly once per epoch, for any number of ranks and workers, and a resumed run
+replays nothing. A batch may begin in one epoch and end in the next, so no sample is dropped. `MixtureOrder` interleaves
+several orders with fixed quotas per block of positions.
 
-Permutations come from NumPy's legacy generator because its stream is frozen: the same seed gives the same order under
-every NumPy version.
+Permutations come from NumPy's legacy generator because its stream is frozen: one seed gives one order under every NumPy
+version.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ import numpy as np
 from megaclip.errors import DataError
 
 DEFAULT_WINDOW = 65_536
-"""Samples shuffled together; a permutation of this size takes about a millisecond."""
+"""Number of samples that are shuffled together. A permutation of this size takes about a millisecond."""
 MIXTURE_BLOCK = 1000
-"""Positions per block of a mixture: weights are met to a thousandth in every block."""
+"""Number of positions per block of a mixture. Every block meets the weights to a thousandth."""
 
 _SHARDS, _WINDOWS, _BLOCKS = range(3)
 
 
 @functools.lru_cache(maxsize=16)
 def permutation(size: int, *seeds: int) -> np.ndarray:
-    """A permutation of 0..size-1 that depends only on `size` and `seeds` (integers >= 0)."""
+    """Return a permutation of 0..size-1 that depends only on `size` and `seeds` (integers >= 0)."""
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds))).permutation(size)
 
 
 def rank_positions(step_start: int, micro_batch: int, micro_batch_size: int, rank: int, world_size: int) -> np.ndarray:
-    """Positions of one rank's micro-batch: rank r takes every W-th position of the step that begins at `step_start`.
+    """Return the positions of one rank's micro-batch, (micro_batch_size,) int64, ascending.
 
-    Returns (micro_batch_size,) int64, ascending.
+    Rank r takes every W-th position of the step that begins at position `step_start`.
     """
     rows = np.arange(micro_batch * micro_batch_size, (micro_batch + 1) * micro_batch_size, dtype=np.int64)
     return step_start + rank + world_size * rows
@@ -49,9 +49,10 @@ def rank_positions(step_start: int, micro_batch: int, micro_batch_size: int, ran
 class SampleOrder:
     """The order of one dataset.
 
-    shard_sizes: samples per shard; shard_order: "shuffled", or "sequential" (shards stay as given, for curricula);
-    window_size: samples shuffled together, by default 65,536, and in sequential order at most the largest shard, so
-    that shards of equal size are never mixed.
+    shard_sizes: number of samples per shard.
+    shard_order: "shuffled", or "sequential" to keep the order of the shards (for a curriculum).
+    window_size: number of samples that are shuffled together. Default: 65,536; in sequential order at most the largest
+    shard, so that shards of equal size are never mixed.
     """
 
     def __init__(
@@ -63,19 +64,19 @@ class SampleOrder:
         window_size: int | None = None,
     ) -> None:
         if shard_order not in ("shuffled", "sequential"):
-            raise DataError(f"shard_order is 'shuffled' or 'sequential', not {shard_order!r}")
+            raise DataError(f"shard_order is {shard_order!r}; use 'shuffled' or 'sequential'")
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)
         self._bases = np.concatenate([[0], np.cumsum(self._sizes)])[:-1]
         self._seed = seed
         self._shuffled = shard_order == "shuffled"
         self.samples_per_epoch = int(self._sizes.sum())
         if self.samples_per_epoch == 0:
-            raise DataError("the dataset holds no samples")
+            raise DataError("the dataset has no samples; check the files that were given")
         default = DEFAULT_WINDOW if self._shuffled else min(DEFAULT_WINDOW, int(self._sizes.max()))
         self.window_size = window_size or default
 
     def visit(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and epochs, both (n,) int64, at `positions` (n,) int64."""
+        """Return ids and epochs, both (n,) int64, at `positions` (n,) int64."""
         epochs, places = np.divmod(positions, self.samples_per_epoch)
         ids = np.empty_like(places)
         for epoch in np.unique(epochs):
@@ -99,16 +100,16 @@ class SampleOrder:
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 (an order lives as long as its loader)
     def _laid_out(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The shards in the order of `epoch`, and where each ends when they are laid end to end."""
+        """Return the shards in the order of `epoch`, and the position after the last sample of each."""
         count = len(self._sizes)
         shards = permutation(count, self._seed, _SHARDS, epoch) if self._shuffled else np.arange(count)
         return shards, np.cumsum(self._sizes[shards])
 
 
 class MixtureOrder:
-    """Several orders interleaved: every block of 1,000 positions holds a fixed number from each, in a shuffled pattern.
+    """Several orders (parts), interleaved: every block of 1,000 positions has a fixed number of each, shuffled.
 
-    Each part advances at its own pace through its own epochs, so a small part with a large weight repeats sooner.
+    Each part has epochs of its own, so a small part with a large weight repeats sooner.
     """
 
     def __init__(self, parts: Sequence[SampleOrder], weights: Sequence[float], *, seed: int) -> None:
@@ -120,7 +121,10 @@ class MixtureOrder:
         self.samples_per_epoch = sum(sizes)
 
     def visit(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids over all parts (the second part's follow the first's) and each part's own epochs; (n,) int64 each."""
+        """Return ids and epochs, both (n,) int64, at `positions` (n,) int64.
+
+        The ids of the second part follow those of the first. Epochs are counted per part.
+        """
         ids, epochs = np.empty_like(positions), np.empty_like(positions)
         owners, places = self._owners(positions)
         for number, part in enumerate(self._parts):
@@ -131,30 +135,35 @@ class MixtureOrder:
         return ids, epochs
 
     def _owners(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which part each position belongs to, and the position within that part."""
+        """Return the part that each position belongs to, and its position within that part."""
         blocks, offsets = np.divmod(positions, MIXTURE_BLOCK)
         owners, places = np.empty_like(positions), np.empty_like(positions)
         for block in np.unique(blocks):
             chosen = blocks == block
-            # Slot s of the unshuffled block belongs to the part whose quota covers it.
+            # Without shuffling, a block is one run of slots per part, as long as the part's quota.
             slots = permutation(MIXTURE_BLOCK, self._seed, _BLOCKS, int(block))[offsets[chosen]]
             ends = np.cumsum(self.quotas)
             owner = np.searchsorted(ends, slots, side="right")
             owners[chosen] = owner
-            # A part's slots are taken in the order of the pattern's numbering: each number once per block.
+            # The slots of a part are numbered from 0, so each number occurs once per block.
             places[chosen] = block * self.quotas[owner] + slots - (ends[owner] - self.quotas[owner])
         return owners, places
 
 
 def block_quotas(weights: Sequence[float]) -> np.ndarray:
-    """Positions per block for each part, (K,) int64 with sum 1,000: proportional, by largest remainder, at least 1."""
+    """Return the positions per block of each part, (K,) int64 with sum 1,000, at least 1 each.
+
+    They are proportional to the weights, rounded by largest remainder. Raises DataError for unusable weights.
+    """
     shares = np.asarray(weights, dtype=np.float64)
     if not (np.isfinite(shares).all() and (shares > 0).all()):
-        raise DataError(f"mixture weights must be positive numbers, got {list(weights)}")
+        raise DataError(f"--train-data-weights are {list(weights)}; use positive numbers")
     exact = shares / shares.sum() * MIXTURE_BLOCK
     quotas = np.floor(exact).astype(np.int64)
     largest = np.argsort(quotas - exact, kind="stable")[: MIXTURE_BLOCK - int(quotas.sum())]
     quotas[largest] += 1
     if (quotas == 0).any():
-        raise DataError(f"mixture weights {list(weights)}: the smallest is under 1/{MIXTURE_BLOCK} of their sum")
+        raise DataError(
+            f"--train-data-weights are {list(weights)}; use weights of at least 1/{MIXTURE_BLOCK} of their sum"
+        )
     return quotas

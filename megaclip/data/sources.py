@@ -1,8 +1,9 @@
-"""Open image-text pairs, whatever they are stored in, as one dataset with dense, stable ids.
+"""Open image-text pairs in any supported format as one dataset with dense, stable ids.
 
-`open_pairs(specs)` makes one *source* per spec (tar shards here, tables in tables.py) and lays them end to end: a
-sample's id is its source's base plus its row. Add a kind of source by giving it the members of `Source` and a line in
-`_open_source`. Opening needs no process group, and refuses what it cannot read before a run begins.
+`open_pairs(specs)` makes one *source* per spec (tar shards in tar_shards.py, tables in tables.py) and concatenates
+them: the id of a sample is the number of samples before its source plus its row. To add a kind of source, write a class
+with the members of `Source` and open it in `_open_source`. Opening requires no process group, and reports data that
+cannot be read before a run begins.
 """
 
 from __future__ import annotations
@@ -34,37 +35,39 @@ _TYPE_OF_SUFFIX = {
 
 
 class Source(Protocol):
-    """What every kind of storage offers."""
+    """Members that every kind of source has."""
 
     kind: str
     shard_sizes: np.ndarray
-    """(S,) int64 samples per shard; the order permutes shards, then windows of samples."""
+    """Number of samples per shard, (S,) int64. The order permutes shards, then windows of samples."""
 
     def __len__(self) -> int: ...
 
     def read(self, row: int) -> RawSample:
-        """The undecoded sample; raises BadSample."""
+        """Return the undecoded sample. Raises BadSample."""
 
     def caption(self, row: int) -> str:
-        """Only its caption; raises BadSample."""
+        """Return only the caption of a sample. Raises BadSample."""
 
     def shard_name(self, row: int) -> str:
-        """The file that holds `row`, for messages."""
+        """Return the name of the file that holds `row`, for messages."""
 
     def manifest(self) -> list[list[Any]]:
-        """What must be the same when a run resumes: [name, bytes, samples] per file."""
+        """Return [name, bytes, samples] per file. A resumed run requires an equal manifest."""
 
     @property
     def problems(self) -> dict[str, int]:
-        """What is known to be wrong before any sample is read, by kind."""
+        """Number of problems that were found when the source was opened, by kind."""
 
 
 class PairDataset:
-    """Sources laid end to end. Safe to fork and to pickle; reading is by id, in any order."""
+    """Concatenated sources. They may be forked and pickled, and are read by id, in any order."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float] | None = None) -> None:
         if weights and len(weights) != len(sources):
-            raise DataError(f"a mixture needs one weight per dataset: {len(sources)} datasets, {len(weights)} weights")
+            raise DataError(
+                f"--train-data-weights has {len(weights)} weights for {len(sources)} datasets; give one per dataset"
+            )
         self._sources = list(sources)
         self.weights = list(weights) if weights else None
         if self.weights:
@@ -76,28 +79,28 @@ class PairDataset:
         return int(self._ends[-1])
 
     def read(self, sample_id: int) -> RawSample:
-        """The undecoded sample with this id, 0..len-1; raises BadSample."""
+        """Return the undecoded sample with this id, 0..len-1. Raises BadSample."""
         source, row = self._place(sample_id)
         return source.read(row)
 
     def caption(self, sample_id: int) -> str:
-        """Only the caption of a sample; raises BadSample."""
+        """Return only the caption of a sample. Raises BadSample."""
         source, row = self._place(sample_id)
         return source.caption(row)
 
     def shard_name(self, sample_id: int) -> str:
-        """The file that holds a sample, for messages."""
+        """Return the name of the file that holds a sample, for messages."""
         source, row = self._place(sample_id)
         return source.shard_name(row)
 
     def siblings(self, sample_id: int) -> tuple[int, int]:
-        """First id and number of the samples of the same source: a substitute is taken from these."""
+        """Return the first id and the number of the samples of this sample's source. Substitutes are among these."""
         number = int(np.searchsorted(self._ends, sample_id, side="right"))
         size = len(self._sources[number])
         return int(self._ends[number]) - size, size
 
     def order(self, *, seed: int, shard_order: str = "shuffled") -> SampleOrder | MixtureOrder:
-        """The order of training: one for all sources by size, or a mixture with the given weights."""
+        """Return the order of training: a mixture if the dataset has weights, else one order over all sources."""
         if not self.weights:
             return SampleOrder(self.shard_sizes, seed=seed, shard_order=shard_order)
         parts = [
@@ -108,7 +111,7 @@ class PairDataset:
 
     @property
     def problems(self) -> dict[str, int]:
-        """What is known to be wrong before any sample is read, by kind."""
+        """Number of problems that were found when the sources were opened, by kind."""
         totals: dict[str, int] = {}
         for source in self._sources:
             for kind, count in source.problems.items():
@@ -116,13 +119,16 @@ class PairDataset:
         return totals
 
     def manifest(self) -> dict[str, Any]:
-        """What must be the same when a run resumes, as JSON would give it back; it does not name absolute paths."""
+        """Return the facts about the data that a resumed run requires to be equal, without absolute paths.
+
+        The result is unchanged by a round trip through JSON.
+        """
         sources = [{"type": source.kind, "files": source.manifest()} for source in self._sources]
         return {"samples": len(self), "weights": self.weights, "sources": sources}
 
     def _place(self, sample_id: int) -> tuple[Source, int]:
         if not 0 <= sample_id < len(self):
-            raise IndexError(f"sample id {sample_id} is outside 0..{len(self) - 1}")
+            raise IndexError(f"sample id is {sample_id}; use 0 to {len(self) - 1}")
         number = int(np.searchsorted(self._ends, sample_id, side="right"))
         source = self._sources[number]
         return source, sample_id - (int(self._ends[number]) - len(source))
@@ -140,40 +146,43 @@ def open_pairs(
 
     specs: each a brace or glob pattern of tar, parquet, CSV, TSV or JSON-lines files, a folder (of such files, of
     images with a metadata file, or saved by HF `datasets`), or `hf:NAME[:SPLIT[:CONFIG]]` for a hub dataset.
-    weights: one per spec for a mixture; without, every sample comes once per epoch.
-    image_key, caption_key: column names, or member extensions of tar shards ("jpg;png"); found by name when None.
-    Raises DataError when anything is missing or not understood.
+    weights: one per spec, for a mixture. Default: every sample comes once per epoch.
+    dataset_type: one of DATASET_TYPES. "auto" recognises the type by file names.
+    image_key, caption_key: column names, or member extensions of tar shards ("jpg;png"). Default: the usual names.
+    Raises DataError if files are missing or cannot be read.
     """
     if not specs:
-        raise DataError("no data: expected at least one pattern, folder or hf:NAME")
+        raise DataError("no data was given; give at least one pattern, folder or hf:NAME")
     if dataset_type not in DATASET_TYPES:
-        raise DataError(f"dataset type {dataset_type!r} is not one of {', '.join(DATASET_TYPES)}")
+        raise DataError(f"--dataset-type is {dataset_type!r}; use one of {', '.join(DATASET_TYPES)}")
     return PairDataset([_open_source(spec, dataset_type, image_key, caption_key) for spec in specs], weights)
 
 
 def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise DataError that names the first difference between a checkpoint's data and today's."""
+    """Raise DataError, with the first difference, if the data of a checkpoint and the current data differ."""
     if saved == current:
         return
-    advice = "resume with the data of the checkpoint, or begin a new run"
+    advice = "resume with the data of the checkpoint, or start a new run"
     before, now = saved.get("sources", []), current["sources"]
     if len(before) != len(now):
         raise DataError(f"the checkpoint was trained on {len(before)} datasets, this run has {len(now)}; {advice}")
     if saved.get("weights") != current["weights"]:
-        raise DataError(f"the mixture weights were {saved.get('weights')}, now {current['weights']}; {advice}")
+        raise DataError(
+            f"the checkpoint was trained with mixture weights {saved.get('weights')}, "
+            f"this run has {current['weights']}; {advice}"
+        )
     for number, (old, new) in enumerate(zip(before, now, strict=True)):
         if old["type"] != new["type"]:
-            raise DataError(f"dataset {number} was of type {old['type']}, now {new['type']}; {advice}")
+            raise DataError(f"dataset {number} was of type {old['type']}, now it is {new['type']}; {advice}")
         if len(old["files"]) != len(new["files"]):
-            was, is_ = len(old["files"]), len(new["files"])
-            raise DataError(f"dataset {number} had {was} files, now {is_}; {advice}")
+            raise DataError(f"dataset {number} had {len(old['files'])} files, now {len(new['files'])}; {advice}")
         for old_file, new_file in zip(old["files"], new["files"], strict=True):
             if old_file != new_file:
                 fields = ("name", "bytes", "samples")
-                then = ", ".join(f"{field} {value}" for field, value in zip(fields, old_file, strict=True))
-                today = ", ".join(f"{field} {value}" for field, value in zip(fields, new_file, strict=True))
-                raise DataError(f"dataset {number}: a file was {then}; now {today}; {advice}")
-    raise DataError(f"the data differs from the checkpoint's; {advice}")
+                was = ", ".join(f"{field} {value}" for field, value in zip(fields, old_file, strict=True))
+                is_ = ", ".join(f"{field} {value}" for field, value in zip(fields, new_file, strict=True))
+                raise DataError(f"dataset {number} had a file with {was}; now it has {is_}; {advice}")
+    raise DataError(f"the data differs from that of the checkpoint; {advice}")
 
 
 def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_key: str | None) -> Source:
@@ -198,7 +207,7 @@ def _extensions(key: str | None) -> tuple[str, ...]:
 
 
 def _recognise(spec: str, paths: list[str]) -> tuple[str, list[str]]:
-    """The type of a spec's files, and the files: a folder stands for the files of one known type in it."""
+    """Return the type of the files of a spec, and the files. A folder stands for its files of one known type."""
     if len(paths) == 1 and os.path.isdir(paths[0]):
         folder = paths[0]
         if any(os.path.exists(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json")):
@@ -213,7 +222,7 @@ def _recognise(spec: str, paths: list[str]) -> tuple[str, list[str]]:
     found = types.pop() if len(types) == 1 else None
     if found is None:
         known = ", ".join(_TYPE_OF_SUFFIX)
-        raise DataError(f"data {spec!r}: files of one known type expected ({known}), or say --dataset-type")
+        raise DataError(f"data {spec!r}: the files are not of one known type ({known}); set --dataset-type")
     return found, paths
 
 
@@ -224,5 +233,6 @@ def _files_of_type(folder: str, dataset_type: str, *, may_be_empty: bool = False
         if _TYPE_OF_SUFFIX.get(Path(name).suffix.lower()) == dataset_type
     )
     if not files and not may_be_empty:
-        raise DataError(f"the folder {folder} has no files of type {dataset_type}")
+        suffixes = ", ".join(suffix for suffix, type_ in _TYPE_OF_SUFFIX.items() if type_ == dataset_type)
+        raise DataError(f"data {folder!r}: the folder has no files of type {dataset_type}; expected {suffixes}")
     return files

@@ -1,7 +1,7 @@
-"""Tables of image-text pairs: parquet, CSV, TSV, JSON lines, image folders, saved and hub datasets.
+"""Read tables of image-text pairs: parquet, CSV, TSV, JSON lines, image folders, saved and hub datasets.
 
-Hugging Face `datasets` turns each into Arrow files that are memory-mapped and read by row. Images stay undecoded: a
-column holds the bytes, or the path of a file (relative to the table's folder, or else to the working directory).
+Hugging Face `datasets` converts each table to Arrow files, which are memory-mapped and read by row. Images stay
+undecoded: a column holds the bytes or the path of a file, relative to the table's folder or to the working directory.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ TABLE_TYPES = ("parquet", "csv", "json", "imagefolder", "saved", "hub")
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "img", "filepath", "file_path", "image_path", "file_name", "path")
 CAPTION_COLUMNS = ("caption", "text", "txt", "title", "captions", "sentence", "alt_text")
 ROWS_PER_SHARD = 1024
-"""A table has no shards of its own: runs of this many rows are permuted in their place."""
+"""Number of rows that are permuted together. A table has no shards, so runs of rows take their place."""
 MAX_IMAGE_BYTES = 256 << 20
 MAX_SHOWN = 200
-"""Characters of a path that a message repeats."""
+"""Largest number of characters of a path in a message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HubTable:
-    """`NAME[:SPLIT[:CONFIG]]`."""
+    """Name of a dataset on the Hugging Face hub: `NAME[:SPLIT[:CONFIG]]`."""
 
     name: str
     split: str = "train"
@@ -40,19 +40,19 @@ class HubTable:
 
     @classmethod
     def parse(cls, text: str) -> HubTable:
-        """Read the part after `hf:`."""
+        """Parse the part after `hf:`. Raises DataError."""
         parts = text.split(":")
         if not parts[0] or len(parts) > 3:
-            raise DataError(f"hub data 'hf:{text}': expected hf:NAME[:SPLIT[:CONFIG]]")
+            raise DataError(f"data 'hf:{text}' is not a hub dataset; write hf:NAME[:SPLIT[:CONFIG]]")
         return cls(*parts)
 
     def load(self) -> Dataset:
-        """Download (or find in the cache) and open."""
+        """Open the dataset from the cache, or download it."""
         return _load(self.name, self.config, split=self.split)
 
 
 class Table:
-    """Rows of one HF dataset."""
+    """Rows of one Hugging Face dataset."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Table:
         self._rows = dataset
         self._only_captions = dataset.select_columns([self._caption])
         if len(dataset) == 0:
-            raise DataError(f"data {name!r} has no rows")
+            raise DataError(f"data {name!r} has no rows; check the file")
         full, rest = divmod(len(dataset), ROWS_PER_SHARD)
         self.shard_sizes = np.array([ROWS_PER_SHARD] * full + [rest] * bool(rest), dtype=np.int64)
 
@@ -87,11 +87,11 @@ class Table:
 
     @property
     def problems(self) -> dict[str, int]:
-        """Tables are read whole or not at all."""
+        """Return no problems: a table that cannot be read completely is not opened."""
         return {}
 
     def manifest(self) -> list[list[Any]]:
-        """Per file: name, bytes, rows; only the first file carries the number of rows of the whole table."""
+        """Return [name, bytes, rows] per file. The first file has the rows of the whole table, the others have 0."""
         if not self._files:
             return [[self._name if self.kind == "hub" else Path(self._name).name, 0, len(self)]]
         sizes = [[Path(file).name, os.path.getsize(file), 0] for file in self._files]
@@ -99,11 +99,11 @@ class Table:
         return sizes
 
     def shard_name(self, row: int) -> str:
-        """The table; rows are not traced back to files."""
+        """Return the name of the table. The file of a row is not known."""
         return self._name
 
     def read(self, row: int) -> RawSample:
-        """The undecoded sample; raises BadSample."""
+        """Return the undecoded sample. Raises BadSample."""
         record = self._rows[row]
         key = f"{Path(self._name).name}[{row}]"
         captions = self._captions(record[self._caption], key)
@@ -115,12 +115,12 @@ class Table:
         return RawSample(image, "\n".join(captions), key, captions if len(captions) > 1 else ())
 
     def caption(self, row: int) -> str:
-        """Only the caption of a sample, or its captions, one per line."""
+        """Return only the caption of a sample, or its captions, one per line. Raises BadSample."""
         return "\n".join(self._captions(self._only_captions[row][self._caption], str(row)))
 
     @staticmethod
     def _captions(value: Any, key: str) -> tuple[str, ...]:
-        """The one or several captions in a cell, white space made single."""
+        """Return the caption or captions in a cell, with every run of white space replaced by one space."""
         values = value if isinstance(value, list | tuple) else [value]
         captions = tuple(" ".join(str(text).split()) for text in values if text is not None)
         if not captions:
@@ -140,9 +140,9 @@ class Table:
         if self._folder is not None and os.path.exists(os.path.join(self._folder, path)):
             path = os.path.join(self._folder, path)
         try:
-            if not os.path.isfile(path):  # nothing that could block or never end, such as a device
-                where = f", neither in {self._folder} nor in the working directory" if self._folder else ""
-                raise BadSample("missing image", f"{key}: {path[:MAX_SHOWN]!r} is no file{where}")
+            if not os.path.isfile(path):  # a device could block or never end
+                where = f" in {self._folder} or in the working directory" if self._folder else ""
+                raise BadSample("missing image", f"{key}: {path[:MAX_SHOWN]!r} is not a file{where}")
             size = os.path.getsize(path)
             if size > MAX_IMAGE_BYTES:
                 raise BadSample("image too large", f"{key}: {size} bytes")
@@ -152,33 +152,33 @@ class Table:
 
 
 def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: str | None) -> Table:
-    """Open files (or one folder, for "imagefolder" and "saved") as a table."""
+    """Open files, or one folder for "imagefolder" and "saved", as a table. Raises DataError."""
     if kind == "saved":
         return Table(_load_saved(paths[0]), paths[0], kind, None, image_key, caption_key)
     if kind == "imagefolder":
         dataset = _load("imagefolder", data_dir=paths[0], split="train", drop_labels=True)
         if dataset.column_names == ["image"]:
             raise DataError(
-                f"the image folder {paths[0]!r} has no captions: put a metadata.csv into it, with columns file_name "
-                "and text, or give a CSV with the images' paths"
+                f"data {paths[0]!r}: the image folder has no captions; add a metadata.csv with the columns file_name "
+                "and text, or give a CSV with the paths of the images"
             )
         return Table(dataset, paths[0], kind, None, image_key, caption_key)
     options: dict[str, Any] = {}
     if kind == "csv":
-        # pandas would read the captions "NA", "null" and "None" as missing.
+        # By default pandas reads the captions "NA", "null" and "None" as missing.
         options = {"sep": _separator(paths[0]), "keep_default_na": False}
     dataset = _load(kind, data_files=[os.path.abspath(path) for path in paths], split="train", **options)
     unnamed = dataset.features.get("__index_level_0__") if kind == "csv" else None
-    if unnamed is not None and not unnamed.dtype.startswith("int"):  # pandas has moved every cell to the left
+    if unnamed is not None and not unnamed.dtype.startswith("int"):  # pandas has shifted every cell to the left
         raise DataError(
-            f"{paths[0]}: its rows have more cells than its first line has names; put captions that hold the separator "
-            f"{options['sep']!r} into double quotes, and name the column of row names if there is one"
+            f"data {paths[0]!r}: the rows have more cells than the first line has names; put captions that contain the "
+            f"separator {options['sep']!r} in double quotes, and name the column of row names if there is one"
         )
     return Table(dataset, paths[0], kind, os.path.dirname(paths[0]) or ".", image_key, caption_key, files=paths)
 
 
 def _separator(path: str) -> str:
-    """Tab, semicolon or comma, as the first line has it."""
+    """Return the separator of a CSV file by its first line: tab, semicolon or comma."""
     with open(path, encoding="utf-8", errors="replace") as file:
         header = file.readline(1 << 16)
     if "\t" in header:
@@ -191,15 +191,18 @@ def _load(*arguments: Any, **options: Any) -> Dataset:
 
     try:
         return datasets.load_dataset(*arguments, **options)
-    except Exception as error:  # `datasets` raises many kinds; all mean that the data cannot be read
+    except Exception as error:  # `datasets` raises many types; all mean that the data cannot be read
         files = options.get("data_files", [])
         what = options.get("data_dir") or (files[0] if files else arguments[0])
         others = f" and {len(files) - 1} more files" if len(files) > 1 else ""
-        raise DataError(f"cannot read {what}{others} as {arguments[0]}: {_why(error)}") from error
+        raise DataError(f"cannot read {what}{others} as {arguments[0]}: {_reason(error)}") from error
 
 
-def _why(error: Exception) -> str:
-    """What went wrong, which `datasets` says in a later paragraph of its error, or only in the error's cause."""
+def _reason(error: Exception) -> str:
+    """Return the type and message of the original error.
+
+    `datasets` has it in a later paragraph of its own message, or only in the cause of its error.
+    """
     from datasets.exceptions import DatasetGenerationError
 
     kind, detail = type(error).__name__, str(error)
@@ -216,11 +219,11 @@ def _load_saved(folder: str) -> Dataset:
 
     try:
         loaded = datasets.load_from_disk(folder)
-    except Exception as error:  # `datasets` raises many kinds; all mean that the folder cannot be read
-        raise DataError(f"cannot read the saved dataset {folder}: {error}") from error
+    except Exception as error:  # `datasets` raises many types; all mean that the folder cannot be read
+        raise DataError(f"cannot read the saved dataset {folder}: {_reason(error)}") from error
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded:
-            raise DataError(f"{folder} holds the splits {sorted(loaded)}; give the folder of one of them")
+            raise DataError(f"data {folder!r} has the splits {sorted(loaded)}; give the folder of one of them")
         return loaded["train"]
     return loaded
 
@@ -230,5 +233,5 @@ def _column(dataset: Dataset, wanted: str | None, usual: Sequence[str], what: st
         if column in dataset.column_names:
             return column
     expected = wanted or " or ".join(usual)
-    advice = "" if wanted else f": say by --{what}-key which one it is"
-    raise DataError(f"data {name!r} has no {what} column {expected}; it has {', '.join(dataset.column_names)}{advice}")
+    columns = ", ".join(dataset.column_names)
+    raise DataError(f"data {name!r} has no {what} column {expected}; it has {columns}; set --{what}-key to one of them")

@@ -1,14 +1,14 @@
-"""Tar shards in webdataset layout, read in place through an offset index.
+"""Read tar shards in webdataset layout in place, through an index of offsets.
 
-Opening a set of shards walks their headers once and keeps what it found (tar_walk.py) in two files, in the folder
-`.megaclip` beside the first shard or, when that is read-only, in the user's cache:
+Opening a set of shards walks their headers once (tar_walk.py) and writes the index to two files. They lie in the folder
+`.megaclip` in the common folder of the shards or, if that is read-only, in the user's cache:
 
-    <fingerprint>.npy     one row per sample: where its image and caption lie; memory-mapped by every rank and worker
+    <fingerprint>.npy     one row per sample: offsets and sizes of its image and caption; memory-mapped by all processes
     <fingerprint>.json    the manifest: shard names, sizes in bytes, sample counts, damage
 
-The fingerprint covers names, sizes, modification times and the wanted members, so an index never outlives its shards.
-Each file appears whole (written aside, then renamed). When several processes open the same shards, one walks and the
-others wait for it.
+The fingerprint covers the names, sizes and modification times of the shards and the extensions of the members, so a
+changed shard gets a new index. Each file is written under another name and then renamed, so that it is always complete.
+If several processes open the same shards, one walks them and the others wait for it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import functools
 import hashlib
 import json
 import os
-import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.tar_walk import ENTRY, MISSING, ShardContents, walk_shard
@@ -38,13 +39,13 @@ INDEX_FOLDER = ".megaclip"
 MAX_BYTES = {"image": 256 << 20, "caption": 1 << 20}
 _FORMAT = 1
 _OPEN_SHARDS = 64
-_LOCK_STALE_S = 60.0
+_LOCK_POLL_S = 0.2
 
 _logger = get_logger(__name__)
 
 
 class TarShards:
-    """Samples of a list of tar shards; `read(row)` takes any row of 0..len-1."""
+    """Samples of a list of tar shards. `read(row)` accepts any row of 0..len-1."""
 
     kind = "webdataset"
 
@@ -68,30 +69,30 @@ class TarShards:
         return int(self._ends[-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker that is not forked opens the index and the shards itself.
+        # A worker process that is not forked opens the index and the shards itself.
         return {k: v for k, v in self.__dict__.items() if k != "_entries"} | {"_files": {}}
 
     @functools.cached_property
     def _entries(self) -> np.ndarray:
-        # np.load cannot map an empty file; __init__ refuses empty sets before this is read.
+        # np.load cannot map an empty file. __init__ raises an error for a set without samples.
         return np.load(self._index, mmap_mode="r")
 
     @property
     def problems(self) -> dict[str, int]:
-        """What the walk found wrong, by kind."""
+        """Number of problems that the walk found, by kind."""
         damaged = sum(bool(shard["damage"]) for shard in self.shards)
         return {"damaged shard": damaged} if damaged else {}
 
     def manifest(self) -> list[list[Any]]:
-        """Per shard: name below the common folder, bytes, samples."""
+        """Return [name, bytes, samples] per shard. Names are relative to the common folder."""
         return [[shard["name"], shard["bytes"], shard["samples"]] for shard in self.shards]
 
     def shard_name(self, row: int) -> str:
-        """The path of the shard that holds `row`."""
+        """Return the path of the shard that holds `row`."""
         return str(self._paths[self._shard_of(row)])
 
     def read(self, row: int) -> RawSample:
-        """The undecoded sample; raises BadSample when a member is missing, too large or unreadable."""
+        """Return the undecoded sample. Raises BadSample if a member is missing, too large or unreadable."""
         shard = self._shard_of(row)
         entry = self._entries[row]
         key = f"{self._paths[shard].name}/{entry['key'].decode('utf-8', 'replace')}"
@@ -100,7 +101,7 @@ class TarShards:
         return RawSample(image, caption.decode("utf-8", "replace"), key)
 
     def caption(self, row: int) -> str:
-        """Only the caption of a sample."""
+        """Return only the caption of a sample. Raises BadSample."""
         entry = self._entries[row]
         offset, size = int(entry["caption_offset"]), int(entry["caption_size"])
         return self._member(self._shard_of(row), offset, size, "caption", str(row)).decode("utf-8", "replace")
@@ -118,11 +119,11 @@ class TarShards:
         except OSError as error:
             raise BadSample("unreadable shard", f"{key}: {error}") from error
         if len(content) < size:
-            raise BadSample("unreadable shard", f"{key}: the shard became shorter after it was opened")
+            raise BadSample("unreadable shard", f"{key}: the shard became shorter after it was indexed")
         return content
 
     def _file(self, shard: int) -> int:
-        """A descriptor for reading at offsets; the longest unused one is closed when there are many."""
+        """Return the file descriptor of a shard. Above a limit, the least recently used one is closed."""
         descriptor = self._files.pop(shard, None)
         if descriptor is None:
             descriptor = os.open(self._paths[shard], os.O_RDONLY | os.O_CLOEXEC)
@@ -134,18 +135,18 @@ class TarShards:
     def _report_damage(self) -> None:
         damaged = [shard for shard in self.shards if shard["damage"]]
         if len(self) == 0:
-            why = f"; {damaged[0]['name']}: {damaged[0]['damage']}" if damaged else ""
-            raise DataError(f"no samples in {len(self.shards)} tar shards, first {self._paths[0]}{why}")
+            reason = f"; {damaged[0]['name']}: {damaged[0]['damage']}" if damaged else ""
+            raise DataError(
+                f"no samples in {len(self.shards)} tar shards, first {self._paths[0]}{reason}; expected members "
+                "such as 000000.jpg and 000000.txt"
+            )
         if damaged:
             listed = ", ".join(f"{shard['name']} ({shard['damage']})" for shard in damaged[:3])
-            _logger.warning("%d damaged shards, whole samples are used: %s", len(damaged), listed)
-
-
-# ---------------------------------------------------------------- the index on disk
+            _logger.warning("%d tar shards are damaged; their complete samples are used: %s", len(damaged), listed)
 
 
 def _open_index(paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...]) -> Path:
-    """The path of the .npy of these shards' index, which is made first when there is none."""
+    """Return the path of the .npy file of these shards' index. Makes the index if there is none."""
     root = Path(os.path.commonpath([path.parent for path in paths]))
     facts = [_FORMAT, image_extensions, caption_extensions]
     stats = [path.stat() for path in paths]
@@ -158,8 +159,8 @@ def _open_index(paths: list[Path], image_extensions: tuple[str, ...], caption_ex
             return folder / f"{fingerprint}.npy"
     folder = next(folder for folder in folders if _writable(folder))
     index = folder / f"{fingerprint}.npy"
-    with _one_walker(index) as mine:
-        if mine:
+    with _locked(index.with_suffix(".lock")):
+        if not index.with_suffix(".json").exists():  # false if another process has made the index meanwhile
             contents = _walk_all(paths, image_extensions, caption_extensions)
             _write_index(index, contents, names, [stat.st_size for stat in stats])
     return index
@@ -180,64 +181,30 @@ def _writable(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _one_walker(index: Path) -> Iterator[bool]:
-    """True for the one process that is to make `index`; the others wait and then get False.
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`, or no lock where the file system has none.
 
-    The walker touches its lock while it works; a lock that has not changed for a minute, by the waiting process's own
-    clock, was left by a process that died.
+    The lock only saves work: processes that make the same index write equal files and rename them into place. The
+    operating system releases the lock of a process that was killed.
     """
-    lock = index.with_suffix(".lock")
-    while not _take(lock):
-        if index.with_suffix(".json").exists():
-            yield False
-            return
+    # A soft lock of the library, which is only a file, would outlive a process that was killed on another machine.
+    lock = FileLock(path, poll_interval=_LOCK_POLL_S, fallback_to_soft=False)
     try:
-        with _heartbeat(lock):
-            yield not index.with_suffix(".json").exists()
-    finally:
-        lock.unlink(missing_ok=True)
-
-
-def _take(lock: Path) -> bool:
-    """Try to create the lock; False after it went away or the wait for a change is worth another look."""
-    with contextlib.suppress(FileExistsError):
-        os.close(os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        return True
-    seen, since = None, time.monotonic()
-    while time.monotonic() - since < _LOCK_STALE_S:
-        try:
-            now = lock.stat().st_mtime_ns
-        except FileNotFoundError:
-            return False
-        if now != seen:
-            seen, since = now, time.monotonic()
-        time.sleep(0.05)
-    lock.unlink(missing_ok=True)
-    return False
-
-
-@contextlib.contextmanager
-def _heartbeat(lock: Path) -> Iterator[None]:
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(_LOCK_STALE_S / 6):
-            with contextlib.suppress(OSError):
-                os.utime(lock)
-
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
+        lock.acquire()
+    except OSError as error:
+        _logger.info("cannot lock %s (%s): every process makes the index itself", path, error)
     try:
         yield
     finally:
-        done.set()
-        thread.join()
+        with contextlib.suppress(OSError):
+            path.unlink()  # before the release: FileLock tries again when the file that it locked was deleted
+        lock.release()
 
 
 def _walk_all(
     paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...]
 ) -> list[ShardContents]:
-    """Walk every shard; threads hide the latency of remote disks, though the parsing itself takes turns."""
+    """Walk every shard, in threads, which hide the latency of remote disks. Parsing itself is not parallel."""
     began = time.monotonic()
     work = functools.partial(walk_shard, image_extensions=image_extensions, caption_extensions=caption_extensions)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -249,7 +216,8 @@ def _walk_all(
 
 def _write_index(index: Path, contents: list[ShardContents], names: list[str], sizes: list[int]) -> None:
     entries = np.concatenate([shard.entries for shard in contents]) if contents else np.empty(0, ENTRY)
-    unfinished = index.with_name(f"{index.stem}.{os.getpid()}.unfinished")
+    # Processes of different machines may have the same process id.
+    unfinished = index.with_name(f"{index.stem}.{uuid.uuid4().hex}.unfinished")
     with open(unfinished, "wb") as file:
         np.save(file, entries)
     os.replace(unfinished, index)
@@ -257,6 +225,6 @@ def _write_index(index: Path, contents: list[ShardContents], names: list[str], s
         {"name": name, "bytes": size, "samples": len(shard.entries), "damage": shard.damage}
         for name, size, shard in zip(names, sizes, contents, strict=True)
     ]
-    # The manifest comes last: where it exists, the rows do.
+    # The manifest is written last, so that an index with a manifest is complete.
     unfinished.write_text(json.dumps({"format": _FORMAT, "shards": shards}))
     os.replace(unfinished, index.with_suffix(".json"))

@@ -1,8 +1,8 @@
-"""Read the headers of one tar shard: where each sample's image and caption lie, without extracting anything.
+"""Read the headers of one tar shard and return the offsets of each sample's image and caption.
 
-Webdataset's layout: members whose names agree up to the first dot of the file name are one sample
-(`dir/000017.jpg`, `dir/000017.txt`). Names are only ever compared and shown, never used as paths, so a hostile name can
-do nothing. A damaged or cut-off shard gives the samples that are whole.
+In webdataset's layout, members whose names agree up to the first dot of the file name are one sample
+(`dir/000017.jpg`, `dir/000017.txt`). Names are compared and shown but never used as paths, so a malicious name is
+harmless. A damaged or truncated shard yields its complete samples.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 BLOCK = 512
 MISSING = -1
-"""The size of a member that the sample does not have."""
+"""Size of a member that the sample does not have."""
 KEY_BYTES = 96
-"""Keys are for messages; longer ones are cut."""
+"""Largest number of bytes of a key. Keys are only for messages; longer ones are truncated."""
 ENTRY = np.dtype(
     [
         ("image_offset", "<i8"),
@@ -38,9 +38,9 @@ class ShardContents:
     """The samples of one shard."""
 
     entries: np.ndarray
-    """(n,) ENTRY, in the order of the shard."""
+    """Offsets and sizes of n samples, (n,) ENTRY, in the order of the shard."""
     damage: str
-    """Why the walk ended early; empty for a whole shard."""
+    """Reason why the walk ended early; empty for an undamaged shard."""
 
 
 class _Damaged(Exception):
@@ -48,7 +48,10 @@ class _Damaged(Exception):
 
 
 def walk_shard(path: Path | str, image_extensions: Sequence[str], caption_extensions: Sequence[str]) -> ShardContents:
-    """Index one shard; extensions are lower-case and without a dot, the first that a sample has is taken."""
+    """Index one shard.
+
+    Extensions are lower-case and without a dot. The first one that a sample has is used.
+    """
     samples: dict[bytes, dict[str, tuple[int, int]]] = {}
     wanted = {*image_extensions, *caption_extensions}
     damage = ""
@@ -65,7 +68,10 @@ def walk_shard(path: Path | str, image_extensions: Sequence[str], caption_extens
 
 
 def _split_name(name: bytes) -> tuple[bytes, str]:
-    """Key and extension: `dir/17.seg.png` is dir/17 and seg.png; macOS's hidden `._17.png` is no image."""
+    """Return key and extension: `dir/17.seg.png` gives dir/17 and seg.png.
+
+    The first dot counts, so that macOS's hidden file `._17.png` has the extension `_17.png` and is not an image.
+    """
     directory, slash, base = name.rpartition(b"/")
     stem, _, extension = base.partition(b".")
     return directory + slash + stem, extension.decode("utf-8", "replace").lower()
@@ -81,10 +87,10 @@ def _entry(
 
 
 def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
-    """Name, offset and size of every regular file that is wholly there.
+    """Yield name, offset and size of every complete regular file.
 
-    The standard library's tarfile takes three times as long and stops at the first bad header with an exception.
-    Understood: ustar, GNU long names and sizes, and pax headers, which is what every common writer makes.
+    The standard library's tarfile takes three times as long and raises an exception at the first bad header. Supported
+    are ustar, GNU long names and sizes, and pax headers, which cover every common writer.
     """
     end = os.fstat(file.fileno()).st_size
     place, extended = 0, dict[bytes, bytes]()
@@ -97,7 +103,7 @@ def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
         place += BLOCK
         if kind in (b"x", b"L"):
             if size > _MAX_EXTENSION_HEADER:
-                raise _Damaged(f"a name of {size} bytes at byte {place}")
+                raise _Damaged(f"an extended header of {size} bytes at byte {place}")
             content = _read(file, place, size)
             extended |= _pax(content) if kind == b"x" else {b"path": content.rstrip(b"\0")}
         elif kind not in (b"g", b"K"):
@@ -118,7 +124,7 @@ def _read(file: BinaryIO, place: int, size: int) -> bytes:
 
 
 def _check(header: bytes, place: int) -> None:
-    """Compare the checksum, for which its own field counts as eight spaces."""
+    """Verify the checksum of a header. The checksum field itself counts as eight spaces."""
     try:
         expected = int(header[148:156].strip(b" \0"), 8)
     except ValueError:
@@ -128,13 +134,13 @@ def _check(header: bytes, place: int) -> None:
 
 
 def _number(field: bytes) -> int:
-    """A size field: octal digits, or GNU's base 256 when the first bit is set."""
+    """Parse a size field: octal digits, or GNU's base 256 if the first bit is set."""
     if field[0] & 0x80:
         return int.from_bytes(field[1:], "big")
     try:
         return int(field.strip(b" \0") or b"0", 8)
     except ValueError:
-        raise _Damaged(f"a size that is no number: {field!r}") from None
+        raise _Damaged(f"a size that is not a number: {field!r}") from None
 
 
 def _ustar_name(header: bytes) -> bytes:
@@ -144,7 +150,7 @@ def _ustar_name(header: bytes) -> bytes:
 
 
 def _pax(content: bytes) -> dict[bytes, bytes]:
-    """The records "LENGTH KEY=VALUE\\n" of a pax header that change a member's name or size."""
+    """Return the records "LENGTH KEY=VALUE\\n" of a pax header that change a member's name or size."""
     records = {}
     while content:
         digits, space, _ = content.partition(b" ")

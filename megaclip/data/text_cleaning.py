@@ -1,4 +1,4 @@
-"""The cleaning of captions before they are tokenised: open_clip's, so that exported models see the same tokens."""
+"""Clean captions before they are tokenised, as open_clip does, so that exported models see equal tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import ftfy
 
 
 def clean_caption(text: str, *, lower: bool = False) -> str:
-    """Repair mis-decoded text, resolve HTML entities twice, and make every run of white space one space.
+    """Repair mis-decoded text, unescape HTML entities twice, and replace every run of white space by one space.
 
-    open_clip's cleaning "whitespace", or with `lower` its "lower".
+    This is open_clip's cleaning "whitespace" or, with `lower`, its cleaning "lower".
     """
-    # Repairing costs more than tokenising, and leaves printable ASCII without entities as it is.
+    # ftfy takes longer than the tokenizer, and it does not change printable ASCII without HTML entities.
     if not (text.isascii() and text.isprintable() and "&" not in text):
         text = html.unescape(html.unescape(ftfy.fix_text(text)))
     text = " ".join(text.split())

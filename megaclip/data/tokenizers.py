@@ -1,6 +1,6 @@
-"""Captions to token ids: CLIP's byte-pair vocabulary, or a sentencepiece model trained on the user's captions.
+"""Turn captions into token ids, with CLIP's byte-pair vocabulary or a sentencepiece model trained on the captions.
 
-Both give what open_clip gives for the same captions, and say how open_clip finds them again (`write_open_clip`).
+The ids of both equal those of open_clip for the same captions. `write_open_clip` exports a tokenizer for open_clip.
 """
 
 from __future__ import annotations
@@ -24,30 +24,33 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megaclip.data.text_cleaning import clean_caption
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, first_line
 
 CLIP_VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 CLIP_MERGES = 49_152 - 256 - 2
 CLIP_START, CLIP_END = "<start_of_text>", "<end_of_text>"
 MAX_PIECE_LENGTH = 16
-# openai/CLIP simple_tokenizer.py, without the special tokens, which are split off before.
+# From simple_tokenizer.py of openai/CLIP, without the special tokens, which the tokenizer splits off before.
 CLIP_WORDS = r"(?i)'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
 class Tokenizer(abc.ABC):
-    """list of captions -> (n, context_length) int64, cut to fit; the last token kept is always the end of text."""
+    """Turns n captions into token ids (n, context_length) int64.
+
+    Longer captions are truncated. The last token before the padding is always the end of text.
+    """
 
     vocab_size: int
     eos_id: int
     pad_id: int
     context_length: int
     files: tuple[Path, ...] = ()
-    """What an exported model keeps beside its card, to be loaded from here again."""
+    """Files that a checkpoint or an export stores beside its model card, to load the tokenizer again."""
     identity: str
-    """The same for tokenizers that give the same ids, wherever they were loaded from."""
+    """Name of the vocabulary. Tokenizers that return equal ids have equal names, also if their files differ in path."""
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
-        """Tokenise; (n, L) int64, filled up with `pad_id`."""
+        """Return the token ids (n, L) int64, padded with `pad_id`."""
         tokens = torch.full((len(captions), self.context_length), self.pad_id, dtype=torch.int64)
         for row, caption in enumerate(captions):
             ids = [*self._encode(caption)[: self.context_length - 1], self.eos_id]
@@ -56,22 +59,22 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def _encode(self, caption: str) -> list[int]:
-        """The ids of a caption, with the start of text where there is one and without the end."""
+        """Return the ids of a caption, with the start of text if the vocabulary has one, without the end of text."""
 
     @abc.abstractmethod
     def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
-        """Write what open_clip's `local-dir:` needs; the keys and values that `text_cfg` must have."""
+        """Write the files that open_clip's `local-dir:` requires. Returns the keys and values for `text_cfg`."""
 
 
 def load_tokenizer(spec: str, context_length: int) -> Tokenizer:
-    """`spec` is "clip" or the path of a sentencepiece .model file."""
+    """Load a tokenizer. spec: "clip" or the path of a sentencepiece .model file. Raises ConfigError."""
     if context_length < 2:
-        raise ConfigError(f"the context length is at least 2, got {context_length}")
+        raise ConfigError(f"the context length is {context_length}; use at least 2")
     return ClipTokenizer(context_length) if spec == "clip" else SentencePieceTokenizer(spec, context_length)
 
 
 class ClipTokenizer(Tokenizer):
-    """CLIP's 49,408 byte-pair tokens; lower-cases. Ids equal open_clip's SimpleTokenizer."""
+    """CLIP's 49,408 byte-pair tokens, for lower-cased text. The ids equal those of open_clip's SimpleTokenizer."""
 
     def __init__(self, context_length: int) -> None:
         self._model = _clip_model()
@@ -86,7 +89,7 @@ class ClipTokenizer(Tokenizer):
         return [self._start_id, *self._model.encode(clean_caption(caption, lower=True)).ids]
 
     def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
-        """Nothing to write: this is open_clip's default."""
+        """Return the keys and values for `text_cfg`. No file is written: this tokenizer is open_clip's default."""
         return {"hf_tokenizer_name": None, "vocab_size": self.vocab_size, "context_length": self.context_length}
 
 
@@ -110,22 +113,27 @@ def _clip_model() -> tokenizers.Tokenizer:
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter that stands for each byte, in the vocabulary's order: printable bytes first."""
+    """Return the printable letter for each byte, in the vocabulary's order: printable bytes come first."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = len(set(range(256)) - set(printable))
     return [chr(byte) for byte in printable] + [chr(256 + number) for number in range(others)]
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model (unigram or bpe) with padding and end-of-text pieces; see tools/train_tokenizer.py."""
+    """A sentencepiece model (unigram or bpe) with padding and end-of-text pieces, as tools/train_tokenizer.py makes."""
 
     def __init__(self, path: Path | str, context_length: int) -> None:
         if not Path(path).is_file():
-            raise ConfigError(f"tokenizer {str(path)!r}: expected 'clip' or the path of a sentencepiece .model file")
+            raise ConfigError(
+                f"tokenizer {str(path)!r} is not a file; use 'clip' or the path of a sentencepiece .model file"
+            )
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
-            raise ConfigError(f"tokenizer {path} is not a sentencepiece model: {error}") from error
+            raise ConfigError(
+                f"tokenizer {str(path)!r} is not a sentencepiece model ({first_line(error)}); make one with "
+                "tools/train_tokenizer.py"
+            ) from error
         self.files = (Path(path),)
         digest = hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
         self.identity = f"sentencepiece {digest[:16]}"
@@ -134,13 +142,18 @@ class SentencePieceTokenizer(Tokenizer):
         self.eos_id = self._model.eos_id()
         self.pad_id = self._model.pad_id()
         if self.eos_id < 0 or self.pad_id < 0:
-            raise ConfigError(f"tokenizer {path} has no end-of-text or no padding piece; see tools/train_tokenizer.py")
+            raise ConfigError(
+                f"tokenizer {str(path)!r} has no end-of-text or padding piece; make one with tools/train_tokenizer.py"
+            )
 
     def _encode(self, caption: str) -> list[int]:
         return self._model.encode(clean_caption(caption))
 
     def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
-        """Write tokenizer.json and tokenizer_config.json, from which transformers and open_clip give equal ids."""
+        """Write tokenizer.json and tokenizer_config.json, with which transformers and open_clip return equal ids.
+
+        Returns the keys and values for `text_cfg`.
+        """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self.as_hugging_face().save(str(directory / "tokenizer.json"))
@@ -154,7 +167,7 @@ class SentencePieceTokenizer(Tokenizer):
         }
         (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
         return {
-            "hf_tokenizer_name": "sentencepiece",  # any name: `local-dir:` then reads the files beside the card
+            "hf_tokenizer_name": "sentencepiece",  # any name makes `local-dir:` read the files beside the card
             "vocab_size": self.vocab_size,
             "context_length": self.context_length,
             "pool_type": "eos",
@@ -163,7 +176,7 @@ class SentencePieceTokenizer(Tokenizer):
         }
 
     def as_hugging_face(self) -> tokenizers.Tokenizer:
-        """The same model in HF tokenizers' form, which adds the end of text itself."""
+        """Return this model as a tokenizer of HF `tokenizers`, which adds the end of text itself."""
         proto = sentencepiece_model_pb2.ModelProto.FromString(  # type: ignore[attr-defined]
             self._model.serialized_model_proto()
         )
@@ -182,7 +195,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _hugging_face_model(proto: Any, unknown_id: int) -> models.Model:
-    """The vocabulary and its scores, for the two kinds of sentencepiece model that can be exported."""
+    """Return the vocabulary as a model of HF `tokenizers`. Raises ConfigError for other models than unigram and bpe."""
     spec = proto.trainer_spec
     if spec.model_type == spec.UNIGRAM:
         pieces = [(piece.piece, piece.score) for piece in proto.pieces]
@@ -191,11 +204,11 @@ def _hugging_face_model(proto: Any, unknown_id: int) -> models.Model:
         ids = {piece.piece: number for number, piece in enumerate(proto.pieces)}
         unknown = proto.pieces[unknown_id].piece
         return models.BPE(ids, _merges(ids), unk_token=unknown, fuse_unk=True, byte_fallback=spec.byte_fallback)
-    raise ConfigError("only unigram and bpe sentencepiece models can be exported; train one of these")
+    raise ConfigError("the sentencepiece model is neither unigram nor bpe and cannot be exported; train one of these")
 
 
 def _merges(ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to join two pieces into a third, in the order sentencepiece learnt the third."""
+    """Return all pairs of pieces that join to a third piece, in the order in which sentencepiece learnt the third."""
     return [
         (piece[:cut], piece[cut:])
         for piece in sorted(ids, key=ids.__getitem__)
@@ -205,7 +218,7 @@ def _merges(ids: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _normalizer(spec: Any) -> normalizers.Normalizer:
-    """sentencepiece's normalisation: its compiled character map, and white space made single."""
+    """Return sentencepiece's normalisation: its compiled character map, then one space per run of white space."""
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
@@ -215,11 +228,12 @@ def _normalizer(spec: Any) -> normalizers.Normalizer:
 
 
 def _with_whole_words(captions: Iterable[str], vocab_size: int) -> Iterator[str]:
-    """The captions, and after them every frequent word on a line of its own, twice.
+    """Yield the captions, then every frequent word twice on a line of its own.
 
-    A unigram model's candidates are the branches of a suffix tree: strings that different characters follow. A word
-    that never ends a caption is always followed by a space, so in regular captions, as ours of digits are, "left" would
-    be spelt "l e f t". "left left" lets it be followed by a space and by the end; one line tips no scale.
+    The candidates of a unigram model are the branches of a suffix tree: strings that are followed by different
+    characters. A word that never ends a caption is always followed by a space. In captions that all follow one pattern,
+    such as those of the demo, "left" would be split into "l e f t". In the line "left left" the word is followed by a
+    space and by the end of the line. One more line per word hardly changes the frequencies.
     """
     words: Counter[str] = Counter()
     for caption in captions:
@@ -233,15 +247,18 @@ def _with_whole_words(captions: Iterable[str], vocab_size: int) -> Iterator[str]
 def train_sentencepiece(
     captions: Iterable[str], path: Path | str, *, vocab_size: int, model_type: str = "unigram"
 ) -> SentencePieceTokenizer:
-    """Train a "unigram" or "bpe" model on an iterable of captions and write it to `path`, ending in .model.
+    """Train a sentencepiece model on captions and write it to `path`, which ends in .model.
 
-    Ids 0, 1, 2 are padding, unknown and end of text. The vocabulary is smaller than `vocab_size` when the captions have
-    too few pieces. The captions get the same cleaning as at run time.
+    model_type: "unigram" or "bpe".
+    vocab_size: largest number of pieces. Few captions give fewer.
+
+    The ids 0, 1 and 2 are padding, unknown and end of text. The captions are cleaned as in training. Raises ConfigError
+    without captions.
     """
     cleaned = filter(None, map(clean_caption, captions))
     first = list(itertools.islice(cleaned, 1))
     if not first:
-        raise ConfigError("cannot train a tokenizer: there are no captions")
+        raise ConfigError("the data has no captions; a tokenizer cannot be trained without captions")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=_with_whole_words(itertools.chain(first, cleaned), vocab_size),
         model_prefix=str(Path(path).with_suffix("")),

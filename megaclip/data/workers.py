@@ -1,11 +1,11 @@
-"""Worker processes: torch's DataLoader, told what to do by small work items and made to fail in one clear error.
+"""Run a function in worker processes with torch's DataLoader, and report every failure of a worker as one DataError.
 
-Workers are forked on Linux, so they start in milliseconds, import nothing and share the dataset's memory. A worker that
-dies is a DataError for whoever waits for data, and never an interruption of anything else: torch's SIGCHLD handler
-would raise in the middle of a training step, while the other ranks wait in a collective.
+On Linux the workers are forked: they start in milliseconds, import nothing and share the dataset's memory. If a worker
+dies, only the thread that waits for data gets a DataError. torch's own SIGCHLD handler would raise in the middle of a
+training step, while the other ranks wait in a collective.
 
-Results travel in shared memory (/dev/shm on Linux). A worker puts them there itself, before torch's queue would: what
-the queue's thread cannot place it drops, and whoever waits would wait until the time is out.
+Results travel in shared memory (/dev/shm on Linux). A worker moves them there before it hands them to torch's queue.
+The queue would drop a result that does not fit, and the main process would wait until the timeout.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from megaclip.errors import DataError, first_line
 
 WORKER_TIMEOUT_S = 600.0
-"""A worker that gives nothing for so long is taken for dead."""
+"""Seconds without a result after which a worker counts as dead."""
 SHARED_MEMORY_ADVICE = (
-    "give /dev/shm more (docker run --shm-size=16g), or take a smaller train_micro_batch_size_per_gpu, fewer --workers "
+    "enlarge /dev/shm (docker run --shm-size=16g), or set a smaller train_micro_batch_size_per_gpu, fewer --workers "
     "or --workers 0"
 )
 
-_watching = False
-_main_waits = False
-"""Whether the main thread is waiting for data: then, and only then, the signal may interrupt it."""
+_handler_installed = False
+_main_thread_waits = False
+"""True while the main thread waits for data. The SIGCHLD handler may only raise then."""
 _deaths: list[DataError] = []
-"""Of this process's workers, as the signal told of them."""
+"""Deaths of this process's workers that the SIGCHLD handler has recorded."""
 
 
-class _Work(Dataset):
-    """A function of a work item in the shape that torch's workers want."""
+class _FunctionDataset(Dataset):
+    """A function as the map-style dataset that torch's DataLoader requires."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
@@ -49,11 +49,11 @@ class _Work(Dataset):
         try:
             return result.share_memory_()
         except RuntimeError as error:
-            return _NotShared(first_line(error))
+            return _SharedMemoryFull(first_line(error))
 
 
-class _NotShared(NamedTuple):
-    """What a worker hands back instead of a result that found no shared memory."""
+class _SharedMemoryFull(NamedTuple):
+    """Sent by a worker instead of a result that does not fit into shared memory."""
 
     reason: str
 
@@ -65,34 +65,35 @@ def map_in_workers(
     num_workers: int,
     pin_memory: bool = False,
 ) -> WorkerResults:
-    """`function(item)` for each item, in order, computed ahead of time by `num_workers` processes (0: in this one).
+    """Return an iterator over `function(item)` for each item, in order.
 
-    Results with a method `share_memory_` (tensors, `Loaded`) are moved to shared memory by it.
-    To be called in the main thread; the results may be taken in any one thread.
+    `num_workers` processes compute the results ahead of time; 0 computes them in this process. Results with a method
+    `share_memory_` (tensors, `Loaded`) are moved to shared memory with it. Call this function in the main thread; any
+    one thread may then take the results.
     """
     parallel: dict[str, Any] = {}
     if num_workers > 0:
         context = "fork" if sys.platform == "linux" else None
         parallel = {"timeout": WORKER_TIMEOUT_S, "multiprocessing_context": context}
     loader: DataLoader = DataLoader(
-        _Work(function),
+        _FunctionDataset(function),
         batch_size=None,
         sampler=items,
         num_workers=num_workers,
-        collate_fn=_as_it_is,
-        worker_init_fn=_begin_worker,
+        collate_fn=_identity,
+        worker_init_fn=_start_worker,
         pin_memory=pin_memory,
-        generator=torch.Generator(),  # or torch would draw from the global generator, and change the training run
+        generator=torch.Generator(),  # without it torch draws from the global generator, which changes the training run
         **parallel,
     )
     batches = iter(loader)
     if num_workers > 0:
-        _watch_workers()
+        _install_handler()
     return WorkerResults(batches)
 
 
 class WorkerResults:
-    """An iterator over what the workers computed."""
+    """Iterator over the results of the workers."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -102,72 +103,75 @@ class WorkerResults:
         return self
 
     def __next__(self) -> Any:
-        """The next result; raises DataError when a worker died, hangs or found no shared memory, and what the function
-        raised."""
-        global _main_waits
+        """Return the next result.
+
+        Raises DataError if a worker died, hangs or found shared memory full. An exception that the function
+        raised is raised again.
+        """
+        global _main_thread_waits
         self.check()
         in_main_thread = threading.current_thread() is threading.main_thread()
         try:
             if in_main_thread:
-                _main_waits = True
+                _main_thread_waits = True
             result = next(self._batches)
         except RuntimeError as error:
-            if not str(error).startswith("DataLoader"):  # torch's own words for a death; "Caught ..." is an exception
+            if not str(error).startswith("DataLoader"):  # torch's prefix for a dead worker; others are exceptions
                 raise
-            raise _died(error) from error
+            raise _worker_died(error) from error
         finally:
             if in_main_thread:
-                _main_waits = False
-        if isinstance(result, _NotShared):
-            raise DataError(
-                f"no room in shared memory for what a data worker read ({result.reason}); {SHARED_MEMORY_ADVICE}"
-            )
+                _main_thread_waits = False
+        if isinstance(result, _SharedMemoryFull):
+            raise DataError(f"shared memory is full: a batch does not fit ({result.reason}); {SHARED_MEMORY_ADVICE}")
         return result
 
     def check(self) -> None:
-        """Raise DataError if a worker has died meanwhile: for a main thread that waits while another takes results."""
+        """Raise DataError if a worker has died. A main thread calls this while another thread takes the results."""
         if len(_deaths) > self._deaths_before:
             raise _deaths[-1]
 
     def close(self) -> None:
-        """End the worker processes; iterating afterwards stops at once."""
+        """End the worker processes. Iterating afterwards stops at once."""
         self._batches = iter(())
 
 
-def _died(error: RuntimeError) -> DataError:
-    return DataError(f"a data worker died or hangs ({first_line(error)}); out of memory? try fewer --workers")
+def _worker_died(error: RuntimeError) -> DataError:
+    return DataError(f"a data worker died or hangs ({first_line(error)}); if memory ran out, set fewer --workers")
 
 
-def _watch_workers() -> None:
-    """torch's SIGCHLD handler raises a RuntimeError in whatever the main thread is doing; let it raise, a DataError,
-    only where that thread waits for data."""
-    global _watching
-    if _watching or threading.current_thread() is not threading.main_thread():
+def _install_handler() -> None:
+    """Wrap torch's SIGCHLD handler, which raises a RuntimeError at any point of the main thread.
+
+    The wrapper records the error. It raises a DataError only while the main thread waits for data.
+    """
+    global _handler_installed
+    if _handler_installed or threading.current_thread() is not threading.main_thread():
         return
-    _watching = True
-    of_torch = signal.getsignal(signal.SIGCHLD)
+    _handler_installed = True
+    torch_handler = signal.getsignal(signal.SIGCHLD)
 
     def handler(number: int, frame: Any) -> None:
         try:
-            if callable(of_torch):
-                of_torch(number, frame)
+            if callable(torch_handler):
+                torch_handler(number, frame)
         except RuntimeError as error:
-            _deaths.append(_died(error))
-            if _main_waits:
+            _deaths.append(_worker_died(error))
+            if _main_thread_waits:
                 raise _deaths[-1] from error
 
     signal.signal(signal.SIGCHLD, handler)
 
 
-def _begin_worker(_: int) -> None:
-    # Ctrl-C reaches every process of the terminal, SIGUSR1 every one with the rank's command line: the main process
-    # ends the workers itself, by SIGTERM.
+def _start_worker(_: int) -> None:
+    # Ctrl-C reaches every process of the terminal, and SIGUSR1 every process with the rank's command line. The main
+    # process ends the workers itself, with SIGTERM.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # What is wrong with an image is counted; Pillow's remarks on metadata and size are noise.
+    # Bad images are counted. Pillow's warnings on metadata and size add nothing.
     warnings.filterwarnings("ignore", module="PIL")
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item

@@ -47,9 +47,7 @@ class Inputs:
     model_config: ModelConfig
     """Model description, with the text tower fitted to the tokenizer."""
     tokenizer: Tokenizer
-    """Tokenizer of the captions."""
     train: PairDataset
-    """Training data."""
     validation: PairDataset | None
     """Data for retrieval, or None without --val-data."""
     labelled: LabelledDataset | None

@@ -22,7 +22,6 @@ class SavedModel:
     transform: ImageTransform
     """Image preprocessing of the model card."""
     tokenizer: Tokenizer
-    """Tokenizer of the captions."""
 
 
 def load_saved_model(source: Path, *, tag: str | None = None, tokenizer: str | None = None) -> SavedModel:

@@ -1,7 +1,8 @@
-"""What a model can do: zero-shot classification and image-text retrieval, exact, on all ranks, and pictures of both.
+"""Evaluation on all ranks: exact zero-shot classification and image-text retrieval, and pictures of retrieval.
 
-`evaluate_datasets` is the whole room in one call; its parts can be used alone. Metric names: `zero_shot_top1`,
-`zero_shot_top5`, `retrieval_r1_i2t`, `_r5_`, `_r10_` and likewise `_t2i`. Ties count against the model (`ranking`).
+`evaluate_datasets` runs the whole evaluation; its parts can be used separately. Metric names: `zero_shot_top1`,
+`zero_shot_top5`, `retrieval_r1_i2t`, `retrieval_r5_i2t`, `retrieval_r10_i2t`, and the same with `_t2i`. Ties count
+against the model (`ranking`).
 """
 
 from megaclip.evaluation.captions import CaptionGroups, group_captions

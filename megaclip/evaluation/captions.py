@@ -1,9 +1,8 @@
-"""Several captions per image: which captions of a set of image-caption pairs belong to one image.
+"""Group the captions of image-caption pairs by image, for datasets with several captions per image.
 
-Two layouts are in use for COCO and Flickr, and both are understood: one pair per caption, with the image repeated
-(equal bytes are one image), and one pair per image, its captions on lines of their own (CLIP_benchmark's tar
-shards). Every rank reads its share of the pairs once and keeps those captions; only a 64-bit digest per pair
-crosses between ranks.
+Two layouts of COCO and Flickr are supported: one pair per caption, with the image repeated (equal bytes are one image);
+and one pair per image, with one caption per line (CLIP_benchmark's tar shards). Every rank reads its share of the pairs
+once and keeps their captions. Ranks exchange only a 64-bit digest per pair.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from megaclip.evaluation.encoder import Encode
 
 
 class PairSource(Protocol):
-    """What is needed of `data.PairDataset`: pairs by id, from 0 to len - 1."""
+    """Interface of `data.PairDataset` that evaluation uses: pairs with ids from 0 to len - 1."""
 
     def __len__(self) -> int: ...
 
@@ -30,25 +29,27 @@ class PairSource(Protocol):
 
 @dataclass(frozen=True)
 class CaptionGroups:
-    """Which image each caption belongs to, an image being known by the smallest id of its pairs.
-
-    image_of_pair: (N,) int64, over all pairs, the same on every rank. texts: this rank's captions, and for each the
-    image_ids (m,) int64 it belongs to; leading_ids (m,) int64 holds that id for one caption per image and -1 for
-    the others.
-    """
+    """Image of every caption. The id of an image is the smallest id of its pairs."""
 
     image_of_pair: torch.Tensor
+    """Image id of every pair of the dataset, (N,) int64, equal on every rank."""
     texts: list[str]
+    """This rank's m captions."""
     image_ids: torch.Tensor
+    """Image id of each caption in `texts`, (m,) int64."""
     leading_ids: torch.Tensor
+    """`image_ids` for the first caption of each image, -1 for its other captions, (m,) int64."""
 
     def image_ids_of(self, pair_ids: torch.Tensor) -> torch.Tensor:
-        """The pair ids (b,) where the pair stands for its image, -1 at copies of an earlier image and at padding."""
+        """Return `pair_ids` (b,) with -1 for padding and for copies of an image that an earlier pair has."""
         leading = self.image_of_pair.to(pair_ids.device)[pair_ids.clamp(min=0)] == pair_ids
         return pair_ids.masked_fill(~leading, PADDING_ID)
 
     def of_images(self, present: torch.Tensor) -> "CaptionGroups":
-        """Without the captions of images that are not `present` (n,) bool by id: those that could not be decoded."""
+        """Return a copy without the captions of images that could not be decoded.
+
+        present: (n,) bool, True at the ids of decoded images.
+        """
         kept = [image < len(present) and bool(present[image]) for image in self.image_ids.tolist()]
         return CaptionGroups(
             self.image_of_pair,
@@ -65,12 +66,12 @@ def group_captions(dataset: PairSource, *, group: Any = None) -> CaptionGroups:
     for pair in range(group_rank(group), len(dataset), group_size(group)):
         try:
             sample = dataset.read(pair)
-        except BadSample:  # the loader counts it and leaves it out; it is an image of its own without captions
+        except BadSample:  # counted here as a separate image without captions; the loader reports it
             digests.append(_digest(b"unreadable", pair))
             continue
         digests.append(_digest(sample.image))
         captions[pair] = [line.strip() for line in sample.caption.splitlines() if line.strip()] or [""]
-    image_of_pair = _first_of_its_kind(_interleaved(digests, len(dataset), group))
+    image_of_pair = _first_equal(_interleave(digests, len(dataset), group))
     texts, image_ids, leading_ids = [], [], []
     for pair, lines in captions.items():
         image = int(image_of_pair[pair])
@@ -91,7 +92,10 @@ def encode_captions(
     batch_size: int = 256,
     group: Any = None,
 ) -> torch.Tensor:
-    """Text features (m, D) of this rank's texts. Ranks may have different numbers; all call `encode` equally often."""
+    """Return text features (m, D) of this rank's m texts.
+
+    Ranks may have different numbers of texts; every rank calls `encode` the same number of times.
+    """
     longest = max(count for (count,) in gather_integers([len(texts)], group=group))
     features = []
     for start in range(0, longest, batch_size):
@@ -105,21 +109,21 @@ def encode_captions(
 
 
 def _digest(content: bytes, number: int = 0) -> int:
-    """A 64-bit digest."""
+    """Return a signed 64-bit digest of `content` and `number`."""
     digest = hashlib.blake2b(content, digest_size=8, salt=number.to_bytes(8, "little")).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _interleaved(values: list[int], count: int, group: Any) -> torch.Tensor:
-    """(count,) int64 on every rank, from each rank's every W-th element."""
+def _interleave(values: list[int], count: int, group: Any) -> torch.Tensor:
+    """Return the values of all ranks, (count,) int64, on every rank; rank r has the elements r, r + W, r + 2W, ..."""
     per_rank = -(-count // group_size(group))
     everyone = gather_integers(values + [0] * (per_rank - len(values)), group=group)
     return torch.tensor(everyone).T.reshape(-1)[:count]
 
 
-def _first_of_its_kind(values: torch.Tensor) -> torch.Tensor:
-    """For each of the values (n,), the smallest index that holds the same value."""
-    _, kinds = values.unique(return_inverse=True)
+def _first_equal(values: torch.Tensor) -> torch.Tensor:
+    """Return, for each of the values (n,), the smallest index of an equal value."""
+    _, distinct = values.unique(return_inverse=True)
     indices = torch.arange(len(values), device=values.device)
-    first = torch.full_like(indices, len(values)).scatter_reduce_(0, kinds, indices, reduce="amin")
-    return first[kinds]
+    first = torch.full_like(indices, len(values)).scatter_reduce_(0, distinct, indices, reduce="amin")
+    return first[distinct]

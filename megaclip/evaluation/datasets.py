@@ -1,6 +1,6 @@
-"""Evaluation on opened datasets: `suite.evaluate` behind a loader of this rank's share of each.
+"""Evaluate opened datasets: a loader reads this rank's share of each, and `suite.evaluate` computes the metrics.
 
-A run and tools/evaluate.py both evaluate so.
+Training runs and tools/evaluate.py both use it.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from megaclip.evaluation.encoder import Encode
 from megaclip.evaluation.suite import Evaluation, ZeroShotTask, evaluate
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
-"""(batches, what they are for) -> the same batches."""
+"""Function of (batches, name of the evaluation) that returns the same batches and shows the progress over them."""
 
 
 def evaluate_datasets(
@@ -31,11 +31,21 @@ def evaluate_datasets(
     text_batch_size: int = 256,
     progress: Progress = lambda batches, _: batches,
 ) -> tuple[Evaluation, dict[str, int]]:
-    """The evaluation, and how many bad samples all ranks left out of it, by kind. Every rank must call it.
+    """Return the evaluation, and the number of bad samples that all ranks left out of it, by kind.
 
-    pairs: for retrieval; labelled: for zero-shot classification; either may be None, not both. captions,
-    text_batch_size: as in `evaluate`. batch_size: images of a rank at a time. progress: shows the batches going by.
-    Raises DataError, on every rank.
+    Every rank must call it.
+
+    Args:
+        pairs: dataset for retrieval, or None.
+        labelled: dataset for zero-shot classification, or None. At least one dataset is required.
+        captions: groups of the captions of `pairs`, or None if every image has one caption.
+        batch_size: number of images that a rank encodes at once.
+        num_workers: number of data worker processes per rank.
+        text_batch_size: number of prompts, or of captions in `captions`, that a rank encodes at once.
+        progress: shows the progress over the batches.
+
+    Raises:
+        DataError: on every rank, if the data cannot be evaluated.
     """
     loaders: list[EvaluationLoader] = []
 

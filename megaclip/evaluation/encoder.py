@@ -1,7 +1,7 @@
-"""How evaluation asks a model for features: a callable that every rank calls the same number of times.
+"""Encode images and captions for evaluation: every rank calls the model the same number of times.
 
-Under ZeRO-3 a forward pass is a collective operation (parameters are gathered), so no rank may skip or add one.
-Everything in this room keeps that promise: it pads the work instead of the calls.
+Under ZeRO-3 a forward pass is a collective operation, because it gathers parameters. So no rank may skip a call or add
+one. All of this package follows that rule: a rank with less data than the others encodes padding.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,13 +11,16 @@ import torch
 from torch import nn
 from torch.nn.functional import normalize
 
-from megaclip.comm.collectives import raise_together
+from megaclip.comm.collectives import raise_on_all_ranks
 
 T = TypeVar("T")
 
 
 class Encode(Protocol):
-    """Images (b, 3, H, W) uint8 and/or tokens (b, L) int64, on any device -> unit features (b, D), or None, each."""
+    """Function that encodes images (b, 3, H, W) uint8, tokens (b, L) int64, or both, on any device.
+
+    It returns unit-length image features (b, D) and text features (b, D), None for an input that was not given.
+    """
 
     def __call__(
         self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
@@ -25,12 +28,15 @@ class Encode(Protocol):
 
 
 class ModelEncoder:
-    """An `Encode` over a `ClipModel` or the DeepSpeed engine around one; moves inputs to the device, features come
-    in float32.
+    """`Encode` with a `ClipModel`, or with the DeepSpeed engine of one; features are float32.
 
-    normalise: pixels (b, 3, H, W) uint8 and a dtype -> the image tower's input, as `data.ImageTransform.normalise`.
-    image_dtype: what the image tower takes (the engine's precision). The model is called without gradients; its
-    training or evaluation mode is the caller's affair.
+    The model is called without gradients. The caller sets its training or evaluation mode.
+
+    Args:
+        normalise: converts pixels (b, 3, H, W) uint8 to the image tower's input in a given dtype, such as
+            `data.ImageTransform.normalise`.
+        device: device of the model; inputs are moved there.
+        image_dtype: dtype of the image tower's input (the engine's precision).
     """
 
     def __init__(
@@ -56,20 +62,16 @@ class ModelEncoder:
 
 
 def in_step(batches: Iterable[T], *, group: Any = None) -> Iterator[T]:
-    """The same batches; if a rank's loader fails, all ranks raise its error instead of waiting for that rank."""
+    """Yield `batches`. If any rank's loader fails, all ranks raise its error instead of waiting for that rank."""
     iterator = iter(batches)
     while True:
-        batch, error = None, None
-        try:
+        with raise_on_all_ranks(group=group):
             batch = next(iterator, None)
-        except Exception as problem:  # every rank must learn of it; raise_together raises it again
-            error = problem
-        raise_together(error, group=group)
         if batch is None:
             return
         yield batch
 
 
 def _unit(features: torch.Tensor | None) -> torch.Tensor | None:
-    """Unit length again in float32: a bfloat16 forward pass leaves lengths a little off, which would move ranks."""
+    """Normalise in float32. The lengths after a bfloat16 forward pass are inexact, which would change ranks."""
     return None if features is None else normalize(features.float(), dim=-1)

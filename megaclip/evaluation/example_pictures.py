@@ -1,4 +1,4 @@
-"""From collected examples to the two pictures: reads words and images by id from the dataset, where they are drawn."""
+"""Draw the two evaluation pictures of collected examples; captions and images are read from the dataset by id."""
 
 from collections.abc import Sequence
 
@@ -17,10 +17,10 @@ _LARGEST_SIDE = 256
 
 
 def example_pictures(examples: RetrievalExamples, dataset: PairSource) -> dict[str, np.ndarray]:
-    """{"similarity": heat map, "retrieval": grid}, each RGB uint8 (3, H, W), for `SummaryWriter.add_image`.
+    """Return {"similarity": heat map, "retrieval": grid}, each RGB uint8 (3, H, W), for `SummaryWriter.add_image`.
 
-    Reads about `len(examples.ids) + 5 * len(examples.queries)` samples of `dataset`, the one that was evaluated.
-    One rank alone may call it. A sample that cannot be read leaves an empty square.
+    `dataset` is the one that was evaluated; about `len(examples.ids) + 5 * len(examples.queries)` of its samples are
+    read. One rank alone may call it. A sample that cannot be read gives an empty square.
     """
     captions, images = zip(*(_read(dataset, int(pair)) for pair in examples.ids), strict=True)
     heat_map = similarity_heatmap(examples.similarities, captions, images)
@@ -46,7 +46,7 @@ def _rows(examples: RetrievalExamples, captions: Sequence[str], dataset: PairSou
 
 
 def _read(dataset: PairSource, pair: int) -> tuple[str, Image.Image | None]:
-    """The first line of the caption, and the image, large enough for a thumbnail; None where there is none."""
+    """Return the first line of the caption, and the image as a thumbnail, or None if it cannot be read."""
     if pair == PADDING_ID:
         return "", None
     try:
@@ -60,5 +60,5 @@ def _read(dataset: PairSource, pair: int) -> tuple[str, Image.Image | None]:
         image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
         return caption, image.convert("RGB")
     except (BadSample, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        log_once(_logger.warning, f"an example of the evaluation pictures cannot be decoded: {sample.key}: {error}")
+        log_once(_logger.warning, f"cannot decode an image of the evaluation pictures: {sample.key}: {error}")
         return caption, None

@@ -1,9 +1,8 @@
-"""A few examples for the pictures, collected from all ranks: a small similarity matrix and the best images for some
-captions.
+"""Collect examples for the evaluation pictures: a small similarity matrix, and the best images for some captions.
 
-The examples are spread evenly over the evaluation set and are the same at every evaluation of a run, so that their
-pictures can be compared over time. What is collected is a few features and ids; the words and images themselves are
-read again by id from the dataset, on the rank that draws.
+The examples are spread evenly over the evaluation set. They are the same at every evaluation of a run, so that the
+pictures can be compared over time. Ranks exchange only features and ids; the rank that draws the pictures reads
+captions and images again from the dataset.
 """
 
 from dataclasses import dataclass
@@ -21,22 +20,26 @@ RETRIEVED = 5
 
 @dataclass(frozen=True)
 class RetrievalExamples:
-    """`ids` (k,) int64 of image-caption pairs; `similarities` (k, k) float64, [i, j] of caption i and image j. For
-    the first captions of some, `queries` (q,) int64 as positions in `ids`: `found_ids` (q, <= 5) int64 and
-    `found_similarities`, the most similar of all `candidates` images, best first, and `ranks` (q,) int64 of the own
-    image, 0 the best."""
+    """Similarities of k image-caption pairs, and the images retrieved for q of their captions."""
 
     ids: np.ndarray
+    """Ids of the pairs, (k,) int64."""
     similarities: np.ndarray
+    """Similarity of caption i and image j at [i, j], (k, k) float64."""
     queries: np.ndarray
+    """Positions in `ids` of the pairs whose captions are queries, (q,) int64."""
     found_ids: np.ndarray
+    """Ids of the images most similar to each query, best first, (q, 5) int64, or fewer columns for fewer images."""
     found_similarities: np.ndarray
+    """Similarities of the images in `found_ids`, float64."""
     ranks: np.ndarray
+    """Rank of each query's own image among all images, (q,) int64; 0 is the best."""
     candidates: int
+    """Number of images that were searched."""
 
 
 def spread(ids: np.ndarray, count: int) -> np.ndarray:
-    """At most `count` of the ids (n,), evenly spaced from the first to the last."""
+    """Return at most `count` of the ids (n,), evenly spaced from the first to the last."""
     count = min(count, len(ids))
     return ids[np.linspace(0, len(ids) - 1, count).astype(np.int64)] if count else ids[:0]
 
@@ -51,18 +54,23 @@ def retrieval_examples(
     query_count: int = 8,
     group: Any = None,
 ) -> RetrievalExamples:
-    """Collect the examples `example_ids` (k,), each the id of one image and of its caption. Every rank must call it.
+    """Collect examples from all ranks. Every rank must call it.
 
-    image_features (n, D), text_features (m, D): this rank's, unit length. image_ids (n,), text_ids (m,): the id of
-    each row, once over all ranks; -1 is padding.
+    Args:
+        image_features: this rank's image features (n, D), of unit length.
+        text_features: this rank's text features (m, D), of unit length.
+        image_ids: id of each image (n,), unique over all ranks; -1 marks padding.
+        text_ids: id of each caption's image (m,), unique over all ranks; -1 marks padding.
+        example_ids: ids of the examples (k,), each of one image and its caption.
+        query_count: number of captions for which images are retrieved.
     """
-    wanted = torch.as_tensor(example_ids, device=image_ids.device)
-    images = _collect(image_features, image_ids, wanted, group)
-    texts = _collect(text_features, text_ids, wanted, group)
-    queries = torch.as_tensor(spread(np.arange(len(example_ids)), query_count), device=wanted.device)
+    chosen_ids = torch.as_tensor(example_ids, device=image_ids.device)
+    images = _collect(image_features, image_ids, chosen_ids, group)
+    texts = _collect(text_features, text_ids, chosen_ids, group)
+    queries = torch.as_tensor(spread(np.arange(len(example_ids)), query_count), device=chosen_ids.device)
 
     kept = image_ids != PADDING_ID
-    own_ids = wanted[queries]
+    own_ids = chosen_ids[queries]
     similarities = texts[queries] @ image_features[kept].double().T
     own = (texts[queries] * images[queries]).sum(dim=1)
     is_ahead = ahead(similarities, own[:, None], image_ids[kept] != own_ids[:, None])
@@ -82,21 +90,24 @@ def retrieval_examples(
     )
 
 
-def _collect(features: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor, group: Any) -> torch.Tensor:
-    """The features (k, D) float64 of the rows with the ids `wanted` (k,), wherever they are."""
-    collected = torch.zeros(len(wanted), features.shape[1], dtype=torch.float64, device=features.device)
-    place, row = torch.nonzero(wanted[:, None] == ids, as_tuple=True)
+def _collect(features: torch.Tensor, ids: torch.Tensor, chosen_ids: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return the features (k, D) float64 of the rows with the ids `chosen_ids` (k,), from all ranks."""
+    collected = torch.zeros(len(chosen_ids), features.shape[1], dtype=torch.float64, device=features.device)
+    place, row = torch.nonzero(chosen_ids[:, None] == ids, as_tuple=True)
     collected[place] = features[row].double()
     return sum_over_ranks(collected, group=group)
 
 
 def _best(similarities: torch.Tensor, ids: torch.Tensor, count: int, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` highest similarities (q, count) over all ranks and their ids, from the local (q, n) and (n,)."""
+    """Return the `count` highest similarities (q, count) over all ranks, and their ids.
+
+    similarities (q, n) and ids (n,): those of this rank.
+    """
     missing = max(0, count - len(ids))
     similarities = torch.nn.functional.pad(similarities, (0, missing), value=-torch.inf)
     ids = torch.nn.functional.pad(ids, (0, missing), value=PADDING_ID)
     local, columns = similarities.topk(count, dim=1)
-    everyone = gather_rows(local.T.contiguous(), group=group).T
-    everyone_ids = gather_rows(ids[columns].T.contiguous(), group=group).T
-    best, columns = everyone.topk(count, dim=1)
-    return best, everyone_ids.gather(1, columns)
+    gathered = gather_rows(local.T.contiguous(), group=group).T
+    gathered_ids = gather_rows(ids[columns].T.contiguous(), group=group).T
+    best, columns = gathered.topk(count, dim=1)
+    return best, gathered_ids.gather(1, columns)

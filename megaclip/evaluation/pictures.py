@@ -1,7 +1,7 @@
-"""What a model has learned, as two pictures for TensorBoard: a similarity heat map and a grid of retrieved images.
+"""Draw two pictures for TensorBoard: a similarity heat map and a grid of retrieved images.
 
-Drawn with Pillow and numpy alone, on whichever rank writes the log. Both functions return RGB uint8 (3, H, W), the
-layout of `SummaryWriter.add_image`. What they draw comes from `examples.retrieval_examples`.
+They are drawn with Pillow and numpy on the rank that writes the log. Both functions return RGB uint8 (3, H, W), the
+layout of `SummaryWriter.add_image`. Their data comes from `examples.retrieval_examples`.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ _GREEN: Colour = (22, 148, 72)
 _RED: Colour = (200, 48, 48)
 _BLANK: Colour = (238, 240, 243)
 
-# Nine colours of matplotlib's viridis, evenly spaced: dark is low, bright is high, also in grey and to the colour-
-# blind.
+# Nine evenly spaced colours of matplotlib's viridis, from dark (low) to bright (high). The order remains visible in
+# greyscale and to colour-blind readers.
 _VIRIDIS = np.array(
     [
         (68, 1, 84), (71, 44, 122), (59, 81, 139), (44, 113, 142), (33, 144, 141),
@@ -38,27 +38,28 @@ _GAP = 10
 
 @dataclass(frozen=True)
 class RetrievedRow:
-    """One caption and the images that the model ranks highest for it, best first.
-
-    `correct` says which of them is the caption's own image (None: none of them); `rank` is where that image stands
-    among all `candidates`, 0 the best; `images` may hold None where an image cannot be read.
-    """
+    """One caption and the images that the model ranks highest for it."""
 
     caption: str
     images: Sequence[Image.Image | None]
+    """Images, best first; None for an image that cannot be read."""
     similarities: Sequence[float]
+    """Similarity of each image to the caption."""
     correct: int | None
+    """Index of the caption's own image in `images`, or None if it is not among them."""
     rank: int
+    """Rank of the caption's own image among all images; 0 is the best."""
     candidates: int
+    """Number of images that were searched."""
 
 
 def similarity_heatmap(
     similarities: np.ndarray, captions: Sequence[str], images: Sequence[Image.Image | None]
 ) -> np.ndarray:
-    """A heat map of captions (rows) by images (columns), with the captions at the left and the images on top.
+    """Draw similarities as a heat map of captions (rows, with text) by images (columns, with thumbnails).
 
-    similarities: (k, k) floating, entry [i, j] of caption i and image j, so that a good model shows a bright diagonal.
-    Non-finite entries are drawn in red. Returns (3, H, W) uint8.
+    similarities: (k, k) floating, [i, j] of caption i and image j; a good model gives a bright diagonal. Non-finite
+    entries are red. Returns (3, H, W) uint8.
     """
     count = len(similarities)
     cell = max(14, min(40, 768 // max(1, count)))
@@ -85,9 +86,9 @@ def similarity_heatmap(
 
 
 def retrieval_grid(rows: Sequence[RetrievedRow]) -> np.ndarray:
-    """One line per caption: its words, the rank of its own image, and the images found, its own outlined in green.
+    """Draw one line per caption: its text, the rank of its own image, and the images that were found.
 
-    Returns (3, H, W) uint8.
+    The caption's own image has a green outline. Returns (3, H, W) uint8.
     """
     columns = max((len(row.images) for row in rows), default=0)
     height = _THUMBNAIL + 34
@@ -127,7 +128,7 @@ def _draw_hit(
 
 
 def _draw_scale(canvas: Image.Image, place: tuple[int, int, int], low: float, high: float) -> None:
-    """The colour bar, highest on top, with the numbers at its ends."""
+    """Draw the colour bar, highest value on top, with the values at its ends and in the middle."""
     x, y, height = place
     ramp = np.linspace(1.0, 0.0, height)[:, None].repeat(14, axis=1)
     canvas.paste(Image.fromarray(_colours(ramp, 0.0, 1.0)), (x, y))
@@ -145,7 +146,7 @@ def _diagonal_summary(similarities: np.ndarray) -> str:
 
 
 def _colours(values: np.ndarray, low: float, high: float) -> np.ndarray:
-    """(h, w) floating -> (h, w, 3) uint8, by linear interpolation in the colour map; red where not finite."""
+    """Map values (h, w) to colours (h, w, 3) uint8, by linear interpolation in the colour map; red if not finite."""
     finite = np.isfinite(values)
     scaled = (np.where(finite, values, low) - low) / (high - low if high > low else 1.0)
     stops = np.linspace(0.0, 1.0, len(_VIRIDIS))
@@ -155,7 +156,7 @@ def _colours(values: np.ndarray, low: float, high: float) -> np.ndarray:
 
 
 def _thumbnail(image: Image.Image | None, side: int) -> Image.Image:
-    """The whole image, small, in the middle of a grey square."""
+    """Return the whole image, scaled down, in the middle of a grey square."""
     if image is None:
         return Image.new("RGB", (side, side), _BLANK)
     return ImageOps.pad(image.convert("RGB"), (side, side), Image.Resampling.BICUBIC, color=_BLANK)
@@ -163,7 +164,7 @@ def _thumbnail(image: Image.Image | None, side: int) -> Image.Image:
 
 @lru_cache
 def _font(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """DejaVu where the system has it, for its Greek, Cyrillic and more; else the Latin font inside Pillow."""
+    """Return DejaVu if the system has it, for Greek, Cyrillic and other scripts; else Pillow's own Latin font."""
     try:
         return ImageFont.truetype("DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf", size)
     except OSError:
@@ -171,7 +172,7 @@ def _font(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont | ImageFon
 
 
 def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """The text on one line, cut with an ellipsis where it is wider than `width` pixels."""
+    """Return the text on one line; text wider than `width` pixels is cut and ends in an ellipsis."""
     text = " ".join(text.split())
     if font.getlength(text) <= width:
         return text
@@ -183,7 +184,7 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, wi
 def _wrapped(
     text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int, *, most_lines: int
 ) -> list[str]:
-    """Lines no wider than `width` pixels, broken between words; the last takes an ellipsis if words are left over."""
+    """Return lines no wider than `width` pixels, broken between words; the last one ends in an ellipsis if cut."""
     words = text.split()
     lines: list[str] = []
     while words and len(lines) < most_lines - 1:

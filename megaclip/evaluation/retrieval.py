@@ -1,14 +1,14 @@
-"""Image-text retrieval over all ranks: exact recall at K in both directions, without ever holding an N x N matrix.
+"""Image-text retrieval over all ranks: exact recall at K in both directions, without the whole N x N matrix.
 
-Every rank keeps the features it encoded. Text features visit in pieces gathered from all ranks; each tile of
-similarities is computed once, by the rank that owns the images, and serves both directions. Two passes: the first
-finds the similarity of every right answer, the second counts the wrong candidates ahead of it (`ranking.ahead` says
-how ties count). What grows with the dataset on a rank is its own features and a few scalars per caption; everything
-else fits `tile_budget_mib`.
+Every rank keeps the features that it encoded. Text features are gathered from all ranks piece by piece. The rank that
+has the images computes each tile of similarities once and uses it for both directions. There are two passes: the first
+finds the similarity of every right answer, the second counts the wrong candidates ahead of it (`ranking.ahead` defines
+ties). Per rank, only its own features and a few scalars per caption grow with the dataset; all other memory fits
+`tile_budget_mib`.
 
-An image may have several captions (COCO and Flickr have five): a caption names its image by id. Image to text, the
-rank is that of the best of the image's own captions, and its other captions are not competitors; text to image,
-every caption is a query. That is the convention of CLIP_benchmark (LAION), with ties counted against the model.
+An image may have several captions (COCO and Flickr have five); each caption has the id of its image. Image to text, the
+rank is that of the best of the image's own captions, and its other captions do not count as wrong candidates. Text to
+image, every caption is a query. This is the convention of CLIP_benchmark (LAION), with ties counted against the model.
 """
 
 from collections.abc import Iterator
@@ -28,10 +28,12 @@ RECALL_AT = (1, 5, 10)
 
 @dataclass(frozen=True)
 class RetrievalRanks:
-    """Ranks of this process's rows, 0 the best, in the order they were given; -1 at padding rows. int64."""
+    """Ranks of this process's rows in their given order, int64; 0 is the best, -1 marks padding rows."""
 
     image_to_text: torch.Tensor
+    """Rank of the best own caption of each image, (n,)."""
     text_to_image: torch.Tensor
+    """Rank of the own image of each caption, (m,)."""
 
 
 def retrieval(
@@ -43,7 +45,7 @@ def retrieval(
     group: Any = None,
     tile_budget_mib: float = 128,
 ) -> dict[str, float]:
-    """Recall at 1, 5 and 10 over all ranks: `retrieval_r1_i2t` ... `retrieval_r10_t2i`, the same on every rank.
+    """Return recall at 1, 5 and 10 over all ranks: `retrieval_r1_i2t` to `retrieval_r10_t2i`, equal on every rank.
 
     The arguments are those of `retrieval_ranks`. Image to text is a mean over images, text to image a mean over
     captions.
@@ -70,13 +72,19 @@ def retrieval_ranks(
     group: Any = None,
     tile_budget_mib: float = 128,
 ) -> RetrievalRanks:
-    """Exact ranks of the local images and captions among those of all ranks. Every rank must call it.
+    """Return exact ranks of this process's images and captions among those of all processes.
 
-    image_features: (n, D), text_features: (m, D), this rank's, unit length, any floating dtype; n and m may differ
-    between ranks and may be 0. image_ids: (n,) int64, each image once over all ranks; text_image_ids: (m,) int64,
-    the id of the image that the caption belongs to, by default `image_ids` (one caption each). Rows with id -1 are
-    padding and count nowhere. Raises DataError where an id is repeated, a caption's image is missing, or an image
-    has no caption.
+    Every rank must call it. n and m may differ between ranks and may be 0. Rows with id -1 are padding and are ignored.
+
+    Args:
+        image_features: this rank's image features (n, D), of unit length, any floating dtype.
+        text_features: this rank's text features (m, D), of unit length, any floating dtype.
+        image_ids: id of each image (n,) int64, unique over all ranks.
+        text_image_ids: id of each caption's image (m,) int64; None: `image_ids`, one caption per image.
+        tile_budget_mib: memory for one tile of similarities with its operands, in MiB.
+
+    Raises:
+        DataError: on every rank, if an id is repeated, a caption's image is missing, or an image has no caption.
     """
     if text_image_ids is None:
         text_image_ids = image_ids
@@ -99,25 +107,26 @@ def retrieval_ranks(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Features (n, D) and for each the id (n,) int64 of its image."""
+    """Features with their image ids."""
 
     features: torch.Tensor
+    """Features (n, D)."""
     ids: torch.Tensor
+    """Image id of each feature (n,) int64."""
 
     @staticmethod
     def without_padding(features: torch.Tensor, ids: torch.Tensor) -> "_Rows":
         if len(features) != len(ids):
-            raise DataError(f"retrieval expects one id per feature row, got {len(features)} rows and {len(ids)} ids")
+            raise DataError(f"retrieval requires one id per feature row, got {len(features)} rows and {len(ids)} ids")
         kept = ids != PADDING_ID
         return _Rows(features[kept], ids[kept])
 
 
 class _Visits:
-    """Iterates over the captions of all ranks, a piece from every rank at a time.
+    """Iterable over the captions of all ranks; one visit gathers an equal piece from every rank.
 
-    Yields `(place, rows)`: the features and ids of one visit, and the slice that they take in a vector of `total`
-    scalars, one per caption of all ranks. Short pieces are filled up with padding rows. Every rank must iterate to
-    the end.
+    It yields `(place, rows)`: the features and ids of one visit, and their slice in a vector of `total` scalars, one
+    per caption of all ranks. Short pieces are filled up with padding rows. Every rank must iterate to the end.
     """
 
     def __init__(self, texts: _Rows, side: int, group: Any) -> None:
@@ -140,16 +149,19 @@ class _Visits:
             yield slice(visit * width, (visit + 1) * width), rows
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's part (m,) of a vector (total,) that is laid out by visits."""
+        """Return this rank's part (m,) of a vector (total,) in the order of the visits."""
         by_rank = values.view(self._count, self._world_size, self._piece)[:, group_rank(self._group)]
         return by_rank.reshape(-1)[: len(self._texts.ids)]
 
 
 def _right_answers(images: _Rows, visits: _Visits, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The similarity to beat: of each local image with the best of its captions (n,), of each caption with its
-    image (total,).
+    """Return the similarities of right answers, float64, with -inf instead of NaN.
 
-    Float64, -inf instead of NaN. Raises DataError on every rank when images and captions do not match up.
+    Returns:
+        (n,) of each local image and the best of its captions, and (total,) of each caption and its image.
+
+    Raises:
+        DataError: on every rank, if images and captions do not match.
     """
     device = images.ids.device
     sorted_ids, order = images.ids.sort()
@@ -181,18 +193,18 @@ def _right_answers(images: _Rows, visits: _Visits, group: Any) -> tuple[torch.Te
 def _check_matching(image_counts: list[int], images_of_text: torch.Tensor) -> None:
     without_caption, repeated, images = image_counts
     if not images:
-        raise DataError("retrieval needs at least one image with its caption, got none: all rows are padding")
+        raise DataError("retrieval requires at least one image with a caption, got only padding rows; check the data")
     if repeated or (images_of_text > 1).any():
-        raise DataError("retrieval expects every image id once over all ranks, got an id twice: remove the copies")
+        raise DataError("retrieval requires unique image ids over all ranks, got an id twice; remove the copies")
     if (images_of_text == 0).any():
         missing = int((images_of_text == 0).sum())
-        raise DataError(f"retrieval expects the image of every caption, got {missing} captions without it")
+        raise DataError(f"retrieval requires the image of every caption, got {missing} captions without an image")
     if without_caption:
-        raise DataError(f"retrieval expects a caption for every image, got {without_caption} images without one")
+        raise DataError(f"retrieval requires a caption for every image, got {without_caption} images without a caption")
 
 
 def _with_padding(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Values of the real rows at their places among all rows of `ids`; PADDING_ID elsewhere."""
+    """Return the values of the real rows at their positions in `ids`, with PADDING_ID at padding rows."""
     padded = torch.full_like(ids, PADDING_ID)
     padded[ids != PADDING_ID] = values
     return padded

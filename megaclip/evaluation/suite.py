@@ -1,7 +1,8 @@
-"""All evaluations of a model in one call.
+"""Evaluate a model: retrieval and zero-shot classification in one call.
 
-Data comes from evaluation loaders (the same number of batches on every rank, padding rows with id -1), features from an
-`Encode`. Every rank calls `evaluate`, and all call `encode` equally often, so it works under ZeRO-3.
+Evaluation loaders supply the data: the same number of batches on every rank, with id -1 at padding rows. An `Encode`
+computes the features. Every rank calls `evaluate`, which calls `encode` equally often on every rank, so it works under
+ZeRO-3.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,19 +25,24 @@ Tokenize = Callable[[list[str]], torch.Tensor]
 
 @dataclass(frozen=True)
 class ZeroShotTask:
-    """Labelled images and their classes: `batches` of `LabelledBatch`, names, and `templates` with `{c}` in each."""
+    """Labelled images and their classes."""
 
     batches: Iterable[Any]
+    """This rank's `LabelledBatch`es."""
     class_names: Sequence[str]
+    """Name of each class, in the order of the labels."""
     templates: Sequence[str]
+    """Prompts, each with `{c}` at the place of the class name."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics by name, the same on every rank, and the data for the pictures (None without retrieval)."""
+    """Result of an evaluation, equal on every rank."""
 
     metrics: dict[str, float] = field(default_factory=dict)
+    """Metrics by name, each between 0 and 1."""
     examples: RetrievalExamples | None = None
+    """Data of the evaluation pictures; None without retrieval."""
 
 
 def evaluate(
@@ -49,13 +55,18 @@ def evaluate(
     example_count: int = 32,
     text_batch_size: int = 256,
 ) -> Evaluation:
-    """Retrieval over `pairs` and zero-shot classification of `labelled`, whichever are given. Every rank must call it.
+    """Evaluate retrieval of `pairs` and zero-shot classification of `labelled`, if given. Every rank must call it.
 
-    pairs: this rank's `Batch`es of held-out image-caption pairs. By default every caption belongs to its own image;
-    with `captions` (from `captions.group_captions`) an image may have several, and the tokens of the batches are not
-    used. example_count: images and captions in the similarity picture. text_batch_size: prompts (or captions of
-    `captions`) that a rank encodes at once.
-    Raises DataError when there is nothing to evaluate, or images and captions do not match up.
+    Args:
+        pairs: this rank's `Batch`es of held-out image-caption pairs, or None.
+        captions: result of `captions.group_captions` if images have several captions; the tokens of `pairs` are then
+            not used. None: every image has one caption.
+        labelled: images and classes for zero-shot classification, or None.
+        example_count: number of images and captions in the similarity picture.
+        text_batch_size: number of prompts, or of captions in `captions`, that a rank encodes at once.
+
+    Raises:
+        DataError: neither `pairs` nor `labelled` is given, or images and captions do not match.
     """
     metrics: dict[str, float] = {}
     examples = None
@@ -79,28 +90,32 @@ def evaluate(
         chosen = spread(all_ids, example_count)
         examples = retrieval_examples(*rows, features.leading_ids, chosen)
     if not metrics:
-        raise DataError("expected image-caption pairs or labelled images to evaluate on, got neither")
+        raise DataError("evaluation requires image-caption pairs or labelled images, got neither")
     return Evaluation(metrics, examples)
 
 
 @dataclass(frozen=True)
 class _PairFeatures:
-    """This rank's features (n, D), (m, D), and the image id of each row, (n,), (m,) int64; all on one device.
-    `leading_ids` are `text_image_ids` with -1 where the image has an earlier caption."""
+    """This rank's features and their image ids, on one device."""
 
     images: torch.Tensor
+    """Image features (n, D)."""
     texts: torch.Tensor
+    """Text features (m, D)."""
     image_ids: torch.Tensor
+    """Id of each image (n,) int64."""
     text_image_ids: torch.Tensor
+    """Id of each caption's image (m,) int64."""
     leading_ids: torch.Tensor
+    """`text_image_ids` for the first caption of each image, -1 for its other captions."""
 
 
 def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> _PairFeatures:
-    """One caption per image: both towers, batch by batch."""
+    """Encode pairs with one caption per image: images and captions batch by batch."""
     images, texts, ids = [], [], []
     for batch in in_step(pairs):
         image_features, text_features = encode(images=batch.images, tokens=batch.tokens)
-        assert image_features is not None and text_features is not None, "encode returns what it is given"
+        assert image_features is not None and text_features is not None, "encode returns features for every given input"
         images.append(image_features)
         texts.append(text_features)
         ids.append(batch.ids.to(image_features.device))
@@ -112,11 +127,11 @@ def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> _PairFeatures:
 def _encode_groups(
     encode: Encode, pairs: Iterable[Any], captions: CaptionGroups, tokenizer: Tokenize, text_batch_size: int
 ) -> _PairFeatures:
-    """Several captions per image: the images of the pairs, then this rank's captions."""
+    """Encode pairs with several captions per image: first the images of the pairs, then this rank's captions."""
     images, ids = [], []
     for batch in in_step(pairs):
         image_features, _ = encode(images=batch.images)
-        assert image_features is not None, "encode returns what it is given"
+        assert image_features is not None, "encode returns features for every given input"
         images.append(image_features)
         ids.append(captions.image_ids_of(batch.ids).to(image_features.device))
     _check_not_empty(ids)
@@ -131,11 +146,11 @@ def _encode_groups(
 
 def _check_not_empty(batches: list[torch.Tensor]) -> None:
     if not batches:
-        raise DataError("retrieval needs at least one batch of image-caption pairs on every rank, got none")
+        raise DataError("retrieval requires at least one batch of image-caption pairs on every rank, got none")
 
 
 def _present(ids: torch.Tensor) -> torch.Tensor:
-    """Which image ids occur on any rank: (highest id + 1,) bool."""
+    """Return (highest id + 1,) bool, True at the image ids that occur on any rank."""
     count = 1 + max(value for (value,) in gather_integers([int(ids.max())]))
     present = torch.zeros(count, dtype=torch.int64, device=ids.device)
     present[ids[ids != PADDING_ID]] = 1

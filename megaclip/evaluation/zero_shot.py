@@ -1,9 +1,9 @@
 """Zero-shot classification over all ranks: top-1 and top-5 accuracy with an ensemble of prompts per class.
 
-A class is the mean of the unit text features of its prompts ("a photo of a {c}", ...), scaled to unit length again
-(Radford et al. 2021, section 3.1.4). The prompts are shared out over ranks, the class weights (C, D) gathered; then
-every rank classifies its own images. Ties count against the model, as `ranking` says; with five classes or fewer
-top-5 is 1 by definition.
+The embedding of a class is the mean of the unit text features of its prompts ("a photo of a {c}", ...), scaled to unit
+length (Radford et al. 2021, section 3.1.4). Each rank encodes the prompts of a part of the classes, and the class
+embeddings (C, D) are gathered. Then every rank classifies its own images. Ties count against the model (`ranking`).
+With five classes or fewer, top-5 accuracy is always 1.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,12 +34,20 @@ def zero_shot(
     prompt_batch_size: int = 256,
     tile_budget_mib: float = 128,
 ) -> dict[str, float]:
-    """`zero_shot_top1` and `zero_shot_top5` over the images of all ranks, the same on every rank. Every rank must
-    call it.
+    """Return `zero_shot_top1` and `zero_shot_top5` over the images of all ranks, equal on every rank.
 
-    batches: this rank's `LabelledBatch`es (images (b, 3, H, W), labels (b,), ids (b,); id -1 is padding and counts
-    nowhere), the same number on every rank. templates: each holds `{c}`, the place of the class name. Raises
-    DataError for bad classes, templates or labels.
+    Every rank must call it.
+
+    Args:
+        batches: this rank's `LabelledBatch`es, the same number on every rank: images (b, 3, H, W), labels (b,), ids
+            (b,). Rows with id -1 are padding and are ignored.
+        class_names: name of each class, in the order of the labels.
+        templates: prompts, each with `{c}` at the place of the class name.
+        prompt_batch_size: number of prompts that a rank encodes at once.
+        tile_budget_mib: memory for one tile of similarities with its operands, in MiB.
+
+    Raises:
+        DataError: class names, templates or labels are not valid.
     """
     weights = class_weights(encode, class_names, templates, tokenizer, group=group, prompt_batch_size=prompt_batch_size)
     totals = torch.zeros(len(TOP) + 2, dtype=torch.int64, device=weights.device)
@@ -50,9 +58,10 @@ def zero_shot(
         totals += _count_hits(features[kept], batch.labels.to(weights.device)[kept], weights, tile_budget_mib)
     *hits, images, bad_labels = sum_over_ranks(totals, group=group).tolist()
     if bad_labels:
-        raise DataError(f"expected labels below {len(class_names)}, the number of classes, got {bad_labels} others")
+        count = len(class_names)
+        raise DataError(f"labels of {count} classes must be from 0 to {count - 1}, got {bad_labels} others")
     if not images:
-        raise DataError("zero-shot classification needs at least one image, got none: all rows are padding")
+        raise DataError("zero-shot classification requires at least one image, got only padding rows; check the data")
     return {f"zero_shot_top{k}": hit / images for k, hit in zip(TOP, hits, strict=True)}
 
 
@@ -65,11 +74,14 @@ def class_weights(
     group: Any = None,
     prompt_batch_size: int = 256,
 ) -> torch.Tensor:
-    """The class embeddings (C, D) float32, unit length, on every rank. Every rank calls `encode` equally often."""
+    """Return the class embeddings (C, D) float32, of unit length, on every rank.
+
+    Every rank must call it; it calls `encode` equally often on every rank. The arguments are those of `zero_shot`.
+    """
     _check_prompts(class_names, templates)
     per_rank = -(-len(class_names) // group_size(group))
-    # Ranks past the last class encode the last one again, so that nobody skips a call; those rows fall off the end
-    # below.
+    # Ranks without classes of their own encode the last class again, because no rank may skip a call. The last line
+    # removes those rows.
     first = group_rank(group) * per_rank
     mine = [min(first + row, len(class_names) - 1) for row in range(per_rank)]
     prompts = [template.replace(CLASS_PLACE, class_names[index]) for index in mine for template in templates]
@@ -85,17 +97,17 @@ def class_weights(
 def _check_prompts(class_names: Sequence[str], templates: Sequence[str]) -> None:
     if not class_names or not templates:
         raise DataError(
-            f"zero-shot classification expects class names and templates, got {len(class_names)} and {len(templates)}"
+            f"zero-shot classification requires class names and templates, got {len(class_names)} and {len(templates)}"
         )
     for template in templates:
         if CLASS_PLACE not in template:
-            raise DataError(f"expected '{CLASS_PLACE}' in every template (the class name goes there), got {template!r}")
+            raise DataError(f"every template requires '{CLASS_PLACE}' at the place of the class name, got {template!r}")
 
 
 def _count_hits(
     features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, tile_budget_mib: float
 ) -> torch.Tensor:
-    """[hits at 1, hits at 5, images, bad labels] (4,) int64 for features (b, D), labels (b,), weights (C, D)."""
+    """Count [hits at 1, hits at 5, images, bad labels] (4,) int64 of features (b, D), labels (b,), weights (C, D)."""
     valid = (labels >= 0) & (labels < len(weights))
     features, good_labels = features[valid], labels[valid]
     right = (features.double() * weights[good_labels].double()).sum(dim=1)

@@ -90,7 +90,7 @@ class VisionConfig(_Section):
 
 
 class TextConfig(_Section):
-    """The text tower and the tokenizer that belongs to it (open_clip's `text_cfg`)."""
+    """The text tower and its tokenizer (open_clip's `text_cfg`)."""
 
     context_length: int = Field(77, gt=0)
     """Number of tokens per caption, after truncation and padding."""

@@ -1,6 +1,8 @@
-"""Evaluation over gloo ranks against numpy on the whole data: every metric is that of one process, on every rank."""
+"""Evaluation over gloo ranks: every rank gets the metrics that numpy computes from the whole data in one process."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import deepspeed
@@ -15,6 +17,7 @@ from megaclip.errors import DataError
 from megaclip.evaluation import ModelEncoder, ZeroShotTask, evaluate, group_captions, retrieval_examples, zero_shot
 from megaclip.evaluation.retrieval import retrieval, retrieval_ranks
 from megaclip.models import ModelConfig, build_model
+from tests.distributed.checks import Outcome, assert_passed, run_checks
 from tests.distributed.harness import run_ranks
 from tests.evaluation_oracle import (
     coarse_features,
@@ -25,6 +28,7 @@ from tests.evaluation_oracle import (
     unit_features,
 )
 
+WORLD_SIZES = (1, 2, 3)
 DIM = 16
 TINY_MIB = 2e-3
 WORDS = torch.from_numpy(unit_features(np.random.default_rng(0), 300, DIM))
@@ -32,12 +36,12 @@ NAN = np.float32("nan")
 
 
 def share(rows: np.ndarray, owner: np.ndarray, group: object = None) -> np.ndarray:
-    """The rows that `owner` gives to this rank."""
+    """Return the rows whose entry in `owner` is this rank."""
     return rows[owner % group_size(group) == group_rank(group)]
 
 
 def padded(rows: np.ndarray, ids: np.ndarray, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`count` poisoned padding rows in front and behind."""
+    """Return `rows` and `ids` with `count` padding rows of NaN before and after them."""
     poison = np.full((count, rows.shape[1]), NAN)
     filler = np.full(count, -1)
     return (
@@ -50,7 +54,7 @@ def padded(rows: np.ndarray, ids: np.ndarray, count: int) -> tuple[torch.Tensor,
 
 
 def check_retrieval(image_count: int, captions: int, tile_budget_mib: float) -> None:
-    """Images and captions lie on unrelated ranks, unevenly, with poisoned padding rows."""
+    """Images and their captions are on different ranks, in different numbers, with padding rows of NaN."""
     generator = np.random.default_rng(image_count)
     images, texts, image_ids, text_image_ids = paired_features(generator, image_count, captions, DIM)
     owner_of_image = generator.integers(0, 6, size=len(images)) // 2
@@ -79,25 +83,25 @@ def check_ties(tile_budget_mib: float) -> None:
     np.testing.assert_array_equal(ranks.text_to_image, share(expected[1], text_owner))
 
 
-def check_errors_reach_every_rank() -> None:
-    """The mistake lies on the last rank; all of them must stop."""
+def check_data_errors() -> None:
+    """The wrong id is on the last rank, and all ranks must raise."""
     rank, last = group_rank(), group_size() - 1
     ids = torch.tensor([2 * rank, 2 * rank + 1])
     wrong = ids.clone()
     wrong[1] = 999 if rank == last else wrong[1]
     features = torch.eye(4)[:2]
-    with pytest.raises(DataError, match="1 captions without it"):
+    with pytest.raises(DataError, match="1 captions without an image"):
         retrieval(features, features, ids, wrong)
     wrong[1] = ids[0] if rank == last else wrong[1]
-    with pytest.raises(DataError, match="1 images without one"):
+    with pytest.raises(DataError, match="1 images without a caption"):
         retrieval(features, features, ids, wrong)
     if group_size() > 1:
         with pytest.raises(DataError, match="an id twice"):
             retrieval(features, features, torch.tensor([7, rank]))
 
 
-def check_a_subgroup() -> None:
-    """Ranks 0 and 2 evaluate without rank 1, which must not be waited for."""
+def check_subgroup() -> None:
+    """Ranks 0 and 2 evaluate without rank 1, and must not wait for it."""
     group = dist.new_group([0, 2])
     if group_rank() == 1:
         return
@@ -109,7 +113,7 @@ def check_a_subgroup() -> None:
 
 def check_examples() -> None:
     generator = np.random.default_rng(8)
-    count = 4  # fewer than the images a query retrieves, and than some ranks would need to have one each
+    count = 4  # fewer than a query retrieves; some ranks have no image
     images, texts = unit_features(generator, count, DIM), unit_features(generator, count, DIM)
     ids, chosen = np.arange(count), np.array([0, 1, 3])
     local_images = padded(share(images, ids + 1), share(ids, ids + 1), 1)
@@ -128,7 +132,7 @@ def check_examples() -> None:
 
 
 class ToyModel:
-    """Text features are looked up by the prompt's number, image features are the pixels; calls are recorded."""
+    """Encoder that looks up text features by number, returns pixels as image features, and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -145,7 +149,7 @@ class ToyModel:
 
 
 class Pairs:
-    """Equal features are equal images, byte by byte."""
+    """Dataset in which equal features are equal images."""
 
     def __init__(self, features: np.ndarray, captions: list[str]) -> None:
         self._features, self._captions = features, captions
@@ -158,12 +162,12 @@ class Pairs:
 
 
 def tokenizer(texts: list[str]) -> torch.Tensor:
-    """The number in the text is its one token."""
+    """Return one token per text: the number in the text."""
     return torch.tensor([[int("".join(filter(str.isdigit, text)) or 0)] for text in texts])
 
 
 def local_batches(features: np.ndarray, labels: np.ndarray, size: int = 4) -> list[SimpleNamespace]:
-    """What an evaluation loader yields here: every W-th row, poisoned rows up to the same number of full batches."""
+    """Return this rank's batches of an evaluation loader: every W-th row, then NaN rows to equal numbers of batches."""
     rows_per_rank = -(-len(features) // group_size())
     total = -(-rows_per_rank // size) * size
     mine = np.arange(len(features)) % group_size() == group_rank()
@@ -199,7 +203,7 @@ def check_zero_shot(class_count: int, image_count: int) -> None:
 
 
 def check_suite(layout: str) -> None:
-    """7 images, so that some ranks have only padding in their last batch; captions of uneven number per rank."""
+    """With 7 images some ranks have only padding in their last batch. Ranks have different numbers of captions."""
     image_count = 7
     owner = np.sort(np.random.default_rng(2).integers(0, image_count, size=25 - image_count))
     owner = np.concatenate([np.arange(image_count), owner]) if layout != "one caption" else np.arange(image_count)
@@ -232,8 +236,8 @@ def check_suite(layout: str) -> None:
     model.check_ranks_are_in_step()
 
 
-def check_a_failing_loader_stops_every_rank() -> None:
-    """The last rank's data fails at its second batch, when the others would go on and wait for it."""
+def check_loader_errors() -> None:
+    """The last rank's loader fails at its second batch, and all ranks must raise instead of waiting for it."""
 
     def failing() -> Iterator[SimpleNamespace]:
         for number, batch in enumerate(local_batches(WORDS[:12].numpy(), np.arange(12), size=2)):
@@ -267,12 +271,12 @@ def length_tokens(texts: list[str]) -> torch.Tensor:
 
 
 def check_zero_3() -> None:
-    """A real model whose parameters are partitioned and ranks of unequal work: the metrics of the whole model."""
+    """A model with partitioned parameters, and ranks with different amounts of data, give the whole model's metrics."""
     torch.manual_seed(0)
     model = build_model(ModelConfig.from_dict(TINY_MODEL))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4)  # as it is initialised, a model hardly tells two images apart
+            parameter.mul_(4)  # the features of a freshly initialised model hardly depend on the image
     images, tokens, ids = torch.rand(11, 3, 8, 8), torch.randint(0, 49, (11, 4)), np.arange(11)
     names, labels = ["a", "bb", "cccc"], ids % 3
     with torch.no_grad():
@@ -283,10 +287,10 @@ def check_zero_3() -> None:
     ranks = ranks_by_sorting(similarities, np.arange(3) == labels[:, None])
     expected = retrieval_by_sorting(image_features.numpy(), text_features.numpy(), ids, ids)
     expected |= {"zero_shot_top1": recall(ranks, 1), "zero_shot_top5": 1.0}
-    assert 0 < expected["retrieval_r5_i2t"] < 1, "the data should leave something to get wrong"
+    assert 0 < expected["retrieval_r5_i2t"] < 1, "the data must not be trivial"
 
     engine, *_ = deepspeed.initialize(model=model, config=ZERO_3)
-    assert sum(parameter.numel() for parameter in model.parameters()) == 0, "every parameter is partitioned"
+    assert sum(parameter.numel() for parameter in model.parameters()) == 0, "every parameter must be partitioned"
     mine = torch.arange(group_rank(), 12, group_size())
     mine[mine == 11] = -1
     batches = [
@@ -301,26 +305,43 @@ def check_zero_3() -> None:
     assert result.metrics == pytest.approx(expected)
 
 
-def check_everything() -> None:
-    for image_count in (1, 2, 63):
-        for captions in (1, 3):
-            for tile_budget_mib in (128, TINY_MIB):
-                check_retrieval(image_count, captions, tile_budget_mib)
+def checks(world_size: int) -> dict[str, Callable[[], None]]:
+    """Return the checks of one launch by name."""
+    result: dict[str, Callable[[], None]] = {}
+    for image_count, captions, tile_budget_mib in itertools.product((1, 2, 63), (1, 3), (128, TINY_MIB)):
+        name = f"retrieval, {image_count} images, {captions} captions each, tiles of {tile_budget_mib} MiB"
+        result[name] = partial(check_retrieval, image_count, captions, tile_budget_mib)
     for tile_budget_mib in (128, 1e-4):
-        check_ties(tile_budget_mib)
-    check_errors_reach_every_rank()
-    check_examples()
+        result[f"ties, tiles of {tile_budget_mib} MiB"] = partial(check_ties, tile_budget_mib)
+    result["data errors on every rank"] = check_data_errors
+    result["examples"] = check_examples
     for class_count, image_count in ((1, 1), (2, 3), (7, 40), (23, 101)):
-        check_zero_shot(class_count, image_count)
+        name = f"zero-shot, {class_count} classes, {image_count} images"
+        result[name] = partial(check_zero_shot, class_count, image_count)
     for layout in ("one caption", "captions on lines", "image repeated"):
-        check_suite(layout)
-    check_a_failing_loader_stops_every_rank()
-    if group_size() == 2:
-        check_zero_3()
-    if group_size() == 3:
-        check_a_subgroup()
+        result[f"retrieval and zero-shot, {layout}"] = partial(check_suite, layout)
+    result["loader errors on every rank"] = check_loader_errors
+    if world_size == 2:
+        result["ZeRO-3"] = check_zero_3
+    if world_size == 3:
+        result["subgroup"] = check_subgroup
+    return result
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rank_has_the_metrics_of_one_process(world_size: int) -> None:
-    run_ranks(check_everything, world_size)
+def run_all_checks() -> Outcome:
+    return run_checks(checks(group_size()))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[int, list[Outcome]]:
+    """Outcomes of every rank by world size."""
+    return {world_size: run_ranks(run_all_checks, world_size) for world_size in WORLD_SIZES}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(world_size, name) for world_size in WORLD_SIZES for name in checks(world_size)]
+)
+def test_every_rank_has_the_results_of_one_process(
+    outcomes: dict[int, list[Outcome]], world_size: int, name: str
+) -> None:
+    assert_passed(outcomes[world_size], name)

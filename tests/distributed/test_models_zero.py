@@ -1,10 +1,14 @@
-"""Two gloo ranks: one seed gives one model at every ZeRO stage, pretrained weights reach partitioned parameters, and
-every stage's checkpoint exports to the weights that training had."""
+"""Models under ZeRO on two gloo ranks: initial values, pretrained weights and export.
+
+One seed gives one model with and without partitioning. Pretrained weights are loaded into partitioned parameters. The
+checkpoint of every stage exports to the weights of the running model.
+"""
 
 import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import deepspeed
@@ -19,6 +23,7 @@ from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_weights import load_pretrained, write_weights
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
+from tests.distributed.checks import assert_passed, run_checks
 from tests.distributed.harness import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
@@ -62,7 +67,7 @@ def check_initial_values(bf16):
     torch.manual_seed(SEED)
     plain = build_model(CONFIG)
     partitioned = built(3, bf16)
-    assert partitioned.visual.proj.numel() == 0  # or nothing below means anything
+    assert partitioned.visual.proj.numel() == 0  # otherwise the check would prove nothing
     dtype = torch.bfloat16 if bf16 else torch.float32
     assert_equal(whole_values(partitioned), {name: value.to(dtype) for name, value in plain.state_dict().items()})
     assert partitioned.no_weight_decay_names() == plain.no_weight_decay_names()
@@ -90,7 +95,7 @@ def step_of_training(engine):
 
 
 def check_export(stage, bf16, folder):
-    """After a step with a partly frozen model, the joined weights are those of the running model."""
+    """After a step of a partly frozen model, the joined weights equal those of the running model."""
     model = built(stage, bf16)
     model.lock_text_tower(1)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -115,29 +120,40 @@ def check_export(stage, bf16, folder):
         joined = consolidated_weights(folder, tag)
         assert_equal({name: joined[name] for name in masters}, masters)
         assert {value.dtype for value in joined.values()} == {torch.float32}
-        # In bfloat16 the masters are exported; the running weights are their rounding.
+        # With bfloat16 the float32 masters are exported; rounding them gives the running weights.
         dtype = torch.bfloat16 if bf16 else torch.float32
         assert_equal({name: value.to(dtype) for name, value in joined.items()}, after)
     dist.barrier()
 
 
-def run_checks(root):
-    for bf16 in (False, True):
-        check_initial_values(bf16)
+def checks(root):
+    """Return the checks of the launch by name; the exports go to folders of `root`."""
+    result = {}
+    for bf16, suffix in ((False, ""), (True, "_bf16")):
+        result[f"initial values{suffix}"] = partial(check_initial_values, bf16)
         for stage in range(4):
-            check_export(stage, bf16, root / f"stage{stage}{'_bf16' if bf16 else ''}")
-    check_pretrained(root / "pretrained")
+            result[f"export, stage{stage}{suffix}"] = partial(check_export, stage, bf16, root / f"stage{stage}{suffix}")
+    return result | {"pretrained": partial(check_pretrained, root / "pretrained")}
+
+
+def run_all_checks(root):
+    return run_checks(checks(root))
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("zero")
-    run_ranks(run_checks, 2, root)
-    return root
+    return tmp_path_factory.mktemp("zero")
 
 
-def test_every_stage_starts_loads_and_exports_alike(root):
-    assert (root / "pretrained" / "open_clip_model.safetensors").is_file()
+@pytest.fixture(scope="module")
+def outcomes(root):
+    """Outcomes of both ranks; `root` then holds the checkpoints."""
+    return run_ranks(run_all_checks, 2, root)
+
+
+@pytest.mark.parametrize("name", checks(Path()))
+def test_models_under_zero(outcomes, name):
+    assert_passed(outcomes, name)
 
 
 def run_export(*arguments):
@@ -145,7 +161,7 @@ def run_export(*arguments):
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
 
 
-def test_the_export_command_writes_a_directory_that_open_clip_verifies(root, tmp_path):
+def test_export_command_writes_a_directory_that_open_clip_verifies(root, outcomes, tmp_path):
     done = run_export(root / "stage3", tmp_path / "out", "--verify")
     assert done.returncode == 0, done.stderr
     words = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
@@ -154,7 +170,7 @@ def test_the_export_command_writes_a_directory_that_open_clip_verifies(root, tmp
     assert sorted(os.listdir(tmp_path / "out")) == ["open_clip_config.json", "open_clip_model.safetensors"]
 
 
-def test_an_incomplete_or_foreign_checkpoint_is_refused_in_one_line(root, tmp_path):
+def test_incomplete_or_missing_checkpoint_is_refused_in_one_line(root, outcomes, tmp_path):
     broken = shutil.copytree(root / "stage2", tmp_path / "broken")
     next(broken.glob("step_*/*rank_1*optim_states.pt")).unlink()
     done = run_export(broken, tmp_path / "out")

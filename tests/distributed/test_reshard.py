@@ -1,9 +1,10 @@
-"""A checkpoint of two ranks, loaded by one and by three, and at other ZeRO stages, is what was saved, to the last bit.
+"""Checkpoints of two ranks load bit-exactly on one and three ranks, and at other ZeRO stages.
 
-What an engine holds is read through DeepSpeed's own accessors, parameter by parameter; the engines that load start from
-another seed. A third step on the loaded engines equals the third step of the ones that saved.
+The tests read the state of an engine with DeepSpeed's accessors, parameter by parameter. Engines that load start from
+another seed than those that saved. Their third step equals the third step of the engines that saved.
 """
 
+import re
 from pathlib import Path
 
 import deepspeed.comm as dist
@@ -63,15 +64,17 @@ LOADED = {
         "zero3 to 2, locked": ("zero3 locked offloaded", Case(2, ACCUMULATION, locked="most")),
     },
 }
-"""Ranks -> name -> the saved case and the one that loads it."""
+"""Number of ranks -> name of the test case -> name of the saved case, and the case that loads it."""
 EVERY = [(ranks, name) for ranks, cases in LOADED.items() for name in cases]
 State = dict[str, np.ndarray]
-"""Name and kind of every float32 master and every optimizer state tensor -> its values, whole."""
+"""Name and kind of every float32 master and every optimizer state tensor -> its whole values."""
 
 
 def start(case: Case) -> DeepSpeedEngine:
-    """ZeRO-1 and 3 with torch's AdamW, which counts its steps in tensors; ZeRO-3 in sub-groups so small that their
-    borders depend on the number of ranks."""
+    """Start an engine. ZeRO-1 and 3 use torch's AdamW, which counts its steps in tensors.
+
+    ZeRO-3 uses sub-groups so small that their boundaries depend on the number of ranks.
+    """
     config = training_config(case)
     if case.stage in (1, 3) and case.optimizer == "AdamW" and not case.offload:
         config.deepspeed["optimizer"]["params"]["torch_adam"] = True
@@ -88,9 +91,9 @@ def train_step(engine: DeepSpeedEngine, case: Case, step: int) -> float:
 
 
 def state_of(engine: DeepSpeedEngine, case: Case) -> State:
-    """Everything that the optimizer holds and, of frozen parameters, the working copies."""
+    """Return the optimizer's whole state, and the working copies of all parameters."""
     state = {}
-    if case.stage in (1, 2):  # DeepSpeed links the state after the first group's first step: the other groups have none
+    if case.stage in (1, 2):  # DeepSpeed links the state after the first group's step, when other groups have none
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     kinds = ("exp_avg",) if case.optimizer == "Lion" else ("exp_avg", "exp_avg_sq")
@@ -116,9 +119,9 @@ def _joined(engine: DeepSpeedEngine, name: str, part: torch.Tensor) -> torch.Ten
 
 
 def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
-    """Train, save, and go on for a step: name -> state when saved, third loss, parameters after it.
+    """Train, save, and train one more step: name -> state at the save, third loss, parameters after the third step.
 
-    "again": the same of another engine of two ranks that has loaded the checkpoint.
+    The results "NAME again" are those of another engine of two ranks that has loaded the checkpoint.
     """
     results = {}
     for name, case in SAVED.items():
@@ -128,7 +131,7 @@ def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
         (Path(folder) / name).mkdir(exist_ok=True)
         groups = engine.optimizer.param_groups
         decays = [group["weight_decay"] for group in groups]
-        for group in groups:  # an engine keeps its own settings, whatever those of the run that saved
+        for group in groups:  # to prove that a loading engine keeps its own settings
             group["weight_decay"] = 0.7
         tag = store.save(engine, Path(folder) / name, STEPS, {}, 1)
         for group, decay in zip(groups, decays, strict=True):
@@ -145,7 +148,7 @@ def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
 
 
 def load_all(folder: str) -> dict[str, tuple[State, float, State, list[float], int]]:
-    """The same from the saved files, with every group's weight decay and the steps the engine has counted."""
+    """Load and train one step: name -> the values of `save_all`, every group's weight decay, and the step counter."""
     results = {}
     engine_cases.SEED += 1
     for name, (saved, case) in LOADED[dist.get_world_size()].items():
@@ -175,15 +178,15 @@ def saved(folder) -> dict[str, tuple[State, float, State]]:
 
 @pytest.fixture(scope="module")
 def loaded(folder, saved):
-    """Ranks -> result of each."""
+    """Results of every rank by number of ranks."""
     return {ranks: run_ranks(load_all, ranks, folder) for ranks in LOADED}
 
 
 @pytest.mark.parametrize(("ranks", "name"), EVERY)
-def test_what_is_loaded_is_what_was_saved(saved, loaded, ranks, name):
+def test_loaded_state_equals_the_saved_state(saved, loaded, ranks, name):
     source, case = LOADED[ranks][name]
     expected = saved[source][0]
-    if SAVED[source].bf16 and not case.bf16:  # its working copy is the master
+    if SAVED[source].bf16 and not case.bf16:  # the working copy of a float32 engine is the master
         expected = expected | {key: expected[key.replace(" working", " fp32")] for key in expected if " working" in key}
     for results in loaded[ranks]:
         state, *_, decays, counted = results[name]
@@ -194,19 +197,19 @@ def test_what_is_loaded_is_what_was_saved(saved, loaded, ranks, name):
 
 
 @pytest.mark.parametrize(("ranks", "name"), [pair for pair in EVERY if "bf16" not in pair[1]])
-def test_the_next_step_is_the_one_that_would_have_come(saved, loaded, ranks, name):
+def test_next_step_equals_that_of_the_saving_engine(saved, loaded, ranks, name):
     _, expected_loss, expected = saved[LOADED[ranks][name][0]]
     for results in loaded[ranks]:
         _, loss, parameters, *_ = results[name]
-        if "Lion" in name:  # makes whole steps of the rounding where a gradient is zero in theory
+        if "Lion" in name:  # a sign update turns rounding errors of a zero gradient into full steps
             parameters = {key: value for key, value in parameters.items() if "k_proj.bias" not in key}
         assert loss == pytest.approx(expected_loss, abs=2e-6)
         assert max(float(abs(parameters[key] - expected[key]).max()) for key in parameters) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", [name for name, case in SAVED.items() if case.optimizer != "AdamW"])
-def test_as_many_ranks_go_on_to_the_last_bit(saved, name):
-    """With AdamW: tests/end_to_end/test_resume.py."""
+def test_same_number_of_ranks_resumes_bit_exactly(saved, name):
+    """tests/end_to_end/test_resume.py tests AdamW."""
     (state, loss, parameters), (again, loss_again, parameters_again) = saved[name], saved[f"{name} again"]
     assert state["steps"] == (0 if "Lion" in name else STEPS)  # Lion counts none
     assert state.keys() == again.keys()
@@ -215,30 +218,41 @@ def test_as_many_ranks_go_on_to_the_last_bit(saved, name):
     assert [key for key in parameters if not np.array_equal(parameters[key], parameters_again[key])] == []
 
 
-def refusals(folder: str) -> list[str]:
-    """What a damaged file, a missing one and other locked towers are told."""
+def refusals(folder: str) -> dict[str, str]:
+    """Return the error message for each kind of checkpoint that does not fit."""
     step = Path(folder) / "zero1" / f"step_{STEPS:08d}"
     last = step / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    engine, messages = start(SAVED["zero1"]), []
+    engine, messages = start(SAVED["zero1"]), {}
 
-    def refused(path: Path) -> None:
+    def refuse(name: str, path: Path) -> None:
         with pytest.raises(CheckpointError) as error:
             load_resharded(engine, path)
-        messages.append(str(error.value))
+        messages[name] = str(error.value)
 
-    refused(Path(folder) / "zero1 locked" / step.name)
+    refuse("other locked towers", Path(folder) / "zero1 locked" / step.name)
     last.write_bytes(last.read_bytes()[:1000])
-    refused(step)
+    refuse("damaged file", step)
     last.rename(step / "zero_pp_rank_2_mp_rank_00_optim_states.pt")
-    refused(step)
+    refuse("renamed file", step)
     (step / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
-    refused(step)
+    refuse("missing file", step)
     return messages
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(loaded, folder):
-    (messages,) = run_ranks(refusals, 1, folder)
-    assert "has 0 elements of visual." in messages[0] and "locked towers" in messages[0]
-    assert "cannot load checkpoint" in messages[1]
-    assert "2 ranks wrote it, but it has only the files of ranks [0, 2]" in messages[2]
-    assert "2 ranks wrote it, but it has only the files of ranks [0]" in messages[3]
+@pytest.fixture(scope="module")
+def refused(loaded, folder) -> dict[str, str]:
+    """Error messages by kind; depends on `loaded`, because it damages the checkpoints."""
+    return run_ranks(refusals, 1, folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("other locked towers", r"has 0 elements of visual\..*locked towers"),
+        ("damaged file", "cannot load checkpoint"),
+        ("renamed file", r"2 ranks wrote it, but it has the files of ranks \[0, 2\]"),
+        ("missing file", r"2 ranks wrote it, but it has the files of ranks \[0\]"),
+    ],
+)
+def test_checkpoint_that_does_not_fit_is_refused(refused, name, expected):
+    assert re.search(expected, refused[name])

@@ -1,9 +1,11 @@
-"""A rank that is killed, or has no room, while DeepSpeed writes leaves `latest` on the previous checkpoint."""
+"""`latest` keeps the previous checkpoint if a rank is killed, or its disk is full, while DeepSpeed writes."""
 
 import os
 import resource
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import deepspeed.comm as dist
@@ -13,6 +15,7 @@ import torch
 from megaclip.checkpoint import store
 from megaclip.errors import CheckpointError
 from tests.distributed import engine_cases
+from tests.distributed.checks import Outcome, assert_passed, run_checks
 from tests.distributed.engine_cases import WORLD_SIZE, Case
 from tests.distributed.harness import RankFailure, run_ranks
 
@@ -26,7 +29,7 @@ def step(engine, number: int) -> None:
 
 
 def die_once_a_file_is_in(folder: Path) -> None:
-    """End this process without a word, after another rank has begun to write."""
+    """Kill this process after another rank has begun to write."""
     deadline = time.monotonic() + 60
     while not (folder.is_dir() and any(folder.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -43,22 +46,29 @@ def save_then_die_saving(folder: Path) -> None:
     store.save(engine, folder, 2, {"step": 2}, keep_last=1)
 
 
-def save_without_room(folder: Path) -> None:
-    """One rank may write no file of more than 2,000 bytes: every rank gets its message, and saving works again."""
-    for stage, broken in ((2, 0), (3, 1), (3, 0)):  # the first rank copies scripts of DeepSpeed's too
-        engine = engine_cases.start_engine(Case(stage=stage))
-        step(engine, 0)
-        store.save(engine, folder, 1, {"step": 1}, keep_last=1)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if dist.get_rank() == broken:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-        with pytest.raises(CheckpointError, match=r"cannot write the checkpoint: .* GiB are free"):
-            store.save(engine, folder, 2, {"step": 2}, keep_last=1)
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert store.find_latest(folder) == "step_00000001"
-        store.save(engine, folder, 3, {"step": 3}, keep_last=1)
-        assert store.find_latest(folder) == "step_00000003"
-    # One rank's part damaged, at the stage where loading ends in a collective.
+def check_full_disk(folder: Path, stage: int, full_rank: int) -> None:
+    """Rank `full_rank` cannot write files of more than 2,000 bytes: every rank raises, and a later save works."""
+    folder.mkdir(exist_ok=True)
+    engine = engine_cases.start_engine(Case(stage=stage))
+    step(engine, 0)
+    store.save(engine, folder, 1, {"step": 1}, keep_last=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == full_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint: .* GiB are free"):
+        store.save(engine, folder, 2, {"step": 2}, keep_last=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert store.find_latest(folder) == "step_00000001"
+    store.save(engine, folder, 3, {"step": 3}, keep_last=1)
+    assert store.find_latest(folder) == "step_00000003"
+
+
+def check_damaged_part(folder: Path) -> None:
+    """The file of one rank is damaged: every rank raises. At ZeRO-3 loading ends in a collective."""
+    folder.mkdir(exist_ok=True)
+    engine = engine_cases.start_engine(Case(stage=3))
+    step(engine, 0)
+    store.save(engine, folder, 3, {"step": 3}, keep_last=1)
     dist.barrier()
     if dist.get_rank() == 0:
         (damaged,) = (folder / "step_00000003").glob("*rank_1_*optim_states.pt")
@@ -69,7 +79,7 @@ def save_without_room(folder: Path) -> None:
 
 
 def parameters_after_loading(folder: Path, tag: str) -> tuple[dict, dict]:
-    """Loaded, and from training for one step."""
+    """Return the parameters of an engine that has loaded the checkpoint, and of one that has trained for one step."""
     trained = engine_cases.start_engine(CASE)
     step(trained, 0)
     loaded = engine_cases.start_engine(CASE)
@@ -77,14 +87,33 @@ def parameters_after_loading(folder: Path, tag: str) -> tuple[dict, dict]:
     return engine_cases.whole_parameters(loaded), engine_cases.whole_parameters(trained)
 
 
-def test_a_rank_without_room_costs_only_that_checkpoint(tmp_path):
-    run_ranks(save_without_room, WORLD_SIZE, tmp_path)
+def checks(root: Path) -> dict[str, Callable[[], None]]:
+    """Return the checks of the launch by name."""
+    result: dict[str, Callable[[], None]] = {}
+    for stage, full_rank in ((2, 0), (3, 1), (3, 0)):  # rank 0 also copies scripts of DeepSpeed
+        folder = root / f"stage{stage}_rank{full_rank}"
+        result[f"full disk of rank {full_rank}, ZeRO-{stage}"] = partial(check_full_disk, folder, stage, full_rank)
+    return result | {"damaged file": partial(check_damaged_part, root / "damaged")}
 
 
-def test_a_rank_killed_in_a_save_costs_only_that_checkpoint(tmp_path):
+def run_all_checks(root: Path) -> Outcome:
+    return run_checks(checks(root))
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> list[Outcome]:
+    return run_ranks(run_all_checks, WORLD_SIZE, tmp_path_factory.mktemp("store"))
+
+
+@pytest.mark.parametrize("name", checks(Path()))
+def test_failure_of_one_rank_is_raised_on_every_rank(outcomes, name):
+    assert_passed(outcomes, name)
+
+
+def test_rank_killed_in_a_save_loses_only_that_checkpoint(tmp_path):
     with pytest.raises(RankFailure, match=f"exit code -{signal.SIGKILL:d}"):
         run_ranks(save_then_die_saving, WORLD_SIZE, tmp_path)
-    assert any((tmp_path / "step_00000002").iterdir())  # the other rank had written its part
+    assert any((tmp_path / "step_00000002").iterdir())  # the other rank has written its part
     tag = store.find_latest(tmp_path)
     assert tag == "step_00000001"
     for loaded, trained in run_ranks(parameters_after_loading, WORLD_SIZE, tmp_path, tag):

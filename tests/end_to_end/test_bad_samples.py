@@ -1,4 +1,4 @@
-"""A run with bad samples goes on without them, and tells at its end how many they were, over all ranks."""
+"""A run replaces bad samples and reports their number, over all ranks."""
 
 import io
 import json
@@ -9,14 +9,14 @@ import pytest
 
 from tests.end_to_end.training_runs import WORLD_SIZE, flags, run_in_ranks, scalars
 
-# None of these is the first substitute of another: then it would count twice.
+# None of these is the first substitute of another, because it would then be counted twice.
 DAMAGED = (3, 17, 18, 40, 62)
 BLANK = (7, 44)
 EXPECTED = {"undecodable image": len(DAMAGED), "empty caption": len(BLANK)}
 
 
 def spoil(source: Path, target: Path) -> None:
-    """A copy of a shard of 64 scenes where some images are noise and some captions are blank."""
+    """Copy a shard of 64 scenes, with some images replaced by zeros and some captions by spaces."""
     names: list[str] = []
     with tarfile.open(source) as archive, tarfile.open(target, "w") as copy:
         for member in archive:
@@ -36,7 +36,7 @@ def spoil(source: Path, target: Path) -> None:
 
 @pytest.mark.parametrize("data_offload", ["cpu", "reread"])
 def test_bad_samples_are_counted_over_all_ranks(data_offload, tiny_run, tmp_path):
-    """Two steps of 32 are one epoch of 64: every sample is met once, though it may be read twice or ahead of time."""
+    """Two steps of 32 are one epoch of 64. Every sample counts once, even if it is read twice or ahead of time."""
     spoil(tiny_run / "train" / "00000.tar", tmp_path / "spoilt.tar")
     config = json.loads((tiny_run / "zero1.json").read_text())
     config["megaclip"]["data_offload"] = data_offload

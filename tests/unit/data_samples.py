@@ -1,4 +1,4 @@
-"""Small datasets on disk for the data room's tests, written without any code of the data room."""
+"""Write small datasets for the tests of megaclip.data, without any code of that package."""
 
 import io
 import tarfile
@@ -10,7 +10,7 @@ from PIL import Image
 
 
 def picture(number: int, width: int = 12, height: int = 10, kind: str = "PNG", mode: str = "RGB") -> bytes:
-    """An image file with pixels drawn from `number`."""
+    """Return an image file with random pixels; `number` is their seed."""
     pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).convert(mode).save(buffer, kind)
@@ -18,7 +18,7 @@ def picture(number: int, width: int = 12, height: int = 10, kind: str = "PNG", m
 
 
 def write_tar(path: Path, members: Iterable[tuple[str, bytes]], *, format: int = tarfile.USTAR_FORMAT) -> Path:
-    """A tar file with these members."""
+    """Write a tar file with these members."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w", format=format) as tar:
         for name, content in members:
@@ -29,7 +29,7 @@ def write_tar(path: Path, members: Iterable[tuple[str, bytes]], *, format: int =
 
 
 def pair_members(numbers: Iterable[int]) -> list[tuple[str, bytes]]:
-    """Image and caption of each number, as webdataset names them; the caption says the number."""
+    """Return image and caption of each number, named as in webdataset. The caption contains the number."""
     return [
         member
         for number in numbers
@@ -38,7 +38,7 @@ def pair_members(numbers: Iterable[int]) -> list[tuple[str, bytes]]:
 
 
 def write_shards(folder: Path, sizes: Iterable[int]) -> list[Path]:
-    """Tar shards of these sizes; samples are numbered through all shards."""
+    """Write tar shards of these sizes. The samples are numbered across all shards."""
     paths, start = [], 0
     for shard, size in enumerate(sizes):
         paths.append(write_tar(folder / f"{shard:05d}.tar", pair_members(range(start, start + size))))
@@ -47,7 +47,7 @@ def write_shards(folder: Path, sizes: Iterable[int]) -> list[Path]:
 
 
 class CountingTokenizer:
-    """Stands in for a tokenizer where tokens do not matter: the number in "caption 17" as the only token."""
+    """Replaces a tokenizer where tokens do not matter. The first token is the number in "caption 17", -1 if empty."""
 
     vocab_size, eos_id, pad_id, context_length = 1000, 1, 0, 2
 

@@ -1,4 +1,4 @@
-"""Images: the evaluation transform is open_clip's, training crops are torchvision's, hostile files are refused."""
+"""Images: evaluation equals open_clip's transform, crops have torchvision's distribution, unsafe files are errors."""
 
 import io
 
@@ -19,7 +19,7 @@ SIZES = [(24, 24), (31, 57), (57, 31), (224, 100), (9, 9), (5, 40), (300, 301)]
 
 
 def smooth(width, height, kind="JPEG", mode="RGB"):
-    """A photograph-like image: low frequencies, so that resampling is well conditioned."""
+    """Return an image with low frequencies only, as in a photograph, so that resampling is well conditioned."""
     y, x = np.mgrid[0:height, 0:width]
     pixels = [127 + 120 * np.sin(x / width * 5 + c) * np.cos(y / height * 4 - c) for c in range(3)]
     buffer = io.BytesIO()
@@ -28,7 +28,7 @@ def smooth(width, height, kind="JPEG", mode="RGB"):
 
 
 def model_input(transform, content, **seeds):
-    """(3, H, W) float32: what the image tower sees of an image file."""
+    """Return the input of the image tower (3, H, W) float32 for an image file."""
     pixels = transform(content, **seeds)
     assert pixels.dtype == torch.uint8
     return transform.normalise(pixels[None])[0]
@@ -36,7 +36,7 @@ def model_input(transform, content, **seeds):
 
 @pytest.mark.parametrize("resize_mode", ["shortest", "squash"])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-def test_the_evaluation_transform_equals_open_clips_to_the_last_bit(resize_mode, interpolation):
+def test_the_evaluation_transform_equals_open_clips_bit_for_bit(resize_mode, interpolation):
     open_clip = import_open_clip()
     for size in (24, 33):
         theirs = open_clip.image_transform(
@@ -52,13 +52,13 @@ def test_the_evaluation_transform_equals_open_clips_to_the_last_bit(resize_mode,
     ("kind", "mode"),
     [("PNG", "L"), ("PNG", "P"), ("PNG", "RGBA"), ("PNG", "1"), ("JPEG", "CMYK"), ("GIF", "P"), ("WEBP", "RGBA")],
 )
-def test_other_modes_convert_as_in_open_clip(kind, mode):
+def test_other_colour_modes_are_converted_as_in_open_clip(kind, mode):
     theirs = import_open_clip().image_transform(16, is_train=False)
     content = picture(3, 30, 20, kind, mode)
     assert torch.equal(model_input(ImageTransform(16), content), theirs(Image.open(io.BytesIO(content))))
 
 
-def test_mean_and_deviation_are_used():
+def test_mean_and_standard_deviation_are_applied():
     content = smooth(8, 8, "PNG")
     plain = model_input(ImageTransform(8, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)), content)
     pixels = torch.from_numpy(np.asarray(Image.open(io.BytesIO(content))).copy()).permute(2, 0, 1) / 255
@@ -68,8 +68,8 @@ def test_mean_and_deviation_are_used():
     torch.testing.assert_close(scaled, expected)
 
 
-def test_the_training_crop_is_that_region_of_the_image():
-    """Oracle: crop the same box with Pillow, resize, and compare; JPEG draft decoding only blurs a little."""
+def test_the_training_crop_shows_the_region_of_its_box():
+    """The reference crops the same box with Pillow and resizes it. JPEG draft decoding causes small differences."""
     for width, height, kind in [(60, 40, "PNG"), (500, 300, "JPEG"), (40, 60, "JPEG")]:
         content = smooth(width, height, kind)
         transform = ImageTransform(32, training=True, scale=(0.3, 0.6))
@@ -104,14 +104,14 @@ def test_crops_have_torchvisions_distribution():
     assert (ours[:, 0] + ours[:, 2] <= 60).all() and (ours[:, 1] + ours[:, 3] <= 40).all()
 
 
-def test_extreme_shapes_fall_back_to_the_centre():
+def test_images_of_extreme_shape_get_a_crop_at_the_centre():
     generator = np.random.default_rng(0)
     assert random_box((1000, 10), (0.9, 1.0), generator) == ((1000 - 13) // 2, 0, 13, 10)
     assert random_box((10, 1000), (0.9, 1.0), generator) == (0, (1000 - 13) // 2, 10, 13)
 
 
-def test_draft_decoding_never_goes_below_what_the_crop_needs():
-    """On noise any missing pixel shows: the crop is under twice the target, so all of it must be decoded."""
+def test_draft_decoding_keeps_the_size_that_the_crop_needs():
+    """The crop is less than twice the target, so it must be decoded at full size. On noise, lost pixels are visible."""
     content = picture(5, 70, 70, "JPEG")
     left, top, width, height = random_box((70, 70), (0.5, 0.6), images_module._generator((0, 0, 1)))
     assert max(width, height) < 64
@@ -120,10 +120,10 @@ def test_draft_decoding_never_goes_below_what_the_crop_needs():
     whole.resize((32, 32), Image.BICUBIC).save(buffer, "PNG")
     expected = model_input(ImageTransform(32), buffer.getvalue())
     got = model_input(ImageTransform(32, training=True, scale=(0.5, 0.6)), content, seeds=(0, 0, 1))
-    assert (got - expected).abs().mean() < 0.1  # at half the size it would be 0.3
+    assert (got - expected).abs().mean() < 0.1  # 0.3 if decoded at half the size
 
 
-def test_only_raster_formats_of_the_web_are_opened():
+def test_other_image_formats_are_bad_samples():
     buffer = io.BytesIO()
     Image.new("RGB", (20, 20)).save(buffer, "PCX")
     assert Image.open(io.BytesIO(buffer.getvalue())).size == (20, 20)
@@ -132,7 +132,7 @@ def test_only_raster_formats_of_the_web_are_opened():
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_what_cannot_be_decoded_is_a_bad_sample(training):
+def test_files_that_cannot_be_decoded_are_bad_samples(training):
     transform = ImageTransform(16, training=training)
     jpeg = smooth(64, 64)
     for content in (b"", b"text", jpeg[: len(jpeg) // 2], b"%!PS-Adobe EPSF-3.0\n", picture(0)[:40] + b"\0" * 40):
@@ -142,8 +142,8 @@ def test_what_cannot_be_decoded_is_a_bad_sample(training):
         assert " object at 0x" not in caught.value.detail
 
 
-def test_decompression_bombs_are_refused_before_decoding():
-    """A few kilobytes that claim 40,000 x 40,000 pixels."""
+def test_decompression_bombs_are_bad_samples_before_decoding():
+    """The headers of files of a few kilobytes specify 40,000 x 40,000 and 12,000 x 12,000 pixels."""
     header = picture(0, kind="PNG")
     bomb = header[:16] + (40_000).to_bytes(4, "big") * 2 + header[24:]
     import zlib
@@ -159,7 +159,7 @@ def test_decompression_bombs_are_refused_before_decoding():
     assert caught.value.kind == "image too large"
 
 
-def test_settings_are_checked():
+def test_unknown_settings_are_errors():
     for wrong in ({"interpolation": "nearest"}, {"resize_mode": "longest"}, {"scale": (0.0, 1.0)}):
         with pytest.raises(ConfigError):
             ImageTransform(16, **wrong)

@@ -1,4 +1,4 @@
-"""The loaders: exactly once through changes of ranks and workers, exact resume, bad samples, dying workers."""
+"""Loaders: every sample exactly once for any ranks and workers, exact resume, bad samples, workers that die."""
 
 import functools
 import json
@@ -55,27 +55,34 @@ def loader_of(dataset, *, rank=0, world_size=1, micro_batches=1, **options):
     )
 
 
+def next_step(loader, micro_batches=1):
+    """Return the ids of the loader's next step, and its images and first tokens in the same order."""
+    ids = loader.ids_of_step(loader.samples_consumed)
+    batches = [next(loader) for _ in range(micro_batches)]
+    images = torch.cat([batch.images for batch in batches])
+    return ids, images, torch.cat([batch.tokens[:, 0] for batch in batches])
+
+
 def take_steps(dataset, count, *, world_size=1, micro_batches=1, **options):
-    """Ids (count, STEP) in global order, images by (step, id), and the samples consumed, from all ranks."""
+    """Return, from all ranks, ids (count, STEP) in global order, images by (step, id), and the samples consumed."""
     ids = np.empty((count, STEP), dtype=np.int64)
     images: dict[tuple[int, int], torch.Tensor] = {}
     consumed = set()
     for rank in range(world_size):
         loader = loader_of(dataset, rank=rank, world_size=world_size, micro_batches=micro_batches, **options)
         for step in range(count):
-            batches = [next(loader) for _ in range(micro_batches)]
-            mine = torch.cat([batch.ids for batch in batches])
+            mine, pixels, tokens = next_step(loader, micro_batches)
             ids[step, rank::world_size] = mine
-            images |= {(step, int(i)): image for b in batches for i, image in zip(b.ids, b.images, strict=True)}
-            assert [int(t) for b in batches for t in b.tokens[:, 0]] == mine.tolist()  # captions belong to the ids
+            images |= {(step, int(i)): image for i, image in zip(mine, pixels, strict=True)}
+            assert torch.equal(tokens, mine)  # the caption of a sample is its id
         consumed.add(loader.samples_consumed)
         loader.close()
     assert len(consumed) == 1
     return ids, images, consumed.pop()
 
 
-def test_an_epoch_split_over_changing_ranks_and_workers_sees_each_sample_once(pairs):
-    """W = 1, then 3, then 2 ranks, with 0, 1 and 2 workers: together exactly one epoch."""
+def test_an_epoch_has_each_sample_once_though_ranks_and_workers_change(pairs):
+    """One rank, then 3, then 2, with 0, 1 and 2 workers: together they read exactly one epoch."""
     seen, consumed = [], 0
     for steps, world_size, workers, micro_batches in [(1, 1, 0, 2), (2, 3, 1, 1), (2, 2, 2, 3)]:
         ids, _, consumed = take_steps(
@@ -92,8 +99,8 @@ def test_an_epoch_split_over_changing_ranks_and_workers_sees_each_sample_once(pa
 
 
 @pytest.mark.parametrize(("world_size", "workers", "micro_batches"), [(1, 2, 1), (3, 0, 2), (2, 1, 3)])
-def test_ids_and_pixels_do_not_depend_on_the_split(pairs, world_size, workers, micro_batches):
-    ids, images, _ = take_steps(pairs, 7)  # into the second epoch
+def test_ids_and_pixels_do_not_depend_on_ranks_workers_and_micro_batches(pairs, world_size, workers, micro_batches):
+    ids, images, _ = take_steps(pairs, 7)  # these reach the second epoch
     other_ids, other_images, _ = take_steps(
         pairs, 7, world_size=world_size, num_workers=workers, micro_batches=micro_batches
     )
@@ -101,7 +108,7 @@ def test_ids_and_pixels_do_not_depend_on_the_split(pairs, world_size, workers, m
     assert all(torch.equal(images[key], other_images[key]) for key in images)
 
 
-def test_resuming_from_the_integer_continues_the_sequence(pairs):
+def test_resuming_from_samples_consumed_continues_the_sequence(pairs):
     whole, images, _ = take_steps(pairs, 8)
     rest, rest_images, consumed = take_steps(pairs, 5, samples_consumed=3 * STEP, world_size=2, num_workers=2)
     np.testing.assert_array_equal(rest, whole[3:])
@@ -109,7 +116,7 @@ def test_resuming_from_the_integer_continues_the_sequence(pairs):
     assert consumed == 8 * STEP
 
 
-def test_samples_consumed_moves_on_with_the_last_micro_batch(pairs):
+def test_samples_consumed_grows_with_the_last_micro_batch(pairs):
     loader = loader_of(pairs, micro_batches=3)
     states = []
     for _ in range(6):
@@ -126,11 +133,11 @@ def test_a_step_can_be_read_twice(pairs):
         first, again, expected = ([next(loader) for _ in range(2)] for loader in (twice, twice, once))
         for a, b, c in zip(first, again, expected, strict=True):
             assert torch.equal(a.images, c.images) and torch.equal(b.images, c.images)
-        assert torch.equal(torch.cat([batch.ids for batch in expected]), ids)
+        assert torch.equal(torch.cat([batch.tokens[:, 0] for batch in expected]), ids)
         assert twice.samples_consumed == once.samples_consumed
 
 
-def test_an_image_with_several_captions_shows_each_of_them_once_in_as_many_epochs(tmp_path):
+def test_an_image_with_three_captions_shows_each_once_in_three_epochs(tmp_path):
     rows = []
     for number in range(STEP):
         (tmp_path / f"{number}.png").write_bytes(picture(number))
@@ -139,10 +146,10 @@ def test_an_image_with_several_captions_shows_each_of_them_once_in_as_many_epoch
     loader = loader_of(open_pairs([str(tmp_path / "pairs.jsonl")]))
     shown = np.empty((3, STEP), dtype=np.int64)
     for epoch in range(3):
-        batch = next(loader)
-        shown[epoch, batch.ids.numpy()] = batch.tokens[:, 0].numpy()
+        ids, _, tokens = next_step(loader)
+        shown[epoch, ids.numpy()] = tokens.numpy()
     assert np.sort(shown, axis=0).T.tolist() == np.arange(3 * STEP).reshape(STEP, 3).tolist()
-    assert set(shown[0] % 3) == {0, 1, 2}  # not the same turn of every image
+    assert set(shown[0] % 3) == {0, 1, 2}  # an epoch shows caption 0 of some images, 1 and 2 of others
 
 
 def test_augmentation_changes_with_the_epoch(pairs):
@@ -153,8 +160,8 @@ def test_augmentation_changes_with_the_epoch(pairs):
     assert sum(different) > SAMPLES // 2
 
 
-def test_the_global_random_generator_is_left_alone(pairs):
-    """Dropout and patch dropout draw from it: looking at data must not change a training run."""
+def test_the_loader_does_not_draw_from_the_global_random_generator(pairs):
+    """Dropout and patch dropout draw from it, and reading data must not change a training run."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
     for workers in (0, 1):
@@ -164,8 +171,8 @@ def test_the_global_random_generator_is_left_alone(pairs):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_an_exception_in_a_worker_is_no_death():
-    """torch hands some exceptions over as a RuntimeError that names its DataLoader; what happened must not be lost."""
+def test_an_exception_in_a_worker_is_not_reported_as_its_death():
+    """torch passes some exceptions on as a RuntimeError that names its DataLoader. Their type must stay visible."""
 
     def broken(_):
         return b"\xff".decode()
@@ -175,8 +182,8 @@ def test_an_exception_in_a_worker_is_no_death():
 
 
 @pytest.mark.parametrize("tokenizer", [CountingTokenizer(), load_tokenizer("clip", 8)])
-def test_work_can_be_sent_to_workers_that_are_not_forked(pairs, tokenizer):
-    """Where the system cannot fork, everything a worker needs travels to it pickled."""
+def test_work_can_be_pickled_for_workers_that_are_not_forked(pairs, tokenizer):
+    """On systems without fork, order and reader are sent to the workers pickled."""
     order, reader = pairs.order(seed=0), TrainReader(pairs, ImageTransform(8, training=True), tokenizer, 0)
     copied_order, copied_reader = pickle.loads(pickle.dumps((order, reader)))
     places = np.arange(12)
@@ -185,12 +192,12 @@ def test_work_can_be_sent_to_workers_that_are_not_forked(pairs, tokenizer):
     assert torch.equal(expected.batch.tokens, copied.batch.tokens)
 
 
-def test_a_batch_larger_than_the_dataset_is_refused(pairs):
-    with pytest.raises(DataError, match="contrastive batch of 61 needs as many different samples"):
+def test_a_batch_larger_than_the_dataset_is_an_error(pairs):
+    with pytest.raises(DataError, match="contrastive batch of 61 requires as many different samples"):
         TrainLoader(pairs, ImageTransform(8), CountingTokenizer(), micro_batch_size=61)
 
 
-def test_mixtures_reach_the_loader(tmp_path):
+def test_the_loader_follows_the_weights_of_a_mixture(tmp_path):
     write_shards(tmp_path / "a", [40])
     write_tar(tmp_path / "b" / "0.tar", pair_members(range(40, 60)))
     dataset = open_pairs([str(tmp_path / "a"), str(tmp_path / "b")], weights=[1, 3])
@@ -203,7 +210,7 @@ def test_mixtures_reach_the_loader(tmp_path):
 
 
 def make_bad(folder, bad):
-    """60 samples in two shards; `bad` maps a number to its members."""
+    """Open 60 samples in two shards. `bad` maps the number of a sample to its members."""
     for shard in range(2):
         members = []
         for number in range(shard * 30, shard * 30 + 30):
@@ -222,12 +229,11 @@ BAD = {
 KINDS = {"undecodable image": 2, "empty caption": 1, "missing caption": 1, "missing image": 1}
 
 
-def test_bad_samples_are_counted_and_replaced_and_nothing_shifts(tmp_path):
+def test_bad_samples_are_counted_and_replaced_and_ids_do_not_shift(tmp_path):
     dataset = make_bad(tmp_path, BAD)
     loader = loader_of(dataset, max_bad_fraction=0.5, num_workers=1)
-    batches = [next(loader) for _ in range(5)]
-    ids = torch.cat([batch.ids for batch in batches])
-    shown = torch.cat([batch.tokens[:, 0] for batch in batches])
+    steps = [next_step(loader) for _ in range(5)]
+    ids, shown = (torch.cat([step[part] for step in steps]) for part in (0, 2))
     assert sorted(ids.tolist()) == list(range(SAMPLES))
     assert Counter(loader.bad_counts) >= Counter(KINDS)
     for number, caption in zip(ids.tolist(), shown.tolist(), strict=True):
@@ -237,13 +243,13 @@ def test_bad_samples_are_counted_and_replaced_and_nothing_shifts(tmp_path):
 
 
 def captions_shown_by_three_ranks(dataset):
-    """The caption shown for each id: the substitutes must be the same."""
+    """Return the caption that three ranks show for each id. The substitutes must not depend on the ranks."""
     shown = {}
     for rank in range(3):
         loader = loader_of(dataset, rank=rank, world_size=3, max_bad_fraction=0.5)
         for _ in range(5):
-            batch = next(loader)
-            shown |= dict(zip(batch.ids.tolist(), batch.tokens[:, 0].tolist(), strict=True))
+            ids, _, tokens = next_step(loader)
+            shown |= dict(zip(ids.tolist(), tokens.tolist(), strict=True))
     return shown
 
 
@@ -258,32 +264,32 @@ def test_reading_a_step_twice_counts_its_bad_samples_once(tmp_path):
     assert Counter(once.bad_counts) >= Counter(KINDS)
 
 
-def test_each_kind_is_logged_once(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(reading_module._logger, "warning", lambda message, *values: said.append(message % values))
+def test_only_the_first_bad_sample_of_each_kind_is_logged(tmp_path, monkeypatch):
+    logged = []
+    monkeypatch.setattr(reading_module._logger, "warning", lambda message, *values: logged.append(message % values))
     loader = loader_of(make_bad(tmp_path, BAD), max_bad_fraction=0.5)
     for _ in range(10):
         next(loader)
-    assert sorted(line.split(":")[0] for line in said) == sorted(KINDS)
+    assert sorted(line.split(":")[0] for line in logged) == sorted(KINDS)
     places = {"undecodable image": ("0.tar/7:", "0.tar/11:"), "empty caption": ("0.tar/20",)}
     places |= {"missing caption": ("1.tar/41",), "missing image": ("1.tar/42",)}
-    assert all(any(place in line for place in places[line.split(":")[0]]) for line in said)
+    assert all(any(place in line for place in places[line.split(":")[0]]) for line in logged)
 
 
-def test_a_bad_row_of_a_table_is_named_with_its_file(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(reading_module._logger, "warning", lambda message, *values: said.append(message % values))
+def test_the_log_names_table_row_and_file_of_a_bad_sample(tmp_path, monkeypatch):
+    logged = []
+    monkeypatch.setattr(reading_module._logger, "warning", lambda message, *values: logged.append(message % values))
     for number in range(4):
         (tmp_path / f"{number}.png").write_bytes(picture(number) if number != 2 else b"not an image")
     rows = "".join(f"{number}.png,caption {number}\n" for number in range(4))
     (tmp_path / "t.csv").write_text(f"filepath,title\n{rows}")
     table = open_pairs([str(tmp_path / "t.csv")])
     list(EvaluationLoader(table, ImageTransform(8), CountingTokenizer(), batch_size=4))
-    (line,) = said
+    (line,) = logged
     assert line.startswith("undecodable image: t.csv[2] (2.png): not a file of JPEG") and "0x" not in line
 
 
-def test_too_many_bad_samples_stop_the_run_and_name_the_shard(tmp_path):
+def test_too_many_bad_samples_are_an_error_that_names_the_shard(tmp_path):
     broken = {n: [(f"{n}.png", b"broken"), (f"{n}.txt", b"caption")] for n in range(30)}
     loader = loader_of(make_bad(tmp_path, broken), max_bad_fraction=0.01, num_workers=1)
     with pytest.raises(
@@ -297,10 +303,10 @@ def test_too_many_bad_samples_stop_the_run_and_name_the_shard(tmp_path):
             next(loader)
 
 
-def test_a_dataset_of_only_bad_samples_ends_in_one_error(tmp_path):
+def test_a_dataset_of_bad_samples_only_is_an_error(tmp_path):
     broken = {n: [(f"{n}.png", b"broken"), (f"{n}.txt", b"caption")] for n in range(60)}
     loader = loader_of(make_bad(tmp_path, broken), max_bad_fraction=1.0)
-    with pytest.raises(DataError, match="16 substitutes are all bad"):
+    with pytest.raises(DataError, match="16 substitutes are bad, last undecodable image"):
         next(loader)
 
 
@@ -308,7 +314,7 @@ def test_a_dataset_of_only_bad_samples_ends_in_one_error(tmp_path):
 
 
 @pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 1), (3, 2)])
-def test_evaluation_covers_everything_once_with_equal_batches(pairs, world_size, workers):
+def test_evaluation_yields_each_sample_once_in_equally_many_batches(pairs, world_size, workers):
     seen, lengths = [], set()
     for rank in range(world_size):
         loader = EvaluationLoader(
@@ -324,12 +330,12 @@ def test_evaluation_covers_everything_once_with_equal_batches(pairs, world_size,
         lengths |= {len(loader), len(batches)}
         assert all(batch.images.shape == (7, 3, 8, 8) for batch in batches)
         seen += [int(i) for batch in batches for i in batch.ids if i != PADDING_ID]
-        assert torch.equal(batches[0].images, next(iter(loader)).images)  # a second pass is the same
+        assert torch.equal(batches[0].images, next(iter(loader)).images)  # a second iteration starts again
     assert sorted(seen) == list(range(SAMPLES))
     assert len(lengths) == 1
 
 
-def test_evaluation_leaves_bad_samples_out(tmp_path):
+def test_evaluation_omits_bad_samples(tmp_path):
     loader = EvaluationLoader(
         make_bad(tmp_path, BAD), ImageTransform(8), CountingTokenizer(), batch_size=16, max_bad_fraction=0.5
     )
@@ -338,7 +344,7 @@ def test_evaluation_leaves_bad_samples_out(tmp_path):
     assert loader.bad_counts == KINDS
 
 
-def test_labelled_batches(tmp_path):
+def test_labelled_batches_hold_labels_and_padding(tmp_path):
     members = [m for n in range(10) for m in ((f"{n}.png", picture(n)), (f"{n}.cls", str(n % 3).encode()))]
     write_tar(tmp_path / "0.tar", members)
     (tmp_path / "classnames.txt").write_text("a\nb\nc\n")
@@ -350,28 +356,28 @@ def test_labelled_batches(tmp_path):
 # ---------------------------------------------------------------- workers
 
 
-def _die_at(limit, go_on, item):
+def _die_at(limit, may_die, item):
     if item == limit:
-        go_on.wait()
+        may_die.wait()
         os.kill(os.getpid(), signal.SIGKILL)
     return item
 
 
-def test_a_worker_that_dies_while_we_wait_is_one_data_error():
-    go_on = multiprocessing.get_context("fork").Event()
-    go_on.set()
+def test_a_worker_that_dies_while_the_main_thread_waits_is_a_data_error():
+    may_die = multiprocessing.get_context("fork").Event()
+    may_die.set()
     began = time.monotonic()
     with pytest.raises(DataError, match="data worker died"):
-        list(map_in_workers(functools.partial(_die_at, 3, go_on), range(100), num_workers=1))
+        list(map_in_workers(functools.partial(_die_at, 3, may_die), range(100), num_workers=1))
     assert time.monotonic() - began < WORKER_TIMEOUT_S / 2
 
 
-def test_a_worker_that_dies_during_a_training_step_is_one_data_error():
-    go_on = multiprocessing.get_context("fork").Event()
-    batches = map_in_workers(functools.partial(_die_at, 2, go_on), range(100), num_workers=1)
+def test_a_worker_that_dies_during_a_training_step_is_a_data_error():
+    may_die = multiprocessing.get_context("fork").Event()
+    batches = map_in_workers(functools.partial(_die_at, 2, may_die), range(100), num_workers=1)
     next(batches)
     began = time.monotonic()
-    go_on.set()  # it dies after its second result, and not before we have the first
+    may_die.set()  # the worker dies after its second result, and not before the first one was taken
     with pytest.raises(DataError, match="data worker died"):
         while time.monotonic() - began < WORKER_TIMEOUT_S / 2:
             time.sleep(0.2)  # a training step, which the signal does not interrupt
@@ -394,7 +400,7 @@ from megaclip.data.workers import map_in_workers
 from megaclip.errors import DataError
 
 def read(item):
-    return Loaded(Batch(torch.zeros(2**22, dtype=torch.uint8), torch.zeros(1), torch.zeros(1)), [])
+    return Loaded(Batch(torch.zeros(2**22, dtype=torch.uint8), torch.zeros(1)), [])
 
 try:
     list(map_in_workers(read, range(9), num_workers=2))
@@ -403,10 +409,10 @@ except DataError as error:
 """
 
 
-def test_shared_memory_that_is_full_is_one_data_error_at_once():
+def test_full_shared_memory_is_a_data_error_at_once():
     own_mounts = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
     if not shutil.which("unshare") or subprocess.run([*own_mounts, "true"], capture_output=True).returncode:
         pytest.skip("mounting a small /dev/shm needs root on Linux")
     command = [*own_mounts, sys.executable, "-c", _READ_WITH_LITTLE_SHARED_MEMORY]
     (line,) = subprocess.run(command, capture_output=True, text=True, timeout=600).stdout.splitlines()
-    assert "no room in shared memory" in line and "docker run --shm-size" in line
+    assert "shared memory is full" in line and "docker run --shm-size" in line

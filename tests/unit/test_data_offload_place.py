@@ -1,4 +1,4 @@
-"""Where a step's images wait, by what is free: the choice, the memory that is counted, and the memory that is made."""
+"""Place of a step's images (host memory, disk or read again): the choice by free memory, and the memory itself."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def free(monkeypatch, tmp_path):
-    """Sets what is free; returns the choice for a batch of 800 bytes."""
+    """Return a function that sets the free memory and disk and returns the choice for a batch of 800 bytes."""
 
     def choose(wanted: str, *, memory: int, disk: int, passes: int = 2) -> Place:
         monkeypatch.setattr(data_offload, "free_memory", lambda: memory)
@@ -36,11 +36,11 @@ def free(monkeypatch, tmp_path):
         ("reread", 0, 0, 2, "reread", False),
     ],
 )
-def test_the_choice_follows_what_is_free(free, wanted, memory, disk, passes, name, keeps):
+def test_the_choice_follows_free_memory_and_disk(free, wanted, memory, disk, passes, name, keeps):
     assert free(wanted, memory=memory, disk=disk, passes=passes) == Place(name, keeps)
 
 
-def test_what_fits_nowhere_is_refused(free):
+def test_images_that_fit_nowhere_are_an_error(free):
     with pytest.raises(ConfigError, match=r'data_offload "cpu": .* set "disk" or "reread"'):
         free("cpu", memory=999, disk=5000)
     with pytest.raises(ConfigError, match=r'data_offload "disk": .* a larger disk, set "reread"'):
@@ -49,7 +49,7 @@ def test_what_fits_nowhere_is_refused(free):
         free("auto", memory=999, disk=999)
 
 
-def test_ranks_of_one_host_share_what_is_free_there_and_the_poorest_host_decides(free, monkeypatch):
+def test_ranks_of_one_host_share_its_memory_and_the_smallest_host_decides(free, monkeypatch):
     def second_rank_here_and_one_elsewhere(own):
         return [own, own, own._replace(name="elsewhere", free_memory=9999, free_disk=9999)]
 
@@ -64,7 +64,7 @@ def test_ranks_of_one_host_share_what_is_free_there_and_the_poorest_host_decides
     assert free("auto", memory=5000, disk=5000).name == "disk"
 
 
-def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
+def test_free_memory_respects_the_limit_of_a_control_group(monkeypatch, tmp_path):
     monkeypatch.setattr(data_offload.psutil, "virtual_memory", lambda: SimpleNamespace(available=20000))
     (tmp_path / "memory.max").write_text("10000\n")
     (tmp_path / "memory.current").write_text("6000\n")
@@ -76,7 +76,7 @@ def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["cpu", "disk"])
-def test_slots_hold_what_is_written_and_leave_no_file(name, tmp_path):
+def test_slots_keep_their_contents_and_leave_no_file(name, tmp_path):
     slots = Slots(Place(name, keeps=True), (3, 2, 3, 5, 5), tmp_path, CPU)
     pixels = torch.randint(256, (3, 2, 3, 5, 5), dtype=torch.uint8)
     slots.tensor.copy_(pixels)
@@ -84,12 +84,12 @@ def test_slots_hold_what_is_written_and_leave_no_file(name, tmp_path):
     slots.close()
 
 
-def test_slots_that_cannot_be_had_are_one_error(tmp_path):
+def test_slots_that_cannot_be_reserved_are_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot reserve 0\.0 MiB in .*gone.*--data-offload-dir"):
         Slots(Place("disk", keeps=True), (1, 1, 3, 5, 5), Path(tmp_path / "gone"), CPU)
 
 
-def test_embeddings_leave_the_device_above_a_share_of_it(monkeypatch):
+def test_embeddings_are_kept_on_the_cpu_above_a_share_of_device_memory(monkeypatch):
     accelerator = data_offload.get_accelerator()
     monkeypatch.setattr(accelerator, "total_memory", lambda *_: 10 * 4 * 64 * 2 * 2 - 1)
     cuda = torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""The order of samples: every id once per epoch, whatever the ranks; resumable from one integer; mixtures by quota."""
+"""Order of the samples: every id once per epoch for any number of ranks, resume from one integer, mixture quotas."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_each_epoch_visits_every_id_exactly_once(shard_order, window):
         assert set(epochs) == {epoch}
 
 
-def test_epochs_and_seeds_differ_and_repeat():
+def test_orders_differ_between_epochs_and_seeds_and_are_reproducible():
     order = SampleOrder(SIZES, seed=3)
     first, second = visit(order, 0, 100)[0], visit(order, 100, 100)[0]
     assert (first != second).any()
@@ -31,12 +31,12 @@ def test_epochs_and_seeds_differ_and_repeat():
     np.testing.assert_array_equal(first, visit(SampleOrder(SIZES, seed=3), 0, 100)[0])
 
 
-def test_the_order_is_frozen():
-    """A checkpoint must resume under any version of NumPy and of this code: recorded once, never to be changed."""
+def test_the_order_of_a_seed_never_changes():
+    """Checkpoints must resume under any version of NumPy and of this code, so this recorded order must not change."""
     assert visit(SampleOrder([4, 4, 4], seed=0), 0, 12)[0].tolist() == [1, 11, 6, 5, 7, 8, 0, 4, 9, 3, 2, 10]
 
 
-def test_positions_may_be_asked_for_in_any_pieces():
+def test_the_order_does_not_depend_on_how_positions_are_grouped():
     order = SampleOrder(SIZES, seed=1, window_size=16)
     whole = visit(order, 0, 250)[0]
     pieces = [visit(order, start, 25)[0] for start in range(0, 250, 25)]
@@ -56,8 +56,8 @@ def test_shuffled_windows_mix_shards():
     assert len(set(ids[:20] // 20)) > 2
 
 
-def test_ranks_share_a_step_by_taking_every_wth_position():
-    """One oracle for all splits: the positions of a step, dealt like cards."""
+def test_each_rank_takes_every_wth_position_of_a_step():
+    """The reference deals the positions of a step to the ranks in turn."""
     for world_size, micro_batches, size in [(1, 1, 24), (2, 3, 4), (3, 2, 4), (4, 1, 6)]:
         dealt = [
             [rank_positions(48, m, size, rank, world_size) for m in range(micro_batches)] for rank in range(world_size)
@@ -67,15 +67,15 @@ def test_ranks_share_a_step_by_taking_every_wth_position():
             assert np.concatenate(dealt[rank]).tolist() == expected
 
 
-def test_a_position_deep_in_a_large_dataset_is_found_at_once():
-    """3e8 of 4e8 samples: nothing is replayed and nothing of the dataset's size per sample is held."""
+def test_a_position_in_a_large_dataset_is_computed_without_replay():
+    """Position 3e8 of 4e8 samples needs no replay and no memory in proportion to the samples."""
     order = SampleOrder(np.full(40_000, 10_000), seed=0)
     ids, epochs = visit(order, 300_000_000, 64)
     assert len(set(ids.tolist())) == 64 and ids.min() >= 0 and ids.max() < 400_000_000
     assert set(epochs) == {0}
 
 
-def test_mixtures_meet_their_quotas_in_every_block():
+def test_every_block_of_a_mixture_meets_the_quotas():
     parts = [SampleOrder([300], seed=0), SampleOrder([50, 50], seed=1)]
     order = MixtureOrder(parts, [3.0, 1.0], seed=0)
     for block in range(4):
@@ -83,7 +83,7 @@ def test_mixtures_meet_their_quotas_in_every_block():
         assert (ids < 300).sum() == 750 and (ids >= 300).sum() == 250
 
 
-def test_each_part_of_a_mixture_goes_through_its_own_epochs():
+def test_each_part_of_a_mixture_has_its_own_epochs():
     parts = [SampleOrder([300], seed=0), SampleOrder([50, 50], seed=1)]
     ids, epochs = visit(MixtureOrder(parts, [3.0, 1.0], seed=0), 0, 4 * MIXTURE_BLOCK)
     for first, size in ((0, 300), (300, 100)):
@@ -92,7 +92,7 @@ def test_each_part_of_a_mixture_goes_through_its_own_epochs():
             assert sorted(ids[mine & (epochs == epoch)]) == list(range(first, first + size))
 
 
-def test_quotas_add_up_and_refuse_what_cannot_be_met():
+def test_quotas_sum_to_a_block_and_unusable_weights_are_errors():
     assert block_quotas([1, 1, 1]).sum() == MIXTURE_BLOCK
     assert block_quotas([0.5, 0.25, 0.25]).tolist() == [500, 250, 250]
     for weights in ([1, 0], [1, -1], [1, float("nan")], [1, 1e-6]):
@@ -100,7 +100,7 @@ def test_quotas_add_up_and_refuse_what_cannot_be_met():
             block_quotas(weights)
 
 
-def test_empty_datasets_and_unknown_orders_are_refused():
+def test_empty_datasets_and_unknown_orders_are_errors():
     with pytest.raises(DataError, match="no samples"):
         SampleOrder([0, 0], seed=0)
     with pytest.raises(DataError, match="shard_order"):

@@ -1,4 +1,4 @@
-"""Every kind of storage gives the same pairs; patterns, mixtures, and manifests that refuse changed data."""
+"""Sources: every file format yields equal pairs; file patterns, mixtures, and manifests that detect changed data."""
 
 import csv
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 from data_samples import pair_members, picture, write_shards, write_tar
 
-from megaclip.data import check_manifest, open_labelled, open_pairs
+from megaclip.data import check_manifest, open_labelled, open_pairs, patterns
 from megaclip.data.batch import BadSample
 from megaclip.data.patterns import expand_braces, expand_pattern
 from megaclip.data.tables import ROWS_PER_SHARD
@@ -17,7 +17,7 @@ COUNT = 5
 
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path, monkeypatch):
-    """`datasets` keeps its Arrow files in a folder of this test, and must not look at the network."""
+    """Make `datasets` store its Arrow files in a folder of this test, without network access."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
@@ -68,7 +68,7 @@ def make_tsv(folder):
 
 
 def make_csv_with_tabs(folder):
-    """open_clip's own default: tabs in a file called .csv."""
+    """Write tabs in a file named .csv, as open_clip expects by default."""
     return make_csv(folder, "\t")
 
 
@@ -99,7 +99,7 @@ def make_saved(folder):
 
 
 def make_hub(folder):
-    """The hub's own path through `datasets`: a repository is a folder of parquet files."""
+    """Load a folder of parquet files as `datasets` loads a repository of the hub."""
     make_parquet(folder)
     return f"hf:{folder}:train"
 
@@ -129,7 +129,7 @@ def _write_pictures(folder):
         make_hub,
     ],
 )
-def test_every_source_gives_the_same_pairs(tmp_path, make):
+def test_every_source_yields_equal_pairs(tmp_path, make):
     folder = tmp_path / "data"
     folder.mkdir()
     dataset = open_pairs([make(folder)])
@@ -140,7 +140,7 @@ def test_every_source_gives_the_same_pairs(tmp_path, make):
     check_manifest(json.loads(json.dumps(dataset.manifest())), dataset.manifest())
 
 
-def test_folders_stand_for_their_files(tmp_path):
+def test_a_folder_stands_for_its_files(tmp_path):
     make_tars(tmp_path / "tars")
     assert len(open_pairs([str(tmp_path / "tars")])) == COUNT
     (tmp_path / "table").mkdir()
@@ -148,14 +148,14 @@ def test_folders_stand_for_their_files(tmp_path):
     assert len(open_pairs([str(tmp_path / "table")], dataset_type="parquet")) == COUNT
 
 
-def test_captions_that_pandas_takes_for_missing_stay(tmp_path):
+def test_captions_that_pandas_reads_as_missing_are_kept(tmp_path):
     _write_pictures(tmp_path)
     (tmp_path / "pairs.csv").write_text("filepath,title\n0.png,NA\n1.png,null\n2.png,None\n")
     assert captions(open_pairs([str(tmp_path / "pairs.csv")])) == ["NA", "null", "None"]
 
 
-def test_numbers_of_rows_may_have_no_name(tmp_path):
-    """As R writes a selection of a table's rows."""
+def test_a_column_of_row_numbers_may_have_no_name(tmp_path):
+    """R writes such a column when it writes some rows of a table."""
     _write_pictures(tmp_path)
     content = '"filepath","title"\n"1","0.png","red, blue"\n"5","1.png","green"\n"7","2.png","white"\n'
     (tmp_path / "pairs.csv").write_text(content)
@@ -163,32 +163,32 @@ def test_numbers_of_rows_may_have_no_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         (b"filepath,title\n0.png,gr\xfcn\n", "cannot read .*pairs.csv as csv: UnicodeDecodeError: .*utf-8"),
         (b'filepath,title\n0.png,"no end\n1.png,b\n', "EOF inside string starting at row 1"),
-        (b"filepath,title\n0.png,red, blue\n1.png,green, white\n", "more cells than its first line has names.*quotes"),
-        (b"id,Photo,Words\n0,0.png,a\n", "it has id, Photo, Words: say by --image-key which"),
-        (b"image,Words\n0.png,a\n", "it has image, Words: say by --caption-key which"),
+        (b"filepath,title\n0.png,red, blue\n1.png,green, white\n", "more cells than the first line has names.*quotes"),
+        (b"id,Photo,Words\n0,0.png,a\n", "it has id, Photo, Words; set --image-key to one of them"),
+        (b"image,Words\n0.png,a\n", "it has image, Words; set --caption-key to one of them"),
     ],
 )
-def test_a_csv_that_cannot_be_read_says_why_in_a_line(tmp_path, content, says):
+def test_the_error_for_an_unreadable_csv_is_one_line_with_the_reason(tmp_path, content, message):
     (tmp_path / "pairs.csv").write_bytes(content)
-    with pytest.raises(DataError, match=says) as refused:
+    with pytest.raises(DataError, match=message) as caught:
         open_pairs([str(tmp_path / "pairs.csv")])
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_files_with_other_columns_than_the_first_say_which(tmp_path):
+def test_files_with_different_columns_are_an_error_that_names_them(tmp_path):
     (tmp_path / "0.csv").write_text("image,caption\n0.png,a\n")
     (tmp_path / "1.csv").write_text("image,words\n0.png,a\n")
     with pytest.raises(DataError, match=r"and 1 more files as csv: .*words"):
         open_pairs([str(tmp_path)])
 
 
-def test_images_without_captions_are_told_what_to_add(tmp_path):
+def test_the_error_for_images_without_captions_names_the_file_to_add(tmp_path):
     _write_pictures(tmp_path)
-    with pytest.raises(DataError, match=r"has no captions: put a metadata.csv"):
+    with pytest.raises(DataError, match=r"has no captions; add a metadata.csv"):
         open_pairs([str(tmp_path)])
 
 
@@ -196,7 +196,7 @@ def test_rows_without_image_or_caption_are_bad_samples(tmp_path):
     _write_pictures(tmp_path)
     rows = [{"image": "0.png", "caption": None}, {"image": "gone.png", "caption": "a"}, {"image": None, "caption": "b"}]
     rows += [{"image": "0.png", "caption": "c"}, {"image": "../0\0.png", "caption": "d"}]
-    rows += [{"image": "/dev/zero", "caption": "e"}]  # never ends when read
+    rows += [{"image": "/dev/zero", "caption": "e"}]  # reading it would never end
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     dataset = open_pairs([str(tmp_path / "pairs.jsonl")])
     kinds = []
@@ -208,14 +208,14 @@ def test_rows_without_image_or_caption_are_bad_samples(tmp_path):
     assert kinds == ["missing caption", "missing image", "missing image", "c", "missing image", "missing image"]
 
 
-def test_several_captions_of_an_image_stay_apart(tmp_path):
+def test_several_captions_of_an_image_are_kept_separately(tmp_path):
     _write_pictures(tmp_path)
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "0.png", "caption": ["a  dog", "an\nanimal"]}))
     sample = open_pairs([str(tmp_path / "pairs.jsonl")]).read(0)
     assert sample.alternatives == ("a dog", "an animal") and sample.caption == "a dog\nan animal"
 
 
-def test_tables_are_shuffled_in_runs_of_rows(tmp_path):
+def test_a_table_is_divided_into_runs_of_rows_as_shards(tmp_path):
     import datasets
 
     rows = 2 * ROWS_PER_SHARD + 5
@@ -223,7 +223,7 @@ def test_tables_are_shuffled_in_runs_of_rows(tmp_path):
     assert open_pairs([str(tmp_path / "saved")]).shard_sizes.tolist() == [ROWS_PER_SHARD, ROWS_PER_SHARD, 5]
 
 
-def test_keys_choose_columns_and_members(tmp_path):
+def test_keys_select_columns_and_members(tmp_path):
     members = [("0.png", picture(0)), ("0.jpg", picture(1)), ("0.txt", b"no"), ("0.alt", b"yes")]
     path = write_tar(tmp_path / "shard.tar", members)
     sample = open_pairs([str(path)], image_key="webp;png", caption_key="alt").read(0)
@@ -234,46 +234,69 @@ def test_keys_choose_columns_and_members(tmp_path):
         open_pairs([str(tmp_path / "pairs.jsonl")], caption_key="nothing")
 
 
-def test_braces_expand_as_in_a_shell():
+def test_braces_expand_as_in_bash():
     cases = {
         "a{1..3}": ["a1", "a2", "a3"],
         "{08..11}.tar": ["08.tar", "09.tar", "10.tar", "11.tar"],
         "{000..002}": ["000", "001", "002"],
         "{9..10}": ["9", "10"],
         "{2..0}": ["2", "1", "0"],
+        "{0..10..5}": ["0", "5", "10"],
         "{a,b}/{0..1}": ["a/0", "a/1", "b/0", "b/1"],
         "{a,b{0..1}}": ["a", "b0", "b1"],
         "plain": ["plain"],
+        "{one}": ["{one}"],
+        r"\{a,b\}": ["{a,b}"],
+        r"{a\,b,c}": ["a,b", "c"],
     }
     for pattern, expected in cases.items():
-        assert list(expand_braces(pattern)) == expected
-    for broken in ("{a", "{a,{b}"):
-        with pytest.raises(DataError, match="not balanced"):
-            list(expand_braces(broken))
-    with pytest.raises(DataError, match="stands for"):
-        list(expand_braces("{0..999999999999}"))
+        assert expand_braces(pattern) == expected
+    assert len(expand_braces("{00000..00331}.tar")) == 332
 
 
-def test_patterns_find_files_or_say_what_is_missing(tmp_path):
+@pytest.mark.parametrize("pattern", ["{a", "{a,{b}", "a}", "{a}}"])
+def test_unbalanced_braces_are_an_error(pattern):
+    with pytest.raises(DataError, match="not balanced"):
+        expand_braces(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "limit"),
+    [("{1..1000000000000}", patterns.MAX_FILES), ("{a,{-5..200}}", 100), ("{0..3}{0..3}{0..3}", 60)],
+)
+def test_braces_that_stand_for_too_many_files_are_an_error(pattern, limit, monkeypatch):
+    """The last pattern has only short ranges, whose product is too large."""
+    monkeypatch.setattr(patterns, "MAX_FILES", limit)
+    with pytest.raises(DataError, match=r"more than .* files; use shorter ranges"):
+        expand_braces(pattern)
+
+
+@pytest.mark.parametrize("name", ["a{0..1}.tar", "{unbalanced.tar", r"back\slash.tar", "[0-9].tar"])
+def test_a_file_with_the_name_of_the_pattern_is_used_as_it_is(tmp_path, name):
+    path = write_tar(tmp_path / name, pair_members([0]))
+    assert expand_pattern(str(path)) == [str(path)]
+
+
+def test_patterns_find_files_or_name_the_missing_ones(tmp_path):
     write_shards(tmp_path, [1, 1, 1])
     assert [path[-9:] for path in expand_pattern(str(tmp_path / "*.tar"))] == ["00000.tar", "00001.tar", "00002.tar"]
     with pytest.raises(DataError, match=r"2 of 5 files are missing, first .*00003\.tar"):
         expand_pattern(str(tmp_path / "{00000..00004}.tar"))
     with pytest.raises(DataError, match="no file matches"):
         open_pairs([str(tmp_path / "none*.tar")])
-    with pytest.raises(DataError, match="no data"):
+    with pytest.raises(DataError, match="no data was given"):
         open_pairs([])
     (tmp_path / "notes.md").write_text("")
-    with pytest.raises(DataError, match="known type"):
+    with pytest.raises(DataError, match=r"known type.*set --dataset-type"):
         open_pairs([str(tmp_path / "notes.md")])
-    with pytest.raises(DataError, match="dataset type"):
+    with pytest.raises(DataError, match="--dataset-type is 'zip'; use one of auto"):
         open_pairs([str(tmp_path / "*.tar")], dataset_type="zip")
     (tmp_path / "bad.parquet").write_text("no parquet")
     with pytest.raises(DataError, match="cannot read"):
         open_pairs([str(tmp_path / "bad.parquet")])
 
 
-def test_sources_lie_end_to_end_and_ids_stay_within_them(tmp_path):
+def test_sources_are_concatenated_and_ids_have_bounds(tmp_path):
     first, second = write_shards(tmp_path, [2, 3])
     dataset = open_pairs([str(second), str(first)])
     assert captions(dataset) == [f"caption {n}" for n in (2, 3, 4, 0, 1)]
@@ -281,30 +304,30 @@ def test_sources_lie_end_to_end_and_ids_stay_within_them(tmp_path):
     assert dataset.shard_name(4) == str(first)
     with pytest.raises(IndexError):
         dataset.read(5)
-    with pytest.raises(DataError, match="one weight per dataset"):
+    with pytest.raises(DataError, match="1 weights for 2 datasets; give one per dataset"):
         open_pairs([str(first), str(second)], weights=[1.0])
 
 
-def test_a_changed_manifest_is_refused_by_name(tmp_path):
+def test_changed_data_is_an_error_that_names_the_difference(tmp_path):
     paths = write_shards(tmp_path, [2, 3])
     specs = [str(path) for path in paths]
     saved = open_pairs(specs).manifest()
     (tmp_path / "moved").mkdir()
     moved = [str(path.rename(tmp_path / "moved" / path.name)) for path in paths]
-    check_manifest(saved, open_pairs(moved).manifest())  # another place, the same data
+    check_manifest(saved, open_pairs(moved).manifest())  # equal data in another folder
     cases = {
         "2 datasets, this run has 1": open_pairs(moved[:1]),
         "mixture weights": open_pairs(moved, weights=[1, 2]),
-        "dataset 0: a file was name 00000.tar.*now name 00001.tar": open_pairs(moved[::-1]),
+        "dataset 0 had a file with name 00000.tar.*now it has name 00001.tar": open_pairs(moved[::-1]),
     }
     write_tar(tmp_path / "moved" / "00001.tar", pair_members(range(2, 6)))
-    cases["dataset 1: a file was name 00001.tar, bytes 10240, samples 3; now.*samples 4"] = open_pairs(moved)
+    cases["dataset 1 had a file with name 00001.tar, bytes 10240, samples 3; now.*samples 4"] = open_pairs(moved)
     for message, dataset in cases.items():
         with pytest.raises(DataError, match=message):
             check_manifest(saved, dataset.manifest())
 
 
-def test_labelled_sets_in_both_layouts(tmp_path):
+def test_labelled_datasets_in_both_layouts(tmp_path):
     shards = tmp_path / "wds"
     members = [m for n in range(4) for m in ((f"s{n}.png", picture(n)), (f"s{n}.cls", str(n % 2).encode()))]
     write_tar(shards / "test" / "10.tar", members[4:])
@@ -334,18 +357,18 @@ def test_labelled_sets_in_both_layouts(tmp_path):
         open_labelled(tmp_path / "nowhere")
 
 
-def test_one_folder_alone_is_no_set_of_classes(tmp_path):
+def test_a_single_folder_of_images_is_an_error(tmp_path):
     (tmp_path / "images").mkdir()
     _write_pictures(tmp_path / "images")
     with pytest.raises(DataError, match="only one class, 'images'"):
         open_labelled(tmp_path)
 
 
-def test_numbers_of_wordnet_are_no_class_names(tmp_path):
+def test_wordnet_ids_are_not_accepted_as_class_names(tmp_path):
     for name in ("n01440764", "n01443537"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.png").write_bytes(picture(1))
-    with pytest.raises(DataError, match=r"WordNet's numbers .* to classnames\.txt"):
+    with pytest.raises(DataError, match=r"WordNet ids .* to classnames\.txt"):
         open_labelled(tmp_path)
     (tmp_path / "classnames.txt").write_text("tench\ngoldfish\n")
     assert open_labelled(tmp_path).class_names == ["tench", "goldfish"]
@@ -354,12 +377,12 @@ def test_numbers_of_wordnet_are_no_class_names(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "advice"),
     [
-        ("a.tar::b/{0..3}.tar", "several data sets are several words: a.tar b/{0..3}.tar"),
-        ("s3://bucket/{00..09}.tar", "nothing is streamed: copy or mount the data"),
-        ("pipe:aws s3 cp s3://bucket/0.tar -", "nothing is streamed"),
+        ("a.tar::b/{0..3}.tar", "separate several datasets by spaces: a.tar b/{0..3}.tar"),
+        ("s3://bucket/{00..09}.tar", "streaming is not supported: copy or mount the data"),
+        ("pipe:aws s3 cp s3://bucket/0.tar -", "streaming is not supported"),
     ],
 )
-def test_ways_to_name_data_that_are_no_files_are_refused_with_advice(spec, advice):
+def test_urls_pipes_and_lists_are_errors_with_advice(spec, advice):
     with pytest.raises(DataError) as error:
         open_pairs([spec])
     assert advice in str(error.value)

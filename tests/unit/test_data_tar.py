@@ -1,5 +1,7 @@
-"""Tar shards: the header walk against tarfile, damage of every kind, and the index on disk."""
+"""Tar shards: the header walk compared with tarfile, damaged shards, and the index on disk."""
 
+import errno
+import fcntl
 import io
 import multiprocessing
 import os
@@ -24,8 +26,8 @@ def walk(path):
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_the_walk_finds_what_tarfile_finds(tmp_path, format):
-    """Long names, non-ASCII names and fractional times make each format write its extension headers."""
+def test_the_walk_finds_the_same_members_as_tarfile(tmp_path, format):
+    """Long names, non-ASCII names and fractional times cause the extension headers of each format."""
     names = ["000.png", "deep/er/001.png", LONG + "002.png"]
     if format != tarfile.USTAR_FORMAT:
         names += ["caf\u00e9.png", "x" * 200 + ".png"]
@@ -48,7 +50,7 @@ def test_the_walk_finds_what_tarfile_finds(tmp_path, format):
     assert found == expected
 
 
-def test_members_in_any_order_and_of_other_kinds(tmp_path):
+def test_members_may_come_in_any_order_and_others_are_ignored(tmp_path):
     path = tmp_path / "shard.tar"
     with tarfile.open(path, "w") as tar:
         folder = tarfile.TarInfo("images")
@@ -70,14 +72,14 @@ def test_members_in_any_order_and_of_other_kinds(tmp_path):
     assert shards.read(0).image == picture(1)
 
 
-def test_names_that_climb_out_of_the_folder_are_only_names(tmp_path):
+def test_names_with_parent_folders_write_no_files(tmp_path):
     path = write_tar(tmp_path / "s" / "shard.tar", [("../../evil.png", picture(0)), ("../../evil.txt", b"a caption")])
     sample = TarShards([path]).read(0)
     assert sample.caption == "a caption" and sample.key == "shard.tar/../../evil"
     assert not (tmp_path / "evil.png").exists() and not (tmp_path.parent / "evil.png").exists()
 
 
-def test_a_cut_off_shard_gives_its_whole_samples(tmp_path, caplog):
+def test_a_truncated_shard_yields_its_complete_samples(tmp_path, caplog):
     path = write_tar(tmp_path / "shard.tar", pair_members(range(5)))
     with tarfile.open(path) as tar:
         fourth = tar.getmember("000003.txt")
@@ -93,7 +95,7 @@ def test_a_cut_off_shard_gives_its_whole_samples(tmp_path, caplog):
     assert TarShards([path]).problems == {"damaged shard": 1}
 
 
-def test_garbage_in_the_middle_ends_the_walk_with_a_reason(tmp_path):
+def test_garbage_in_the_middle_ends_the_walk_and_is_reported(tmp_path):
     path = write_tar(tmp_path / "shard.tar", pair_members(range(5)))
     with tarfile.open(path) as tar:
         third = tar.getmember("000002.png")
@@ -104,8 +106,8 @@ def test_garbage_in_the_middle_ends_the_walk_with_a_reason(tmp_path):
     assert len(contents.entries) == 2 and "checksum" in contents.damage
 
 
-def test_hostile_headers_are_bounded(tmp_path):
-    """A header may claim any size: none makes the walk read or allocate it."""
+def test_headers_with_huge_sizes_are_reported_as_damage(tmp_path):
+    """A header can specify any size. The walk must not read or allocate that much."""
     member = tarfile.TarInfo("000.png")
     member.size = 1 << 60
     huge_file = tmp_path / "huge_file.tar"
@@ -118,7 +120,7 @@ def test_hostile_headers_are_bounded(tmp_path):
         assert len(contents.entries) == 0 and contents.damage
 
 
-def test_missing_members_are_bad_samples_by_name(tmp_path):
+def test_missing_members_are_bad_samples(tmp_path):
     members = [("a.png", picture(0)), ("b.txt", b"only text"), ("c.png", picture(1)), ("c.txt", b"both")]
     shards = TarShards([write_tar(tmp_path / "shard.tar", members)])
     kinds = []
@@ -131,13 +133,13 @@ def test_missing_members_are_bad_samples_by_name(tmp_path):
     assert kinds == ["missing caption", "missing image", "good"]
 
 
-def test_a_caption_of_megabytes_is_refused_unread(tmp_path):
+def test_a_caption_of_megabytes_is_a_bad_sample(tmp_path):
     members = [("a.png", picture(0)), ("a.txt", b"x" * (2 << 20))]
     with pytest.raises(BadSample, match="caption too large"):
         TarShards([write_tar(tmp_path / "shard.tar", members)]).read(0)
 
 
-def test_nothing_to_read_is_an_error_that_says_where(tmp_path):
+def test_shards_without_samples_are_an_error_that_names_them(tmp_path):
     text = tmp_path / "shard.tar"
     text.write_text("this is no tar file" * 100)
     with pytest.raises(DataError, match=r"shard\.tar.*no tar header"):
@@ -160,27 +162,27 @@ def test_the_index_is_reused_until_a_shard_changes(tmp_path, monkeypatch):
 
 
 def _must_not_walk(*_, **__):
-    raise AssertionError("walked again")
+    raise AssertionError("the shards were walked again")
 
 
-def test_a_read_only_folder_uses_the_users_cache(tmp_path, monkeypatch):
+def test_the_index_of_a_read_only_folder_is_in_the_users_cache(tmp_path, monkeypatch):
     paths = write_shards(tmp_path / "shards", [2])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    # As a mode would not stop root, a file where the index folder should be makes it impossible to create.
+    # A file at the path of the index folder makes it impossible to create. Permissions would not stop root.
     (tmp_path / "shards" / ".megaclip").write_text("")
     assert TarShards(paths).read(1).caption == "caption 1"
     assert list((tmp_path / "cache" / "megaclip").rglob("*.npy"))
 
 
-def test_processes_that_open_together_walk_once(tmp_path):
+def test_processes_that_open_shards_at_once_walk_them_once(tmp_path):
     paths = write_shards(tmp_path, [3, 3])
     with multiprocessing.get_context("fork").Pool(4) as pool:
-        results = pool.map(_open_and_say_who_walked, [(paths, tmp_path / "walks")] * 4)
+        results = pool.map(_open_and_record_walks, [(paths, tmp_path / "walks")] * 4)
     assert results == [6] * 4
-    assert len((tmp_path / "walks").read_text().split()) == 2  # two shards, once each
+    assert len((tmp_path / "walks").read_text().split()) == 2  # two shards, each walked once
 
 
-def _open_and_say_who_walked(job):
+def _open_and_record_walks(job):
     paths, record = job
     real = tar_shards.walk_shard
 
@@ -194,17 +196,42 @@ def _open_and_say_who_walked(job):
     return len(TarShards(paths))
 
 
-def test_a_lock_left_by_a_dead_process_is_taken_over(tmp_path, monkeypatch):
+def test_a_process_killed_while_indexing_does_not_block_the_next_one(tmp_path):
     paths = write_shards(tmp_path, [3])
-    TarShards(paths)
-    (index,) = (tmp_path / ".megaclip").glob("*.json")
-    index.unlink()
-    index.with_suffix(".lock").touch()
-    monkeypatch.setattr(tar_shards, "_LOCK_STALE_S", 0.2)
+    context = multiprocessing.get_context("fork")
+    walking = context.Event()
+    process = context.Process(target=_open_and_never_finish, args=(paths, walking))
+    process.start()
+    assert walking.wait(60)
+    assert list((tmp_path / ".megaclip").glob("*.lock"))
+    process.kill()
+    process.join()
     assert len(TarShards(paths)) == 3
 
 
-def test_many_shards_keep_few_files_open(tmp_path, monkeypatch):
+def _open_and_never_finish(paths, walking):
+    def walk_forever(*_, **__):
+        walking.set()
+        time.sleep(600)
+
+    tar_shards.walk_shard = walk_forever
+    TarShards(paths)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_gets_an_index_too(tmp_path, monkeypatch, code):
+    """Lustre without -o flock reports ENOSYS, NFS without a lock service ENOLCK."""
+
+    def no_locks(*_):
+        raise OSError(code, os.strerror(code))
+
+    paths = write_shards(tmp_path, [3])
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert TarShards(paths).read(2).caption == "caption 2"
+    assert sorted(path.suffix for path in (tmp_path / ".megaclip").iterdir()) == [".json", ".npy"]
+
+
+def test_few_of_many_shards_are_open_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(tar_shards, "_OPEN_SHARDS", 3)
     shards = TarShards(write_shards(tmp_path, [1] * 10))
     before = len(os.listdir("/proc/self/fd"))
@@ -212,7 +239,7 @@ def test_many_shards_keep_few_files_open(tmp_path, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) <= before + 3 + 1
 
 
-def test_a_pickled_copy_opens_the_shards_itself(tmp_path):
+def test_an_unpickled_copy_opens_the_shards_itself(tmp_path):
     shards = TarShards(write_shards(tmp_path, [2]))
     shards.read(0)
     packed = pickle.dumps(shards)
@@ -221,7 +248,7 @@ def test_a_pickled_copy_opens_the_shards_itself(tmp_path):
     assert len(packed) < 4000 and pickle.loads(packed).read(1).caption == "caption 1"
 
 
-def test_a_shard_cut_after_opening_is_a_bad_sample(tmp_path):
+def test_a_shard_truncated_after_opening_is_a_bad_sample(tmp_path):
     paths = write_shards(tmp_path, [2])
     shards = TarShards(paths)
     with open(paths[0], "r+b") as file:

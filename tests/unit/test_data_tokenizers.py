@@ -1,4 +1,4 @@
-"""Tokenizers: ids equal open_clip's, the exported sentencepiece model gives equal ids, training from captions."""
+"""Tokenizers: ids equal open_clip's, an exported sentencepiece model returns equal ids, training on captions."""
 
 import json
 import random
@@ -41,7 +41,7 @@ HARD = [
 
 @pytest.fixture(scope="module")
 def captions():
-    """A thousand captions: words, printable ASCII, and any letters of the basic plane."""
+    """Return a thousand captions: words, printable ASCII, and any letters of the basic multilingual plane."""
     generator = random.Random(0)
     words = [
         "a",
@@ -80,7 +80,7 @@ def test_cleaning_equals_open_clips(captions):
     assert [clean_caption(c, lower=True) for c in captions] == [theirs.get_clean_fn("lower")(c) for c in captions]
 
 
-def test_the_shortcut_of_the_cleaning_skips_only_what_ftfy_leaves_alone():
+def test_ftfy_does_not_change_the_text_for_which_cleaning_skips_it():
     generator = random.Random(1)
     printable = [chr(code) for code in range(32, 127) if chr(code) != "&"]
     for _ in range(300):
@@ -95,7 +95,7 @@ def sentencepiece_tokenizer(tmp_path_factory, captions, request):
     return load_tokenizer(str(path), 20)
 
 
-def test_sentencepiece_tokens_end_and_fit(sentencepiece_tokenizer, captions):
+def test_sentencepiece_tokens_have_one_end_of_text_and_fit_the_context(sentencepiece_tokenizer, captions):
     tokens = sentencepiece_tokenizer(captions)
     assert tokens.shape == (len(captions), 20) and tokens.dtype == torch.int64
     assert (sentencepiece_tokenizer.pad_id, sentencepiece_tokenizer.eos_id) == (0, 2)
@@ -106,8 +106,8 @@ def test_sentencepiece_tokens_end_and_fit(sentencepiece_tokenizer, captions):
     assert sentencepiece_tokenizer([]).shape == (0, 20)
 
 
-def test_the_exported_tokenizer_gives_equal_ids(sentencepiece_tokenizer, captions, tmp_path):
-    """Read back by HF tokenizers, an implementation of its own, the way transformers and so open_clip use it."""
+def test_the_exported_tokenizer_returns_equal_ids(sentencepiece_tokenizer, captions, tmp_path):
+    """HF tokenizers, an independent implementation, loads the export as transformers and open_clip do."""
     settings = sentencepiece_tokenizer.write_open_clip(tmp_path)
     exported = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     exported.enable_truncation(20)
@@ -121,14 +121,14 @@ def test_the_exported_tokenizer_gives_equal_ids(sentencepiece_tokenizer, caption
 
 
 def test_open_clip_itself_loads_the_export(sentencepiece_tokenizer, captions, tmp_path):
-    pytest.importorskip("transformers", reason="open_clip reads such tokenizers through transformers")
+    pytest.importorskip("transformers", reason="open_clip loads such tokenizers with transformers")
     sentencepiece_tokenizer.write_open_clip(tmp_path)
     theirs = import_open_clip().tokenizer.HFTokenizer(str(tmp_path), context_length=20)
     assert torch.equal(sentencepiece_tokenizer(captions), theirs(captions))
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
-def test_frequent_words_are_whole_pieces_however_few_words_there_are(tmp_path, model_type):
+def test_frequent_words_are_single_pieces_even_in_a_small_vocabulary(tmp_path, model_type):
     colours, digits = ["red", "blue", "magenta", "yellow"], ["seven", "three", "eight", "four"]
     draw = random.Random(0).choice
     captions = [f"the {draw(colours)} {draw(digits)} left of the {draw(digits)} handwritten" for _ in range(500)]
@@ -137,14 +137,14 @@ def test_frequent_words_are_whole_pieces_however_few_words_there_are(tmp_path, m
     assert (tokens != 0).sum(1).tolist() == [9] * 500  # eight words and the end
 
 
-def test_clip_needs_nothing_written(tmp_path):
+def test_the_clip_tokenizer_exports_no_files(tmp_path):
     expected = {"hf_tokenizer_name": None, "vocab_size": 49408, "context_length": 16}
     assert ClipTokenizer(16).write_open_clip(tmp_path) == expected
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_tokenizers_are_refused(tmp_path, captions):
-    with pytest.raises(ConfigError, match=r"expected 'clip' or the path"):
+def test_unusable_tokenizers_are_errors(tmp_path, captions):
+    with pytest.raises(ConfigError, match=r"is not a file; use 'clip' or the path"):
         load_tokenizer(str(tmp_path / "none.model"), 16)
     (tmp_path / "text.model").write_text("no model")
     with pytest.raises(ConfigError, match="not a sentencepiece model"):

@@ -1,4 +1,4 @@
-"""Digit scenes: deterministic, split by source image, captions that say what is drawn; the commands that use them."""
+"""Digit scenes: reproducible, split by source image, with captions that match the image; the commands that use them."""
 
 import contextlib
 import importlib.util
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tools():
-    """The commands as modules, under their own names, so that their worker processes find them."""
+    """Load the commands as modules with their own names, so that their worker processes can import them."""
     loaded = {}
     for name in ("make_digit_scenes", "train_tokenizer", "inspect_data"):
         spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
@@ -38,7 +38,7 @@ def tool(tools):
 
 
 def run(module, *arguments):
-    """What the command prints; in this process, because starting Python and scikit-learn takes seconds."""
+    """Run a command and return its output. It runs in this process: starting Python and scikit-learn takes seconds."""
     printed = io.StringIO()
     with mock.patch("sys.argv", [module.__name__, *map(str, arguments)]), contextlib.redirect_stdout(printed):
         module.main()
@@ -65,7 +65,7 @@ def members(folder, extension):
     return contents
 
 
-def test_the_same_seed_gives_the_same_bytes_with_any_number_of_processes(scenes, tool, tmp_path):
+def test_files_depend_on_the_seed_but_not_on_the_number_of_processes(scenes, tool, tmp_path):
     again, other = tmp_path / "again", tmp_path / "other"
     make(tool, again, "--shard-size", "200", "--processes", "1")
     make(tool, other, "--shard-size", "200", "--processes", "1", "--seed", "1")
@@ -75,7 +75,7 @@ def test_the_same_seed_gives_the_same_bytes_with_any_number_of_processes(scenes,
         assert (scenes / name).read_bytes() == (again / name).read_bytes() != (other / name).read_bytes()
 
 
-def test_no_handwritten_digit_is_on_both_sides_of_the_split(scenes, tool):
+def test_train_and_held_out_scenes_share_no_handwritten_digit(scenes, tool):
     drawn = {
         split: {source for record in members(scenes / split, "json") for source in json.loads(record)["sources"]}
         for split in ("train", "held_out")
@@ -89,17 +89,17 @@ def test_no_handwritten_digit_is_on_both_sides_of_the_split(scenes, tool):
     assert len(allowed["train"]) + len(allowed["held_out"]) == 1797
 
 
-def test_captions_name_the_digits_that_the_labels_of_scikit_learn_say(scenes, tool):
+def test_captions_name_the_digits_of_scikit_learns_labels(scenes, tool):
     labels = tool.load_handwriting()[1]
     for split in ("train", "held_out"):
         for record, caption in zip(members(scenes / split, "json"), members(scenes / split, "txt"), strict=True):
-            said = [word.strip(",") for word in caption.decode().split()]
-            said_digits = Counter(word for word in said if word in tool.DIGITS)
-            assert said_digits == Counter(tool.DIGITS[labels[source]] for source in json.loads(record)["sources"])
+            words = [word.strip(",") for word in caption.decode().split()]
+            named_digits = Counter(word for word in words if word in tool.DIGITS)
+            assert named_digits == Counter(tool.DIGITS[labels[source]] for source in json.loads(record)["sources"])
 
 
-def test_positions_and_colours_are_as_the_caption_says(tool):
-    """Oracle: where each colour's pixels lie in the picture."""
+def test_positions_and_colours_match_the_caption(tool):
+    """The reference is the position of each colour's pixels in the image."""
     generator = np.random.default_rng(0)
     rows = tool.sources_by_digit("train", 0)
     shares = tool.Shares(single=0.0, colours_named=1.0, ground_named=1.0)
@@ -119,19 +119,19 @@ def test_positions_and_colours_are_as_the_caption_says(tool):
             y, x = np.nonzero((likeness > 0.999) & (length > 60))
             centres.append((x.mean(), y.mean()))
         (x1, y1), (x2, y2) = centres
-        says = {"left": x1 < x2, "right": x1 > x2, "above": y1 < y2, "below": y1 > y2}
-        (relation,) = [word for word in words if word in says]
-        assert says[relation], words
+        true = {"left": x1 < x2, "right": x1 > x2, "above": y1 < y2, "below": y1 > y2}
+        (relation,) = [word for word in words if word in true]
+        assert true[relation], words
         checked[relation] += 1
     assert len(checked) == 4
 
 
-def test_held_out_scenes_are_distinct_so_retrieval_has_one_right_answer(scenes):
+def test_held_out_scenes_are_distinct(scenes):
     assert len(set(members(scenes / "held_out", "txt"))) == 120
     assert len(set(members(scenes / "held_out", "jpg"))) == 120
 
 
-def test_the_curriculum_begins_with_digits_and_ends_with_colours(scenes, tool):
+def test_captions_name_digits_first_and_colours_later(scenes, tool):
     def share(captions, words):
         return np.mean([bool(words & set(caption.decode().split())) for caption in captions])
 
@@ -142,7 +142,7 @@ def test_the_curriculum_begins_with_digits_and_ends_with_colours(scenes, tool):
     assert np.mean(single[:100]) > 0.75 > 0.55 > np.mean(single[-100:])
 
 
-def test_shards_open_as_pairs_and_the_zero_shot_set_as_labelled_images(scenes, tool):
+def test_the_written_files_open_as_pairs_and_as_labelled_images(scenes, tool):
     pairs = open_pairs([str(scenes / "train" / "*.tar")])
     assert len(pairs) == 600 and pairs.shard_sizes.tolist() == [200] * 3
     labelled = open_labelled(scenes / "zero_shot")
@@ -152,7 +152,7 @@ def test_shards_open_as_pairs_and_the_zero_shot_set_as_labelled_images(scenes, t
     assert image.size == (24, 24) and image.format == "JPEG"
 
 
-def test_a_second_call_does_nothing_and_other_settings_replace(tool, tmp_path):
+def test_equal_settings_change_nothing_and_other_settings_replace_the_scenes(tool, tmp_path):
     folder = tmp_path / "scenes"
     assert "wrote 600 training" in make(tool, folder, "--shard-size", "100")
     assert "already" in make(tool, folder, "--shard-size", "100")

@@ -1,4 +1,4 @@
-"""The pictures for TensorBoard: what they are drawn from, and that what matters is where it should be, by pixel."""
+"""The pictures for TensorBoard: the data that they show, and the positions of their elements, pixel by pixel."""
 
 import io
 from types import SimpleNamespace
@@ -22,8 +22,8 @@ def count(picture: np.ndarray, colour: tuple[int, int, int]) -> int:
     return int((picture == np.array(colour)[:, None, None]).all(axis=0).sum())
 
 
-def test_the_heat_map_shows_the_matrix() -> None:
-    """With 1 on the diagonal and 0 elsewhere, k of the k*k cells are bright; colour-bar and thumbnails aside."""
+def test_heat_map_shows_the_matrix() -> None:
+    """With 1 on the diagonal and 0 elsewhere, k of the k*k cells are bright. 100 pixels allow for the colour bar."""
     size, cell = 32, 24
     picture = similarity_heatmap(np.eye(size), [f"caption {index}" for index in range(size)], [None] * size)
     bright, dark = count(picture, BRIGHTEST), count(picture, DARKEST)
@@ -33,7 +33,7 @@ def test_the_heat_map_shows_the_matrix() -> None:
 
 
 def test_heat_map_rows_are_captions() -> None:
-    """One hot entry, caption 0 with image 3: it lies in the top row, right of the middle."""
+    """The one bright entry, caption 0 with image 3, is in the top row, right of the middle."""
     similarities = np.zeros((4, 4))
     similarities[0, 3] = 1
     picture = similarity_heatmap(similarities, ["a", "b", "c", "d"], [None] * 4)[:, :, :-104]  # without the colour bar
@@ -44,13 +44,13 @@ def test_heat_map_rows_are_captions() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
-def test_a_collapsed_matrix_can_be_drawn(value: float) -> None:
+def test_constant_or_non_finite_matrix_can_be_drawn(value: float) -> None:
     picture = similarity_heatmap(np.full((3, 3), value), ["a", "b", "c"], [None] * 3)
     assert count(picture, RED) == (0 if value == 0 else 9 * 40**2 - 3 * (4 * 40 - 4))
 
 
 @pytest.mark.parametrize("size", [1, 2, 64])
-def test_heat_maps_of_any_size(size: int) -> None:
+def test_heat_map_size_is_bounded(size: int) -> None:
     captions = ["", "a word", "many words " * 50, "line\nbreak"] * size
     picture = similarity_heatmap(np.random.default_rng(0).normal(size=(size, size)), captions[:size], [None] * size)
     assert picture.shape[0] == 3 and picture.shape[1] < 1200 and picture.shape[2] < 1400
@@ -61,36 +61,36 @@ def row(correct: int | None, caption: str = "a caption") -> RetrievedRow:
     return RetrievedRow(caption, [blue, None, blue], [0.9, 0.5, 0.1], correct, 40 if correct is None else correct, 99)
 
 
-def test_the_own_image_is_outlined_in_green() -> None:
+def test_own_image_has_a_green_outline() -> None:
     with_hit, without = retrieval_grid([row(1)]), retrieval_grid([row(None)])
     frame = 136**2 - 128**2
     assert count(with_hit, GREEN) >= frame
     assert count(without, GREEN) == 0
-    assert count(without, RED) > 20, "the rank of an image that was not found is written in red"
+    assert count(without, RED) > 20, "the rank of an image that was not found must be red"
     columns = np.nonzero((with_hit == np.array(GREEN)[:, None, None]).all(axis=0).sum(axis=0) > 100)[0]
-    assert columns.min() > 290 + 138 - 8 and columns.max() < 290 + 2 * 138, "the frame is around the second image"
+    assert columns.min() > 290 + 138 - 8 and columns.max() < 290 + 2 * 138, "the frame must be around the second image"
 
 
-def test_thumbnails_keep_their_shape() -> None:
+def test_thumbnails_keep_their_aspect_ratio() -> None:
     blue_pixels = count(retrieval_grid([row(None)]), (0, 0, 255))
     assert blue_pixels == pytest.approx(2 * 128 * round(128 * 50 / 90), rel=0.03)
 
 
-def test_long_captions_stay_in_their_column() -> None:
-    """The gap between the captions and the first image stays white, whatever the caption."""
+def test_long_captions_do_not_leave_their_column() -> None:
+    """The gap between captions and images is white for every caption."""
     for caption in ("word " * 200, "w" * 500, "", "\n\n"):
         picture = retrieval_grid([row(None, caption)])
         assert (picture[:, 62:-10, 272:288] > 220).all()
 
 
-def test_spread_is_even_and_has_no_copies() -> None:
+def test_spread_is_even_and_without_duplicates() -> None:
     assert spread(np.arange(100), 4).tolist() == [0, 33, 66, 99]
     assert spread(np.array([5, 8]), 4).tolist() == [5, 8]
     assert spread(np.array([], dtype=np.int64), 4).tolist() == []
 
 
 @pytest.mark.parametrize("image_count", [3, 40])
-def test_examples_equal_the_sorted_matrix(image_count: int) -> None:
+def test_examples_equal_those_of_the_sorted_matrix(image_count: int) -> None:
     generator = np.random.default_rng(image_count)
     images, texts = unit_features(generator, image_count, 8), unit_features(generator, image_count, 8)
     ids = generator.permutation(image_count)
@@ -114,7 +114,7 @@ def test_examples_equal_the_sorted_matrix(image_count: int) -> None:
 
 
 class ToyPairs:
-    """Pair i: an image of one colour of its own, called "colour i"; pair 2 is damaged."""
+    """Dataset whose pair i has an image of one colour and the caption "colour i"; the image of pair 2 is damaged."""
 
     def __len__(self) -> int:
         return 6
@@ -126,7 +126,7 @@ class ToyPairs:
         return SimpleNamespace(image=image, caption=f"\ncolour {sample_id}\nanother caption", key=f"toy/{sample_id}")
 
 
-def test_example_pictures_show_the_images_that_were_found() -> None:
+def test_example_pictures_show_the_retrieved_images() -> None:
     examples = RetrievalExamples(
         ids=np.array([0, 2, 5]),
         similarities=np.eye(3),

@@ -1,4 +1,4 @@
-"""Retrieval on one process against the whole sorted similarity matrix: odd sizes, ties, captions, tiny tiles."""
+"""Retrieval on one process, compared with the sorted similarity matrix: odd sizes, ties, captions, tiny tiles."""
 
 import numpy as np
 import pytest
@@ -26,12 +26,12 @@ def tensors(*arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("image_count", [1, 2, 63, 131])
 @pytest.mark.parametrize("captions", [1, 5])
 @pytest.mark.parametrize("tile_budget_mib", [128, TINY_MIB])
-def test_equals_the_sorted_matrix(image_count: int, captions: int, tile_budget_mib: float) -> None:
+def test_recall_equals_that_of_the_sorted_matrix(image_count: int, captions: int, tile_budget_mib: float) -> None:
     data = paired_features(np.random.default_rng(image_count), image_count, captions, dim=16)
     expected = retrieval_by_sorting(*data)
     assert retrieval(*tensors(*data), tile_budget_mib=tile_budget_mib) == pytest.approx(expected)
     if image_count > 50:
-        assert 0.05 < expected["retrieval_r1_t2i"] < 0.95, "the data should leave something to get wrong"
+        assert 0.05 < expected["retrieval_r1_t2i"] < 0.95, "the data must not be trivial"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -49,14 +49,14 @@ def test_ties_count_against_the_model(seed: int, tile_budget_mib: float) -> None
 
 
 @pytest.mark.parametrize("collapsed", ["one point", "zero", "nan"])
-def test_a_collapsed_model_scores_zero(collapsed: str) -> None:
+def test_collapsed_model_scores_zero(collapsed: str) -> None:
     value = {"one point": 0.25, "zero": 0.0, "nan": float("nan")}[collapsed]
     features = torch.full((50, 16), value)
     assert set(retrieval(features, features, torch.arange(50)).values()) == {0.0}
 
 
-def test_a_copy_of_the_right_caption_is_a_tie_at_every_tile_size() -> None:
-    """Equal vectors at different places of a matrix product may differ in the last bit; they must still tie."""
+def test_copy_of_the_right_caption_ties_at_every_tile_size() -> None:
+    """Equal vectors in different rows of a matrix product may differ in the last bit; they must still tie."""
     features = torch.from_numpy(unit_features(np.random.default_rng(3), 40, 48)).repeat(2, 1)
     for budget in (128, 0.05, 0.01, 0.002):
         ranks = retrieval_ranks(features, features, torch.arange(80), tile_budget_mib=budget)
@@ -64,13 +64,13 @@ def test_a_copy_of_the_right_caption_is_a_tie_at_every_tile_size() -> None:
         assert ranks.text_to_image.tolist() == [1] * 80
 
 
-def test_a_perfect_model_scores_one() -> None:
+def test_perfect_model_scores_one() -> None:
     features = torch.eye(11)
     assert set(retrieval(features, features, torch.arange(11)).values()) == {1.0}
 
 
-def test_padding_rows_do_not_count() -> None:
-    """Poisoned padding (infinite, NaN, or a copy of a query) changes nothing and has rank -1."""
+def test_padding_rows_are_ignored() -> None:
+    """Padding that is infinite, NaN or a copy of a query changes no rank, and has rank -1."""
     images, texts, ids, text_ids = paired_features(np.random.default_rng(7), 29, 1, dim=16)
     clean = retrieval_ranks(*tensors(images, texts, ids, text_ids), tile_budget_mib=TINY_MIB)
     infinite, nan = np.full((4, 16), np.inf, dtype=np.float32), np.full((4, 16), np.nan, dtype=np.float32)
@@ -84,7 +84,7 @@ def test_padding_rows_do_not_count() -> None:
             torch.testing.assert_close(got[~is_padding], want)
 
 
-def test_one_nan_feature_spoils_its_own_rank_and_stands_ahead_of_others() -> None:
+def test_nan_feature_ranks_last_for_itself_and_ahead_for_others() -> None:
     features = torch.eye(6)
     images = features.clone()
     images[2] = float("nan")
@@ -93,7 +93,7 @@ def test_one_nan_feature_spoils_its_own_rank_and_stands_ahead_of_others() -> Non
     assert ranks.text_to_image.tolist() == [1, 1, 5, 1, 1, 1]
 
 
-def test_a_nan_caption_leaves_the_image_its_other_captions() -> None:
+def test_image_with_a_nan_caption_is_ranked_by_its_other_captions() -> None:
     texts, text_image_ids = torch.eye(5)[[0, 1, 2, 3, 4, 1]], torch.tensor([0, 1, 2, 3, 4, 1])
     texts[1] = float("nan")
     ranks = retrieval_ranks(torch.eye(5), texts, torch.arange(5), text_image_ids)
@@ -102,7 +102,7 @@ def test_a_nan_caption_leaves_the_image_its_other_captions() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes(dtype: torch.dtype) -> None:
+def test_features_of_other_dtypes(dtype: torch.dtype) -> None:
     images, texts, ids, text_ids = tensors(*paired_features(np.random.default_rng(2), 41, 2, dim=16))
     images, texts = images.to(dtype), texts.to(dtype)
     expected = retrieval_by_sorting(images.double().numpy(), texts.double().numpy(), ids.numpy(), text_ids.numpy())
@@ -112,21 +112,23 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("image_ids", "text_image_ids", "message"),
     [
-        ([0, 1, 2], [0, 1, 2, 9], "1 captions without it"),
-        ([0, 1, 2], [0, 1, 1, 0], "1 images without one"),
+        ([0, 1, 2], [0, 1, 2, 9], "1 captions without an image"),
+        ([0, 1, 2], [0, 1, 1, 0], "1 images without a caption"),
         ([0, 1, 1], [0, 1, 1, 0], "an id twice"),
         ([0, 1, 2], [0, 1, 2], "one id per feature row"),
         ([-1, -1, -1], [-1, -1, -1, -1], "at least one image"),
     ],
 )
-def test_what_does_not_match_up_is_an_error(image_ids: list[int], text_image_ids: list[int], message: str) -> None:
+def test_images_and_captions_that_do_not_match_raise(
+    image_ids: list[int], text_image_ids: list[int], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         retrieval(torch.eye(4)[:3], torch.eye(4), torch.tensor(image_ids), torch.tensor(text_image_ids))
 
 
 @pytest.mark.parametrize("feature_dim", [1, 64, 1024])
 @pytest.mark.parametrize("tile_budget_mib", [1e-6, 0.01, 1, 128])
-def test_a_tile_and_its_operands_fit_the_budget(feature_dim: int, tile_budget_mib: float) -> None:
+def test_tile_and_its_operands_fit_the_budget(feature_dim: int, tile_budget_mib: float) -> None:
     side = tile_side(feature_dim, tile_budget_mib)
     float64_tile, float64_operands = 8 * side * side, 2 * 8 * side * feature_dim
     assert side == 1 or float64_tile + float64_operands <= tile_budget_mib * 2**20
@@ -134,7 +136,7 @@ def test_a_tile_and_its_operands_fit_the_budget(feature_dim: int, tile_budget_mi
 
 
 class _LargestTensor(TorchDispatchMode):
-    """Records the size of the largest tensor that any operation returns."""
+    """Record the size of the largest tensor that any operation returns."""
 
     bytes = 0
 
@@ -154,7 +156,7 @@ def test_no_tensor_grows_with_the_square_of_the_dataset() -> None:
     assert largest.bytes <= 0.25 * 2**20
 
 
-def test_tiles_are_small_and_cover_every_row_once() -> None:
+def test_tiles_are_bounded_and_cover_every_row_once() -> None:
     rows, columns = torch.randn(23, 4), torch.randn(7, 4)
     pieces = list(similarity_tiles(rows, columns, side=5))
     assert max(len(tile) for _, tile in pieces) == 5

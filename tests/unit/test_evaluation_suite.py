@@ -1,4 +1,4 @@
-"""`evaluate` on one process, with toy data and a toy encoder: one caption per image, and the two layouts of several."""
+"""`evaluate` on one process with toy data and a toy encoder: one caption per image, and two layouts of several."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ WORDS = torch.from_numpy(unit_features(np.random.default_rng(0), 500, DIM))
 
 
 def tokenizer(texts: list[str]) -> torch.Tensor:
-    """The number in the text is its one token."""
+    """Return one token per text: the number in the text."""
     return torch.tensor([[int("".join(filter(str.isdigit, text)) or 0)] for text in texts])
 
 
@@ -28,7 +28,7 @@ def encode(
 
 
 class Pairs:
-    """Equal features are equal images, byte by byte; `batches` is what a loader would yield."""
+    """Dataset in which equal features are equal images; `batches` returns the batches of an evaluation loader."""
 
     def __init__(self, features: np.ndarray, captions: list[str]) -> None:
         self.features, self.captions = features, captions
@@ -56,7 +56,7 @@ def noisy_images(words: np.ndarray) -> np.ndarray:
     return (features / np.linalg.norm(features, axis=1, keepdims=True)).astype(np.float32)
 
 
-def test_one_caption_per_image() -> None:
+def test_retrieval_with_one_caption_per_image() -> None:
     words = np.arange(100, 149)
     pairs = Pairs(noisy_images(words), [f"word {word}" for word in words])
     result = evaluate(encode, tokenizer=tokenizer, pairs=pairs.batches(), example_count=7)
@@ -70,7 +70,7 @@ def test_one_caption_per_image() -> None:
 
 
 @pytest.mark.parametrize("layout", ["one pair per caption", "one line per caption"])
-def test_several_captions_per_image(layout: str) -> None:
+def test_retrieval_with_several_captions_per_image(layout: str) -> None:
     image_count, each = 21, 3
     images = noisy_images(np.arange(0, image_count * each, each))
     texts = [f"word {index}" for index in range(image_count * each)]
@@ -96,7 +96,7 @@ def test_several_captions_per_image(layout: str) -> None:
     )
 
 
-def test_captions_are_grouped_by_equal_images() -> None:
+def test_captions_of_equal_images_form_one_group() -> None:
     images = np.arange(3, dtype=np.float32)[:, None].repeat(DIM, axis=1)[[0, 1, 0, 2, 1]]
     groups = group_captions(Pairs(images, ["a 1", "b 2\n\n c 3 ", "d 4", "", "e 5"]))
     assert groups.image_of_pair.tolist() == [0, 1, 0, 3, 1]
@@ -108,7 +108,7 @@ def test_captions_are_grouped_by_equal_images() -> None:
 
 @pytest.mark.parametrize("several_captions", [False, True])
 def test_bad_samples_are_left_out(several_captions: bool) -> None:
-    """Pair 3 cannot be read and image 0 not decoded: the loader gives both id -1; their captions go too."""
+    """Pair 3 cannot be read and image 0 cannot be decoded. The loader gives both id -1; their captions are removed."""
     words = np.arange(23)
     pairs = Pairs(noisy_images(words), [f"word {word}" for word in words])
     batches = pairs.batches()
@@ -149,12 +149,12 @@ def test_zero_shot_and_retrieval_together() -> None:
         "zero_shot_top5",
         *(f"retrieval_r{k}_{way}" for k in (1, 5, 10) for way in ("i2t", "t2i")),
     }
-    # Both templates give the caption's own token, so classification is retrieval of the caption by the image.
+    # Both templates give the caption's own token, so classification equals image-to-text retrieval.
     assert result.metrics["zero_shot_top1"] == result.metrics["retrieval_r1_i2t"]
     assert result.metrics["zero_shot_top5"] == result.metrics["retrieval_r5_i2t"]
 
 
-def test_nothing_to_evaluate_is_an_error() -> None:
+def test_missing_data_raises() -> None:
     with pytest.raises(DataError, match="got neither"):
         evaluate(encode, tokenizer=tokenizer)
     for captions in (None, CaptionGroups(torch.arange(2), [], torch.arange(0), torch.arange(0))):
@@ -162,7 +162,7 @@ def test_nothing_to_evaluate_is_an_error() -> None:
             evaluate(encode, tokenizer=tokenizer, pairs=[], captions=captions)
 
 
-def test_the_model_encoder_moves_casts_and_renormalises() -> None:
+def test_model_encoder_casts_and_normalises() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -137,13 +137,31 @@ def test_unsupported_preprocessing_names_the_card_and_the_flags(folder: Path, tm
     card = json.loads((other / CARD_NAME).read_text())
     (other / CARD_NAME).write_text(json.dumps(card | {"preprocess_cfg": {**PIXELS, "resize_mode": "longest"}}))
     with pytest.raises(
-        ConfigError, match=rf"{CARD_NAME}: resize_mode .* 'longest'.*; override it with .*--image-resize-mode"
+        ConfigError, match=rf"{CARD_NAME}: resize_mode is 'longest'.*; override it with .*--image-resize-mode"
     ):
         read(folder, "--model", other)
     settled = read(folder, "--model", other, "--image-resize-mode", "squash").preprocess_cfg
     assert settled == PIXELS
     (other / CARD_NAME).write_text(json.dumps(card | {"preprocess_cfg": None}))
     assert read(folder, "--model", other).preprocess_cfg["resize_mode"] == "shortest"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "expected"),
+    [
+        ('{"preprocess_cfg": [1]}', CheckpointError, "preprocess_cfg is a list, expected a JSON object"),
+        ("[1]", ConfigError, "holds a JSON list, expected a JSON object"),
+        ("{", ConfigError, "is not JSON"),
+    ],
+)
+def test_damaged_card_raises_an_error_that_names_it(
+    folder: Path, tmp_path: Path, text: str, error: type[Exception], expected: str
+) -> None:
+    card = tmp_path / CARD_NAME
+    model = json.loads((folder / "exported" / CARD_NAME).read_text())["model_cfg"]
+    card.write_text(json.dumps({"model_cfg": model, **json.loads(text)}) if text.startswith('{"') else text)
+    with pytest.raises(error, match=f"{CARD_NAME}.*{expected}"):
+        read(folder, "--model", tmp_path)
 
 
 def test_copy_of_the_cards_tokenizer_gives_no_warning(folder: Path, warnings: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""What the model does beyond open_clip's forward: patch dropout, recomputation, one seed one model, precision."""
+"""Features of the model that open_clip's forward does not test: patch dropout, recomputation, seeds, precision."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def batch(size=2):
     return torch.randn(size, 3, 24, 24, generator=generator), torch.randint(3, 512, (size, 24), generator=generator)
 
 
-def test_one_seed_gives_one_model_and_another_seed_another(config):
+def test_initial_values_depend_only_on_the_seed(config):
     models = []
     for seed in (5, 5, 6):
         torch.manual_seed(seed)
@@ -30,7 +30,7 @@ def test_one_seed_gives_one_model_and_another_seed_another(config):
     assert not torch.equal(models[0]["visual.proj"], models[2]["visual.proj"])
 
 
-def test_every_parameter_gets_a_value(config):
+def test_initialise_sets_every_parameter(config):
     config = config.replace(vision_cfg={"ls_init_value": 0.1}, text_cfg={"ls_init_value": 0.1})
     model = build_model(config)
     with torch.no_grad():
@@ -40,7 +40,7 @@ def test_every_parameter_gets_a_value(config):
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
 
 
-def test_a_model_on_the_meta_device_has_shapes_and_no_values(config):
+def test_model_on_the_meta_device_has_shapes_but_no_values(config):
     with torch.device("meta"):
         model = build_model(config)
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -48,7 +48,7 @@ def test_a_model_on_the_meta_device_has_shapes_and_no_values(config):
     assert {name: value.shape for name, value in model.state_dict().items()} == expected
 
 
-def test_a_tower_is_skipped_when_its_input_is_not_given(config):
+def test_tower_without_input_is_skipped(config):
     model = build_model(config)
     images, tokens = batch()
     both = model(images, tokens)
@@ -59,7 +59,7 @@ def test_a_tower_is_skipped_when_its_input_is_not_given(config):
     assert both[2].item() == pytest.approx(config.init_logit_scale)
 
 
-def test_logit_scale_comes_as_a_copy_that_carries_the_gradient(config):
+def test_logit_scale_is_returned_as_a_copy_with_its_gradient(config):
     model = build_model(config)
     log_scale = model()[2]
     assert log_scale.data_ptr() != model.logit_scale.data_ptr()
@@ -77,7 +77,7 @@ def test_bfloat16_towers_take_float32_images_and_return_unit_length(config):
     assert (image_features.float().norm(dim=1) - 1).abs().max() < 2**-8
 
 
-def test_text_does_not_look_ahead(config):
+def test_causal_text_features_ignore_later_tokens(config):
     model = build_model(config.replace(text_cfg={"pool_type": "first"}))
     tokens = batch()[1]
     changed = tokens.clone()
@@ -121,8 +121,8 @@ def test_patch_dropout_repeats_with_the_generator_and_is_off_in_evaluation(confi
     assert torch.equal(model(images)[0], model(images)[0])
 
 
-def test_only_the_image_tower_draws_random_numbers_and_before_anything_else(config):
-    """The gradient cache replays them whether or not the other tower runs beside."""
+def test_only_the_image_tower_draws_random_numbers_and_it_runs_first(config):
+    """The gradient cache replays the image tower with and without the text tower, and needs the same numbers."""
     model = build_model(config, patch_dropout=0.5).train()
     images, tokens = batch()
     torch.manual_seed(1)
@@ -139,7 +139,7 @@ def test_patch_dropout_outside_its_range_is_refused(config):
         build_model(config, patch_dropout=1.0)
 
 
-def test_recomputed_blocks_give_the_same_gradients(config):
+def test_activation_checkpointing_gives_the_same_gradients(config):
     torch.manual_seed(0)
     model = build_model(config, patch_dropout=0.5)
     calls = []
@@ -182,13 +182,13 @@ def test_compiled_blocks_share_graphs_and_give_the_same_features_and_gradients(c
         for size in (2, 3):
             image_features, text_features, log_scale = model(*batch(size))
             ((image_features * text_features).sum() * log_scale).backward()
-    assert counter.frame_count == 2 * 2  # towers x sizes, not blocks
+    assert counter.frame_count == 2 * 2  # two towers x two sizes; the number of blocks does not count
     with torch.no_grad():
         torch.testing.assert_close(plain(*batch(3))[:2], compiled(*batch(3))[:2], rtol=0, atol=1e-12)
     for name, parameter in compiled.named_parameters():
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-12)
 
 
-def test_unlocking_a_negative_number_of_groups_is_refused(config):
+def test_negative_number_of_unlocked_groups_is_refused(config):
     with pytest.raises(ConfigError, match="-1"):
         build_model(config).lock_image_tower(-1)

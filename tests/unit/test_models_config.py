@@ -1,4 +1,4 @@
-"""Model descriptions: open_clip's own JSON files are the oracle for the presets; everything else is refused by name."""
+"""Model descriptions: presets equal open_clip's own JSON files, and unknown keys are refused by name."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def description(**changes):
 
 
 @pytest.mark.parametrize("name", sorted(set(list_models()) - DEMO_PRESETS))
-def test_preset_says_what_open_clip_says(name):
+def test_preset_equals_open_clips_description(name):
     theirs = import_open_clip().get_model_config(name)
     ours = load_model_config(name).to_open_clip()
     for section in ("vision_cfg", "text_cfg"):
@@ -32,7 +32,7 @@ def test_preset_says_what_open_clip_says(name):
     assert ours["quick_gelu"] == theirs.get("quick_gelu", False)
 
 
-def test_all_models_of_the_readme_are_there():
+def test_all_documented_presets_exist():
     towers = ["ViT-B-32", "ViT-B-16", "ViT-L-14"]
     larger = ["ViT-L-14-336", "ViT-H-14", "ViT-g-14", "ViT-bigG-14", "demo-tiny"]
     assert set(towers + [f"{name}-quickgelu" for name in towers] + larger) <= set(list_models())
@@ -68,7 +68,7 @@ def test_bad_descriptions_are_refused_by_name_in_one_line(changes, words):
         assert word in message
 
 
-def test_features_that_are_switched_off_are_accepted():
+def test_features_that_are_turned_off_are_accepted():
     config = ModelConfig.from_dict(
         description(
             init_logit_bias=None,
@@ -81,7 +81,7 @@ def test_features_that_are_switched_off_are_accepted():
         ModelConfig.from_dict(description(vision_cfg={"attn_pooler_heads": 8}))
 
 
-def test_card_file_and_directory_read_alike(tmp_path: Path):
+def test_card_file_and_directory_give_the_same_description(tmp_path: Path):
     card = tmp_path / "open_clip_config.json"
     card.write_text(json.dumps({"model_cfg": description(), "preprocess_cfg": {}}))
     bare = tmp_path / "bare.json"
@@ -106,19 +106,19 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path, content: bytes, words
     assert "\n" not in str(error.value)
 
 
-def test_unknown_name_gets_the_nearest_preset():
+def test_error_for_an_unknown_name_suggests_the_nearest_preset():
     with pytest.raises(ConfigError, match="'ViT-B-32'"):
         load_model_config("ViT-B32")
 
 
-def test_export_leaves_out_what_is_ours_and_reads_back():
+def test_exported_description_has_only_open_clips_keys_and_can_be_read():
     config = load_model_config("demo-tiny")
     exported = config.to_open_clip()
     assert "vision_position_init" not in exported
     assert ModelConfig.from_dict(exported) == config.replace(vision_position_init="normal")
 
 
-def test_replace_checks_what_it_changes():
+def test_replace_checks_the_changed_keys():
     config = load_model_config("demo-tiny").replace(text_cfg={"vocab_size": 300, "eos_id": 7})
     assert (config.text_cfg.vocab_size, config.text_cfg.eos_id, config.text_cfg.width) == (300, 7, 96)
     with pytest.raises(ConfigError, match="vocab"):

@@ -1,4 +1,4 @@
-"""Our towers against the real open_clip: same weights, same features, gradients, names, locks and starting values."""
+"""MegaCLIP's towers compared with the real open_clip: features, gradients, names, locks and initial values."""
 
 import copy
 
@@ -75,7 +75,7 @@ def assert_same_features(theirs, ours, batch):
         assert (ours_part.norm(dim=1) - 1).abs().max() <= FEATURE_TOLERANCE
     assert got[2].shape == (1,)
     assert got[2].exp().item() == pytest.approx(expected[2].item())
-    # A test that compares constants proves nothing: the features must depend on the input.
+    # The features must depend on the input; otherwise the comparison would prove nothing.
     assert batch == 1 or (got[0][0] - got[0][1]).abs().max() > 100 * FEATURE_TOLERANCE
 
 
@@ -114,7 +114,7 @@ def test_features_and_gradients_of_every_option_equal_open_clips(name):
 
 
 @pytest.mark.parametrize("name", ["ViT-L-14-336", "ViT-H-14", "ViT-g-14", "ViT-bigG-14"])
-def test_names_and_shapes_of_the_large_towers_are_open_clips(name):
+def test_names_and_shapes_of_the_large_towers_equal_open_clips(name):
     with torch.device("meta"):
         theirs = open_clip_model(import_open_clip().get_model_config(name)).state_dict()
     ours = meta_model(load_model_config(name))
@@ -126,7 +126,7 @@ def test_names_and_shapes_of_the_large_towers_are_open_clips(name):
 
 
 @pytest.mark.parametrize("name", ["plain", "custom_text", "layer_scale"])
-def test_key_map_there_and_back_changes_no_value(name):
+def test_key_map_round_trip_changes_no_value(name):
     theirs = open_clip_model(variant(name)).state_dict()
     back = to_open_clip(from_open_clip(theirs), ModelConfig.from_dict(variant(name)))
     assert back.keys() == theirs.keys()
@@ -140,13 +140,13 @@ def test_no_parameter_is_zero_dimensional():
 
 
 def in_open_clips_names(flags, model):
-    """One boolean per parameter of open_clip's model, from one per parameter of ours."""
+    """Convert one boolean per parameter of our model to one per parameter of open_clip's model."""
     tensors = {name: torch.full(p.shape, float(flags[name])) for name, p in model.named_parameters()}
     return {name: set(value.flatten().tolist()) for name, value in to_open_clip(tensors, model.config).items()}
 
 
 @pytest.mark.parametrize("unlocked", range(8))
-def test_locking_freezes_what_open_clip_freezes(unlocked):
+def test_locking_freezes_the_same_parameters_as_open_clip(unlocked):
     theirs = open_clip_model(SMALL)
     ours = build_model(ModelConfig.from_dict(SMALL))
     for model in (theirs, ours):
@@ -171,7 +171,7 @@ def test_weight_decay_follows_open_clips_rule():
 
 
 def kind_of(name):
-    """Parameters that open_clip draws from one distribution: the same name in every layer."""
+    """Return the parameter's name without the layer number; open_clip uses one distribution for each such name."""
     return ".".join(part for part in name.split(".") if not part.isdigit())
 
 
@@ -188,7 +188,7 @@ def statistics_by_kind(state_dict):
     return result
 
 
-def test_starting_values_have_open_clips_distributions():
+def test_initial_values_have_open_clips_distributions():
     description = copy.deepcopy(SMALL)
     description["vision_cfg"].update(image_size=64, patch_size=8, layers=6, width=192, head_width=64, ls_init_value=0.1)
     description["text_cfg"].update(context_length=64, vocab_size=400, width=128, heads=2, layers=6, mlp_ratio=3.0)
@@ -205,7 +205,7 @@ def test_starting_values_have_open_clips_distributions():
             assert got[kind][2] == pytest.approx(kurtosis, abs=0.5), kind
 
 
-def test_sine_cosine_positions_are_those_of_open_clip_and_learnable():
+def test_sine_cosine_positions_equal_open_clips_and_are_learnable():
     config = load_model_config("demo-tiny")
     description = config.to_open_clip()
     description.pop("custom_text")

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megaclip.data.batch import Batch
+from megaclip.data.batch import EvaluationBatch
 from megaclip.evaluation import evaluate, suite
 from megaclip.planner import describe, memory, plan_memory, plan_time
 from megaclip.planner.losses import (
@@ -171,7 +171,7 @@ def test_retrieval_takes_what_is_planned(tmp_path: Path, monkeypatch: pytest.Mon
         return torch.randn(len(images), dimensions), torch.randn(len(tokens), dimensions)
 
     batches = (
-        Batch(torch.zeros(rows, 1), torch.zeros(rows, 1), torch.arange(start, start + rows))
+        EvaluationBatch(torch.zeros(rows, 1), torch.zeros(rows, 1), torch.arange(start, start + rows))
         for start in range(0, pairs, rows)
     )
     monkeypatch.setattr(suite, "retrieval", partial(suite.retrieval, tile_budget_mib=2))

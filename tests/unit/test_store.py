@@ -1,4 +1,4 @@
-"""Checkpoints on disk: wherever a save is cut off, `latest` names a complete checkpoint afterwards."""
+"""Checkpoints on disk: after a save that was cut off at any point, `latest` names a complete checkpoint."""
 
 import json
 import os
