@@ -1,9 +1,9 @@
-# make demo [ARGS="--seed 1"] | test | test-long | check | test-gpu | clean: each does its own set-up.
+# Targets: demo [ARGS="--seed 1"], test, test-long, check, test-gpu, clean. test-gpu and clean install nothing.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-# DeepSpeed compiles its CPU ops at first use: one cache per environment, and its ninja on PATH.
+# DeepSpeed compiles its CPU ops at first use. Each environment has its own cache. PATH must contain its ninja.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
@@ -15,12 +15,12 @@ demo: $(VENV)/.ops
 test: $(VENV)/.ops
 	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long"
 
-# What takes minutes more: every shipped ds_config under the launcher, a launcher killed, signals over two hosts, a whole
+# Tests that take minutes more: every ds_config under the launcher, a killed launcher, signals over two hosts, a whole
 # comparison of losses.
 test-long: $(VENV)/.ops
 	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long and not gpu"
 
-# On a machine with a GPU, in the environment that holds its CUDA torch (no set-up of ours).
+# Runs on a machine with a GPU, in the environment that contains the CUDA build of torch. It installs nothing.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu
 
@@ -35,7 +35,7 @@ clean:
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	@# Extras by their normalised name: pip before 23.3 knows no other, and only warns.
+	@# Use normalised names of extras. pip before 23.3 accepts no others and only warns.
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[open-clip,demo,dev]'
 	touch $@
 

@@ -1,27 +1,28 @@
 #!/usr/bin/env bash
-# Train on several hosts: `launch/multi_node.sh --help`, explained in docs/multi_node.md.
+# Train on several hosts. See `launch/multi_node.sh --help` and docs/multi_node.md.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 usage() {
   cat <<EOF
-Train on several hosts; everything after the options goes to launch/train.py.
+Train on several hosts. All arguments after the options are passed to launch/train.py.
 
   launch/multi_node.sh [OPTIONS] --deepspeed_config FILE --model NAME --train-data ...
-      once, on any host that reaches all of them by ssh without a password: starts the ranks through pdsh
+      run it once, on a host that reaches all hosts by ssh without a password; it starts the ranks through pdsh
   launch/multi_node.sh --no_ssh --node_rank N [OPTIONS] --deepspeed_config FILE ...
-      once on every host, N = 0, 1, ... in the order of the hostfile: needs no ssh
+      run it once on every host, N = 0, 1, ... in the order of the hostfile; it does not use ssh
 
 Options, before the training arguments:
   --hostfile FILE     lines "HOST slots=RANKS", one per host (default launch/hostfile; see launch/hostfile.example)
-  --master_addr ADDR  address of the first host that all hosts reach (default: its name in the hostfile)
-  --master_port PORT  free port on the first host (default 29500); runs that share a first host need different ones
+  --master_addr ADDR  address of the first host, reachable from all hosts (default: its name in the hostfile)
+  --master_port PORT  free port on the first host (default 29500); runs with the same first host require different ports
   --no_ssh            start the ranks of this host only
-  --node_rank N       with --no_ssh: this host's place in the hostfile, from 0
+  --node_rank N       with --no_ssh: index of this host in the hostfile, from 0
   --help
 
-Variables for the ranks go into .deepspeed_env, in the home folder or here: lines NAME=VALUE, none blank.
+Environment variables for the ranks are read from .deepspeed_env in the home folder and in the current folder: lines
+NAME=VALUE, no blank lines.
 EOF
 }
 
@@ -36,7 +37,7 @@ while (($#)); do
     --help | -h) usage && exit ;;
     --no_ssh) no_ssh=true && shift && continue ;;
     --hostfile | --master_addr | --master_port | --node_rank)
-      (($# > 1)) || fail "$1 needs a value (see --help)"
+      (($# > 1)) || fail "$1 requires a value (see --help)"
       printf -v "${1#--}" '%s' "$2" && shift 2 ;;
     --hostfile=* | --master_addr=* | --master_port=* | --node_rank=*)
       option=${1%%=*} && printf -v "${option#--}" '%s' "${1#*=}" && shift ;;
@@ -45,51 +46,52 @@ while (($#)); do
 done
 (($#)) || { usage >&2; exit 2; }
 
-# DeepSpeed trains on this host alone when the hostfile is missing, and says so only in a warning: check it here.
-[[ -f $hostfile ]] || fail "no hostfile $hostfile: copy launch/hostfile.example and name your hosts, or give --hostfile"
+# Without a hostfile DeepSpeed only warns and trains on this host alone, so check it here.
+[[ -f $hostfile ]] || fail "no hostfile $hostfile: copy launch/hostfile.example and list your hosts, or pass --hostfile"
 if line=$(grep -nEv '^[[:space:]]*(#|$)|^[[:space:]]*[^[:space:]]+[[:space:]]+slots=[0-9]+' "$hostfile"); then
   fail "$hostfile, line ${line%%$'\n'*}: expected HOST slots=RANKS"
 fi
 mapfile -t hosts < <(awk '!/^[[:space:]]*(#|$)/ { print $1 }' "$hostfile")
-((${#hosts[@]})) || fail "$hostfile names no host"
+((${#hosts[@]})) || fail "$hostfile lists no host: add lines HOST slots=RANKS"
 master_addr=${master_addr:-${hosts[0]#*@}}
 if ((${#hosts[@]} > 1)) && [[ $master_addr == localhost || $master_addr == 127.* ]]; then
-  fail "the other hosts cannot reach $master_addr: give --master_addr an address of the first host that they reach"
+  fail "--master_addr $master_addr: the other hosts cannot reach it; pass another address of the first host"
 fi
-command -v deepspeed >/dev/null || fail "deepspeed is not on PATH: activate the environment that MegaCLIP is installed in"
+command -v deepspeed >/dev/null || fail "deepspeed is not on PATH: activate the environment that contains MegaCLIP"
 
-# The files that DeepSpeed reads, under the name that DeepSpeed reads.
+# The environment files that DeepSpeed reads.
 env_name=${DS_ENV_FILE:-.deepspeed_env}
 if [[ $env_name == /* ]]; then env_files=("$env_name"); else env_files=("$HOME/$env_name" "./$env_name"); fi
 for file in "${env_files[@]}"; do
   [[ -f $file ]] || continue
   if line=$(grep -nEv '^[A-Za-z_][A-Za-z0-9_]*=' "$file"); then
-    fail "$file, line ${line%%$'\n'*}: expected NAME=VALUE, without blank lines, spaces before the = or comments"
+    fail "$file, line ${line%%$'\n'*}: expected NAME=VALUE; remove blank lines, comments and spaces before the ="
   fi
 done
 
-# setsid: away from the terminal, so that Ctrl-C reaches `stop` alone.
+# setsid detaches the launcher from the terminal, so that Ctrl-C reaches only `stop`.
 launch=(setsid deepspeed --hostfile "$hostfile" --master_addr "$master_addr" --master_port "$master_port")
 
 if $no_ssh; then
   [[ $node_rank =~ ^[0-9]+$ ]] && ((node_rank < ${#hosts[@]})) ||
-    fail "--no_ssh needs --node_rank 0 to $((${#hosts[@]} - 1)), this host's place in $hostfile; got '$node_rank'"
-  # DeepSpeed reads these files on the way to pdsh only.
+    fail "--node_rank '$node_rank': --no_ssh requires --node_rank 0 to $((${#hosts[@]} - 1)), the index in $hostfile"
+  # DeepSpeed reads these files only when it uses pdsh.
   for file in "${env_files[@]}"; do
     [[ -f $file ]] || continue
     while IFS= read -r line || [[ $line ]]; do export "${line?}"; done <"$file"
   done
   launch+=(--no_ssh --node_rank "$node_rank" "$root/launch/train.py" "$@")
 else
-  [[ -z $node_rank ]] || fail "--node_rank goes with --no_ssh"
+  [[ -z $node_rank ]] || fail "--node_rank $node_rank requires --no_ssh"
   command -v pdsh >/dev/null || fail "pdsh is not installed: install it on this host, or use --no_ssh on every host"
-  [[ $root$PWD != *[[:space:]]* ]] || fail "pdsh cannot pass on folders with spaces: $root, $PWD"
+  [[ $root$PWD != *[[:space:]]* ]] ||
+    fail "pdsh does not support folders with spaces: $root, $PWD; rename them, or use --no_ssh on every host"
   export PDSH_RCMD_TYPE=ssh
-  # Never wait at a password prompt, and notice within 30 s that a host is gone.
+  # Never wait at a password prompt. Detect within 30 s that a host is unreachable.
   liveness='-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3'
   export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:-} $liveness"
-  # DeepSpeed hands the arguments to a remote shell, which would expand globs and braces (a pattern of shards would turn
-  # into a mixture of shards). It puts "..." around those with a space and quotes nothing else; pdsh replaces %n.
+  # DeepSpeed passes the arguments to a remote shell, which would expand globs and braces: one pattern of shards would
+  # become a mixture of shards. DeepSpeed quotes only arguments with a space, with "...". pdsh replaces %n.
   quoted=()
   for argument in "$@"; do
     if [[ $argument == *' '* ]]; then
@@ -103,10 +105,10 @@ else
   launch+=(--no_ssh_check --force_multi "$root/launch/train.py" "${quoted[@]}")
 fi
 
-# To the ranks of this job and host, or hosts: not to DeepSpeed's handlers, of which one would end every DeepSpeed job of
-# this user and the other gives a rank 30 s. Ranks outlive the ssh connection that started them: one that waits in a
-# collective for a dead rank would hold its GPU until the backend's timeout. The ^ keeps the pattern from matching pdsh
-# and the shells that run it.
+# Send a signal to the ranks of this job on this host, or on all hosts. It must not reach DeepSpeed's signal handlers:
+# one of them ends every DeepSpeed job of this user, the other gives a rank only 30 s. Ranks survive the ssh connection
+# that started them. A rank that waits in a collective for a dead rank would keep its GPU until the backend's timeout.
+# The ^ keeps the pattern from matching pdsh and the shells that run it.
 signal_ranks() {
   local launcher_of_ranks="^[^ ]+ -u -m deepspeed.launcher.launch .*--master_addr=$master_addr --master_port=$master_port "
   local command="pgrep -f '$launcher_of_ranks' | xargs -r -n 1 pkill -$1 -P"
@@ -121,31 +123,31 @@ end_at_once() {
   exit 1
 }
 
-told='' # "yes" once the ranks have been told to save and end; only they know whether they do
+stop_requested='' # "yes" after a signal was sent to the ranks. Their exit codes report whether they saved.
 stop() {
-  [[ -z $told || $1 == USR1 ]] || end_at_once
-  told=yes
-  echo "multi_node.sh: ranks that train save after this step and end; Ctrl-C or SIGTERM ends them at once" >&2
+  [[ -z $stop_requested || $1 == USR1 ]] || end_at_once
+  stop_requested=yes
+  echo "multi_node.sh: training ranks save after this step and end; another Ctrl-C or SIGTERM ends them at once" >&2
   signal_ranks "$1"
 }
 
 failed() {
   trap '' USR2
-  local or_what=${told:+, or was told to end before it trained}
-  echo "multi_node.sh: a rank failed$or_what: see the first error above, and docs/multi_node.md" >&2
-  for _ in {1..5}; do # the other hosts may be about to say why
+  local or_stopped=${stop_requested:+, or received the signal before it trained}
+  echo "multi_node.sh: a rank failed$or_stopped: see the first error above, and docs/multi_node.md" >&2
+  for _ in {1..5}; do # the other hosts may still print the cause
     kill -0 "$launcher" 2>/dev/null || break
     sleep 1
   done
   end_at_once
 }
 
-# What ranks leave with that have saved because of a signal: 128 + SIGINT, SIGUSR1 or SIGTERM.
+# Exit codes of ranks that have saved because of a signal: 128 + SIGINT, SIGUSR1 or SIGTERM.
 stop_codes='130|138|143'
 
-# pdsh says at once that a host failed and goes on to wait for the others (its option -k is not in every pdsh 2.34).
+# pdsh reports a failed host at once but keeps waiting for the others (not every pdsh 2.34 has the option -k).
 watch_for_failure() {
-  trap '' INT TERM USR1 # it ends when all has been said
+  trap '' INT TERM USR1 # it ends at the end of the output
   local line
   while IFS= read -r line; do
     printf '%s\n' "$line" >&2
@@ -156,16 +158,16 @@ watch_for_failure() {
 
 wait_for_launcher() {
   local code=0
-  # A trapped signal ends `wait` before its time, with the signal's code.
+  # A trapped signal interrupts `wait`, which then returns the signal's code.
   while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
-  wait "$launcher" || code=$? # bash has kept it
+  wait "$launcher" || code=$? # bash keeps the exit code
   [[ $code =~ ^(0|$stop_codes)$ ]] || failed
   exit "$code"
 }
 
-# What was said last may still be on its way when the launcher has ended. Not for ever: what it left behind may hold the
-# pipe.
-let_it_speak() {
+# The last output may still be in the pipe when the launcher has ended. The wait is limited, because a process that the
+# launcher left behind may keep the pipe open.
+wait_for_last_output() {
   for _ in {1..100}; do
     kill -0 "$watcher" 2>/dev/null || break
     sleep 0.1
@@ -175,11 +177,11 @@ let_it_speak() {
 trap 'stop TERM' INT TERM
 trap 'stop USR1' USR1
 trap failed USR2
-trap let_it_speak EXIT
+trap wait_for_last_output EXIT
 exec {errors}> >(watch_for_failure)
 watcher=$!
-# Some of Slurm's ways to signal a job reach every process: the launcher must not die of what the ranks wait for.
+# Slurm can send SIGUSR1 to every process of a job. The launcher must ignore it and wait for the ranks.
 (trap '' USR1 && exec "${launch[@]}" 2>&"$errors" {errors}>&-) &
 launcher=$!
 exec {errors}>&-
-wait_for_launcher # does not return: bash would go on reading a file that may have changed since
+wait_for_launcher # does not return, so bash does not read more of this file, which may have changed

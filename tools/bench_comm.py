@@ -1,14 +1,17 @@
-"""Bytes that each rank sends per step, measured with DeepSpeed's comms logger beside the formulas.
+"""Measure the bytes that each rank sends per step with DeepSpeed's comms logger, and print them beside the formulas.
 
 usage: deepspeed --num_gpus 4 tools/bench_comm.py [--batch 64] [--embedding 128]
 
-First table: the loss, forward and backward, for every exchange and reduction, and for open_clip's and DisCo-CLIP's
-schemes written as baselines, in bfloat16 features with float32 accumulators. What is features, gradients and scalars is
-found by measuring three times: with twice the embedding, and with float32 features. FastCLIP's rows (v3 with one
-temperature, v2 with two per sample) are whole steps of the loss; "state" is what the state of their samples sends,
-measured by itself. Second table: the model's own gradient reduction, one optimizer step of a linear model at every ZeRO
-stage, with what DeepSpeed offers to shrink it. A row that cannot run on this machine says why. All ranks measure; the
-first prints its own bytes.
+First table: the loss, forward and backward, for every exchange and reduction, with bfloat16 features and float32
+accumulators. It includes the schemes of open_clip and DisCo-CLIP as baselines. Features, gradients and scalars are
+separated by two more measurements: with twice the embedding dimension, and with float32 features. The rows of FastCLIP
+(v3 with one temperature, v2 with two per sample) are whole steps of the loss. "state" is the traffic of the samples'
+state, measured separately.
+
+Second table: the model's own gradient reduction. It is one optimizer step of a linear model at every ZeRO stage, with
+DeepSpeed's settings that reduce the traffic.
+
+A row that cannot be measured on this machine prints the reason. All ranks measure; the first rank prints its own bytes.
 """
 
 import argparse
@@ -33,29 +36,31 @@ from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic, disco_clip_traffic
 
 Step = Callable[[Tensor, Tensor], None]
 
-SAMPLES = 2**20  # of the data set whose state FastCLIP keeps
-WIDTH = 256  # of the linear model in the second table
+SAMPLES = 2**20  # size of the dataset whose state FastCLIP keeps
+WIDTH = 256  # width of the linear model in the second table
 
 
 def main() -> None:
     options = parse_options()
     start_process_group()
     if group_size() == 1:
-        sys.exit("error: start it with the deepspeed launcher: it measures what two ranks or more send each other")
-    say(f"{group_size()} ranks, b = {options.batch}, D = {options.embedding}; bytes sent per rank and step\n")
-    say(f"{'loss':<34}{'features':>12}{'gradients':>12}{'scalars':>12}{'state':>12}{'total':>12}{'formula':>12}")
+        sys.exit("error: 1 rank; this benchmark requires at least 2: start it with the deepspeed launcher")
+    print_rank_0(f"{group_size()} ranks, b = {options.batch}, D = {options.embedding}; bytes sent per rank and step\n")
+    print_rank_0(
+        f"{'loss':<34}{'features':>12}{'gradients':>12}{'scalars':>12}{'state':>12}{'total':>12}{'formula':>12}"
+    )
     for name, step, formula in schemes(options.batch, options.embedding):
         traffic = measure(step, options.batch, options.embedding)
         parts = (*vars(traffic).values(), traffic.total, formula.total)
-        say(f"{name:<34}" + "".join(f"{part:>12.0f}" for part in parts))
-    say(f"\n{'model, one step':<44}{'bytes':>12}  by operation")
+        print_rank_0(f"{name:<34}" + "".join(f"{part:>12.0f}" for part in parts))
+    print_rank_0(f"\n{'model, one step':<44}{'bytes':>12}  by operation")
     for name, settings in model_settings():
-        say(f"{name:<44}{model_row(settings)}")
+        print_rank_0(f"{name:<44}{model_row(settings)}")
     dist.destroy_process_group()
 
 
 def schemes(batch: int, embedding: int) -> list[tuple[str, Step, Traffic]]:
-    """(name, one step on given features, what the formula says for bfloat16 features)."""
+    """Return (name, a function that runs one step on given features, the formula's traffic for bfloat16 features)."""
     sizes = Sizes(world_size=group_size(), batch=batch, embedding=embedding, feature_bytes=2)
     return [
         *(
@@ -97,7 +102,7 @@ def sigmoid_step(exchange: str, reduction: str) -> Step:
 
 
 class FastClipStep:
-    """One step of a global contrastive loss; the ids of a batch are spread evenly over their owners."""
+    """One step of a global contrastive loss. The ids of a batch are spread evenly over their owners."""
 
     def __init__(self, variant: str, exchange: str, reduction: str) -> None:
         self._loss = FastClipLoss(variant, samples=SAMPLES, exchange=exchange, reduction=reduction)
@@ -108,7 +113,7 @@ class FastClipStep:
         self._loss.step()
 
     def state_only(self, batch: int) -> None:
-        """The messages of the samples' state, without those of the loss."""
+        """Send only the messages of the samples' state, without those of the loss."""
         state = self._loss.state
         ticket = state.fetch(self._ids(batch))
         state.commit(ticket, ticket.rows(), lambda held, received, inverse: held)
@@ -118,29 +123,29 @@ class FastClipStep:
 
 
 def open_clip_step(x: Tensor, y: Tensor) -> None:
-    """The messages of local_loss with gather_with_grad; gradients are in the features' dtype."""
+    """Send the messages of local_loss with gather_with_grad. Gradients have the features' dtype."""
     for features in (x, y):
         reduce_scatter_rows(gather_rows(features))
 
 
 def disco_clip_step(x: Tensor, y: Tensor) -> None:
-    """The messages of the decomposed loss: every rank adds up the gradients of all features."""
+    """Send the messages of the decomposed loss: every rank sums the gradients of all features."""
     for features in (x, y):
         sum_over_ranks(gather_rows(features))
 
 
 def measure(step: Step, batch: int, embedding: int) -> Traffic:
-    """This rank's traffic in bfloat16, told apart by what grows with the embedding and with the features' dtype."""
+    """Return this rank's traffic with bfloat16 features, separated by its growth with embedding and features' dtype."""
 
     def sent(width: int, dtype: torch.dtype) -> dict[str, float]:
         device = get_accelerator().current_device_name()
         features = torch.randn(2, batch, width, device=device).to(dtype)
         return bytes_sent(lambda: step(features[0].clone(), features[1].clone()))
 
-    as_asked = sent(embedding, torch.bfloat16)
-    narrow, wide = sum(as_asked.values()), sum(sent(2 * embedding, torch.bfloat16).values())
-    if step in (open_clip_step, disco_clip_step):  # their gradients have the features' dtype, but are never gathered
-        features = as_asked["all_gather_into_tensor"]
+    by_operation = sent(embedding, torch.bfloat16)
+    narrow, wide = sum(by_operation.values()), sum(sent(2 * embedding, torch.bfloat16).values())
+    if step in (open_clip_step, disco_clip_step):  # their gradients have the features' dtype and are not gathered
+        features = by_operation["all_gather_into_tensor"]
     else:
         features = sum(sent(embedding, torch.float32).values()) - narrow
     state = 0.0
@@ -166,7 +171,7 @@ def model_settings() -> list[tuple[str, dict[str, Any]]]:
 
 
 def model_row(settings: dict[str, Any]) -> str:
-    """The bytes of one forward, backward and update of a linear model, or why there are none."""
+    """Return the bytes of one training step of a linear model as text, or the reason why there are none."""
     if settings["zero_optimization"].get("zero_quantized_gradients") and get_accelerator().device_name() == "cpu":
         return f"{'-':>12}  not measured: DeepSpeed's quantiser is a CUDA kernel"
     config = {
@@ -185,7 +190,7 @@ def model_row(settings: dict[str, Any]) -> str:
         engine.backward(engine(features).square().mean())
         engine.step()
 
-    step()  # the first one allocates and traces
+    step()  # the first step allocates and traces
     try:
         sent = bytes_sent(step)
     except ValueError as error:
@@ -194,16 +199,17 @@ def model_row(settings: dict[str, Any]) -> str:
     return f"{sum(sent.values()):>12.0f}  {details} ({WIDTH * WIDTH} parameters)"
 
 
-def say(line: str) -> None:
+def print_rank_0(line: str) -> None:
+    """Print `line` on rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=64, help="local batch b")
+    parser.add_argument("--batch", type=int, default=64, help="samples per rank b")
     parser.add_argument("--embedding", type=int, default=128, help="embedding dimension D")
-    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # from the deepspeed launcher
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # set by the deepspeed launcher
     return parser.parse_args()
 
 

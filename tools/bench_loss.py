@@ -1,15 +1,21 @@
-"""Times the contrastive losses on 1 to 4 GPUs against open_clip, Inf-CL and siglip-kernel, where those are installed.
+"""Measure time and memory of the contrastive losses on 1 to 4 GPUs, beside open_clip, Inf-CL and siglip-kernel.
 
     python tools/bench_loss.py --batch 32768 --embedding 512 1024
     torchrun --nproc_per_node 4 tools/bench_loss.py --batch 131072 --embedding 512
 
-For each method: forward + backward time (median, the slowest rank's), extra peak memory (what the call allocates beyond
-features and their gradients' inputs), gradient error against float32, and TFLOP/s counted on 8*b*B*D for InfoNCE and
-6*b*B*D for the sigmoid loss, whatever the method really computes, with its share of this machine's own 8192^3 bfloat16
-product. A GPU at its power limit is slower than one that has just woken, and its limit drifts: so each method runs in
-turns with that product, and the share is taken from the medians of both.
+A method whose package is not installed gets a line with the error. Columns of the table, one line per method:
 
---batch is the global batch B; each rank holds b = B / ranks. Results go to --json.
+    ms             forward + backward, median, slowest rank
+    extra MiB      peak allocation of a call, without features and their gradients
+    grad error     relative error of the image features' gradient against float32
+    TFLOP/s        8*b*B*D operations for InfoNCE, 6*b*B*D for the sigmoid loss, whatever the method really computes
+    8192^3         TFLOP/s of an 8192^3 bfloat16 product on the same GPU
+    share          ratio of the two
+
+A GPU at its power limit is slower than an idle one, and the limit drifts. Each method therefore runs in turns with the
+product, and the share is calculated from the medians of both.
+
+--batch is the global batch B. Each rank has b = B / ranks samples. --json writes the results to a file.
 """
 
 import argparse
@@ -32,7 +38,7 @@ from torch import Tensor
 from megaclip.engine.process_group import start_process_group
 from megaclip.errors import first_line
 
-ROUNDS = 6  # turns of a method and of the matrix product; the first only warms up
+ROUNDS = 6  # turns of a method and of the matrix product; the first turn is a warm-up
 TURN_SECONDS = 0.1
 LEAST_PER_TURN = 2
 MOST_PER_TURN = 100
@@ -57,7 +63,7 @@ class Result:
 
 
 class Ranks:
-    """This process among its peers; one process without any launcher is a group of one."""
+    """This process's rank, the number of ranks and the device. Without a launcher there is one rank."""
 
     def __init__(self) -> None:
         start_process_group()
@@ -69,7 +75,7 @@ class Ranks:
             dist.barrier()
 
     def largest(self, value: float) -> float:
-        """The largest of all ranks' values."""
+        """Return the largest value of all ranks."""
         if self.size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -80,14 +86,14 @@ class Ranks:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[8192, 32768], help="global batch sizes B")
-    parser.add_argument("--embedding", type=int, nargs="+", default=[512, 1024])
-    parser.add_argument("--logit-scale", type=float, default=1 / 0.07)
-    parser.add_argument("--loss", choices=["clip", "siglip"], default="clip")
-    parser.add_argument("--methods", nargs="+", help="only the methods whose name starts with one of these")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--embedding", type=int, nargs="+", default=[512, 1024], help="embedding dimensions D")
+    parser.add_argument("--logit-scale", type=float, default=1 / 0.07, help="exponentiated logit scale")
+    parser.add_argument("--loss", choices=["clip", "siglip"], default="clip", help="loss to measure")
+    parser.add_argument("--methods", nargs="+", help="measure only methods whose name starts with one of these")
+    parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("times kernels on GPUs, and this machine has none")
+        parser.error("no CUDA device found; this benchmark requires a GPU")
     ranks = Ranks()
     methods = clip_methods(ranks) if options.loss == "clip" else siglip_methods(ranks)
     if options.methods:
@@ -106,7 +112,7 @@ def main() -> None:
 def benchmark(
     methods: dict[str, Callable[[], Loss]], batch: int, embedding: int, scale: float, loss: str, ranks: Ranks
 ) -> list[Result]:
-    """All methods at one size; prints the table as it goes."""
+    """Measure all methods at one size, print a table line for each, and return the results."""
     local = batch // ranks.size
     x_all, y_all = (unit_features(batch, embedding, seed, ranks.device) for seed in (1, 2))
     mine = slice(ranks.rank * local, (ranks.rank + 1) * local)
@@ -114,15 +120,17 @@ def benchmark(
     x, y = x_all[mine].clone(), y_all[mine].clone()
     del x_all, y_all
     flops = (8 if loss == "clip" else 6) * local * batch * embedding
-    say(ranks, f"\nB = {batch}, D = {embedding}, {ranks.size} rank(s), {loss}")
-    say(ranks, f"{'method':34}{'ms':>9}{'extra MiB':>11}{'grad error':>12}{'TFLOP/s':>9}{'8192^3':>8}{'share':>7}")
+    print_rank_0(ranks, f"\nB = {batch}, D = {embedding}, {ranks.size} rank(s), {loss}")
+    print_rank_0(
+        ranks, f"{'method':34}{'ms':>9}{'extra MiB':>11}{'grad error':>12}{'TFLOP/s':>9}{'8192^3':>8}{'share':>7}"
+    )
     results = []
     for name, make in methods.items():
         try:
             run = make()
             milliseconds, machine, peak, error = measure(run, x, y, scale, reference, ranks)
         except (ImportError, AttributeError, torch.OutOfMemoryError) as problem:
-            say(ranks, f"{name:34} {type(problem).__name__}: {first_line(problem)[:70]}")
+            print_rank_0(ranks, f"{name:34} {type(problem).__name__}: {first_line(problem)[:70]}")
             torch.cuda.empty_cache()
             continue
         tflops = flops / milliseconds / 1e9
@@ -131,11 +139,12 @@ def benchmark(
         )
         results.append(result)
         figures = f"{milliseconds:9.2f}{peak:11.0f}{error:12.1e}{tflops:9.0f}{machine:8.0f}{tflops / machine:7.2f}"
-        say(ranks, f"{name:34}{figures}")
+        print_rank_0(ranks, f"{name:34}{figures}")
     return results
 
 
-def say(ranks: Ranks, line: str) -> None:
+def print_rank_0(ranks: Ranks, line: str) -> None:
+    """Print `line` on rank 0."""
     if ranks.rank == 0:
         print(line, flush=True)
 
@@ -143,7 +152,7 @@ def say(ranks: Ranks, line: str) -> None:
 def measure(
     run: Loss, x: Tensor, y: Tensor, scale: float, reference: Tensor, ranks: Ranks
 ) -> tuple[float, float, float, float]:
-    """Median milliseconds, the matrix product's TFLOP/s, extra peak MiB and the image features' gradient error."""
+    """Return median milliseconds, TFLOP/s of the matrix product, extra peak MiB and the gradient error of `x`."""
     x, y = x.requires_grad_(), y.requires_grad_()
     logit_scale = torch.tensor(scale, device=x.device, requires_grad=True)
     logit_bias = torch.tensor(-10.0, device=x.device, requires_grad=True)
@@ -155,7 +164,7 @@ def measure(
     step()
     torch.cuda.synchronize()
     assert x.grad is not None
-    # Peers differ by a constant factor (the number of ranks): compare directions and lengths up to it.
+    # Gradients of other projects differ by a constant factor (the number of ranks), so compare up to a factor.
     gradient = x.grad.double()
     factor = (gradient * reference).sum() / (gradient * gradient).sum()
     error = ((gradient * factor - reference).norm() / reference.norm()).item()
@@ -170,7 +179,7 @@ def measure(
 
 
 def timed(step: Callable[[], Any], ranks: Ranks) -> tuple[float, float]:
-    """Median milliseconds of a step (the slowest rank), and TFLOP/s of the product it alternates with."""
+    """Return the median milliseconds of a step (slowest rank) and TFLOP/s of the product that runs in turns with it."""
     a, b = (torch.randn(8192, 8192, device=ranks.device, dtype=torch.bfloat16) for _ in range(2))
     runs = (step, lambda: a @ b)
     turns = [repeats_per_turn(run, ranks) for run in runs]
@@ -193,7 +202,7 @@ def timed(step: Callable[[], Any], ranks: Ranks) -> tuple[float, float]:
 
 
 def repeats_per_turn(run: Callable[[], Any], ranks: Ranks) -> int:
-    """How often to run in one turn; the same on every rank."""
+    """Return the number of runs in one turn, equal on every rank."""
     run()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -204,14 +213,14 @@ def repeats_per_turn(run: Callable[[], Any], ranks: Ranks) -> int:
 
 
 def unit_features(count: int, embedding: int, seed: int, device: torch.device) -> Tensor:
-    """(count, embedding) bfloat16 of unit length; the same on every rank."""
+    """Return (count, embedding) bfloat16 features of unit length, equal on every rank."""
     generator = torch.Generator(device).manual_seed(seed)
     features = torch.randn(count, embedding, generator=generator, device=device)
     return F.normalize(features, dim=1).bfloat16()
 
 
 def clip_gradient(x: Tensor, y: Tensor, scale: float, rows: slice) -> Tensor:
-    """dL/dx of some rows of InfoNCE, float32 products, strip by strip, positives and all; as float64."""
+    """Return dL/dx of some rows of InfoNCE as float64, from float32 products, strip by strip, positives included."""
     x, y = x.float(), y.float()
     count = len(x)
     col_lse = torch.full((count,), -torch.inf, device=x.device)
@@ -228,7 +237,7 @@ def clip_gradient(x: Tensor, y: Tensor, scale: float, rows: slice) -> Tensor:
 
 
 def siglip_gradient(x: Tensor, y: Tensor, scale: float, rows: slice) -> Tensor:
-    """dL/dx of some rows of the sigmoid loss with bias -10, float32 products, strip by strip; as float64."""
+    """Return dL/dx of some rows of the sigmoid loss with bias -10 as float64, from float32 products, strip by strip."""
     x, y = x.float(), y.float()
     gradients = []
     for start in range(rows.start, rows.stop, 2048):
@@ -240,13 +249,13 @@ def siglip_gradient(x: Tensor, y: Tensor, scale: float, rows: slice) -> Tensor:
 
 
 def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
-    """InfoNCE by name; a maker raises ImportError where its package is missing."""
+    """Return makers of the InfoNCE methods by name. A maker raises ImportError if its package is missing."""
 
-    def ours(**ways: Any) -> Callable[[], Loss]:
+    def ours(**settings: Any) -> Callable[[], Loss]:
         def make() -> Loss:
             from megaclip.losses import ClipLoss
 
-            loss = ClipLoss(**ways)
+            loss = ClipLoss(**settings)
             return lambda x, y, scale, bias: loss(x, y, scale)
 
         return make
@@ -269,30 +278,30 @@ def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
         run = module.cal_inf_loss if ranks.size > 1 else module.cal_flash_loss
         return lambda x, y, scale, bias: (run(x, y, scale=scale).mean() + run(y, x, scale=scale).mean()) / 2
 
-    methods = {name: ours(**ways) for name, ways in our_ways(ranks).items()}
+    methods = {name: ours(**settings) for name, settings in our_exchanges(ranks).items()}
     variants = {f"megaclip {variant}": global_contrastive(variant) for variant in ("fastclip_v3", "fastclip_v2")}
     return {**methods, **variants, "open_clip": open_clip, "Inf-CL": inf_cl}
 
 
-def our_ways(ranks: Ranks) -> dict[str, dict[str, str]]:
-    """This project's exchanges and reductions by name; on one GPU nothing moves."""
+def our_exchanges(ranks: Ranks) -> dict[str, dict[str, str]]:
+    """Return the settings of this project's exchanges and reductions by name. One GPU has nothing to exchange."""
     if ranks.size == 1:
         return {"megaclip": {}}
-    ways: dict[str, dict[str, str]] = {
+    exchanges: dict[str, dict[str, str]] = {
         f"megaclip {exchange} {reduction}": {"exchange": exchange, "reduction": reduction}
         for exchange in ("ring", "all_gather")
         for reduction in ("feature", "scalar")
     }
     bf16 = {"reduction": "feature", "payload": "bf16"}
-    return ways | {
+    return exchanges | {
         f"megaclip {exchange} feature bf16": {"exchange": exchange, **bf16} for exchange in ("ring", "all_gather")
     }
 
 
 class GlobalContrastive:
-    """A FastCLIP loss with the fetch of its samples' state and, before the next call, its `step()`; like `Loss`.
+    """A FastCLIP loss with the interface of `Loss`. A call includes fetching the state and the last call's `step()`.
 
-    It optimises another objective than InfoNCE, so its gradient error against InfoNCE's gradient means nothing.
+    Its objective differs from InfoNCE, so its gradient error against InfoNCE's gradient has no meaning.
     """
 
     def __init__(self, variant: str, ranks: Ranks) -> None:
@@ -312,10 +321,10 @@ class GlobalContrastive:
 
 
 def siglip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
-    """The sigmoid loss by name."""
+    """Return makers of the sigmoid-loss methods by name."""
 
-    def ours(**ways: Any) -> Callable[[], Loss]:
-        return lambda: importlib.import_module("megaclip.losses").SigLipLoss(**ways)
+    def ours(**settings: Any) -> Callable[[], Loss]:
+        return lambda: importlib.import_module("megaclip.losses").SigLipLoss(**settings)
 
     def open_clip() -> Loss:
         return importlib.import_module("open_clip.loss").SigLipLoss(rank=ranks.rank, world_size=ranks.size)
@@ -327,7 +336,7 @@ def siglip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
         module = importlib.import_module("siglip_kernel.distributed")
         return module.DistributedSigLIPLoss(strategy="ring", rank=ranks.rank, world_size=ranks.size)
 
-    methods = {name: ours(**ways) for name, ways in our_ways(ranks).items()}
+    methods = {name: ours(**settings) for name, settings in our_exchanges(ranks).items()}
     return {**methods, "open_clip": open_clip, "siglip-kernel": siglip_kernel}
 
 

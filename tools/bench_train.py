@@ -1,15 +1,17 @@
-"""Time and memory of whole training steps: this project's and open_clip's with --accum-freq, in one run.
+"""Measure time and memory of whole training steps of this project and of open_clip with --accum-freq.
 
     python tools/bench_train.py --model ViT-B-16 --batch 4096 16384 --micro-batch 512 --json train.json
     deepspeed --num_gpus 4 tools/bench_train.py --model ViT-g-14 --batch 8192 --micro-batch 128 \\
         --deepspeed_config ds_configs/zero3_offload.json --methods megaclip --json giant.json
     python tools/bench_train.py --model demo-tiny --batch 64 --micro-batch 16 --precision fp32 --workers 0
 
-For each global batch and method: samples per second (median over steps, warm-up apart), peak GPU memory of a step, and
-the shares of the step that the loss (with its gradient), waiting for data and the update took. Both methods take the
-same weights, the same samples from this project's loader (synthetic ones from memory, or --train-data) and the same
-optimizer settings; see bench_methods.py. A method that does not fit in memory gets a row that says so. --largest looks
-for the largest batch that fits. Rows go to --json as they are measured; tools/plot_bench.py draws them.
+For each global batch and method it prints samples per second (median over the steps after the warm-up), peak GPU
+memory of a step, and the shares of the step for the loss with its gradient, for waiting for data, and for the update.
+
+Both methods use the same weights, the same optimizer settings and the same samples from this project's loader:
+synthetic samples in memory, or --train-data (see bench_methods.py). A method that does not fit in memory gets a row
+with the status "out of memory". --largest finds the largest batch that fits. --json writes each row when it is
+measured; tools/plot_bench.py draws the rows.
 """
 
 import argparse
@@ -42,12 +44,12 @@ DEFAULT_CONFIG: dict[str, Any] = {
     "megaclip": {"loss": "clip", "coalesce_gradient_reduction": True},
 }
 CLOSE_ENOUGH = 1.1
-"""--largest stops when the largest batch that fits and the smallest that does not are within this factor."""
+"""--largest stops when the smallest batch that does not fit is at most this factor above the largest that fits."""
 
 
 @dataclass
 class Row:
-    """One line of the table; what `status` says is not "ok" has no figures."""
+    """One line of the table. It has figures only if at least one step was measured."""
 
     method: str
     model: str
@@ -79,21 +81,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default="ViT-B-16", help="preset, or the path of a model JSON")
     parser.add_argument("--batch", type=int, nargs="+", default=[4096], help="global batch sizes B")
     parser.add_argument("--micro-batch", type=int, default=512, help="samples of one rank in a tower at a time")
-    parser.add_argument("--text-micro-batch", type=int, help="the same for the text tower of this project")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--text-micro-batch", type=int, help="captions of one rank in MegaCLIP's text tower at a time")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="methods to measure")
     parser.add_argument(
-        "--precision", choices=["pure_bf16", "amp_bf16", "fp32"], default="pure_bf16", help="open_clip's"
+        "--precision", choices=["pure_bf16", "amp_bf16", "fp32"], default="pure_bf16", help="precision of open_clip"
     )
-    parser.add_argument("--deepspeed_config", type=Path, help="ds_config.json (default: ZeRO-1); its batch is replaced")
-    parser.add_argument("--data-offload", help="megaclip.data_offload: where a batch waits between the two passes")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute blocks, in both methods")
-    parser.add_argument("--steps", type=int, default=3, help="steps to measure, after one to warm up")
-    parser.add_argument("--seconds", type=float, default=600, help="per row: a step that takes longer is the only one")
+    parser.add_argument(
+        "--deepspeed_config", type=Path, help="ds_config.json (default: ZeRO-1) for everything but the batch"
+    )
+    parser.add_argument("--data-offload", help="megaclip.data_offload: where images are kept between the passes")
+    parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing, in both methods")
+    parser.add_argument("--steps", type=int, default=3, help="steps to measure, after one warm-up step")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="time limit per row; a step that would exceed it is not started"
+    )
     parser.add_argument("--largest", action="store_true", help="find the largest batch that fits, from --batch upwards")
-    parser.add_argument("--largest-limit", type=int, default=1 << 20, help="the largest batch that --largest tries")
-    parser.add_argument("--train-data", nargs="+", default=[], help="real data, as of launch/train.py")
+    parser.add_argument("--largest-limit", type=int, default=1 << 20, help="upper bound for --largest")
+    parser.add_argument("--train-data", nargs="+", default=[], help="real data, as for launch/train.py")
     parser.add_argument("--workers", type=int, default=8, help="data worker processes per rank")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file to write the rows to")
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     try:
@@ -107,20 +113,20 @@ def main(argv: list[str] | None = None) -> int:
         try:
             bench.run()
         except MegaclipError as error:
-            say(f"error: {error}")
+            print_rank_0(f"error: {error}")
             return 1
     dist.destroy_process_group()
     return 0
 
 
-def say(line: str) -> None:
-    """Print on the first rank."""
+def print_rank_0(line: str) -> None:
+    """Print `line` on rank 0."""
     if dist.get_rank() == 0:
         print(line, flush=True)
 
 
 class Bench:
-    """All rows of one command."""
+    """Measures and keeps all rows of one command."""
 
     def __init__(self, options: argparse.Namespace, base: dict[str, Any], folder: Path) -> None:
         self.options = options
@@ -130,10 +136,10 @@ class Bench:
         self.rows: list[Row] = []
 
     def run(self) -> None:
-        """Every batch with every method, or the largest batch of every method; writes as it goes."""
+        """Measure every batch with every method, or the largest batch of every method. Write each row at once."""
         shown = f"{'step s':>9}{'samples/s':>11}{'peak MiB':>10}{'loss':>7}{'data':>7}{'update':>8}"
-        say(f"{self.options.model}, {dist.get_world_size()} rank(s), micro-batch {self.options.micro_batch}")
-        say(f"{'method':12}{'batch':>10}{'micro':>7}{shown}")
+        print_rank_0(f"{self.options.model}, {dist.get_world_size()} rank(s), micro-batch {self.options.micro_batch}")
+        print_rank_0(f"{'method':12}{'batch':>10}{'micro':>7}{shown}")
         if self.options.largest:
             for method in self.options.methods:
                 self._largest(method)
@@ -143,7 +149,7 @@ class Bench:
                 self._keep(self._measure(method, batch))
 
     def _measure(self, method: str, batch: int, *, probe: bool = False) -> Row:
-        """Steps of one method at one batch."""
+        """Measure steps of one method at one batch."""
         config = self._config(batch)
         path = self.folder / f"{method}-{batch}.json"
         path.write_text(json.dumps(config))
@@ -167,7 +173,7 @@ class Bench:
         return row
 
     def _timed(self, row: Row, steps: MegaclipSteps | OpenClipSteps, clock: Clock, probe: bool) -> Row:
-        """Warm up by one step and measure the next ones; a first step that takes very long is the measurement."""
+        """Measure the steps after one warm-up step. If --seconds leaves no time for them, measure the warm-up step."""
         seconds: list[float] = []
         parts: list[dict[str, float]] = []
         losses: list[float] = []
@@ -181,7 +187,7 @@ class Bench:
             took = max(gather_objects(time.perf_counter() - start))
             parts.append(clock.take())
             seconds.append(took)
-            say(f"  {row.method} {row.batch}: step {number} in {took:.2f} s, loss {losses[-1]:.5f}")
+            print_rank_0(f"  {row.method} {row.batch}: step {number} in {took:.2f} s, loss {losses[-1]:.5f}")
             over = max(gather_objects(time.perf_counter() - began)) + took > self.options.seconds
             if over:
                 break
@@ -206,12 +212,12 @@ class Bench:
         )
 
     def _largest(self, method: str) -> None:
-        """Double the batch until it fails or reaches the limit, then halve the gap."""
+        """Double the batch until it does not fit or reaches the limit, then bisect."""
         fits, fails, batch = 0, None, self.options.batch[0]
         best: Row | None = None
         while True:
             row = self._measure(method, batch, probe=True)
-            say(f"  {method} {batch}: {row.status}")
+            print_rank_0(f"  {method} {batch}: {row.status}")
             if row.status == "ok":
                 fits, best = batch, row
             else:
@@ -236,11 +242,11 @@ class Bench:
         return self.options.micro_batch * dist.get_world_size()
 
     def _config(self, batch: int) -> dict[str, Any]:
-        """ds_config.json for this batch."""
+        """Return ds_config.json for this batch."""
         world_size = dist.get_world_size()
         micro_batch = min(self.options.micro_batch, batch // world_size)
         if micro_batch == 0 or batch % (micro_batch * world_size):
-            raise ConfigError(f"--batch {batch} is no multiple of --micro-batch {micro_batch} x {world_size} ranks")
+            raise ConfigError(f"--batch {batch} must be a multiple of --micro-batch {micro_batch} x {world_size} ranks")
         config = json.loads(json.dumps(self.base))
         config |= {
             "train_batch_size": batch,
@@ -282,13 +288,13 @@ class Bench:
         )
 
     def _keep(self, row: Row) -> None:
-        """Print a row and write all so far."""
+        """Print a row and write all rows measured so far."""
         figures = row.status
         if row.steps:
             shares = f"{row.loss_share:7.1%}{row.data_share:7.1%}{row.update_share:8.1%}"
             figures = f"{row.step_s:9.2f}{row.samples_per_s:11.0f}{row.peak_mib:10.0f}{shares}"
             figures += "" if row.status == "ok" else f"  {row.status}"
-        say(f"{row.method:12}{row.batch:10}{row.micro_batch:7}{figures}")
+        print_rank_0(f"{row.method:12}{row.batch:10}{row.micro_batch:7}{figures}")
         self.rows.append(row)
         if self.options.json and dist.get_rank() == 0:
             record = {"device": self._device_name(), "torch": torch.__version__, **vars(self.options)}
@@ -304,7 +310,7 @@ class Bench:
 
 
 def reset_peak() -> None:
-    """Forget the peak memory so far; on a CPU it is the process's and cannot be forgotten."""
+    """Reset the measured peak memory. On a CPU it is the peak of the process and cannot be reset."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 

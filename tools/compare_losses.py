@@ -1,12 +1,15 @@
-"""InfoNCE and FastCLIP v0 to v3 at a small batch on digit scenes: all runs, tables and plots of docs/fastclip.md.
+"""Compare InfoNCE and FastCLIP v0 to v3 at a small batch: all runs, tables and plots of docs/fastclip.md.
 
     python tools/compare_losses.py [--jobs 2]            the comparison: every method, five seeds
-    python tools/compare_losses.py --tune [--jobs 2]     the trials that its settings were chosen by, on another seed
+    python tools/compare_losses.py --tune [--jobs 2]     the trials from which the settings were chosen, on another seed
 
-Draws a small set of scenes, which the runs see several times over, since the global losses remember every sample; and
-trains one model per method and seed with launch/train.py, one rank each. A finished run is not repeated and a stopped
-one starts again, so the command may be stopped and given again; OUT/RUN.log holds what a run printed. Writes
-OUT/results.json (OUT/tuning.json), and with --figures DIR the plots; prints a table. Needs matplotlib for plots.
+The command draws a small set of digit scenes and trains one model per method and seed with launch/train.py, one rank
+each. The set is small so that the runs visit every sample several times, because the global losses keep state per
+sample.
+
+It prints a table and writes OUT/results.json (with --tune: OUT/tuning.json). With --figures DIR it also draws the
+plots, which requires matplotlib. OUT/RUN.log contains the output of a run. The command can be stopped and started
+again: complete runs are not repeated, and an incomplete run starts from its beginning.
 """
 
 import argparse
@@ -41,7 +44,7 @@ SCORES = {
 
 @dataclass(frozen=True)
 class Method:
-    """A loss with its settings; everything else is the same in every run."""
+    """A loss with its settings. All other settings are equal in every run."""
 
     loss: str
     learning_rate: float
@@ -70,7 +73,7 @@ METHODS = {
         "fastclip_v2", 5e-4, fastclip={"rho": 1.0, "temperature": 0.07, "temperature_learning_rate": 2e-3}
     ),
     "FastCLIP v3": Method("fastclip_v3", 5e-4, fastclip={"temperature_learning_rate": 1e-3, "rho": 1.0}),
-    # What the memory alone does: with gamma 1, u is g of the batch.
+    # With gamma 1, u is g of the batch, so the difference to FastCLIP v1 is the effect of the memory alone.
     "v1 with gamma 1": Method("fastclip_v1", 5e-4, fastclip={"temperature": 0.1, "gamma_min": 1.0}),
     "InfoNCE at 256": Method("clip", 1.4e-3, batch=256),  # InfoNCE's rate times sqrt(8), not tuned
 }
@@ -78,7 +81,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Run:
-    """One training run and the folder it is kept in."""
+    """One training run and its folder."""
 
     label: str
     method: Method
@@ -90,13 +93,13 @@ class Run:
         return self.folder.parent / f"{self.folder.name}.log"
 
     def is_finished(self, steps: int) -> bool:
-        """Whether the folder holds this run, whole. Raises ValueError when it holds another one."""
+        """Return whether the folder contains this run, complete. Raise ValueError if it contains another run."""
         summary = self.folder / "metrics.json"
         if not summary.exists():
             return False
-        held = json.loads((self.folder / "settings.json").read_text())
-        if held["ds_config"] != self.method.deepspeed_config() or held["arguments"]["train_steps"] != steps:
-            raise ValueError(f"{self.folder} holds a run with other settings: remove it, or choose another --out")
+        saved = json.loads((self.folder / "settings.json").read_text())
+        if saved["ds_config"] != self.method.deepspeed_config() or saved["arguments"]["train_steps"] != steps:
+            raise ValueError(f"{self.folder} contains a run with other settings: remove it, or choose another --out")
         return True
 
 
@@ -134,26 +137,28 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help=f"run the trials on seed {TUNING_SEED} instead")
+    parser.add_argument("--tune", action="store_true", help=f"run the trials on seed {TUNING_SEED}, not the comparison")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "compare_losses", help="folder of the runs")
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "compare_losses", help="folder of the scenes")
-    parser.add_argument("--figures", type=Path, help="folder to draw the plots into")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, one core each (default 1)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="(default 0 1 2 3 4)")
+    parser.add_argument("--figures", type=Path, help="folder for the plots")
+    parser.add_argument("--jobs", type=int, default=1, help="simultaneous runs, one core each (default 1)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=list(SEEDS), help="seeds of each method (default 0 1 2 3 4)"
+    )
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of every run (default {STEPS})")
     parser.add_argument("--scenes", type=int, default=SCENES, help=f"training scenes (default {SCENES})")
-    parser.add_argument("--held-out", type=int, default=1000, help="scenes of each evaluation (default 1000)")
-    parser.add_argument("--methods", nargs="+", metavar="METHOD", help=f"only these of: {', '.join(METHODS)}")
+    parser.add_argument("--held-out", type=int, default=1000, help="scenes per evaluation (default 1000)")
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help=f"run only these methods: {', '.join(METHODS)}")
     arguments = parser.parse_args(argv)
     known = trials() if arguments.tune else METHODS
     if unknown := set(arguments.methods or []) - set(known):
-        parser.error(f"unknown method {unknown.pop()!r}: choose from {', '.join(known)}")
+        parser.error(f"--methods {unknown.pop()!r} is unknown: choose from {', '.join(known)}")
     if arguments.figures and arguments.tune:
-        parser.error("--figures draws the comparison, not the trials")
+        parser.error("--figures draws only the comparison: leave out --figures or --tune")
     if arguments.figures and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--figures needs matplotlib: pip install matplotlib")
+        parser.error("--figures requires matplotlib: pip install matplotlib")
     if arguments.steps < EVALUATIONS:
-        parser.error(f"--steps must be at least {EVALUATIONS}")
+        parser.error(f"--steps {arguments.steps} must be at least {EVALUATIONS}")
     return arguments
 
 
@@ -165,7 +170,7 @@ def slug(label: str) -> str:
 
 
 def make_data(data: Path, scenes: int, held_out: int) -> None:
-    """The scenes, in one shard so that every epoch shuffles all of them, and a tokenizer; kept for the next call."""
+    """Create the scenes and a tokenizer, unless they exist. One shard contains all scenes, so an epoch shuffles all."""
     counts = ["--train", scenes, "--shard-size", scenes, "--held-out", held_out, "--zero-shot", held_out]
     python("tools/make_digit_scenes.py", data, *counts)
     tokenizer = data / "tokenizer.model"
@@ -178,7 +183,7 @@ def python(*command: Any) -> None:
 
 
 def train_all(runs: list[Run], data: Path, steps: int, jobs: int) -> None:
-    """Train what is not finished, `jobs` at a time. Raises CalledProcessError when a run fails."""
+    """Train the runs that are not complete, `jobs` at a time. Raise ValueError if a run fails."""
     missing = [run for run in runs if not run.is_finished(steps)]
     total = sum(run.method.batch * steps for run in missing)
     with tqdm(total=total, unit=" samples", desc=f"{len(missing)} of {len(runs)} runs") as bar:
@@ -198,7 +203,7 @@ def train_all(runs: list[Run], data: Path, steps: int, jobs: int) -> None:
 
 
 def train(run: Run, data: Path, steps: int) -> None:
-    """One run by launch/train.py on one rank, from its beginning."""
+    """Train one run with launch/train.py on one rank, from its beginning. Raise ValueError if it fails."""
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
     config = run.folder / "ds_config.json"
@@ -213,16 +218,18 @@ def train(run: Run, data: Path, steps: int) -> None:
         "--log-every-n-steps", max(1, steps // 24), "--eval-every-steps", steps // EVALUATIONS, "--save-frequency", 0,
     ]  # fmt: skip
     with run.log.open("w") as log:
-        done = subprocess.run(
+        finished = subprocess.run(
             [str(part) for part in command], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
-    if done.returncode != 0:
+    if finished.returncode != 0:
         last = run.log.read_text().strip().splitlines()[-1:]
-        raise ValueError(f"{run.label}, seed {run.seed} ended with exit code {done.returncode}: {last} (see {run.log})")
+        raise ValueError(
+            f"{run.label}, seed {run.seed} ended with exit code {finished.returncode}: {last} (see {run.log})"
+        )
 
 
 def record(run: Run) -> dict[str, Any]:
-    """A finished run as JSON: its settings, its scores over the steps, and temperature and loss where logged."""
+    """Return a complete run as JSON: settings, scores over the steps, and temperature, loss and gradient norm."""
     events = EventAccumulator(str(run.folder / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
 
@@ -247,7 +254,7 @@ def record(run: Run) -> dict[str, Any]:
 
 
 def final_scores(records: list[dict[str, Any]], label: str, name: str) -> list[float]:
-    """The last score of each seed."""
+    """Return the last score of each seed."""
     return [record["scores"][name][-1][1] for record in records if record["label"] == label]
 
 
@@ -256,8 +263,10 @@ def labels_of(records: list[dict[str, Any]]) -> list[str]:
 
 
 def print_tables(records: list[dict[str, Any]]) -> None:
-    """Markdown: mean and sample standard deviation over the seeds; then, for methods that share seeds with the first
-    one (equal initial weights and data order), the mean difference from it, seed by seed, with its standard error."""
+    """Print two markdown tables: scores with sample standard deviations, and differences with standard errors.
+
+    The differences are to the first method, seed by seed: runs of one seed have equal initial weights and data order.
+    """
     print_table({label: {name: final_scores(records, label, name) for name in SCORES} for label in labels_of(records)})
     first, *others = labels_of(records)
     differences = {f"{label} - {first}": differences_by_seed(records, label, first) for label in others}
@@ -267,7 +276,7 @@ def print_tables(records: list[dict[str, Any]]) -> None:
 
 
 def differences_by_seed(records: list[dict[str, Any]], label: str, other: str) -> dict[str, list[float]]:
-    """Last score of `label` less that of `other`, for the seeds that both have."""
+    """Return the last score of `label` minus that of `other`, for the seeds that both have."""
     last = {(r["label"], r["seed"], name): r["scores"][name][-1][1] for r in records for name in SCORES}
     seeds = [record["seed"] for record in records if record["label"] == label]
     return {
@@ -277,7 +286,7 @@ def differences_by_seed(records: list[dict[str, Any]], label: str, other: str) -
 
 
 def print_table(rows: dict[str, dict[str, list[float]]], *, signed: bool = False) -> None:
-    """signed: differences, given with the standard error of their mean."""
+    """Print one markdown table. signed: the values are differences, printed with the standard error of their mean."""
     print("\n| | " + " | ".join(SCORES.values()) + " |\n" + "| --- " * (len(SCORES) + 1) + "|")
     for label, scores in rows.items():
         cells = []
@@ -302,7 +311,7 @@ COLOURS = dict(zip(METHODS, ("#444444", "#3a78b5", "#12784a", "#c0702a", "#8a5aa
 
 
 def draw_scores(records: list[dict[str, Any]], out: Path) -> None:
-    """One panel per score: every seed as a dot, the mean as a line."""
+    """Draw one panel per score: every seed as a dot, the mean as a line."""
     plt = pyplot()
     labels = labels_of(records)
     figure, axes = plt.subplots(1, len(SCORES), figsize=(11, 3.2), sharey=True)
@@ -321,7 +330,7 @@ def draw_scores(records: list[dict[str, Any]], out: Path) -> None:
 
 
 def draw_curves(records: list[dict[str, Any]], out: Path) -> None:
-    """Means over the seeds by step, with a band of one standard deviation; the temperature in the last panel."""
+    """Draw means over the seeds by step with a band of one standard deviation. The last panel is the temperature."""
     plt = pyplot()
     labels = labels_of(records)
     figure, axes = plt.subplots(1, len(SCORES) + 1, figsize=(14, 3.4))
@@ -351,7 +360,7 @@ def draw_curves(records: list[dict[str, Any]], out: Path) -> None:
 
 
 def trials() -> dict[str, Method]:
-    """What was tried on the tuning seed: three trials a method, and a fourth of v2 and v3."""
+    """Return the trials on the tuning seed: three per method, four for v2 and v3."""
     low, high = 5e-4, 1e-3
     v0: dict[str, Any] = {"temperature_learning_rate": 1e-3}
     v2: dict[str, Any] = {"temperature": 0.03, "temperature_learning_rate": 0.0133}  # published

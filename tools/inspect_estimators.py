@@ -1,11 +1,11 @@
-"""How far the estimators of a FastCLIP run are from what they stand for: log u against log g over the whole dataset.
+"""Compare the estimators of a FastCLIP run with the exact values: log u with log g over the whole dataset.
 
     python tools/inspect_estimators.py runs/NAME --train-data 'data/train/*.tar' [--batch 32] [--json FILE]
 
-runs/NAME is a run whose loss has one temperature (sogclr, fastclip_v0, v1, v3); its data should be a few
-thousand samples, since all similarities are computed. Prints, for the model and temperature of its last checkpoint (or
---tag): the error of the run's log u, and that of log g of one random batch, which is what a loss without memory would
-use.
+runs/NAME is a run whose loss has one temperature (sogclr, fastclip_v0, fastclip_v1, fastclip_v3). The command computes
+all similarities, so the dataset should have a few thousand samples at most. For the model and temperature of the last
+checkpoint (or --tag), it prints the error of the run's log u, and the error of log g of one random batch. A loss
+without memory would use the latter.
 """
 
 import argparse
@@ -54,38 +54,40 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run (runs/NAME), its checkpoints or one of them")
-    parser.add_argument("--tag", help="which checkpoint of a run, such as step_00000100 (default: the latest)")
-    parser.add_argument("--train-data", nargs="+", required=True, help="what the run was trained on")
-    parser.add_argument("--batch", type=int, default=32, help="batch to compare with (default 32)")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("run", type=Path, help="run (runs/NAME), its checkpoints folder, or one checkpoint")
+    parser.add_argument("--tag", help="checkpoint of the run, such as step_00000100 (default: the latest)")
+    parser.add_argument("--train-data", nargs="+", required=True, help="training data of the run")
+    parser.add_argument("--batch", type=int, default=32, help="size of the random batch (default 32)")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
     return parser.parse_args(argv)
 
 
 def read_state(run: Path, tag: str | None) -> tuple[Tensor, float, int]:
-    """log u (n, 2) float64 by sample, the temperature, and n. Raises CheckpointError for another kind of loss."""
+    """Return log u (n, 2) float64 by sample, the temperature, and n. Raise CheckpointError for another kind of loss."""
     folder, tag = locate(run, tag)
     log_u, temperature = torch.empty(0, 2), math.nan
     for part in read_loss_states(folder, tag):
         rows = part["samples"]
         if len(rows["columns"]) != 2 or rows["samples"] is None:
             raise CheckpointError(
-                f"{run}: expected a loss with one temperature over ids 0 to n-1, got {part['variant']}"
+                f"{run}: its loss is {part['variant']}; this tool requires one temperature and ids 0 to n-1"
             )
         if not len(log_u):
             log_u = torch.full((rows["samples"], 2), math.nan, dtype=torch.float64)
         log_u[rows["rank"] :: rows["world_size"]] = rows["values"].double()
         temperature = math.exp(-float(part["temperature"]["log_scale"]))
     if not len(log_u):
-        raise CheckpointError(f"{run}: its loss keeps no state per sample")
+        raise CheckpointError(
+            f"{run}: its loss keeps no state per sample; use a run with sogclr, fastclip_v0, _v1 or _v3"
+        )
     return log_u, temperature, len(log_u)
 
 
 def encode(saved: SavedModel, train_data: list[str], samples: int) -> tuple[Tensor, Tensor]:
-    """Features (n, D) float64 of all images and texts."""
+    """Return the features (n, D) float64 of all images and all texts."""
     pairs = open_pairs(train_data)
     if len(pairs) != samples:
-        raise CheckpointError(f"the run was trained on {samples} samples, --train-data holds {len(pairs)}")
+        raise CheckpointError(f"--train-data has {len(pairs)} samples, but the run was trained on {samples}")
     encoder = ModelEncoder(saved.model, saved.transform.normalise, device=torch.device("cpu"))
     found: list[tuple[Tensor, Tensor]] = []
     for batch in EvaluationLoader(pairs, saved.transform, saved.tokenizer, batch_size=64):
@@ -97,7 +99,7 @@ def encode(saved: SavedModel, train_data: list[str], samples: int) -> tuple[Tens
 
 
 def whole_log_g(x: Tensor, y: Tensor, temperature: float) -> Tensor:
-    """log g1, log g2 (n, 2): `megaclip.losses.fastclip` with the whole dataset for a batch."""
+    """Return log g1 and log g2 (n, 2) as defined in `megaclip.losses.fastclip`, with the whole dataset as the batch."""
     s = x @ y.T
     positive = s.diagonal().clone()
     s.fill_diagonal_(-math.inf)
@@ -107,7 +109,7 @@ def whole_log_g(x: Tensor, y: Tensor, temperature: float) -> Tensor:
 
 
 def one_batch_log_g(x: Tensor, y: Tensor, temperature: float, batch: int) -> Tensor:
-    """The same of each sample within a random batch; samples of a last, smaller batch are NaN."""
+    """Return log g1 and log g2 (n, 2) within random batches. Samples of a last, smaller batch are NaN."""
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     log_g = torch.full((len(x), 2), math.nan, dtype=x.dtype)
     for start in range(0, len(x) - batch + 1, batch):
@@ -117,7 +119,7 @@ def one_batch_log_g(x: Tensor, y: Tensor, temperature: float, batch: int) -> Ten
 
 
 def error_of(estimate: Tensor, truth: Tensor) -> dict[str, Any]:
-    """Of the samples that have an estimate: mean difference, root mean square difference, correlation."""
+    """Return mean difference, root mean square difference and correlation over the samples that have an estimate."""
     known = ~estimate.isnan()
     difference = (estimate - truth)[known]
     pair = torch.stack([estimate[known], truth[known]])

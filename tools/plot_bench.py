@@ -1,10 +1,10 @@
-"""Draw the results of tools/bench_loss.py or tools/bench_train.py, those of one command or of several together.
+"""Draw the results of one or several runs of tools/bench_loss.py or tools/bench_train.py.
 
     python tools/plot_bench.py bench.json --out docs/figures/loss_one_gpu.png
     python tools/plot_bench.py train.json --out docs/figures/train_one_gpu.png
 
-Of losses: time and extra memory of every method, one pair of panels per size. Of training steps: samples per second
-and peak memory against the batch, one pair of panels per model. Needs matplotlib.
+For losses it draws time and extra memory of every method, one pair of panels per size. For training steps it draws
+samples per second and peak memory over the batch, one pair of panels per model. Requires matplotlib.
 """
 
 import argparse
@@ -19,11 +19,11 @@ COLOURS = {"megaclip": "#12784a", "open_clip": "#7a8699", "Inf-CL": "#c0702a", "
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("json", type=Path, nargs="+", help="what --json wrote")
+    parser.add_argument("json", type=Path, nargs="+", help="files that --json wrote")
     parser.add_argument("--out", type=Path, required=True, help="picture to write (.png, .svg)")
     arguments = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
-        parser.error("needs matplotlib: pip install matplotlib")
+        parser.error("matplotlib is not installed: pip install matplotlib")
     try:
         records = [json.loads(path.read_text()) for path in arguments.json]
         results = [result for record in records for result in record["results"]]
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def draw_losses(results: list[dict[str, Any]], device: str, out: Path) -> None:
-    """One row per size: milliseconds on the left, extra MiB on the right, both on logarithmic axes."""
+    """Draw one row per size: milliseconds on the left, extra MiB on the right, both on logarithmic axes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -63,7 +63,7 @@ def draw_losses(results: list[dict[str, Any]], device: str, out: Path) -> None:
 
 
 def draw_training(results: list[dict[str, Any]], device: str, out: Path) -> None:
-    """One row per model and number of GPUs: samples/s on the left, peak GiB on the right; what failed is left out."""
+    """Draw one row per model and number of GPUs: samples/s on the left, peak GiB on the right. Skip failed rows."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""tools/bench_train.py: both methods take the same steps, and what does not fit becomes a row, not the end."""
+"""tools/bench_train.py: both methods have equal losses, and a method that does not fit in memory gets a row."""
 
 import json
 import sys
@@ -16,11 +16,11 @@ MODEL: dict[str, Any] = {
     "vision_cfg": {"image_size": 16, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
     "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
 }
-LOSS_TOLERANCE = 2e-5  # float32 losses near 3 after a few updates that both make
+LOSS_TOLERANCE = 2e-5  # float32 losses near 3, after a few updates by both methods
 
 
 def bench(folder: Path, *flags: str) -> None:
-    """Run the command on this rank of the harness; rank 0 writes the rows, the others do not wait for it."""
+    """Run the command on this rank of the harness. Rank 0 writes the rows; the other ranks do not wait for it."""
     sys.path.insert(0, str(TOOLS))
     import bench_train
 
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_both_methods_take_the_same_steps_on_two_ranks(folder: Path) -> None:
+def test_both_methods_have_equal_losses_on_two_ranks(folder: Path) -> None:
     run_ranks(bench_two_batches, 2, folder)
     rows = rows_in(folder)
     assert [(row["method"], row["batch"]) for row in rows] == [
@@ -62,7 +62,7 @@ def test_both_methods_take_the_same_steps_on_two_ranks(folder: Path) -> None:
 
 
 class Fits:
-    """A method that fits up to a batch of 40."""
+    """A method that runs out of memory above a batch of 40."""
 
     def __init__(self, case: Any, clock: Any) -> None:
         self.batch = json.loads(case.ds_config.read_text())["train_batch_size"]
@@ -82,8 +82,8 @@ def rows_of_a_method_that_does_not_fit(folder: Path) -> list[list[dict[str, Any]
 
     bench_methods.METHODS["megaclip"] = Fits  # type: ignore[assignment]
     batches = ["--batch", "48", "16", "20", "--micro-batch", "8", "--methods", "megaclip"]
-    bench_train.dist.destroy_process_group = lambda: None  # one group for three commands
-    with pytest.raises(AssertionError):  # 20 is no multiple of 8: refused
+    bench_train.dist.destroy_process_group = lambda: None  # the process group is kept for three commands
+    with pytest.raises(AssertionError):  # 20 is not a multiple of 8, so the command fails
         bench(folder, *batches)
     rows = []
     for flags in (
@@ -96,7 +96,7 @@ def rows_of_a_method_that_does_not_fit(folder: Path) -> list[list[dict[str, Any]
     return rows
 
 
-def test_what_does_not_fit_is_a_row_and_the_largest_batch_is_found(folder: Path) -> None:
+def test_out_of_memory_is_a_row_and_the_largest_batch_is_found(folder: Path) -> None:
     ((every, (largest,), (limited,)),) = run_ranks(rows_of_a_method_that_does_not_fit, 1, folder)
     assert [row["status"] for row in every] == ["out of memory", "ok"]
     assert (largest["batch"], largest["status"]) == (40, "largest batch that fits (44 does not)")

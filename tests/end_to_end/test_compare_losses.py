@@ -1,6 +1,6 @@
-"""tools/compare_losses.py, tiny: it trains what is missing, repeats nothing, and refuses a folder of other runs.
+"""tools/compare_losses.py at a tiny size: it trains missing runs, repeats none, and refuses a folder of other runs.
 
-And tools/inspect_estimators.py on what it left.
+Also tools/inspect_estimators.py on the runs that it leaves.
 """
 
 import json
@@ -57,7 +57,7 @@ def test_runs_once_and_records_every_evaluation(command: list[str], capfd: pytes
 
 def test_a_folder_with_other_runs_is_refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--steps", "5"]) == 1
-    assert "holds a run with other settings" in capsys.readouterr().err
+    assert "contains a run with other settings" in capsys.readouterr().err
 
 
 def test_estimators_are_compared_with_the_whole_dataset(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,10 +67,10 @@ def test_estimators_are_compared_with_the_whole_dataset(command: list[str], caps
     assert inspect([str(out / "fastclip_v3_seed3"), *data_flags]) == 0
     found = json.loads(written.read_text())
     assert found["samples"] == found["seen"] == 80
-    assert found["temperature"] == pytest.approx(0.07, rel=0.01)  # 4 steps of its learning rate
-    assert -1 < found["log_g"]["mean"] < 1  # barely trained: positives are like negatives
+    assert found["temperature"] == pytest.approx(0.07, rel=0.01)  # it moved by 4 steps of its learning rate
+    assert -1 < found["log_g"]["mean"] < 1  # barely trained, so positives are like negatives
     assert abs(found["batch_error"]["bias"]) < 0.3 and found["batch_error"]["correlation"] > 0.5
-    assert found["log_u_error"]["rms"] > found["batch_error"]["rms"]  # u is of a model that was still moving
+    assert found["log_u_error"]["rms"] > found["batch_error"]["rms"]  # u comes from earlier states of the model
     assert inspect([str(out / "infonce_seed3"), *data_flags]) == 1
     assert "keeps no state per sample" in capsys.readouterr().err
 

@@ -1,6 +1,6 @@
-"""Whole runs with global contrastive losses: resumed exactly, their temperature exported, their state kept apart.
+"""Whole runs with global contrastive losses: exact resume, exported temperature, state per rank.
 
-Two ranks and two chunks of the gradient cache, under ZeRO-1 and ZeRO-3; runs of several epochs would show the same.
+They have two ranks and two chunks of the gradient cache, at ZeRO-1 and ZeRO-3. Longer runs would test nothing more.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 from megaclip.checkpoint.consolidate import consolidated_weights
 from tests.end_to_end.training_runs import flags, run_in_ranks, scalars
 
-STEPS, SAVED = 10, 4  # an epoch has 8 steps: the second part meets known samples
+STEPS, SAVED = 10, 4  # an epoch has 8 steps, so the second part visits samples again
 FASTCLIP = {
     "fastclip_v3": {"temperature_learning_rate": 0.01, "gamma_epochs": 2},
     "isogclr": {"temperature_learning_rate": 0.01, "temperature": 0.05, "rho": 7.0},
@@ -23,7 +23,7 @@ CASES = {"fastclip_v3": "zero3", "isogclr": "zero1"}
 
 @pytest.fixture(scope="module")
 def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each case whole and in two parts, and a wrong resume; the folder that holds them."""
+    """Train each case whole and in two parts, try a wrong resume, and return the folder of the runs."""
     folder = tmp_path_factory.mktemp("fastclip")
     commands = []
     for loss, stage in CASES.items():
@@ -47,7 +47,7 @@ def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("loss", CASES)
-def test_resume_is_exact(runs: Path, loss: str) -> None:
+def test_resumed_losses_are_bit_identical(runs: Path, loss: str) -> None:
     whole, parts = (scalars(runs / f"{loss}_{name}") for name in ("whole", "parts"))
     names = [name for name in whole if "samples_per" not in name and "memory" not in name and "data" not in name]
     assert any("loss" in name for name in names)
@@ -58,7 +58,7 @@ def test_resume_is_exact(runs: Path, loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", CASES)
-def test_the_state_of_both_runs_is_the_same_and_complete(runs: Path, loss: str) -> None:
+def test_the_state_of_both_runs_is_equal_and_complete(runs: Path, loss: str) -> None:
     seen = 0
     for rank in (0, 1):
         parts = [
@@ -70,19 +70,19 @@ def test_the_state_of_both_runs_is_the_same_and_complete(runs: Path, loss: str) 
         ]
         assert torch.equal(parts[0].nan_to_num(), parts[1].nan_to_num())
         seen += int((~parts[0][:, 0].isnan()).sum())
-    assert seen == 256  # every scene was met
+    assert seen == 256  # every scene was visited
 
 
-def test_the_exported_scale_is_the_losses_own(runs: Path) -> None:
+def test_the_exported_logit_scale_is_the_temperature_of_the_loss(runs: Path) -> None:
     checkpoints = runs / "fastclip_v3_whole" / "checkpoints"
     part = torch.load(checkpoints / f"step_{STEPS:08d}" / "loss_rank_00000.pt", weights_only=True)
     own = float(part["temperature"]["log_scale"])
     exported = float(consolidated_weights(checkpoints, f"step_{STEPS:08d}")["logit_scale"])
     assert exported == pytest.approx(own, abs=1e-6)
-    assert abs(own + math.log(0.07)) > 0.01  # it moved
+    assert abs(own + math.log(0.07)) > 0.01  # the temperature changed
     shown = next(values for name, values in scalars(runs / "fastclip_v3_whole").items() if "scale" in name)
     assert shown[STEPS] == pytest.approx(math.exp(own), rel=1e-5)
 
 
-def test_another_loss_does_not_resume_it(runs: Path) -> None:
+def test_resume_with_another_loss_is_refused(runs: Path) -> None:
     assert "holds per-sample state of a global contrastive loss" in (runs / "wrong.txt").read_text()

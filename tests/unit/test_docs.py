@@ -1,16 +1,23 @@
-"""The README and the docs name only files and flags that exist."""
+"""README.md and docs/ are compared with the code: files, flags, links, settings, import rules and memory figures."""
 
+import json
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
 from megaclip.config.command_line import build_parser
 from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
+from megaclip.config.section import MegaclipSection
 from megaclip.losses.fastclip import FastClipLoss
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.sample_index import DenseIndex
+from megaclip.losses.settings import FastClipSettings
+from tests.unit.test_import_rules import MAY_IMPORT
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -19,16 +26,16 @@ FLAG = re.compile(r"(?<=\s)--[a-z][\w-]*")
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """(script, the flags given to it) for every command line in `text`, continued lines included."""
+    """Return (script, its flags) for every command line in `text`, continuation lines included."""
     return [(script, FLAG.findall(rest.split("#")[0])) for script, rest in COMMAND.findall(text)]
 
 
 def options_of(script: str) -> str:
-    """The text in which a flag of `script` must stand."""
+    """Return the text that must contain every flag of `script`."""
     if script == "launch/train.py":
         return "\n".join(option for action in build_parser()._actions for option in action.option_strings)
     source = (ROOT / script).read_text()
-    # A shell launcher passes what it does not know on to train.py.
+    # The shell scripts pass all other arguments on to train.py.
     return source if script.endswith(".py") else source + options_of("launch/train.py")
 
 
@@ -38,7 +45,7 @@ def test_commands_use_scripts_and_flags_that_exist(page):
         assert (ROOT / script).is_file(), f"{page.name} names {script}"
         known = options_of(script)
         for flag in set(flags) - {"--help"}:
-            assert re.search(rf"{flag}(?![\w-])", known), f"{page.name} gives {script} the flag {flag}"
+            assert re.search(rf"{flag}(?![\w-])", known), f"{page.name}: {script} has no flag {flag}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -48,22 +55,98 @@ def test_links_and_pictures_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_names_said_to_be_in_a_linked_file_are_defined_there(page):
+def test_linked_files_define_the_names_that_the_link_text_claims(page):
     for name, target in re.findall(r"`(\w+)`\s+(?:of|in)\s+\[[^\]]*\]\(([^)]+\.py)\)", page.read_text()):
         source = (page.parent / target).read_text()
-        assert re.search(rf"^(class |def )?{name}\b", source, re.MULTILINE), f"{page.name} says {name} is in {target}"
+        assert re.search(rf"^(class |def )?{name}\b", source, re.MULTILINE), (
+            f"{page.name}: {target} does not define {name}"
+        )
 
 
-def test_the_tree_in_the_readme_names_every_room_and_only_files_that_exist():
-    tree = (ROOT / "README.md").read_text().split("## The house")[1].split("```")[1]
-    rooms = re.findall(r"^  (\w+)/", tree, re.MULTILINE)
-    assert sorted(rooms) == sorted(path.parent.name for path in (ROOT / "megaclip").glob("*/__init__.py"))
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in re.findall(r"\b\w+\.py\b", tree):
-        assert f"/{name}\n" in tracked, f"the tree names {name}"
+def section(page: str, heading: str) -> str:
+    """Return the text of `page` below the line `heading`, up to the next heading of the same or a higher level."""
+    level = len(heading.split()[0])
+    text = (ROOT / page).read_text()
+    assert f"\n{heading}\n" in text, f"{page} has no heading {heading!r}"
+    return re.split(rf"^#{{1,{level}}} ", text.split(f"\n{heading}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
 
 
-def test_the_table_for_those_who_come_from_open_clip_names_their_flags_and_ours():
+def table_rows(text: str) -> list[list[str]]:
+    """Return the cells of every row of the markdown tables in `text`, headers and separators included."""
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+
+
+def paths_of_tree(tree: str) -> Iterator[str]:
+    """Yield the path of every file and folder that a tree names at the start of its lines, two spaces per level."""
+    folders: list[tuple[int, str]] = []
+    for line in tree.strip("\n").splitlines():
+        names = re.split(r"\s{2,}", line.strip())[0].split(", ")
+        indent = len(line) - len(line.lstrip())
+        folders = [(outer, folder) for outer, folder in folders if outer < indent]
+        parent = "".join(folder for _, folder in folders)
+        yield from (parent + name for name in names)
+        if names[0].endswith("/"):
+            folders.append((indent, names[0]))
+
+
+def test_readme_tree_names_every_package_and_only_existing_paths():
+    paths = list(paths_of_tree(section("README.md", "## Code layout").split("```")[1]))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    packages = {f"megaclip/{path.parent.name}/" for path in (ROOT / "megaclip").glob("*/__init__.py")}
+    assert packages - set(paths) == set(), "the tree lacks these packages"
+    folders = {f"{name.split('/')[0]}/" for name in tracked_files() if "/" in name and not name.startswith(".")}
+    assert folders - set(paths) == set(), "the tree lacks these folders"
+
+
+def tracked_files() -> list[str]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return listed.stdout.splitlines()
+
+
+def test_readme_import_table_equals_the_table_that_the_import_rules_enforce():
+    documented: dict[str, set[str]] = {}
+    for packages, allowed in table_rows(section("README.md", "## Code layout"))[2:]:
+        above = set(documented)
+        for package in re.findall(r"`(\w+)`", packages):
+            documented[package] = above if "every package above" in allowed else set(re.findall(r"`(\w+)`", allowed))
+    assert documented == MAY_IMPORT
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "model"),
+    [
+        ("README.md", "## Configuration", MegaclipSection),
+        ("docs/fastclip.md", "### Settings", FastClipSettings),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_settings_tables_have_the_names_defaults_and_choices_of_the_code(page, heading, model):
+    first_table = re.split(r"\n(?!\|)", section(page, heading).partition("\n|")[2])[0]
+    rows = {cells[0].strip("`"): cells for cells in table_rows(first_table)[1:]}
+    assert rows.keys() == model.model_fields.keys()
+    for name, (_, meaning, default, *_) in rows.items():
+        field = model.model_fields[name]
+        value = field.default
+        plain = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+        assert json.loads(default.split("`")[1]) == plain, f"{page} documents the default of {name} as {default}"
+        missing = {choice for choice in literals(field.annotation) if f'`"{choice}"`' not in meaning}
+        assert missing == set(), f"{page} lacks these choices of {name}"
+
+
+def literals(annotation: Any) -> set[str]:
+    """Return the strings that an annotation allows, as alternatives or within a union."""
+    inner = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return set(inner)
+    return set().union(*(literals(one) for one in inner))
+
+
+def test_paths_of_tree_follow_the_indentation():
+    tree = "a/      folder\n  b.py, c.py   two files: d.py\n  e/\n    f.py   text\ng/  last\n"
+    assert list(paths_of_tree(tree)) == ["a/", "a/b.py", "a/c.py", "a/e/", "a/e/f.py", "g/"]
+
+
+def test_the_open_clip_flag_table_has_only_flags_that_exist():
     rows = re.findall(r"^\| (`--.*?) \| (.*) \|$", (ROOT / "docs" / "from_open_clip.md").read_text(), re.MULTILINE)
     ours = {option for action in build_parser()._actions for option in action.option_strings}
     named = re.compile(r"--[a-z][a-z0-9-]*")
@@ -73,26 +156,21 @@ def test_the_table_for_those_who_come_from_open_clip_names_their_flags_and_ours(
         assert set(named.findall(instead)) <= ours, instead
 
 
-def test_the_checker_finds_a_wrong_flag_and_a_continued_line():
+def test_commands_includes_unknown_flags_and_continuation_lines():
     text = "deepspeed launch/train.py \\\n    --warmpu 5\n`python tools/demo.py --seed 1`"
     assert commands(text) == [("launch/train.py", ["--warmpu"]), ("tools/demo.py", ["--seed"])]
     assert "--warmpu" not in options_of("launch/train.py")
 
 
-def test_the_memory_table_of_fastclip_is_what_a_loss_allocates():
-    samples, of_table, ranks = 1000, 414e6, 64
-    table = (ROOT / "docs" / "fastclip.md").read_text().split("## Memory")[1].split("## ")[0]
-    rows = [
-        line.strip("| ").split(" | ")
-        for line in table.splitlines()
-        if line.startswith("| `") and "megaclip" not in line
-    ]
-    told = {name: cells for names, *cells in rows for name in re.findall(r"\w+", names)}
-    assert sorted(told) == sorted(VARIANTS)
-    for name, (columns, sample_bytes, together, each, _) in told.items():
+def test_the_memory_table_of_fastclip_equals_what_a_loss_allocates():
+    samples, table_samples, ranks = 1000, 414e6, 64
+    rows = [cells for cells in table_rows(section("docs/fastclip.md", "## Memory")) if "megaclip" not in cells[0]]
+    documented = {name: cells for names, *cells in rows for name in re.findall(r"`(\w+)`", names)}
+    assert sorted(documented) == sorted(VARIANTS)
+    for name, (columns, sample_bytes, all_ranks, each_rank, _) in documented.items():
         state = FastClipLoss(name, samples=samples).state
         allocated = state.values.untyped_storage().nbytes()
         assert (int(columns), int(sample_bytes)) == (len(state.columns), allocated / samples)
-        assert together == f"{allocated / samples * of_table / 1e9:.1f} GB"
-        assert each == f"{allocated / samples * of_table / ranks / 1e6:.0f} MB"
+        assert all_ranks == f"{allocated / samples * table_samples / 1e9:.1f} GB"
+        assert each_rank == f"{allocated / samples * table_samples / ranks / 1e6:.0f} MB"
     assert max(DenseIndex(samples, rank, ranks).rows for rank in range(ranks)) == -(-samples // ranks)

@@ -1,4 +1,4 @@
-"""What launch/multi_node.sh and launch/slurm.sbatch run and refuse, around stand-ins for deepspeed, pdsh and Slurm."""
+"""launch/multi_node.sh and launch/slurm.sbatch with stub programs for deepspeed, pdsh and Slurm."""
 
 import os
 import re
@@ -11,13 +11,13 @@ from typing import IO
 import pytest
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-# Stand-ins write their arguments, one per line, to a file with their name.
+# A stub program that writes its arguments, one per line, to a file with its name.
 RECORDER = '#!/bin/bash\nprintf "%s\\n" "$@" >"$RECORDS/${0##*/}"\nenv >"$RECORDS/environment"\n'
 TRAINING = ["--deepspeed_config", "zero3.json", "--model", "ViT-B-32"]
 
 
 class Bench:
-    """A folder with a hostfile of two hosts, and the stand-ins on PATH."""
+    """A folder with a hostfile of two hosts, and the stub programs on PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,9 +33,9 @@ class Bench:
         for path in (self.records, self.bin):
             path.mkdir()
         for name in ("deepspeed", "pdsh"):
-            self.stand_in(name, RECORDER)
+            self.stub(name, RECORDER)
 
-    def stand_in(self, name: str, script: str) -> None:
+    def stub(self, name: str, script: str) -> None:
         (self.bin / name).write_text(script)
         (self.bin / name).chmod(0o755)
 
@@ -46,20 +46,20 @@ class Bench:
         )
 
     def multi_node(self, *arguments: object) -> list[str]:
-        """The arguments that deepspeed gets, with this bench's hostfile."""
+        """Run multi_node.sh with the hostfile of this folder and return the arguments that deepspeed receives."""
         done = self.run("multi_node.sh", "--hostfile", self.hostfile, *arguments)
         assert done.returncode == 0, done.stderr
         return (self.records / "deepspeed").read_text().splitlines()
 
     def start(self, stderr: int | IO[str] | None = None) -> subprocess.Popen:
-        """multi_node.sh with this bench's hostfile, under way."""
+        """Start multi_node.sh with the hostfile of this folder, without waiting for it."""
         return subprocess.Popen(
             [str(LAUNCH / "multi_node.sh"), "--hostfile", str(self.hostfile), *TRAINING],
             cwd=self.folder,
             env=self.environment,
             stderr=stderr,
             text=True,
-            # bash cannot trap what the tests were told to ignore
+            # bash cannot trap a signal that the test process ignores
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
@@ -79,16 +79,16 @@ def option(arguments: list[str], name: str) -> str:
 
 
 def test_arguments_survive_the_remote_shell(bench: Bench) -> None:
-    """The oracle: bash reads what DeepSpeed would send, quoted by DeepSpeed's own rule, after pdsh's replacements."""
-    wanted = ["--train-data", "s/{0..3}.tar", "*", "a b", 'say "$HOME" `id` \\', "it's", "", "100%n", "a;b&c|d", "~"]
-    sent = after_script(bench.multi_node(*wanted))
+    """bash parses the command line that DeepSpeed would send, quoted by its rule, after pdsh's replacements."""
+    expected = ["--train-data", "s/{0..3}.tar", "*", "a b", 'echo "$HOME" `id` \\', "it's", "", "100%n", "a;b&c|d", "~"]
+    sent = after_script(bench.multi_node(*expected))
     quoted_by_deepspeed = ['"{}"'.format(text.replace('"', '\\"')) if " " in text else text for text in sent]
     line = re.sub("%([hun%])", lambda found: found[1].replace("n", "0"), " ".join(quoted_by_deepspeed))
     arrived = subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, cwd=bench.folder)
-    assert arrived.stdout.split("\n")[:-1] == wanted
+    assert arrived.stdout.split("\n")[:-1] == expected
 
 
-def test_first_host_is_the_meeting_point(bench: Bench) -> None:
+def test_the_master_address_is_the_first_host(bench: Bench) -> None:
     arguments = bench.multi_node("--master_port=29512", *TRAINING)
     assert option(arguments, "--master_addr") == "node-0"
     assert option(arguments, "--master_port") == "29512"
@@ -105,8 +105,8 @@ def test_no_ssh_exports_the_variables_and_quotes_nothing(bench: Bench) -> None:
     assert {"GLOO_SOCKET_IFNAME=eth0", "NOTE=a b = $c"} <= set(environment)
 
 
-def test_a_failed_run_ends_its_ranks_and_says_so(bench: Bench) -> None:
-    bench.stand_in("deepspeed", "#!/bin/bash\nexit 3\n")
+def test_a_failed_run_ends_its_ranks_and_reports_the_failure(bench: Bench) -> None:
+    bench.stub("deepspeed", "#!/bin/bash\nexit 3\n")
     done = bench.run("multi_node.sh", "--hostfile", bench.hostfile, *TRAINING)
     assert done.returncode == 1
     assert "a rank failed" in done.stderr
@@ -119,27 +119,27 @@ INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
 
 @pytest.mark.parametrize(
-    ("sent", "told", "ranks_code", "expected"),
+    ("sent", "forwarded", "ranks_code", "expected"),
     [
         ([USR1], "USR1", 138, 138),
-        ([USR1], "USR1", 0, 0),  # the last step was done
+        ([USR1], "USR1", 0, 0),  # the run was complete
         ([USR1], "USR1 KILL", 1, 1),  # the save failed
         ([USR1, USR1], "USR1 USR1", 138, 138),
         ([TERM], "TERM", 143, 143),
         ([INT], "TERM", 143, 143),
         ([TERM, USR1], "TERM USR1", 143, 143),
-        ([TERM], "TERM KILL", 241, 1),  # 256 - SIGTERM: a rank was not training yet and died of it
+        ([TERM], "TERM KILL", 241, 1),  # 256 - SIGTERM: the signal killed a rank that did not train yet
         ([TERM, TERM], "TERM KILL", None, 1),
         ([USR1, TERM], "USR1 KILL", None, 1),
     ],
 )
-def test_only_the_ranks_say_that_they_saved(
-    bench: Bench, sent: list[signal.Signals], told: str, ranks_code: int | None, expected: int
+def test_exit_code_after_a_signal_follows_the_ranks(
+    bench: Bench, sent: list[signal.Signals], forwarded: str, ranks_code: int | None, expected: int
 ) -> None:
-    """told: what the script sends to the ranks; ranks_code: what they leave with, or None: they have to be killed."""
+    """forwarded: signals that the script sends to the ranks. ranks_code: their exit code; None: they must be killed."""
     started, arrived, leave = (bench.records / name for name in ("started", "arrived", "leave"))
-    bench.stand_in("pdsh", f'#!/bin/bash\necho "${{@: -1}}" >>{arrived}\n')
-    bench.stand_in(
+    bench.stub("pdsh", f'#!/bin/bash\necho "${{@: -1}}" >>{arrived}\n')
+    bench.stub(
         "deepspeed",
         f"#!/bin/bash\necho >{started}\nfor _ in {{1..6000}}; do\n  sleep 0.05\n"
         f"  [[ -e {leave} ]] && exit {ranks_code}\n  grep -qs KILL {arrived} && exit 1\ndone\n",
@@ -154,15 +154,15 @@ def test_only_the_ranks_say_that_they_saved(
         _, errors = script.communicate(timeout=600)
     assert script.returncode == expected
     assert ("a rank failed" in errors) == (ranks_code in (1, 241))
-    assert re.findall("pkill -([A-Z0-9]+) ", arrived.read_text()) == told.split()
+    assert re.findall("pkill -([A-Z0-9]+) ", arrived.read_text()) == forwarded.split()
 
 
 @pytest.mark.parametrize(("ranks_code", "expected"), [(0, 0), (1, 1), (138, 138)])
-def test_ranks_that_leave_while_they_are_told(bench: Bench, ranks_code: int, expected: int) -> None:
-    """Telling takes longer than saving: bash then knows the signal, and not yet how the launcher ended."""
+def test_ranks_that_end_while_the_signal_is_sent(bench: Bench, ranks_code: int, expected: int) -> None:
+    """Sending takes longer than saving: bash has handled the signal before it knows the launcher's exit code."""
     arrived, pid = bench.records / "arrived", bench.records / "pid"
-    bench.stand_in("pdsh", f"#!/bin/bash\necho >{arrived}\nwhile kill -0 $(<{pid}) 2>/dev/null; do sleep 0.02; done\n")
-    bench.stand_in(
+    bench.stub("pdsh", f"#!/bin/bash\necho >{arrived}\nwhile kill -0 $(<{pid}) 2>/dev/null; do sleep 0.02; done\n")
+    bench.stub(
         "deepspeed",
         f"#!/bin/bash\necho $$ >{pid}\nfor _ in {{1..6000}}; do\n"
         f"  sleep 0.05\n  [[ -e {arrived} ]] && exit {ranks_code}\ndone\n",
@@ -174,13 +174,13 @@ def test_ranks_that_leave_while_they_are_told(bench: Bench, ranks_code: int, exp
 
 
 @pytest.mark.parametrize("code", [138, 3])
-def test_the_script_ends_after_all_is_said(bench: Bench, code: int) -> None:
-    """Whoever waits for it may then read the log."""
-    bench.stand_in("deepspeed", f"#!/bin/bash\nseq 2000 >&2\necho last words >&2\nexit {code}\n")
+def test_the_script_ends_after_all_output_is_written(bench: Bench, code: int) -> None:
+    """When the script has ended, its log is complete."""
+    bench.stub("deepspeed", f"#!/bin/bash\nseq 2000 >&2\necho last line >&2\nexit {code}\n")
     log = bench.folder / "log"
     with open(log, "w") as output, bench.start(stderr=output) as script:
         script.wait(600)
-    assert "last words" in log.read_text()
+    assert "last line" in log.read_text()
 
 
 def wait_for_lines(path: Path, count: int) -> None:
@@ -195,16 +195,19 @@ def wait_for_lines(path: Path, count: int) -> None:
     [
         (["--hostfile", "nowhere"], "no hostfile nowhere"),
         (["--hostfile", "bad"], "bad, line 2:node-1: expected HOST slots=RANKS"),
-        (["--hostfile", "empty"], "empty names no host"),
+        (["--hostfile", "empty"], "empty lists no host"),
         (["--hostfile", "hostfile", "--no_ssh"], "--node_rank 0 to 1"),
         (["--hostfile", "hostfile", "--no_ssh", "--node_rank", "2"], "--node_rank 0 to 1"),
-        (["--hostfile", "hostfile", "--node_rank", "0"], "--node_rank goes with --no_ssh"),
-        (["--hostfile", "hostfile", "--master_addr", "localhost"], "cannot reach localhost"),
+        (["--hostfile", "hostfile", "--node_rank", "0"], "--node_rank 0 requires --no_ssh"),
+        (
+            ["--hostfile", "hostfile", "--master_addr", "localhost"],
+            "localhost: the other hosts cannot reach it",
+        ),
     ],
 )
 def test_mistakes_are_refused(bench: Bench, arguments: list[str], message: str) -> None:
     (bench.folder / "bad").write_text("node-0 slots=1\nnode-1\n")
-    (bench.folder / "empty").write_text("# nobody\n")
+    (bench.folder / "empty").write_text("# no host\n")
     done = bench.run("multi_node.sh", *arguments, *TRAINING)
     assert done.returncode == 2
     assert message in done.stderr
@@ -220,10 +223,10 @@ def test_variables_that_deepspeed_cannot_read_are_refused(bench: Bench, line: st
 
 
 def run_slurm_job(bench: Bench, *arguments: str) -> subprocess.CompletedProcess:
-    """slurm.sbatch on two nodes; `srun` runs the command on the last one."""
+    """Run slurm.sbatch on two nodes. The stub of `srun` runs the command on the last node."""
     hosts = "[[ $* == 'show hostnames node-[7-8]' ]] && printf 'node-7\\nnode-8\\n'"
-    bench.stand_in("scontrol", f"#!/bin/bash\n{hosts} || echo $* >$RECORDS/scontrol\n")
-    bench.stand_in("srun", '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\ncat "$HOSTFILE"\nSLURM_NODEID=1 "$@"\n')
+    bench.stub("scontrol", f"#!/bin/bash\n{hosts} || echo $* >$RECORDS/scontrol\n")
+    bench.stub("srun", '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\ncat "$HOSTFILE"\nSLURM_NODEID=1 "$@"\n')
     (bench.folder / "launch").symlink_to(LAUNCH)
     bench.environment |= {
         "SLURM_SUBMIT_DIR": str(bench.folder),
@@ -246,18 +249,18 @@ def run_slurm_job(bench: Bench, *arguments: str) -> subprocess.CompletedProcess:
     [
         (138, ["--resume", "auto"], True),
         (138, ["--resume=auto"], True),
-        (138, [], False),  # the next start would not go on
+        (138, [], False),  # the next start would not resume
         (143, ["--resume", "auto"], False),  # scancel
     ],
 )
-def test_slurm_starts_a_run_again_that_saved_before_the_time_limit(
+def test_slurm_requeues_a_run_that_saved_before_the_time_limit(
     bench: Bench, code: int, flags: list[str], requeued: bool
 ) -> None:
-    bench.stand_in("deepspeed", f"#!/bin/bash\nexit {code}\n")
+    bench.stub("deepspeed", f"#!/bin/bash\nexit {code}\n")
     done = run_slurm_job(bench, *TRAINING, *flags)
     assert done.returncode == code and "a rank failed" not in done.stderr
-    asked = bench.records / "scontrol"
-    assert (asked.exists() and asked.read_text() == "requeue 31234567\n") == requeued
+    requeue = bench.records / "scontrol"
+    assert (requeue.exists() and requeue.read_text() == "requeue 31234567\n") == requeued
 
 
 def test_slurm_starts_one_launcher_per_node(bench: Bench) -> None:
