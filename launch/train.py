@@ -1,4 +1,4 @@
-"""Train a CLIP model. Start it with the deepspeed launcher:
+"""Train a CLIP model on every rank that the deepspeed launcher starts:
 
 deepspeed launch/train.py --deepspeed_config ds_configs/zero3.json --model ViT-B-32 --train-data 'shards/*.tar'
 """
@@ -11,10 +11,10 @@ import sys
 from megaclip.engine.run import main
 
 if __name__ == "__main__":
-    exit_code = main(sys.argv[1:], patience_s=60.0)
-    atexit._run_exitfuncs()  # monitors such as wandb finish there
+    exit_code = main(sys.argv[1:], other_ranks_delay_s=60.0)
+    atexit._run_exitfuncs()  # os._exit skips them, and monitors such as wandb need them
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: a communication thread that outlives the interpreter aborts a finished run now and then.
+    # Not sys.exit: a communication thread that is still running when Python exits sometimes aborts a finished run.
     os._exit(exit_code)

@@ -1,7 +1,7 @@
-"""MegaCLIP: CLIP training on DeepSpeed, with contrastive batches of millions in little memory.
+"""MegaCLIP trains CLIP models on DeepSpeed, with contrastive batches of millions of samples in little memory.
 
-`import megaclip` registers the tile operations with PyTorch and DeepSpeed (`megaclip.ops.registration`), without
-importing either.
+`import megaclip` registers the tile operations for PyTorch and DeepSpeed (`megaclip.ops.registration`). It imports
+neither of them.
 """
 
 from megaclip.ops.registration import register_operations

@@ -1,7 +1,8 @@
-"""Errors meant for the person who started the run.
+"""Errors for the user of a run, and helpers that write their messages.
 
-The message of a `MegaclipError` is one line: what was expected, what was got, what to do about it. The run logs it
-once and ends every rank with a non-zero exit code; anything else that escapes is a bug and keeps its traceback.
+The message of a `MegaclipError` is one line without a full stop: the setting and its value, what is accepted, what to
+do. The run logs it once and ends every rank with a non-zero exit code. Any other exception is a bug and keeps its
+traceback.
 """
 
 import difflib
@@ -11,32 +12,32 @@ from pydantic import ValidationError
 
 
 def first_line(error: BaseException) -> str:
-    """What `error` says, to quote it: its first line, at most 200 characters; its class if it is silent."""
+    """Return the first line of the message of `error`, at most 200 characters, or its class if it has no message."""
     text = str(error).strip()
     return shortened(text.splitlines()[0] if text else type(error).__name__)
 
 
 def shortened(line: str) -> str:
-    """At most 200 characters of `line`."""
+    """Return `line`, shortened to at most 200 characters."""
     return line if len(line) <= 200 else line[:197] + "..."
 
 
 def nearest(word: str, known: set[str]) -> str:
-    """ "; did you mean ...?" for the known word closest to `word`, or nothing."""
+    """Return "; did you mean ...?" with the known word closest to `word`, or "" if none is close."""
     close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class MegaclipError(Exception):
-    """Base of every error whose message is written for users."""
+    """Base class of errors whose message is written for users."""
 
 
 class ConfigError(MegaclipError, ValueError):
-    """A setting is unknown, misplaced, inert or contradicts another one."""
+    """A setting is unknown, misplaced, without effect, or contradicts another one."""
 
 
 class DataError(MegaclipError, ValueError):
-    """Training or evaluation data is missing, unreadable, or not what it was when the run began."""
+    """Training or evaluation data is missing, unreadable, or has changed since the run began."""
 
 
 class CheckpointError(MegaclipError):
@@ -54,9 +55,10 @@ def config_error(error: ValidationError, name: Callable[[str], str] = str) -> Co
     """
     problem = error.errors()[0]
     setting = name(".".join(map(str, problem["loc"]))) if problem["loc"] else ""
-    message = problem["msg"].removeprefix("Value error, ")
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ").rstrip(".")
     if not setting:
         return ConfigError(message)
     if problem["type"] == "missing":
         return ConfigError(f"{setting} is required")
-    return ConfigError(f"{setting}: {message}, got {problem['input']!r}")
+    value = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"
+    return ConfigError(f"{setting}: {message}{value}")

@@ -1,8 +1,8 @@
-"""The project's one logger: rank-aware, quiet on every rank but the first.
+"""The logger of the package, which knows its rank.
 
-`get_logger(__name__)` returns a standard logger below "megaclip". Rank 0 emits INFO and above; the others only WARNING
-and above, with their rank in front, so that a line in a cluster's log says who wrote it. The rank is read from the
-environment that the launcher sets, so logging works before any process group exists.
+`get_logger(__name__)` returns a standard logger below "megaclip". Rank 0 logs INFO and above. The other ranks log only
+WARNING and above, with their rank at the start of the line. The rank is read from the environment that the launcher
+sets, so logging works before the process group exists.
 """
 
 import logging
@@ -14,7 +14,7 @@ _seen: set[str] = set()
 
 
 def rank_from_environment() -> int:
-    """The global rank that the launcher gave this process; 0 when there is no launcher."""
+    """Return the global rank that the launcher gave this process, or 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -32,13 +32,13 @@ def _root_logger() -> logging.Logger:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A logger for module `name` (pass `__name__`)."""
+    """Return the logger of module `name` (pass `__name__`)."""
     _root_logger()
     return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
 
 
 def log_once(log: Callable[[str], None], message: str) -> None:
-    """`log(message)`, a logger's `info` or `warning`, the first time that this process says it."""
+    """Call `log(message)` unless this process has done so before. log: a logger's `info` or `warning`."""
     if message not in _seen:
         _seen.add(message)
         log(message)

@@ -1,7 +1,8 @@
-"""What every implementation of the tiles on CUDA must get right, compiled or interpreted: cases, oracle and checks.
+"""Cases and checks for every implementation of the tile operations, compiled or interpreted.
 
-The oracle is `megaclip.ops.reference`, in float64, on the features as they are rounded for the product. Every buffer
-that the implementation allocates without filling it starts as NaN, so that a value nobody wrote cannot pass.
+The results are compared with `megaclip.ops.reference`, in float64, for the features as they are rounded for the
+product. Every buffer that an implementation allocates without filling it starts as NaN, so that a check fails where a
+value is never written.
 """
 
 import contextlib
@@ -15,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaclip.ops import reference
+from megaclip.ops import reference, tiles
+from megaclip.ops.tiles import Implementation, Terms, TileOptions
 from tests.tolerances import GRADIENT, TILE_GRADIENT, VALUE, norm_error
 
 
 @dataclass(frozen=True)
 class TileCase:
-    """One call: sizes, dtype, scales, and how the features lie in memory."""
+    """Arguments of one call: sizes, dtype, scales, and the memory layout of the features."""
 
     m: int
     n: int
@@ -45,13 +47,13 @@ class TileCase:
 
 
 def random_features(count: int, embedding: int, seed: int, device: str) -> Tensor:
-    """Unit vectors, (count, embedding) float32."""
+    """Return unit vectors, (count, embedding) float32."""
     generator = torch.Generator().manual_seed(seed)
     return F.normalize(torch.randn(count, embedding, generator=generator), dim=1).to(device)
 
 
 def features_of(case: TileCase, device: str) -> tuple[Tensor, Tensor]:
-    """x (m, D) and y (n, D) of the case."""
+    """Return the features x (m, D) and y (n, D) of the case."""
     x = random_features(case.m, case.embedding, 1, device)
     y = random_features(case.n, case.embedding, 2, device)
     if case.vectors == "extreme":  # identical, opposite and zero vectors
@@ -66,7 +68,7 @@ def features_of(case: TileCase, device: str) -> tuple[Tensor, Tensor]:
 
 
 def _laid_out(x: Tensor, layout: str) -> Tensor:
-    """x, equal in value, elsewhere in memory."""
+    """Return a tensor equal to x with another memory layout."""
     rows, cols = x.shape
     if layout == "contiguous":
         return x
@@ -83,7 +85,7 @@ def _laid_out(x: Tensor, layout: str) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Unfilled floating-point tensors start as NaN."""
+    """Fill new floating-point tensors with NaN, where PyTorch would leave them unfilled."""
     empty, new_empty = torch.empty, Tensor.new_empty
 
     def poison(tensor: Tensor) -> Tensor:
@@ -96,23 +98,27 @@ def poisoned_allocations() -> Iterator[None]:
         yield
 
 
+def _options(case: TileCase, implementation: Implementation) -> TileOptions:
+    return TileOptions(case.precision, implementation, case.budget_mib)
+
+
 def _as_multiplied(x: Tensor, case: TileCase) -> Tensor:
     return x.to(torch.bfloat16) if case.precision == "bf16" else x
 
 
 def _gradient_tolerance(case: TileCase, device: str) -> float:
-    """Exact and TF32 products: logits are off by scale * roundings of s, and so is P."""
+    """Return the tolerance. In exact and TF32 products, the error of logits and of P is scale * roundings of s."""
     if case.precision == "tf32":
         return TILE_GRADIENT["tf32"] * max(1.0, case.scale / 20)
     if case.precision == "float32" or (case.precision == "auto" and case.dtype == torch.float32):
         return TILE_GRADIENT["float32"] * max(1.0, case.scale / 20)
-    # float16 features are themselves rounded to bfloat16 for the products with P; roundings of equal P do not average.
+    # float16 features too are rounded to bfloat16 for the products with P. Roundings of equal P do not average out.
     truncated = "bf16" if device == "cuda" else "bf16 truncated"
     return TILE_GRADIENT[truncated] * (1.5 if case.dtype == torch.float16 or case.vectors == "extreme" else 1.0)
 
 
 def _value_tolerance(case: TileCase) -> float:
-    """Absolute: float32 roundings of s (TF32: 2**-11 of both factors), times the scale."""
+    """Return the absolute tolerance: float32 roundings of s (TF32: 2**-11 of both factors), times the scale."""
     return 5e-6 + case.scale * (1e-3 if case.precision == "tf32" else 1e-6)
 
 
@@ -129,15 +135,15 @@ def _scales(case: TileCase, device: str) -> tuple[Any, Any]:
     )
 
 
-def check_tile_case(module: Any, case: TileCase, device: str) -> None:
-    """Assert that `module.tile_stats` and `module.tile_grads` give what float64 gives."""
+def check_tile_case(implementation: Implementation, case: TileCase, device: str) -> None:
+    """Assert that `tile_stats` and `tile_grads` equal the float64 reference within the tolerances."""
     x, y = features_of(case, device)
-    options = dict(diagonal=case.diagonal, precision=case.precision, tile_budget_mib=case.budget_mib)
+    options = _options(case, implementation)
     row_scale, col_scale = _scales(case, device)
     exact = (_as_multiplied(x, case), _as_multiplied(y, case))
     expected = reference.tile_stats(*exact, row_scale, col_scale, diagonal=case.diagonal)
     with poisoned_allocations():
-        got = module.tile_stats(x, y, row_scale, col_scale, **options)
+        got = tiles.tile_stats(x, y, row_scale, col_scale, diagonal=case.diagonal, options=options)
     for name, result, wanted in zip(("row_lse", "col_lse"), got, expected, strict=True):
         assert result.dtype == torch.float32 and result.shape == wanted.shape
         empty = wanted == -torch.inf
@@ -148,13 +154,13 @@ def check_tile_case(module: Any, case: TileCase, device: str) -> None:
             name,
         )
 
-    # Shifts as a loss would give them: finite, and near the log-sum-exp.
+    # Shifts as a loss passes them: finite, and close to the log-sum-exp.
     row_shift, col_shift = (lse.clamp_min(-2 * case.scale).float() for lse in expected)
     row_weight, col_weight = (0.1 + torch.linspace(0, 1, len(t), device=device) for t in (x, y))
-    terms = (row_scale, row_shift, row_weight, col_scale, col_shift, col_weight)
-    wanted_grads = reference.tile_grads(*exact, *terms, diagonal=case.diagonal)
+    row, col = Terms(row_scale, row_shift, row_weight), Terms(col_scale, col_shift, col_weight)
+    wanted_grads = reference.tile_grads(*exact, row, col, diagonal=case.diagonal)
     with poisoned_allocations():
-        got_grads = module.tile_grads(x, y, *terms, **options)
+        got_grads = tiles.tile_grads(x, y, row, col, diagonal=case.diagonal, options=options)
     tolerance = _gradient_tolerance(case, device)
     for name, result, wanted in zip(wanted_grads._fields, got_grads, wanted_grads, strict=True):
         assert result.dtype == torch.float32
@@ -164,17 +170,17 @@ def check_tile_case(module: Any, case: TileCase, device: str) -> None:
             _assert_within(norm_error(result, wanted), tolerance, name)
 
 
-def check_sides_and_accumulators(module: Any, case: TileCase, device: str) -> None:
-    """`_check_sides_and_accumulators` of both kinds of gradient tile."""
+def check_sides_and_accumulators(implementation: Implementation, case: TileCase, device: str) -> None:
+    """Run `_check_sides_and_accumulators` for `tile_grads` and for `tile_sigmoid`."""
     x, y = features_of(case, device)
-    options = dict(diagonal=case.diagonal, precision=case.precision, tile_budget_mib=case.budget_mib)
-    terms = (case.scale, 5.0, 0.5, case.scale, 4.0, 0.25)
-    _check_sides_and_accumulators(lambda **given: module.tile_grads(x, y, *terms, **options, **given)[:2])
-    _check_sides_and_accumulators(lambda **given: module.tile_sigmoid(x, y, case.scale, -1.0, **options, **given)[1:3])
+    options = dict(diagonal=case.diagonal, options=_options(case, implementation))
+    row, col = Terms(case.scale, 5.0, 0.5), Terms(case.scale, 4.0, 0.25)
+    _check_sides_and_accumulators(lambda **given: tiles.tile_grads(x, y, row, col, **options, **given)[:2])
+    _check_sides_and_accumulators(lambda **given: tiles.tile_sigmoid(x, y, case.scale, -1.0, **options, **given)[1:3])
 
 
 def _check_sides_and_accumulators(gradients: Callable[..., tuple[Tensor | None, Tensor | None]]) -> None:
-    """One side alone is what it is beside the other, to the last bit; accumulators keep what they held."""
+    """Assert that one side alone has the bits that it has beside the other, and that accumulators are added to."""
     dx, dy = gradients()
     assert dx is not None and dy is not None
     for alone, (only_x, only_y) in ((dx, gradients(need_dy=False)), (dy, gradients(need_dx=False)[::-1])):
@@ -188,15 +194,15 @@ def _check_sides_and_accumulators(gradients: Callable[..., tuple[Tensor | None, 
         _assert_within((total - (before + side)).abs().max().item(), 1e-5 * (1 + side.abs().max().item()), "a total")
 
 
-def check_sigmoid_case(module: Any, case: TileCase, device: str, bias: float) -> None:
-    """Assert that `module.tile_sigmoid` gives what float64 gives."""
+def check_sigmoid_case(implementation: Implementation, case: TileCase, device: str, bias: float) -> None:
+    """Assert that `tile_sigmoid` equals the float64 reference within the tolerances."""
     x, y = features_of(case, device)
-    options = dict(diagonal=case.diagonal, precision=case.precision, tile_budget_mib=case.budget_mib)
+    options = dict(diagonal=case.diagonal, options=_options(case, implementation))
     wanted_results = reference.tile_sigmoid(
         _as_multiplied(x, case), _as_multiplied(y, case), case.scale, bias, diagonal=case.diagonal
     )
     with poisoned_allocations():
-        got = module.tile_sigmoid(x, y, case.scale, bias, **options)
+        got = tiles.tile_sigmoid(x, y, case.scale, bias, **options)
     for name, result, wanted in zip(wanted_results._fields, got, wanted_results, strict=True):
         assert result.dtype == torch.float32
         if wanted.norm() == 0:
@@ -205,22 +211,24 @@ def check_sigmoid_case(module: Any, case: TileCase, device: str, bias: float) ->
             _assert_within(norm_error(result, wanted), _gradient_tolerance(case, device), name)
 
 
-def check_converged_training(module: Any, batch: int, device: str) -> None:
-    """Where every positive's probability is above 0.999, the bfloat16 gradient stays within 1e-2 of float64.
+def check_converged_training(implementation: Implementation, batch: int, device: str) -> None:
+    """Assert that the bfloat16 gradient is within 1e-2 of float64 where every positive has a probability above 0.999.
 
-    What is left of the gradient is the negatives' part, a thousandth of the positives': it survives because the
-    positives never enter a tile, and their 1 - p is taken from the negatives' sum.
+    The gradient is then a thousandth of the size of a positive's own term. It keeps its digits because the positives
+    are left out of the tiles, and `1 - p` is computed from the sum of the negatives.
     """
+    options = TileOptions(implementation=implementation)
     alpha = math.log(batch * 2000.0)
     x = random_features(batch, 512, 1, device)
     y = F.normalize(x + 0.003 * random_features(batch, 512, 2, device), dim=1)
     x, y = x.bfloat16(), y.bfloat16()
-    row_lse, col_lse = module.tile_stats(x, y, alpha, alpha, diagonal=0)
+    row_lse, col_lse = tiles.tile_stats(x, y, alpha, alpha, diagonal=0, options=options)
     positive = alpha * (x.float() * y.float()).sum(1)
     row_full, col_full = torch.logaddexp(row_lse, positive), torch.logaddexp(col_lse, positive)
     assert torch.exp(positive - row_full).min() > 0.999
     weight = alpha / (2 * batch)
-    dx, dy, _, _ = module.tile_grads(x, y, alpha, row_full, weight, alpha, col_full, weight, diagonal=0)
+    row, col = Terms(alpha, row_full, weight), Terms(alpha, col_full, weight)
+    dx, dy, _, _ = tiles.tile_grads(x, y, row, col, diagonal=0, options=options)
     missing = weight * (torch.exp(row_lse - row_full) + torch.exp(col_lse - col_full))[:, None]
     expected = reference.info_nce(x, y, alpha)
     _assert_within(norm_error(dx - missing * y, expected.d_image), 1e-2, "d_image")
@@ -228,7 +236,7 @@ def check_converged_training(module: Any, batch: int, device: str) -> None:
 
 
 def check_row_operations(module: Any, dtype: torch.dtype, device: str) -> None:
-    """Assert that `module.paired_products` and `module.finish_gradient` give what float64 gives."""
+    """Assert that `module.paired_products` and `module.finish_gradient` equal float64 within the tolerances."""
     for count, embedding, layout in (
         (1, 16, "contiguous"),
         (63, 70, "offset"),
@@ -251,17 +259,17 @@ def check_row_operations(module: Any, dtype: torch.dtype, device: str) -> None:
         _assert_within(norm_error(gradient, 3.5 * expected), max(GRADIENT[dtype], tolerance), "gradient")
 
 
-# One side at a time, and sums that hold something already: one block, and several.
+# One side at a time, and accumulators that are not zero: one block, and several blocks.
 SIDES_CASES = [
     TileCase(33, 40, 24),
     TileCase(100, 150, 16, budget_mib=0.02, diagonal=50, dtype=torch.float32),
 ]
 
-# Small enough for Triton's interpreter, whose tiles are 32 x 64.
+# Small enough for Triton's interpreter, which uses tiles of 32 x 64.
 SMALL_CASES = [
     TileCase(1, 1, 16, diagonal=None, dtype=torch.float32),
     TileCase(1, 70, 16),
-    TileCase(1, 1, 16),  # nothing is left
+    TileCase(1, 1, 16),  # the only entry is left out
     TileCase(63, 70, 16),
     TileCase(70, 63, 17, diagonal=-20),
     TileCase(33, 65, 384, diagonal=40),

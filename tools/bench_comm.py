@@ -24,6 +24,7 @@ from typing import Any
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from bench_peers import disco_clip_traffic, open_clip_traffic
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from megaclip.comm.groups import group_size
 from megaclip.comm.volume import bytes_sent
 from megaclip.engine.process_group import start_process_group
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
-from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic, disco_clip_traffic, open_clip_traffic
+from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
 
 Step = Callable[[Tensor, Tensor], None]
 

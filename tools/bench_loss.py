@@ -307,7 +307,7 @@ class GlobalContrastive:
     def __init__(self, variant: str, ranks: Ranks) -> None:
         from megaclip.losses import FastClipLoss
 
-        self._make = lambda samples: FastClipLoss(variant, samples=samples, state_device=ranks.device).to(ranks.device)
+        self._make = lambda samples: FastClipLoss(variant, samples=samples, state_device="accelerator").to(ranks.device)
         self._ranks = ranks
         self._loss: Any = None
 

@@ -1,10 +1,10 @@
-"""What tools/bench_train.py compares: this project's training step and open_clip's, on the same samples and weights.
+"""The methods that tools/bench_train.py compares: training steps of this project and of open_clip, on equal samples.
 
-Both take their samples from this project's loader and normalise them on the device, so that only model, loss and step
-differ. `MegaclipSteps` is the run that launch/train.py makes, one `step()` at a time. `OpenClipSteps` is what open_clip
-3.3.0's trainer does with `--accum-freq k --local-loss --gather-with-grad` (`open_clip_train/train.py`): embed each
-micro-batch without a graph, all of it kept on the GPU; then for each of them encode it again and evaluate the loss over
-the whole batch, k times.
+Both start from the same weights, take their samples from this project's loader and normalise them on the device, so
+only model, loss and step differ. `MegaclipSteps` is the run of launch/train.py, one `step()` at a time. `OpenClipSteps`
+repeats open_clip 3.3.0's trainer with `--accum-freq k --local-loss --gather-with-grad` (`open_clip_train/train.py`):
+embed each micro-batch without a graph and keep all of them on the GPU; then encode each again and evaluate the loss
+over the whole batch, k times.
 """
 
 import dataclasses
@@ -30,29 +30,30 @@ from megaclip.config import TrainArguments, TrainingConfig, load_training_config
 from megaclip.data import Batch, ImageTransform, PairDataset, TrainLoader, load_tokenizer
 from megaclip.data.batch import RawSample
 from megaclip.engine.inputs import Inputs, read_inputs
+from megaclip.engine.preflight import plan_run
 from megaclip.engine.run import Run
 from megaclip.models import build_model, load_model_config
 from megaclip.models.open_clip_keys import to_open_clip
 
 POOL = 512
-"""Distinct synthetic images and captions; a sample's id says which it shows."""
+"""Number of distinct synthetic images and captions; a sample's id selects one."""
 
 
 class Clock:
-    """Seconds that the parts of a step took: on a GPU by its own clock, except where the host waits."""
+    """Seconds of the parts of a step: measured on the GPU, except where the host waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._spans: list[tuple[str, list[Any]]] = []
 
     def begin(self, part: str) -> Callable[[], None]:
-        """Start a span of `part`; the function returned ends it, and may be called again to end it later."""
+        """Start a span of `part`; return the function that ends it. A second call of that function ends it later."""
         marks = [self._mark()]
         self._spans.append((part, marks))
         return lambda: marks.append(self._mark())
 
     def wait(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with the host's time in it counted as `part`."""
+        """Return `function`, with the host's time in it counted as `part`."""
 
         def timed(*arguments: Any, **options: Any) -> Any:
             marks: list[Any] = [time.perf_counter()]
@@ -69,7 +70,7 @@ class Clock:
         self._spans.append((part, [0.0, seconds]))
 
     def loss(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`loss`, timed from its call until the gradients of both features are there."""
+        """Return `loss`, timed from its call until the gradients of both features exist."""
 
         def timed(image_features: Tensor, text_features: Tensor, *others: Any) -> Tensor:
             end = self.begin("loss")
@@ -83,7 +84,7 @@ class Clock:
         return timed
 
     def take(self) -> dict[str, float]:
-        """Seconds by part since the last call; the device must have finished."""
+        """Return the seconds by part since the last call; the device must have finished."""
         totals: dict[str, float] = {}
         for part, (first, *ends) in self._spans:
             seconds = ends[-1] - first if isinstance(first, float) else first.elapsed_time(ends[-1]) / 1e3
@@ -101,14 +102,14 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing to measure; every method reads the same ds_config.json, from which the batch triple comes."""
+    """One case to measure; every method reads the same ds_config.json, with its batch triple."""
 
     model: str
     ds_config: Path
     precision: str
-    """open_clip's: pure_bf16, amp_bf16 or fp32. This project's is what ds_config says."""
+    """open_clip's precision: pure_bf16, amp_bf16 or fp32. ds_config.json sets that of this project."""
     train_data: list[str]
-    """Empty: synthetic samples."""
+    """Data sets. Empty: synthetic samples."""
     workers: int
     seed: int = 0
 
@@ -139,7 +140,7 @@ class SyntheticSource:
 
 
 class SyntheticTransform(ImageTransform):
-    """Takes a row's bytes for its image: pixels (3, size, size) uint8 from a pool of random pictures in memory."""
+    """Reads a row's bytes as a number and returns pixels (3, size, size) uint8 from a pool of random pictures."""
 
     def __call__(self, content: bytes, *, seeds: tuple[int, int, int] = (0, 0, 0)) -> Tensor:
         return _pool(self.size)[int.from_bytes(content, "little") % POOL]
@@ -172,7 +173,7 @@ def _arguments(case: Case, folder: Path) -> TrainArguments:
 
 
 def _inputs(case: Case, arguments: TrainArguments) -> Inputs:
-    """What `read_inputs` reads, with samples from memory where the case names no data."""
+    """Return the inputs of `read_inputs`, with samples from memory if the case names no data."""
     if case.train_data:
         return read_inputs(arguments)
     config, model_config = load_training_config(case.ds_config), load_model_config(case.model)
@@ -194,7 +195,7 @@ def _inputs(case: Case, arguments: TrainArguments) -> Inputs:
 
 
 class MegaclipSteps:
-    """This project's steps, through the run that launch/train.py makes; the only place that knows its inside."""
+    """This project's steps, through the run of launch/train.py."""
 
     def __init__(self, case: Case, clock: Clock) -> None:
         self._clock = clock
@@ -203,7 +204,8 @@ class MegaclipSteps:
         (folder / "checkpoints").mkdir()
         arguments = _arguments(case, folder)
         inputs = _inputs(case, arguments)
-        self._run = Run(arguments, inputs, inputs.config.batch_plan(dist.get_world_size()), folder)
+        batch_plan = inputs.config.batch_plan(dist.get_world_size())
+        self._run = Run(arguments, inputs, batch_plan, folder, plan_run(arguments, inputs))
         self._data = self._run.open_data()
         self._batch = self._data.__enter__()
         bind, update = self._run.loss.bind, self._run.engine.step
@@ -217,14 +219,14 @@ class MegaclipSteps:
         self._run.engine.step = timed_update
 
     def step(self, *, probe: bool = False) -> float:
-        """One whole step; returns the loss."""
+        """Run one whole step; return the loss."""
         waited_s = self._batch.waited_s
         loss = self._run.train_step(self._batch).loss
         self._clock.add("data", self._batch.waited_s - waited_s)
         return loss
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._data.__exit__(None, None, None)
         self._run.engine.destroy()
         del self._run, self._data, self._batch
@@ -280,7 +282,7 @@ class OpenClipSteps:
         self._next = clock.wait("data", self._loader.__next__)
 
     def step(self, *, probe: bool = False) -> float:
-        """One step; returns the loss. probe: only as much of it as reaches the step's peak memory."""
+        """Run one step; return the loss. probe: run only as much of it as reaches the step's peak memory."""
         count = self._batch_plan.accumulation
         if count == 1:
             images, texts = self._inputs(self._next())
@@ -311,7 +313,7 @@ class OpenClipSteps:
         return self._update(loss)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._loader.close()
         del self._bare, self._model, self._loss, self._optimizer, self._loader, self._next
         free_memory()
@@ -332,7 +334,7 @@ class OpenClipSteps:
         with torch.no_grad():
             self._bare.logit_scale.clamp_(0, math.log(100))
         end()
-        return sum(gather_objects(float(loss.detach()))) / self._batch_plan.world_size  # of the ranks' local losses
+        return sum(gather_objects(float(loss.detach()))) / self._batch_plan.world_size  # mean of local losses
 
 
 METHODS: dict[str, Callable[[Case, Clock], MegaclipSteps | OpenClipSteps]] = {
@@ -342,7 +344,7 @@ METHODS: dict[str, Callable[[Case, Clock], MegaclipSteps | OpenClipSteps]] = {
 
 
 def _open_clip_model(package: Any, inputs: Inputs, seed: int, device: torch.device) -> Any:
-    """open_clip's model with the starting values that this project draws from the same seed."""
+    """Return open_clip's model with the initial values that this project draws from the same seed."""
     torch.manual_seed(seed)
     weights = to_open_clip(build_model(inputs.model_config).state_dict(), inputs.model_config)
     description = inputs.model_config.to_open_clip()
@@ -354,7 +356,7 @@ def _open_clip_model(package: Any, inputs: Inputs, seed: int, device: torch.devi
 
 
 def _open_clip_optimizer(model: torch.nn.Module, config: TrainingConfig, *, fused: bool) -> torch.optim.Optimizer:
-    """AdamW with open_clip's two groups; its states are made at once, so that every step has them in its memory."""
+    """Return AdamW with open_clip's two groups. Its states are made here, so that every step has them in memory."""
     settings = config.deepspeed["optimizer"]["params"]
     named = list(model.named_parameters())
     not_decayed = [p for name, p in named if p.ndim < 2 or any(word in name for word in ("bn", "ln", "bias"))]
@@ -381,7 +383,7 @@ def _open_clip_optimizer(model: torch.nn.Module, config: TrainingConfig, *, fuse
 
 
 def free_memory() -> None:
-    """Collect what nobody holds, and give the device's memory back."""
+    """Collect garbage and return the device's cached memory to the driver."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

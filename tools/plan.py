@@ -1,18 +1,19 @@
-"""Tell before a run what it takes: memory by part, the largest batch that fits, the step's time and what dominates it.
+"""Plan a run before it starts: memory by part, the largest batch that fits, the step's time and its longest term.
 
     python tools/plan.py --deepspeed_config ds_configs/zero3.json --model ViT-L-14 --gpu h200 --gpus 8 --hosts 4
     python tools/plan.py ... --here                                 # this machine, with what is free on it
-    python tools/plan.py ... --batch 1048576 --micro-batch 256      # another batch than the file's
+    python tools/plan.py ... --batch 1048576 --micro-batch 256      # with another batch size
     python tools/plan.py ... --gpu-memory 80GiB --host-memory 900GiB --disk 2TB --link 200GB --network 25GB
     python tools/plan.py --calibrate rates.json                     # measure this machine; then --rates rates.json
     python tools/plan.py ... --sweep sweep.png --json sweep.json    # batch against memory and time, and the peers
     python tools/plan.py ... --compare measured.json                # planned against measured
 
-Needs no GPU and starts nothing (--calibrate uses what is there). --sweep needs matplotlib.
+It needs no GPU and starts nothing; only --calibrate uses the GPUs of this machine. --sweep needs matplotlib.
 """
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from bench_peers import PEERS, inf_cl_loss_bytes, open_clip_loss_bytes, peer_gpu_bytes, peer_step_seconds
 
 from megaclip.config import MegaclipSection, TrainArguments, TrainingConfig, load_training_config
 from megaclip.errors import ConfigError, MegaclipError
@@ -29,17 +31,16 @@ from megaclip.planner import (
     Rates,
     Workload,
     advice,
+    advice_beyond_settings,
     describe,
     largest_batch,
-    last_resort,
     plan_memory,
     plan_time,
 )
 from megaclip.planner.cluster import GPUS, parse_size, rates_json
-from megaclip.planner.memory import gigabytes, settled
-from megaclip.planner.peers import PEERS, peer_gpu_bytes, peer_step_seconds
+from megaclip.planner.memory import format_bytes, loss_sizes, resolve_auto
 from megaclip.planner.report import loss_table, memory_table, time_table
-from megaclip.planner.workload import EvaluationSets, ZeroSettings
+from megaclip.planner.workload import EvaluationSets, nvme_paths
 
 _COLOURS = {"MegaCLIP": "#12784a", "open_clip": "#7a8699", "open_clip --accum-freq": "#3d4756", "Inf-CL": "#c0702a"}
 
@@ -53,7 +54,7 @@ def main() -> int:
         if arguments.compare:
             return _compare(arguments)
         if not (arguments.deepspeed_config and arguments.model):
-            raise ConfigError("give --deepspeed_config and --model (or --calibrate, or --compare)")
+            raise ConfigError("--deepspeed_config or --model is missing; give both, or --calibrate, or --compare")
         if arguments.tensor_parallel != 1:
             raise ConfigError(
                 f"--tensor-parallel {arguments.tensor_parallel}: the trainer has no tensor parallelism yet; "
@@ -63,8 +64,8 @@ def main() -> int:
         workload = _workload(arguments, cluster)
         if workload.sample_columns and not workload.samples:
             raise ConfigError(
-                f"megaclip.loss {workload.loss!r} keeps state of every sample: give --train-num-samples, the size of "
-                "the dataset"
+                f"megaclip.loss {workload.megaclip.loss!r} keeps state of every sample; give --train-num-samples, "
+                "the size of the dataset"
             )
         return _sweep(arguments, workload, cluster) if arguments.sweep else _plan(workload, cluster)
     except MegaclipError as error:
@@ -74,18 +75,24 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_argument_group("what is trained")
+    what = parser.add_argument_group("run")
     what.add_argument("--deepspeed_config", "--deepspeed-config", help="ds_config.json")
     what.add_argument("--model", help="preset name or the path of a model JSON")
     what.add_argument("--batch", type=int, help="contrastive batch, instead of train_batch_size")
     what.add_argument("--micro-batch", type=int, help="instead of train_micro_batch_size_per_gpu")
     what.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share one replica (only 1 today)")
     what.add_argument("--workers", type=int, default=4, help="loader processes per rank (default 4)")
-    what.add_argument("--train-num-samples", type=int, default=0, help="of the dataset, for the FastCLIP losses' state")
+    what.add_argument(
+        "--train-num-samples", type=int, default=0, help="samples of the dataset, for the FastCLIP losses' state"
+    )
     what.add_argument("--val-num-samples", type=int, default=0, help="image-caption pairs that the run is evaluated on")
-    what.add_argument("--lock-image", type=int, nargs="?", const=0, help="frozen image tower but its last N groups")
-    what.add_argument("--lock-text", type=int, nargs="?", const=0, help="frozen text tower but its last N layers")
-    where = parser.add_argument_group("on what")
+    what.add_argument(
+        "--lock-image", type=int, nargs="?", const=0, help="freeze the image tower except its last N groups"
+    )
+    what.add_argument(
+        "--lock-text", type=int, nargs="?", const=0, help="freeze the text tower except its last N layers"
+    )
+    where = parser.add_argument_group("machines")
     where.add_argument("--here", action="store_true", help="this machine: its GPUs, and the memory that is free now")
     where.add_argument("--gpu", help=f"{', '.join(GPUS)} (default h200)")
     where.add_argument("--gpus", type=int, help="GPUs per host (default 8; with --here all of them, one rank on a CPU)")
@@ -95,10 +102,12 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--disk", help="free on one host (default 4TB)")
     where.add_argument("--link", help="bytes per second that one GPU sends inside a host, for example 300GB")
     where.add_argument("--network", help="bytes per second that one GPU sends to other hosts")
-    where.add_argument("--rates", help="what --calibrate wrote on such a machine")
-    other = parser.add_argument_group("what to do instead of a table")
+    where.add_argument("--rates", help="file that --calibrate wrote on such a machine")
+    other = parser.add_argument_group("other output than the tables")
     other.add_argument("--calibrate", metavar="RATES.json", help="measure this machine's rates and write them")
-    other.add_argument("--sweep", metavar="PICTURE.png", help="draw memory and time over the batch, with the peers")
+    other.add_argument(
+        "--sweep", metavar="PICTURE.png", help="draw memory and time over the batch, here and in other codes"
+    )
     other.add_argument("--json", type=Path, help="with --sweep: write the figures too")
     other.add_argument("--compare", type=Path, nargs="+", help="JSON of tools/bench_train.py: planned beside measured")
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher's
@@ -115,16 +124,16 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
 
 def _clusters_like_this(arguments: argparse.Namespace) -> Cluster:
-    """Hosts like this machine, with what is free on it now."""
-    from megaclip.engine.preflight import this_machine
+    """Return hosts like this machine, with the memory that is free on it now."""
+    from megaclip.engine.this_machine import this_machine
 
     if measured := [name for name in ("gpu", "gpu_memory", "host_memory", "disk") if getattr(arguments, name)]:
-        raise ConfigError(f"--{measured[0].replace('_', '-')} describes another machine: leave it or --here out")
+        raise ConfigError(f"--{measured[0].replace('_', '-')} describes another machine; remove it or --here")
     here = torch.cuda.device_count()
     if here and (arguments.gpus or 0) > here:
-        raise ConfigError(f"--gpus {arguments.gpus}: this machine has {here}; describe the other one without --here")
-    zero = ZeroSettings.of(load_training_config(arguments.deepspeed_config))
-    cluster = this_machine(arguments.gpus or max(1, here), Path.cwd(), [Path(path) for path in zero.nvme_paths])
+        raise ConfigError(f"--gpus {arguments.gpus}: this machine has {here}; use --gpu instead of --here for another")
+    nvme = nvme_paths(load_training_config(arguments.deepspeed_config).zero)
+    cluster = this_machine(arguments.gpus or max(1, here), Path.cwd(), nvme)
     rates = Rates.read(arguments.rates, cluster.rates) if arguments.rates else cluster.rates
     given = {name: parse_size(value) for name in ("link", "network") if (value := getattr(arguments, name))}
     return replace(cluster, hosts=arguments.hosts, rates=replace(rates, **given))
@@ -149,7 +158,7 @@ def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
 
 
 def _with_batch(config: TrainingConfig, batch: int | None, micro_batch: int | None, ranks: int) -> TrainingConfig:
-    """The file with another batch triple; what is not given stays, accumulation follows."""
+    """Return the settings with another batch size or micro-batch size; the number of chunks follows."""
     triple = {name: config.deepspeed.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu")}
     accumulation = config.deepspeed.get("gradient_accumulation_steps")
     total = batch or triple["train_batch_size"]
@@ -165,32 +174,35 @@ def _with_batch(config: TrainingConfig, batch: int | None, micro_batch: int | No
 
 
 def _plan(workload: Workload, cluster: Cluster) -> int:
-    plan, step = plan_memory(workload, cluster), plan_time(workload, cluster)
+    plan, step, batch = plan_memory(workload, cluster), plan_time(workload, cluster), workload.batch
     print(
-        f"batch {workload.global_batch:,} = {workload.world_size} ranks x {workload.local_batch:,}; chunks of "
-        f"{workload.image_micro_batch} images and {workload.text_micro_batch} texts; {workload.total / 1e6:.1f} M "
+        f"batch {batch.global_batch:,} = {batch.world_size} ranks x {batch.local_batch:,}; chunks of "
+        f"{batch.micro_batch} images and {batch.text_micro_batch} texts; {workload.total / 1e6:.1f} M "
         f"parameters, ZeRO-{workload.zero.stage}\n"
     )
-    print(memory_table(plan, cluster), loss_table(settled(workload, cluster)), time_table(step, cluster), sep="\n\n")
+    sizes = loss_sizes(workload)
+    peers = {"open_clip (local loss, bf16 autocast)": open_clip_loss_bytes(sizes), "Inf-CL": inf_cl_loss_bytes(sizes)}
+    losses = loss_table(resolve_auto(workload, cluster), peers)
+    print(memory_table(plan, cluster), losses, time_table(step, cluster), sep="\n\n")
     print(f"\nlargest batch that fits, all else the same: {largest_batch(workload, cluster):,}")
     if not plan.refusals:
         print("this run fits")
         return 0
     print("this run DOES NOT FIT: " + "; ".join(plan.refusals))
-    for words in advice(workload, cluster) or [last_resort(workload)]:
-        print(f"  it would with {words}")
+    for change in advice(workload, cluster) or [advice_beyond_settings(workload)]:
+        print(f"  it would with {change}")
     return 2
 
 
 def _sweep(arguments: argparse.Namespace, workload: Workload, cluster: Cluster) -> int:
-    """Every power of two of chunks, for this project and the peers."""
+    """Plan every power of two of chunks, for this project and the peers."""
     rows: list[dict[str, Any]] = []
-    quantum = workload.world_size * max(workload.image_micro_batch, workload.text_micro_batch)
+    quantum = workload.world_size * math.lcm(workload.batch.micro_batch, workload.batch.text_micro_batch)
     for power in range(25):
         batch = quantum * 2**power
         if batch > 2**26:
             break
-        sized = replace(workload, local_batch=batch // workload.world_size)
+        sized = workload.with_batch(batch // workload.world_size)
         plan = plan_memory(sized, cluster)
         ours = {"method": "MegaCLIP", "gpu_bytes": plan.gpu_peak, "seconds": plan_time(sized, cluster).total}
         rows.append({"batch": batch, **ours, "fits": not plan.refusals})
@@ -202,7 +214,7 @@ def _sweep(arguments: argparse.Namespace, workload: Workload, cluster: Cluster) 
     for method in _COLOURS:
         largest = max((row["batch"] for row in rows if row["method"] == method and row["fits"]), default=0)
         print(f"{method:26} largest batch of these that fits: {largest:,}")
-    title = f"{Path(arguments.model).stem} on {cluster.gpus} x {gigabytes(cluster.gpu_memory)}"
+    title = f"{Path(arguments.model).stem} on {cluster.gpus} x {format_bytes(cluster.gpu_memory)}"
     if arguments.json:
         arguments.json.write_text(json.dumps({"title": title, "results": rows}, indent=1))
     _draw(rows, title, cluster, arguments.sweep)
@@ -248,7 +260,7 @@ def _draw(rows: list[dict[str, Any]], title: str, cluster: Cluster, out: str) ->
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    """Planned beside measured GPU peaks and steps, from the rows of tools/bench_train.py."""
+    """Print planned beside measured GPU peaks and steps, from the rows of tools/bench_train.py."""
     print(f"{'run':58}{'planned':>10}{'measured':>10}{'ratio':>7}{'plan s':>8}{'s':>8}{'ratio':>7}  peak")
     outside = 0
     for path in arguments.compare:
@@ -264,32 +276,32 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _compare_row(row: dict[str, Any]) -> int:
-    """Print one row; 1 if its peak is more than a tenth off."""
+    """Print one row; return 1 if its peak is more than a tenth off."""
     ds_config, ranks = row["ds_config"], row["world_size"]
     config = TrainingConfig(
         path=Path("row"), deepspeed=ds_config, megaclip=MegaclipSection(**ds_config.get("megaclip", {}))
     )
-    # Synthetic samples are not decoded: so many workers that decoding does not count.
+    # Synthetic samples are not decoded; with many workers the term of decoding vanishes.
     workload = Workload.of(load_model_config(row["model"]), config, ranks, workers=1000)
     cluster = describe(gpus=ranks)
     plan, step = plan_memory(workload, cluster), plan_time(workload, cluster)
     measured = row["peak_mib"] * 2**20
     ratio = plan.gpu_peak / measured
-    name = f"{Path(row['model']).stem} B={workload.global_batch} W={ranks} ZeRO-{workload.zero.stage}"
-    name += f" {workload.image_micro_batch}/{workload.text_micro_batch}"
+    name = f"{Path(row['model']).stem} B={workload.batch.global_batch} W={ranks} ZeRO-{workload.zero.stage}"
+    name += f" {workload.batch.micro_batch}/{workload.batch.text_micro_batch}"
     name += " checkpointing" if workload.checkpointing else ""
-    name += " offload" if workload.zero.offload_optimizer != "none" else ""
+    name += " offload" if workload.offload_optimizer != "none" else ""
     name += " (first step)" if row.get("first_step", len(row.get("losses") or "..") == 1) else ""
-    sizes = f"{gigabytes(plan.gpu_peak):>10}{gigabytes(measured):>10}{ratio:7.3f}"
+    sizes = f"{format_bytes(plan.gpu_peak):>10}{format_bytes(measured):>10}{ratio:7.3f}"
     taken = row["step_s"] or float("nan")
     print(f"{name:58}{sizes}{step.total:8.1f}{taken:8.1f}{step.total / taken:7.2f}  {plan.peak_phase}")
     return int(not 0.9 <= ratio <= 1.1)
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    """Measure this machine; under a launcher, on all its ranks together."""
+    """Measure this machine; under a launcher, with all its ranks at once."""
+    from megaclip.engine.machine_rates import machine_name, measure_rates
     from megaclip.engine.process_group import start_process_group
-    from megaclip.engine.rates import machine_name, measure_rates
 
     start_process_group()
     model = load_model_config(arguments.model or "ViT-B-32")
@@ -300,8 +312,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         text = rates_json(machine_name(), measured)
         out.write_text(text)
         print(text)
-        missing = "network" if "link" in measured else "link (it takes several ranks) and network"
-        print(f"not measured: {missing}; --rates leaves them to --gpu's preset and to --link and --network")
+        missing = "network" if "link" in measured else "link (it needs several ranks) and network"
+        print(f"not measured: {missing}; with --rates they are those of --gpu, or of --link and --network")
     dist.destroy_process_group()
     return 0
 

@@ -1,1 +1,8 @@
-"""Process groups, the neighbour ring and collectives over deepspeed.comm; knows no loss."""
+"""Communication between ranks over deepspeed.comm. This package does not depend on any loss.
+
+- `groups`: start distributed training, and look up process groups.
+- `collectives`: gather, reduce and sum over ranks; raise one error on all ranks.
+- `ring`: pass blocks from rank to rank while each rank computes.
+- `machine`: measure link speed, compute speed and free memory, for cost models.
+- `volume`: measure the bytes that a rank sends.
+"""

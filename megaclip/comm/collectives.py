@@ -1,8 +1,9 @@
-"""Collectives of the losses and the evaluation: gather, reduce-scatter, sums, log-sum-exp, and errors shared by all
-ranks.
+"""Collectives over the ranks of a group: gather, reduce-scatter, sum, log-sum-exp, and one error on all ranks.
 
-None writes into its argument, though a group of one may hand it back; all take `group` as `megaclip.comm.groups` says,
-and every rank of it must call them in the same order. Shapes: W ranks of the group, b rows of one rank.
+Every rank of the group must call them in the same order. `group` is a process group or None, as documented in
+`megaclip.comm.groups`. No function writes into its argument, but a group of one may return the argument itself.
+
+Shapes: W ranks in the group, b rows per rank.
 """
 
 import contextlib
@@ -21,9 +22,10 @@ from megaclip.comm.groups import RankGroup, resolve
 
 
 def gather_rows(rows: Tensor, *, group: Any = None, payload: torch.dtype | None = None) -> Tensor:
-    """(b, ...) on each rank -> (W*b, ...) on all, in rank order. Every rank has the same b and dtype.
+    """Gather the rows of all ranks: (b, ...) on each rank -> (W*b, ...) on every rank, in rank order.
 
-    payload: the dtype they travel in; None is their own, which they have again on arrival.
+    All ranks must pass the same b and dtype.
+    payload: dtype in which the rows are sent; the result has the dtype of `rows` again. None: the dtype of `rows`.
     """
     ranks = resolve(group)
     if ranks.size == 1:
@@ -35,7 +37,10 @@ def gather_rows(rows: Tensor, *, group: Any = None, payload: torch.dtype | None 
 
 
 def reduce_scatter_rows(rows: Tensor, *, group: Any = None, payload: torch.dtype | None = None) -> Tensor:
-    """(W*b, ...) on each rank -> the sum over ranks of this rank's b rows, (b, ...). payload: as for `gather_rows`."""
+    """Sum over ranks and return this rank's share: (W*b, ...) on each rank -> (b, ...).
+
+    payload: dtype in which the rows are sent, as for `gather_rows`.
+    """
     ranks = resolve(group)
     if ranks.size == 1:
         return rows
@@ -46,10 +51,10 @@ def reduce_scatter_rows(rows: Tensor, *, group: Any = None, payload: torch.dtype
 
 
 def reduce_scatter_log_sum_exp(values: Tensor, *, group: Any = None) -> Tensor:
-    """(W*b,) on each rank -> `log sum over ranks exp(values)` of this rank's b elements, (b,).
+    """Return `log(sum over ranks of exp(values))` for this rank's share: (W*b,) on each rank -> (b,).
 
-    An all-to-all, then one stable log-sum-exp: as much traffic as a reduce-scatter, and nothing can overflow on the
-    way.
+    It is an all-to-all followed by one stable log-sum-exp. It sends as many bytes as a reduce-scatter, and no
+    intermediate value can overflow.
     """
     ranks = resolve(group)
     if ranks.size == 1:
@@ -60,7 +65,7 @@ def reduce_scatter_log_sum_exp(values: Tensor, *, group: Any = None) -> Tensor:
 
 
 def sum_over_ranks(values: Tensor, *, group: Any = None) -> Tensor:
-    """The elementwise sum over ranks, on every rank; any shape."""
+    """Return the elementwise sum over ranks on every rank. `values` may have any shape."""
     ranks = resolve(group)
     if ranks.size == 1:
         return values
@@ -70,14 +75,18 @@ def sum_over_ranks(values: Tensor, *, group: Any = None) -> Tensor:
 
 
 def gather_integers(values: list[int], *, group: Any = None) -> list[list[int]]:
-    """A few integers of each rank, on every rank's host: one list per rank. All ranks give equally many."""
+    """Gather a few integers of each rank: returns one list per rank, on every rank's host.
+
+    All ranks must pass equally many integers.
+    """
     return gather_on_host(torch.tensor(values, dtype=torch.int64), group=group).tolist()
 
 
 def gather_on_host(values: Tensor, *, group: Any = None) -> Tensor:
-    """Values (k,) of each rank, on its host -> (W, k) on every rank's host. Every rank has the same k and dtype.
+    """Gather values that are in host memory: (k,) on each rank -> (W, k) on every rank.
 
-    On CUDA it runs on a stream of its own, so that the host waits for its peers but not for the work it has queued.
+    All ranks must pass the same k and dtype. On CUDA the gather runs on a separate stream, so the host waits for its
+    peers but not for GPU work that is already queued.
     """
     ranks = resolve(group)
     if ranks.size == 1:
@@ -90,46 +99,45 @@ def gather_on_host(values: Tensor, *, group: Any = None) -> Tensor:
 
 
 def gather_objects(item: Any, *, group: Any = None) -> list[Any]:
-    """A picklable object of each rank, on every rank: for errors and set-up, not for steps."""
+    """Gather one picklable object of each rank, on every rank. It is slow: do not call it in every step."""
     ranks = resolve(group)
     if ranks.size == 1:
         return [item]
     gathered: list[Any] = [None] * ranks.size
-    # Not deepspeed.comm's, which ends the process where its comms_logger is on: it knows no bandwidth of objects.
+    # deepspeed.comm's function ends the process when comms_logger is on, because it cannot compute its bandwidth.
     torch.distributed.all_gather_object(gathered, item, group=ranks.handle)
     return gathered
 
 
 def sum_counts(counts: Mapping[str, int], *, group: Any = None) -> dict[str, int]:
-    """Counts by name of each rank -> their sums over all ranks, on every rank, the most frequent first."""
+    """Sum the counts of all ranks by name; every rank gets the sums, the largest first."""
     total = sum(map(Counter, gather_objects(dict(counts), group=group)), Counter[str]())
     return dict(total.most_common())
 
 
+def wait_for_all_ranks(*, group: Any = None) -> None:
+    """Return when every rank of the group has called this function.
+
+    Call it where a rank may exit while others are still busy. A rank that is still connecting fails if its peer has
+    exited, and a launcher ends the other ranks when the first one exits. The host itself waits, also with NCCL.
+    """
+    gather_integers([0], group=group)
+
+
 @contextlib.contextmanager
 def raise_on_all_ranks(*, group: Any = None) -> Iterator[None]:
-    """Run the body of a `with` statement on every rank; if it raises on any rank, end every rank with one error.
+    """Run the body of a `with` statement on every rank; if it raises on any rank, raise one error on all ranks.
 
-    The body may differ between ranks, and must not communicate: a rank that raises leaves it early. If any error is a
-    `MegaclipError`, all ranks raise the error of the lowest such rank, with the same class and message. Any other
-    exception is a bug: the rank that had it raises it unchanged, with its traceback, and the other ranks raise a
-    `MegaclipError` that names the rank.
+    The body may differ between ranks. It must not communicate, because a rank that raises leaves it early. If any
+    error is a `MegaclipError`, all ranks raise the error of the lowest such rank, with the same class and message. Any
+    other exception is a bug: the rank where it was raised raises it again unchanged, with its traceback, and the other
+    ranks raise a `MegaclipError` that names that rank.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as problem:
         error = problem
-    raise_together(error, group=group)
-
-
-def raise_together(error: Exception | None, *, group: Any = None) -> None:
-    """End every rank with one readable error if any of them failed; return when none did.
-
-    Each rank passes what went wrong there, or None. If any error is a `MegaclipError`, all ranks raise the lowest such
-    rank's error, same class and message. Any other exception is a bug: the rank that had it raises it unchanged, with
-    its traceback, and its peers raise a `MegaclipError` that names the rank.
-    """
     ranks = resolve(group)
     failed = gather_integers([int(error is not None)], group=ranks)
     if any(flag for (flag,) in failed):

@@ -1,10 +1,8 @@
-"""Who a rank works with: the only place that looks a process group up.
+"""Process groups. This is the only module that looks up a group.
 
-Everything that communicates takes a keyword `group`: a process group of deepspeed.comm (or torch.distributed), or None
-for every rank of the job.
-
-`resolve` turns the handle into a `RankGroup` that knows this process's rank, the size and its peers' global ranks.
-A plain Python process without any launcher is a group of one, and a group of one takes the same path as any other.
+Every function that communicates takes a keyword `group`: a process group of deepspeed.comm or torch.distributed, or
+None for all ranks of the job. `resolve` turns it into a `RankGroup` with this process's rank, the size of the group and
+the global ranks of its members. A Python process without a launcher is a group of one rank, and runs the same code.
 """
 
 from __future__ import annotations
@@ -27,20 +25,23 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class RankGroup:
-    """A process group seen from one of its members."""
+    """A process group and this process's rank in it."""
 
-    handle: Any  # what deepspeed.comm takes as `group`; None is every rank of the job, or no job at all
-    rank: int  # of this process within the group
+    handle: Any
+    """Process group, as deepspeed.comm takes it. None: all ranks of the job, or a process without a job."""
+    rank: int
+    """Rank of this process within the group."""
     size: int
+    """Number of ranks in the group."""
 
     def global_rank(self, rank: int) -> int:
-        """Global rank of member `rank` (taken modulo the size), as point-to-point calls want it."""
+        """Return the global rank of member `rank` modulo the size; point-to-point calls require global ranks."""
         member = rank % self.size
         return member if self.handle is None else dist.get_global_rank(self.handle, member)
 
     @property
     def message_device(self) -> torch.device:
-        """Where a small tensor must lie so that this group can send it."""
+        """Device on which a tensor must be so that this group's backend can send it."""
         if torch.distributed.get_backend(self.handle) == "gloo":
             return torch.device("cpu")
         return torch.device(get_accelerator().current_device_name())
@@ -48,23 +49,29 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class NodeGroup(RankGroup):
-    """A group on nodes of equally many ranks each, node by node in rank order: rank = node * inner.size + place.
+    """A group over several nodes with equally many ranks each, in rank order: rank = node * inner.size + local rank.
 
-    Its rings go round inside each node, over fast links, while one transfer goes from node to node.
+    A ring over it passes blocks inside each node, over fast links, while one transfer runs between nodes.
     """
 
-    inner: RankGroup  # the ranks of this node
-    outer: RankGroup  # the ranks with this one's place on every node
+    inner: RankGroup
+    """The ranks of this node."""
+    outer: RankGroup
+    """The ranks of all nodes that have the same local rank as this process."""
 
 
 def init_distributed(backend: str | None = None) -> None:
-    """deepspeed.init_distributed without the shared-memory all-reduce that it brings up on CPUs.
+    """Call deepspeed.init_distributed, without the shared-memory all-reduce that it starts on CPUs.
 
-    That op serves inference only. It takes 25 s to compile and leaves 67 MB per rank in /dev/shm after every run: more
-    than a Docker container has.
-    backend: None takes the accelerator's own. Raises ConfigError where another program has the launcher's port.
+    Only inference uses that op. It takes 25 s to compile and leaves 67 MB per rank in /dev/shm after every run, which
+    is more than a Docker container has by default.
+
+    backend: name of the communication backend. None: the accelerator's default.
+
+    Raises:
+        ConfigError: another program uses the launcher's port.
     """
-    if get_accelerator().device_name() == "cpu":  # elsewhere reading the table would probe every op there is
+    if get_accelerator().device_name() == "cpu":  # on other accelerators, reading the table would probe every op
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     try:
         dist.init_distributed(backend or get_accelerator().communication_backend_name(), verbose=False)
@@ -72,38 +79,41 @@ def init_distributed(backend: str | None = None) -> None:
         if "EADDRINUSE" not in str(error):
             raise
         raise ConfigError(
-            f"port {os.environ.get('MASTER_PORT')} is in use, by another run perhaps: give the launcher a free one, "
-            "deepspeed --master_port 29501 ..."
+            f"port {os.environ.get('MASTER_PORT')} is in use, possibly by another run; pass a free port to the "
+            "launcher: deepspeed --master_port 29501 ..."
         ) from None
 
 
 def resolve(group: Any = None) -> RankGroup:
-    """The group behind a handle, a `RankGroup` (returned as it is) or None (every rank of the job).
+    """Return the `RankGroup` of a process group or, for None, of all ranks of the job.
 
-    Raises ValueError when this process is not a member, or when a group is given although nothing is initialised.
+    A `RankGroup` is returned unchanged.
+
+    Raises:
+        ValueError: this process is not a member, or a group is passed before distributed training is initialised.
     """
     if isinstance(group, RankGroup):
         return group
     if not _initialised():
         if group is not None:
             raise ValueError(
-                "a process group was given but neither deepspeed.comm nor torch.distributed is initialised: "
+                "a process group was passed, but neither deepspeed.comm nor torch.distributed is initialised; "
                 "call deepspeed.init_distributed() first"
             )
         return RankGroup(handle=None, rank=0, size=1)
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError(
-            f"global rank {dist.get_rank()} is not a member of the group it was given: "
-            "pass each rank the group that contains it"
+            f"global rank {dist.get_rank()} is not a member of the group that was passed; "
+            "pass each rank a group that contains it"
         )
     return RankGroup(handle=group, rank=rank, size=dist.get_world_size(group))
 
 
 def by_node(ranks: RankGroup) -> RankGroup:
-    """`ranks` as a `NodeGroup` if they are every rank of a job on several nodes of equally many ranks, else unchanged.
+    """Return `ranks` as a `NodeGroup` if they are all ranks of a job on several nodes with equally many ranks each.
 
-    The first call makes process groups: every rank of the job must make it.
+    Otherwise return `ranks` unchanged. The first call creates process groups, so every rank of the job must make it.
     """
     if ranks.size < 2 or ranks.size != dist.get_world_size():
         return ranks
@@ -116,14 +126,14 @@ def by_node(ranks: RankGroup) -> RankGroup:
 
 @functools.cache
 def _node_groups(world: Any) -> tuple[Any, Any] | None:
-    """This rank's node, and its peers on other nodes; None if there is one node only, or nodes of different sizes.
+    """Return the process groups (this node's ranks, its peers on other nodes); None unless by_node's condition holds.
 
-    world: the job, so that a new one makes new groups.
+    world: the default process group. It is part of the cache key, so that a new job creates new groups.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     local_size = ranks_of_this_node() or size
     local_sizes: list[Any] = [None] * size
-    torch.distributed.all_gather_object(local_sizes, local_size)  # nodes may differ; ranks must agree on what follows
+    torch.distributed.all_gather_object(local_sizes, local_size)  # all ranks must decide alike, also if nodes differ
     if set(local_sizes) != {local_size} or local_size == size or size % local_size:
         return None
     nodes = [list(range(first, first + local_size)) for first in range(0, size, local_size)]
@@ -133,28 +143,33 @@ def _node_groups(world: Any) -> tuple[Any, Any] | None:
 
 
 def ranks_of_this_node() -> int | None:
-    """How many ranks the launcher started on this node (torchrun: LOCAL_WORLD_SIZE; DeepSpeed: LOCAL_SIZE), if it says
-    so."""
+    """Return the number of ranks that the launcher started on this node, or None if it does not set it.
+
+    torchrun sets LOCAL_WORLD_SIZE; DeepSpeed's launcher sets LOCAL_SIZE.
+    """
     size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     return int(size) if size else None
 
 
 def group_rank(group: Any = None) -> int:
-    """This process's rank within the group."""
+    """Return this process's rank within the group."""
     return resolve(group).rank
 
 
 def group_size(group: Any = None) -> int:
-    """Number of ranks in the group; 1 in a plain Python process."""
+    """Return the number of ranks in the group: 1 in a process without a launcher."""
     return resolve(group).size
 
 
 def _initialised() -> bool:
-    """True when there are peers to talk to. Joins the groups of a program that initialised torch.distributed only."""
+    """Return whether distributed training is initialised.
+
+    If the program has initialised torch.distributed only, initialise deepspeed.comm on top of it.
+    """
     if dist.is_initialized():
         return True
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
-    _logger.info("joining the ranks that torch.distributed has initialised")
+    _logger.info("torch.distributed is initialised already; DeepSpeed uses its process group")
     init_distributed(str(torch.distributed.get_backend()))
     return True

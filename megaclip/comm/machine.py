@@ -1,8 +1,8 @@
-"""What this machine can do: its links, its products, its free memory. Measured once per group, for cost models.
+"""Link speed, matrix-product speed and free memory of this machine, measured once per job, for cost models.
 
-Every rank gets the same numbers, the worst of any rank's, rounded to powers of two: choices made from them agree
-between ranks, and mostly between runs. CPUs get fixed numbers, because there reproducibility is worth more than a
-choice that follows the load.
+All ranks get the same figures: the worst over the ranks, rounded down to powers of two. Choices made from them are
+therefore the same on all ranks, and usually the same in every run. On CPUs the figures are constants, because a choice
+that changed with the load of the machine would not be reproducible.
 """
 
 import functools
@@ -16,24 +16,30 @@ from deepspeed.accelerator import get_accelerator
 from megaclip.comm.collectives import gather_integers, gather_rows
 from megaclip.comm.groups import RankGroup
 
-_PROBE_MIB = 32  # that each rank gathers from every other
-_PROBE_SIDE = 4096  # of the square matrices
+_PROBE_MIB = 32
+"""Size of the message that each rank sends to every other rank, in MiB."""
+_PROBE_SIDE = 4096
+"""Rows and columns of the square matrices that are multiplied."""
 _REPEATS = 5
+"""Number of timed repeats."""
 
 
 class Machine(NamedTuple):
-    """The slowest rank's figures."""
+    """Figures of the slowest rank."""
 
-    link_bytes_per_s: float  # that one rank sends in a collective
-    flops_per_s: float  # of bfloat16 products
-    free_bytes: float  # of the device
+    link_bytes_per_s: float
+    """Bytes per second that one rank sends in a collective."""
+    flops_per_s: float
+    """Floating-point operations per second of bfloat16 matrix products."""
+    free_bytes: float
+    """Free memory of the device in bytes."""
 
 
 CPU = Machine(link_bytes_per_s=2.0**30, flops_per_s=2.0**36, free_bytes=2.0**31)
 
 
 def machine_of(ranks: RankGroup, device: torch.device) -> Machine:
-    """Figures for this group; the first call measures for a few milliseconds, and every rank must make it."""
+    """Return the figures of this group. The first call measures for a few milliseconds; every rank must make it."""
     if device.type == "cpu":
         return CPU
     return _measured(torch.distributed.group.WORLD, ranks, device)
@@ -41,7 +47,7 @@ def machine_of(ranks: RankGroup, device: torch.device) -> Machine:
 
 @functools.cache
 def _measured(world: Any, ranks: RankGroup, device: torch.device) -> Machine:
-    """world: the job, so that a new one is measured anew."""
+    """Measure this group. world: the default process group, a part of the cache key: a new job measures again."""
     factor = torch.zeros(_PROBE_SIDE, _PROBE_SIDE, device=device, dtype=torch.bfloat16)
     own = Machine(
         link_bytes_per_s=_link_bytes_per_s(ranks, device),
@@ -53,7 +59,7 @@ def _measured(world: Any, ranks: RankGroup, device: torch.device) -> Machine:
 
 
 def slowest_link(ranks: RankGroup, device: torch.device) -> float:
-    """Bytes per second that a rank sends while all gather from all, of the slowest rank; every rank calls it."""
+    """Return the bytes per second that the slowest rank sends in an all-gather. Every rank must call it."""
     own = _link_bytes_per_s(ranks, device)
     return float(min(gather_integers([int(own)], group=ranks))[0])
 
@@ -65,7 +71,7 @@ def _link_bytes_per_s(ranks: RankGroup, device: torch.device) -> float:
 
 
 def seconds(run: Callable[[], Any]) -> list[float]:
-    """What each of a few repeats took until the device had finished, after one that warms up."""
+    """Return the seconds that each of a few calls of `run` took on the device, after one warm-up call."""
     run()
     times = []
     for _ in range(_REPEATS):

@@ -1,17 +1,18 @@
-"""Neighbour exchange: blocks go round the ranks of a group while each rank works on the block it holds.
+"""Ring exchange: blocks pass around the ranks of a group while each rank computes on the block that it holds.
 
-Every rank sends to the next rank and receives from the previous one. `circulate` shows a rank all W blocks in W-1
-exchanges; the next one is under way while the caller works on the present block. What is computed *for* a block (its
-column statistics, its gradient) follows one exchange behind in a `Carried`, which merges each rank's part and after W
-exchanges is back with the rank that owns the block:
+Every rank sends to the next rank and receives from the previous one. `circulate` yields all W blocks to a rank in W-1
+exchanges; the next block is received while the caller computes on the current one. Results that belong to a block (its
+column statistics, its gradient) follow one exchange later in a `Carried`. It adds the part of each rank on the way and,
+after W exchanges, arrives at the rank that owns the block:
 
-    hop      0          1          2                     rank r holds, at hop k, the block of rank r-k
+    hop      0          1          2                     at hop k, rank r holds the block of rank r-k
     blocks   r          r-1        r-2
     carried  r   ->     r-1   ->   r-2   ->  home: r
 
-On several nodes of several ranks (a `NodeGroup`) the ring has two levels: a block goes round the ranks of a node while
-a copy of it is on its way to the next node, so the slow links have one transfer per round and as long as the round
-takes for it. What is carried for a block comes round each node, joins what came from the nodes before, and goes on.
+On several nodes with several ranks each (a `NodeGroup`) the ring has two levels. A block passes around the ranks of a
+node while a copy of it is sent to the next node. The slow links between nodes thus carry one transfer per round inside
+a node, which may take as long as that round. A `Carried` collects the parts of one node, adds them to those of the
+previous nodes, and is sent to the next node.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from megaclip.comm.groups import NodeGroup, RankGroup, resolve
 Tensors = tuple[Tensor, ...]
 Merge = Callable[[Tensors, Tensors], Tensors]
 
-# Gloo pairs messages by tag: blocks and what is carried for them are under way at the same time (NCCL goes by order).
+# Blocks and carried results are sent at the same time. Gloo matches messages by tag; NCCL matches them by order.
 _BLOCK_TAG = 0
 _CARRIED_TAG = 100
 
@@ -36,9 +37,12 @@ def circulate(
 ) -> Iterator[tuple[int, Tensors]]:
     """Yield (rank that owns the block, its tensors) W times, this rank's own block first.
 
-    block: tensors whose shapes and dtypes are the same on all ranks. The caller must not change what it is given: it is
-    being sent on. payload: the dtype that matrices travel in (vectors travel as they are); what arrives has its own
-    dtype again. None leaves all as they are.
+    The caller must not modify the tensors that it gets, because they are being sent to the next rank.
+
+    Args:
+        block: tensors whose shapes and dtypes are the same on all ranks.
+        payload: dtype in which matrices are sent; vectors are sent in their own dtype. Received tensors have their
+            original dtype again. None: every tensor is sent in its own dtype.
     """
     ranks = resolve(group)
     if not _has_two_levels(ranks):
@@ -54,7 +58,7 @@ def _has_two_levels(ranks: RankGroup) -> TypeGuard[NodeGroup]:
 
 
 def _circulate(block: Sequence[Tensor], ranks: RankGroup, payload: torch.dtype | None) -> Iterator[tuple[int, Tensors]]:
-    """One level of `circulate`."""
+    """Circulate over one level of the ring."""
     held: Tensors = tuple(tensor.contiguous() for tensor in block)
     for hop in range(ranks.size):
         exchange = _Exchange(held, ranks, _BLOCK_TAG, payload) if hop < ranks.size - 1 else None
@@ -64,10 +68,10 @@ def _circulate(block: Sequence[Tensor], ranks: RankGroup, payload: torch.dtype |
 
 
 class Carried:
-    """Tensors that travel one exchange behind the blocks of `circulate` and collect a part from every rank.
+    """Tensors that follow one exchange behind the blocks of `circulate` and collect a part from every rank.
 
-    merge(arrived, part) joins what came along with this rank's part; it may work in place on either. payload: as for
-    `circulate`; parts are merged in their own dtype.
+    merge(arrived, part) combines the received tensors with this rank's part; it may modify either in place.
+    payload: dtype in which matrices are sent, as for `circulate`. Parts are merged in their own dtype.
     """
 
     def __init__(self, merge: Merge, *, group: Any = None, payload: torch.dtype | None = None) -> None:
@@ -79,33 +83,33 @@ class Carried:
             self._route = _Route(merge, ranks, payload)
 
     def add(self, part: Tensors) -> None:
-        """This rank's part for the block it holds; call it once per hop. The part must not be used afterwards."""
+        """Add this rank's part for the block that it holds, once per hop. The caller must not use it afterwards."""
         self._route.add(part)
 
     def home(self) -> Tensors:
-        """After the last hop: the merged parts of all ranks for this rank's own block."""
+        """Return the merged parts of all ranks for this rank's own block. Call it once, after the last hop."""
         return self._route.home()
 
 
 class _Route:
-    """One level of `Carried`."""
+    """`Carried` over one level of the ring."""
 
     def __init__(self, merge: Merge, ranks: RankGroup, payload: torch.dtype | None) -> None:
         self._merge, self._ranks, self._payload = merge, ranks, payload
-        self._under_way: _Exchange | None = None
+        self._pending: _Exchange | None = None
 
     def add(self, part: Tensors) -> None:
-        if self._under_way is not None:
-            part = self._merge(self._under_way.wait(), part)
-        self._under_way = _Exchange(part, self._ranks, _CARRIED_TAG, self._payload)
+        if self._pending is not None:
+            part = self._merge(self._pending.wait(), part)
+        self._pending = _Exchange(part, self._ranks, _CARRIED_TAG, self._payload)
 
     def home(self) -> Tensors:
-        assert self._under_way is not None, "home() before the first add()"
-        return self._under_way.wait()
+        assert self._pending is not None, "home() was called before the first add()"
+        return self._pending.wait()
 
 
 class _TwoLevelRoute:
-    """`Carried` on several nodes: round after round inside the node, each added to what goes from node to node."""
+    """`Carried` over two levels: collect one round inside the node, then add it to the tensors sent between nodes."""
 
     def __init__(self, merge: Merge, ranks: NodeGroup, payload: torch.dtype | None) -> None:
         self._merge, self._ranks, self._payload = merge, ranks, payload
@@ -114,7 +118,7 @@ class _TwoLevelRoute:
         self._hops = 0
 
     def add(self, part: Tensors) -> None:
-        if self._hops == self._ranks.inner.size:  # only now: its last exchange had a tile's time to end
+        if self._hops == self._ranks.inner.size:  # not at the end of add: the last exchange runs during the next tile
             self._end_round()
         self._round.add(part)
         self._hops += 1
@@ -129,13 +133,16 @@ class _TwoLevelRoute:
 
 
 class _Exchange:
-    """Tensors on their way to the next rank, while the previous rank's arrive. A group of one hands its own back."""
+    """One exchange: send tensors to the next rank and receive those of the previous one.
+
+    In a group of one, `wait` returns the tensors themselves.
+    """
 
     def __init__(self, tensors: Tensors, ranks: RankGroup, tag: int, payload: torch.dtype | None) -> None:
         self._dtypes = tuple(tensor.dtype for tensor in tensors)
         if payload is not None and ranks.size > 1:
             tensors = tuple(tensor.to(payload) if tensor.dim() > 1 else tensor for tensor in tensors)
-        self._sent = tensors  # kept alive until they have left
+        self._sent = tensors  # keeps them alive until they have been sent
         if ranks.size == 1:
             self._received, self._works = tensors, []
             return

@@ -1,8 +1,9 @@
-"""Bytes that leave a rank, measured with DeepSpeed's comms logger.
+"""Bytes sent by a rank, measured with DeepSpeed's comms logger.
 
-The logger synchronises after every operation: never time with it. What it logs differs by operation (a whole input, one
-rank's shard, what is sent and received); here all become the bytes that this rank sends in the bandwidth-optimal
-algorithm: an all-reduce of n bytes is a reduce-scatter and an all-gather, 2 n (W-1)/W.
+The logger synchronises the device after every operation, so never measure time while it is on. It logs a different
+size for each operation: a whole input, one rank's shard, or bytes sent plus received. This module converts all of them
+to the bytes that one rank sends in the bandwidth-optimal algorithm. For example, an all-reduce of n bytes over W ranks
+is a reduce-scatter and an all-gather: 2 n (W-1)/W bytes.
 """
 
 from collections.abc import Callable
@@ -12,24 +13,24 @@ import deepspeed.comm as dist
 
 from megaclip.comm.groups import resolve
 
-# Bytes sent per byte logged, by operation, for W ranks.
+# Operation -> bytes sent per byte logged, as a function of the number of ranks W.
 _SENT: dict[str, Callable[[int], float]] = {
-    "batch_isend_irecv": lambda w: 0.5,  # logged: sent and received
-    "all_gather_into_tensor": lambda w: w - 1,  # logged: this rank's shard
-    "reduce_scatter_tensor": lambda w: (w - 1) / w,  # logged: the whole input
+    "batch_isend_irecv": lambda w: 0.5,  # logs bytes sent plus bytes received
+    "all_gather_into_tensor": lambda w: w - 1,  # logs this rank's shard
+    "reduce_scatter_tensor": lambda w: (w - 1) / w,  # logs the whole input
     "all_to_all_single": lambda w: (w - 1) / w,
     "all_reduce": lambda w: 2 * (w - 1) / w,
-    "broadcast": lambda w: (w - 1) / w,  # passed from rank to rank, the last one sends nothing: the mean
+    "broadcast": lambda w: (w - 1) / w,  # mean over ranks: a chain in which the last rank sends nothing
 }
 
 
 def bytes_sent(run: Callable[[], Any], *, group: Any = None) -> dict[str, float]:
-    """What this rank sends while `run()` runs, by operation of deepspeed.comm.
+    """Return the bytes that this rank sends while `run()` runs, by operation of deepspeed.comm.
 
-    Calls of torch.distributed that do not go through deepspeed.comm are not seen. Every rank must call it.
+    Every rank must call it. Calls of torch.distributed that do not go through deepspeed.comm are not counted.
 
     Raises:
-        ValueError: an operation was logged whose bytes this table cannot tell.
+        ValueError: an operation was logged that `_SENT` does not contain.
     """
     world_size = resolve(group).size
     dist.configure(enabled=True, prof_all=True)
@@ -42,6 +43,6 @@ def bytes_sent(run: Callable[[], Any], *, group: Any = None) -> dict[str, float]
     sent = {}
     for name, sizes in logged.items():
         if name not in _SENT:
-            raise ValueError(f"no rule says how many bytes {name!r} sends; add it to megaclip/comm/volume.py")
+            raise ValueError(f"the bytes that {name!r} sends are unknown; add it to _SENT in megaclip/comm/volume.py")
         sent[name] = _SENT[name](world_size) * sum(size * record[0] for size, record in sizes.items())
     return sent

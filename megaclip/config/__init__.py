@@ -1,12 +1,12 @@
-"""Everything that a run can be told: ds_config.json with its section "megaclip", and the command line.
+"""The settings of a run: ds_config.json with its section "megaclip", and the command line.
 
-training.py          ds_config.json read, checked and typed: `TrainingConfig`, `BatchPlan`
+training.py          reads and checks ds_config.json: `TrainingConfig`, `BatchPlan`
+ds_config.py         all accepted settings of ds_config.json, typed
 section.py           the section "megaclip"
-checks.py            which settings of ds_config.json are refused, and why
-deepspeed.py         types of DeepSpeed's own sections
-optimizers.py        supported optimizers and their parameters
+optimizers.py        the section "optimizer": supported optimizers and their parameters
+checks.py            the settings that are refused, each with the reason
 command_line.py      the flags of launch/train.py: `TrainArguments`
-open_clip_flags.py   open_clip's flags that launch/train.py does not take, and what replaces each
+open_clip_flags.py   open_clip's flags that launch/train.py does not accept, and what to use instead
 """
 
 from megaclip.config.command_line import TrainArguments, parse_arguments

@@ -1,323 +1,318 @@
-"""What ds_config.json may hold: every key that is unknown, misplaced or without effect is a `ConfigError`.
+"""Checks of ds_config.json: refuse every setting that is unknown, misplaced, without effect or contradicts another one.
 
-DeepSpeed accepts unknown top-level keys and ignores several known ones, so a typing mistake would pass silently. Every
-error here names the key and what to write instead; `megaclip.config` adds the file.
+DeepSpeed ignores unknown top-level keys and several known ones, so a typing mistake would pass silently. Every check
+raises `ConfigError` for the first mistake; `load_training_config` adds the path of the file.
 """
 
-import math
-from typing import Any, TypeVar
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any, NoReturn, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from megaclip.config.deepspeed import PlainValues, misread_value, section_models
-from megaclip.config.optimizers import OPTIMIZER_PARAMS, SUPPORTED_OPTIMIZERS, refusal
+from megaclip.config.ds_config import DsConfig
+from megaclip.config.optimizers import NEED_WHOLE_TENSORS, check_optimizer, params_model
 from megaclip.config.section import MegaclipSection
-from megaclip.errors import ConfigError, nearest
+from megaclip.errors import ConfigError, config_error, nearest
 from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.losses.settings import FastClipSettings
 
-_HONOURED_KEYS = {
-    "megaclip",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "optimizer",
-    "bf16",
-    "data_types",
-    "communication_data_type",
-    "zero_optimization",
-    "zero_force_ds_cpu_optimizer",
-    "zero_allow_untested_optimizer",
-    "activation_checkpointing",
-    "aio",
-    "comms_logger",
-    "flops_profiler",
-    "tensorboard",
-    "wandb",
-    "csv_monitor",
-    "comet",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "disable_python_gc",
-    "log_level",
-    "timers",
+_REQUIRED = {
+    "gradient_clipping": "write a number, or 0.0 for no clipping: left out, DeepSpeed would clip at 1.0",
+    "optimizer": 'write one, for example {"type": "AdamW", "params": {"lr": 0.001}}',
 }
 
-_REFUSED_KEYS = {
+_REFUSED = {
     "scheduler": "the schedule is set on the command line: --lr-scheduler, --warmup, --epochs",
-    "fp16": "float16 needs a loss scale that the gradient cache does not carry; use bf16",
-    "amp": "use bf16",
-    "torch_autocast": "use bf16",
+    "fp16": "float16 needs a loss scale, which the gradient cache does not have; use bf16",
+    "amp": "mixed precision is set by bf16; use bf16",
+    "torch_autocast": "mixed precision is set by bf16; use bf16",
     "pipeline": "pipeline parallelism is not supported; use ZeRO-3",
     "prescale_gradients": "it changes the gradient scale under ZeRO; leave it out",
     "gradient_predivide_factor": "it changes the gradient scale under ZeRO; leave it out",
-    "gradient_allreduce_op": "gradients are averaged over ranks; leave it out",
+    "gradient_allreduce_op": "gradients are always averaged over ranks; leave it out",
     "managed_gradient_accumulation": "the gradient cache relies on DeepSpeed's own accumulation; leave it out",
     "sparse_gradients": "it has no effect here; leave it out",
-    "dataloader_drop_last": "the data order is MegaCLIP's own and never drops a sample; leave it out",
-    "tensor_parallel": "tensor parallelism is not supported in this version; use ZeRO-3",
-    "expert_parallel": "there are no experts in a CLIP model; leave it out",
+    "dataloader_drop_last": "MegaCLIP has its own data order, which never drops a sample; leave it out",
+    "tensor_parallel": "it is DeepSpeed's AutoTP; use megaclip.tensor_parallel_size",
+    "expert_parallel": "CLIP models have no experts; leave it out",
     "elasticity": "elastic batch sizes would change the contrastive batch; leave it out",
-    "autotuning": "set the batch sizes directly",
+    "autotuning": "it is not supported; set the batch sizes directly",
     "hybrid_engine": "it is for text generation; leave it out",
-    "data_efficiency": "the data order is MegaCLIP's own; leave it out",
-    "curriculum_learning": "use --shard-order sequential with shards in curriculum order",
+    "data_efficiency": "MegaCLIP has its own data order; leave it out",
+    "curriculum_learning": "it is not supported; use --shard-order sequential with shards in curriculum order",
     "compression_training": "it is not supported; leave it out",
     "weight_quantization": "it is not supported; leave it out",
-    "checkpoint": "MegaCLIP writes and finds its checkpoints itself: --logs, --name, --resume",
-    "compile": "it is not supported in this version; leave it out",
+    "checkpoint": "MegaCLIP writes and finds its checkpoints itself; use --logs, --name and --resume",
+    "compile": "it is not supported in this version; use megaclip.compile_blocks",
+    "activation_checkpointing.partition_activations": "activations are checkpointed by PyTorch; leave it out",
+    "activation_checkpointing.contiguous_memory_optimization": "activations are checkpointed by PyTorch; leave it out",
+    "activation_checkpointing.number_checkpoints": "every transformer block is one checkpoint; leave it out",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "it has no effect here; leave it out",
+    "activation_checkpointing.profile": "it has no effect here; leave it out",
+    "zero_optimization.elastic_checkpoint": "such checkpoints cannot be resumed on another number of ranks, all others "
+    "can; leave it out",
+    "zero_optimization.round_robin_gradients": "DeepSpeed's checkpoints do not record the order of weights that it "
+    "produces; leave it out",
+    "zero_optimization.legacy_stage1": "DeepSpeed no longer has it; leave it out",
+    "zero_optimization.zenflow": "it delays parts of the update, so the result would differ from training in one "
+    "process; leave it out",
+    "zero_optimization.cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory in offload_optimizer and offload_param",
+    "zero_optimization.stage3_module_granularity_threshold": "whole transformer blocks are gathered already; leave it "
+    "out",
+    "zero_optimization.offload_optimizer.super_offload": "it is not supported in this version; leave it out",
 }
+"""Setting of DeepSpeed's -> why it is refused and what to do. It is accepted where it is switched off."""
 
-_ACTIVATION_CHECKPOINTING_KEYS = {"cpu_checkpointing"}
-_REFUSED_ACTIVATION_CHECKPOINTING_KEYS = {
-    "partition_activations": "it needs tensor parallelism",
-    "contiguous_memory_optimization": "it needs partitioned activations, hence tensor parallelism",
-    "number_checkpoints": "every transformer block is one checkpoint",
-    "synchronize_checkpoint_boundary": "it has no effect here",
-    "profile": "it has no effect here",
-}
-_REFUSED_ZERO_KEYS = {
-    "elastic_checkpoint": "its files cannot be divided among another number of ranks; others can, so leave it out",
-    "round_robin_gradients": "DeepSpeed loses track of which weights lie where in its checkpoints; leave it out",
-    "legacy_stage1": "DeepSpeed no longer has it; leave it out",
-    "zenflow": "it puts off parts of the update, so training would not be that of one process; leave it out",
-    "cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
-    "cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
-    "cpu_offload_use_pin_memory": "write pin_memory in offload_optimizer and offload_param",
-    "stage3_module_granularity_threshold": "whole transformer blocks are gathered already; leave it out",
-}
+_SWITCHES = (
+    "activation_checkpointing.cpu_checkpointing",
+    "zero_allow_untested_optimizer",
+    "zero_optimization.compute_grad_norm",
+)
+"""Settings that must be true or false, like every setting named "enabled"."""
 
-Section = TypeVar("Section", bound=BaseModel)
+_MONITOR_PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
 
 
-def checked_section(config: dict[str, Any]) -> MegaclipSection:
-    """Check the whole of ds_config.json; returns its section "megaclip". Raises ConfigError for the first mistake."""
-    _check_top_level(config)
-    for name in ("zero_optimization", "activation_checkpointing"):
-        _check_is_object(name, config.get(name, {}))
-    if problem := misread_value(config):
-        raise ConfigError(problem)
-    _check_batch_numbers(config)
-    _check_optimizer(config)
-    _check_zero(config)
-    _check_sections(config)
-    _check_precision(config)
-    _check_activation_checkpointing(config)
-    section = _parse_section(config.get("megaclip", {}))
-    _check_stage(section, config.get("zero_optimization", {}))
-    return section
-
-
-def _is_switched_off(value: Any) -> bool:
-    return value is False or (isinstance(value, dict) and value.get("enabled") is False)
-
-
-def _check_top_level(config: dict[str, Any]) -> None:
-    for key, value in config.items():
-        if key in _HONOURED_KEYS or (key in _REFUSED_KEYS and _is_switched_off(value)):
-            continue
-        if key in _REFUSED_KEYS:
-            raise ConfigError(f"{key!r} cannot be used: {_REFUSED_KEYS[key]}")
-        if key in MegaclipSection.model_fields:
-            raise ConfigError(f"{key!r} is misplaced: it belongs in the section 'megaclip'")
-        raise ConfigError(f"unknown key {key!r}{nearest(key, _HONOURED_KEYS)}")
-
-
-def _check_batch_numbers(config: dict[str, Any]) -> None:
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        value = config.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{key} must be a positive whole number, not {value!r}")
-    clipping = config.get("gradient_clipping")
-    if isinstance(clipping, bool) or not isinstance(clipping, int | float) or not 0 <= clipping < math.inf:
-        raise ConfigError(
-            "write gradient_clipping as a number (0.0 turns it off): left out, DeepSpeed would clip at 1.0"
-        )
-
-
-def _check_optimizer(config: dict[str, Any]) -> None:
-    optimizer = config.get("optimizer")
-    if not isinstance(optimizer, dict) or "type" not in optimizer:
-        raise ConfigError('an optimizer is needed, for example {"type": "AdamW", "params": {"lr": 0.001}}')
-    _check_keys("optimizer", optimizer, {"type", "params"})
-    zero = config.get("zero_optimization", {})
-    params = optimizer.get("params")
-    if not isinstance(optimizer["type"], str):
-        raise ConfigError(f"optimizer.type must be one of {', '.join(SUPPORTED_OPTIMIZERS)}, not {optimizer['type']!r}")
-    untested = config.get("zero_allow_untested_optimizer", False) is not False
-    known_params = params if isinstance(params, dict) else {}
-    if reason := refusal(optimizer["type"], known_params, zero.get("stage", 0), untested, "offload_optimizer" in zero):
-        raise ConfigError(reason)
-    if optimizer["type"] not in SUPPORTED_OPTIMIZERS:
-        hint = nearest(optimizer["type"], set(SUPPORTED_OPTIMIZERS))
-        raise ConfigError(f"optimizer.type {optimizer['type']!r} is not one of {', '.join(SUPPORTED_OPTIMIZERS)}{hint}")
-    rate = params.get("lr") if isinstance(params, dict) else None
-    if isinstance(rate, bool) or not isinstance(rate, int | float) or rate <= 0:
-        raise ConfigError(f"optimizer.params.lr must be a positive number (the peak learning rate), not {rate!r}")
-    _parse("optimizer.params", params, OPTIMIZER_PARAMS[optimizer["type"]])
-
-
-def _check_zero(config: dict[str, Any]) -> None:
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    for key in zero:
-        if stage != 3 and (key.startswith("stage3_") or key == "offload_param"):
-            raise ConfigError(f"zero_optimization.{key} has no effect at stage {stage}; it needs stage 3")
-        if key in _REFUSED_ZERO_KEYS and zero[key]:
-            raise ConfigError(f"zero_optimization.{key} cannot be used: {_REFUSED_ZERO_KEYS[key]}")
-        if stage == 0 and key == "offload_optimizer":
-            raise ConfigError("zero_optimization.offload_optimizer needs stage 1, 2 or 3")
-        if key in ("offload_optimizer", "offload_param"):
-            _check_offload_to_disk(stage, key, zero[key])
-    offload = zero.get("offload_optimizer")
-    if isinstance(offload, dict) and offload.get("super_offload"):
-        raise ConfigError(
-            "zero_optimization.offload_optimizer.super_offload is not supported in this version; leave it out"
-        )
-    divided = isinstance(offload, dict) and offload.get("ratio", 1) != 1
-    if divided and config["optimizer"]["params"].get("torch_adam"):
-        raise ConfigError(
-            "zero_optimization.offload_optimizer.ratio is for DeepSpeed's own Adam; leave it or "
-            "optimizer.params.torch_adam out"
-        )
-    if zero.get("compute_grad_norm") is False:
-        raise ConfigError(
-            "zero_optimization.compute_grad_norm cannot be off: an update with a gradient of NaN is "
-            "refused by its norm; leave it out"
-        )
-
-
-def _check_sections(config: dict[str, Any]) -> None:
-    _parse("", {key: config[key] for key in PlainValues.model_fields if key in config}, PlainValues)
-    for name, model in section_models().items():
-        _parse(name, config.get(name, {}), model)
-
-
-def _check_offload_to_disk(stage: Any, key: str, section: Any) -> None:
-    if not isinstance(section, dict) or section.get("device") != "nvme":
-        return
-    if stage != 3:
-        raise ConfigError(
-            f'zero_optimization.{key}.device "nvme" needs stage 3: at stage {stage} DeepSpeed takes it for '
-            '"cpu"; write that, or use stage 3'
-        )
-    if not section.get("nvme_path"):
-        raise ConfigError(f'zero_optimization.{key}.device "nvme" needs an nvme_path, a folder on that disk')
-
-
-def _check_precision(config: dict[str, Any]) -> None:
-    """Refuse sums of gradients in a dtype that gradients do not have, and two combinations in which DeepSpeed 0.19
-    computes something else than asked (measured, see the tests)."""
-    bf16 = config.get("bf16", {}).get("enabled", False)
-    dtypes = (None, "fp32", "bf16") if bf16 else (None, "fp32")
-    if (accumulate := config.get("data_types", {}).get("grad_accum_dtype")) not in dtypes:
-        raise ConfigError(
-            f"data_types.grad_accum_dtype {accumulate!r} cannot be used: gradients are "
-            f"{'bfloat16: fp32 or bf16' if bf16 else 'float32 without bf16.enabled; leave it out'}"
-        )
-    if not bf16:
-        return
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    offload = config.get("zero_optimization", {}).get("offload_optimizer")
-    if stage == 0:
-        raise ConfigError(
-            "bf16 needs zero_optimization.stage 1, 2 or 3 (on one GPU too): DeepSpeed's stage 0 rescales bf16 "
-            "gradients before the optimizer sees them"
-        )
-    if stage == 1 and accumulate == "fp32" and not offload:
-        raise ConfigError(
-            "data_types.grad_accum_dtype fp32 with bf16 needs zero_optimization.stage 2 or 3: at stage 1 "
-            "DeepSpeed reports, and clips by, a wrong gradient norm in the first step; "
-            "megaclip.coalesce_gradient_reduction without it accumulates in float32, too"
-        )
-
-
-def _check_activation_checkpointing(config: dict[str, Any]) -> None:
-    section = config.get("activation_checkpointing", {})
-    for key, value in section.items():
-        if key in _REFUSED_ACTIVATION_CHECKPOINTING_KEYS and value:
-            reason = _REFUSED_ACTIVATION_CHECKPOINTING_KEYS[key]
-            raise ConfigError(f"activation_checkpointing.{key} cannot be used: {reason}")
-    known = _ACTIVATION_CHECKPOINTING_KEYS | set(_REFUSED_ACTIVATION_CHECKPOINTING_KEYS)
-    _check_keys("activation_checkpointing", section, known)
-
-
-def _parse_section(section: Any) -> MegaclipSection:
-    if isinstance(section, dict) and "fastclip" in section:
-        _check_keys("megaclip.fastclip", section["fastclip"], set(FastClipSettings.model_fields))
-    parsed = _parse("megaclip", section, MegaclipSection)
-    _check_fastclip(parsed)
+def check_ds_config(config: dict[str, Any]) -> DsConfig:
+    """Return the contents of ds_config.json, typed. Raises ConfigError for the first mistake."""
+    fields: dict[str, FieldInfo] = {}
+    values: dict[str, Any] = {}
+    for setting, value, field in _settings("", config, DsConfig):
+        fields[setting], values[setting] = field, value
+    for setting, cure in _REQUIRED.items():
+        if setting not in values:
+            raise ConfigError(f"{setting} is missing; {cure}")
+    _check_no_auto(values, fields)
+    _check_values_that_deepspeed_misreads(values)
+    try:
+        parsed = DsConfig.model_validate(config)
+    except ValidationError as error:
+        raise config_error(error) from None
+    _check_monitors(parsed)
+    check_optimizer(
+        parsed.optimizer,
+        zero_stage=int(parsed.zero_optimization.stage),
+        allow_untested=parsed.zero_allow_untested_optimizer,
+        offload="zero_optimization.offload_optimizer" in values,
+    )
+    _check_zero(parsed, values)
+    _check_precision(parsed, values)
+    _check_megaclip(parsed)
+    _check_tensor_parallel(parsed)
+    _check_fastclip(parsed.megaclip)
     return parsed
 
 
-def _check_stage(section: MegaclipSection, zero: dict[str, Any]) -> None:
-    """Refuse our settings that this ZeRO stage cannot honour, and one of its own that goes with one of ours only."""
-    stage = zero.get("stage", 0)
-    if stage == 1 and zero.get("overlap_comm") and not section.coalesce_gradient_reduction:
+def _settings(path: str, section: Any, model: type[BaseModel]) -> Iterator[tuple[str, Any, FieldInfo]]:
+    """Yield (dotted name, value, field) of every setting in `section` and its sub-sections.
+
+    path: dotted name of the section, "" for the whole file. model: its accepted settings. Raises ConfigError for keys
+    that are refused, misplaced or unknown.
+    """
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path} is {section!r}; write a JSON object")
+    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+    for key, value in section.items():
+        setting = f"{path}.{key}" if path else key
+        if setting in _REFUSED:
+            if not _is_switched_off(setting, value):
+                raise ConfigError(f"{setting} cannot be used: {_REFUSED[setting]}")
+            if key not in fields:
+                continue
+        if key not in fields:
+            _refuse_unknown(setting, key, set(fields))
+        yield setting, value, fields[key]
+        kinds = (fields[key].annotation, *get_args(fields[key].annotation))
+        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if setting == "optimizer.params":
+            inner = params_model(section.get("type"))
+        if inner is not None and not (value is None and type(None) in kinds):
+            yield from _settings(setting, value, inner)
+
+
+def _is_switched_off(setting: str, value: Any) -> bool:
+    if "." in setting:
+        return not value  # inside a section DeepSpeed takes null, 0 and {} for "off" too
+    return value is False or (isinstance(value, dict) and value.get("enabled") is False)
+
+
+def _refuse_unknown(setting: str, key: str, known: set[str]) -> NoReturn:
+    if key in MegaclipSection.model_fields:
+        raise ConfigError(f"{setting} is misplaced; write it in the section megaclip")
+    if key in DsConfig.model_fields:
+        raise ConfigError(f"{setting} is misplaced; write it at the top level")
+    raise ConfigError(f"unknown key {setting}{nearest(key, known)}")
+
+
+def _check_no_auto(values: dict[str, Any], fields: dict[str, FieldInfo]) -> None:
+    """Refuse "auto" outside our section: DeepSpeed ignores such settings, Hugging Face's trainer would fill them in."""
+    named = []
+    for setting, value in values.items():
+        if setting.startswith("megaclip.") or not (value == "auto" or (isinstance(value, list) and "auto" in value)):
+            continue
+        default = None if fields[setting].is_required() else fields[setting].default
+        shown = "" if default is None else f" (the default is {json.dumps(default, default=str)})"
+        named.append(setting + shown)
+    if named:
+        raise ConfigError(f'"auto" is only for Hugging Face\'s trainer; write a value for {", ".join(named)}')
+
+
+def _check_values_that_deepspeed_misreads(values: dict[str, Any]) -> None:
+    """Refuse switches that are not true or false (DeepSpeed may take "false" for true) and unknown ZeRO stages."""
+    for setting, value in values.items():
+        if (setting in _SWITCHES or setting.endswith(".enabled")) and not isinstance(value, bool):
+            raise ConfigError(f"{setting} is {value!r}; write true or false")
+    stage = values.get("zero_optimization.stage", 0)
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):
+        raise ConfigError(f"zero_optimization.stage is {stage!r}; write 0, 1, 2 or 3")
+    if values.get("zero_optimization.compute_grad_norm") is False:
         raise ConfigError(
-            "zero_optimization.overlap_comm at stage 1 needs megaclip.coalesce_gradient_reduction: where gradients of "
-            "several chunks add up, DeepSpeed 0.19 reduces wrong sums without it; leave it out, or use stage 2"
+            "zero_optimization.compute_grad_norm cannot be false: the norm shows gradients of NaN; leave it out"
         )
-    if section.coalesce_gradient_reduction and stage == 0:
-        raise ConfigError("megaclip.coalesce_gradient_reduction needs zero_optimization.stage 1, 2 or 3")
-    if section.compile_blocks and stage == 3:
+
+
+def _check_monitors(config: DsConfig) -> None:
+    """Refuse monitors that DeepSpeed would fail to start, but only after every rank has started."""
+    for monitor, package in _MONITOR_PACKAGES.items():
+        if getattr(config, monitor).enabled and not _is_installed(package):
+            raise ConfigError(
+                f"{monitor}.enabled requires the package {package}, which is not installed; run  pip install {package}"
+            )
+    if config.tensorboard.enabled and not config.tensorboard.output_path:
         raise ConfigError(
-            "megaclip.compile_blocks cannot be used at zero_optimization.stage 3, whose hooks gather the parameters "
+            "tensorboard.enabled is not required: a run writes TensorBoard files to the folder tensorboard/ of its own "
+            "folder; leave it out, or set tensorboard.output_path to the folder of a second copy"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None  # a plain folder of that name, such as wandb's, has no origin
+
+
+def _check_zero(config: DsConfig, values: dict[str, Any]) -> None:
+    """Refuse settings of zero_optimization that its stage or the optimizer does not use."""
+    zero = config.zero_optimization
+    for setting in values:
+        if zero.stage != 3 and setting.startswith(("zero_optimization.stage3_", "zero_optimization.offload_param")):
+            raise ConfigError(
+                f"{setting} has no effect at zero_optimization.stage {zero.stage}; use stage 3, or leave it out"
+            )
+    if zero.stage == 0 and "zero_optimization.offload_optimizer" in values:
+        raise ConfigError("zero_optimization.offload_optimizer has no effect at stage 0; use stage 1, 2 or 3")
+    for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        setting = f"zero_optimization.{name}"
+        if section is None or section.device != "nvme":
+            continue
+        if zero.stage != 3:
+            raise ConfigError(
+                f'{setting}.device is "nvme", which DeepSpeed replaces by "cpu" at stage {zero.stage}; write "cpu", or '
+                "use zero_optimization.stage 3"
+            )
+        if not values.get(f"{setting}.nvme_path"):
+            raise ConfigError(f'{setting}.device "nvme" requires {setting}.nvme_path; set it to a folder on that disk')
+    params = config.optimizer.params
+    if zero.offload_optimizer and zero.offload_optimizer.ratio != 1 and getattr(params, "torch_adam", False):
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.ratio requires DeepSpeed's own Adam; leave it or "
+            "optimizer.params.torch_adam out"
+        )
+
+
+def _check_precision(config: DsConfig, values: dict[str, Any]) -> None:
+    """Refuse bfloat16 sums of float32 gradients, and two settings with which DeepSpeed 0.19 computes something else.
+
+    tests/distributed/test_engine_guards.py measures these two.
+    """
+    accumulate, stage = config.data_types.grad_accum_dtype, config.zero_optimization.stage
+    if not config.bf16.enabled:
+        if accumulate == "bf16":
+            raise ConfigError(
+                "data_types.grad_accum_dtype is 'bf16', but gradients are float32 without bf16.enabled; leave it out"
+            )
+        return
+    if stage == 0:
+        raise ConfigError(
+            "bf16.enabled requires zero_optimization.stage 1, 2 or 3, on one GPU too: at stage 0 DeepSpeed rescales "
+            "bf16 gradients before the optimizer receives them"
+        )
+    if stage == 1 and accumulate == "fp32" and not values.get("zero_optimization.offload_optimizer"):
+        raise ConfigError(
+            "data_types.grad_accum_dtype 'fp32' with bf16 requires zero_optimization.stage 2 or 3: at stage 1 "
+            "DeepSpeed reports and clips by a wrong gradient norm in the first step; use another stage, or "
+            "megaclip.coalesce_gradient_reduction alone, which accumulates in float32 too"
+        )
+
+
+def _check_megaclip(config: DsConfig) -> None:
+    """Refuse settings of our section that the ZeRO stage cannot honour, and overlap_comm where it requires one."""
+    section, zero = config.megaclip, config.zero_optimization
+    if zero.stage == 1 and zero.overlap_comm and not section.coalesce_gradient_reduction:
+        raise ConfigError(
+            "zero_optimization.overlap_comm at stage 1 requires megaclip.coalesce_gradient_reduction: without it "
+            "DeepSpeed 0.19 reduces wrong sums of the gradients of several chunks; leave it out, or use stage 2"
+        )
+    if section.coalesce_gradient_reduction and zero.stage == 0:
+        raise ConfigError("megaclip.coalesce_gradient_reduction has no effect at stage 0; use ZeRO stage 1, 2 or 3")
+    if section.compile_blocks and zero.stage == 3:
+        raise ConfigError(
+            "megaclip.compile_blocks cannot be used at zero_optimization.stage 3, where DeepSpeed gathers parameters "
             "inside every block; use stage 1 or 2"
         )
 
 
+def _check_tensor_parallel(config: DsConfig) -> None:
+    """Refuse what is wrong, or has not been measured, with tensor parallelism."""
+    size, zero = config.megaclip.tensor_parallel_size, config.zero_optimization
+    if size == 1:
+        return
+    setting = f"megaclip.tensor_parallel_size {size}"
+    optimizer = config.optimizer.type
+    if optimizer in NEED_WHOLE_TENSORS:
+        raise ConfigError(
+            f"optimizer.type {optimizer} cannot be used with {setting}: {optimizer} {NEED_WHOLE_TENSORS[optimizer]}, "
+            "and each rank has only parts of them; use AdamW"
+        )
+    groups_of_all_ranks = {
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+    }
+    for name, is_on in groups_of_all_ranks.items():
+        if is_on:
+            raise ConfigError(
+                f"zero_optimization.{name} cannot be used with {setting}: DeepSpeed forms its groups from consecutive "
+                "ranks, which hold different parts of the model; leave it out"
+            )
+    if config.megaclip.compile_blocks:
+        raise ConfigError(
+            f"megaclip.compile_blocks cannot be used with {setting}: torch.compile does not trace Megatron-core's "
+            "asynchronous all-reduce; leave it out"
+        )
+
+
 def _check_fastclip(section: MegaclipSection) -> None:
-    """Refuse settings of the global losses that the chosen loss would ignore, and bounds that contradict."""
-    given, settings = section.fastclip.model_fields_set, section.fastclip
+    """Refuse settings of the global losses that the chosen loss ignores."""
+    settings, given = section.fastclip, section.fastclip.model_fields_set
+    no_effect = f"has no effect with megaclip.loss {section.loss!r}; leave it out"
     variant = VARIANTS.get(section.loss)
     if variant is None:
         if given:
-            raise ConfigError(f"megaclip.fastclip has no effect with megaclip.loss {section.loss!r}")
+            raise ConfigError(f"megaclip.fastclip {no_effect}")
         return
     for key in sorted(given):
         learning = key in ("temperature_learning_rate", "temperature_schedule", "temperature_betas", "temperature_eps")
         if (learning and variant.temperature == "constant") or (key == "rho" and not variant.with_rho):
-            raise ConfigError(f"megaclip.fastclip.{key} has no effect with megaclip.loss {section.loss!r}")
+            raise ConfigError(f"megaclip.fastclip.{key} {no_effect}")
     schedule = variant.gamma_schedule if settings.gamma_schedule == "auto" else settings.gamma_schedule
     if schedule == "constant":
         for key in sorted(given & {"gamma_epochs", "gamma_per"}):
-            raise ConfigError(f"megaclip.fastclip.{key} has no effect with a constant gamma")
+            raise ConfigError(f"megaclip.fastclip.{key} has no effect with a constant gamma; leave it out")
     if variant.individual and settings.temperature_schedule == "threshold":
         raise ConfigError(
-            "megaclip.fastclip.temperature_schedule threshold needs one global temperature (fastclip_v0, v3)"
+            "megaclip.fastclip.temperature_schedule 'threshold' requires a loss with one global temperature; use "
+            "fastclip_v0 or fastclip_v3, or another schedule"
         )
-    if not settings.temperature_min <= settings.temperature <= settings.temperature_max:
-        raise ConfigError(
-            "megaclip.fastclip.temperature must lie between temperature_min and temperature_max, got "
-            f"{settings.temperature} for {settings.temperature_min} to {settings.temperature_max}"
-        )
-
-
-def _check_is_object(name: str, section: Any) -> None:
-    if not isinstance(section, dict):
-        raise ConfigError(f"{name} must be a JSON object, not {section!r}")
-
-
-def _check_keys(name: str, section: Any, known: set[str]) -> None:
-    _check_is_object(name, section)
-    for key in section:
-        if key in known:
-            continue
-        if key in _HONOURED_KEYS:
-            raise ConfigError(f"{name}.{key} is misplaced: it belongs at the top level")
-        raise ConfigError(f"unknown key {name}.{key}{nearest(key, known)}")
-
-
-def _parse(name: str, section: Any, model: type[Section]) -> Section:
-    """The section `name` ("" is the top level), checked by `model`; ConfigError for the first key or value at fault."""
-    _check_keys(name, section, {field.alias or key for key, field in model.model_fields.items()})
-    try:
-        return model(**section)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(filter(None, [name, *map(str, problem["loc"])]))
-        raise ConfigError(f"{key}: {problem['msg']}, got {problem['input']!r}") from None

@@ -1,17 +1,17 @@
 """The command line of launch/train.py: data, model, schedule, evaluation and paths.
 
-Flags carry open_clip's names where open_clip has the flag. What DeepSpeed owns (batches, precision, optimizer, ZeRO)
-is set in ds_config.json alone; open_clip's other flags are refused with what to write instead (`open_clip_flags.py`).
+Flags have open_clip's names if open_clip has such a flag. The other flags of open_clip are refused, and the message
+names the replacement (`open_clip_flags.py`). Batches, precision, optimizer and ZeRO are set in ds_config.json only.
 """
 
 import argparse
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
+from typing import Annotated, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
-from megaclip.errors import ConfigError, nearest
+from megaclip.errors import ConfigError, config_error, nearest
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -23,147 +23,177 @@ class TrainArguments(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     deepspeed_config: str = Field(
-        description="ds_config.json: batch, precision, optimizer, ZeRO, and section 'megaclip'"
+        description="path of ds_config.json: batch, precision, optimizer, ZeRO and the section 'megaclip'"
     )
-    model: str = Field(description="preset name (ViT-B-32, ...) or the path of a model JSON in open_clip's schema")
+    model: str = Field(description="name of a preset (such as ViT-B-32) or path of a model JSON in open_clip's schema")
     train_data: list[str] = Field(
         min_length=1,
-        description="training data: tar shards with brace patterns or globs, parquet, CSV, JSON lines, image folders, "
-        "saved or hub datasets; several make a mixture",
+        description="training data: tar shards (as brace patterns or globs), parquet, CSV, JSON lines, image folders, "
+        "saved or hub datasets; several entries make a mixture",
     )
     train_data_weights: list[Annotated[float, Field(gt=0)]] = Field(
         default=[], description="mixture weights, one per --train-data entry (default: by size)"
     )
     dataset_type: Literal["auto", "webdataset", "parquet", "csv", "json", "imagefolder", "saved", "hub"] = Field(
-        default="auto", description="how to read --train-data and --val-data, 'auto' by their names"
+        default="auto", description="format of --train-data and --val-data; 'auto' recognises it by their names"
     )
-    image_key: str | None = Field(default=None, description="column or extension of the image")
-    caption_key: str | None = Field(default=None, description="column or extension of the caption")
+    image_key: str | None = Field(default=None, description="column or extension of the images")
+    caption_key: str | None = Field(default=None, description="column or extension of the captions")
     val_data: list[str] = Field(default=[], description="held-out image-text pairs for retrieval")
     group_captions: bool = Field(default=False, description="--val-data has several captions per image (COCO, Flickr)")
     zeroshot_data: str | None = Field(
         default=None,
-        description="labelled images for zero-shot classification: a folder with a folder per class, or "
+        description="labelled images for zero-shot classification: a folder with one folder per class, or "
         "CLIP_benchmark's layout (tar shards with .cls files, classnames.txt, templates)",
     )
     tokenizer: str | None = Field(
         default=None,
-        description="'clip', or the path of a sentencepiece model (default: what the card of --pretrained or --model "
-        "says, else clip; the --image flags likewise, else OpenAI's)",
+        description="'clip' or path of a sentencepiece model (default: the tokenizer in the model card of --pretrained "
+        "or --model, if there is one, otherwise 'clip')",
     )
-    workers: NotNegative = Field(default=4, description="data worker processes per rank")
+    workers: NotNegative = Field(default=4, description="number of data worker processes per rank")
     shard_order: Literal["shuffled", "sequential"] = Field(
         default="shuffled",
-        description="order of the shards; 'sequential' visits them as given (curricula), shuffled within each",
+        description="order of the shards; 'sequential' keeps the given order (for curricula) and shuffles within each",
     )
     data_offload_dir: str | None = Field(
-        default=None, description="where megaclip.data_offload puts a step's images on disk (default: the run's folder)"
+        default=None,
+        description="folder for the images that megaclip.data_offload keeps on disk (default: the run's folder)",
     )
     max_bad_fraction: float = Field(
-        default=0.01, ge=0, le=1, description="stop when more than this fraction of the samples cannot be read"
+        default=0.01, ge=0, le=1, description="stop above this fraction of unreadable samples"
     )
     aug_scale: tuple[float, float] = Field(
-        default=(0.9, 1.0), description="area range of the random resized crop, as two numbers"
+        default=(0.9, 1.0),
+        description="smallest and largest area of the random resized crop, as fractions of the image",
     )
-    image_mean: tuple[float, float, float] | None = Field(default=None, description="channel means of the pixels")
+    image_mean: tuple[float, float, float] | None = Field(
+        default=None, description="channel means of the pixels (default: as in the model card, otherwise OpenAI's)"
+    )
     image_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = Field(
-        default=None, description="channel deviations of the pixels"
+        default=None, description="channel standard deviations of the pixels (default: as for --image-mean)"
     )
     image_interpolation: Literal["bicubic", "bilinear"] | None = Field(
-        default=None, description="how images are resized: bicubic or bilinear"
+        default=None,
+        description="interpolation when images are resized: bicubic or bilinear (default: as for --image-mean)",
     )
     image_resize_mode: Literal["shortest", "squash"] | None = Field(
-        default=None, description="evaluation: shortest (resize the shorter side, crop the centre) or squash"
+        default=None,
+        description="resizing in evaluation: shortest (resize the shorter side, then crop the centre) or squash "
+        "(default: as for --image-mean)",
     )
 
-    pretrained: str | None = Field(default=None, description="start from these weights: open_clip file or directory")
+    pretrained: str | None = Field(default=None, description="initial weights: an open_clip file or folder")
     lock_image: bool = Field(default=False, description="freeze the image tower")
-    lock_image_unlocked_groups: NotNegative = Field(default=0, description="leave the last n layer groups unfrozen")
+    lock_image_unlocked_groups: NotNegative = Field(default=0, description="number of last layer groups to train")
     lock_text: bool = Field(default=False, description="freeze the text tower")
-    lock_text_unlocked_layers: NotNegative = Field(default=0, description="leave the last n layers unfrozen")
+    lock_text_unlocked_layers: NotNegative = Field(default=0, description="number of last layers to train")
     force_patch_dropout: float | None = Field(
-        default=None, ge=0, lt=1, description="override the model's patch dropout"
+        default=None, ge=0, lt=1, description="patch dropout, instead of the model's"
     )
-    logit_scale_max: float = Field(default=100.0, ge=1, description="upper bound of exp(logit_scale); 1 is the lower")
+    logit_scale_max: float = Field(default=100.0, ge=1, description="upper bound of exp(logit_scale), at least 1")
 
     epochs: Positive | None = Field(default=None, description="passes over the training data (default 32)")
-    train_steps: Positive | None = Field(default=None, description="optimizer steps, instead of --epochs")
+    train_steps: Positive | None = Field(default=None, description="number of optimizer steps, instead of --epochs")
     warmup: NotNegative | None = Field(
-        default=None, description="warm-up steps (default: 10000, or a tenth of the run's steps if that is less)"
+        default=None,
+        description="number of warm-up steps (default: 10000, or a tenth of the run's steps if that is less)",
     )
-    lr_scheduler: Literal["cosine", "const", "const-cooldown"] = Field(default="cosine", description="schedule")
-    epochs_cooldown: Positive | None = Field(default=None, description="const-cooldown: epochs of cooldown at the end")
-    cooldown_steps: Positive | None = Field(default=None, description="const-cooldown: steps of cooldown at the end")
-    lr_cooldown_power: float = Field(default=1.0, gt=0, description="const-cooldown: power of the polynomial decay")
-    lr_cooldown_end: float = Field(default=0.0, ge=0, description="const-cooldown: learning rate at the end")
+    lr_scheduler: Literal["cosine", "const", "const-cooldown"] = Field(
+        default="cosine", description="learning rate schedule"
+    )
+    epochs_cooldown: Positive | None = Field(default=None, description="epochs of cooldown at the end (const-cooldown)")
+    cooldown_steps: Positive | None = Field(default=None, description="steps of cooldown at the end (const-cooldown)")
+    lr_cooldown_power: float = Field(default=1.0, gt=0, description="power of the decay (const-cooldown)")
+    lr_cooldown_end: float = Field(default=0.0, ge=0, description="last learning rate (const-cooldown)")
     seed: NotNegative = Field(default=0, description="seed of the data order, augmentation, initialisation and dropout")
 
-    logs: str = Field(default="runs", description="folder that holds the runs")
+    logs: str = Field(default="runs", description="folder of all runs")
     name: str | None = Field(
-        default=None, description="name of the run, its folder below --logs (default: model and time)"
+        default=None, description="name of the run and of its folder in --logs (default: model and time)"
     )
     resume: str | None = Field(
-        default=None, description="'auto' (or 'latest') for the run's latest checkpoint, or a checkpoint folder"
+        default=None,
+        description="checkpoint to resume: 'auto' (or 'latest') for the latest one of the run, or a folder",
     )
-    save_frequency: NotNegative = Field(default=1, description="save every n epochs (0: only at the end)")
+    save_frequency: NotNegative = Field(default=1, description="epochs between checkpoints; 0 saves only at the end")
     save_every_steps: Positive | None = Field(
-        default=None, description="save every n steps, instead of --save-frequency"
+        default=None, description="steps between checkpoints, instead of --save-frequency"
     )
-    keep_last: Positive = Field(default=3, description="checkpoints to keep")
-    val_frequency: NotNegative = Field(default=1, description="evaluate every n epochs (0: only at the end)")
+    keep_last: Positive = Field(default=3, description="number of latest checkpoints to keep")
+    val_frequency: NotNegative = Field(default=1, description="epochs between evaluations; 0 evaluates only at the end")
     eval_every_steps: Positive | None = Field(
-        default=None, description="evaluate every n steps, instead of --val-frequency"
+        default=None, description="steps between evaluations (replaces --val-frequency)"
     )
-    eval_batch_size: Positive = Field(default=64, description="evaluation batch per rank")
+    eval_batch_size: Positive = Field(default=64, description="batch size of the evaluation, per rank")
     log_every_n_steps: Positive = Field(
-        default=10, description="TensorBoard and log interval, in steps; long steps are shown once a minute at least"
+        default=10,
+        description="steps between log lines and TensorBoard entries; long steps are logged at least once a minute",
     )
     stop_after_steps: Positive | None = Field(
-        default=None, description="save and stop after this many steps in all, with the schedule of the whole run"
+        default=None,
+        description="number of steps, counted from the start of the run, after which it saves and stops; the schedule "
+        "is that of the whole run",
     )
-    no_plan: bool = Field(default=False, description="start even if the planner says that the run cannot fit")
-    debug_traceback: bool = Field(default=False, description="print the traceback of user errors too")
-    local_rank: int = Field(default=-1, description="set by the deepspeed launcher")
+    no_plan: bool = Field(default=False, description="start even if the planner computes that the run does not fit")
+    debug_traceback: bool = Field(default=False, description="print the traceback of configuration and data errors")
+    local_rank: int = Field(default=-1, description="rank on this host; set by the deepspeed launcher")
 
     @field_validator("resume")
     @classmethod
-    def _take_open_clips_word(cls, resume: str | None) -> str | None:
+    def _accept_latest(cls, resume: str | None) -> str | None:
         return "auto" if resume == "latest" else resume
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "TrainArguments":
         if self.epochs and self.train_steps:
-            raise ValueError("give --epochs or --train-steps, not both")
+            raise ValueError("--epochs and --train-steps exclude each other; use one of them")
         cooldown = self.epochs_cooldown or self.cooldown_steps
         if (self.lr_scheduler == "const-cooldown") != bool(cooldown):
-            raise ValueError("--lr-scheduler const-cooldown and --epochs-cooldown (or --cooldown-steps) go together")
+            raise ValueError(
+                f"--lr-scheduler is {self.lr_scheduler}; use const-cooldown together with --epochs-cooldown or "
+                "--cooldown-steps, or none of them"
+            )
         if self.epochs_cooldown and self.cooldown_steps:
-            raise ValueError("give --epochs-cooldown or --cooldown-steps, not both")
+            raise ValueError("--epochs-cooldown and --cooldown-steps exclude each other; use one of them")
         if self.train_data_weights and len(self.train_data_weights) != len(self.train_data):
-            raise ValueError("--train-data-weights needs one weight for each --train-data entry")
+            raise ValueError(
+                f"--train-data-weights has {len(self.train_data_weights)} weights, but --train-data has "
+                f"{len(self.train_data)} entries; write one weight for each entry"
+            )
         if not 0 < self.aug_scale[0] <= self.aug_scale[1] <= 1:
-            raise ValueError("--aug-scale needs two fractions, the smaller one first")
+            smallest, largest = self.aug_scale
+            raise ValueError(f"--aug-scale is {smallest} {largest}; write two fractions, the smaller one first")
         if self.lock_image_unlocked_groups and not self.lock_image:
-            raise ValueError("--lock-image-unlocked-groups needs --lock-image")
+            raise ValueError("--lock-image-unlocked-groups requires --lock-image; set it")
         if self.lock_text_unlocked_layers and not self.lock_text:
-            raise ValueError("--lock-text-unlocked-layers needs --lock-text")
+            raise ValueError("--lock-text-unlocked-layers requires --lock-text; set it")
         if self.group_captions and not self.val_data:
-            raise ValueError("--group-captions needs --val-data")
+            raise ValueError("--group-captions requires --val-data; set it")
         if self.val_data == [] and self.zeroshot_data is None and self.eval_every_steps:
-            raise ValueError("--eval-every-steps needs --val-data or --zeroshot-data")
+            raise ValueError("--eval-every-steps requires --val-data or --zeroshot-data; set one of them")
         return self
 
 
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose mistakes are ConfigErrors, so that every rank ends in the same way."""
+    """An ArgumentParser that raises ConfigError, so that every rank ends in the same way."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see --help)")
 
 
-def _add_flag(parser: argparse.ArgumentParser, name: str, annotation: Any, help_text: str) -> None:
-    flag = "--" + name.replace("_", "-")
+class _HelpFormatter(argparse.HelpFormatter):
+    """Shows each flag in its spelling with hyphens only."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        arguments = "" if action.nargs == 0 else " " + self._format_args(action, "VALUE")
+        return (", ".join(action.option_strings) if action.dest == "help" else action.option_strings[0]) + arguments
+
+
+def _add_flag(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
+    flag, annotation = "--" + name.replace("_", "-"), field.annotation
     names = [flag] if flag == "--" + name else [flag, "--" + name]
+    help_text = _help(field).replace("%", "%%")
     if annotation is bool:
         parser.add_argument(*names, action="store_true", default=argparse.SUPPRESS, help=help_text)
         return
@@ -174,49 +204,58 @@ def _add_flag(parser: argparse.ArgumentParser, name: str, annotation: Any, help_
         nargs = len(get_args(annotation))
     elif any(get_origin(choice) is tuple for choice in get_args(annotation)):
         nargs = 3
-    parser.add_argument(*names, nargs=nargs, default=argparse.SUPPRESS, help=help_text.replace("%", "%%"))
+    metavar = name.rpartition("_")[2].upper()
+    parser.add_argument(*names, nargs=nargs, default=argparse.SUPPRESS, help=help_text, metavar=metavar)
 
 
-def _told_default(field: FieldInfo) -> str:
-    """What the help says of a flag that is left out; of some the description says it."""
+def _help(field: FieldInfo) -> str:
+    """Return the description of a flag, with its choices and its default (unless the description names them)."""
+    text = str(field.description)
+    if get_origin(field.annotation) is Literal:
+        text += f"; one of {', '.join(get_args(field.annotation))}"
     if field.is_required():
-        return " (needed)"
+        return text + " (required)"
     if field.default is None or field.default is False or field.default == []:
-        return ""
-    shown = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-    return f" (default {shown})"
+        return text
+    default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    return f"{text} (default {default})"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser behind `launch/train.py --help`."""
-    parser = _Parser(prog="launch/train.py", description="Train a CLIP model on DeepSpeed.", allow_abbrev=False)
+    """Return the parser of launch/train.py."""
+    parser = _Parser(
+        prog="launch/train.py",
+        usage="deepspeed launch/train.py --deepspeed-config CONFIG --model MODEL --train-data DATA [DATA ...] [flags]",
+        description="Train a CLIP model with DeepSpeed. Flags may be written with underscores, too.",
+        allow_abbrev=False,
+        formatter_class=_HelpFormatter,
+    )
     for name, field in TrainArguments.model_fields.items():
-        choices = f"; one of {', '.join(get_args(field.annotation))}" if get_origin(field.annotation) is Literal else ""
-        _add_flag(parser, name, field.annotation, f"{field.description}{choices}{_told_default(field)}")
+        _add_flag(parser, name, field)
     return parser
 
 
 def parse_arguments(argv: list[str]) -> TrainArguments:
-    """Parse and validate the command line. Raises ConfigError with one line that names the flag."""
+    """Parse and check the command line. Raises ConfigError with one line that names the flag."""
     parser = build_parser()
     values, unknown = parser.parse_known_args(argv)
     if unknown:
         known = {option for action in parser._actions for option in action.option_strings}
         given = [word.split("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
-        raise ConfigError("; ".join(_about_unknown(word, known) for word in given))
+        raise ConfigError("; ".join(_describe_unknown(word, known) for word in given))
     try:
         return TrainArguments(**vars(values))
     except ValidationError as error:
-        problem = error.errors()[0]
-        flag = "--" + str(problem["loc"][0]).replace("_", "-") if problem["loc"] else ""
-        if problem["type"] == "missing":
-            raise ConfigError(f"{flag} is needed (see --help)") from None
-        got = f", got {problem['input']!r}" if flag else ""
-        raise ConfigError(f"{flag + ': ' if flag else ''}{problem['msg'].removeprefix('Value error, ')}{got}") from None
+        raise config_error(error, name=_flag) from None
 
 
-def _about_unknown(word: str, known: set[str]) -> str:
-    """What to write instead of a flag of open_clip's, or of a typing mistake."""
-    if advice := OPEN_CLIP_FLAGS.get(word.replace("_", "-")):
-        return f"{word} {advice}"
+def _flag(path: str) -> str:
+    """Return the flag of a field of `TrainArguments`, from the dotted path of its value."""
+    return "--" + path.partition(".")[0].replace("_", "-")
+
+
+def _describe_unknown(word: str, known: set[str]) -> str:
+    """Return one sentence that names the replacement for a flag of open_clip, or the nearest known flag."""
+    if replacement := OPEN_CLIP_FLAGS.get(word.replace("_", "-")):
+        return f"{word} {replacement}"
     return f"unknown argument {word!r}{nearest(word, known)}"

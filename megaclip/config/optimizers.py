@@ -1,27 +1,34 @@
-"""Which optimizers ds_config.json may name, with which settings, and which combinations are refused and why.
+"""The optimizers that ds_config.json may name, their parameters, and the combinations that are refused.
 
-DeepSpeed hands optimizer.params on unchecked, and lets some optimizers run where they compute something else than
-their name says.
+DeepSpeed does not check optimizer.params, and runs some optimizers where they compute something other than their name
+promises.
 """
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from megaclip.errors import ConfigError, nearest
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class _Params(BaseModel):
-    """optimizer.params of every optimizer. A wrong beta would show as a loss of NaN, so types and bounds are strict."""
+class OptimizerParams(BaseModel):
+    """optimizer.params of every optimizer. Types and bounds are strict: a wrong beta would only show as a loss of NaN.
+
+    The defaults are those of the optimizers themselves. Only `model_fields_set` is handed to them.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     lr: float = Field(gt=0)
+    """Peak learning rate; the schedule scales it."""
+
     weight_decay: float = Field(0.0, ge=0)
 
 
-class _AdamParams(_Params):
-    """DeepSpeed's Adam, decoupled decay by default (AdamW)."""
+class AdamParams(OptimizerParams):
+    """DeepSpeed's Adam, with decoupled weight decay by default (AdamW)."""
 
     betas: list[_Decay] = Field([0.9, 0.999], min_length=2, max_length=2)
     eps: float = Field(1e-8, ge=0)
@@ -31,89 +38,126 @@ class _AdamParams(_Params):
     fp32_optimizer_states: bool = True
 
 
-class _SgdParams(_Params):
+class SgdParams(OptimizerParams):
     """torch.optim.SGD; its weight decay is added to the gradient."""
 
     momentum: _Decay = 0.0
     nesterov: bool = False
 
 
-class _AdafactorParams(_Params):
+class AdafactorParams(OptimizerParams):
     """torch.optim.Adafactor (Shazeer and Stern, 2018, arXiv:1804.04235)."""
 
     beta2_decay: float = Field(-0.8, le=0)
     d: float = Field(1.0, ge=1)
 
 
-class _LionParams(_Params):
-    """timm's Lion (Chen et al., 2023, arXiv:2302.06675), decoupled decay."""
+class LionParams(OptimizerParams):
+    """timm's Lion (Chen et al., 2023, arXiv:2302.06675), with decoupled weight decay."""
 
     betas: list[_Decay] = Field([0.9, 0.99], min_length=2, max_length=2)
 
 
-class _LambParams(_Params):
-    """timm's LAMB (You et al., 2020, arXiv:1904.00962), its decay inside the trust ratio."""
+class LambParams(OptimizerParams):
+    """timm's LAMB (You et al., 2020, arXiv:1904.00962), with weight decay inside the trust ratio."""
 
     betas: list[_Decay] = Field([0.9, 0.999], min_length=2, max_length=2)
     eps: float = Field(1e-6, ge=0)
     bias_correction: bool = True
     always_adapt: bool = False
-    """Trust ratios for parameters without weight decay (biases, norms) too, as in the paper's formula; by default they
-    take Adam's step, as in NVIDIA's implementation."""
+    """Use trust ratios for parameters without weight decay (biases, norms) too, as in the paper's formula. By default
+    they take Adam's step, as in NVIDIA's implementation."""
 
 
-OPTIMIZER_PARAMS: dict[str, type[_Params]] = {
-    "AdamW": _AdamParams,
-    "Adam": _AdamParams,
-    "SGD": _SgdParams,
-    "Adafactor": _AdafactorParams,
-    "Lion": _LionParams,
-    "Lamb": _LambParams,
-}
-SUPPORTED_OPTIMIZERS = tuple(OPTIMIZER_PARAMS)
-
-_REFUSED_OPTIMIZERS = {
-    "onebitadam": "it replaces the gradient reduction that the gradient cache relies on; use AdamW",
-    "onebitlamb": "it replaces the gradient reduction that the gradient cache relies on; use AdamW",
-    "zerooneadam": "it replaces the gradient reduction that the gradient cache relies on; use AdamW",
+_PARAMS: dict[str, type[OptimizerParams]] = {
+    "AdamW": AdamParams,
+    "Adam": AdamParams,
+    "SGD": SgdParams,
+    "Adafactor": AdafactorParams,
+    "Lion": LionParams,
+    "Lamb": LambParams,
 }
 
-
-# DeepSpeed's own of the same names compute something else: its Lion, on the CPU and on GPUs, moves a parameter whose
-# gradient is zero by a whole step (tokens that a batch lacks, for one), and its LAMB runs on GPUs only.
+# DeepSpeed's optimizers of these names compute something else. Its Lion moves a parameter whose gradient is zero (such
+# as the embedding of a token that the batch lacks) by a whole step, on the CPU and on GPUs. Its LAMB runs on GPUs only.
 TIMM_OPTIMIZERS = ("Lion", "Lamb")
 
-_NEED_WHOLE_TENSORS = {
-    "Adafactor": "could not factor any matrix",
+NEED_WHOLE_TENSORS = {
+    "Adafactor": "cannot factor flat pieces",
     "Lamb": "takes one trust ratio per tensor",
 }
-_UNTESTED = ("SGD", "Lion")
-"""Right on flat pieces, but not on DeepSpeed's list: it asks for zero_allow_untested_optimizer under ZeRO."""
+_UNTESTED_BY_DEEPSPEED = ("SGD", "Lion")
+"""Correct on flat pieces, but not on DeepSpeed's list: under ZeRO it requires zero_allow_untested_optimizer."""
+
+_COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
-def refusal(kind: Any, params: dict[str, Any], zero_stage: int, untested: bool, offload: bool) -> str | None:
-    """Why this optimizer cannot run so; None when it can.
+class Optimizer(BaseModel):
+    """Section "optimizer" of ds_config.json."""
 
-    untested: zero_allow_untested_optimizer, which DeepSpeed demands for SGD and Lion under ZeRO.
-    """
-    if str(kind).lower().replace("_", "") in _REFUSED_OPTIMIZERS:
-        return f"optimizer.type {kind} cannot be used: {_REFUSED_OPTIMIZERS[str(kind).lower().replace('_', '')]}"
-    if kind in _NEED_WHOLE_TENSORS and zero_stage > 0:
-        return (
-            f"optimizer.type {kind} needs zero_optimization.stage 0: stage {zero_stage} hands it flat pieces of "
-            f"parameters, and it {_NEED_WHOLE_TENSORS[kind]}"
+    type: str
+    params: OptimizerParams
+
+    @field_validator("params", mode="before")
+    @classmethod
+    def _parse_params(cls, params: Any, info: ValidationInfo) -> OptimizerParams:
+        return params_model(info.data.get("type")).model_validate(params)
+
+
+def params_model(optimizer_type: Any) -> type[OptimizerParams]:
+    """Return the model of optimizer.params. Raises ConfigError if the optimizer is not supported."""
+    if isinstance(optimizer_type, str) and optimizer_type in _PARAMS:
+        return _PARAMS[optimizer_type]
+    if str(optimizer_type).lower().replace("_", "") in _COMPRESSED:
+        raise ConfigError(
+            f"optimizer.type {optimizer_type!r} cannot be used: it replaces the gradient reduction that the gradient "
+            "cache relies on; use AdamW"
         )
-    if kind in _UNTESTED and offload:
-        return f"optimizer.type {kind} has no implementation for offloaded parameters; leave offload_optimizer out"
-    needs_untested = kind in _UNTESTED and zero_stage > 0
-    if needs_untested and not untested:
-        return f'optimizer.type {kind} under ZeRO needs "zero_allow_untested_optimizer": true, which DeepSpeed asks for'
-    if untested and not needs_untested:
-        return f"zero_allow_untested_optimizer has no effect with optimizer.type {kind}; leave it out"
-    if params.get("torch_adam") and (given := sorted({"bias_correction", "fp32_optimizer_states"} & params.keys())):
-        return f"optimizer.params.{given[0]} is not for torch_adam, which is torch's own Adam; leave one of them out"
-    if kind == "AdamW" and params.get("adam_w_mode") is False:
-        return "optimizer.params.adam_w_mode false has no effect with optimizer.type AdamW; use Adam"
-    if kind == "SGD" and params.get("nesterov") and not params.get("momentum"):
-        return "optimizer.params.nesterov needs a momentum above 0"
-    return None
+    raise ConfigError(
+        f"optimizer.type is {optimizer_type!r}; use one of {', '.join(_PARAMS)}"
+        f"{nearest(str(optimizer_type), set(_PARAMS))}"
+    )
+
+
+def check_optimizer(optimizer: Optimizer, *, zero_stage: int, allow_untested: bool, offload: bool) -> None:
+    """Raise ConfigError if the optimizer contradicts the rest of ds_config.json, or its own parameters each other.
+
+    allow_untested: zero_allow_untested_optimizer. offload: zero_optimization.offload_optimizer is present.
+    """
+    kind, params = optimizer.type, optimizer.params
+    if kind in NEED_WHOLE_TENSORS and zero_stage > 0:
+        raise ConfigError(
+            f"optimizer.type {kind} requires zero_optimization.stage 0: stage {zero_stage} splits parameters into flat "
+            f"pieces, and {kind} {NEED_WHOLE_TENSORS[kind]}"
+        )
+    if kind in _UNTESTED_BY_DEEPSPEED and offload:
+        raise ConfigError(
+            f"optimizer.type {kind} has no implementation for offloaded parameters; leave "
+            "zero_optimization.offload_optimizer out"
+        )
+    requires_permission = kind in _UNTESTED_BY_DEEPSPEED and zero_stage > 0
+    if requires_permission and not allow_untested:
+        raise ConfigError(
+            f'optimizer.type {kind} at zero_optimization.stage {zero_stage} requires "zero_allow_untested_optimizer": '
+            "true; set it"
+        )
+    if allow_untested and not requires_permission:
+        raise ConfigError(
+            f"zero_allow_untested_optimizer has no effect with optimizer.type {kind} at zero_optimization.stage "
+            f"{zero_stage}; leave it out"
+        )
+    if isinstance(params, AdamParams):
+        _check_adam(kind, params)
+    if isinstance(params, SgdParams) and params.nesterov and not params.momentum:
+        raise ConfigError("optimizer.params.nesterov requires optimizer.params.momentum above 0; set it")
+
+
+def _check_adam(kind: str, params: AdamParams) -> None:
+    deepspeed_only = sorted({"bias_correction", "fp32_optimizer_states"} & params.model_fields_set)
+    if params.torch_adam and deepspeed_only:
+        raise ConfigError(
+            f"optimizer.params.{deepspeed_only[0]} has no effect with optimizer.params.torch_adam, which selects "
+            "PyTorch's Adam; leave one of them out"
+        )
+    if kind == "AdamW" and not params.adam_w_mode:
+        raise ConfigError("optimizer.params.adam_w_mode false has no effect with optimizer.type AdamW; use Adam")

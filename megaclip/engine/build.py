@@ -1,4 +1,4 @@
-"""From a checked configuration to a DeepSpeed engine around the model, ready to train."""
+"""Builds the model and the DeepSpeed engine that trains it from a checked configuration."""
 
 import contextlib
 import os
@@ -18,33 +18,35 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import get_default_build_root
 
 from megaclip.checkpoint.open_clip_weights import load_pretrained
-from megaclip.comm.collectives import raise_together
+from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
 from megaclip.config.optimizers import TIMM_OPTIMIZERS
 from megaclip.engine.optimizers import guard_gradients, parameter_groups, timm_optimizer
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, config_error
 from megaclip.logging import get_logger
 from megaclip.models import ClipModel, ModelConfig, build_model
 
 logger = get_logger(__name__)
 
-_LOCK_IS_OLD_S = 60.0
-"""What DeepSpeed has compiled before it loads in less than a second."""
-MANY_CHUNKS = 32
-"""Above it the rounding of a sum in bfloat16 (2^-9 a step, at random) is more than that of its terms."""
+_OLD_LOCK_S = 60.0
+"""Age in seconds from which the lock file of a compilation is reported. Loading a compiled op takes less than one."""
+_MANY_CHUNKS = 32
+"""Number of chunks above which the rounding errors of a bfloat16 sum (2^-9 each, random) exceed those of its terms."""
 
 
 def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config: ModelConfig) -> DeepSpeedEngine:
-    """Build the model (partitioned from the start under ZeRO-3), load pretrained weights, lock, checkpoint, wrap.
+    """Build the model (partitioned from the start at ZeRO-3), load pretrained weights and start DeepSpeed's engine.
 
     Every rank calls it with the same arguments, after the process group exists.
 
     Raises:
-        ConfigError: DeepSpeed refuses the configuration, or lacks what it needs on this machine.
+        ConfigError: DeepSpeed refuses the configuration or cannot run it on this machine.
         CheckpointError: the pretrained weights cannot be read or do not fit.
     """
-    raise_together(_disk_offload_error(config) or _quantization_error(config))
+    with raise_on_all_ranks():
+        _check_offload_to_disk(config)
+        _check_quantized_collectives(config)
     _warn_of_locks()
     torch.manual_seed(arguments.seed)
     parallel = parallel_groups(config.megaclip.tensor_parallel_size)
@@ -63,16 +65,14 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
         model.lock_text_tower(arguments.lock_text_unlocked_layers)
     if config.zero_stage == 3:
         _gather_whole_blocks(model)
-    kind, params = config.deepspeed["optimizer"]["type"], config.deepspeed["optimizer"]["params"]
-    groups = parameter_groups(model, params.get("weight_decay", 0.0))
-    optimizer = timm_optimizer(kind, params, groups) if kind in TIMM_OPTIMIZERS else None
+    groups = parameter_groups(model, config.optimizer.params.weight_decay)
+    optimizer = timm_optimizer(config.optimizer, groups) if config.optimizer.type in TIMM_OPTIMIZERS else None
     try:
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, model_parameters=groups, config=config.deepspeed, mpu=parallel.mpu
         )
     except ValidationError as error:
-        problem = error.errors()[0]
-        raise ConfigError(f"{config.path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        raise ConfigError(f"{config.path}: {config_error(error)}") from None
     if config.activation_checkpointing:
         model.set_activation_checkpointing(_checkpoint_on_cpu if config.cpu_checkpointing else _checkpoint)
     if config.megaclip.compile_blocks:
@@ -81,28 +81,30 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     guard_gradients(engine)
     _describe(engine, config, model)
     batch_plan = config.batch_plan(dist.get_world_size())
-    _warn_of_rounded_sums(config, max(batch_plan.accumulation, batch_plan.text_chunks))
+    _warn_of_bf16_accumulation(config, max(batch_plan.accumulation, batch_plan.text_chunks))
     return engine
 
 
 def _warn_of_locks() -> None:
-    """Name lock files that runs killed while they compiled have left: torch waits for them for ever, in silence."""
+    """Warn of lock files left by runs that were killed while compiling: PyTorch waits for them for ever, silently."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
-        with contextlib.suppress(FileNotFoundError):  # given back just now
+        with contextlib.suppress(FileNotFoundError):  # released just now
             age_s = time.time() - lock.stat().st_mtime
-            if age_s > _LOCK_IS_OLD_S and os.environ.get("LOCAL_RANK", "0") == "0":
-                message = (
-                    "%s is %d minutes old and may make this run wait for ever: delete it, unless another run compiles"
+            if age_s > _OLD_LOCK_S and os.environ.get("LOCAL_RANK", "0") == "0":
+                logger.warning(
+                    "%s is %d minutes old and may block this run for ever; delete it unless another run is compiling",
+                    lock,
+                    age_s / 60,
                 )
-                logger.warning(message, lock, age_s / 60)
 
 
 def _gather_whole_blocks(model: ClipModel) -> None:
-    """One gather per block, not one per projection and norm: DeepSpeed's hooks take longer than small products.
+    """Make ZeRO-3 gather each block's parameters at once instead of one projection or norm at a time.
 
-    But for the first trained block of a tower that is locked below it: DeepSpeed reduces a whole block's gradients when
-    that of its input is there, and takes an input without one for the end of a backward pass that has not begun.
+    DeepSpeed's hooks take longer than small matrix products. The first trained block above locked ones is excepted:
+    DeepSpeed reduces a whole block's gradients when the gradient of its input is ready. If the input has no gradient,
+    DeepSpeed takes the backward pass for finished before it has begun.
     """
     for tower in (model.visual, model.text):
         locked_below = not tower.positional_embedding.requires_grad
@@ -112,30 +114,27 @@ def _gather_whole_blocks(model: ClipModel) -> None:
             locked_below = locked_below and locked
 
 
-def _disk_offload_error(config: TrainingConfig) -> ConfigError | None:
-    """Whether offload to disk is asked for where DeepSpeed neither has nor can compile what it does that with."""
-    zero = config.deepspeed.get("zero_optimization", {})
-    sections = {key: zero.get(key) or {} for key in ("offload_optimizer", "offload_param")}
-    asking = [key for key, section in sections.items() if section.get("device") == "nvme"]
-    if not asking or installed_ops.get(AsyncIOBuilder.NAME) or AsyncIOBuilder().is_compatible():
-        return None
-    return ConfigError(
-        f'{config.path}: zero_optimization.{asking[0]}.device "nvme" needs libaio with its headers, to compile '
-        'DeepSpeed\'s async_io op: install it (apt install libaio-dev), or set "cpu"'
-    )
+def _check_offload_to_disk(config: TrainingConfig) -> None:
+    """Raise ConfigError if offload to NVMe is requested and DeepSpeed's async_io op is not available."""
+    sections = {"offload_optimizer": config.zero.offload_optimizer, "offload_param": config.zero.offload_param}
+    to_disk = [name for name, section in sections.items() if section is not None and section.device == "nvme"]
+    if to_disk and not installed_ops.get(AsyncIOBuilder.NAME) and not AsyncIOBuilder().is_compatible():
+        raise ConfigError(
+            f'{config.path}: zero_optimization.{to_disk[0]}.device "nvme" requires DeepSpeed\'s async_io op, which '
+            'needs libaio and its headers; install them (apt install libaio-dev), or use "cpu"'
+        )
 
 
-def _quantization_error(config: TrainingConfig) -> ConfigError | None:
-    """Whether ZeRO++'s quantized collectives are asked for where DeepSpeed has no op for them."""
-    zero = config.deepspeed.get("zero_optimization", {})
-    asked = [key for key, value in zero.items() if key.startswith("zero_quantized_") and value]
-    if not asked or get_accelerator().device_name() != "cpu":
-        return None
-    return ConfigError(f"{config.path}: zero_optimization.{asked[0]} needs a GPU: DeepSpeed cannot do it on a CPU")
+def _check_quantized_collectives(config: TrainingConfig) -> None:
+    """Raise ConfigError if ZeRO++'s quantized collectives are requested on a CPU, which DeepSpeed has no op for."""
+    quantized = [name for name, value in config.zero if name.startswith("zero_quantized_") and value]
+    if quantized and get_accelerator().device_name() == "cpu":
+        raise ConfigError(f"{config.path}: zero_optimization.{quantized[0]} requires a GPU; leave it out on a CPU")
 
 
-# PyTorch's checkpoint, not DeepSpeed's: deepspeed.checkpointing.checkpoint loses the gradients of a block whose input
-# needs none (locked towers), and its non_reentrant_checkpoint fails on parameters that ZeRO-3 has partitioned.
+# PyTorch's checkpoint is used because both of DeepSpeed's fail here: deepspeed.checkpointing.checkpoint loses the
+# gradients of a block whose input has none (locked towers), and non_reentrant_checkpoint fails on parameters that
+# ZeRO-3 has partitioned.
 def _checkpoint(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     return checkpoint(function, *tensors, use_reentrant=False)
 
@@ -162,12 +161,10 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel)
     )
 
 
-def _warn_of_rounded_sums(config: TrainingConfig, chunks: int) -> None:
-    """Of gradients of many chunks that add up in bfloat16 without having been told to."""
-    told = "grad_accum_dtype" in config.deepspeed.get("data_types", {})
-    if config.accumulates_in_bf16 and not told and chunks > MANY_CHUNKS:
-        logger.warning(
-            "gradients of %d chunks add up in bfloat16, which loses small ones: set %s",
-            chunks,
-            "data_types.grad_accum_dtype to fp32" if config.zero_stage > 1 else "megaclip.coalesce_gradient_reduction",
+def _warn_of_bf16_accumulation(config: TrainingConfig, chunks: int) -> None:
+    """Warn when many gradient chunks accumulate in bfloat16 by default."""
+    if config.accumulates_in_bf16 and config.grad_accum_dtype is None and chunks > _MANY_CHUNKS:
+        cure = (
+            'data_types.grad_accum_dtype to "fp32"' if config.zero_stage > 1 else "megaclip.coalesce_gradient_reduction"
         )
+        logger.warning("gradients of %d chunks accumulate in bfloat16, which loses small values; set %s", chunks, cure)

@@ -3,17 +3,17 @@
 The gradient cache (Gao et al., 2021, arXiv:2101.06983): encode every chunk without a graph and keep only the
 embeddings; evaluate the loss once over all of them; then encode each chunk again, with the same random state, and
 back-propagate its cached embedding gradients. The result is the gradient of the whole batch, not of the chunks. One
-tower runs after the other, so that the activations of one chunk in one tower are all that a step holds; a tower without
-trainable parameters runs once.
+tower runs after the other, so a step holds the activations of one chunk in one tower only. A tower without trainable
+parameters runs once.
 
-Scale. DeepSpeed averages parameter gradients over the W data-parallel ranks. The losses hand back feature gradients
-that are already W times those of the global mean loss and, on every rank, the whole gradients of the scale and the
-bias, so the surrogate is back-propagated as it is: no division by the number of chunks.
+Scale. DeepSpeed averages parameter gradients over the W data-parallel ranks. The losses return feature gradients that
+are already W times those of the global mean loss and, on every rank, the whole gradients of the scale and the bias. So
+the surrogate is back-propagated without division by the number of chunks.
 
 Shapes: b rows of this rank, D embedding.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -25,33 +25,29 @@ from torch import Tensor
 from megaclip.engine.step_batch import StepBatch, Tower
 from megaclip.errors import NonFiniteError
 from megaclip.models import ClipModel
+from megaclip.planner.rules import keeps_graph
 
 ContrastiveLoss = Callable[..., Tensor]  # (image features, text features, scale[, logit_bias]) -> loss
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """Where the random numbers of a step come from: arithmetic, so that replay and resume need no saved state."""
+    """Seeds of a step's random numbers, by arithmetic, so that replay and resume need no saved state."""
 
     seed: int
     step: int
     rank: int
 
     def reseed(self, tower: Tower, chunk: int) -> None:
-        """Seed every device's generator for this chunk of a tower; calling it again replays the same numbers."""
+        """Seed every device's generator for this chunk of a tower; a second call replays the same numbers."""
         entropy = np.random.SeedSequence([self.seed, self.step, self.rank, int(tower), chunk])
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
 
 def trained_towers(model: ClipModel) -> list[Tower]:
-    """The towers with parameters that a backward pass is for."""
+    """Return the towers with trainable parameters."""
     modules = {Tower.IMAGE: model.visual, Tower.TEXT: model.text}
     return [tower for tower, module in modules.items() if any(p.requires_grad for p in module.parameters())]
-
-
-def keeps_graph(trained: Sequence[Tower], chunk_counts: Mapping[Tower, int]) -> bool:
-    """Whether there is nothing to cache: one forward pass is all that needs a graph, and keeps it for the backward."""
-    return all(count == 1 for count in chunk_counts.values()) or sum(chunk_counts[tower] for tower in trained) == 1
 
 
 def accumulate_gradients(
@@ -72,14 +68,14 @@ def accumulate_gradients(
         engine: a DeepSpeed engine around a `ClipModel`.
         loss_function: (image features (b, D), text features (b, D), scale (1,), and logit_bias (1,) if the model has
             one) -> global mean loss, under the reduction contract of `megaclip.losses`; rows in the order of the
-            batch. Whatever else a loss needs (sample ids, the epoch) is bound to it; parameters of its own receive
-            their gradients.
-        batch: this rank's share of the batch, in as many chunks per tower on every rank.
+            batch. Other arguments of a loss (sample ids, the epoch) are bound to it; the gradients of its own
+            parameters are left in them.
+        batch: this rank's share of the batch, in as many chunks per tower as on every other rank.
         log_scale: (1,) float32, the master value of logit_scale.
-        random_state: replayed for each chunk.
-        logit_bias: (1,) float32, the master value of logit_bias; needed exactly when the model has one.
+        random_state: seeds of this step, replayed for each chunk.
+        logit_bias: (1,) float32, the master value of logit_bias; None if the model has none.
         coalesce: reduce parameter gradients once, after the last chunk (ZeRO 1 to 3).
-        accumulation_dtype: in which coalesced gradients of the chunks add up; then they are rounded to their own.
+        accumulation_dtype: dtype in which coalesced gradients add up over chunks, before they are rounded.
         embeddings_on_cpu: keep embeddings and their gradients in host memory while the towers run.
 
     Returns:
@@ -87,7 +83,7 @@ def accumulate_gradients(
 
     Raises:
         NonFiniteError: the loss is infinite or NaN; nothing was back-propagated.
-        DataError: a rank's data have failed; the update must not be made.
+        DataError: the data of a rank failed; the caller must not update.
     """
     passes = _Passes(engine, batch, random_state, coalesce, torch.device("cpu") if embeddings_on_cpu else engine.device)
     features = passes.embed()
@@ -104,19 +100,19 @@ def accumulate_gradients(
 
 @dataclass
 class _Cached:
-    """What the loss gave back for the whole share of this rank."""
+    """Gradients that the loss returned for the whole share of this rank."""
 
     features: dict[Tower, Tensor]
-    """Gradients, each (b, D), wherever embeddings are kept."""
+    """Gradients of the features, each (b, D), on the device where embeddings are kept."""
     scalars: Sequence[Tensor]
-    """Of the log scale and, if the model has one, the logit bias, each (1,)."""
+    """Gradients of the log scale and, if the model has one, of the logit bias, each (1,)."""
 
 
 _Outputs = tuple[Tensor | None, ...]  # features by tower, then the scalars, as `ClipModel.forward` returns them
 
 
 class _Passes:
-    """The two passes over the towers: embed every chunk, then make each one's graph again for its gradients."""
+    """The two passes over the towers: embed every chunk, then encode each again with its graph for its gradients."""
 
     def __init__(
         self,
@@ -132,13 +128,13 @@ class _Passes:
         chunks = {tower: batch.chunk_count(tower) for tower in Tower}
         self._trained = trained_towers(model)
         self._joint = chunks == {Tower.IMAGE: 1, Tower.TEXT: 1}
-        self._keeps_graph = keeps_graph(self._trained, chunks)
-        # What keeps its graph comes last, right before its backward pass.
+        self._keeps_graph = keeps_graph(list(chunks.values()), [tower in self._trained for tower in Tower])
+        # The tower that keeps its graph runs last, right before its backward pass.
         self._towers = sorted(Tower, key=self._trained.__contains__) if self._keeps_graph else list(Tower)
         self._kept: _Outputs | None = None
-        # DeepSpeed overwrites the last step's gradients in a step's first backward pass (stage 3, offload) and sends
-        # the sums to the host in its last one (offload), but only those of parameters that take part in that pass. So
-        # in these chunks the other tower takes part too, with one blank row and a gradient of zero.
+        # DeepSpeed overwrites the last step's gradients in a step's first backward pass (stage 3, offload) and copies
+        # the sums to the host in its last one (offload), but only for parameters that take part in that pass. So in
+        # these chunks the other tower takes part too, with one blank row and a gradient of zero.
         self._with_other_tower: set[tuple[Tower, int]] = set()
         offloads = engine.zero_offload_optimizer() is not None
         if len(self._trained) == 2 and not self._joint and not coalesce:
@@ -148,7 +144,7 @@ class _Passes:
                 self._with_other_tower.add((Tower.TEXT, chunks[Tower.TEXT] - 1))
 
     def embed(self) -> dict[Tower, Tensor]:
-        """The features of every row, (b, D) per tower, without gradients, where embeddings are kept."""
+        """Return the features of every row, (b, D) per tower, without gradients, where embeddings are kept."""
         features: dict[Tower, Tensor] = {}
         if self._joint:
             (images,), (tokens,) = (self._batch.chunks(tower, again=False) for tower in Tower)
@@ -168,9 +164,9 @@ class _Passes:
         return features
 
     def back_propagate(self, cached: _Cached, sums: "_GradientSums | None") -> None:
-        """Leave in the engine what the cached gradients of features and scalars are for its parameters.
+        """Leave in the engine the parameters' gradients that follow from the cached ones of features and scalars.
 
-        sums: for gradients that DeepSpeed leaves where they are until the last chunk.
+        sums: sums of gradients that DeepSpeed does not reduce before the last chunk; None if it reduces each chunk's.
         """
         if self._keeps_graph or not self._trained:
             outputs, self._kept = self._kept or self._engine(None, None), None
@@ -188,11 +184,11 @@ class _Passes:
                 blank = self._batch.blank(Tower(1 - tower)) if (tower, index) in self._with_other_tower else None
                 outputs = self._forward(tower, index, inputs, blank)
                 self._backward(outputs, own_rows, scalars, is_last=left == 0)
-                del inputs, outputs  # with what is left of their graph, before the next one is made
+                del inputs, outputs  # frees what is left of their graph before the next one
                 if sums is not None:
                     sums.add()
         if sums is not None:
-            sums.hand_back()
+            sums.write_back()
 
     def _backward(
         self,
@@ -218,16 +214,17 @@ class _Passes:
         self._engine.backward(surrogate, scale_wrt_gas=False)
 
     def _forward(self, tower: Tower, index: int, inputs: Tensor, others: Tensor | None) -> _Outputs:
-        """One chunk through its tower, with the chunk's random numbers; `others` through the other tower beside it.
+        """Run one chunk through its tower with the chunk's random numbers, and `others` through the other tower.
 
-        The model runs the image tower first, and the text tower draws no random numbers: running both changes none.
+        The model runs the image tower first, and the text tower draws no random numbers, so the random numbers are the
+        same with and without `others`.
         """
         self._random_state.reseed(tower, index)
         images, tokens = (inputs, others) if tower is Tower.IMAGE else (others, inputs)
         return self._engine(images, tokens)
 
     def _store(self, features: dict[Tower, Tensor], tower: Tower, index: int, chunk: Tensor | None) -> None:
-        assert chunk is not None, "the model encodes what it is given"
+        assert chunk is not None, "the model returns features of every input"
         if tower not in features:
             shape = (self._batch.rows(), chunk.shape[1])
             features[tower] = _empty(shape, chunk, self._embeddings_device)
@@ -236,10 +233,10 @@ class _Passes:
 
 
 class _GradientSums:
-    """Sums of parameter gradients over chunks in a wider dtype: autograd adds them up in the parameters' own, where a
-    chunk's gradient is lost beside a sum that is 2^8 times as large (bfloat16).
+    """Sums of parameter gradients over chunks in a wider dtype. Autograd adds gradients up in the parameters' own
+    dtype; in bfloat16 a chunk's gradient is lost beside a sum that is 2^8 times as large.
 
-    Gradients stay in the tensors that autograd made: a parameter partitioned by ZeRO-3 takes no other.
+    Gradients stay in the tensors that autograd made, because a parameter partitioned by ZeRO-3 accepts no other.
     """
 
     def __init__(self, model: ClipModel, dtype: torch.dtype) -> None:
@@ -248,7 +245,7 @@ class _GradientSums:
         self._sums: dict[Tensor, Tensor] = {}
 
     def add(self) -> None:
-        """Take a chunk's gradients out of the parameters: what is there is zero afterwards."""
+        """Add a chunk's gradients to the sums and set them to zero."""
         gradients = {parameter: parameter.grad for parameter in self._parameters if parameter.grad is not None}
         new = [parameter for parameter in gradients if parameter not in self._sums]
         self._sums |= {parameter: torch.zeros_like(gradients[parameter], dtype=self._dtype) for parameter in new}
@@ -256,8 +253,8 @@ class _GradientSums:
             torch._foreach_add_([self._sums[parameter] for parameter in gradients], list(gradients.values()))
             torch._foreach_zero_(list(gradients.values()))
 
-    def hand_back(self) -> None:
-        """The sums, rounded, in the place of the gradients."""
+    def write_back(self) -> None:
+        """Replace the gradients by the rounded sums."""
         for parameter, total in self._sums.items():
             assert parameter.grad is not None, "gradients are reduced after the last chunk"
             parameter.grad.copy_(total)
@@ -271,7 +268,7 @@ def _loss_and_gradients(
     device: torch.device,
     step: int,
 ) -> tuple[float, _Cached]:
-    """The loss on `device`; empties `features`, so that afterwards only their gradients are held, where they were."""
+    """Evaluate the loss on `device`; empty `features`, so that only their gradients are held, on the same devices."""
     kept_on = {tower: embeddings.device for tower, embeddings in features.items()}
     leaves = {tower: features.pop(tower).to(device).requires_grad_() for tower in Tower}
     log_scale, *bias = scalar_leaves = [scalar.detach().clone().requires_grad_() for scalar in scalars]
@@ -283,7 +280,7 @@ def _loss_and_gradients(
             f"step {step}: the loss is {value} at logit scale {scale:.4g}; the update was not made. "
             "Lower the learning rate or lengthen --warmup, and resume from the last checkpoint"
         )
-    loss.backward()  # not autograd.grad: a loss with parameters of its own finds their gradients in them
+    loss.backward()  # not autograd.grad, which would not leave gradients in a loss's own parameters
     gradients = {}
     for tower in Tower:
         gradient = _gradient(leaves.pop(tower))
@@ -299,7 +296,6 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 
 def _empty(shape: Sequence[int], like: Tensor, device: torch.device) -> Tensor:
-    """Memory on `device` for tensors like this one; page-locked if that is the host of its GPU, so that copies need
-    not wait."""
+    """Return an empty tensor like `like` on `device`; page-locked on the host of a GPU, so that copies do not block."""
     pinned = device.type == "cpu" and like.device.type != "cpu"
     return torch.empty(tuple(shape), dtype=like.dtype, device=device, pin_memory=pinned)

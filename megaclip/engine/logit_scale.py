@@ -1,8 +1,8 @@
-"""The float32 masters of `logit_scale` and `logit_bias`: read them exactly, and keep the scale inside its bounds.
+"""Exact access to `logit_scale` and `logit_bias`: read and write their float32 master values, and clamp the scale.
 
-Under bf16 the model's own copy is rounded (2.65378 becomes 2.65625), and clamping that copy never reaches the master
-that the optimizer updates. Where the master lies differs by ZeRO stage and precision; this file is the one place that
-knows.
+With bf16 the parameter in the model is rounded (2.65378 becomes 2.65625). Clamping it has no effect on the master value
+that the optimizer updates. Where DeepSpeed keeps the master value depends on ZeRO stage and precision; no other module
+has to distinguish these cases.
 """
 
 import math
@@ -21,28 +21,28 @@ from deepspeed.utils import (
 
 
 class MasterScalar:
-    """Access to the master of a parameter of one element, (1,). Every method is called by all ranks together."""
+    """The float32 master value of a parameter with one element. All ranks must call each method together."""
 
     def __init__(self, parameter: torch.nn.Parameter) -> None:
-        """`parameter`: of an engine's module, in an optimizer group of its own."""
-        self._parameter: Any = parameter  # DeepSpeed adds attributes to it
+        """parameter: shape (1,), from the module of a DeepSpeed engine, alone in its optimizer group."""
+        self._parameter: Any = parameter  # Any, because DeepSpeed adds attributes to it
 
     def read(self) -> torch.Tensor:
-        """The value: (1,) float32 on the engine's device, the same on every rank."""
+        """Return the value: (1,) float32 on the engine's device, the same on every rank."""
         parameter = self._parameter
         if hasattr(parameter, "ds_id"):
             value = safe_get_local_fp32_param(parameter).detach().to(torch.float32, copy=True)
-            # Partitioned parameters start on the first rank of their group; the others hold padding.
+            # ZeRO-3 gives the first rank of the group the only element; the other ranks hold padding.
             group = parameter.ds_process_group
             dist.broadcast(value, src=dist.get_global_rank(group, 0), group=group)
             return value
         if hasattr(parameter, "_hp_mapping"):
             return safe_get_full_fp32_param(parameter).detach()
-        return parameter.detach().to(torch.float32, copy=True)  # ZeRO-0, where only float32 is allowed: its own master
+        return parameter.detach().to(torch.float32, copy=True)  # ZeRO-0 is float32: no separate master
 
     @torch.no_grad()
     def write(self, value: torch.Tensor) -> None:
-        """Give master and working copy this value, (1,), the same on every rank."""
+        """Set the master value and the model's parameter to `value`, (1,), the same on every rank."""
         parameter = self._parameter
         if hasattr(parameter, "ds_id"):
             safe_set_local_fp32_param(parameter, value)
@@ -58,13 +58,13 @@ class LogitScale(MasterScalar):
     """The logarithm of the logit scale, `engine.module.logit_scale`."""
 
     def __init__(self, engine: DeepSpeedEngine, maximum: float) -> None:
-        """`maximum` bounds exp(logit_scale) from above; 1 bounds it from below, as in open_clip."""
+        """maximum: upper bound of exp(logit_scale). The lower bound is 1, as in open_clip."""
         super().__init__(engine.module.logit_scale)
         self._bounds = (0.0, math.log(maximum))
 
     @torch.no_grad()
     def clamp_(self) -> torch.Tensor:
-        """Bring master and working copy back inside the bounds, where needed; returns the value, as `read` does."""
+        """Clamp the master value and the model's parameter to the bounds; return the value as `read` does."""
         value = self.read()
         clamped = value.clamp(*self._bounds)
         if torch.equal(value, clamped):

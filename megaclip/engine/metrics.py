@@ -1,9 +1,9 @@
-"""What a run shows while it works: a progress bar, log lines, TensorBoard scalars and pictures.
+"""Reports the progress of a run: progress bar, log lines, TensorBoard scalars and pictures.
 
-Only the first rank shows anything; the other ranks hold a `Metrics` that stays silent. On a terminal the bar carries
-the numbers; where the output goes to a file, a log line for the first step, then every few steps or, if they are long,
-every minute does. DeepSpeed's own monitors (wandb, comet, csv), when ds_config.json turns them on, receive the same
-scalars.
+Only the first rank reports; on the other ranks `Metrics` writes nothing. On a terminal the progress bar shows the
+figures. Otherwise log lines do: one for the first step, then one every --log-every-n-steps steps, and at least one per
+minute when steps are long. DeepSpeed's monitors (wandb, comet, csv) receive the same scalars if ds_config.json enables
+them.
 """
 
 import logging as standard_logging
@@ -30,13 +30,15 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-LONGEST_SILENCE_S = 60.0
-"""A step that ends so long after the last one with a log line has a line too."""
+LONGEST_LOG_INTERVAL_S = 60.0
+"""A step that ends this many seconds after the last logged step is logged too."""
+_TIMED_STEPS = 50
+"""Number of recent steps whose mean duration gives the samples per second and the time left."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step, as every rank saw it."""
+    """Figures of one optimizer step, the same on every rank."""
 
     loss: float
     logit_scale: float
@@ -45,7 +47,7 @@ class StepMetrics:
 
 
 def peak_memory_mib() -> float:
-    """Largest memory this process has held so far: allocated on its GPU, or resident when it has none."""
+    """Return the peak memory of this process in MiB: allocated GPU memory or, on CPUs, resident host memory."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -53,7 +55,7 @@ def peak_memory_mib() -> float:
 
 
 class Metrics:
-    """Context manager around a run; `step` after each update, `evaluation` after each evaluation."""
+    """Context manager around the steps of a run, which reports each step, evaluation and checkpoint."""
 
     def __init__(
         self,
@@ -66,7 +68,14 @@ class Metrics:
         log_every: int,
         monitor: Any,
     ) -> None:
-        """`folder` is the run's; TensorBoard's files go to its subfolder. `monitor` is DeepSpeed's MonitorMaster."""
+        """
+        Args:
+            folder: the run's folder; TensorBoard's files are written to its subfolder `tensorboard`.
+            first_rank: whether this rank reports.
+            start_step: number of steps that are already done.
+            log_every: period of log lines in steps.
+            monitor: DeepSpeed's MonitorMaster, or None.
+        """
         self._first_rank = first_rank
         self._global_batch = global_batch
         self._log_every = log_every
@@ -79,14 +88,14 @@ class Metrics:
         )
         self._shows_bar = on_terminal
         self._on_exit = ExitStack()
-        self._step_ends: deque[float] = deque([time.monotonic()], maxlen=51)
         self._training_s = 0.0
         self._steps = 0
-        self._last_line_at: float | None = None
+        self._last_logged_at: float | None = None
         self._bad_samples = 0
+        self.restart_clock()
 
     def __enter__(self) -> "Metrics":
-        if self._shows_bar:  # log lines above the bar, not through it
+        if self._shows_bar:  # prints log lines above the bar
             self._on_exit.enter_context(logging_redirect_tqdm([standard_logging.getLogger("megaclip")]))
         return self
 
@@ -99,20 +108,20 @@ class Metrics:
             self._writer.close()
 
     def progress(self, batches: Iterable[T], description: str) -> Iterable[T]:
-        """The same batches, with a passing bar of their own on a terminal."""
+        """Return an iterable over the same batches that, on a terminal, shows a temporary progress bar."""
         return tqdm(batches, description, unit="batch", leave=False, disable=not self._shows_bar, dynamic_ncols=True)
 
     @property
     def samples_per_s(self) -> float:
-        """Samples of all ranks per second of training in this process, evaluation and checkpoints aside."""
+        """Samples of all ranks per second of training in this process, without evaluations and checkpoints."""
         return self._steps * self._global_batch / self._training_s if self._training_s else 0.0
 
-    def resume_clock(self) -> None:
-        """Start timing anew: the time since the last step went to something else than training."""
-        self._step_ends = deque([time.monotonic()], maxlen=51)
+    def restart_clock(self) -> None:
+        """Restart the timing of steps, so that an evaluation or a checkpoint does not count as training time."""
+        self._step_ends = deque([time.monotonic()], maxlen=_TIMED_STEPS + 1)
 
-    def step(self, step: int, metrics: StepMetrics) -> None:
-        """Record the update that ended as number `step` (1-based)."""
+    def record_step(self, step: int, metrics: StepMetrics) -> None:
+        """Report the optimizer step number `step` (1-based)."""
         now = time.monotonic()
         self._training_s += now - self._step_ends[-1]
         self._steps += 1
@@ -123,7 +132,7 @@ class Metrics:
         samples_per_s = self._global_batch / recent_s
         peak_mib = peak_memory_mib()
         self._bar.update()
-        shown = {
+        texts = {
             "loss": f"{metrics.loss:.4f}",
             "scale": f"{metrics.logit_scale:.2f}",
             "lr": f"{metrics.learning_rate:.2e}",
@@ -131,24 +140,31 @@ class Metrics:
             "samples/s": f"{samples_per_s:.0f}",
             "MiB": f"{peak_mib:.0f}",
         }
-        self._bar.set_postfix(shown, refresh=False)
-        if step % self._log_every == 0 or step == self._total_steps or self._was_silent(now):
-            self._last_line_at = now
+        self._bar.set_postfix(texts, refresh=False)
+        if step % self._log_every == 0 or step == self._total_steps or self._is_log_overdue(now):
+            self._last_logged_at = now
             if not self._shows_bar:
                 left_s = int((self._total_steps - step) * recent_s)
-                text = " ".join(f"{key} {value}" for key, value in shown.items())
+                text = " ".join(f"{key} {value}" for key, value in texts.items())
                 left = f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
                 logger.info("step %d/%d %s, %s left", step, self._total_steps, text, left)
             scalars = {**asdict(metrics), "samples_per_s": samples_per_s, "peak_mib": peak_mib}
             self._write(step, {f"train/{name}": value for name, value in scalars.items()})
 
-    def _was_silent(self, now: float) -> bool:
-        return self._last_line_at is None or now - self._last_line_at >= LONGEST_SILENCE_S
+    def _is_log_overdue(self, now: float) -> bool:
+        return self._last_logged_at is None or now - self._last_logged_at >= LONGEST_LOG_INTERVAL_S
 
-    def evaluation(
+    def record_evaluation(
         self, step: int, scores: dict[str, float], pictures: dict[str, np.ndarray], left_out: dict[str, int]
     ) -> None:
-        """Record an evaluation: scalars, pictures as (3, H, W) uint8, and how many bad samples it left out, by kind."""
+        """Report an evaluation.
+
+        Args:
+            step: number of optimizer steps done.
+            scores: scalars by name.
+            pictures: (3, H, W) uint8 by name.
+            left_out: number of bad samples that the evaluation left out, by kind.
+        """
         if not self._first_rank:
             return
         logger.info("evaluation at step %d: %s", step, ", ".join(f"{key} {value:.4f}" for key, value in scores.items()))
@@ -160,17 +176,17 @@ class Metrics:
             self._writer.add_image(f"evaluation/{name}", picture, step)
         self._writer.flush()
 
-    def bad_samples(self, step: int, counts: dict[str, int]) -> None:
-        """Record how many bad samples all ranks have met and replaced since this process began, by kind."""
+    def record_bad_samples(self, step: int, counts: dict[str, int]) -> None:
+        """Report the number of bad samples that all ranks have replaced since the process started, by kind."""
         if not self._first_rank:
             return
         total = sum(counts.values())
         if total > self._bad_samples:
-            logger.warning("bad samples met and replaced until step %d: %s", step, _listed(counts))
+            logger.warning("bad samples replaced until step %d: %s", step, _listed(counts))
         self._bad_samples = total
         self._write(step, {"train/bad_samples": total})
         assert self._writer is not None
-        self._writer.flush()  # a checkpoint was written: a run that goes on from it has the history before it
+        self._writer.flush()  # this follows a checkpoint, and a run that resumes from it needs the history before it
 
     def _write(self, step: int, scalars: dict[str, float]) -> None:
         assert self._writer is not None

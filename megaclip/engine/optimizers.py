@@ -1,8 +1,8 @@
 """Parameter groups, the learning rate, and the update that refuses non-finite gradients.
 
-DeepSpeed builds most optimizers from ds_config.json, timm has Lion and LAMB. This file decides which parameters are
-decayed, gives `logit_scale` and `logit_bias` groups of their own (so that each float32 master is one tensor at every
-ZeRO stage) and takes the step.
+DeepSpeed builds most optimizers from ds_config.json; Lion and LAMB are timm's. This module chooses the parameters that
+receive weight decay, and takes the optimizer step. `logit_scale` and `logit_bias` have parameter groups of their own,
+so that each float32 master is one tensor at every ZeRO stage.
 """
 
 import math
@@ -13,15 +13,16 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint.open_clip_package import import_torchvision
 from megaclip.comm.collectives import sum_over_ranks
+from megaclip.config.optimizers import Optimizer
 from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import ClipModel
 from megaclip.models.projections import split_dim
 
 
 def parameter_groups(model: ClipModel, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters as optimizer groups: decayed; not decayed; each of the loss's scalars alone, not decayed.
+    """Return the trainable parameters as optimizer groups: with weight decay, without, and one per scalar of the loss.
 
-    Groups without parameters are left out. Names, not shapes, decide, so it works on parameters ZeRO-3 has partitioned.
+    Empty groups are left out. Parameters are chosen by name, not by shape, because ZeRO-3 changes the shapes.
     """
     not_decayed, alone = model.no_weight_decay_names(), ("logit_scale", "logit_bias")
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -41,8 +42,8 @@ def parameter_groups(model: ClipModel, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def timm_optimizer(kind: str, params: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """timm's optimizer of that name over `groups`; `params`: optimizer.params of ds_config.json, checked.
+def timm_optimizer(settings: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return timm's optimizer `settings.type` over `groups`. Parameters that are left out have timm's defaults.
 
     Raises:
         ConfigError: timm is not installed.
@@ -52,16 +53,17 @@ def timm_optimizer(kind: str, params: dict[str, Any], groups: list[dict[str, Any
         import timm.optim
     except ImportError as error:
         raise ConfigError(
-            f"optimizer.type {kind} is timm's, which cannot be imported ({error}): install it with  pip install timm"
+            f"optimizer.type {settings.type} requires timm, which cannot be imported ({error}); run  pip install timm"
         ) from None
-    # LAMB would clip the gradients at norm 1 by itself; gradient_clipping has done what was asked for.
-    options = params | ({"max_grad_norm": None} if kind == "Lamb" else {})
-    optimizer: torch.optim.Optimizer = getattr(timm.optim, kind)(groups, **options)
+    options = settings.params.model_dump(exclude_unset=True)
+    if settings.type == "Lamb":
+        options["max_grad_norm"] = None  # timm's default clips at norm 1; DeepSpeed has already clipped the gradients
+    optimizer: torch.optim.Optimizer = getattr(timm.optim, settings.type)(groups, **options)
     return optimizer
 
 
 def set_learning_rate(engine: DeepSpeedEngine, learning_rate: float) -> None:
-    """Give every parameter group this learning rate for the next update."""
+    """Set the learning rate of every parameter group for the next update."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
 
@@ -69,8 +71,8 @@ def set_learning_rate(engine: DeepSpeedEngine, learning_rate: float) -> None:
 def guard_gradients(engine: DeepSpeedEngine) -> None:
     """Make the optimizer refuse an update whose global gradient norm is infinite or NaN.
 
-    DeepSpeed skips such a step silently (`update` says so), and takes it where bf16.check_grad_overflow is off. The
-    hook runs on every rank with the same global norm, inside `engine.step()`, before any parameter changes.
+    DeepSpeed skips such a step silently (`update` reports it), and takes it if bf16.check_grad_overflow is false. The
+    hook runs inside `engine.step()`, on every rank with the same global norm, before any parameter changes.
     """
 
     def refuse(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
@@ -85,7 +87,7 @@ def update(engine: DeepSpeedEngine) -> float:
     """Take the optimizer step at the end of an accumulation and return the gradient's global norm before clipping.
 
     Raises:
-        NonFiniteError: on every rank, when the norm is infinite or NaN; no parameter was changed.
+        NonFiniteError: the norm is infinite or NaN (raised on every rank; no parameter has changed).
     """
     own_norm = None
     if not hasattr(engine.optimizer, "_global_grad_norm"):  # ZeRO-0 in float32: a plain torch optimizer
@@ -112,6 +114,6 @@ def _gradient_norm(model: ClipModel) -> float:
 def _check_norm(norm: float, step: int) -> None:
     if not math.isfinite(norm):
         raise NonFiniteError(
-            f"step {step}: the gradient norm is {norm}; the update was not made. Lower the learning rate, lengthen "
+            f"step {step}: the gradient norm is {norm}, so the update was not made; lower the learning rate, lengthen "
             "--warmup or set gradient_clipping, and resume from the last checkpoint"
         )

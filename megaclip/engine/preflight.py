@@ -1,7 +1,11 @@
-"""Before a run: does it fit this machine? The planner's formulas against the memory that is free here and now.
+"""Plan a run before it starts, and refuse it if it does not fit this machine.
 
-On GPUs a run that cannot fit is refused. On CPUs, where other programs share the memory and may give it back, the plan
-is only logged, as a warning if it does not fit. Shared memory that is too small for the loader is refused on both.
+`plan_run` compares the planner's formulas with the memory that is free now, and decides where the run keeps a step's
+images and its embeddings. The run uses that plan and does not decide again, so its log and its behaviour agree.
+
+On GPUs a run that cannot fit is refused. On CPUs, where other programs share the memory and may free it, such a plan is
+logged as a warning. Too little shared memory for the loader, or too little space for a step's images, is refused on
+both.
 """
 
 import shutil
@@ -11,19 +15,17 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megaclip.comm.collectives import raise_together
-from megaclip.comm.groups import ranks_of_this_node
+from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.config import TrainArguments
 from megaclip.data.workers import SHARED_MEMORY_ADVICE
-from megaclip.engine.data_offload import free_memory
 from megaclip.engine.inputs import Inputs
+from megaclip.engine.this_machine import this_machine
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
-from megaclip.planner import MemoryPlan, Workload, advice, describe, last_resort, plan_memory
-from megaclip.planner.cluster import GPUS, Cluster
-from megaclip.planner.memory import gigabytes, loader_bytes
+from megaclip.planner import Cluster, MemoryPlan, Workload, advice, advice_beyond_settings, plan_memory
+from megaclip.planner.memory import format_bytes, loader_bytes, store_bytes
 from megaclip.planner.report import summary
-from megaclip.planner.workload import EvaluationSets
+from megaclip.planner.workload import EvaluationSets, nvme_paths
 
 logger = get_logger(__name__)
 
@@ -31,41 +33,82 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
-    """Plan the run, log it in a line, and refuse it, on every rank, if it cannot fit (unless --no-plan).
+    """Plan the run and log the plan; with --no-plan do not check it.
 
-    Every rank calls it, after the process group exists and before the model is built. Raises ConfigError.
+    Every rank calls it, after the process group exists and before the model is built.
+
+    Raises:
+        ConfigError: on every rank, if the run does not fit on one of them.
     """
-    workload = workload_of(arguments, inputs, dist.get_world_size())
-    folder = Path(arguments.data_offload_dir or arguments.logs)
-    cluster = this_machine(dist.get_world_size(), folder, [Path(path) for path in workload.zero.nvme_paths])
-    plan = plan_memory(workload, cluster)
+    plan, workload, cluster = _plan(arguments, inputs)
     if arguments.no_plan:
         return plan
-    raise_together(_shared_memory_error(workload, cluster.gpus_per_host))
-    error = None
-    if plan.refusals:
-        changes = "; or ".join(advice(workload, cluster)) or last_resort(workload)
-        message = f"this run does not fit: {'; '.join(plan.refusals)}. Change: {changes} (or --no-plan)"
-        if cluster.gpu_memory:
-            error = ConfigError(message)
-        else:
-            logger.warning("%s", message)
-    raise_together(error)
+    with raise_on_all_ranks():
+        _check_shared_memory(workload, cluster.gpus_per_host)
+        _check_plan(plan, workload, cluster)
     logger.info("%s", summary(plan, workload, cluster))
     return plan
 
 
-def _shared_memory_error(workload: Workload, ranks: int) -> ConfigError | None:
-    """Whether what the loader processes of this host's ranks may hold ready is more than shared memory has free."""
+def plan_run(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
+    """Return the plan of a run on this machine; every rank calls it."""
+    return _plan(arguments, inputs)[0]
+
+
+def _plan(arguments: TrainArguments, inputs: Inputs) -> tuple[MemoryPlan, Workload, Cluster]:
+    workload = workload_of(arguments, inputs, dist.get_world_size())
+    folder = Path(arguments.data_offload_dir or arguments.logs)
+    cluster = this_machine(dist.get_world_size(), folder, nvme_paths(workload.zero))
+    plan = plan_memory(workload, cluster)
+    places = gather_objects(plan.image_place.name)
+    if "disk" in places and plan.image_place.name == "cpu":  # hosts differ, and all ranks use the same place
+        workload = workload.with_megaclip(data_offload="disk")
+        plan = plan_memory(workload, cluster)
+    _log_places(plan, workload, cluster, folder)
+    return plan, workload, cluster
+
+
+def _log_places(plan: MemoryPlan, workload: Workload, cluster: Cluster, folder: Path) -> None:
+    place = plan.image_place
+    why = {"once": "images are read once", "reread": "images are read twice"}.get(place.name)
+    if place.keeps:
+        rest = plan.cpu_peak - plan.cpu.get("step store", 0.0)
+        why = (
+            f"{format_bytes(store_bytes(workload))} of images per rank; usable on this host: "
+            f"{format_bytes(cluster.usable_host_memory)} of free memory, of which {format_bytes(rest)} are for other "
+            f"data, and {format_bytes(cluster.usable_disk)} of free disk in {folder}"
+        )
+    logger.info("data offload: %s: %s", place.name, why)
+    where = "in host memory while the towers run" if plan.embeddings_on_cpu else "on the device of the towers"
+    logger.info("embeddings and their gradients are kept %s", where)
+
+
+def _check_plan(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> None:
+    """Raise ConfigError if the run cannot fit; on CPUs only warn if other programs may free what is missing."""
+    if not plan.refusals:
+        return
+    place, images = plan.image_place, plan.cpu.get("step store", 0.0)
+    images_fit = place.fits or (place.name == "cpu" and images <= cluster.usable_host_memory)
+    changes = advice(workload, cluster) or [advice_beyond_settings(workload)]
+    if not images_fit:
+        changes.append('for a step\'s images, a larger disk (--data-offload-dir) or megaclip.data_offload "reread"')
+    message = f"this run does not fit: {'; '.join(plan.refusals)}. Change: {'; or '.join(changes)} (or --no-plan)"
+    if cluster.gpu_memory or not images_fit:
+        raise ConfigError(message)
+    logger.warning("%s", message)
+
+
+def _check_shared_memory(workload: Workload, ranks: int) -> None:
+    """Raise ConfigError if this host's shared memory cannot hold the chunks of its loader processes."""
     if not workload.workers or not _SHARED_MEMORY.exists():
-        return None
+        return
     needed, free = ranks * loader_bytes(workload), shutil.disk_usage(_SHARED_MEMORY).free
-    if needed <= free:
-        return None
-    return ConfigError(
-        f"loader processes hand over what they read through {_SHARED_MEMORY}, up to {gigabytes(needed)} on this host, "
-        f"and {gigabytes(free)} are free there; {SHARED_MEMORY_ADVICE} (or --no-plan)"
-    )
+    if needed > free:
+        raise ConfigError(
+            f"--workers {workload.workers}: loader processes pass what they read through {_SHARED_MEMORY}, up to "
+            f"{format_bytes(needed)} on this host, and {format_bytes(free)} are free there; {SHARED_MEMORY_ADVICE} "
+            "(or --no-plan)"
+        )
 
 
 def report_peak(plan: MemoryPlan) -> None:
@@ -75,15 +118,15 @@ def report_peak(plan: MemoryPlan) -> None:
     measured = torch.cuda.max_memory_allocated()
     logger.info(
         "GPU memory: planned %s (%s), measured %s, ratio %.2f",
-        gigabytes(plan.gpu_peak),
+        format_bytes(plan.gpu_peak),
         plan.peak_phase,
-        gigabytes(measured),
+        format_bytes(measured),
         plan.gpu_peak / max(1, measured),
     )
 
 
 def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> Workload:
-    """What the command line and ds_config.json ask for."""
+    """Return the workload of the command line and ds_config.json."""
     model = inputs.model_config
     if arguments.force_patch_dropout is not None:
         model = model.replace(vision_cfg={"patch_dropout": arguments.force_patch_dropout})
@@ -98,31 +141,3 @@ def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> W
         samples=len(inputs.train),
         evaluation=EvaluationSets(arguments.eval_batch_size, pairs, labelled) if pairs or labelled else None,
     )
-
-
-def this_machine(world_size: int, folder: Path, nvme_paths: list[Path]) -> Cluster:
-    """The hosts of this run, taken to be like this one: what is free on this rank's GPU, in memory, on the disk of
-    `folder` and, if they are on another one, on the smallest of those that ZeRO-3 offloads to."""
-    gpu = get_accelerator().device_name() == "cuda"
-    on_host = min(world_size, torch.cuda.device_count()) if gpu else world_size
-    on_host = ranks_of_this_node() or on_host
-    name = _preset(torch.cuda.get_device_name()) if gpu else "cpu"
-    cluster = describe(gpu=name, gpus=on_host, hosts=max(1, world_size // on_host))
-    existing = _existing(folder)
-    others = [path for path in map(_existing, nvme_paths) if path.stat().st_dev != existing.stat().st_dev]
-    return cluster.measured(
-        gpu_memory=float(torch.cuda.mem_get_info()[0]) if gpu else 0.0,
-        host_memory=float(free_memory()),
-        disk=float(shutil.disk_usage(existing).free),
-        nvme=min((float(shutil.disk_usage(path).free) for path in others), default=None),
-    )
-
-
-def _preset(device: str) -> str:
-    """The GPU whose rates are taken for this one: its namesake, else the one that was measured."""
-    return next((name for name in GPUS if name in device.lower()), "h200")
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the first one above it that is there."""
-    return next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())

@@ -1,4 +1,4 @@
-"""Going on with a run: which checkpoint `--resume` means, whether it belongs to this run, and loading it."""
+"""Resuming a run: find the checkpoint that `--resume` names, check that it belongs to this run, and load it."""
 
 import json
 from pathlib import Path
@@ -9,28 +9,30 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.reshard import load_resharded
-from megaclip.comm.collectives import gather_objects, raise_together
+from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.config import BatchPlan, TrainArguments
 from megaclip.data import check_manifest
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import default_warmup
-from megaclip.errors import CheckpointError, MegaclipError
+from megaclip.errors import CheckpointError
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
 
-_DIVISION = ("world_size", "zero_stage", "precision", "zero_layout")
+_PARTITIONING = ("world_size", "tensor_parallel_size", "zero_stage", "precision", "zero_layout")
+"""Keys of `describe_run` that decide how parameters and optimizer states are partitioned among ranks."""
 
 
 def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPlan, total_steps: int) -> dict[str, Any]:
-    """What must be the same in a run and its continuation, but for how the state is divided among ranks (`_DIVISION`).
+    """Return the properties of a run that every checkpoint stores, in JSON types.
 
-    JSON-able: every checkpoint's state holds it.
+    A resumed run must have the same, except for those in `_PARTITIONING` and, in some cases, `total_steps`.
     """
-    zero = inputs.config.deepspeed.get("zero_optimization", {})
+    zero = inputs.config.zero.model_dump(exclude_unset=True)
     return {
         "world_size": dist.get_world_size(),
+        "tensor_parallel_size": inputs.config.megaclip.tensor_parallel_size,
         "zero_stage": inputs.config.zero_stage,
         "precision": "bf16" if inputs.config.bf16 else "float32",
         "zero_layout": {key: zero.get(key) for key in ("parameter_alignment", "sub_group_size")},
@@ -42,21 +44,12 @@ def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPla
         "shard_order": arguments.shard_order,
         "global_batch": batch_plan.global_batch,
         "total_steps": total_steps,
-        "optimizer": inputs.config.deepspeed["optimizer"]["type"],
+        "optimizer": inputs.config.optimizer.type,
         "model": inputs.model_config.to_open_clip(),
         "tokenizer": inputs.tokenizer.identity,
         "preprocess": inputs.preprocess_cfg,
         "data": inputs.train.manifest(),
     }
-
-
-def _follows_length(arguments: TrainArguments, loss: RunLoss, done: int, *lengths: int) -> str | None:
-    """The setting by which the steps after `done` are not the same in runs of these lengths (steps in all), if any."""
-    if arguments.lr_scheduler != "const":
-        return f"--lr-scheduler {arguments.lr_scheduler}"
-    if arguments.warmup is None and done < max(map(default_warmup, lengths)):
-        return "--warmup, by default a tenth of the steps,"
-    return loss.follows_length
 
 
 def resume(
@@ -67,105 +60,118 @@ def resume(
     arguments: TrainArguments,
     checkpoints: Path,
 ) -> tuple[int, int]:
-    """Load the checkpoint that --resume means, if there is one, on every rank.
+    """Load the checkpoint that --resume names into `engine` and `loss`, on every rank.
 
     Args:
-        engine: parameters and optimizer state go there.
-        loss: its own state goes there.
+        engine: receives the parameters and the optimizer state.
+        loss: receives its own state.
         identity: `describe_run` of this run.
         arguments: --resume is "auto", a path, or None.
-        checkpoints: this run's checkpoints folder, where "auto" looks.
+        checkpoints: the folder of this run's checkpoints, where "auto" searches.
 
     Returns:
-        optimizer steps already taken and samples already consumed; zeros when there is nothing to go on with.
+        The optimizer steps already taken and the samples already consumed; zeros if there is no checkpoint to resume.
 
     Raises:
-        CheckpointError, DataError: on every rank: no such checkpoint, damaged, or of another run.
+        CheckpointError, DataError: the checkpoint is missing, damaged or of another run (raised on every rank).
     """
-    wanted = arguments.resume
-    error: Exception | None = None
     found: tuple[Path, str] | None = None
     state: dict[str, Any] = {}
-    try:
-        if wanted == "auto":
-            tag = store.find_latest(checkpoints)
-            found = (checkpoints, tag) if tag else None
-        elif wanted is not None:
-            found = store.locate(Path(wanted))
+    with raise_on_all_ranks():
+        found = _find_checkpoint(arguments.resume, checkpoints)
         if found is not None:
-            state = store.read_state(*found)
-            _check_continues(state, identity)
+            state = {"tensor_parallel_size": 1, **store.read_state(*found)}  # older checkpoints do not record it
+            _check_same_run(state, identity)
             _check_length(state, identity, arguments, loss)
-    except MegaclipError as problem:
-        error = problem
-    raise_together(error)
-    _check_all_found(found)
+    _check_all_found_the_same(found)
     if found is None:
         return 0, 0
-    if _divided_alike(state, identity):
+    if _same_partitioning(state, identity):
         store.load(engine, *found)
     else:
-        was, now = ("{world_size} ranks at ZeRO-{zero_stage} in {precision}".format(**run) for run in (state, identity))
+        shape = "{world_size} ranks at ZeRO-{zero_stage} in {precision}, tensor-parallel size {tensor_parallel_size}"
+        was, now = (shape.format(**run) for run in (state, identity))
         logger.info("dividing a checkpoint of %s among %s", was, now)
         load_resharded(engine, found[0] / found[1])
-    try:
+    with raise_on_all_ranks():
         loss.load(store.read_loss_states(*found))
-    except MegaclipError as problem:
-        error = problem
-    raise_together(error)
     logger.info("resumed from %s at step %d", found[0] / found[1], state["step"])
     return int(state["step"]), int(state["samples_consumed"])
 
 
-def _divided_alike(state: dict[str, Any], identity: dict[str, Any]) -> bool:
-    """Whether the ranks' parts of parameters and optimizer states are those of the checkpoint."""
-    return state["zero_stage"] == identity["zero_stage"] == 0 or all(state[key] == identity[key] for key in _DIVISION)
+def _find_checkpoint(wanted: str | None, checkpoints: Path) -> tuple[Path, str] | None:
+    """Return (folder of checkpoints, name of one) for the value of --resume, or None to start from the beginning."""
+    if wanted is None:
+        return None
+    if wanted != "auto":
+        return store.locate(Path(wanted))
+    latest = store.find_latest(checkpoints)
+    return (checkpoints, latest) if latest else None
 
 
-def _check_all_found(found: tuple[Path, str] | None) -> None:
-    """Raise on every rank unless all of them mean the same step; where a folder is mounted may differ."""
-    tags = [tag or "nothing" for tag in gather_objects(found and found[1])]
-    if len(set(tags)) > 1:
+def _same_partitioning(state: dict[str, Any], identity: dict[str, Any]) -> bool:
+    """Return True if each rank's parameters and optimizer states are partitioned as in the checkpoint."""
+    same_model = state["tensor_parallel_size"] == identity["tensor_parallel_size"]
+    if same_model and state["zero_stage"] == identity["zero_stage"] == 0:
+        return True
+    return all(state[key] == identity[key] for key in _PARTITIONING)
+
+
+def _check_all_found_the_same(found: tuple[Path, str] | None) -> None:
+    """Raise on every rank unless all ranks found the checkpoint of the same step. Their paths may differ."""
+    names = sorted({name or "nothing" for name in gather_objects(found and found[1])})
+    if len(names) > 1:
         raise CheckpointError(
-            f"ranks found different checkpoints ({', '.join(sorted(set(tags)))}): --logs must be one folder that all "
-            "hosts share"
+            f"ranks found different checkpoints ({', '.join(names)}); set --logs to a folder that all hosts share"
         )
 
 
-def _check_continues(state: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Raise unless the checkpoint that holds `state` was written by the run that `identity` describes."""
+def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Raise unless the checkpoint with this `state` was written by the run with this `identity`."""
     if missing := sorted(identity.keys() - state.keys()):
         raise CheckpointError(
-            f"the checkpoint does not say its {', '.join(missing)}: an earlier version wrote it; export it with "
-            "tools/export_open_clip.py and start from it with --pretrained"
+            f"the checkpoint does not record {', '.join(missing)}, because an earlier version of MegaCLIP wrote it; "
+            "export it with tools/export_open_clip.py and start from the export with --pretrained"
         )
     check_manifest(state["data"], identity["data"])
     for key, now in json.loads(json.dumps(identity)).items():
-        if key in ("data", "total_steps", *_DIVISION) or (was := state[key]) == now:
+        if key in ("data", "total_steps", *_PARTITIONING) or (was := state[key]) == now:
             continue
         if key == "global_batch":
             raise CheckpointError(
-                f"the checkpoint was written with a contrastive batch of {was} and this run's is {now}: set "
+                f"the checkpoint was written with a contrastive batch of {was} and this run's is {now}; set "
                 f"train_batch_size to {was}, and train_micro_batch_size_per_gpu or gradient_accumulation_steps to fit "
                 f"{identity['world_size']} ranks"
             )
-        raise CheckpointError(f"the checkpoint was written with {_first_difference(key, was, now)}")
-
-
-def _check_length(state: dict[str, Any], identity: dict[str, Any], arguments: TrainArguments, loss: RunLoss) -> None:
-    """Raise if this run is longer or shorter than the one that wrote `state`, and it matters."""
-    was, now = state["total_steps"], identity["total_steps"]
-    if was != now and (setting := _follows_length(arguments, loss, state["step"], was, now)):
         raise CheckpointError(
-            f"the checkpoint is of a run of {was} steps in all and this one has {now}, but {setting} follows that: "
-            f"give --train-steps {was} instead of --epochs; or, for more steps on a new schedule, export the "
-            "checkpoint with tools/export_open_clip.py and start from it with --pretrained"
+            f"the checkpoint was written with {_first_difference(key, was, now)}; resume with the run's own settings, "
+            "or start a new run from its weights with --pretrained"
         )
 
 
+def _check_length(state: dict[str, Any], identity: dict[str, Any], arguments: TrainArguments, loss: RunLoss) -> None:
+    """Raise if the total number of steps has changed and the steps after the checkpoint depend on it."""
+    was, now = state["total_steps"], identity["total_steps"]
+    if was == now:
+        return
+    if arguments.lr_scheduler != "const":
+        setting = f"--lr-scheduler {arguments.lr_scheduler}"
+    elif arguments.warmup is None and state["step"] < max(default_warmup(was), default_warmup(now)):
+        setting = "the default of --warmup"
+    elif loss.length_dependent_setting:
+        setting = loss.length_dependent_setting
+    else:
+        return
+    raise CheckpointError(
+        f"the checkpoint is of a run of {was} steps in all and this run has {now}, but {setting} depends on that "
+        f"number; use --train-steps {was} instead of --epochs, or, for more steps on a new schedule, export the "
+        "checkpoint with tools/export_open_clip.py and start from the export with --pretrained"
+    )
+
+
 def _first_difference(name: str, was: Any, now: Any) -> str:
-    """Words for the first value in which `was` and `now` differ, however deep in dictionaries."""
+    """Describe the first value in which `was` and `now` differ, at any depth of nested dictionaries."""
     if isinstance(was, dict) and isinstance(now, dict):
         key = next(key for key in sorted({*was, *now}) if was.get(key) != now.get(key))
         return _first_difference(f"{name}.{key}", was.get(key), now.get(key))
-    return f"{name} {was!r}, this run has {now!r}"
+    return f"{name} {was!r}, and this run has {now!r}"

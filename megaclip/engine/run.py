@@ -1,7 +1,8 @@
-"""A training run from its command line to its last checkpoint.
+"""A training run, from its command line to its last checkpoint.
 
-`main(argv)` is what launch/train.py calls on every rank: read and check everything, start the process group, build the
-engine, resume if asked, then step, evaluate and save until the schedule ends.
+launch/train.py calls `main(argv)` on every rank. `train` then reads and checks all inputs, starts the process group,
+checks that the run fits into memory, builds the engine (`Run`), resumes if requested, and runs the training loop
+(`Run._train_steps`): one optimizer step at a time (`Run.train_step`), with checkpoints and evaluations in between.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +22,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.model_card import write_model_card
-from megaclip.comm.collectives import gather_objects, raise_together, sum_counts
+from megaclip.comm.collectives import gather_objects, raise_on_all_ranks, sum_counts, wait_for_all_ranks
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchPlan, TrainArguments, parse_arguments
 from megaclip.data import check_batch
 from megaclip.engine.build import build_engine
-from megaclip.engine.data_offload import embeddings_on_cpu
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
@@ -49,16 +49,21 @@ from megaclip.evaluation import (
     group_captions,
 )
 from megaclip.logging import get_logger
+from megaclip.planner import MemoryPlan
 
 logger = get_logger(__name__)
 
 
-def main(argv: list[str], *, patience_s: float | None = None) -> int:
-    """Run one rank's part of the training that `argv` asks for; returns the process's exit code.
+def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
+    """Run this rank's part of the training that `argv` specifies; return the exit code of the process.
 
-    A user's mistake is one line, from the first rank of each host. patience_s: after how long the other ranks say
-    theirs too. A launcher kills them when the first one ends; so they do speak when the mistake is theirs alone, and
-    their own end does not kill the first one before it has spoken. None: they never do.
+    A `MegaclipError` is logged as one line, by the first rank of each host.
+
+    Args:
+        argv: command line, without the name of the program.
+        other_ranks_delay_s: delay in seconds before the other ranks log their own errors. A launcher ends all ranks
+            when one exits, so the delay lets the first rank log its error before that. An error that only another rank
+            has is still logged. None: the other ranks log nothing.
     """
     arguments: TrainArguments | None = None
     exit_code = 0
@@ -68,82 +73,88 @@ def main(argv: list[str], *, patience_s: float | None = None) -> int:
     except MegaclipError as error:
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             logger.error("%s", error)
-        elif patience_s is not None:
-            time.sleep(patience_s)
+        elif other_ranks_delay_s is not None:
+            time.sleep(other_ranks_delay_s)
             logger.error("%s", error)
         if arguments is not None and arguments.debug_traceback:
             raise
         exit_code = 1
-    # Not after any other exception: the peers may be inside a collective, and leaving the group would wait for them.
+    # Skipped after any other exception: the other ranks may be in a collective, and this call would wait for them.
     if dist.is_initialized():
         dist.destroy_process_group()
     return exit_code
 
 
 def train(arguments: TrainArguments) -> int:
-    """Train on this rank, together with the others; returns the exit code: 0, or what `megaclip.engine.stop` says.
+    """Train on this rank, together with the other ranks; return the exit code: 0, or that of `megaclip.engine.stop`.
 
-    Raises MegaclipError, on every rank, when anything the user can mend goes wrong.
+    Raises:
+        MegaclipError: on every rank, for any problem that the user can solve.
     """
     inputs = read_inputs(arguments)
     if arguments.resume == "auto" and arguments.name is None:
-        raise ConfigError("--resume auto needs --name: the run to go on with")
+        raise ConfigError("--resume auto requires --name; set it to the name of the run to resume")
     start_process_group()
     batch_plan = inputs.config.batch_plan(dist.get_world_size())
     check_batch(batch_plan.global_batch, len(inputs.train))
-    plan = check_fit(arguments, inputs)
+    memory_plan = check_fit(arguments, inputs)
     folder = _prepare_folder(arguments)
-    run = Run(arguments, inputs, batch_plan, folder)
+
+    run = Run(arguments, inputs, batch_plan, folder, memory_plan)
+    run.resume()
+    run.write_description()  # after resume(): a checkpoint that is refused must leave the old description unchanged
     if run.is_finished():
-        done = folder if arguments.resume == "auto" else arguments.resume
-        logger.info("nothing left to train: %s has all %d steps", done, run.last_step)
+        source = folder if arguments.resume == "auto" else arguments.resume
+        logger.info("nothing left to train: %s has all %d steps", source, run.last_step)
         return 0
-    stopped_by = run.to_the_end()
-    report_peak(plan)
-    if stopped_by is None:
+    stop_signal = run.train_to_end()
+    report_peak(memory_plan)
+    if stop_signal is None:
         return 0
-    raise_together(None)  # all have said and written everything: a launcher ends the others when the first one leaves
-    return 128 + stopped_by
+    wait_for_all_ranks()  # until they have saved and logged: a launcher ends the others when the first one exits
+    return 128 + stop_signal
 
 
 def _prepare_folder(arguments: TrainArguments) -> Path:
-    """Make RUN/checkpoints on the first rank; every rank gets RUN's path or the error."""
+    """Create the run's folder and its subfolder `checkpoints` on the first rank; return the path on every rank."""
     folder = Path()
-
-    def make() -> None:
-        nonlocal folder
-        name = arguments.name or f"{Path(arguments.model).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = Path(arguments.logs) / name
-        checkpoints = folder / "checkpoints"
-        if arguments.resume is None and (checkpoints / store.LATEST).exists():
-            raise CheckpointError(f"{str(folder)!r} holds a run already: add --resume auto, or choose another --name")
-        checkpoints.mkdir(parents=True, exist_ok=True)
-
-    _write_on_first_rank(make)
+    with _report_write_errors():
+        if dist.get_rank() == 0:
+            name = arguments.name or f"{Path(arguments.model).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+            folder = Path(arguments.logs) / name
+            checkpoints = folder / "checkpoints"
+            if arguments.resume is None and (checkpoints / store.LATEST).exists():
+                raise CheckpointError(
+                    f"{str(folder)!r} holds a run already; add --resume auto to resume it, or choose another --name"
+                )
+            checkpoints.mkdir(parents=True, exist_ok=True)
     return gather_objects(folder)[0]
 
 
-def _write_on_first_rank(write: Callable[[], None]) -> None:
-    """Run `write` on the first rank; what goes wrong there ends every rank."""
-    error: Exception | None = None
-    if dist.get_rank() == 0:
+@contextlib.contextmanager
+def _report_write_errors() -> Iterator[None]:
+    """Raise errors of the body on all ranks; an OSError becomes a ConfigError. The body writes on the first rank."""
+    with raise_on_all_ranks():
         try:
-            write()
-        except OSError as problem:
-            error = ConfigError(f"cannot write to the run's folder: {problem}")
-        except MegaclipError as problem:
-            error = problem
-    raise_together(error)
+            yield
+        except OSError as error:
+            raise ConfigError(f"cannot write to the run's folder: {error}; choose another --logs") from error
 
 
 class Run:
-    """One rank's run: what the steps share."""
+    """One rank's part of a run: the engine, the loss, and how far the training is.
 
-    def __init__(self, arguments: TrainArguments, inputs: Inputs, batch_plan: BatchPlan, folder: Path) -> None:
+    Construct it, then call `resume`, `write_description` and `train_to_end`, on all ranks together.
+    """
+
+    def __init__(
+        self, arguments: TrainArguments, inputs: Inputs, batch_plan: BatchPlan, folder: Path, memory_plan: MemoryPlan
+    ) -> None:
         self.arguments = arguments
         self.inputs = inputs
         self.batch_plan = batch_plan
         self.folder = folder
+        self.memory_plan = memory_plan
         self.checkpoints = folder / "checkpoints"
         self._summary = folder / "metrics.json"
         self.rank = dist.get_rank()
@@ -162,31 +173,54 @@ class Run:
             device=self.engine.device,
         )
         self.identity = describe_run(inputs, arguments, batch_plan, self.length.total_steps)
-        self.embeddings_on_cpu = embeddings_on_cpu(
-            inputs.config.megaclip.embeddings_offload,
-            (batch_plan.local_batch, inputs.model_config.embed_dim),
-            self.engine.get_data_types()[0],
-            self.engine.device,
-        )
+        self.embeddings_on_cpu = memory_plan.embeddings_on_cpu
+        self.step = 0
+        """Number of optimizer steps done."""
+        self.samples_consumed = 0
+        """Number of samples that these steps took, over all ranks."""
+        self.saved_step = 0
+        """Step of the newest checkpoint."""
+        self.scores: dict[str, float] = {}
+        """Scores of the last evaluation."""
+        self.bad_samples: dict[str, int] = {}
+        """Number of bad samples that all ranks have replaced, by kind, at the last checkpoint."""
+
+    def resume(self) -> None:
+        """Load the checkpoint that --resume specifies, if any.
+
+        Raises:
+            CheckpointError, DataError: on every rank: there is no such checkpoint, or it cannot continue as this run.
+        """
         self.step, self.samples_consumed = resume(
-            self.engine, self.loss, self.identity, arguments=arguments, checkpoints=self.checkpoints
+            self.engine, self.loss, self.identity, arguments=self.arguments, checkpoints=self.checkpoints
         )
         self.saved_step = self.step
-        _write_on_first_rank(self._write_description)  # not before: a refused --resume must leave the old one alone
-        self.scores: dict[str, float] = {}
-        self.bad_samples: dict[str, int] = {}
+
+    def write_description(self) -> None:
+        """Write the model card and the tokenizer, which an export copies, and settings.json, on the first rank."""
+        with _report_write_errors():
+            if self.rank == 0:
+                card = self.checkpoints / store.MODEL_CARD
+                card.mkdir(exist_ok=True)
+                inputs = self.inputs
+                inputs.tokenizer.write_open_clip(card)
+                write_model_card(card, inputs.model_config, inputs.preprocess_cfg, inputs.tokenizer.files)
+                settings = {"arguments": self.arguments.model_dump(), "ds_config": inputs.config.deepspeed}
+                store.write_atomically(self.folder / "settings.json", json.dumps(settings, indent=1))
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to do: the last step is done and, unless another run did it, its scores are written
-        (a run may have been killed in between)."""
+        """Return whether nothing is left to do.
+
+        With --resume auto the last evaluation must be done too: the run may have been killed after its last step.
+        """
         scored_step = None
         with contextlib.suppress(OSError, ValueError):
             scored_step = json.loads(self._summary.read_text(encoding="utf-8"))["steps"]
-        scored_step = gather_objects(scored_step)[0]  # as the first rank, which writes the file, sees it
+        scored_step = gather_objects(scored_step)[0]  # the first rank wrote the file; all ranks must decide alike
         return self.step >= self.last_step and (self.arguments.resume != "auto" or scored_step == self.step)
 
-    def to_the_end(self) -> signal.Signals | None:
-        """Train from `self.step` to the last step; returns the signal that ended it before, if one did."""
+    def train_to_end(self) -> signal.Signals | None:
+        """Train until the last step or until a signal stops the run; return that signal, or None."""
         logger.info(
             "training steps %d to %d of %d: contrastive batch %d = %d ranks x %d image chunks of %d or %d text chunks "
             "of %d, %d samples an epoch",
@@ -201,7 +235,54 @@ class Run:
             self.batch_plan.text_micro_batch,
             len(self.inputs.train),
         )
-        shown = Metrics(
+        with StopSignals() as signals, self._open_metrics() as metrics, self.open_data() as batch:
+            try:
+                stop_signal = self._train_steps(batch, metrics, signals)
+            except DataError as error:  # on every rank, and before an update, so the last step is complete
+                stop_signal = signals.received_by_any_rank()  # a launcher that stops a run ends its data workers too
+                self._save_before_failing(error)
+                if stop_signal is None:
+                    raise
+            if stop_signal:
+                flags = f"--name {self.folder.name} --resume auto"
+                logger.info("stopped by %s after step %d; resume with %s", stop_signal.name, self.step, flags)
+            elif self.rank == 0:
+                self._write_summary(metrics)
+        return stop_signal
+
+    def _train_steps(self, batch: StepStore, metrics: Metrics, signals: StopSignals) -> signal.Signals | None:
+        """Run the training loop: step, save and evaluate until the last step or a stop signal."""
+        while self.step < self.last_step:
+            step_metrics = self.train_step(batch)
+            metrics.record_step(self.step, step_metrics)
+            is_last = self.step == self.last_step
+            stop_signal = None if is_last else signals.received_by_any_rank()
+            if is_last or stop_signal or self._is_save_due():
+                self._save()
+                self.bad_samples = sum_counts(batch.bad_counts)
+                metrics.record_bad_samples(self.step, self.bad_samples)
+                metrics.restart_clock()
+            if stop_signal:
+                return stop_signal
+            if self._is_evaluation_due() and not is_last:
+                self._evaluate(metrics)
+        self._evaluate(metrics)  # here, because it may be all that a resumed run has left to do
+        return None
+
+    def open_data(self) -> AbstractContextManager[StepStore]:
+        """Return a context manager around this rank's training data from the next step on; every rank opens it."""
+        return open_step_store(
+            self.arguments,
+            self.inputs,
+            self.batch_plan,
+            self.engine,
+            place=self.memory_plan.image_place,
+            folder=self.folder,
+            samples_consumed=self.samples_consumed,
+        )
+
+    def _open_metrics(self) -> Metrics:
+        return Metrics(
             self.folder,
             first_rank=self.rank == 0,
             start_step=self.step,
@@ -210,56 +291,12 @@ class Run:
             log_every=self.arguments.log_every_n_steps,
             monitor=self.engine.monitor,
         )
-        with StopSignals() as signals, shown as metrics, self.open_data() as batch:
-            try:
-                stopped_by = self._train(batch, metrics, signals)
-            except DataError as error:  # on every rank, and before an update: what was trained so far is whole
-                stopped_by = signals.agreed()  # launchers end the data workers too
-                self._save_unsaved(error)
-                if stopped_by is None:
-                    raise
-            if stopped_by:
-                go_on = f"--name {self.folder.name} --resume auto"
-                logger.info("stopped by %s after step %d; go on with %s", stopped_by.name, self.step, go_on)
-            elif self.rank == 0:
-                self._write_summary(metrics)
-        return stopped_by
-
-    def _train(self, batch: StepStore, metrics: Metrics, signals: StopSignals) -> signal.Signals | None:
-        while self.step < self.last_step:
-            done = self.train_step(batch)
-            metrics.step(self.step, done)
-            ends = self.step == self.last_step
-            stopped_by = None if ends else signals.agreed()
-            saves = self.length.is_due(self.step, self.arguments.save_every_steps, self.arguments.save_frequency)
-            if ends or stopped_by or saves:
-                self._save()
-                self.bad_samples = sum_counts(batch.bad_counts)
-                metrics.bad_samples(self.step, self.bad_samples)
-                metrics.resume_clock()
-            if stopped_by:
-                return stopped_by
-            evaluates = self.length.is_due(self.step, self.arguments.eval_every_steps, self.arguments.val_frequency)
-            if evaluates and not ends:
-                self._evaluate(metrics)
-        self._evaluate(metrics)
-        return None
-
-    def open_data(self) -> AbstractContextManager[StepStore]:
-        """This rank's training data from the next step on, for `train_step`; every rank opens it."""
-        return open_step_store(
-            self.arguments,
-            self.inputs,
-            self.batch_plan,
-            self.engine,
-            folder=self.folder,
-            samples_consumed=self.samples_consumed,
-        )
 
     def train_step(self, batch: StepStore) -> StepMetrics:
-        """One optimizer step on all ranks, which moves `batch`, `step` and `samples_consumed` on.
+        """Take one optimizer step on all ranks, and advance `batch`, `step` and `samples_consumed`.
 
-        Raises DataError or NonFiniteError, on every rank, before the parameters are updated.
+        Raises:
+            DataError, NonFiniteError: on every rank, before the parameters are updated.
         """
         loss = accumulate_gradients(
             self.engine,
@@ -270,7 +307,7 @@ class Run:
             logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
             coalesce=self.inputs.config.megaclip.coalesce_gradient_reduction,
             accumulation_dtype=torch.bfloat16 if self.inputs.config.accumulates_in_bf16 else torch.float32,
-            embeddings_on_cpu=self.embeddings_on_cpu,
+            embeddings_on_cpu=self.memory_plan.embeddings_on_cpu,
         )
         batch.next_step()
         learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)
@@ -279,11 +316,18 @@ class Run:
         self.loss.update(self.step / self.length.total_steps)
         self.step += 1
         self.samples_consumed += self.batch_plan.global_batch
-        own_scale = self.loss.log_scale
-        log_scale = self.logit_scale.clamp_() if own_scale is None else own_scale
+        loss_scale = self.loss.log_scale
+        log_scale = self.logit_scale.clamp_() if loss_scale is None else loss_scale
         return StepMetrics(loss, float(log_scale.exp()), learning_rate, gradient_norm)
 
+    def _is_save_due(self) -> bool:
+        return self.length.is_due(self.step, self.arguments.save_every_steps, self.arguments.save_frequency)
+
+    def _is_evaluation_due(self) -> bool:
+        return self.length.is_due(self.step, self.arguments.eval_every_steps, self.arguments.val_frequency)
+
     def _evaluate(self, metrics: Metrics) -> None:
+        """Evaluate on all ranks, if the command line names evaluation data, and record the scores."""
         inputs = self.inputs
         if inputs.validation is None and inputs.labelled is None:
             return
@@ -312,45 +356,38 @@ class Run:
         pictures = {}
         if self.rank == 0 and result.examples is not None and inputs.validation is not None:
             pictures = example_pictures(result.examples, inputs.validation)
-        metrics.evaluation(self.step, result.metrics, pictures, left_out)
-        metrics.resume_clock()
+        metrics.record_evaluation(self.step, result.metrics, pictures, left_out)
+        metrics.restart_clock()
 
     @cached_property
     def _validation_captions(self) -> CaptionGroups | None:
-        """With --group-captions, which captions belong to the same image; read once."""
+        """With --group-captions: the groups of validation captions that belong to the same image. Else None."""
         if self.inputs.validation is None or not self.arguments.group_captions:
             return None
         return group_captions(self.inputs.validation)
 
     def _save(self) -> None:
+        """Write a checkpoint on all ranks."""
         state = {"step": self.step, "samples_consumed": self.samples_consumed, **self.identity}
-        own_scale = self.loss.log_scale
-        if own_scale is not None:
-            self.logit_scale.write(own_scale)
+        loss_scale = self.loss.log_scale
+        if loss_scale is not None:  # an export reads the model's logit_scale
+            self.logit_scale.write(loss_scale)
         loss_state = self.loss.checkpoint_state()
         tag = store.save(self.engine, self.checkpoints, self.step, state, self.arguments.keep_last, loss_state)
         self.saved_step = self.step
         logger.info("saved %s", self.checkpoints / tag)
 
-    def _save_unsaved(self, error: DataError) -> None:
-        """Save what was trained since the last checkpoint, before `error` ends the run."""
+    def _save_before_failing(self, error: DataError) -> None:
+        """Save the steps since the last checkpoint before `error` ends the run."""
         if self.step > self.saved_step:
-            # Said now: if the disk is what failed, saving fails too, and that error would be the only one shown.
-            logger.warning("the data failed after step %d, saving what was trained: %s", self.step, error)
+            # Logged before saving: if the disk has failed, saving raises another error, which would hide this one.
+            logger.warning("reading data failed after step %d, saving a checkpoint of it: %s", self.step, error)
             self._save()
 
-    def _write_description(self) -> None:
-        """The model card and tokenizer that exports carry, and the settings of this run."""
-        card = self.checkpoints / store.MODEL_CARD
-        card.mkdir(exist_ok=True)
-        self.inputs.tokenizer.write_open_clip(card)
-        write_model_card(card, self.inputs.model_config, self.inputs.preprocess_cfg, self.inputs.tokenizer.files)
-        settings = {"arguments": self.arguments.model_dump(), "ds_config": self.inputs.config.deepspeed}
-        store.write_atomically(self.folder / "settings.json", json.dumps(settings, indent=1))
-
     def _write_summary(self, metrics: Metrics) -> None:
+        """Write metrics.json. `is_finished` reads its number of steps."""
         finite = {name: value for name, value in self.scores.items() if math.isfinite(value)}
         summary = {**finite, "steps": self.step, "bad_samples": self.bad_samples}
-        if metrics.samples_per_s:  # not where only the scores were missing
+        if metrics.samples_per_s:  # zero if the resumed run had only to evaluate
             summary["samples_per_s"] = metrics.samples_per_s
         store.write_atomically(self._summary, json.dumps(summary, indent=1))

@@ -1,6 +1,6 @@
-"""Learning-rate schedules as plain functions of the step, with open_clip's three shapes.
+"""Learning-rate schedules as plain functions of the step, with the three shapes of open_clip.
 
-Nothing is remembered between steps, so a resumed run needs only its step number.
+A schedule keeps no state, so a resumed run needs only its step number.
 """
 
 import math
@@ -14,26 +14,32 @@ from megaclip.logging import get_logger
 logger = get_logger(__name__)
 
 Schedule = Callable[[int], float]
-"""step (0-based, the one about to be taken) -> factor of the peak learning rate."""
-
+"""Function of the step (0-based, the step about to be taken) that returns the factor of the peak learning rate."""
 
 LONGEST_DEFAULT_WARMUP = 10_000
+"""Largest number of warm-up steps when --warmup is not given. It is open_clip's default."""
 
 
 def default_warmup(total_steps: int) -> int:
-    """Steps of warm-up where none are asked for: open_clip's 10,000, at most a tenth of the run."""
+    """Return the number of warm-up steps when --warmup is not given: 10,000, but at most a tenth of the run."""
     return min(LONGEST_DEFAULT_WARMUP, total_steps // 10)
 
 
 def chosen_schedule(arguments: TrainArguments, length: RunLength, peak_rate: float) -> Schedule:
-    """The schedule that the command line asks for. Raises ConfigError if its parts are longer than the run."""
+    """Return the schedule that the command line specifies.
+
+    Raises:
+        ConfigError: the warm-up, or warm-up and cooldown together, are longer than the run.
+    """
     total_steps, warmup = length.total_steps, arguments.warmup
     if warmup is None:
         warmup = default_warmup(total_steps)
         if warmup < LONGEST_DEFAULT_WARMUP:
-            logger.info("warm-up of %d steps, a tenth of the run's; --warmup changes it", warmup)
+            logger.info("warm-up of %d steps, a tenth of the run; change it with --warmup", warmup)
     if warmup > total_steps:
-        raise ConfigError(f"--warmup {warmup} is longer than the run's {total_steps} steps")
+        raise ConfigError(
+            f"--warmup {warmup} is longer than the run of {total_steps} steps; set --warmup {total_steps} or less"
+        )
     if arguments.lr_scheduler == "const":
         return constant(warmup)
     if arguments.lr_scheduler == "cosine":
@@ -41,26 +47,26 @@ def chosen_schedule(arguments: TrainArguments, length: RunLength, peak_rate: flo
     cooldown_steps = arguments.cooldown_steps or length.steps_in(arguments.epochs_cooldown or 1)
     if warmup + cooldown_steps > total_steps:
         raise ConfigError(
-            f"a warm-up of {warmup} steps and a cooldown of {cooldown_steps} are longer together than the run's "
-            f"{total_steps}"
+            f"a warm-up of {warmup} steps and a cooldown of {cooldown_steps} steps are longer together than the run of "
+            f"{total_steps} steps; set --warmup, or --cooldown-steps or --epochs-cooldown, lower"
         )
     end_factor = arguments.lr_cooldown_end / peak_rate
     return constant_with_cooldown(warmup, total_steps, cooldown_steps, arguments.lr_cooldown_power, end_factor)
 
 
-def _warmed_up(warmup_steps: int, after: Schedule) -> Schedule:
-    return lambda step: (step + 1) / warmup_steps if step < warmup_steps else after(step)
+def _with_warmup(warmup_steps: int, after_warmup: Schedule) -> Schedule:
+    return lambda step: (step + 1) / warmup_steps if step < warmup_steps else after_warmup(step)
 
 
 def constant(warmup_steps: int) -> Schedule:
-    """Linear warm-up over `warmup_steps`, then 1."""
-    return _warmed_up(warmup_steps, lambda step: 1.0)
+    """Return a linear warm-up over `warmup_steps`, followed by 1."""
+    return _with_warmup(warmup_steps, lambda step: 1.0)
 
 
 def cosine(warmup_steps: int, total_steps: int) -> Schedule:
-    """Linear warm-up, then half a cosine from 1 to 0 at `total_steps`."""
+    """Return a linear warm-up, followed by half a cosine from 1 down to 0 at `total_steps`."""
     decay_steps = max(1, total_steps - warmup_steps)
-    return _warmed_up(
+    return _with_warmup(
         warmup_steps, lambda step: 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup_steps) / decay_steps)))
     )
 
@@ -68,13 +74,16 @@ def cosine(warmup_steps: int, total_steps: int) -> Schedule:
 def constant_with_cooldown(
     warmup_steps: int, total_steps: int, cooldown_steps: int, power: float, end_factor: float
 ) -> Schedule:
-    """Linear warm-up, 1, then over the last `cooldown_steps` a polynomial decay of degree `power` to `end_factor`."""
+    """Return a linear warm-up, followed by 1 and, over the last `cooldown_steps`, a polynomial decay to `end_factor`.
+
+    power: degree of the polynomial.
+    """
     start = total_steps - cooldown_steps
 
-    def after(step: int) -> float:
+    def after_warmup(step: int) -> float:
         if step < start:
             return 1.0
         remaining = 1 - min(1.0, (step - start) / cooldown_steps)
         return end_factor + (1 - end_factor) * remaining**power
 
-    return _warmed_up(warmup_steps, after)
+    return _with_warmup(warmup_steps, after_warmup)

@@ -1,7 +1,7 @@
-"""One rank's share of a contrastive batch, as the gradient cache asks for it: chunk by chunk, one tower at a time.
+"""One rank's share of a contrastive batch, as the gradient cache reads it: chunk by chunk, one tower at a time.
 
-`StepBatch` is what the cache needs, whatever holds the samples. `DeviceFeed` brings chunks to the device ahead of their
-use. Shapes: b rows of this rank, L tokens.
+`StepBatch` is the interface that the cache needs. `DeviceFeed` copies chunks to the device before their use. Shapes: b
+rows of this rank, L tokens.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,37 +22,37 @@ class Tower(IntEnum):
 
 
 class StepBatch(Protocol):
-    """b samples, cut into equal chunks, for each tower its own number."""
+    """b samples in equal chunks; each tower has its own number of chunks."""
 
     def rows(self) -> int:
-        """b."""
+        """Return b."""
         ...
 
     def chunk_count(self, tower: Tower) -> int:
-        """How many chunks a pass over this tower has."""
+        """Return the number of chunks per pass over this tower."""
         ...
 
     def chunks(self, tower: Tower, *, again: bool) -> Iterator[Tensor]:
-        """The tower's inputs on its device, in the order of the rows: normalised pixels, or tokens (_, L) int64.
+        """Yield the tower's inputs on its device, in the order of the rows: normalised pixels, or tokens (_, L) int64.
 
-        again: whether they will be asked for once more; if not, what holds them may let go of each after its use.
+        again: whether this step reads them once more; if not, each chunk may be freed after its use.
         """
         ...
 
     def blank(self, tower: Tower) -> Tensor:
-        """One row of the same shape, for a tower that has to take part but has nothing to say."""
+        """Return one blank row of the same shape, for a backward pass in which both towers must take part."""
         ...
 
     def agree(self) -> None:
-        """Raise on every rank if any rank's data have failed since the last time; called by all of them together."""
+        """Raise on every rank if any rank's data have failed since the last call; all ranks call it."""
         ...
 
 
 @dataclass(frozen=True)
 class DeviceFeed:
-    """How chunks get to the model: the device, and how pixels become its input there.
+    """Copies chunks to the model's device and turns pixels into the model's input there.
 
-    normalise: pixels (_, 3, H, W) uint8 and a dtype -> input, as `data.ImageTransform.normalise`; dtype: the engine's.
+    normalise: pixels (_, 3, H, W) uint8 and a dtype -> input (`data.ImageTransform.normalise`). dtype: the engine's.
     """
 
     device: torch.device
@@ -60,10 +60,10 @@ class DeviceFeed:
     normalise: Callable[[Tensor, torch.dtype], Tensor]
 
     def inputs(self, tower: Tower, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The tower's inputs from equal chunks in host memory (pixels uint8, or tokens of any integer type).
+        """Yield the tower's inputs from equal chunks in host memory (pixels uint8, or tokens of any integer type).
 
-        On a GPU the next chunk is copied, on a stream of its own, while a chunk is used. When `chunks` is asked for
-        the next one, the memory of the one before has been read and may be written again.
+        On a GPU the next chunk is copied, on a stream of its own, while a chunk is used. When `chunks` yields the next
+        chunk, the memory of the previous one has been read and may be overwritten.
         """
         prepare = self._normalised if tower is Tower.IMAGE else _as_indices
         return map(prepare, chunks) if self.device.type == "cpu" else _one_ahead(chunks, self.device, prepare)
@@ -77,9 +77,9 @@ def _as_indices(tokens: Tensor) -> Tensor:
 
 
 def _one_ahead(chunks: Iterable[Tensor], device: torch.device, prepare: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
-    """`prepare(chunk)` on the device for each chunk, through two buffers that a stream of its own fills in turn.
+    """Yield `prepare(chunk)` on the device for each chunk, through two buffers that a separate stream fills in turn.
 
-    prepare: returns a tensor of its own, never the buffer that it reads.
+    prepare: must return a new tensor, never the buffer that it reads.
     """
     accelerator = get_accelerator()
     copies, compute = accelerator.Stream(device), accelerator.current_stream()
@@ -100,7 +100,7 @@ def _one_ahead(chunks: Iterable[Tensor], device: torch.device, prepare: Callable
             buffers.append(torch.empty_like(chunk, device=device))
             copied.append(accelerator.Event())
             read.append(accelerator.Event())
-            copies.wait_stream(compute)  # what used the buffer's memory before
+            copies.wait_stream(compute)  # until the previous use of the buffer's memory is over
         else:
             copies.wait_event(read[turn])
         with accelerator.stream(copies):
@@ -108,6 +108,6 @@ def _one_ahead(chunks: Iterable[Tensor], device: torch.device, prepare: Callable
         copied[turn].record(copies)
         if number > 0:
             yield prepared(number - 1)
-        copied[turn].synchronize()  # the host's memory may now be written again
+        copied[turn].synchronize()  # now the chunk's host memory may be overwritten
     if number >= 0:
         yield prepared(number)

@@ -1,12 +1,12 @@
-"""Where a step's samples wait: filled by the loader in the background, read by both passes of the gradient cache.
+"""Store a step's samples: a thread fills the store from the loader, and both passes of the gradient cache read it.
 
-Pixels lie in slots of one image chunk each, in memory that `megaclip.engine.data_offload` chose. With a slot for every
-chunk of the rank's share, the second pass finds there what the first one used, and each slot that it leaves is filled
-for the next step. With fewer slots nothing is kept: they are a window on what the loader reads, a second time for the
-second pass. Tokens are small, and all of them are kept.
+Pixels are kept in slots of one image chunk each (`megaclip.engine.image_slots`). With a slot for every chunk of the
+rank's share, the second pass reads the chunks of the first one again, and each slot that it releases is filled for the
+next step. With fewer slots no images are kept, and the loader reads them a second time for the second pass. Tokens are
+small, and all of them are kept.
 
-A rank whose data fail in the middle of a step goes on with blank chunks, because the others wait for it in collectives;
-`agree` then ends the step on all of them, before anything was changed.
+If a rank's data fail in the middle of a step, it continues with blank chunks, because the other ranks wait for it in
+collectives; `agree` then ends the step on all ranks, before parameters are updated.
 
 Shapes: n image chunks of m rows each, b = n m rows of this rank, L tokens.
 """
@@ -23,18 +23,19 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from megaclip.comm.collectives import raise_together
+from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.config import BatchPlan, TrainArguments
 from megaclip.data import TrainLoader
-from megaclip.engine.data_offload import WINDOW, Slots, choose_place
-from megaclip.engine.gradient_cache import keeps_graph, trained_towers
+from megaclip.engine.gradient_cache import trained_towers
+from megaclip.engine.image_slots import WINDOW, ImageSlots
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.step_batch import DeviceFeed, Tower
+from megaclip.planner.rules import ImagePlace, image_passes
 
 _POLL_S = 1.0
-"""How often the thread that waits for data looks whether a worker has died."""
+"""Seconds between two checks for dead worker processes while a step waits for data."""
 _JOIN_S = 2.0
-"""How long closing waits for the thread; one that sits in the loader longer finds itself closed when it wakes."""
+"""Seconds that closing waits for the thread. A thread that is longer in the loader ends when the loader returns."""
 
 
 @contextmanager
@@ -44,23 +45,24 @@ def open_step_store(
     batch_plan: BatchPlan,
     engine: DeepSpeedEngine,
     *,
+    place: ImagePlace,
     folder: Path,
     samples_consumed: int,
 ) -> Iterator["StepStore"]:
-    """The run's training data from `samples_consumed` on, step by step; every rank opens it.
+    """Open the run's training data from `samples_consumed` on, step by step; every rank opens it.
 
-    folder: where a file of images would be made, unless the command line names another place.
+    Args:
+        place: where the run's plan keeps a step's images (`megaclip.engine.preflight`).
+        folder: the folder of a file of images, unless the command line names another one.
 
-    Raises ConfigError or DataError, on every rank: the images fit nowhere, or the batch is larger than the data.
+    Raises:
+        ConfigError: on every rank, if the images' memory or file cannot be reserved.
+        DataError: on every rank, if the batch is larger than the data.
     """
     size = inputs.train_transform.size
     slot = (batch_plan.micro_batch, 3, size, size)
     trained = trained_towers(engine.module)
-    once = keeps_graph(trained, {Tower.IMAGE: batch_plan.accumulation, Tower.TEXT: batch_plan.text_chunks})
-    passes = 1 if once or Tower.IMAGE not in trained else 2
-    folder = Path(arguments.data_offload_dir or folder)
-    nbytes = batch_plan.accumulation * torch.Size(slot).numel()
-    place = choose_place(inputs.config.megaclip.data_offload, nbytes, folder, passes=passes)
+    passes = image_passes((batch_plan.accumulation, batch_plan.text_chunks), [tower in trained for tower in Tower])
     reads_per_step = 1 if place.keeps else passes
     loader = TrainLoader(
         inputs.train,
@@ -78,7 +80,8 @@ def open_step_store(
         max_bad_fraction=arguments.max_bad_fraction,
     )
     count = batch_plan.accumulation if place.keeps else min(WINDOW, batch_plan.accumulation * reads_per_step)
-    slots = Slots(place, (count, *slot), folder, engine.device)
+    file_folder = Path(arguments.data_offload_dir or folder) if place.name == "disk" else None
+    slots = ImageSlots((count, *slot), engine.device, file_folder)
     feed = DeviceFeed(engine.device, engine.get_data_types()[0], inputs.train_transform.normalise)
     length = inputs.model_config.text_cfg.context_length
     with (
@@ -91,7 +94,7 @@ def open_step_store(
 
 
 class StepStore:
-    """A `StepBatch` that goes through the steps of a run; `next_step` moves on. Context manager: it owns a thread."""
+    """A `StepBatch` of the current step; `next_step` proceeds to the next one. Context manager: it owns a thread."""
 
     def __init__(
         self,
@@ -105,31 +108,31 @@ class StepStore:
     ) -> None:
         """
         Args:
-            loader: yields Batches of m rows, each step's `reads_per_step` times.
-            slots: (S, m, 3, H, W) uint8 in host memory; S = n keeps a step's pixels, fewer only pass them on.
-            reads_per_step: how often the loader reads a step: 2 when the image tower runs twice and the slots keep
-                nothing.
+            loader: yields Batches of m rows, those of each step `reads_per_step` times.
+            slots: (S, m, 3, H, W) uint8 in host memory. S = n slots keep a step's pixels; fewer slots do not.
+            reads_per_step: how often the loader reads a step: 2 if the image tower runs twice and the slots do not keep
+                the pixels, else 1.
         """
         self._loader, self._batch_plan, self._feed, self._slots = loader, batch_plan, feed, slots
         self._reads_per_step = reads_per_step
         self._first_sample = loader.samples_consumed
-        # Of this step and the next: their chunks may meet, never those of a third, whose slots are not free yet.
+        # For this step and the next one. Chunks of a third step cannot arrive before this step's slots are free.
         self._tokens = torch.empty(2, batch_plan.local_batch, context_length, dtype=torch.int32)
         self._step = 0
         self._filled = 0
-        """Chunks that have been read since the beginning."""
+        """Number of chunks read since the start of the run."""
         self._released = 0
-        """Chunks whose slots have become free."""
+        """Number of chunks whose slots are free again."""
         self._failure: Exception | None = None
-        """What ended the background thread."""
+        """Error that ended the background thread."""
         self.waited_s = 0.0
-        """Seconds that the towers have waited for chunks since the beginning."""
+        """Seconds that the towers have waited for chunks since the start of the run."""
         self._missed = False
-        """Whether this step had to do without chunks."""
+        """Whether this step used blank chunks because data failed."""
         self.bad_counts: dict[str, int] = {}
-        """Bad samples that this rank met and replaced in the steps that are done, by kind."""
+        """Number of bad samples by kind that this rank replaced in the completed steps."""
         self._bad_counts_read: list[dict[str, int]] = [{}, {}]
-        """The loader's counts after what has been read of this step and of the next; in turns, as for the tokens."""
+        """The loader's counts after its last chunk of an even step and of an odd step."""
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._fill, name="step-store", daemon=True)
@@ -150,12 +153,12 @@ class StepStore:
         self._loader.close()
 
     def next_step(self) -> None:
-        """Move on to the next step, after both passes over this one."""
+        """Proceed to the next step, after both passes over this one."""
         self.bad_counts = self._bad_counts_read[self._step % 2]
         self._step += 1
 
     def ids(self) -> Tensor:
-        """(b,) int64: the samples of this step, in the order of the rows."""
+        """Return the sample ids of this step, (b,) int64, in the order of the rows."""
         return self._loader.ids_of_step(self._batch_plan.global_batch * self._step + self._first_sample)
 
     def rows(self) -> int:
@@ -174,10 +177,12 @@ class StepStore:
 
     def agree(self) -> None:
         missed, self._missed = self._missed, False
-        raise_together(self._failure if missed else None)
+        with raise_on_all_ranks():
+            if missed and self._failure is not None:
+                raise self._failure
 
     def _pixels(self, again: bool) -> Iterator[Tensor]:
-        """This step's pixels; a slot becomes free when the one after it is asked for, unless it is needed again."""
+        """Yield this step's pixels; a slot is free when the next one is requested, unless it is needed again."""
         keeps = again and self._reads_per_step == 1
         second_reading = not again and self._reads_per_step == 2
         first = self._first_chunk + second_reading * self._batch_plan.accumulation
@@ -196,7 +201,7 @@ class StepStore:
 
     @property
     def _first_chunk(self) -> int:
-        """The number, counted from the beginning, of this step's first chunk."""
+        """Number of this step's first chunk, counted from the start of the run."""
         return self._step * self._chunks_per_step
 
     @property
@@ -204,14 +209,14 @@ class StepStore:
         return self._batch_plan.accumulation * self._reads_per_step
 
     def _wait_for(self, number: int) -> bool:
-        """Whether chunk `number` is there, once that is known."""
+        """Wait for chunk `number`; return whether it has arrived (it has not if the data failed)."""
         began = time.perf_counter()
         with self._changed:
             while self._filled <= number and self._failure is None:
                 self._changed.wait(_POLL_S)
                 try:
                     self._loader.check_workers()
-                except Exception as error:  # every rank must learn of it, through `agree`
+                except Exception as error:  # `agree` raises it on every rank
                     self._failure = error
             here = self._filled > number
             self._missed |= not here
@@ -224,7 +229,7 @@ class StepStore:
             self._changed.notify_all()
 
     def _fill(self) -> None:
-        """The background thread: read chunk after chunk into the slots as they become free."""
+        """Read chunk after chunk into the slots as they become free; runs in the background thread."""
         try:
             for number in itertools.count():
                 batch = next(self._loader)
@@ -242,7 +247,7 @@ class StepStore:
                 with self._changed:
                     self._filled = number + 1
                     self._changed.notify_all()
-        except BaseException as error:  # also a panic of a tokenizer's Rust: every rank must learn of it, by `agree`
+        except BaseException as error:  # also a tokenizer's Rust panic; `agree` raises it on every rank
             with self._changed:
                 self._failure = error if isinstance(error, Exception) else RuntimeError(f"the loader ended: {error!r}")
                 self._changed.notify_all()

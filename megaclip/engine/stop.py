@@ -1,18 +1,21 @@
-"""Ending a run early without losing what it has trained: a signal is noted, and acted on between two steps.
+"""Stop a run early by a signal, without losing what it has trained.
 
-One rank that receives SIGTERM, SIGINT or SIGUSR1 is enough: after each step all ranks ask each other (`agreed`), save
-and end. The same SIGTERM or SIGINT again ends a rank at once; SIGUSR1 may come as often as it likes. A signal to all
-hosts may reach a rank last when the others have already made it save, or when it has trained to the end: it does not
-die of that on its way out, unless it is SIGTERM and a peer has left already.
+SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 to one rank is enough. After each step all ranks exchange the signals that they have
+received (`StopSignals.received_by_any_rank`). If there is one, they save a checkpoint and exit.
 
-Exit code: 128 + the signal's number, as a shell reports it. Zero means trained to the end, so that whatever started the
-run can tell that it is to go on; the deepspeed launcher, `pdsh -S` and srun pass the code on. They end the other ranks
-when the first one leaves with it: by then all have saved.
+- A second SIGTERM or SIGINT of the same kind ends a rank at once. A second SIGUSR1 has no effect.
+- A signal to all hosts may reach a rank after the other ranks have made it save, or after its last step. That signal
+  has no effect, except SIGTERM if another rank of the host has already exited.
 
-What the deepspeed launcher does decides the rest. Told to end, by Ctrl-C (of which every rank has its own SIGINT too)
-or SIGTERM, it sends SIGTERM to one rank after the other with its data workers, and SIGKILL 30 s later. It does the same
-when a rank has died; the others may then wait in a collective for ever, so a rank that misses one of its host's ends at
-once. Neither that nor a second signal can wait for the main thread: a thread reads what the signals' C handlers write.
+The exit code is 128 + the number of the signal, as a shell reports it. Zero means that the run has trained to its end,
+so a scheduler can tell whether it has to resume the run. The deepspeed launcher, `pdsh -S` and srun return this code.
+They end the other ranks when the first rank exits with it; by then all ranks have saved.
+
+The deepspeed launcher determines the rest. After Ctrl-C or SIGTERM it sends SIGTERM to each rank and its data workers,
+and SIGKILL 30 s later. (After Ctrl-C every rank has also received its own SIGINT.) It does the same when a rank has
+died. The other ranks may then wait in a collective without end, so a rank exits at once on SIGTERM if another rank of
+its host is missing. The main thread may be stuck in that collective, so a second thread handles such signals: it reads
+the signal numbers that Python's C-level handler writes to a socket.
 """
 
 import os
@@ -29,75 +32,76 @@ from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopSignals:
-    """Context manager, in the main thread: notes the signals that reach this rank.
+    """Context manager that records the stop signals that this rank receives. Use it in the main thread.
 
-    The handlers stay until the process ends, unless an error ends the run.
+    The signal handlers stay installed until the process ends, unless an exception leaves the context.
     """
 
     def __init__(self) -> None:
-        self._noted = 0
-        """The first signal's number."""
-        self._ends = False
-        """Whether all is saved, or about to be: signals change nothing any more."""
+        self._first_signal = 0
+        """Number of the first stop signal that this rank has received; 0: none."""
+        self._run_is_ending = False
+        """True once the run is about to save and exit, or has trained to its end."""
 
     def __enter__(self) -> "StopSignals":
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._handlers_before = {number: signal.signal(number, self._note) for number in STOPPING}
-        for number in STOPPING:
-            signal.siginterrupt(number, False)  # libraries need not expect interrupted system calls
-        threading.Thread(target=self._listen, name="stop-signals", daemon=True).start()
+        self._handlers_before = {number: signal.signal(number, self._record) for number in STOP_SIGNALS}
+        for number in STOP_SIGNALS:
+            signal.siginterrupt(number, False)  # libraries may not handle interrupted system calls
+        threading.Thread(target=self._watch, name="stop-signals", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self._ends = True
+            self._run_is_ending = True
             return
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        self._writer.shutdown(socket.SHUT_WR)  # ends the thread, whatever forked processes still hold
+        self._writer.shutdown(socket.SHUT_WR)  # ends the thread even if forked processes hold copies of the socket
         self._writer.close()
 
-    def agreed(self) -> signal.Signals | None:
-        """The signal to end with, if any rank has noted one; the same on every rank, which call it together."""
-        noted = gather_integers([self._noted])
-        first = next((signal.Signals(number) for (number,) in noted if number), None)
-        self._ends = first is not None
-        return first
+    def received_by_any_rank(self) -> signal.Signals | None:
+        """Return the signal that stops the run, the same on all ranks, or None. All ranks must call it together."""
+        first_signals = gather_integers([self._first_signal])
+        stop_signal = next((signal.Signals(number) for (number,) in first_signals if number), None)
+        self._run_is_ending = stop_signal is not None
+        return stop_signal
 
-    def _note(self, number: int, _: FrameType | None) -> None:
-        self._noted = self._noted or number
+    def _record(self, number: int, _: FrameType | None) -> None:
+        self._first_signal = self._first_signal or number
 
-    def _listen(self) -> None:
-        """The thread. Other signals that have handlers (SIGCHLD of data workers) come by here too."""
+    def _watch(self) -> None:
+        """Run in the second thread. It also reads signals with other handlers, such as SIGCHLD of data workers."""
         seen: set[int] = set()
         with self._reader:
             while numbers := self._reader.recv(1):
                 number = numbers[0]
-                if number not in STOPPING:
+                if number not in STOP_SIGNALS:
                     continue
-                if (number in seen and number != signal.SIGUSR1) or (number == signal.SIGTERM and _misses_a_rank()):
+                is_second = number in seen and number != signal.SIGUSR1
+                if is_second or (number == signal.SIGTERM and _is_a_local_rank_missing()):
                     os._exit(128 + number)
-                if not seen and not self._ends:
-                    logger.info("%s: saving and ending after this step", signal.Signals(number).name)
+                if not seen and not self._run_is_ending:
+                    logger.info("%s: saving and stopping after this step", signal.Signals(number).name)
                 seen.add(number)
 
 
-def _misses_a_rank() -> bool:
-    """Whether a rank of this host has ended: the launcher, their parent, has fewer children than it started."""
+def _is_a_local_rank_missing() -> bool:
+    """Return whether a rank of this host has exited: its parent, the launcher, has fewer children than it started."""
     ranks = ranks_of_this_node()
     if ranks is None:
         return False
     try:
         children = psutil.Process(os.getppid()).children()
         return sum(child.status() != psutil.STATUS_ZOMBIE for child in children) < ranks
-    except psutil.NoSuchProcess:  # one that ends just now
+    except psutil.NoSuchProcess:  # a child exited during this check
         return True

@@ -1,6 +1,6 @@
-"""Losses over the contrastive batch of all ranks: the tile engine and the ranks' exchange, joined by autograd.
+"""Losses over the contrastive batch of all ranks: tile operations and communication, joined by autograd.
 
-`LOSSES` names what a configuration may ask for; a new loss adds one line to it.
+`LOSSES` maps the names of ds_config.json to constructors. A new loss adds one line to it.
 """
 
 from collections.abc import Callable

@@ -1,14 +1,18 @@
-"""What every loss over the batch of all ranks is told: who shares it, how data moves, how tiles are computed."""
+"""Base of the losses over the batch of all ranks: the process group, the settings, and how they become a plan."""
 
+import inspect
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from megaclip.comm.groups import RankGroup
+from megaclip.errors import config_error
 from megaclip.losses.costs import LossCost
-from megaclip.losses.plan import Plan, TileOptions, check_choices, make_plan
-from megaclip.ops.tiles import accumulation_dtype
+from megaclip.losses.plan import Plan, make_plan
+from megaclip.losses.settings import StandaloneSettings
+from megaclip.ops.tiles import TileOptions, accumulation_dtype
 
 _OPEN_CLIP_SETTINGS = {
     "local_loss",
@@ -22,50 +26,50 @@ _OPEN_CLIP_SETTINGS = {
 
 
 class BatchLoss(nn.Module):
-    """Base of the losses; holds their common settings.
+    """Base of the losses. Holds the process group and the validated settings, `self.settings`.
 
-    group: the ranks that share the batch (a deepspeed.comm or torch.distributed group); None is every rank of
-        the job, and plain Python without any launcher is a group of one.
-    exchange: "ring", "all_gather" or "auto"; reduction: "feature", "scalar" or "auto". All are exact; `losses/plan.py`
-        says how they differ and how "auto" chooses.
-    payload: what features and their gradients travel in between ranks: "auto" is features' own dtype and float32
-        gradients; "bf16" rounds both on the way (sums stay float32), for half the traffic of float32.
-    precision, implementation, tile_budget_mib: as in `megaclip.ops.tiles`.
+    group: the ranks that share the batch (a deepspeed.comm or torch.distributed group). None is all ranks of the job;
+        plain Python without a launcher is a group of one.
+    settings: fields of the class `settings_model`; `megaclip.losses.settings` has their values, meanings and defaults.
 
-    Raises ValueError for an unknown exchange, reduction or payload, and TypeError for any other argument; one of
-    open_clip's constructors' is named together with what takes its place.
+    Raises ConfigError, a ValueError, for a wrong value, and TypeError for an unknown name. The TypeError explains what
+    replaces the arguments of open_clip's constructors.
     """
 
-    def __init__(
-        self,
-        *,
-        group: Any = None,
-        exchange: str = "auto",
-        reduction: str = "auto",
-        payload: str = "auto",
-        precision: str = "auto",
-        implementation: str = "auto",
-        tile_budget_mib: float = 128,
-        **others: Any,
-    ) -> None:
+    settings_model: type[StandaloneSettings] = StandaloneSettings
+    settings: StandaloneSettings
+    __signature__: inspect.Signature
+
+    def __init__(self, *, group: Any = None, **settings: Any) -> None:
         super().__init__()
-        if others:
-            raise TypeError(_no_such_setting(type(self).__name__, set(others)))
-        check_choices(exchange, reduction, payload)
+        if unknown := settings.keys() - self.settings_model.model_fields:
+            raise TypeError(_unknown_settings_message(type(self).__name__, unknown))
+        try:
+            self.settings = self.settings_model(**settings)
+        except ValidationError as error:
+            raise config_error(error) from None
         self.group = group
-        self.exchange = exchange
-        self.reduction = reduction
-        self.payload = payload
-        self.tiles = TileOptions(precision, implementation, tile_budget_mib)
+        self.tiles = TileOptions(self.settings.precision, self.settings.implementation, self.settings.tile_budget_mib)
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Make `help()` and `inspect.signature` list the settings in place of `**settings`."""
+        super().__init_subclass__(**arguments)
+        _, *own = inspect.signature(cls.__init__).parameters.values()
+        listed = {parameter.name: parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD}
+        if len(listed) < len(own):
+            fields, parameters = cls.settings_model.model_fields, inspect.signature(cls.settings_model).parameters
+            for name in [name for name in fields if name not in listed]:
+                listed[name] = parameters[name].replace(annotation=fields[name].annotation)
+        cls.__signature__ = inspect.Signature(sorted(listed.values(), key=lambda parameter: parameter.kind))
 
     def plan(self, features: Tensor, ranks: RankGroup, cost: LossCost, *, need_dots: bool = False) -> Plan:
-        """`make_plan` with this loss's settings, for what it costs and needs of the tiles."""
+        """Return the plan of a step with local features (b, D). cost: costs of this loss. need_dots: as in `Plan`."""
         return make_plan(
             features,
             ranks=ranks,
-            exchange=self.exchange,
-            reduction=self.reduction,
-            payload=self.payload,
+            exchange=self.settings.exchange,
+            reduction=self.settings.reduction,
+            payload=self.settings.payload,
             tiles=self.tiles,
             need_dots=need_dots,
             cost=cost,
@@ -73,17 +77,18 @@ class BatchLoss(nn.Module):
 
 
 def as_scalar(value: Tensor | float, features: Tensor) -> Tensor:
-    """A logit_scale or logit_bias as a tensor: itself, or the number, () on the features' device, as sums are held."""
+    """Return a logit_scale or logit_bias as a tensor: a number becomes () in the dtype of sums, on the same device."""
     if isinstance(value, Tensor):
         return value
     return torch.full((), float(value), dtype=accumulation_dtype(features), device=features.device)
 
 
-def _no_such_setting(loss: str, names: set[str]) -> str:
+def _unknown_settings_message(loss: str, names: set[str]) -> str:
     theirs = ", ".join(sorted(names & _OPEN_CLIP_SETTINGS))
     if not theirs:
         return f"{loss}() got an unexpected keyword argument {min(names)!r}"
     return (
-        f"{loss}() takes none of open_clip's {theirs}: it is the exact loss of the whole batch of the ranks of "
-        f"`group` (default: all); write {loss}(), or choose how data moves with exchange= and reduction="
+        f"{loss}() takes none of open_clip's {theirs}: it always computes the exact loss of the whole batch of the "
+        f"ranks of `group` (default: all ranks); write {loss}(), or select the data transfers with exchange= and "
+        "reduction="
     )

@@ -1,7 +1,8 @@
-"""What a contrastive loss over all ranks computes and sends, forward and backward, by formula (docs/mathematics.md).
+"""Products and bytes of a contrastive loss over all ranks, forward and backward, by formula (docs/mathematics.md).
 
-`LOSS_COSTS` has each loss by its name in ds_config.json. `megaclip.losses.plan` chooses the exchange and the reduction
-by it, the planner tells a step's time and traffic from it, and tests hold it to what `megaclip.comm.volume` measures.
+`LOSS_COSTS` has the costs of each loss by its name in ds_config.json. `megaclip.losses.plan` chooses the exchange and
+the reduction by them, and the planner computes a step's time and traffic from them. Tests compare them with the bytes
+that `megaclip.comm.volume` measures.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,8 @@ class Traffic:
     features: float
     gradients: float
     scalars: float
-    state: float = 0  # of the samples, to and from their owners
+    state: float = 0
+    """Bytes of the samples' state, to and from the ranks that own it."""
 
     @property
     def total(self) -> float:
@@ -27,20 +29,23 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the features of one rank are, and in how many bytes an element of each kind travels."""
+    """Shape of one rank's features (b, D), and the bytes per element of what ranks exchange."""
 
     world_size: int
     batch: int
     """Local rows b."""
     embedding: int
+    """Embedding size D."""
     feature_bytes: int
+    """Bytes of an exchanged feature."""
     gradient_bytes: int = 4
+    """Bytes of an exchanged feature gradient."""
     sum_bytes: int = 4
-    """Of values per sample and of sums."""
+    """Bytes of a per-sample value, of a sum, and of a feature gradient while it accumulates."""
 
     @property
     def hops(self) -> int:
-        """To the other ranks."""
+        """Number of hops around the ring to the other ranks."""
         return self.world_size - 1
 
     @property
@@ -51,20 +56,20 @@ class Sizes:
 
 @dataclass(frozen=True)
 class LossCost:
-    """What a loss costs, forward and backward."""
+    """Costs of a loss, forward and backward."""
 
     products: Mapping[str, int]
-    """By reduction, in units of b*B*D."""
+    """Products by reduction, in units of b*B*D."""
     traffic: Callable[[str, str, Sizes], Traffic]
-    """By exchange and reduction."""
+    """Traffic by exchange and reduction."""
     passes: int
-    """Over the blocks."""
+    """Number of passes over the blocks."""
 
 
 def contrastive_traffic(exchange: str, reduction: str, sizes: Sizes) -> Traffic:
-    """InfoNCE's traffic (docs/mathematics.md), forward and backward.
+    """Return InfoNCE's traffic (docs/mathematics.md), forward and backward.
 
-    Included are the four int64 that ranks compare before the exchange, and the sums of the loss and of logit_scale's
+    It includes the four int64 that ranks compare before the exchange, and the sums of the loss and of logit_scale's
     gradient.
     """
     moved = _tile_traffic(exchange, reduction, sizes, scales=0, terms=1)
@@ -72,12 +77,12 @@ def contrastive_traffic(exchange: str, reduction: str, sizes: Sizes) -> Traffic:
 
 
 def sigmoid_traffic(exchange: str, reduction: str, sizes: Sizes) -> Traffic:
-    """The sigmoid loss's traffic: one pass, and no value of a sample goes along with its features.
+    """Return the sigmoid loss's traffic: one pass, in which ranks exchange features without per-sample values.
 
     The scalars are the four int64 that ranks compare, and the sums of the loss and both scalars' gradients.
     """
     feature = reduction == "feature"
-    home = 1 if exchange == "ring" and sizes.hops else 0  # one hop more brings dy back
+    home = 1 if exchange == "ring" and sizes.hops else 0  # one more hop returns dy to its owner
     gradients = sizes.hops + home if feature else 0
     return Traffic(
         features=sizes.side if feature else 2 * sizes.side,
@@ -87,11 +92,11 @@ def sigmoid_traffic(exchange: str, reduction: str, sizes: Sizes) -> Traffic:
 
 
 def global_contrastive_traffic(variant: str, exchange: str, reduction: str, sizes: Sizes) -> Traffic:
-    """`contrastive_traffic` of a step of FastClipLoss: forward, backward, and its update of the samples' state.
+    """Return the traffic of a step of FastClipLoss: forward, backward, and the update of the samples' state.
 
     Per-sample temperatures (isogclr, fastclip_v2) move three terms of the gradient tile per sample (scale, shift,
-    weight), where the others move one, and a scale for the statistics; their state has four columns to fetch and to
-    write back instead of two. State is counted for ids spread evenly over their owners, as random ids are in the mean:
+    weight), where the others move one, and a scale for the statistics. Their state has four columns to fetch and to
+    write back instead of two. State is counted for ids spread evenly over their owners, as random ids are on average:
     (W-1)/W of the rows move. It includes the int64 ids, which all ranks gather.
     """
     hops, individual = sizes.hops, VARIANTS[variant].individual
@@ -106,15 +111,15 @@ def global_contrastive_traffic(variant: str, exchange: str, reduction: str, size
 
 
 def _tile_traffic(exchange: str, reduction: str, sizes: Sizes, *, scales: int, terms: int) -> Traffic:
-    """What the two passes of `megaclip.losses.distributed_tiles` send.
+    """Return the traffic of the two passes of `megaclip.losses.distributed_tiles`.
 
-    scales: per-sample values that a column takes along for the statistics; terms: that a row, and a column, takes
-    along for the gradient (its log-normaliser is one).
+    scales: number of per-sample values that ranks exchange with a column for the statistics; terms: number that they
+    exchange with a row, and with a column, for the gradient (its log-normaliser is one).
     """
     if sizes.world_size == 1:
         return Traffic(0, 0, 0)
     hops, rows = sizes.hops, sizes.batch * sizes.embedding
-    # Units of b*D features, b*D gradients, b per-sample values. In the ring one hop more brings results home.
+    # Units of b*D features, b*D gradients, b per-sample values. In a ring one more hop returns results to their owner.
     features, gradients, values = {
         ("ring", "feature"): (2 * hops, hops + 1, (scales + 1 + terms + 1) * hops + 2),
         ("ring", "scalar"): (3 * hops, 0, (scales + 1 + 2 * terms) * hops + 1),
@@ -129,7 +134,7 @@ def _tile_traffic(exchange: str, reduction: str, sizes: Sizes, *, scales: int, t
 
 
 def _all_reduced(elements: int, sizes: Sizes) -> float:
-    """Bytes that a rank sends in an all-reduce of so many sums."""
+    """Return the bytes that a rank sends in an all-reduce of `elements` sums."""
     return elements * sizes.sum_bytes * 2 * sizes.hops / sizes.world_size
 
 
@@ -142,13 +147,3 @@ LOSS_COSTS = {
         for variant in VARIANTS
     },
 }
-
-
-def open_clip_traffic(sizes: Sizes) -> Traffic:
-    """open_clip with --local-loss --gather-with-grad: both features gathered, both gradients reduce-scattered."""
-    return Traffic(features=2 * sizes.side, gradients=2 * sizes.side, scalars=0)
-
-
-def disco_clip_traffic(sizes: Sizes) -> Traffic:
-    """DisCo-CLIP (arXiv:2304.08480): both features gathered, both gradients all-reduced whole."""
-    return Traffic(features=2 * sizes.side, gradients=4 * sizes.side, scalars=0)

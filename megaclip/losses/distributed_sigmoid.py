@@ -1,11 +1,13 @@
-"""Negatives of the sigmoid loss over the whole contrastive batch, from local features: one pass, loss and gradients.
+"""Sums of the sigmoid loss over the whole contrastive batch, from local features: loss and gradients in one pass.
 
-The sigmoid of an entry needs no other entry, so there is no statistics pass: each block of the B x B similarities gives
-its losses and gradients at once. Exchange and reduction are `distributed_tiles`': with `feature` each block is computed
-once, by the rank that owns its rows, and dy travels; with `scalar` x and y travel, and each rank computes the blocks of
-its rows for dx and those of its columns for dy: no gradient moves, at 8 products in units of b*B*D instead of 6.
+The entries are independent of each other, so there is no statistics pass. Each block of the B x B similarities gives
+its losses and gradients at once. Exchange and reduction are those of `distributed_tiles`:
 
-The positives (row i with column i of the global matrix) are left out throughout. No autograd.
+* `feature`: the rank that owns the rows of a block computes it once, and dy travels.
+* `scalar`: x and y travel. Each rank computes the blocks of its rows for dx, and those of its columns for dy. No
+  gradient travels, at 8 products in units of b*B*D instead of 6.
+
+The positives (row i with column i of the global matrix) are left out. Nothing here is differentiable by autograd.
 """
 
 from typing import NamedTuple
@@ -14,13 +16,13 @@ from torch import Tensor
 
 from megaclip.comm.collectives import gather_rows, reduce_scatter_rows
 from megaclip.comm.ring import Carried, circulate
-from megaclip.losses.distributed_tiles import merge_sums, wire
+from megaclip.losses.distributed_tiles import merge_sums, transfer_arguments
 from megaclip.losses.plan import Plan
 from megaclip.ops.tiles import tile_sigmoid
 
 
 class BatchSigmoid(NamedTuple):
-    """Sums over all columns (or rows) of the batch for this rank's features, as `megaclip.ops.tiles.tile_sigmoid`."""
+    """Results of `megaclip.ops.tiles.tile_sigmoid` for this rank's features, summed over the batch."""
 
     row_loss: Tensor  # (b,)
     dx: Tensor  # (b, D)
@@ -30,9 +32,9 @@ class BatchSigmoid(NamedTuple):
 
 
 def distributed_sigmoid(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, plan: Plan) -> BatchSigmoid:
-    """Everything the sigmoid loss needs of the negatives of this rank's rows and columns.
+    """Return the sums of the sigmoid loss over the negatives of this rank's rows and columns.
 
-    x, y: local features (b, D); scale, bias: one element each. Like `distributed_grads` it carries no factor W.
+    x, y: local features (b, D). scale, bias: one element each. The results carry no factor W.
     """
     gathered = plan.exchange == "all_gather"
     if plan.reduction == "feature":
@@ -41,36 +43,36 @@ def distributed_sigmoid(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, pl
 
 
 def _gathered_feature(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) -> BatchSigmoid:
-    y_all = gather_rows(y, **wire(plan))
+    y_all = gather_rows(y, **transfer_arguments(plan))
     part = _both_sides(x, y_all, scale, bias, plan, diagonal=plan.ranks.rank * len(x))
-    return part._replace(dy=reduce_scatter_rows(part.dy, **wire(plan)))
+    return part._replace(dy=reduce_scatter_rows(part.dy, **transfer_arguments(plan)))
 
 
 def _gathered_scalar(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) -> BatchSigmoid:
     offset = plan.ranks.rank * len(x)
-    rows = _row_side(x, gather_rows(y, **wire(plan)), scale, bias, plan, diagonal=offset)
-    dy = _column_side(gather_rows(x, **wire(plan)), y, scale, bias, plan, diagonal=-offset)
+    rows = _row_side(x, gather_rows(y, **transfer_arguments(plan)), scale, bias, plan, diagonal=offset)
+    dy = _column_side(gather_rows(x, **transfer_arguments(plan)), y, scale, bias, plan, diagonal=-offset)
     return BatchSigmoid(rows.row_loss, rows.dx, dy, rows.row_dot, rows.row_sum)
 
 
 def _ring_feature(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) -> BatchSigmoid:
-    """y goes round; its gradient follows it home."""
+    """Send y round the ring; its gradient travels with it, back to its owner."""
     dx: Tensor | None = None
     rows: tuple[Tensor, ...] | None = None
-    columns = Carried(merge_sums, **wire(plan))
-    for owner, (y_block,) in circulate((y,), **wire(plan)):
+    columns = Carried(merge_sums, **transfer_arguments(plan))
+    for owner, (y_block,) in circulate((y,), **transfer_arguments(plan)):
         part = _both_sides(x, y_block, scale, bias, plan, diagonal=0 if owner == plan.ranks.rank else None, dx=dx)
         columns.add((part.dy,))
         dx, rows = part.dx, merge_sums(rows, (part.row_loss, part.row_dot, part.row_sum))
-        del part  # or its dy, on its way, would live until the next block's is there
+        del part  # frees its dy before that of the next block is allocated
     assert dx is not None and rows is not None, "a ring has at least one block"
     row_loss, row_dot, row_sum = rows
     return BatchSigmoid(row_loss, dx, columns.home()[0], row_dot, row_sum)
 
 
 def _ring_scalar(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) -> BatchSigmoid:
-    """x and y go round; each rank adds up the gradients of its own rows and columns."""
-    blocks = circulate((x, y), **wire(plan))
+    """Send x and y round the ring; each rank sums the gradients of its own rows and columns."""
+    blocks = circulate((x, y), **transfer_arguments(plan))
     next(blocks)  # this rank's own
     total = _both_sides(x, y, scale, bias, plan, diagonal=0)
     for _, (x_block, y_block) in blocks:
@@ -81,7 +83,7 @@ def _ring_scalar(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) 
 
 
 class _RowSide(NamedTuple):
-    """The row part of `BatchSigmoid`."""
+    """Row part of `BatchSigmoid`."""
 
     row_loss: Tensor
     dx: Tensor
@@ -92,31 +94,31 @@ class _RowSide(NamedTuple):
 def _both_sides(
     x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan, diagonal: int | None, dx: Tensor | None = None
 ) -> BatchSigmoid:
-    """One block; dx: what its rows' gradient is added to."""
+    """Compute one block. dx: tensor to which the gradient of its rows is added."""
     row_loss, dx, dy, row_dot, row_sum = tile_sigmoid(
-        x, y, scale, bias, diagonal=diagonal, add_to=(dx, None), **vars(plan.tiles)
+        x, y, scale, bias, diagonal=diagonal, add_to=(dx, None), options=plan.tiles
     )
-    assert dx is not None and dy is not None, "both sides were asked for"
+    assert dx is not None and dy is not None, "both sides are computed"
     return BatchSigmoid(row_loss, dx, dy, row_dot, row_sum)
 
 
 def _row_side(
     x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan, diagonal: int | None, dx: Tensor | None = None
 ) -> _RowSide:
-    """What the rows' owner needs of a block whose columns are another rank's."""
+    """Compute the row part of a block whose columns belong to another rank."""
     row_loss, dx, _, row_dot, row_sum = tile_sigmoid(
-        x, y, scale, bias, diagonal=diagonal, need_dy=False, add_to=(dx, None), **vars(plan.tiles)
+        x, y, scale, bias, diagonal=diagonal, need_dy=False, add_to=(dx, None), options=plan.tiles
     )
-    assert dx is not None, "the row side was asked for"
+    assert dx is not None, "the row side is computed"
     return _RowSide(row_loss, dx, row_dot, row_sum)
 
 
 def _column_side(
     x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan, diagonal: int | None, dy: Tensor | None = None
 ) -> Tensor:
-    """dy, all that the columns' owner needs of a block whose rows are another rank's."""
+    """Return dy of a block whose rows belong to another rank."""
     _, _, dy, _, _ = tile_sigmoid(
-        x, y, scale, bias, diagonal=diagonal, need_dx=False, add_to=(None, dy), **vars(plan.tiles)
+        x, y, scale, bias, diagonal=diagonal, need_dx=False, add_to=(None, dy), options=plan.tiles
     )
-    assert dy is not None, "the column side was asked for"
+    assert dy is not None, "the column side is computed"
     return dy

@@ -1,16 +1,18 @@
-"""State of every sample of the dataset, kept by the rank that owns the sample: n/W rows on each of W ranks.
+"""State of every sample of the dataset, stored by the rank that owns the sample: n/W rows on each of W ranks.
 
-Losses over the whole dataset (`megaclip.losses.fastclip`) remember a few numbers per sample. `SampleState` stores them
-by int64 sample id and moves them in batches: `fetch` asks for the rows of this step's ids and may be called before the
-towers run, `Ticket.rows` waits for them, and `commit` sends one row per sample back to its owner. Each way is one
-all-to-all; who owns what follows from the ids of all ranks, which `fetch` gathers (8 bytes per sample).
+Losses over the whole dataset (`megaclip.losses.fastclip`) store a few numbers per sample. `SampleState` stores them by
+int64 sample id, 0 to n-1, and moves them in batches:
 
-The owner merges what it receives, so numbers that only it needs (an optimizer's moments) never move, and an id that
-occurs twice in a batch is well defined: both occurrences are fetched alike, and the owner's merge sees both.
+* `fetch` requests the rows of this step's ids. It may be called before the towers run.
+* `Ticket.rows` waits for them.
+* `commit` sends one row per sample back to its owner.
 
-Two ways of finding a row: dense, for ids 0 to n-1 (row `id // W` on rank `id % W`; the ids of datasets laid end to end,
-as `megaclip.data` makes them, cannot collide), and hashed, for any ids (a table that grows with the samples seen).
-Another estimator plugs in by choosing its columns and its merge.
+Each direction is one all-to-all. `fetch` gathers the ids of all ranks (8 bytes per sample), from which every rank
+computes the routes.
+
+The owner merges the rows that it receives, so numbers that only it needs, such as the moments of an optimizer, never
+travel. An id may occur twice in a batch: both occurrences fetch the same row, and the owner's merge receives both.
+Another estimator needs only its own columns and its own merge.
 """
 
 from __future__ import annotations
@@ -26,30 +28,59 @@ from torch import Tensor
 from megaclip.comm.collectives import gather_on_host
 from megaclip.comm.groups import RankGroup, resolve
 from megaclip.errors import CheckpointError, DataError
-from megaclip.losses.sample_index import DenseIndex, HashedIndex
 
 Merge = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(rows held (k, C), rows received (r, sent columns), index of the held row of each received (r,)) -> new rows."""
+"""Function of the rows held (k, C), the rows received (r, sent columns) and the index of the held row of each received
+row (r,). Returns the new rows (k, C)."""
+
+
+class SampleIndex:
+    """Owner and row of each sample: id i is row `i // W` of rank `i % W`.
+
+    samples: number n of samples of the dataset. `rows` is the number of rows of this rank.
+    """
+
+    def __init__(self, samples: int, rank: int, world_size: int) -> None:
+        self._samples = samples
+        self._world_size = world_size
+        self.rows = len(range(rank, samples, world_size))
+
+    def check(self, ids: Tensor) -> None:
+        """Raise DataError for the first id outside the dataset."""
+        outside = (ids < 0) | (ids >= self._samples)
+        if outside.any():
+            raise DataError(
+                f"sample id {int(ids[outside][0])} is outside the dataset of {self._samples} samples; expected ids "
+                f"0 to {self._samples - 1}: construct the loss with the size of the dataset"
+            )
+
+    def owner(self, ids: Tensor) -> Tensor:
+        """Return the rank that stores each id."""
+        return ids % self._world_size
+
+    def slots(self, ids: Tensor) -> Tensor:
+        """Return the row of each id on its owner."""
+        return ids // self._world_size
 
 
 class Ticket:
-    """Rows that were asked for. `rows()` waits; `SampleState.commit` sends new values back along the same routes."""
+    """Rows that were requested. `rows()` waits for them; `SampleState.commit` sends new values back the same way."""
 
     def __init__(
         self, ids: Tensor, slots: Tensor, order: Tensor, given: list[int], taken: list[int], received: Tensor, work: Any
     ) -> None:
         self.ids = ids  # (b,) of this rank, on the host
-        # slots: rows of this rank's state that others (and it) asked for, requester by requester. Sorted out now, while
-        # a GPU may be busy with the towers: which rows there are, and which of them each request means.
+        # slots: the rows of this rank's state that each rank requested, in rank order. Duplicates are found now, while
+        # a GPU may be busy with the towers: `held` are the distinct rows, `inverse` the row of each request.
         self.held, self.inverse = torch.unique(slots, return_inverse=True)
-        self.order = order  # (b,) where the rows received belong in the batch
-        self.given, self.taken = given, taken  # rows per peer: sent to it, received from it
+        self.order = order  # (b,) position in the batch of each row received
+        self.given, self.taken = given, taken  # number of rows per peer: sent to it, received from it
         self._received = received
         self._work = work
         self._rows: Tensor | None = None
 
     def rows(self) -> Tensor:
-        """(b, fetched columns) in the order of the ids, on the device that messages use."""
+        """Return the rows (b, fetched columns) in the order of the ids, on the device of messages between ranks."""
         if self._rows is None:
             if self._work is not None:
                 self._work.wait()
@@ -58,16 +89,17 @@ class Ticket:
         return self._rows
 
     def rows_on(self, device: torch.device) -> Tensor:
-        """`rows()` on another device."""
+        """Return `rows()` on another device."""
         return _upload(self.rows(), device)
 
 
 class SampleState:
-    """`columns` numbers per sample, sharded by owner over the ranks of `group`.
+    """A few numbers per sample, sharded by owner over the ranks of `group`.
 
-    columns: name and starting value of each; the first `fetched` of them travel in a fetch, the others stay home.
-    samples: the dataset's size for dense ids; None for hashed ids.
-    dtype, device: of the state held here. float32 on the host costs 4 * columns * n / W bytes of host memory.
+    columns: name and initial value of each number. A fetch moves the first `fetched` of them; the others stay with the
+        owner.
+    samples: number n of samples of the dataset; ids are 0 to n-1.
+    dtype, device: of the state on this rank. float32 needs 4 * columns * n / W bytes.
     """
 
     def __init__(
@@ -75,7 +107,7 @@ class SampleState:
         columns: dict[str, float],
         *,
         fetched: int,
-        samples: int | None,
+        samples: int,
         group: Any = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
@@ -85,26 +117,24 @@ class SampleState:
         self.samples = samples
         self.group = group
         self.ranks: RankGroup = resolve(group)
-        self._start = torch.tensor(list(columns.values()), dtype=dtype)
-        self.index: DenseIndex | HashedIndex
-        self.index = HashedIndex() if samples is None else DenseIndex(samples, self.ranks.rank, self.ranks.size)
-        self.values = self._start.to(device).repeat(self.index.rows, 1)  # (rows, C)
+        self.index = SampleIndex(samples, self.ranks.rank, self.ranks.size)
+        initial = torch.tensor(list(columns.values()), dtype=dtype, device=device)
+        self.values = initial.repeat(self.index.rows, 1)  # (rows, C)
 
     def fetch(self, ids: Tensor) -> Ticket:
-        """Ask for the rows of this rank's ids, (b,) int64 on any device; every rank calls it with equally many.
+        """Request the rows of this rank's ids, (b,) int64 on any device. Every rank calls it with the same b.
 
-        Raises DataError: on all ranks for ids outside the dataset; on this one alone for what is no (b,) of int64.
+        Raises DataError: on all ranks for ids outside the dataset, on this rank alone for another shape or dtype.
         """
         ids = ids.detach().cpu()
         if ids.dim() != 1 or ids.dtype != torch.int64:
-            raise DataError(f"expected sample ids (b,) of int64, got {tuple(ids.shape)} {ids.dtype}")
+            raise DataError(f"ids are {tuple(ids.shape)} {ids.dtype}; expected sample ids (b,) of int64")
         ranks = self.ranks
         everyone = gather_on_host(ids, group=ranks).flatten()
         self.index.check(everyone)
-        owners = self.index.owner(everyone, ranks.size)
+        owners = self.index.owner(everyone)
         mine = owners == ranks.rank
         slots = self.index.slots(everyone[mine])
-        self._grow()
         given = mine.view(ranks.size, -1).sum(dim=1).tolist()
         own = owners.view(ranks.size, -1)[ranks.rank]
         taken = torch.bincount(own, minlength=ranks.size).tolist()
@@ -112,12 +142,12 @@ class SampleState:
         if ranks.size > 1:
             rows = _upload(rows, ranks.message_device)
         received, work = self._exchange(rows, given, taken, wait=False)
-        # 16-bit numbers have a stable sort in linear time.
+        # NumPy sorts 16-bit numbers stably in linear time.
         order = torch.from_numpy(np.argsort(own.numpy().astype(np.min_scalar_type(ranks.size)), kind="stable"))
         return Ticket(ids, slots, order, given, taken, received, work)
 
     def commit(self, ticket: Ticket, rows: Tensor, merge: Merge) -> None:
-        """Give each sample's owner a row (b, any columns) in the order of the ids; `merge` makes the new state of it.
+        """Send `rows` (b, any columns), in the order of the ids, to the samples' owners; `merge` updates their state.
 
         Every rank calls it, once per ticket.
         """
@@ -129,20 +159,19 @@ class SampleState:
         self.values[held] = merge(self.values[held], received.to(self.values.device), inverse)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: its rows with their ids implied (dense) or listed (hashed)."""
+        """Return this rank's part: its rows, in the order of their ids."""
         return {
             "columns": list(self.columns),
             "samples": self.samples,
             "rank": self.ranks.rank,
             "world_size": self.ranks.size,
-            "values": self.values[: self.index.rows].to("cpu", copy=True),
-            "ids": self.index.ids() if isinstance(self.index, HashedIndex) else None,
+            "values": self.values.to("cpu", copy=True),
         }
 
     def load_state_dicts(self, parts: Iterable[dict[str, Any]]) -> None:
-        """Take this rank's samples from the parts of all ranks that saved, however many those were.
+        """Read this rank's samples from the parts of all ranks that saved; their number may differ.
 
-        Raises CheckpointError when a part is missing or belongs to another dataset size or another loss.
+        Raises CheckpointError if a part is missing, or belongs to another dataset size or another loss.
         """
         seen: set[int] = set()
         size = 0
@@ -150,29 +179,25 @@ class SampleState:
             for name, here in (("columns", list(self.columns)), ("samples", self.samples)):
                 if part[name] != here:
                     raise CheckpointError(
-                        f"the per-sample state was saved with {name} {part[name]!r}, this run has {here!r}: "
-                        "use the loss and the training data it was saved with"
+                        f"the per-sample state was saved with {name} {part[name]!r}, this run has {here!r}; "
+                        "use the loss and the training data with which it was saved"
                     )
             seen.add(part["rank"])
             size = part["world_size"]
-            ids = part["ids"] if part["ids"] is not None else _dense_ids(part)
-            mine = self.index.owner(ids, self.ranks.size) == self.ranks.rank
+            ids = torch.arange(len(part["values"])) * size + part["rank"]
+            mine = self.index.owner(ids) == self.ranks.rank
             slots = self.index.slots(ids[mine])
-            self._grow()
             self.values[slots.to(self.values.device)] = part["values"][mine].to(self.values)
         if not seen:
-            raise CheckpointError("the checkpoint holds no per-sample state: another loss wrote it")
+            raise CheckpointError("the checkpoint holds no per-sample state; another loss wrote it")
         if seen != set(range(size)):
-            raise CheckpointError(f"the per-sample state was saved by {size} ranks, only {sorted(seen)} are here")
-
-    def _grow(self) -> None:
-        missing = self.index.rows - len(self.values)
-        if missing > 0:
-            more = self._start.to(self.values.device).repeat(max(missing, len(self.values) // 2), 1)
-            self.values = torch.cat([self.values, more])
+            raise CheckpointError(
+                f"the per-sample state was saved by {size} ranks, only {sorted(seen)} are here; restore the parts of "
+                "the other ranks"
+            )
 
     def _exchange(self, rows: Tensor, given: list[int], taken: list[int], *, wait: bool) -> tuple[Tensor, Any]:
-        """`given[r]` rows to rank r, `taken[r]` from it, in rank order."""
+        """Send `given[r]` rows to rank r and receive `taken[r]` rows from it, in rank order."""
         if self.ranks.size == 1:
             return rows, None
         rows = rows.contiguous()
@@ -182,11 +207,7 @@ class SampleState:
 
 
 def _upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`; from the host to a GPU without waiting for the work that is queued there."""
+    """Return `tensor` on `device`. A copy from the host to a GPU does not wait for the work that is queued there."""
     if tensor.device.type == "cpu" and device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def _dense_ids(part: dict[str, Any]) -> Tensor:
-    return torch.arange(len(part["values"])) * part["world_size"] + part["rank"]

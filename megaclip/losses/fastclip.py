@@ -1,9 +1,9 @@
-"""Global contrastive losses: every sample is contrasted with the whole dataset, by estimators updated batch by batch.
+"""Global contrastive losses: every sample is contrasted with the whole dataset, by estimators that each batch updates.
 
 For a sample i with s_ij = <x_i, y_j> (FastCLIP, Wei et al. 2024, arXiv:2407.01445, section 3; SogCLR, Yuan et al. 2022,
 arXiv:2202.12387; iSogCLR, Qiu et al. 2023, arXiv:2305.11965):
 
-    g1_i = 1/(B-1) sum_{j != i} exp((s_ij - s_ii)/tau)       of the batch; g2_i the same over columns
+    g1_i = 1/(B-1) sum_{j != i} exp((s_ij - s_ii)/tau)       of the batch; g2_i over columns
     u_i <- (1-gamma) u_i + gamma g_i                         FastCLIP, equation 1; a sample's first batch gives u = g
     gradient = 1/B sum_i c_i (grad g1_i/(eps+u1_i) + grad g2_i/(eps+u2_i))
 
@@ -15,17 +15,17 @@ arXiv:2202.12387; iSogCLR, Qiu et al. 2023, arXiv:2305.11965):
 | fastclip_v2 | tau_i | learned, 2 a sample  | as isogclr                                      | cosine   |
 | fastclip_v3 | tau   | learned, global      | tau mean(log(eps+g1) + log(eps+g2)) + 2 rho tau | cosine   |
 
-u is kept as log u and g as a log-sum-exp without its positive, so nothing overflows at any temperature. Memory per rank
-is one tile of logits and n/W rows of state; n = 414 M samples need, in float32:
+The state holds log u, and g is a log-sum-exp without its positive, so nothing overflows at any temperature. Each rank
+needs the memory of one tile of logits and of n/W rows of state. n = 414 M samples need, in float32:
 
-| state                                   | all of it | each of 64 ranks |
+| state                                   | all ranks | each of 64 ranks |
 | log u (all variants), 2 columns         | 3.3 GB    | 52 MB            |
 | isogclr, fastclip_v2, 9 columns         | 14.9 GB   | 233 MB           |
 
-The released code keeps 3.3 GB and, for v2, 16.6 GB on every rank.
+The released code stores 3.3 GB and, for v2, 16.6 GB on every rank.
 
-The reduction contract is that of `megaclip.losses.clip`: W times the local feature gradients, and on every rank the
-whole gradient of the global temperature.
+The reduction contract is that of `megaclip.losses.clip`: the backward pass of each rank returns W times the gradients
+of the local features, and the whole gradient of the global temperature.
 """
 
 import math
@@ -33,21 +33,22 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megaclip.comm.collectives import raise_together, sum_over_ranks
+from megaclip.comm.collectives import raise_on_all_ranks, sum_over_ranks
 from megaclip.comm.groups import resolve
-from megaclip.errors import CheckpointError, ConfigError, DataError
+from megaclip.errors import CheckpointError, DataError
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss
 from megaclip.losses.costs import LOSS_COSTS
-from megaclip.losses.distributed_tiles import Terms, distributed_grads, distributed_stats, gather_columns
+from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.estimators import SampleState, Ticket
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.plan import Plan
+from megaclip.losses.settings import StandaloneFastClipSettings
 from megaclip.losses.temperature import (
-    SCHEDULES,
     U_COLUMNS,
     GlobalTemperature,
     individual_columns,
@@ -55,13 +56,17 @@ from megaclip.losses.temperature import (
     step_individual,
 )
 from megaclip.ops.rows import finish_gradient, paired_products
-from megaclip.ops.tiles import accumulation_dtype
+from megaclip.ops.tiles import Terms, accumulation_dtype
+
+_GAMMA_EPOCHS = 18.0  # default outside of a MegaCLIP run, as in ds_configs/fastclip_v3.json
 
 
 def inner_rate(schedule: str, epoch: float, *, minimum: float, epochs: float) -> float:
-    """gamma: 1 in the first epoch, then `minimum` ("constant"), or half a cosine from 1 to `minimum` over `epochs`.
+    """Return gamma, the inner learning rate (FastCLIP, section 4).
 
-    FastCLIP, section 4. epoch: whole for the published per-epoch schedule; a fraction gives the per-step one.
+    schedule: "constant" is 1 in the first epoch and then `minimum`. "cosine" is half a cosine from 1 to `minimum` over
+    `epochs`.
+    epoch: number of epochs done. Whole numbers give the published per-epoch schedule, fractions a per-step schedule.
     """
     if epoch == 0 or (schedule == "constant" and epoch < 1):
         return 1.0
@@ -73,103 +78,52 @@ def inner_rate(schedule: str, epoch: float, *, minimum: float, epochs: float) ->
 class FastClipLoss(BatchLoss):
     """A global contrastive loss of the table above, with its temperature, its state and their updates.
 
-    A step is `loss(image_features, text_features, ids=..., epoch=...)`, `backward()`, `step()`: the state and the
-    temperature change in `step()` only, so a step that is given up changes nothing.
+    A step is `loss(image_features, text_features, ids=..., epoch=...)`, `backward()`, `step()`. Only `step()` changes
+    the state and the temperature, so a step that is abandoned changes nothing.
 
-    variant: a name of `VARIANTS`. samples: the dataset's size n, ids 0 to n-1; None: any int64 ids.
-    gamma_min, gamma_epochs, gamma_schedule, gamma_per: see `inner_rate`; gamma_per "epoch" or "step".
-    rho, eps: of the table. temperature, temperature_min, temperature_max: initial tau and its bounds.
-    temperature_learning_rate, temperature_schedule, temperature_betas, temperature_eps: its Adam. A global temperature
-        is trained as log(1/tau), as in the released code; per-sample ones directly.
-    compat: "paper", or "reference": the scaling of the released code, under which published hyper-parameters were
-        tuned. Feature gradients are halved and carry no tau (v3 keeps it), v3's temperature gradient is halved but for
-        the part through g, v0's part through g is not halved, log u takes the place of log(eps+u) in the temperature's
-        gradient, and per-sample Adam counts epochs. The loss value is the same in both.
-    state_device, state_dtype: of the per-sample state.
-    group, exchange, reduction, payload, precision, implementation, tile_budget_mib: as in `BatchLoss`.
+    variant: a key of `VARIANTS`. samples: number n of samples of the dataset; sample ids are 0 to n-1.
+    group: as in `BatchLoss`. state_dtype: dtype of the per-sample state.
+    settings: fields of `megaclip.losses.settings.StandaloneFastClipSettings`, which documents them.
+
+    Raises ConfigError, a ValueError, for a wrong value, and TypeError for an unknown name.
     """
+
+    settings_model = StandaloneFastClipSettings
+    settings: StandaloneFastClipSettings
 
     def __init__(
         self,
         variant: str = "fastclip_v3",
         *,
-        samples: int | None,
-        gamma_min: float = 0.2,
-        gamma_epochs: float = 18,
-        gamma_schedule: str = "auto",
-        gamma_per: str = "epoch",
-        rho: float = 6.5,
-        eps: float = 1e-14,
-        temperature: float = 0.07,
-        temperature_min: float = 0.01,
-        temperature_max: float = 1.0,
-        temperature_learning_rate: float = 2e-4,
-        temperature_schedule: str = "constant",
-        temperature_betas: tuple[float, float] = (0.9, 0.999),
-        temperature_eps: float = 1e-8,
-        compat: str = "paper",
-        state_device: torch.device | str = "cpu",
-        state_dtype: torch.dtype = torch.float32,
+        samples: int,
         group: Any = None,
-        exchange: str = "auto",
-        reduction: str = "auto",
-        payload: str = "auto",
-        precision: str = "auto",
-        implementation: str = "auto",
-        tile_budget_mib: float = 128,
+        state_dtype: torch.dtype = torch.float32,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            group=group,
-            exchange=exchange,
-            reduction=reduction,
-            payload=payload,
-            precision=precision,
-            implementation=implementation,
-            tile_budget_mib=tile_budget_mib,
-        )
-        for name, value, known in (
-            ("variant", variant, tuple(VARIANTS)),
-            ("gamma_schedule", gamma_schedule, ("auto", "constant", "cosine")),
-            ("gamma_per", gamma_per, ("epoch", "step")),
-            ("temperature_schedule", temperature_schedule, SCHEDULES),
-            ("compat", compat, ("paper", "reference")),
-        ):
-            if value not in known:
-                raise ConfigError(f"expected {name} to be one of {', '.join(known)}, got {value!r}")
-        if not 0 < gamma_min <= 1:
-            raise ConfigError(f"expected gamma_min above 0 and at most 1, got {gamma_min}")
-        if eps < 0 or not 0 < temperature_min <= temperature <= temperature_max:
-            raise ConfigError(
-                f"expected eps >= 0 and 0 < temperature_min <= temperature <= temperature_max, got eps {eps} and "
-                f"{temperature_min}, {temperature}, {temperature_max}"
-            )
-        if samples is not None and samples < 2:
-            raise ConfigError(f"expected a dataset of at least 2 samples, got {samples}")
-        self.variant = variant
+        super().__init__(group=group, variant=variant, samples=samples, **settings)
+        chosen = self.settings
         self.rule = VARIANTS[variant]
-        self.reference = compat == "reference"
-        self.gamma_schedule = self.rule.gamma_schedule if gamma_schedule == "auto" else gamma_schedule
-        self.gamma_per, self.gamma_min, self.gamma_epochs = gamma_per, gamma_min, gamma_epochs
-        self.rho, self.eps = (rho if self.rule.with_rho else 0.0), eps
-        self.bounds = (temperature_min, temperature_max)
-        self.learning_rate, self.temperature_schedule = temperature_learning_rate, temperature_schedule
-        self.betas, self.adam_eps = temperature_betas, temperature_eps
-
+        self.reference = chosen.compat == "reference"
+        self.gamma_schedule = self.rule.gamma_schedule if chosen.gamma_schedule == "auto" else chosen.gamma_schedule
+        self.gamma_epochs = chosen.gamma_epochs or _GAMMA_EPOCHS
+        self.rho = chosen.rho if self.rule.with_rho else 0.0
+        self.bounds = (chosen.temperature_min, chosen.temperature_max)
         self.individual = self.rule.individual
-        self.temperature = GlobalTemperature(temperature, self.bounds, learnable=self.rule.temperature == "global")
-        columns = {**U_COLUMNS, **(individual_columns(temperature) if self.individual else {})}
+        learnable = self.rule.temperature == "global"
+        self.temperature = GlobalTemperature(chosen.temperature, self.bounds, learnable=learnable)
+        on_accelerator = chosen.state_device == "accelerator"
         self.state = SampleState(
-            columns,
+            {**U_COLUMNS, **(individual_columns(chosen.temperature) if self.individual else {})},
             fetched=4 if self.individual else 2,
             samples=samples,
             group=group,
             dtype=state_dtype,
-            device=state_device,
+            device=get_accelerator().current_device_name() if on_accelerator else "cpu",
         )
         self._pending: _Step | None = None
 
     def fetch(self, ids: Tensor) -> Ticket:
-        """Ask for the state of this step's samples, (b,) int64, before the features are there: pass it on as `ids`."""
+        """Start to fetch the state of the samples with these ids, (b,) int64. Pass the result to the loss as `ids`."""
         return self.state.fetch(ids)
 
     def forward(
@@ -182,26 +136,28 @@ class FastClipLoss(BatchLoss):
         epoch: float,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        """The batch's estimate of the objective, the same on every rank: () float32, float64 for float64 features.
+        """Return the batch's estimate of the objective, equal on all ranks: () float32, float64 for float64 features.
 
-        image_features, text_features: (b, D) of unit length. logit_scale: the model's own; it changes nothing and
-        receives a zero gradient. ids: (b,) int64 ids of the samples, or what `fetch` gave for them. epoch: epochs done,
-        with their fraction.
+        image_features, text_features: (b, D) of unit length.
+        logit_scale: of the model. It has no effect and receives a zero gradient.
+        ids: (b,) int64 ids of the samples, or the result of `fetch` for them.
+        epoch: number of epochs done, with their fraction.
 
-        Every rank must call it. Raises DataError for ids that do not fit, ValueError for features that do not.
+        Every rank must call it. Raises DataError, a ValueError, on all ranks for ids or features that do not fit.
         """
         ranks = resolve(self.group)
         own_scale = self.temperature.log_scale.detach().exp()
         check_features(image_features, text_features, own_scale, ranks=ranks)
         if len(image_features) * ranks.size < 2:
-            raise ValueError("expected a batch of at least 2 samples over all ranks: one sample has no negatives")
-        raise_together(_ids_problem(ids, len(image_features)), group=ranks)
+            raise DataError("the batch of all ranks is 1 sample, which has no negatives; expected at least 2 samples")
+        with raise_on_all_ranks(group=ranks):
+            _check_ids(ids, len(image_features))
         ticket = ids if isinstance(ids, Ticket) else self.fetch(ids)
-        plan = self.plan(image_features, ranks, LOSS_COSTS[self.variant], need_dots=self.individual)
+        plan = self.plan(image_features, ranks, LOSS_COSTS[self.settings.variant], need_dots=self.individual)
         gamma = inner_rate(
             self.gamma_schedule,
-            math.floor(epoch) if self.gamma_per == "epoch" else epoch,
-            minimum=self.gamma_min,
+            math.floor(epoch) if self.settings.gamma_per == "epoch" else epoch,
+            minimum=self.settings.gamma_min,
             epochs=self.gamma_epochs,
         )
         rows = ticket.rows_on(image_features.device).to(accumulation_dtype(image_features))
@@ -214,15 +170,17 @@ class FastClipLoss(BatchLoss):
         return {"contrastive_loss": loss} if output_dict else loss
 
     def step(self, progress: float = 0.0) -> None:
-        """After backward: write the samples' state back and update the temperature. Every rank calls it.
+        """Write the samples' state back and update the temperature, after the backward pass. Every rank calls it.
 
-        progress: fraction of the training done, for the "cosine" schedule of the temperature's learning rate.
+        progress: fraction of the training done, from 0 to 1, for the "cosine" schedule of the temperature's learning
+        rate.
         """
         step = self._pending
         if step is None or not step.ran_backward:
-            raise RuntimeError("expected loss(...).backward() in training mode before step()")
+            raise RuntimeError("no backward pass is finished; call loss(...).backward() in training mode before step()")
         self._pending = None
-        rate = scheduled_rate(self.learning_rate, self.temperature_schedule, self.temperature, progress)
+        chosen = self.settings
+        rate = scheduled_rate(chosen.temperature_learning_rate, chosen.temperature_schedule, self.temperature, progress)
         sent = [step.log_u] if step.temperature_gradient is None else [step.log_u, step.temperature_gradient]
 
         def merge(held: Tensor, received: Tensor, inverse: Tensor) -> Tensor:
@@ -234,40 +192,43 @@ class FastClipLoss(BatchLoss):
                 new[:, 2:],
                 learning_rate=rate,
                 bounds=self.bounds,
-                betas=self.betas,
-                eps=self.adam_eps,
+                betas=chosen.temperature_betas,
+                eps=chosen.temperature_eps,
                 released_epoch=math.floor(step.epoch) if self.reference else None,
             )
             return torch.cat([new[:, :2], temperatures], dim=1)
 
         self.state.commit(step.ticket, torch.cat(sent, dim=1), merge)
         if self.temperature.learnable:
-            self.temperature.step(rate, self.betas, self.adam_eps)
+            self.temperature.step(rate, chosen.temperature_betas, chosen.temperature_eps)
         elif self.individual:
             self.temperature.log_scale.copy_(step.mean_log_scale)
 
     @property
     def log_scale(self) -> Tensor:
-        """log(1/tau), (1,), for a model's logit_scale; of per-sample temperatures, the mean of -log tau_i over the
-        last batch and both sides."""
+        """log(1/tau), (1,), for a model's logit_scale.
+
+        With per-sample temperatures: the mean of -log tau_i over the last batch and both sides.
+        """
         return self.temperature.log_scale.detach()
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """This rank's part of everything that a run needs to go on exactly: tensors, numbers and strings."""
+        """Return this rank's part of the state from which a run resumes exactly: tensors, numbers and strings."""
         return {
-            "variant": self.variant,
+            "variant": self.settings.variant,
             "temperature": self.temperature.state_dict(),
             "samples": self.state.state_dict(),
         }
 
     def load_checkpoint_state(self, parts: Iterable[dict[str, Any]]) -> None:
-        """Go on from the parts of all ranks that saved, as many as they were. Raises CheckpointError."""
+        """Resume from the parts of all ranks that saved; their number may differ. Raises CheckpointError."""
 
         def samples() -> Iterator[dict[str, Any]]:
             for part in parts:
-                if part["variant"] != self.variant:
+                if part["variant"] != self.settings.variant:
                     raise CheckpointError(
-                        f"the checkpoint was written with the loss {part['variant']}, not {self.variant}"
+                        f"the checkpoint was written with the loss {part['variant']}, not {self.settings.variant}; "
+                        "set the loss that wrote it"
                     )
                 self.temperature.load_state_dict(part["temperature"])
                 yield part["samples"]
@@ -275,15 +236,14 @@ class FastClipLoss(BatchLoss):
         self.state.load_state_dicts(samples())
 
 
-def _ids_problem(ids: Tensor | Ticket, rows: int) -> DataError | None:
+def _check_ids(ids: Tensor | Ticket, rows: int) -> None:
     ids = ids.ids if isinstance(ids, Ticket) else ids
-    if ids.shape == (rows,) and ids.dtype == torch.int64:
-        return None
-    return DataError(f"expected one int64 sample id per row, ({rows},), got {tuple(ids.shape)} {ids.dtype}")
+    if ids.shape != (rows,) or ids.dtype != torch.int64:
+        raise DataError(f"ids are {tuple(ids.shape)} {ids.dtype}; expected one int64 sample id per row, ({rows},)")
 
 
 class _Step:
-    """What one forward and backward leave for `step()`, and the quantities they share. Columns: image side, text."""
+    """Quantities of one forward and backward that `step()` uses later. Columns: image side, text side."""
 
     def __init__(self, loss: FastClipLoss, ticket: Ticket, rows: Tensor, gamma: float, epoch: float) -> None:
         self.loss = loss
@@ -295,10 +255,10 @@ class _Step:
         self.log_u: Tensor = self.old_log_u
         self.mean_log_scale: Tensor = torch.zeros(1)
         self.ran_backward = False
-        self.temperature_gradient: Tensor | None = None  # (b, 2) of per-sample temperatures
+        self.temperature_gradient: Tensor | None = None  # (b, 2), for per-sample temperatures
 
     def mixed(self, log_g: Tensor) -> Tensor:
-        """FastCLIP, equation 1, for log u (b, 2); a sample that was never seen takes u = g."""
+        """Return the new log u (b, 2), by FastCLIP, equation 1. A sample that was never seen takes u = g."""
         if self.gamma == 1:
             return log_g
         mixed = torch.logaddexp(self.old_log_u + math.log1p(-self.gamma), log_g + math.log(self.gamma))
@@ -306,7 +266,7 @@ class _Step:
 
 
 class _GlobalContrastive(torch.autograd.Function):
-    """The statistics pass and the estimator forward, the gradient pass backward."""
+    """The loss with the statistics pass and the estimator in the forward, and the gradient pass in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, log_scale: Tensor, plan: Plan, step: _Step) -> Tensor:
@@ -324,8 +284,9 @@ class _GlobalContrastive(torch.autograd.Function):
         s_ii = paired_products(x, y)
         log_g = torch.stack([row_lse - s_ii / tau_x, col_lse - s_ii / tau_y], dim=1) - math.log(batch - 1)
         step.log_u = step.mixed(log_g)
-        # log(eps + u): eps = 0 leaves log u as it is.
-        log_eps = log_g.new_full((), math.log(loss.eps) if loss.eps > 0 else -math.inf)
+        eps = loss.settings.eps
+        # log(eps + u). With eps = 0 this is log u.
+        log_eps = log_g.new_full((), math.log(eps) if eps > 0 else -math.inf)
         log_eps_u = torch.logaddexp(step.log_u, log_eps)
         ctx.plan, ctx.step = plan, step
         ctx.save_for_backward(x, y, y_all, log_scale, tau_x, tau_y, s_ii, log_g, log_eps_u)
@@ -372,17 +333,17 @@ class _GlobalContrastive(torch.autograd.Function):
 
 
 def _weight(loss: FastClipLoss, tau: Tensor, local_batch: int) -> Tensor:
-    """W c_i/(B tau_i): what multiplies exp((s_ij - s_ii)/tau)/((B-1)(eps+u)) in the feature gradient; () or (b,)."""
+    """Return W c_i/(B tau_i), () or (b,), the factor of exp((s_ij - s_ii)/tau)/((B-1)(eps+u)) in the gradient."""
     if loss.reference:
-        keeps_tau = loss.variant == "fastclip_v3"
+        keeps_tau = loss.settings.variant == "fastclip_v3"
         return (torch.ones_like(tau) if keeps_tau else 1 / tau) / (2 * local_batch)
     return (torch.ones_like(tau) if loss.rule.multiplied else 1 / tau) / local_batch
 
 
 def _global_gradient(loss: FastClipLoss, plan: Plan, dots: Tensor, log_u: Tensor, tau: Tensor) -> Tensor:
-    """d objective / d log(1/tau), (): the part through g, and with the factor tau also that of tau itself.
+    """Return d objective / d log(1/tau), (): the part through g, and with the factor tau also that of tau itself.
 
-    g depends on x/tau, so the part through g is sum_i <x_i, dx_i>, the dots (b,), which hold a factor W.
+    g depends on x/tau, so the part through g is sum_i <x_i, dx_i>. These products are the dots (b,), with a factor W.
     """
     local = torch.stack([dots.sum() / plan.ranks.size, log_u.sum() / (len(dots) * plan.ranks.size)])
     through_g, mean_log_u = sum_over_ranks(local, group=plan.ranks)
@@ -391,8 +352,10 @@ def _global_gradient(loss: FastClipLoss, plan: Plan, dots: Tensor, log_u: Tensor
 
 
 def _mean_per_row(received: Tensor, inverse: Tensor, rows: int) -> Tensor:
-    """(rows, columns): of the first two columns, log u, the logarithm of u's mean over a sample's occurrences; of the
-    others, gradients, the mean."""
+    """Return one row per sample (rows, columns), the mean over its occurrences in the batch.
+
+    The first two columns hold log u, and get the logarithm of the mean of u. The others hold gradients.
+    """
     if len(received) == rows:
         new = torch.empty_like(received)
         new[inverse] = received

@@ -1,7 +1,7 @@
-"""What tells the losses over the whole dataset apart: SogCLR, iSogCLR and FastCLIP's versions, a row of a table each.
+"""Table of the losses over the whole dataset: one row for each version of SogCLR, iSogCLR and FastCLIP.
 
-`megaclip.losses.fastclip` has the formulas that the columns choose between, and the papers. The configuration reads the
-table to refuse settings without effect, the cost formulas and the planner to count what a variant moves and keeps.
+`megaclip.losses.fastclip` has the formulas that the columns select, and names the papers. The configuration uses the
+table to refuse settings without effect. The cost formulas and the planner use it to count traffic and state.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ class Variant:
     """One loss."""
 
     temperature: Literal["constant", "global", "individual"]
-    """"global": one for all samples is learned; "individual": two for each sample are."""
+    """"global": one learned temperature for all samples; "individual": two learned temperatures per sample."""
     multiplied: bool
-    """A sample's terms are multiplied by its temperature."""
+    """Multiply the terms of a sample by its temperature."""
     with_rho: bool
-    """rho times the temperature is part of the objective."""
+    """Include rho times the temperature in the objective."""
     gamma_schedule: Literal["constant", "cosine"]
-    """Of the inner learning rate, where none is asked for."""
+    """Default schedule of the inner learning rate gamma."""
 
     @property
     def individual(self) -> bool:

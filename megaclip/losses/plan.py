@@ -1,49 +1,44 @@
 """How a loss moves its data: which exchange, which reduction, which tiles.
 
-Two independent choices, both exact (docs/mathematics.md): they differ in memory, traffic and arithmetic only.
-`make_plan` resolves "auto" by a cost model, the same way on every rank, and logs once what and why:
+Exchange and reduction are independent choices. All are exact (docs/mathematics.md); they differ in memory, traffic and
+arithmetic. `choose_way` resolves "auto" by a cost model:
 
     seconds = products / rate + bytes / link speed      all_gather; ring between the GPUs of one node
     seconds = max of the two + a latency per hop        ring over several nodes, or on CPUs
 
-A ring's exchanges are under way while tiles are computed, but between GPUs of one node that hides nothing: NCCL copies
-with the GPU's own multiprocessors, and a product that lacks some of them takes a second round (four H200s: a kernel of
-0.19 ms takes 0.35 ms beside an exchange). What the ring saves there is memory. Between nodes network cards copy.
+It is a function of plain numbers. `make_plan` calls it with measured figures, which are the same on every rank, and
+logs the choice once; the planner calls it with the figures of a described cluster.
 
-Products and bytes are each loss's own (`megaclip.losses.costs`). An all_gather whose features and gradients would take
-more than half of the free memory is left out.
+A ring's exchanges run while tiles are computed. Between GPUs of one node that hides nothing: NCCL copies with the GPU's
+own multiprocessors, and a product that lacks some of them takes a second round (four H200s: a kernel of 0.19 ms takes
+0.35 ms beside an exchange). There the ring saves memory only. Between nodes the network cards copy.
+
+`megaclip.losses.costs` has the products and bytes of each loss. An all_gather whose features and gradients would take
+more than half of the free memory is not chosen.
 """
 
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megaclip.comm.groups import NodeGroup, RankGroup, by_node
-from megaclip.comm.machine import Machine, machine_of
+from megaclip.comm.machine import CPU, Machine, machine_of
 from megaclip.logging import get_logger, log_once
 from megaclip.losses.costs import LossCost, Sizes
-from megaclip.ops.tiles import accumulation_dtype
+from megaclip.ops.tiles import TileOptions, accumulation_dtype
 
 EXCHANGES = ("ring", "all_gather")
 REDUCTIONS = ("feature", "scalar")
 PAYLOADS = {"auto": None, "bf16": torch.bfloat16}
 
-# A hop's fixed cost: launches of its exchange and its tile, and the wait for a neighbour that is a little late.
 _HOP_SECONDS = 50e-6
+"""Fixed seconds per hop of a ring: launches of its exchange and its tile, and the wait for a neighbour that is late."""
 _COLLECTIVE_SECONDS = 50e-6
 
 _logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class TileOptions:
-    """How tiles are computed on the device; passed on to `megaclip.ops.tiles` as they are."""
-
-    precision: str = "auto"
-    implementation: str = "auto"
-    tile_budget_mib: float = 128
 
 
 @dataclass(frozen=True)
@@ -51,22 +46,26 @@ class Plan:
     """Everything the distributed tiles need to know besides the features."""
 
     ranks: RankGroup
-    exchange: str  # "ring" | "all_gather"
-    reduction: str  # "feature" | "scalar"
+    exchange: str
+    """"ring" or "all_gather"."""
+    reduction: str
+    """"feature" or "scalar"."""
     tiles: TileOptions
-    need_dots: bool = True  # row_dot and col_dot, which only per-sample temperatures need
-    payload: torch.dtype | None = None  # that features and their gradients travel in; None: as they are
+    need_dots: bool = True
+    """Whether the tiles return row_dot and col_dot, which only per-sample temperatures need."""
+    payload: torch.dtype | None = None
+    """Dtype in which ranks exchange features and their gradients. None: features keep theirs, gradients are float32."""
 
 
-def check_choices(exchange: str, reduction: str, payload: str) -> None:
-    """Raise ValueError unless each is "auto" or one of the known choices."""
-    for name, value, known in (
-        ("exchange", exchange, ("auto", *EXCHANGES)),
-        ("reduction", reduction, ("auto", *REDUCTIONS)),
-        ("payload", payload, PAYLOADS),
-    ):
-        if value not in known:
-            raise ValueError(f"expected {name} to be one of {', '.join(known)}, got {value!r}")
+class Choice(NamedTuple):
+    """What "auto" becomes, and why."""
+
+    exchange: str
+    reduction: str
+    seconds: dict[tuple[str, str], float]
+    """Estimated seconds by (exchange, reduction) of each way that was compared; empty on one rank."""
+    gathered_bytes: float
+    """Bytes that an all_gather of the features and of their gradients takes on each rank."""
 
 
 def make_plan(
@@ -80,18 +79,51 @@ def make_plan(
     payload: str = "auto",
     cost: LossCost,
 ) -> Plan:
-    """The plan for local features (b, D) on each of `ranks`; logs once what "auto" became and why."""
+    """Return the plan for local features (b, D) on each of `ranks`; log once what "auto" became and why."""
     wire = PAYLOADS[payload]
     ranks = by_node(ranks)
     if "auto" in (exchange, reduction):
-        exchange, reduction = _choose(features, ranks, exchange, reduction, wire, cost)
+        exchange, reduction = _measure_and_choose(features, ranks, exchange, reduction, wire, cost)
     if exchange == "ring" and isinstance(ranks, NodeGroup):
         inside = f"inside each of {ranks.outer.size} nodes, and " if ranks.inner.size > 1 else ""
         log_once(_logger.info, f"ring: {inside}from node to node")
     return Plan(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles, need_dots=need_dots, payload=wire)
 
 
-def _choose(
+def choose_way(
+    exchange: str,
+    reduction: str,
+    *,
+    sizes: Sizes,
+    held_bytes: int,
+    cost: LossCost,
+    machine: Machine,
+    hides_exchanges: bool,
+) -> Choice:
+    """Return the cheapest exchange and reduction among those that "auto" leaves open and the memory allows.
+
+    Args:
+        exchange, reduction: the settings; "auto" or one of EXCHANGES and REDUCTIONS.
+        sizes: the features of one rank, and the bytes of a number that ranks exchange.
+        held_bytes: bytes of a feature in memory; `sizes.feature_bytes` are those of the exchange.
+        cost: products and traffic of the loss.
+        machine: link speed, product rate and free memory.
+        hides_exchanges: whether a ring's exchanges run while tiles are computed.
+    """
+    exchanges = EXCHANGES if exchange == "auto" else (exchange,)
+    reductions = REDUCTIONS if reduction == "auto" else (reduction,)
+    gathered = sizes.world_size * sizes.batch * sizes.embedding * (held_bytes + sizes.sum_bytes)
+    if sizes.world_size == 1:  # ranks exchange nothing, and "feature" needs the fewest products
+        return Choice(exchanges[0], reductions[0], {}, gathered)
+    if exchange == "auto" and gathered > machine.free_bytes / 2:
+        exchanges = ("ring",)
+    seconds = {
+        way: _seconds(*way, sizes, cost, machine, hides_exchanges) for way in itertools.product(exchanges, reductions)
+    }
+    return Choice(*min(seconds, key=lambda way: seconds[way]), seconds, gathered)
+
+
+def _measure_and_choose(
     features: Tensor,
     ranks: RankGroup,
     exchange: str,
@@ -99,45 +131,44 @@ def _choose(
     payload: torch.dtype | None,
     cost: LossCost,
 ) -> tuple[str, str]:
-    """The cheapest way among those that "auto" leaves open and the memory allows."""
-    exchanges = EXCHANGES if exchange == "auto" else (exchange,)
-    reductions = REDUCTIONS if reduction == "auto" else (reduction,)
-    if ranks.size == 1:
-        return exchanges[0], reductions[0]  # nothing moves, and feature needs the fewest products
-    machine = machine_of(ranks, features.device)
+    """Return `choose_way` of this group and its machines; log its estimates once."""
+    machine = machine_of(ranks, features.device) if ranks.size > 1 else CPU  # one rank has no link to measure
     sum_dtype = accumulation_dtype(features)
-    gathered = features.numel() * ranks.size * (features.dtype.itemsize + sum_dtype.itemsize)
-    if exchange == "auto" and gathered > machine.free_bytes / 2:
-        exchanges = ("ring",)
-    sizes = Sizes(
-        world_size=ranks.size,
-        batch=features.shape[0],
-        embedding=features.shape[1],
-        feature_bytes=(payload or features.dtype).itemsize,
-        gradient_bytes=(payload or sum_dtype).itemsize,
-        sum_bytes=sum_dtype.itemsize,
+    choice = choose_way(
+        exchange,
+        reduction,
+        sizes=Sizes(
+            world_size=ranks.size,
+            batch=features.shape[0],
+            embedding=features.shape[1],
+            feature_bytes=(payload or features.dtype).itemsize,
+            gradient_bytes=(payload or sum_dtype).itemsize,
+            sum_bytes=sum_dtype.itemsize,
+        ),
+        held_bytes=features.dtype.itemsize,
+        cost=cost,
+        machine=machine,
+        hides_exchanges=isinstance(ranks, NodeGroup) or features.device.type == "cpu",
     )
-    ring_hides = isinstance(ranks, NodeGroup) or features.device.type == "cpu"
-    seconds = {
-        way: _seconds(*way, sizes, cost, machine, ring_hides) for way in itertools.product(exchanges, reductions)
-    }
-    best = min(seconds, key=lambda way: seconds[way])
-    estimates = ", ".join(f"{' + '.join(way)} {1000 * estimate:.3g} ms" for way, estimate in seconds.items())
-    log_once(
-        _logger.info,
-        f"loss: {' + '.join(best)} (estimates: {estimates}; links {machine.link_bytes_per_s / 1e9:.3g} GB/s, products "
-        f"{machine.flops_per_s / 1e12:.3g} TFLOP/s; gathering takes {gathered / 2**20:.0f} MiB, "
-        f"{machine.free_bytes / 2**20:.0f} are free)",
-    )
-    return best
+    if choice.seconds:
+        estimates = ", ".join(f"{' + '.join(way)} {1000 * value:.3g} ms" for way, value in choice.seconds.items())
+        log_once(
+            _logger.info,
+            f"loss: {choice.exchange} + {choice.reduction} (estimates: {estimates}; links "
+            f"{machine.link_bytes_per_s / 1e9:.3g} GB/s, products {machine.flops_per_s / 1e12:.3g} TFLOP/s; gathering "
+            f"takes {choice.gathered_bytes / 2**20:.0f} MiB, {machine.free_bytes / 2**20:.0f} MiB are free)",
+        )
+    return choice.exchange, choice.reduction
 
 
-def _seconds(exchange: str, reduction: str, sizes: Sizes, cost: LossCost, machine: Machine, ring_hides: bool) -> float:
-    """The cost model's time of one forward and backward. ring_hides: whether exchanges run while tiles are computed."""
+def _seconds(
+    exchange: str, reduction: str, sizes: Sizes, cost: LossCost, machine: Machine, hides_exchanges: bool
+) -> float:
+    """Return the cost model's time of one forward and backward pass."""
     operations = cost.products[reduction] * sizes.batch**2 * sizes.world_size * sizes.embedding
     computing = operations / machine.flops_per_s
     sending = cost.traffic(exchange, reduction, sizes).total / machine.link_bytes_per_s
     if exchange == "all_gather":
         return computing + sending + 4 * _COLLECTIVE_SECONDS
-    together = max(computing, sending) if ring_hides else computing + sending
+    together = max(computing, sending) if hides_exchanges else computing + sending
     return together + cost.passes * sizes.world_size * _HOP_SECONDS

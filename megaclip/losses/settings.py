@@ -1,83 +1,124 @@
-"""Settings of the losses, typed: their values, meanings and defaults.
+"""Settings of the losses: names, accepted values, defaults and meanings.
 
-The section "megaclip" of ds_config.json (`megaclip.config.section`) includes them.
+The section "megaclip" of ds_config.json (`megaclip.config.section`) includes `LossSettings` and `FastClipSettings`. The
+constructors of the losses take the fields of these models as keyword arguments.
 """
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from megaclip.ops.tiles import DEFAULT_OPTIONS, Implementation, Precision
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class LossSettings(BaseModel):
-    """Settings of every loss: how features and gradients are exchanged and how tiles are computed."""
+    """Settings of every loss: how features and gradients travel between ranks, and how tiles are computed."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = _STRICT
 
     exchange: Literal["auto", "ring", "all_gather"] = "auto"
-    """How text features reach the other ranks: neighbour by neighbour, or all at once."""
+    """How text features reach the other ranks: "ring" sends them from neighbour to neighbour, "all_gather" all at once.
+    Both are exact; `megaclip.losses.plan` describes how "auto" chooses."""
 
     reduction: Literal["auto", "feature", "scalar"] = "auto"
-    """What crosses ranks for the gradient: feature gradients, or only log-normalisers."""
+    """Data that ranks exchange for the gradient: "feature" sends feature gradients, "scalar" only log-normalisers, and
+    computes more products. Both are exact; `megaclip.losses.plan` describes how "auto" chooses."""
 
     payload: Literal["auto", "bf16"] = "auto"
-    """What features and their gradients travel in: features' dtype and float32, or bfloat16 both."""
+    """Format of features and their gradients between ranks: "auto" is the features' dtype and float32 gradients, "bf16"
+    rounds both to bfloat16. Sums stay float32."""
 
-    implementation: Literal["auto", "torch", "triton"] = "auto"
-    """Which tile implementation runs: "auto" takes Triton on a GPU and PyTorch elsewhere."""
+    implementation: Implementation = DEFAULT_OPTIONS.implementation
+    """Implementation of the tiles: "auto" takes Triton on a GPU and PyTorch elsewhere."""
 
-    tile_budget_mib: int = Field(128, gt=0)
-    """Upper bound, in MiB, of the temporary memory that a tile of logits may take."""
+    tile_budget_mib: float = Field(DEFAULT_OPTIONS.tile_budget_mib, gt=0)
+    """Upper limit, in MiB, of the temporary memory for a tile of logits. Default: 128."""
 
 
 class FastClipSettings(BaseModel):
-    """The sub-section "fastclip" of our section, for the losses in VARIANTS; `megaclip.losses.FastClipLoss` says
-    what each setting does, and has the defaults of those left out."""
+    """Settings of the losses over the whole dataset: the sub-section "fastclip" of our section in ds_config.json.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    `megaclip.losses.fastclip` has the formulas.
+    """
+
+    model_config = _STRICT
 
     gamma_min: float = Field(default=0.2, gt=0, le=1)
-    """The inner learning rate that the schedule ends at."""
+    """Inner learning rate gamma at the end of its schedule."""
 
     gamma_epochs: float | None = Field(default=None, gt=0)
-    """Epochs over which the cosine schedule goes from 1 to gamma_min; left out, half of the run's epochs."""
+    """Number of epochs over which the cosine schedule goes from 1 to gamma_min. Default: half of the epochs of a run,
+    and 18 for `FastClipLoss` in another trainer."""
 
     gamma_schedule: Literal["auto", "constant", "cosine"] = "auto"
-    """"auto" is the variant's own: constant for sogclr and isogclr, cosine for the others."""
+    """Schedule of gamma: "auto" is "constant" for sogclr and isogclr, "cosine" for the others."""
 
     gamma_per: Literal["epoch", "step"] = "epoch"
-    """How often the schedule moves on."""
+    """How often the schedule changes gamma."""
 
     rho: float = Field(default=6.5, ge=0)
-    """What tau itself costs in the objective of isogclr, fastclip_v2 and fastclip_v3: the larger, the lower tau."""
+    """Weight of the temperature itself in the objective of isogclr, fastclip_v2 and fastclip_v3. A larger rho leads to
+    a lower temperature."""
 
     eps: float = Field(default=1e-14, ge=0)
-    """Added to the estimate u wherever its logarithm is taken or something is divided by it."""
-
-    temperature: float = Field(default=0.07, gt=0)
-    """Initial tau."""
+    """Number added to the estimate u wherever its logarithm or its reciprocal is taken."""
 
     temperature_min: float = Field(default=0.01, gt=0)
-    """Lower bound of tau."""
+    """Lower bound of the temperature tau."""
 
     temperature_max: float = Field(default=1.0, gt=0)
     """Upper bound of tau."""
 
+    temperature: float = Field(default=0.07, gt=0, validate_default=True)
+    """Initial tau, between temperature_min and temperature_max."""
+
     temperature_learning_rate: float = Field(default=2e-4, gt=0)
-    """Of the Adam that trains the temperature: log(1/tau) if there is one for all samples, else each tau itself."""
+    """Learning rate of the temperature's Adam. It trains log(1/tau) if one tau is shared by all samples, as the
+    released code does, and otherwise each tau itself."""
 
     temperature_schedule: Literal["constant", "cosine", "threshold"] = "constant"
-    """"threshold" takes a third of the rate once tau is at or below 0.03; for one global temperature."""
+    """Schedule of that learning rate: "cosine" falls to 0 over the training, "threshold" divides it by three while tau
+    is at or below 0.03. "threshold" requires one global temperature."""
 
-    temperature_betas: list[_Decay] = Field(default=[0.9, 0.999], min_length=2, max_length=2)
-    """Decays of that Adam's two moments."""
+    temperature_betas: tuple[_Decay, _Decay] = Field(default=(0.9, 0.999), strict=False)
+    """Decay rates of the two moments of that Adam."""
 
     temperature_eps: float = Field(default=1e-8, gt=0)
-    """That Adam's eps."""
+    """The eps of that Adam."""
 
     compat: Literal["paper", "reference"] = "paper"
-    """"reference" scales gradients as the released code does, for hyper-parameters that were tuned with it."""
+    """"reference" scales gradients as the released code does, for hyper-parameters that were tuned with it. Feature
+    gradients are halved and carry no tau (v3 keeps it). The temperature gradient of v3 is halved except for the part
+    through g, and the part through g of v0 is not halved. The temperature gradient uses log u instead of log(eps+u),
+    and the Adam of per-sample temperatures counts epochs. The loss value is equal in both."""
 
     state_device: Literal["cpu", "accelerator"] = "cpu"
-    """Where each rank keeps its samples' state."""
+    """Device on which each rank keeps the state of its samples."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_bounds(cls, value: float, info: ValidationInfo) -> float:
+        low, high = info.data.get("temperature_min", value), info.data.get("temperature_max", value)
+        if not low <= value <= high:
+            raise ValueError(f"must lie between temperature_min and temperature_max, {low} to {high}")
+        return value
+
+
+class StandaloneSettings(LossSettings):
+    """Settings of a loss that is constructed in Python, inside or outside of a MegaCLIP run."""
+
+    precision: Precision = DEFAULT_OPTIONS.precision
+    """How features are multiplied; see `megaclip.ops.tiles.TileOptions`."""
+
+
+class StandaloneFastClipSettings(StandaloneSettings, FastClipSettings):
+    """Settings of a `FastClipLoss` that is constructed in Python."""
+
+    variant: Literal["sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3"] = "fastclip_v3"
+    """Row of the table in `megaclip.losses.fastclip`."""
+
+    samples: int = Field(ge=2)
+    """Number of samples of the dataset. Sample ids are 0 to samples - 1."""

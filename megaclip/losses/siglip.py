@@ -1,12 +1,12 @@
-"""The sigmoid loss over the whole batch of all ranks: SigLIP's, in the memory of one tile of logits.
+"""SigLIP's sigmoid loss over the whole batch of all ranks, in the memory of one tile of logits.
 
 With `z_ij = alpha*s_ij + beta`: `L = 1/B [sum_i softplus(-z_ii) + sum_{i != j} softplus(z_ij)]` (Zhai et al., 2023,
-arXiv:2303.15343, equation 1). No entry needs another one, so loss and gradients come from one pass over the tiles, in
-the forward; the positives' own terms are added here, per row. All sums, the loss among them, are float32 (float64 for
-float64 features).
+arXiv:2303.15343, equation 1). The entries are independent of each other, so the forward pass computes loss and
+gradients in one pass over the tiles. The positives' own terms are added here, per row. The loss and all sums are
+float32 (float64 for float64 features).
 
-The reduction contract is ClipLoss's: each rank's backward hands out `W * dL/d(local features)`, and the whole
-`dL/d(logit_scale)` and `dL/d(logit_bias)`, which every rank owns.
+The reduction contract is that of `megaclip.losses.clip`: the backward pass of each rank returns
+`W * dL/d(local features)`, and the whole `dL/d(logit_scale)` and `dL/d(logit_bias)`.
 """
 
 from typing import Any
@@ -28,10 +28,9 @@ from megaclip.ops.tiles import accumulation_dtype
 
 
 class SigLipLoss(BatchLoss):
-    """SigLIP's loss with every pair of the batch of all ranks; called as open_clip's trainer calls its
-    SigLipLoss.
+    """SigLIP's loss of every pair of the batch of all ranks, with the call signature of open_clip's SigLipLoss.
 
-    The settings are those of `BatchLoss`, none of open_clip's constructor; every exchange and reduction is exact.
+    The constructor takes the arguments of `BatchLoss`, and none of open_clip's.
     """
 
     def forward(
@@ -42,16 +41,9 @@ class SigLipLoss(BatchLoss):
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        """The global mean loss, the same number on every rank: () float32, float64 for float64 features.
+        """Return the mean loss of the whole batch, equal on all ranks: () float32, float64 for float64 features.
 
-        image_features, text_features: (b, D) of unit length, bfloat16, float16, float32 or float64; all ranks have the
-            same shape and dtype.
-        logit_scale: the multiplier alpha = exp(log scale) itself, () or (1,), or a number. logit_bias: beta, likewise;
-            None is 0.
-        output_dict: return {"contrastive_loss": loss}, as open_clip's trainer asks.
-
-        Every rank must call it. Features that do not fit together, on one rank or between ranks, raise ValueError on
-        all.
+        Arguments and errors are those of `ClipLoss`, except logit_bias: beta as (), (1,) or a number; None is 0.
         """
         ranks = resolve(self.group)
         logit_scale = as_scalar(logit_scale, image_features)
@@ -63,7 +55,7 @@ class SigLipLoss(BatchLoss):
 
 
 class _Sigmoid(torch.autograd.Function):
-    """Loss and gradients in the forward pass; the backward pass multiplies them by what comes from above."""
+    """The sigmoid loss with its gradients in the forward; the backward multiplies them by the upstream gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor, plan: Plan) -> Tensor:
@@ -84,13 +76,13 @@ class _Sigmoid(torch.autograd.Function):
         ctx.save_for_backward(
             x, y, negatives.dx, negatives.dy, pull, alpha / b, d_alpha, d_beta, logit_scale, logit_bias
         )
-        return loss.clone()  # no view: trainers divide losses in place
+        return loss.clone()  # not a view, because trainers divide losses in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         x, y, dx, dy, pull, weight, d_alpha, d_beta, logit_scale, logit_bias = ctx.saved_tensors
-        factor = weight * d_loss  # W/B: the contract's factor W is in the weight
+        factor = weight * d_loss  # W/B, with the factor W of the contract
         d_features = (finish_gradient(*terms, pull, factor)[0] for terms in ((dx, x, y), (dy, y, x)))
         d_scalars = (
             (gradient * d_loss).to(scalar.dtype).reshape(scalar.shape)

@@ -1,7 +1,7 @@
-"""Temperatures with optimizers of their own: one for the whole dataset, or two per sample.
+"""Temperatures with separate optimizers: one temperature for the whole dataset, or two per sample.
 
-They are updated outside the model's optimizer, because the papers give them their own learning rate, schedule and
-bounds, and because per-sample ones live in sharded state that no optimizer sees. Both use Adam (Kingma and Ba, 2015,
+The model's optimizer does not update them. The papers give them a separate learning rate, schedule and bounds, and
+per-sample temperatures are in sharded state that no optimizer knows. Both kinds use Adam (Kingma and Ba, 2015,
 algorithm 1) in float32.
 """
 
@@ -12,29 +12,30 @@ import math
 import torch
 from torch import Tensor, nn
 
-SCHEDULES = ("constant", "cosine", "threshold")
 GRADIENT_LIMIT = 5.0
-"""Per-sample temperature gradients are clipped to this, as in FastCLIP's released code."""
+"""Limit to which gradients of per-sample temperatures are clipped, as in FastCLIP's released code."""
 
 
 def scheduled_rate(base: float, schedule: str, temperature: GlobalTemperature, progress: float) -> float:
-    """The temperature's learning rate.
+    """Return the learning rate of the temperature.
 
-    schedule: "constant"; "cosine", half a cosine to 0 over the training; "threshold", a third once the temperature is
-    at or below 0.03 (FastCLIP, section 5.1). progress: fraction of the training done, 0 to 1.
+    base: learning rate of the "constant" schedule.
+    schedule: "constant"; "cosine", half a cosine from base to 0 over the training; "threshold", a third of base while
+        the temperature is at or below 0.03 (FastCLIP, section 5.1).
+    progress: fraction of the training done, from 0 to 1.
     """
     if schedule == "cosine":
         return base * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    if schedule == "threshold" and temperature.value <= 0.03:  # reading it waits for the GPU
+    if schedule == "threshold" and temperature.value <= 0.03:  # this read waits for the GPU
         return base / 3
     return base
 
 
 class GlobalTemperature(nn.Module):
-    """One temperature for all samples, held as `log_scale = log(1/tau)`, (1,), like a CLIP model's logit_scale.
+    """One temperature for all samples, stored as `log_scale = log(1/tau)`, (1,), like a CLIP model's logit_scale.
 
-    FastCLIP's learning rates are meant for this logarithm: its code trains logit_scale. It stays in float32 whatever
-    the model's precision, so its clamp acts on the master.
+    FastCLIP's learning rates apply to this logarithm, because its code trains logit_scale. The value is float32 at any
+    precision of the model, so the clamp acts on the master value.
     """
 
     log_scale: Tensor
@@ -61,7 +62,7 @@ class GlobalTemperature(nn.Module):
 
     @torch.no_grad()
     def step(self, learning_rate: float, betas: tuple[float, float], eps: float) -> None:
-        """One Adam step with the gradient in `log_scale.grad`, then the clamp; clears the gradient."""
+        """Take one Adam step with the gradient in `log_scale.grad`, clamp the result, and clear the gradient."""
         gradient = self.log_scale.grad
         assert gradient is not None, "step() before backward()"
         self.steps += 1
@@ -75,19 +76,20 @@ class GlobalTemperature(nn.Module):
 def adam(
     gradient: Tensor, first: Tensor, second: Tensor, steps: Tensor, betas: tuple[float, float], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(change for a learning rate of 1, new first moment, new second moment); `steps` counts this one too."""
+    """Return the change at learning rate 1, and the new moments. steps: number of steps, this one included."""
     first = betas[0] * first + (1 - betas[0]) * gradient
     second = betas[1] * second + (1 - betas[1]) * gradient**2
     change = (first / (1 - betas[0] ** steps)) / ((second / (1 - betas[1] ** steps)).sqrt() + eps)
     return change, first, second
 
 
-# Per-sample state: what a fetch brings, then what only the owner needs. u is kept as log u; NaN: not seen yet.
+# Columns of the per-sample state: first those that are fetched, then those that only the owner needs. The state holds
+# log u, and NaN for a sample that was never seen.
 U_COLUMNS = {"log_u_image": math.nan, "log_u_text": math.nan}
 
 
 def individual_columns(temperature: float) -> dict[str, float]:
-    """Columns of per-sample temperatures, behind `U_COLUMNS`: two temperatures (fetched), then their Adam's state."""
+    """Return the columns after `U_COLUMNS`, with their initial values: two temperatures and the state of their Adam."""
     moments = ("first_image", "first_text", "second_image", "second_text", "steps")
     return {"tau_image": temperature, "tau_text": temperature, **dict.fromkeys(moments, 0.0)}
 
@@ -102,10 +104,11 @@ def step_individual(
     eps: float,
     released_epoch: int | None = None,
 ) -> Tensor:
-    """New temperature columns (k, 7) after one Adam step with gradients (k, 2), each sample with its own step count.
+    """Return the temperature columns (k, 7) after one Adam step. Each sample counts its own steps.
 
-    released_epoch: the epoch, where betas and bias correction are to be those of FastCLIP's released code, which counts
-        epochs for steps and takes no momentum in the first.
+    held: the columns before the step (k, 7). gradients: (k, 2).
+    released_epoch: the epoch, to use betas and bias correction of FastCLIP's released code. It counts epochs instead of
+        steps and uses no momentum in the first epoch. None: the paper's Adam.
     """
     tau, first, second, steps = held[:, :2], held[:, 2:4], held[:, 4:6], held[:, 6:] + 1
     counted = steps

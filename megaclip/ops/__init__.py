@@ -1,1 +1,1 @@
-"""Tiles of the similarity matrix on one device; knows no ranks and no autograd."""
+"""Operations on tiles of the similarity matrix: one device, without process groups and without autograd."""

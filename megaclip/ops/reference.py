@@ -1,8 +1,8 @@
-"""The oracle: whole-matrix float64 losses and gradients that every other implementation is tested against.
+"""Reference losses and tile operations in float64, against which every other implementation is tested.
 
-Nothing here is fast or small: each function forms the whole matrix of logits, in float64, in the plainest way that can
-be written. Losses take their gradients from autograd; the tile functions follow their defining sums term by term. Tests
-and benchmarks read it; the training path never does.
+Each function forms the whole matrix of logits in the plainest way, without regard to speed or memory. The losses take
+their gradients from autograd. The tile functions follow their defining sums term by term. Tests and benchmarks call
+this module; training never does.
 
 Shapes: B contrastive batch, D embedding, m and n the rows and columns of a tile.
 """
@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Scalars = float | Tensor  # a number, or one value per row or per column
+from megaclip.ops.tiles import Scalars, Terms
 
 
 class LossAndGrads(NamedTuple):
-    """A loss and its gradients by the leaves they were taken for, all float64."""
+    """A loss and its gradients, float64."""
 
     loss: Tensor  # ()
     d_image: Tensor  # (B, D)
@@ -26,7 +26,7 @@ class LossAndGrads(NamedTuple):
 
 
 class TileGrads(NamedTuple):
-    """What `tile_grads` returns, float64."""
+    """Result of `tile_grads`, float64."""
 
     dx: Tensor  # (m, D)
     dy: Tensor  # (n, D)
@@ -35,7 +35,7 @@ class TileGrads(NamedTuple):
 
 
 class TileSigmoid(NamedTuple):
-    """What `tile_sigmoid` returns, float64."""
+    """Result of `tile_sigmoid`, float64."""
 
     row_loss: Tensor  # (m,)
     dx: Tensor  # (m, D)
@@ -45,9 +45,9 @@ class TileSigmoid(NamedTuple):
 
 
 def info_nce(image_features: Tensor, text_features: Tensor, logit_scale: float | Tensor) -> LossAndGrads:
-    """InfoNCE over the whole batch: the mean of the two cross-entropies over rows and over columns (CLIP, figure 3).
+    """Return InfoNCE over the whole batch: the mean of the cross-entropies over rows and columns (CLIP, figure 3).
 
-    image_features, text_features: (B, D), any floating dtype. logit_scale: the multiplier alpha itself, not its
+    image_features, text_features: (B, D), any floating-point dtype. logit_scale: the multiplier alpha, not its
     logarithm.
     """
     x_BD = image_features.detach().double().requires_grad_()
@@ -63,10 +63,10 @@ def info_nce(image_features: Tensor, text_features: Tensor, logit_scale: float |
 def tile_stats(
     x: Tensor, y: Tensor, row_scale: Scalars, col_scale: Scalars, *, diagonal: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`row_lse_i = log sum_j exp(row_scale_i * s_ij)` (m,) and `col_lse_j = log sum_i exp(col_scale_j * s_ij)` (n,),
-    float64.
+    """Return row_lse (m,) and col_lse (n,), float64.
 
-    x (m, D), y (n, D); entries with `i + diagonal == j` are left out; an empty sum gives -inf.
+    `row_lse_i = log sum_j exp(row_scale_i * s_ij)` and `col_lse_j = log sum_i exp(col_scale_j * s_ij)` for x (m, D) and
+    y (n, D). Entries with `i + diagonal == j` are left out. An empty sum gives -inf.
     """
     s_mn, kept_mn = _similarities(x, y, diagonal)
     row_mn = (_column(row_scale, s_mn) * s_mn).masked_fill(~kept_mn, -torch.inf)
@@ -74,27 +74,16 @@ def tile_stats(
     return torch.logsumexp(row_mn, dim=1), torch.logsumexp(col_mn, dim=0)
 
 
-def tile_grads(
-    x: Tensor,
-    y: Tensor,
-    row_scale: Scalars,
-    row_shift: Scalars,
-    row_weight: Scalars,
-    col_scale: Scalars,
-    col_shift: Scalars,
-    col_weight: Scalars,
-    *,
-    diagonal: int | None = None,
-) -> TileGrads:
-    """The gradient tile, float64, with entries `i + diagonal == j` left out.
+def tile_grads(x: Tensor, y: Tensor, row: Terms, col: Terms, *, diagonal: int | None = None) -> TileGrads:
+    """Return the gradient tile, float64, without the entries `i + diagonal == j`.
 
-    `P_ij = row_weight_i*exp(row_scale_i*s_ij - row_shift_i) + col_weight_j*exp(col_scale_j*s_ij - col_shift_j)`;
+    `P_ij = row.weight_i*exp(row.scale_i*s_ij - row.shift_i) + col.weight_j*exp(col.scale_j*s_ij - col.shift_j)`;
     `dx = P y`, `dy = P^T x`, `row_dot_i = sum_j (row part of P_ij)*s_ij`, `col_dot_j = sum_i (column part of
     P_ij)*s_ij`.
     """
     s_mn, kept_mn = _similarities(x, y, diagonal)
-    row_mn = _column(row_weight, s_mn) * torch.exp(_column(row_scale, s_mn) * s_mn - _column(row_shift, s_mn))
-    col_mn = _row(col_weight, s_mn) * torch.exp(_row(col_scale, s_mn) * s_mn - _row(col_shift, s_mn))
+    row_mn = _column(row.weight, s_mn) * torch.exp(_column(row.scale, s_mn) * s_mn - _column(row.shift, s_mn))
+    col_mn = _row(col.weight, s_mn) * torch.exp(_row(col.scale, s_mn) * s_mn - _row(col.shift, s_mn))
     row_mn, col_mn = row_mn.masked_fill(~kept_mn, 0.0), col_mn.masked_fill(~kept_mn, 0.0)
     p_mn = row_mn + col_mn
     return TileGrads(p_mn @ y.double(), p_mn.T @ x.double(), (row_mn * s_mn).sum(1), (col_mn * s_mn).sum(0))
@@ -103,9 +92,9 @@ def tile_grads(
 def tile_sigmoid(
     x: Tensor, y: Tensor, scale: float | Tensor, bias: float | Tensor, *, diagonal: int | None = None
 ) -> TileSigmoid:
-    """The sigmoid loss's negatives in one tile, float64, with entries `i + diagonal == j` left out (SigLIP, equation
-    1).
+    """Return the sums over the sigmoid loss's negatives in one tile, float64 (SigLIP, equation 1).
 
+    Entries `i + diagonal == j` are left out.
     With `z_ij = scale*s_ij + bias` and `P_ij = sigmoid(z_ij)`: `row_loss_i = sum_j softplus(z_ij)`, `dx = P y`, `dy =
     P^T x`, `row_dot_i = sum_j P_ij*s_ij` and `row_sum_i = sum_j P_ij`. The caller multiplies by alpha/B, alpha/B, 1/B
     and 1/B.
@@ -118,7 +107,7 @@ def tile_sigmoid(
 
 
 def _similarities(x: Tensor, y: Tensor, diagonal: int | None) -> tuple[Tensor, Tensor]:
-    """All products (m, n) in float64, and True where an entry counts."""
+    """Return all products (m, n) in float64, and a mask of the entries that are not left out."""
     s_mn = x.double() @ y.double().T
     if diagonal is None:
         return s_mn, torch.ones_like(s_mn, dtype=torch.bool)
@@ -128,10 +117,10 @@ def _similarities(x: Tensor, y: Tensor, diagonal: int | None) -> tuple[Tensor, T
 
 
 def _column(value: Scalars, like: Tensor) -> Tensor:
-    """A number or an (m,) vector as (1, 1) or (m, 1) float64."""
+    """Return a number as (1, 1), or a vector (m,) as (m, 1), in float64."""
     return torch.as_tensor(value, dtype=torch.float64, device=like.device).reshape(-1, 1)
 
 
 def _row(value: Scalars, like: Tensor) -> Tensor:
-    """A number or an (n,) vector as (1, 1) or (1, n) float64."""
+    """Return a number as (1, 1), or a vector (n,) as (1, n), in float64."""
     return torch.as_tensor(value, dtype=torch.float64, device=like.device).reshape(1, -1)

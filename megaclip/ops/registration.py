@@ -1,12 +1,12 @@
-"""Registers the tile operations when what they are registered with is imported.
+"""Registers the tile operations with PyTorch and DeepSpeed, as soon as each of them is imported.
 
 PyTorch and DeepSpeed take seconds to import, and a data worker or a tokenizer needs neither. So `import megaclip`
-registers at once with whichever of them is loaded already, and leaves a note in `sys.meta_path` for the other:
+registers at once with those that are loaded already, and adds an import hook to `sys.meta_path` for the others:
 
     torch      -> `megaclip.ops.torch_library`   torch.ops.megaclip.*
     deepspeed  -> `megaclip.ops.op_builder`      get_accelerator().create_op_builder("ContrastiveTilesBuilder")
 
-A registration lives in this process only: nothing of an installed PyTorch or DeepSpeed is changed.
+A registration is valid in this process only. The installed PyTorch and DeepSpeed are not changed.
 """
 
 import importlib
@@ -23,7 +23,7 @@ _REGISTERED_BY = {"torch": "megaclip.ops.torch_library", "deepspeed": "megaclip.
 
 
 def register_operations() -> None:
-    """Import each registering module now, or as soon as its library has been imported."""
+    """Import each registering module now if its library is loaded, else right after its library is imported."""
     for library, module in _REGISTERED_BY.items():
         loaded = sys.modules.get(library)
         if loaded is not None and not getattr(loaded.__spec__, "_initializing", False):
@@ -33,15 +33,15 @@ def register_operations() -> None:
 
 
 def _register(library: str, module: str) -> None:
-    """Import `module`; a library that has changed under it must still be usable without our operations in it."""
+    """Import `module`. With an incompatible version of the library, warn only, so that the library stays usable."""
     try:
         importlib.import_module(module)
     except (ImportError, AttributeError) as error:
-        get_logger(__name__).warning("the tile operations are not registered with %s: %s", library, error)
+        get_logger(__name__).warning("the tile operations could not be registered with %s: %s", library, error)
 
 
 class _ImportAfter(MetaPathFinder):
-    """Finds nothing itself: lets the library load as it would, then imports the module, once."""
+    """Import hook that lets the library load normally and then imports the module, once."""
 
     def __init__(self, library: str, module: str) -> None:
         self._library, self._module = library, module

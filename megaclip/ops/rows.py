@@ -1,8 +1,7 @@
-"""What a loss does per row, outside the tiles: the positives, and the last touches on a gradient.
+"""Operations of the losses per row, outside the tiles: the products of positives, and the last step of a gradient.
 
-Each is a handful of PyTorch operations over (m, D) float32 temporaries; on CUDA one kernel reads and writes every
-element once instead (`rows_triton.py`), because at the speed of the tiles these operations would be a tenth of the
-whole loss.
+Each is a few PyTorch operations with (m, D) float32 temporaries. They would take a tenth of the time of the whole loss
+on CUDA. So one kernel there reads and writes every element once (`rows_triton.py`).
 """
 
 import importlib
@@ -14,7 +13,7 @@ from megaclip.ops.tiles import accumulation_dtype
 
 
 def paired_products(x: Tensor, y: Tensor) -> Tensor:
-    """`s_ii = <x_i, y_i>` (m,) of x, y (m, D): float32, float64 for float64 features."""
+    """Return `s_ii = <x_i, y_i>` (m,) of x, y (m, D): float32, float64 for float64 features."""
     if _has_kernel(x):
         return importlib.import_module("megaclip.ops.rows_triton").paired_products(x, y)
     dtype = accumulation_dtype(x)
@@ -24,11 +23,13 @@ def paired_products(x: Tensor, y: Tensor) -> Tensor:
 def finish_gradient(
     total: Tensor, features: Tensor, partners: Tensor, pull: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of features, and what it says about the temperature.
+    """Return the gradient of features (m, D) in their dtype, and `<features_i, d_i>` (m,) in the dtype of sums.
 
-    `d_i = total_i - pull_i * partners_i` is the gradient without its factor: total (m, D) what the tiles left, in the
-    dtype of sums, pull (m,) the positive's share. Returns `factor * d` (m, D) in the features' dtype and
-    `<features_i, d_i>` (m,) in the dtype of sums. features, partners (m, D); factor one element.
+    The gradient is `factor * d` with `d_i = total_i - pull_i * partners_i`. The gradient of a temperature follows from
+    the products `<features_i, d_i>`.
+
+    total: (m, D), the sum over the tiles, in the dtype of sums. features, partners: (m, D). pull: (m,), the weight of
+    each positive. factor: one element.
     """
     if _has_kernel(features):
         kernels = importlib.import_module("megaclip.ops.rows_triton")
@@ -39,7 +40,7 @@ def finish_gradient(
 
 
 def _has_kernel(x: Tensor) -> bool:
-    """Whether the Triton kernels run for tensors like x."""
+    """Return whether the Triton kernels run for tensors like x."""
     if not x.is_cuda or x.dtype == torch.float64:
         return False
     try:

@@ -1,11 +1,17 @@
-"""Triton kernels of `rows.py`: one program for some whole rows, every element read and written once."""
+"""Triton kernels of `rows.py`: each program takes some whole rows and reads and writes every element once."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS = 4096  # of a block of rows in one program
+_ELEMENTS = 4096  # elements of the block of rows of one program
+
+
+@triton.jit
+def _load(ptr, rows, cols, row_stride, col_stride, mask):
+    """Return the entries (ROWS, COLS) of a matrix of features in float32, with 0 outside the mask."""
+    return tl.load(ptr + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -22,12 +28,12 @@ def _paired_products_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """out_i = <x_i, y_i>."""
+    """Compute out_i = <x_i, y_i>."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     mask = (rows < m)[:, None] & (cols < D)[None, :]
-    x = tl.load(x_ptr + rows[:, None] * x_row + cols[None, :] * x_col, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + rows[:, None] * y_row + cols[None, :] * y_col, mask=mask, other=0.0).to(tl.float32)
+    x = _load(x_ptr, rows, cols, x_row, x_col, mask)
+    y = _load(y_ptr, rows, cols, y_row, y_col, mask)
     tl.store(out_ptr + rows, tl.sum(x * y, axis=1), mask=rows < m)
 
 
@@ -49,15 +55,13 @@ def _finish_gradient_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """d = total - pull * partners; gradient = factor * d; dots_i = <features_i, d_i>."""
+    """Compute d = total - pull * partners, gradient = factor * d and dots_i = <features_i, d_i>."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     mask = (rows < m)[:, None] & (cols < D)[None, :]
-    at_features = features_ptr + rows[:, None] * features_row + cols[None, :] * features_col
-    at_partners = partners_ptr + rows[:, None] * partners_row + cols[None, :] * partners_col
     d = tl.load(total_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
-    features = tl.load(at_features, mask=mask, other=0.0).to(tl.float32)
-    partners = tl.load(at_partners, mask=mask, other=0.0).to(tl.float32)
+    features = _load(features_ptr, rows, cols, features_row, features_col, mask)
+    partners = _load(partners_ptr, rows, cols, partners_row, partners_col, mask)
     pull = tl.load(pull_ptr + rows, mask=rows < m, other=0.0)
     d -= pull[:, None] * partners
     tl.store(dots_ptr + rows, tl.sum(features * d, axis=1), mask=rows < m)
@@ -86,7 +90,7 @@ def finish_gradient(
 
 
 def _launch(kernel, like: Tensor, *arguments: Tensor | int) -> None:
-    """Run `kernel` over the rows of `like` on its device."""
+    """Run `kernel` over all rows of `like`, on its device."""
     m, embedding = like.shape
     if m == 0:
         return

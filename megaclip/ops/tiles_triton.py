@@ -1,20 +1,23 @@
-"""The tile operations on CUDA: launchers of the kernels in `tiles_triton_kernels.py`, block by block
-(`tiles_triton_blocks.py`).
+"""The tile operations on CUDA: they launch the kernels of `tiles_triton_kernels.py` for one block after another.
 
-`tiles.py` calls these with checked tensors. A call is cut into blocks of rows and columns whose buffers stay within
-`tile_budget_mib`, however large the matrix of similarities is:
+`tiles.py` calls these functions with checked tensors and expanded vectors. `tiles_triton_blocks.py` cuts a call into
+blocks of rows and columns whose buffers stay within `tile_budget_mib`, however large the matrix of similarities is:
 
-* statistics: one kernel per block takes both directions' partial sums from one product; a second one merges them into
-  the running log-sum-exp of rows and columns.
-* gradients, sigmoid: one kernel per block writes P, rounded to the product's dtype, into a buffer that all blocks
-  share; two library products with float32 accumulation then add `P y` to dx and `P^T x` to dy. So the wide
-  accumulators (up to 2048 columns) never meet the register file, and the library runs them at its full rate.
+* Statistics: one kernel per block computes the partial sums of both directions from one product. A second kernel
+  merges them into the running log-sum-exp of rows and columns.
+* Gradients and sigmoid: one kernel per block writes P, rounded to the dtype of the products, into a buffer that all
+  blocks share. Two library products with float32 accumulation then add `P y` to dx and `P^T x` to dy. So accumulators
+  of up to 2048 columns need no registers, and the library runs the products at its full rate.
 
-Precision: "bf16" rounds features to bfloat16; "tf32" multiplies float32 features in TF32; "float32" multiplies them
-exactly, with the library, into the same buffer that P then overwrites; "auto" takes features as they are. With 16-bit
-features P is rounded to bfloat16 for its two products (and so are float16 features there: P spans more orders of
-magnitude than float16 holds). All accumulate in float32. Features that the copy engine cannot read in place (another
-dtype, rows not contiguous or not aligned to 16 bytes) are staged block by block.
+Precision:
+
+* "bf16" rounds features to bfloat16, "tf32" multiplies float32 features in TF32, "auto" takes features as they are.
+* "float32" multiplies float32 features exactly, by the library, into the buffer that P then overwrites.
+* P of 16-bit features is rounded to bfloat16 for its two products, and so are float16 features there, because P spans
+  more orders of magnitude than float16 can represent. All products accumulate in float32.
+
+The copy engine reads features in place only if they have the right dtype, contiguous rows and an alignment of 16 bytes.
+Other features are staged (copied) block by block.
 
 Set TRITON_INTERPRET=1 before triton is imported to run all of this on the CPU, slowly.
 """
@@ -26,30 +29,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megaclip.ops.tiles import Accumulators, TermVectors, TileOptions
 from megaclip.ops.tiles_triton_blocks import INTERPRETED, Block, TileConfig, Tiling, cdiv, part
 from megaclip.ops.tiles_triton_common import _merge_stats_kernel, _tile_limits_kernel
 from megaclip.ops.tiles_triton_kernels import _tile_grads_kernel, _tile_sigmoid_kernel, _tile_stats_kernel
 
-Scalars = float | Tensor  # a number, or one value per row or per column
-
 
 def tile_stats(
-    x: Tensor,
-    y: Tensor,
-    row_scale: Scalars,
-    col_scale: Scalars,
-    *,
-    diagonal: int | None = None,
-    precision: str = "auto",
-    tile_budget_mib: float = 128,
+    x: Tensor, y: Tensor, row_scale: Tensor, col_scale: Tensor, *, diagonal: int | None, options: TileOptions
 ) -> tuple[Tensor, Tensor]:
-    """Row (m,) and column (n,) log-sum-exp, float32; see `megaclip.ops.tiles.tile_stats`."""
+    """Return row (m,) and column (n,) log-sum-exp, float32; see `megaclip.ops.tiles.tile_stats`."""
     m = x.shape[0]
     lse = x.new_full((m + y.shape[0],), -math.inf, dtype=torch.float32)
     row_lse, col_lse = lse[:m], lse[m:]
-    tiling = Tiling(x, y, "stats", precision, diagonal, tile_budget_mib)
+    tiling = Tiling(x, y, "stats", diagonal, options)
     tile = tiling.tile
-    row_scale, col_scale = _vector(row_scale, x), _vector(col_scale, y)
     with _launching(tiling):
         row_limits, col_limits = _tile_limits(x, y, row_scale, col_scale, None, tile)
         for block in tiling.blocks(4 / tile.block_n + 4 / tile.block_m):
@@ -71,60 +65,50 @@ def tile_stats(
                 **block.constants,
             )
             _merge_stats(row_parts, part(row_lse, block.rows), col_parts, part(col_lse, block.cols))
-            del row_parts, col_parts  # before the next block's are allocated
+            del row_parts, col_parts  # free them before those of the next block are allocated
     return row_lse, col_lse
 
 
 def tile_grads(
     x: Tensor,
     y: Tensor,
-    row_scale: Scalars,
-    row_shift: Scalars,
-    row_weight: Scalars,
-    col_scale: Scalars,
-    col_shift: Scalars,
-    col_weight: Scalars,
+    row: TermVectors,
+    col: TermVectors,
     *,
-    diagonal: int | None = None,
-    need_dx: bool = True,
-    need_dy: bool = True,
-    need_dots: bool = True,
-    add_to: tuple[Tensor | None, Tensor | None] = (None, None),
-    precision: str = "auto",
-    tile_budget_mib: float = 128,
+    diagonal: int | None,
+    need_dx: bool,
+    need_dy: bool,
+    need_dots: bool,
+    add_to: Accumulators,
+    options: TileOptions,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-    """dx (m, D), dy (n, D), row_dot (m,), col_dot (n,), float32; see `megaclip.ops.tiles.tile_grads`.
-
-    need_dots=False leaves row_dot and col_dot at zero and is faster: `sum(x * dx)` is the sum of both.
-    """
+    """Return dx (m, D), dy (n, D), row_dot (m,) and col_dot (n,), float32; see `megaclip.ops.tiles.tile_grads`."""
     m = x.shape[0]
     dots = x.new_zeros((m + y.shape[0],), dtype=torch.float32)
     row_dot, col_dot = dots[:m], dots[m:]
-    tiling = Tiling(x, y, "grads", precision, diagonal, tile_budget_mib)
+    tiling = Tiling(x, y, "grads", diagonal, options)
     tile = tiling.tile
-    row_scale, row_shift, row_weight = (_vector(value, x) for value in (row_scale, row_shift, row_weight))
-    col_scale, col_shift, col_weight = (_vector(value, y) for value in (col_scale, col_shift, col_weight))
-    row_shift, col_shift = row_shift.contiguous(), col_shift.contiguous()
+    row_shift, col_shift = row.shift.contiguous(), col.shift.contiguous()
     products = _GradientProducts(x, y, need_dx, need_dy, add_to)
     with _launching(tiling):
-        row_limits, col_limits = _tile_limits(x, y, row_scale, col_scale, (row_shift, col_shift), tile)
+        row_limits, col_limits = _tile_limits(x, y, row.scale, col.scale, (row_shift, col_shift), tile)
         for block in tiling.blocks(tiling.p_dtype.itemsize, keeps_tile=True):
             rows, cols = block.rows, block.cols
-            row_parts, col_parts = row_dot, col_dot  # not written
+            row_parts, col_parts = row_dot, col_dot  # the kernel does not write them
             if need_dots:
                 row_parts = row_dot.new_empty((block.col_tiles, block.m))
                 col_parts = col_dot.new_empty((block.row_tiles, block.n))
             _tile_grads_kernel[block.grid(block.row_tiles)](
                 *block.factors,
                 block.p_descriptor,
-                *(part(row_scale, rows), part(row_shift, rows), part(row_weight, rows)),
-                *(part(col_scale, cols), part(col_shift, cols), part(col_weight, cols)),
+                *(part(row.scale, rows), part(row_shift, rows), part(row.weight, rows)),
+                *(part(col.scale, cols), part(col_shift, cols), part(col.weight, cols)),
                 row_limits[rows.start // tile.block_m :],
                 col_limits[cols.start // tile.block_n :],
                 row_parts,
                 col_parts,
                 *block.sizes,
-                *(_stride(row_scale), _stride(col_scale), _stride(row_weight), _stride(col_weight)),
+                *(_stride(row.scale), _stride(col.scale), _stride(row.weight), _stride(col.weight)),
                 STORES=tile.stores,
                 DOTS=need_dots,
                 **block.constants,
@@ -139,26 +123,18 @@ def tile_grads(
 def tile_sigmoid(
     x: Tensor,
     y: Tensor,
-    scale: float | Tensor,
-    bias: float | Tensor,
+    scale: Tensor,
+    bias: Tensor,
     *,
-    diagonal: int | None = None,
-    need_dx: bool = True,
-    need_dy: bool = True,
-    add_to: tuple[Tensor | None, Tensor | None] = (None, None),
-    precision: str = "auto",
-    tile_budget_mib: float = 128,
+    diagonal: int | None,
+    need_dx: bool,
+    need_dy: bool,
+    add_to: Accumulators,
+    options: TileOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-    """row_loss (m,), dx (m, D), dy (n, D), row_dot (m,), row_sum (m,), float32, of the sigmoid loss's negatives in
-    one pass.
-
-    With `z_ij = scale*s_ij + bias`, `P_ij = sigmoid(z_ij)`: `row_loss_i = sum_j softplus(z_ij)`, `dx = P y`, `dy =
-    P^T x`, `row_dot_i = sum_j P_ij*s_ij`, `row_sum_i = sum_j P_ij` (SigLIP, equation 1, without its positives and its
-    factor 1/B).
-    """
+    """Return row_loss, dx, dy, row_dot and row_sum, float32; see `megaclip.ops.tiles.tile_sigmoid`."""
     row_results = x.new_zeros((3, len(x)), dtype=torch.float32)
-    tiling = Tiling(x, y, "sigmoid", precision, diagonal, tile_budget_mib)
-    scale, bias = _vector(scale, x[:1]), _vector(bias, x[:1])
+    tiling = Tiling(x, y, "sigmoid", diagonal, options)
     products = _GradientProducts(x, y, need_dx, need_dy, add_to)
     with _launching(tiling):
         for block in tiling.blocks(tiling.p_dtype.itemsize, keeps_tile=True):
@@ -179,11 +155,14 @@ def tile_sigmoid(
 
 
 class _GradientProducts:
-    """dx += P y and dy += P^T x, block after block, float32."""
+    """Add P y to dx and P^T x to dy, float32, block after block.
 
-    def __init__(self, x: Tensor, y: Tensor, need_dx: bool, need_dy: bool, add_to: tuple[Tensor | None, Tensor | None]):
-        """add_to: accumulators; where there is none, the first block of a row or column writes instead of adding."""
-        new = torch.empty if len(x) and len(y) else torch.zeros  # zeros: no block will come
+    add_to: the tensors to add to. Where one is None, a new tensor is allocated, and the first block of its rows or
+    columns writes instead of adding.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, need_dx: bool, need_dy: bool, add_to: Accumulators):
+        new = torch.empty if len(x) and len(y) else torch.zeros  # without rows or columns no block writes
         self._adds = tuple(total is not None for total in add_to)
         self.dx, self.dy = (
             (new(features.shape, dtype=torch.float32, device=x.device) if total is None else total) if needed else None
@@ -191,7 +170,7 @@ class _GradientProducts:
         )
 
     def add(self, block: Block) -> None:
-        """Add one block's products."""
+        """Add the products of one block."""
         assert block.p is not None
         adds_dx, adds_dy = self._adds
         if self.dx is not None:
@@ -203,7 +182,7 @@ class _GradientProducts:
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
-    """out (float32) = a @ b, added to what it holds if `accumulate`."""
+    """Write a @ b to `out` (float32), or add it if `accumulate`."""
     if a.dtype == torch.float32:
         torch.addmm(out, a, b, beta=int(accumulate), out=out)
     elif INTERPRETED:
@@ -215,7 +194,7 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None
 
 
 def _merge_stats(row_parts: Tensor, row_lse: Tensor, col_parts: Tensor, col_lse: Tensor) -> None:
-    """Merge base-2 logarithms of partial sums (parts, length) into row_lse and col_lse (length,)."""
+    """Merge partial sums (parts, length), given as base-2 logarithms, into row_lse and col_lse (length,)."""
     (rows, m), (cols, n) = row_parts.shape, col_parts.shape
     grid = (cdiv(m, 64) + cdiv(n, 64),)
     _merge_stats_kernel[grid](row_parts, row_lse, col_parts, col_lse, rows, m, cols, n, BLOCK=64, BLOCK_PARTS=32)
@@ -229,7 +208,7 @@ def _tile_limits(
     shifts: tuple[Tensor, Tensor] | None,
     tile: TileConfig,
 ) -> tuple[Tensor, Tensor]:
-    """(row_tiles, 4) and (col_tiles, 4) float32: what the tile kernels need to know of each tile of x and y."""
+    """Return the limits of each tile of x (row_tiles, 4) and y (col_tiles, 4), float32; see `_side_limits`."""
     (m, embedding), n = x.shape, y.shape[0]
     row_tiles, col_tiles = cdiv(m, tile.block_m), cdiv(n, tile.block_n)
     limits = row_scale.new_empty((row_tiles + col_tiles, 4))
@@ -249,26 +228,14 @@ def _tile_limits(
     return row_limits, col_limits
 
 
-def _vector(value: Scalars, like: Tensor) -> Tensor:
-    """A number, or one value per row of `like`, as a float32 vector; one number is repeated with stride 0."""
-    count = like.shape[0]
-    if not isinstance(value, Tensor):
-        return like.new_full((1,), value, dtype=torch.float32).expand(count)
-    value = value.to(like.device, torch.float32)
-    if value.shape == (count,) and value.stride() in ((0,), (1,)):
-        return value
-    return value.reshape(-1).expand(count) if value.numel() == 1 else value.reshape(count).contiguous()
-
-
 def _stride(vector: Tensor) -> int:
-    """0 where one number stands for all, else 1."""
+    """Return 0 for a number that is repeated, 1 for a vector."""
     return min(vector.stride(0), 1)
 
 
 @contextlib.contextmanager
 def _launching(tiling: Tiling) -> Iterator[None]:
-    """Make x's device the current one (Triton launches there), and set what the library may round float32 products
-    to."""
+    """Make x's device the current one, where Triton launches, and set whether the library may use TF32."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = not tiling.exact
     try:

@@ -1,7 +1,7 @@
-"""How a call of the Triton tiles is cut into blocks that stay within the tile budget, and what each launch is given.
+"""Cuts a call of the Triton tiles into blocks that stay within the tile budget, and prepares the launch arguments.
 
-A block is what one launch covers: some rows of x against some rows of y. Blocks share one buffer for P (or for exact
-logits, which P overwrites); features that the copy engine cannot read where they are are staged for a block at a time.
+A block is the work of one launch: some rows of x and some rows of y. All blocks share one buffer for P, or for exact
+logits, which P overwrites. Features that the copy engine cannot read in place are staged for one block at a time.
 """
 
 import functools
@@ -14,16 +14,17 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megaclip.ops.tiles import TileOptions
 from megaclip.ops.tiles_triton_kernels import _tile_stats_kernel
 
 INTERPRETED = not isinstance(_tile_stats_kernel, triton.JITFunction)
-# No row of a block meets this diagonal.
+# A diagonal outside of every block.
 _NO_DIAGONAL = 1 << 30
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Shape and launch parameters of one kernel's tiles."""
+    """Shape and launch parameters of the tiles of one kernel."""
 
     block_m: int
     block_n: int
@@ -31,12 +32,12 @@ class TileConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 1
-    group: int = 8  # column tiles that neighbouring programs share
-    stores: int = 1  # pieces in which the gradients' kernel writes a tile of P
+    group: int = 8  # number of column tiles that neighbouring programs share
+    stores: int = 1  # number of pieces in which the gradient kernel writes a tile of P
 
 
-# Measured on an H200. Two programs share a multiprocessor, so that one's epilogue hides behind the other's products;
-# 32 KiB per stage and a piece of P fill their shared memory. The sigmoid's epilogue, in pieces, is better off alone.
+# Measured on an H200. Two programs share a multiprocessor, so that the epilogue of one runs during the products of the
+# other; 32 KiB per stage and a piece of P fill the shared memory. The sigmoid kernel is faster with one program.
 TILES = {
     ("bf16", "stats"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2),
     ("bf16", "grads"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2, stores=2),
@@ -53,28 +54,29 @@ _INTERPRETER_PROGRAMS = 3
 
 
 class Tiling:
-    """How one call is cut into blocks, and the buffers the blocks share."""
+    """The blocks of one call and the buffer that they share. kernel: "stats", "grads" or "sigmoid"."""
 
-    def __init__(self, x: Tensor, y: Tensor, kernel: str, precision: str, diagonal: int | None, tile_budget_mib: float):
+    def __init__(self, x: Tensor, y: Tensor, kernel: str, diagonal: int | None, options: TileOptions):
         self.x, self.y = x, y
+        precision: str = options.precision
         if precision == "auto":
             precision = "float32" if x.dtype == torch.float32 else "bf16"
             self.dtype = x.dtype
         else:
             self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        # float16 has too few exponents for P.
+        # P spans more orders of magnitude than float16 can represent.
         self.p_dtype = torch.bfloat16 if self.dtype == torch.float16 else self.dtype
         self.exact = precision == "float32"
         self.tile = _INTERPRETER_TILE if INTERPRETED else TILES[precision, kernel]
         self.stores = 4 if kernel == "sigmoid" else self.tile.stores
         self.diagonal = diagonal
-        self.budget_bytes = tile_budget_mib * 2**20
+        self.budget_bytes = options.tile_budget_mib * 2**20
 
     def blocks(self, bytes_per_entry: float, *, keeps_tile: bool = False) -> Iterator["Block"]:
-        """Blocks in row-major order. bytes_per_entry: what a kernel writes for each entry of a block (P or partial
-        sums).
+        """Yield the blocks in row-major order.
 
-        keeps_tile: the blocks need the buffer of P; exact products need it anyway, for the logits.
+        bytes_per_entry: number of bytes of P or of partial sums that a kernel writes per entry of a block.
+        keeps_tile: True if the kernel needs the buffer of P. Exact products always need it, for the logits.
         """
         (m, depth), n = self.x.shape, len(self.y)
         if m == 0 or n == 0:
@@ -84,7 +86,7 @@ class Tiling:
             sum(depth * dtype.itemsize for dtype in {self.dtype, self.p_dtype} if not _readable(side, dtype))
             for side in (self.x, self.y)
         )
-        col_bytes *= 2  # a block's columns are staged while those of the block before are still held
+        col_bytes *= 2  # the columns of the previous block are still allocated while those of a block are staged
         # side**2 * bytes_per_entry + side * (row_bytes + col_bytes) = budget
         half = (row_bytes + col_bytes) / (2 * bytes_per_entry)
         side = math.sqrt(half**2 + self.budget_bytes / bytes_per_entry) - half
@@ -102,14 +104,14 @@ class Tiling:
                 yield Block(self, rows, cols, x, _Side(part(self.y, cols), self), buffer)
 
     def _even(self, total: int, limit: float) -> int:
-        """A block length of at most `limit` (but at least one quantum) that cuts `total` evenly."""
+        """Return a block length that cuts `total` evenly: at most `limit`, but at least one quantum."""
         quantum = max(self.tile.block_m, self.tile.block_n)
         limit = max(quantum, int(limit) // quantum * quantum)
         return cdiv(cdiv(total, cdiv(total, limit)), quantum) * quantum
 
 
 class _Side:
-    """Rows of x or y as the kernels and the library products take them."""
+    """Rows of x or y, as the kernels and the library products read them."""
 
     def __init__(self, features: Tensor, tiling: Tiling):
         self.kernel = _staged(features, tiling.dtype)
@@ -117,7 +119,7 @@ class _Side:
 
 
 class Block:
-    """One launch: rows x cols of a tiling, with the arguments that all kernels share."""
+    """One launch: the rows and columns of a tiling that it covers, and the arguments that all kernels share."""
 
     def __init__(self, tiling: Tiling, rows: slice, cols: slice, x: _Side, y: _Side, buffer: Tensor | None):
         tile = tiling.tile
@@ -141,7 +143,7 @@ class Block:
         diagonal = max(-_NO_DIAGONAL, min(diagonal, _NO_DIAGONAL))
         self.programs = _program_count(tiling.x.device, tile)
         self.row_tiles, self.col_tiles = cdiv(self.m, tile.block_m), cdiv(self.n, tile.block_n)
-        # Row tiles per work item of the statistics: four share one column reduction, if there is work enough for all.
+        # Row tiles per work item of the statistics. Four share one column reduction, if every program still has work.
         self.chunk = 4 if self.row_tiles * self.col_tiles >= 16 * self.programs else 1
         self.sizes = (self.m, self.n, diagonal)
         self.constants = dict(
@@ -156,17 +158,17 @@ class Block:
         )
 
     def grid(self, item_rows: int) -> tuple[int]:
-        """A persistent grid for item_rows x col_tiles work items."""
+        """Return the persistent grid for item_rows x col_tiles work items."""
         return (min(self.programs, item_rows * self.col_tiles),)
 
 
 def _readable(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the copy engine can read x where it is."""
+    """Return whether the copy engine can read x in place."""
     return x.dtype == dtype and x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def _staged(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x itself if the copy engine can read it, else a copy that it can."""
+    """Return x if the copy engine can read it in place, else a copy that it can read."""
     if _readable(x, dtype):
         return x
     copy = x.new_empty((len(x), _aligned(x.shape[1])), dtype=dtype)[:, : x.shape[1]]
@@ -174,22 +176,22 @@ def _staged(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def part(vector: Tensor, span: slice) -> Tensor:
-    """vector[span], without the cost of slicing where that is all of it."""
+    """Return vector[span], without the cost of slicing if the span covers the vector."""
     return vector if span.stop - span.start == vector.shape[0] else vector[span]
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up (triton.cdiv takes microseconds on the host)."""
+    """Return a / b, rounded up (triton.cdiv takes microseconds on the host)."""
     return -(-a // b)
 
 
 def _aligned(length: int) -> int:
-    """length, rounded up so that rows of any dtype start at multiples of 16 bytes."""
+    """Return the length rounded up, so that rows of any dtype start at multiples of 16 bytes."""
     return cdiv(length, 16) * 16
 
 
 def _program_count(device: torch.device, tile: TileConfig) -> int:
-    """The size of a persistent grid."""
+    """Return the number of programs of a persistent grid."""
     if INTERPRETED:
         return _INTERPRETER_PROGRAMS
     return _multiprocessors(device) * tile.programs_per_sm

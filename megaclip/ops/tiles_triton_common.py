@@ -1,7 +1,7 @@
-"""What the Triton kernels of the tile engine share: constants, masks, sums within a thread.
+"""Code shared by the Triton tile kernels: constants, logits, masks, sums within a thread.
 
-Here too are the two small kernels that run before and after the tile kernels: the limits of each tile, and the merging
-of partial sums. `tiles_triton_kernels.py` explains the notation.
+It also holds the two small kernels that run before and after the tile kernels. One computes the limits of each tile,
+the other merges partial sums. `tiles_triton_kernels.py` explains the notation.
 """
 
 import os
@@ -12,30 +12,31 @@ import triton.language as tl
 # Sums of 2**17 terms exp2(t) stay below float32's maximum 2**128, and exp2(-t) is normal.
 EXPONENT_LIMIT = tl.constexpr(110.0)
 MASKED = tl.constexpr(-1.0e30)
-# Below every real maximum, far above MASKED: the maximum of a row whose entries are all masked.
+# Maximum of a row whose entries are all masked: below every real maximum, far above MASKED.
 MAXIMUM_FLOOR = tl.constexpr(-1.0e20)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# What `_tile_limits_kernel` leaves for each tile of rows or columns.
+# Number of values that `_tile_limits_kernel` writes for each tile of rows or columns.
 LIMITS = tl.constexpr(4)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
 def _log2_add(a, b):
-    """log2(2**a + 2**b) elementwise; -inf stands for an empty sum."""
+    """Return log2(2**a + 2**b) elementwise; -inf is an empty sum."""
     top = tl.maximum(a, b)
     top = tl.where(top == float("-inf"), 0.0, top)
     return top + tl.log2(tl.exp2(a - top) + tl.exp2(b - top))
 
 
 @triton.jit
-def _item_origin(item, rows, cols, GROUP: tl.constexpr):
-    """Row and column of a work item in a grid of rows x cols items.
+def _item_origin(number, rows, cols, GROUP: tl.constexpr):
+    """Return row and column of this program's work item `number`, in a grid of rows x cols items.
 
-    Items are numbered down groups of GROUP columns, so that programs running at one time share few features and find
-    them in the L2 cache.
+    Items are numbered down groups of GROUP columns. Programs that run at the same time then read few features, which
+    stay in the L2 cache.
     """
+    item = tl.program_id(0) + number * tl.num_programs(0)
     group = item // (GROUP * rows)
     width = tl.minimum(cols - group * GROUP, GROUP)
     within = item - group * GROUP * rows
@@ -44,31 +45,51 @@ def _item_origin(item, rows, cols, GROUP: tl.constexpr):
 
 @triton.jit
 def _dot(x, y, s):
-    """s + x @ y.T, accumulated in float32; float32 operands multiply as TF32."""
-    if INTERPRETED:  # numpy knows no bfloat16
+    """Return s + x @ y.T, accumulated in float32; float32 operands are multiplied in TF32."""
+    if INTERPRETED:  # NumPy has no bfloat16
         x = x.to(tl.float32)
         y = y.to(tl.float32)
     return tl.dot(x, y.T, s, input_precision="tf32")
 
 
 @triton.jit
+def _add_slice(s, x_desc, y_desc, row0, col0, k0, LOADED: tl.constexpr):
+    """Add the products of one slice of D, from column k0 on, to the similarities s of a tile.
+
+    With LOADED the similarities are computed already, and are loaded instead.
+    """
+    if LOADED:
+        s = x_desc.load([row0, col0])
+    else:
+        x = x_desc.load([row0, k0])
+        y = y_desc.load([col0, k0])
+        s = _dot(x, y, s)
+    return s
+
+
+@triton.jit
 def _kept(row0, col0, m, n, diagonal, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(BLOCK_M, BLOCK_N): whether an entry counts, being inside (m, n) and off the diagonal i + diagonal == j."""
+    """Return (BLOCK_M, BLOCK_N): whether an entry is inside (m, n) and off the diagonal i + diagonal == j."""
     rows = row0 + tl.arange(0, BLOCK_M)
     cols = col0 + tl.arange(0, BLOCK_N)
     return (rows < m)[:, None] & (cols < n)[None, :] & (rows[:, None] + diagonal != cols[None, :])
 
 
 @triton.jit
-def _meets_mask(row0, col0, m, n, diagonal, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Whether the tile holds an entry that does not count."""
+def _masked(t, row0, col0, m, n, diagonal, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return t (BLOCK_M, BLOCK_N) with MASKED in place of the entries that `_kept` leaves out."""
     crosses = (row0 + diagonal < col0 + BLOCK_N) & (row0 + diagonal + BLOCK_M > col0)
-    return crosses | (row0 + BLOCK_M > m) | (col0 + BLOCK_N > n)
+    if crosses | (row0 + BLOCK_M > m) | (col0 + BLOCK_N > n):
+        t = tl.where(_kept(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N), t, MASKED)
+    return t
 
 
 @triton.jit
 def _tile_scale(row_limits, col_limits):
-    """The tile's one scale if it has one and it is positive, else 0; and the largest |s| by Cauchy-Schwarz."""
+    """Return the scale that all rows and columns of the tile share, and the largest |s| by Cauchy-Schwarz.
+
+    The scale is 0 if they share none or if it is not positive.
+    """
     lowest = tl.minimum(tl.load(row_limits + 1), tl.load(col_limits + 1))
     highest = tl.maximum(tl.load(row_limits + 2), tl.load(col_limits + 2))
     return tl.where(lowest == highest, tl.maximum(lowest, 0.0), 0.0), tl.load(row_limits) * tl.load(col_limits)
@@ -76,7 +97,7 @@ def _tile_scale(row_limits, col_limits):
 
 @triton.jit
 def _is_bounded(t, limit_from_norms):
-    """Whether |t| <= EXPONENT_LIMIT in the whole tile: from the norms if they tell, else from the tile."""
+    """Return whether |t| <= EXPONENT_LIMIT in the whole tile. The tile is read only if the norms do not prove it."""
     bounded = limit_from_norms <= EXPONENT_LIMIT
     if not bounded:
         bounded = tl.max(tl.max(tl.abs(t), axis=1), axis=0) <= EXPONENT_LIMIT
@@ -84,12 +105,18 @@ def _is_bounded(t, limit_from_norms):
 
 
 @triton.jit
+def _relative_scale(scale_ptr, stride, index, length, scale2):
+    """Return the base-2 scale of each row or column, divided by the scale2 that t = s * scale2 holds already."""
+    return tl.load(scale_ptr + index * stride, mask=index < length, other=1.0) * LOG2_E / scale2
+
+
+@triton.jit
 def _fold_rows(e, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """Column sums of e (BLOCK_M, BLOCK_N) as far as one thread can add: (NUM_WARPS, 8, BLOCK_N).
+    """Return the part of the column sums of e (BLOCK_M, BLOCK_N) that single threads can add: (NUM_WARPS, 8, BLOCK_N).
 
     In the accumulator layout of a Hopper matrix product, a thread holds rows r and r + 8 of its warp's 16 (and every
-    16 * NUM_WARPS rows below them). Finishing the sum needs shuffles between lanes, as dear as the exponentials: they
-    wait until a whole chunk is added.
+    16 * NUM_WARPS rows below them). The rest of the sum needs shuffles between lanes, which cost as much as the
+    exponentials. They run once per chunk.
     """
     folded = tl.reshape(e, (BLOCK_M // (16 * NUM_WARPS), NUM_WARPS, 2, 8, BLOCK_N))
     return tl.sum(tl.sum(folded, axis=2), axis=0)
@@ -111,7 +138,7 @@ def _side_limits(
     BLOCK_K: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
 ):
-    """Limits of one tile of BLOCK rows: largest norm, smallest and largest scale, largest |shift| * log2(e)."""
+    """Write the limits of one tile of BLOCK rows: largest norm, smallest and largest scale, largest |shift|*log2(e)."""
     rows = tile * BLOCK + tl.arange(0, BLOCK)
     inside = rows < m
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -147,7 +174,7 @@ def _tile_limits_kernel(
     x_stride_col,
     y_stride_row,
     y_stride_col,
-    row_scale_stride,  # 1, or 0 where one number stands for all
+    row_scale_stride,  # 1, or 0 for a number that is repeated
     col_scale_stride,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -155,7 +182,7 @@ def _tile_limits_kernel(
     BLOCK_K: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
 ):
-    """What the tile kernels need to know of each tile's rows and columns before any product."""
+    """Write the limits of each tile of rows and of columns, which the tile kernels read before any product."""
     tile = tl.program_id(0)
     if tile < row_tiles:
         _side_limits(
@@ -193,7 +220,7 @@ def _tile_limits_kernel(
 
 @triton.jit
 def _merge_side(tile, part_ptr, lse_ptr, parts, length, BLOCK: tl.constexpr, BLOCK_PARTS: tl.constexpr):
-    """lse <- log(exp(lse) + sum over parts of 2**part), for BLOCK of its elements."""
+    """Set lse to log(exp(lse) + sum over parts of 2**part), for BLOCK of its elements."""
     cols = tile * BLOCK + tl.arange(0, BLOCK)
     merged = tl.load(lse_ptr + cols, mask=cols < length, other=0.0) * LOG2_E
     for start in range(0, parts, BLOCK_PARTS):
@@ -219,7 +246,7 @@ def _merge_stats_kernel(
     BLOCK: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """Merge the partial sums of a block into the statistics of its rows and columns."""
+    """Merge the partial sums of a block into the log-sum-exp of its rows and columns."""
     tile = tl.program_id(0)
     row_programs = tl.cdiv(m, BLOCK)
     if tile < row_programs:

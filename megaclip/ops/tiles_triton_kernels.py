@@ -1,21 +1,23 @@
-"""Triton kernels of the tile engine: one matrix product per tile, everything else in its epilogue.
+"""Triton kernels of the tile operations: one matrix product per tile, and everything else in its epilogue.
 
-Launched by `tiles_triton.py`, which cuts the work into blocks, stages features and merges the partial results.
-Notation: a *block* is what one launch covers, (m, D) rows x and (n, D) columns y; a *tile* is BLOCK_M x BLOCK_N
-logits of it, held in registers and never written as logits. All kernels are deterministic: every partial result has
-one writer and no atomics are used.
+`tiles_triton.py` launches them. It cuts the work into blocks, stages features and merges the partial results.
 
-Logits are handled in base 2: t_ij = scale * s_ij * log2(e). Two paths, chosen per tile at run time by a uniform branch:
+Notation: a *block* is the work of one launch, (m, D) rows x and (n, D) columns y. A *tile* is BLOCK_M x BLOCK_N logits
+of it. They stay in registers and are never written as logits. All kernels are deterministic: every partial result has
+one writer, and there are no atomic operations.
 
-* *Bounded*: one scale for all rows and columns of the tile, and |t| <= EXPONENT_LIMIT in it, known from the norms of
-  its rows and columns (Cauchy-Schwarz) or, failing that, from the tile itself. Then exp2(t) and its sums are ordinary
-  float32 numbers, so that no maximum is needed and one exponential serves rows and columns. Unit features with scale
-  up to 76 always take it; at scale 100 every tile does whose cosines stay within 0.76 of zero.
-* *General*: any scales. Row and column maxima of the tile are taken first, and rows and columns have their own
-  exponentials.
+Logits are in base 2: t_ij = scale * s_ij * log2(e). There are two paths. A uniform branch selects one per tile at run
+time:
 
-Masked entries (the diagonal, what lies outside the block) get the logit MASKED before the exponential: a large
-negative *finite* number, because products such as exp(t) * t must give 0, not NaN.
+* *Bounded*: all rows and columns of the tile share one scale, and |t| <= EXPONENT_LIMIT in the tile. The norms of its
+  rows and columns prove that (Cauchy-Schwarz), or else the tile is read. Then exp2(t) and its sums are ordinary float32
+  numbers: no maximum is needed, and one exponential serves rows and columns. Unit features with a scale up to 76 always
+  take this path; at scale 100 every tile does whose cosines stay within 0.76 of zero.
+* *General*: any scales. The kernel first takes the maxima of the tile's rows and columns. Rows and columns have
+  separate exponentials.
+
+Masked entries (the diagonal, and everything outside the block) get the logit MASKED before the exponential. It is a
+large negative *finite* number, because products such as exp(t) * t must give 0, not NaN.
 """
 
 import triton
@@ -28,26 +30,26 @@ from megaclip.ops.tiles_triton_common import (
     LOG2_E,
     MASKED,
     MAXIMUM_FLOOR,
-    _dot,
+    _add_slice,
     _fold_rows,
     _is_bounded,
     _item_origin,
-    _kept,
     _log2_add,
-    _meets_mask,
+    _masked,
+    _relative_scale,
     _tile_scale,
 )
 
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
 def _tile_stats_kernel(
-    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); the logits s (m,
-    # n) when LOADED
+    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K). With LOADED: the
+    # similarities s (m, n)
     x_desc,
-    y_desc,  # in: (n, D) likewise, block (BLOCK_N, BLOCK_K)
+    y_desc,  # in: (n, D) features of that dtype, descriptor with block (BLOCK_N, BLOCK_K)
     row_scale_ptr,  # in: (m,) float32
     col_scale_ptr,  # in: (n,) float32
-    row_limits_ptr,  # in: (row_tiles, LIMITS) float32, of `_tile_limits_kernel`
+    row_limits_ptr,  # in: (row_tiles, LIMITS) float32, from `_tile_limits_kernel`
     col_limits_ptr,  # in: (col_tiles, LIMITS) float32
     row_part_ptr,  # out: (col_tiles, m) float32, log2 of each row's sum over one column tile
     # in/out: (row_chunks, n) float32, log2 of each column's sum over one chunk of row tiles; -inf on entry
@@ -55,7 +57,7 @@ def _tile_stats_kernel(
     m,
     n,
     diagonal,
-    row_scale_stride,  # 1, or 0 where one number stands for all
+    row_scale_stride,  # 1, or 0 for a number that is repeated
     col_scale_stride,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -66,7 +68,7 @@ def _tile_stats_kernel(
     NUM_WARPS: tl.constexpr,
     LOADED: tl.constexpr,
 ):
-    """Row and column log-sum-exp partials of every tile. Persistent: the grid is the number of multiprocessors."""
+    """Compute the partial sums of row and column log-sum-exp of every tile. Persistent: a program runs many tiles."""
     K_TILES: tl.constexpr = 1 if LOADED else (D + BLOCK_K - 1) // BLOCK_K
     row_tiles = tl.cdiv(m, BLOCK_M)
     col_tiles = tl.cdiv(n, BLOCK_N)
@@ -76,27 +78,17 @@ def _tile_stats_kernel(
     s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     row_tile = tl.program_id(0)
     col_tile = tl.program_id(0)
-    # One loop over tiles and slices of D, so that the next tile's loads are under way during this one's epilogue.
+    # One loop over tiles and slices of D, so that the loads of the next tile run during the epilogue of this one.
     for index in range(my_items * CHUNK * K_TILES):
         k = index % K_TILES
         step = (index // K_TILES) % CHUNK
         if k == 0:
-            item = tl.program_id(0) + (index // (K_TILES * CHUNK)) * tl.num_programs(0)
-            row_chunk, col_tile = _item_origin(item, row_chunks, col_tiles, GROUP)
+            row_chunk, col_tile = _item_origin(index // (K_TILES * CHUNK), row_chunks, col_tiles, GROUP)
             row_tile = row_chunk * CHUNK + step
         row0 = row_tile * BLOCK_M
         col0 = col_tile * BLOCK_N
-        if LOADED:
-            s = x_desc.load([row0, col0])
-        else:
-            x = x_desc.load([row0, k * BLOCK_K])
-            y = y_desc.load([col0, k * BLOCK_K])
-            s = _dot(x, y, s)
+        s = _add_slice(s, x_desc, y_desc, row0, col0, k * BLOCK_K, LOADED)
         if k == K_TILES - 1:
-            rows = row0 + tl.arange(0, BLOCK_M)
-            cols = col0 + tl.arange(0, BLOCK_N)
-            row_part = row_part_ptr + col_tile.to(tl.int64) * m + rows
-            col_part = col_part_ptr + (row_tile // CHUNK).to(tl.int64) * n + cols
             row_limits = row_limits_ptr + tl.minimum(row_tile, row_tiles - 1) * LIMITS
             scale, similarity = _tile_scale(row_limits, col_limits_ptr + col_tile * LIMITS)
             scale2 = tl.where(scale > 0.0, scale, 1.0) * LOG2_E
@@ -108,17 +100,16 @@ def _tile_stats_kernel(
             cols = col0 + tl.arange(0, BLOCK_N)
             row_part = row_part_ptr + col_tile.to(tl.int64) * m + rows
             col_part = col_part_ptr + (row_tile // CHUNK).to(tl.int64) * n + cols
-            if _meets_mask(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N):
-                t = tl.where(_kept(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N), t, MASKED)
+            t = _masked(t, row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N)
             if bounded:
                 e = tl.exp2(t)
                 tl.store(row_part, tl.log2(tl.sum(e, axis=1)), mask=rows < m)
                 col_sums += _fold_rows(e, BLOCK_M, BLOCK_N, NUM_WARPS)
             else:
-                # t is s * scale2: the tile's one scale, or LOG2_E when it has none.
+                # t is s * scale2: with the scale that the tile shares, or with LOG2_E if it shares none.
                 kept = t > 0.5 * MASKED
-                row_scale = tl.load(row_scale_ptr + rows * row_scale_stride, mask=rows < m, other=1.0) * LOG2_E / scale2
-                col_scale = tl.load(col_scale_ptr + cols * col_scale_stride, mask=cols < n, other=1.0) * LOG2_E / scale2
+                row_scale = _relative_scale(row_scale_ptr, row_scale_stride, rows, m, scale2)
+                col_scale = _relative_scale(col_scale_ptr, col_scale_stride, cols, n, scale2)
                 row_t = tl.where(kept, t * row_scale[:, None], MASKED)
                 col_t = tl.where(kept, t * col_scale[None, :], MASKED)
                 row_top = tl.maximum(tl.max(row_t, axis=1), MAXIMUM_FLOOR)
@@ -126,7 +117,7 @@ def _tile_stats_kernel(
                 tl.store(row_part, row_top + tl.log2(row_sum), mask=rows < m)
                 col_top = tl.maximum(tl.max(col_t, axis=0), MAXIMUM_FLOOR)
                 col_sum = tl.sum(tl.exp2(col_t - col_top[None, :]), axis=0)
-                # The slot is this program's own, and each thread's own: both updates of it have one layout.
+                # Only this program writes here, and each element has one thread: both updates have one layout.
                 before = tl.load(col_part, mask=cols < n, other=float("-inf"))
                 tl.store(col_part, _log2_add(before, col_top + tl.log2(col_sum)), mask=cols < n)
             if step == CHUNK - 1:
@@ -139,13 +130,13 @@ def _tile_stats_kernel(
 
 @triton.jit
 def _halves(tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """The left and right half of tile (HEIGHT, WIDTH): in the accumulator layout no value changes its thread."""
+    """Return the left and right half of a tile (HEIGHT, WIDTH). In the accumulator layout no value changes threads."""
     return tl.split(tl.permute(tl.reshape(tile, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def _store_tile(p_desc, row0, col0, p, STORES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Write p (BLOCK_M, BLOCK_N), rounded, in one piece or in two halves that need half the shared memory."""
+    """Write p (BLOCK_M, BLOCK_N), rounded: in one piece, or in two halves that need half the shared memory."""
     if STORES == 1:
         p_desc.store([row0, col0], p.to(p_desc.dtype))
     else:
@@ -156,10 +147,10 @@ def _store_tile(p_desc, row0, col0, p, STORES: tl.constexpr, BLOCK_M: tl.constex
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
 def _tile_grads_kernel(
-    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); the logits s (m,
-    # n) when LOADED
+    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K). With LOADED: the
+    # similarities s (m, n)
     x_desc,
-    y_desc,  # in: (n, D) likewise, block (BLOCK_N, BLOCK_K)
+    y_desc,  # in: (n, D) features of that dtype, descriptor with block (BLOCK_N, BLOCK_K)
     p_desc,  # out: (m, n) P, descriptor with block (BLOCK_M, BLOCK_N // STORES); may be the buffer of s
     row_scale_ptr,  # in: (m,) float32
     row_shift_ptr,  # in: (m,) float32
@@ -167,14 +158,14 @@ def _tile_grads_kernel(
     col_scale_ptr,  # in: (n,) float32
     col_shift_ptr,  # in: (n,) float32
     col_weight_ptr,  # in: (n,) float32
-    row_limits_ptr,  # in: (row_tiles, LIMITS) float32, of `_tile_limits_kernel`
+    row_limits_ptr,  # in: (row_tiles, LIMITS) float32, from `_tile_limits_kernel`
     col_limits_ptr,  # in: (col_tiles, LIMITS) float32
     row_part_ptr,  # out: (col_tiles, m) float32, row_dot over one column tile; unused without DOTS
     col_part_ptr,  # out: (row_tiles, n) float32, col_dot over one row tile
     m,
     n,
     diagonal,
-    row_scale_stride,  # 1, or 0 where one number stands for all; likewise the next three
+    row_scale_stride,  # 1, or 0 for a number that is repeated; the next three strides too
     col_scale_stride,
     row_weight_stride,
     col_weight_stride,
@@ -187,7 +178,7 @@ def _tile_grads_kernel(
     LOADED: tl.constexpr,
     DOTS: tl.constexpr,
 ):
-    """P of every tile, and the partial sums of row_dot and col_dot. Persistent."""
+    """Compute P of every tile, and the partial sums of row_dot and col_dot. Persistent."""
     K_TILES: tl.constexpr = 1 if LOADED else (D + BLOCK_K - 1) // BLOCK_K
     row_tiles = tl.cdiv(m, BLOCK_M)
     col_tiles = tl.cdiv(n, BLOCK_N)
@@ -198,18 +189,12 @@ def _tile_grads_kernel(
     for index in range(my_tiles * K_TILES):
         k = index % K_TILES
         if k == 0:
-            item = tl.program_id(0) + (index // K_TILES) * tl.num_programs(0)
-            row_tile, col_tile = _item_origin(item, row_tiles, col_tiles, GROUP)
+            row_tile, col_tile = _item_origin(index // K_TILES, row_tiles, col_tiles, GROUP)
         row0 = row_tile * BLOCK_M
         col0 = col_tile * BLOCK_N
-        if LOADED:
-            s = x_desc.load([row0, col0])
-        else:
-            x = x_desc.load([row0, k * BLOCK_K])
-            y = y_desc.load([col0, k * BLOCK_K])
-            s = _dot(x, y, s)
+        s = _add_slice(s, x_desc, y_desc, row0, col0, k * BLOCK_K, LOADED)
         if k == K_TILES - 1:
-            # All loads first: the last products of the tile are still under way.
+            # All loads come first, because the last products of the tile are still running.
             rows = row0 + tl.arange(0, BLOCK_M)
             cols = col0 + tl.arange(0, BLOCK_N)
             row_shift = tl.load(row_shift_ptr + rows, mask=rows < m, other=0.0) * LOG2_E
@@ -225,8 +210,7 @@ def _tile_grads_kernel(
             bounded = (scale > 0.0) & (shift_limit <= EXPONENT_LIMIT)
             if bounded:
                 bounded = _is_bounded(t, scale2 * similarity)
-            if _meets_mask(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N):
-                t = tl.where(_kept(row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N), t, MASKED)
+            t = _masked(t, row0, col0, m, n, diagonal, BLOCK_M, BLOCK_N)
             row_part = row_part_ptr + col_tile.to(tl.int64) * m + rows
             col_part = col_part_ptr + row_tile.to(tl.int64) * n + cols
             if bounded:
@@ -240,10 +224,10 @@ def _tile_grads_kernel(
                 p = e * (row_factor[:, None] + col_factor[None, :])
                 _store_tile(p_desc, row0, col0, p, STORES, BLOCK_M, BLOCK_N)
             else:
-                # t is s * scale2: the tile's one scale, or LOG2_E when it has none.
+                # t is s * scale2: with the scale that the tile shares, or with LOG2_E if it shares none.
                 kept = t > 0.5 * MASKED
-                row_scale = tl.load(row_scale_ptr + rows * row_scale_stride, mask=rows < m, other=1.0) * LOG2_E / scale2
-                col_scale = tl.load(col_scale_ptr + cols * col_scale_stride, mask=cols < n, other=1.0) * LOG2_E / scale2
+                row_scale = _relative_scale(row_scale_ptr, row_scale_stride, rows, m, scale2)
+                col_scale = _relative_scale(col_scale_ptr, col_scale_stride, cols, n, scale2)
                 row_p = row_weight[:, None] * tl.exp2(t * row_scale[:, None] - row_shift[:, None])
                 col_p = col_weight[None, :] * tl.exp2(t * col_scale[None, :] - col_shift[None, :])
                 row_p = tl.where(kept, row_p, 0.0)
@@ -257,20 +241,20 @@ def _tile_grads_kernel(
 
 @triton.jit
 def _join_log1p(a, b):
-    """(1 + a) * (1 + b) - 1 without cancellation."""
+    """Return (1 + a) * (1 + b) - 1 without cancellation."""
     return a + b + a * b
 
 
 @triton.jit
 def _log1p(q):
-    """log(1 + q) for q >= 0, accurate for small q."""
+    """Return log(1 + q) for q >= 0, accurate for small q."""
     series = q * (1.0 - q * (0.5 - q * (0.33333333 - q * 0.25)))
     return tl.where(q < 0.01, series, tl.log2(1.0 + q) * LN_2)
 
 
 @triton.jit
 def _fold_columns(e, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Row sums of e (HEIGHT, WIDTH) as far as one thread can add: (HEIGHT, 8)."""
+    """Return the part of the row sums of e (HEIGHT, WIDTH) that single threads can add: (HEIGHT, 8)."""
     return tl.sum(tl.reshape(e, (HEIGHT, WIDTH // 8, 8)), axis=1)
 
 
@@ -278,11 +262,9 @@ def _fold_columns(e, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 def _sigmoid_piece(
     s, sums, p_desc, row0, col0, m, n, diagonal, scale2, bias2, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Write P of one piece of a tile, s (HEIGHT, WIDTH), and add its part to `sums`, four tensors (HEIGHT, 8)."""
+    """Write P of one piece of a tile, s (HEIGHT, WIDTH), and add its sums to `sums`, four tensors (HEIGHT, 8)."""
     q, above, dot, total = sums
-    z = s * scale2 + bias2
-    if _meets_mask(row0, col0, m, n, diagonal, HEIGHT, WIDTH):
-        z = tl.where(_kept(row0, col0, m, n, diagonal, HEIGHT, WIDTH), z, MASKED)
+    z = _masked(s * scale2 + bias2, row0, col0, m, n, diagonal, HEIGHT, WIDTH)
     u = tl.exp2(-tl.abs(z))
     root = tl.rsqrt(1.0 + u)
     p = root * root * tl.where(z > 0.0, 1.0, u)
@@ -296,10 +278,10 @@ def _sigmoid_piece(
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
 def _tile_sigmoid_kernel(
-    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); the logits s (m,
-    # n) when LOADED
+    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K). With LOADED: the
+    # similarities s (m, n)
     x_desc,
-    y_desc,  # in: (n, D) likewise, block (BLOCK_N, BLOCK_K)
+    y_desc,  # in: (n, D) features of that dtype, descriptor with block (BLOCK_N, BLOCK_K)
     p_desc,  # out: (m, n) P = sigmoid(z), descriptor with block (BLOCK_M, BLOCK_N // 4); may be the buffer of s
     scale_ptr,  # in: (1,) float32
     bias_ptr,  # in: (1,) float32
@@ -314,11 +296,10 @@ def _tile_sigmoid_kernel(
     GROUP: tl.constexpr,
     LOADED: tl.constexpr,
 ):
-    """Sigmoid loss and P of every tile, z = scale * s + bias. Persistent.
+    """Compute the sigmoid loss and P of every tile, with z = scale * s + bias. Persistent.
 
-    softplus(z) = max(z, 0) + log1p(u) with u = exp(-|z|). The logarithm is taken once for up to 32 entries of a row,
-    of the product of their (1 + u) <= 2: one exponential and one reciprocal square root per entry are all that is
-    left.
+    softplus(z) = max(z, 0) + log1p(u) with u = exp(-|z|). The logarithm is taken once for up to 32 entries of a row, of
+    the product of their (1 + u) <= 2. Only one exponential and one reciprocal square root per entry remain.
     """
     K_TILES: tl.constexpr = 1 if LOADED else (D + BLOCK_K - 1) // BLOCK_K
     row_tiles = tl.cdiv(m, BLOCK_M)
@@ -332,20 +313,14 @@ def _tile_sigmoid_kernel(
     for index in range(my_tiles * K_TILES):
         k = index % K_TILES
         if k == 0:
-            item = tl.program_id(0) + (index // K_TILES) * tl.num_programs(0)
-            row_tile, col_tile = _item_origin(item, row_tiles, col_tiles, GROUP)
+            row_tile, col_tile = _item_origin(index // K_TILES, row_tiles, col_tiles, GROUP)
         row0 = row_tile * BLOCK_M
         col0 = col_tile * BLOCK_N
-        if LOADED:
-            s = x_desc.load([row0, col0])
-        else:
-            x = x_desc.load([row0, k * BLOCK_K])
-            y = y_desc.load([col0, k * BLOCK_K])
-            s = _dot(x, y, s)
+        s = _add_slice(s, x_desc, y_desc, row0, col0, k * BLOCK_K, LOADED)
         if k == K_TILES - 1:
             zeros = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
             sums = (zeros, zeros, zeros, zeros)
-            # Four pieces, one after the other, need a quarter of the registers.
+            # Four pieces, one after another, need a quarter of the registers.
             HALF: tl.constexpr = BLOCK_N // 2
             PIECE: tl.constexpr = BLOCK_N // 4
             left, right = _halves(s, BLOCK_M, BLOCK_N)

@@ -1,15 +1,17 @@
 """The tile operations as `torch.ops.megaclip.*`, so that `torch.compile` keeps them in its graph.
 
-Each is the function of the same name in `megaclip.ops.tiles` behind a schema that a graph can hold: numbers are
-tensors of one element, and every result is always computed. The fake implementations give shapes and dtypes without
-computing. None has a gradient formula: `tile_grads` is the gradient of `tile_stats`, and `tile_sigmoid` brings its own,
-so a loss multiplies them in (as `megaclip.losses` does); backward through the operation itself is an error.
+Each operation calls the function of that name in `megaclip.ops.tiles`. Its schema fits a graph: numbers are tensors
+with one element, and every result is computed. The fake implementations return shapes and dtypes without computing.
+
+No operation has a gradient formula, and backward through one is an error. `tile_grads` is the gradient of `tile_stats`,
+and `tile_sigmoid` returns its own gradients; a loss multiplies them in, as `megaclip.losses` does.
 """
 
 import torch
 from torch import Tensor
 
 from megaclip.ops import tiles
+from megaclip.ops.tiles import DEFAULT_OPTIONS, Terms, TileOptions
 
 
 @torch.library.custom_op("megaclip::tile_stats", mutates_args=())
@@ -19,25 +21,17 @@ def tile_stats(
     row_scale: Tensor,
     col_scale: Tensor,
     diagonal: int | None = None,
-    precision: str = "auto",
-    implementation: str = "auto",
-    tile_budget_mib: float = 128,
+    precision: str = DEFAULT_OPTIONS.precision,
+    implementation: str = DEFAULT_OPTIONS.implementation,
+    tile_budget_mib: float = DEFAULT_OPTIONS.tile_budget_mib,
 ) -> tuple[Tensor, Tensor]:
-    """row_lse (m,), col_lse (n,); see `megaclip.ops.tiles.tile_stats`."""
-    return tiles.tile_stats(
-        x,
-        y,
-        row_scale,
-        col_scale,
-        diagonal=diagonal,
-        precision=precision,
-        implementation=implementation,
-        tile_budget_mib=tile_budget_mib,
-    )
+    """Return row_lse (m,) and col_lse (n,); see `megaclip.ops.tiles.tile_stats`."""
+    options = _options(precision, implementation, tile_budget_mib)
+    return tiles.tile_stats(x, y, row_scale, col_scale, diagonal=diagonal, options=options)
 
 
 @tile_stats.register_fake
-def _(x, y, row_scale, col_scale, diagonal=None, precision="auto", implementation="auto", tile_budget_mib=128):
+def _(x, y, row_scale, col_scale, *diagonal_and_options, **others):
     return _row_values(x), _row_values(y)
 
 
@@ -52,44 +46,20 @@ def tile_grads(
     col_shift: Tensor,
     col_weight: Tensor,
     diagonal: int | None = None,
-    precision: str = "auto",
-    implementation: str = "auto",
-    tile_budget_mib: float = 128,
+    precision: str = DEFAULT_OPTIONS.precision,
+    implementation: str = DEFAULT_OPTIONS.implementation,
+    tile_budget_mib: float = DEFAULT_OPTIONS.tile_budget_mib,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx (m, D), dy (n, D), row_dot (m,), col_dot (n,); see `megaclip.ops.tiles.tile_grads`."""
-    dx, dy, row_dot, col_dot = tiles.tile_grads(
-        x,
-        y,
-        row_scale,
-        row_shift,
-        row_weight,
-        col_scale,
-        col_shift,
-        col_weight,
-        diagonal=diagonal,
-        precision=precision,
-        implementation=implementation,
-        tile_budget_mib=tile_budget_mib,
-    )
-    assert dx is not None and dy is not None, "both sides were asked for"
+    """Return dx (m, D), dy (n, D), row_dot (m,) and col_dot (n,); see `megaclip.ops.tiles.tile_grads`."""
+    row, col = Terms(row_scale, row_shift, row_weight), Terms(col_scale, col_shift, col_weight)
+    options = _options(precision, implementation, tile_budget_mib)
+    dx, dy, row_dot, col_dot = tiles.tile_grads(x, y, row, col, diagonal=diagonal, options=options)
+    assert dx is not None and dy is not None, "both sides are computed by default"
     return dx, dy, row_dot, col_dot
 
 
 @tile_grads.register_fake
-def _(
-    x,
-    y,
-    row_scale,
-    row_shift,
-    row_weight,
-    col_scale,
-    col_shift,
-    col_weight,
-    diagonal=None,
-    precision="auto",
-    implementation="auto",
-    tile_budget_mib=128,
-):
+def _(x, y, *terms_diagonal_and_options, **others):
     return _feature_values(x), _feature_values(y), _row_values(x), _row_values(y)
 
 
@@ -100,29 +70,26 @@ def tile_sigmoid(
     scale: Tensor,
     bias: Tensor,
     diagonal: int | None = None,
-    precision: str = "auto",
-    implementation: str = "auto",
-    tile_budget_mib: float = 128,
+    precision: str = DEFAULT_OPTIONS.precision,
+    implementation: str = DEFAULT_OPTIONS.implementation,
+    tile_budget_mib: float = DEFAULT_OPTIONS.tile_budget_mib,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """row_loss (m,), dx (m, D), dy (n, D), row_dot (m,), row_sum (m,); see `megaclip.ops.tiles.tile_sigmoid`."""
-    row_loss, dx, dy, row_dot, row_sum = tiles.tile_sigmoid(
-        x,
-        y,
-        scale,
-        bias,
-        diagonal=diagonal,
-        precision=precision,
-        implementation=implementation,
-        tile_budget_mib=tile_budget_mib,
-    )
-    assert dx is not None and dy is not None, "both sides were asked for"
+    """Return row_loss (m,), dx (m, D), dy (n, D), row_dot (m,), row_sum (m,); see `megaclip.ops.tiles.tile_sigmoid`."""
+    options = _options(precision, implementation, tile_budget_mib)
+    row_loss, dx, dy, row_dot, row_sum = tiles.tile_sigmoid(x, y, scale, bias, diagonal=diagonal, options=options)
+    assert dx is not None and dy is not None, "both sides are computed by default"
     # The three are rows of one buffer, and results of an operation must not share memory.
     return row_loss.clone(), dx, dy, row_dot.clone(), row_sum.clone()
 
 
 @tile_sigmoid.register_fake
-def _(x, y, scale, bias, diagonal=None, precision="auto", implementation="auto", tile_budget_mib=128):
+def _(x, y, *scalars_diagonal_and_options, **others):
     return _row_values(x), _feature_values(x), _feature_values(y), _row_values(x), _row_values(x)
+
+
+def _options(precision: str, implementation: str, tile_budget_mib: float) -> TileOptions:
+    """Return the options of an operation. Its schema has plain strings, which `TileOptions` checks."""
+    return TileOptions(precision, implementation, tile_budget_mib)  # type: ignore[arg-type]
 
 
 def _row_values(features: Tensor) -> Tensor:

@@ -1,16 +1,16 @@
-"""How much memory and time a run takes, from arithmetic alone: no process group, no GPU, no data.
+"""Plan the memory and time of a run by arithmetic: no process group, no GPU and no data are needed.
 
     workload = Workload.of(model_config, training_config, world_size=8)
     plan = plan_memory(workload, describe(gpu="h200", gpus=8))
 
-`workload.py` is what is trained, `cluster.py` on what; `towers.py`, `states.py`, `losses.py` and `traffic.py` are the
-formulas, `memory.py` and `step_time.py` put them together, `search.py` finds what fits, `report.py` writes it down.
-Numbers that were measured are in `constants.py`, with their source.
+`workload.py` describes the run, `cluster.py` the machines. `rules.py` has the decisions that the run makes too.
+`towers.py`, `states.py`, `losses.py` and `traffic.py` are the formulas, `memory.py` and `step_time.py` combine them,
+`search.py` finds what fits, `report.py` prints it. `constants.py` has the measured numbers, with their sources.
 """
 
 from megaclip.planner.cluster import Cluster, Rates, describe
 from megaclip.planner.memory import MemoryPlan, plan_memory
-from megaclip.planner.search import advice, largest_batch, last_resort
+from megaclip.planner.search import advice, advice_beyond_settings, largest_batch
 from megaclip.planner.step_time import StepTime, plan_time
 from megaclip.planner.workload import Workload
 
@@ -21,9 +21,9 @@ __all__ = [
     "StepTime",
     "Workload",
     "advice",
+    "advice_beyond_settings",
     "describe",
     "largest_batch",
-    "last_resort",
     "plan_memory",
     "plan_time",
 ]

@@ -1,4 +1,4 @@
-"""The machines a plan is for: how much memory, how fast. By name (`GPUS`), by flags, or measured (`Rates`)."""
+"""The machines that a plan is for: their memory and their rates, by name (`GPUS`), by flags, or measured (`Rates`)."""
 
 import json
 import re
@@ -24,59 +24,61 @@ _LINKS = ("link", "network")
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast one rank works: numbers per second, measured by tools/plan.py --calibrate or a preset's."""
+    """Rates of one rank, per second: measured by tools/plan.py --calibrate, or those of a preset."""
 
     product_flops: float
-    """Of a large bf16 matrix product."""
+    """Operations per second of a large bf16 matrix product."""
     image_flops: float
-    """Of the image tower's forward and backward pass."""
+    """Operations per second of the image tower's forward and backward pass."""
     text_flops: float
-    """Of the text tower's."""
+    """Operations per second of the text tower's forward and backward pass."""
     loss_flops: float
-    """Of the contrastive loss, counted on 8 b B D."""
+    """Operations per second of the contrastive loss, counted as 8 b B D."""
     host_to_device: float
-    """Bytes, from pinned host memory."""
+    """Bytes per second from pinned host memory to the GPU."""
     link: float
-    """Bytes that one rank sends to the others of its host."""
+    """Bytes per second that one rank sends to the other ranks of its host."""
     network: float
-    """Bytes that one rank sends to other hosts."""
+    """Bytes per second that one rank sends to other hosts."""
     disk_write: float
-    """Bytes, per host, until they are on the disk; reading is taken to be as fast."""
+    """Bytes per second that a host writes to its disk; the planner reads at the same rate."""
     decoded: float
-    """Images read, decoded and cropped, per loader process."""
+    """Images per second that one loader process reads, decodes and crops."""
 
     @classmethod
     def read(cls, path: str | Path, preset: "Rates") -> "Rates":
-        """What `--calibrate` wrote; `preset` has the links that one rank cannot measure. Raises ConfigError."""
+        """Read a file of `--calibrate`; `preset` has the links that one rank cannot measure. Raises ConfigError."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))["rates"]
             measured = [field.name for field in fields(cls) if field.name in values or field.name not in _LINKS]
             return replace(preset, **{name: float(values[name]) for name in measured})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"cannot read rates from {str(path)!r} (tools/plan.py --calibrate): {error!r}") from None
+            raise ConfigError(f"--rates {str(path)!r} is not a file of tools/plan.py --calibrate: {error!r}") from None
 
 
 def rates_json(machine: str, measured: Mapping[str, float]) -> str:
-    """The file that `Rates.read` reads: what was measured, by the names of Rates."""
+    """Return the text of the file that `Rates.read` reads. measured: rates by their names in Rates."""
     return json.dumps({"machine": machine, "rates": measured}, indent=1)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts that are all alike."""
+    """Hosts with equal memory, GPUs and rates."""
 
     name: str
     gpus_per_host: int
     hosts: int
     gpu_memory: float
-    """Bytes of one GPU; 0: training runs on the CPU."""
+    """Bytes of one GPU that are free for the run. 0: training runs on the CPU."""
+    gpu_total_memory: float
+    """Bytes of one GPU, free or not."""
     host_memory: float
-    """Bytes that a host has free for the run."""
+    """Bytes of host memory that are free for the run."""
     disk: float
-    """Bytes free where the step store would go."""
+    """Bytes that are free on the disk of the step store."""
     rates: Rates
     nvme: float | None = None
-    """Bytes free where ZeRO-3 would offload to disk, if that is another one."""
+    """Bytes that are free on the disk that ZeRO-3 offloads to, if that is another disk."""
 
     @property
     def gpus(self) -> int:
@@ -84,22 +86,34 @@ class Cluster:
 
     @property
     def hides_exchanges(self) -> bool:
-        """Whether features travel while tiles are computed: between hosts and on CPUs. Between GPUs of one host the
-        GPU's own multiprocessors copy, and the tiles wait for them (docs/losses.md)."""
+        """Whether ranks exchange features while tiles are computed: between hosts and on CPUs. Between GPUs of one
+        host the GPU's own multiprocessors copy, and the tiles wait for them (docs/losses.md)."""
         return self.hosts > 1 or not self.gpu_memory
 
     @property
+    def slowest_link(self) -> float:
+        """Bytes per second that a rank sends in a collective of all ranks."""
+        return self.rates.link if self.hosts == 1 else min(self.rates.link, self.rates.network)
+
+    @property
     def usable_gpu_memory(self) -> float:
-        """What PyTorch's allocator may hold."""
+        """Bytes of one GPU that PyTorch's allocator may hold."""
         return max(0.0, self.gpu_memory - OUTSIDE_ALLOCATOR)
 
     @property
     def usable_host_memory(self) -> float:
+        """Bytes of host memory that a plan may use."""
         return self.host_memory * HOST_MARGIN
 
-    def measured(self, *, gpu_memory: float, host_memory: float, disk: float, nvme: float | None = None) -> "Cluster":
-        """The same with what is really free."""
-        return replace(self, gpu_memory=gpu_memory, host_memory=host_memory, disk=disk, nvme=nvme)
+    @property
+    def usable_disk(self) -> float:
+        """Bytes of disk that a plan may use for the step store."""
+        return self.disk * HOST_MARGIN
+
+    @property
+    def usable_nvme(self) -> float | None:
+        """Bytes of `nvme` that a plan may use."""
+        return None if self.nvme is None else self.nvme * HOST_MARGIN
 
 
 def _preset(product: float, link: float, host_to_device: float) -> Rates:
@@ -116,8 +130,8 @@ def _preset(product: float, link: float, host_to_device: float) -> Rates:
     )
 
 
-# Memory as the driver reports it. Product rates: H200 measured (docs/performance.md), the others three quarters of the
-# maker's dense bf16 figure; links and PCIe: three quarters of the maker's figure for one direction.
+# Memory is what the driver reports. The H200's product rate was measured (docs/performance.md); those of other GPUs are
+# three quarters of the maker's dense bf16 figure. Links and PCIe: three quarters of the maker's figure, one direction.
 GPUS: dict[str, tuple[float, Rates]] = {
     "a100-40gb": (39.4 * GIB, _preset(234e12, 225e9, 24e9)),
     "a100": (79.2 * GIB, _preset(234e12, 225e9, 24e9)),
@@ -140,12 +154,13 @@ def describe(
     link: str | None = None,
     network: str | None = None,
 ) -> Cluster:
-    """A cluster by the words of the command line; `gpus` per host. Raises ConfigError for what it does not know."""
+    """Return the cluster that the command line describes, with `gpus` per host. Raises ConfigError for wrong values."""
     if gpu.lower() not in GPUS:
-        raise ConfigError(f"unknown GPU {gpu!r}: known are {', '.join(GPUS)}; give another one by --gpu-memory")
+        raise ConfigError(f"--gpu {gpu!r} is unknown; use one of {', '.join(GPUS)}, with --gpu-memory for another GPU")
     if gpus < 1 or hosts < 1:
-        raise ConfigError(f"expected at least one GPU and one host, got {gpus} and {hosts}")
+        raise ConfigError(f"--gpus {gpus} --hosts {hosts}: give at least one GPU and one host")
     memory, preset = GPUS[gpu.lower()]
+    memory = memory if gpu_memory is None else parse_size(gpu_memory)
     chosen = rates or preset
     if link is not None:
         chosen = replace(chosen, link=parse_size(link))
@@ -155,7 +170,8 @@ def describe(
         name=gpu.lower(),
         gpus_per_host=gpus,
         hosts=hosts,
-        gpu_memory=memory if gpu_memory is None else parse_size(gpu_memory),
+        gpu_memory=memory,
+        gpu_total_memory=memory,
         host_memory=parse_size(host_memory),
         disk=parse_size(disk),
         rates=chosen,
@@ -163,7 +179,7 @@ def describe(
 
 
 def parse_size(text: str) -> float:
-    """Bytes of "80GiB", "141 GB", "4TB" or a bare number of bytes. Raises ConfigError."""
+    """Return the bytes of "80GiB", "141 GB", "4TB" or a bare number of bytes. Raises ConfigError."""
     match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)(/s)?\s*", text)
     unit = match and _UNITS.get(match.group(2).upper())
     try:
@@ -171,4 +187,4 @@ def parse_size(text: str) -> float:
             return float(match.group(1)) * unit
     except ValueError:
         pass
-    raise ConfigError(f"{text!r} is not a size: write for example 80GiB, 141GB or 4TB")
+    raise ConfigError(f"{text!r} is not a size; write for example 80GiB, 141GB or 4TB")

@@ -1,33 +1,36 @@
-"""A plan as text: the table of parts and phases, the time's terms, and one line for a log."""
+"""Print a plan: the table of parts and phases, the terms of a step's time, and one line for a log."""
+
+from collections.abc import Mapping
 
 from megaclip.planner.cluster import GPUS, Cluster
-from megaclip.planner.losses import inf_cl_loss_bytes, megaclip_loss_bytes, open_clip_loss_bytes
-from megaclip.planner.memory import MemoryPlan, gigabytes, loss_sizes
+from megaclip.planner.memory import MemoryPlan, format_bytes, loss_bytes
 from megaclip.planner.step_time import StepTime
 from megaclip.planner.workload import Workload
 
 
 def summary(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> str:
-    """One line: the peaks, and where the batch waits."""
+    """Return one line: the peaks, and where a step's images are kept."""
     gpu = ""
     if cluster.gpu_memory:
-        gpu = f"{gigabytes(plan.gpu_peak)} of {gigabytes(cluster.usable_gpu_memory)} per GPU ({plan.peak_phase}), "
-    disk = f", {gigabytes(plan.disk_peak)} of disk" if plan.disk_peak else ""
+        gpu = (
+            f"{format_bytes(plan.gpu_peak)} of {format_bytes(cluster.usable_gpu_memory)} per GPU ({plan.peak_phase}), "
+        )
+    disk = f", {format_bytes(plan.disk_peak)} of disk" if plan.disk_peak else ""
     store = {
-        "cpu": "images wait in host memory",
-        "disk": "images wait on disk",
+        "cpu": "images are kept in host memory",
+        "disk": "images are kept on disk",
         "reread": "images are read twice",
-        "once": "images pass by once",
-    }[plan.data_store]
+        "once": "images are read once",
+    }[plan.image_place.name]
     return (
-        f"plan for a batch of {workload.global_batch}: {gpu}{gigabytes(plan.cpu_peak)} of "
-        f"{gigabytes(cluster.usable_host_memory)} per host{disk}; {store}"
+        f"plan for a batch of {workload.batch.global_batch}: {gpu}{format_bytes(plan.cpu_peak)} of "
+        f"{format_bytes(cluster.usable_host_memory)} per host{disk}; {store}"
     )
 
 
 def memory_table(plan: MemoryPlan, cluster: Cluster) -> str:
-    """Parts in rows; per GPU, per host and on disk in columns; then the phases and the peak."""
-    place = f"{gigabytes(cluster.gpu_memory)} each" if cluster.gpu_memory else "none: the CPU trains"
+    """Return the parts and their peak: per GPU, with the phases, then per host and on disk."""
+    place = f"{format_bytes(cluster.gpu_memory)} each" if cluster.gpu_memory else "none: the CPU trains"
     lines = [
         f"{'per GPU, all the time':40}{'GPU':>12}   ({cluster.gpus} x {cluster.name}, {place})",
         *_rows(plan.gpu_states),
@@ -36,37 +39,24 @@ def memory_table(plan: MemoryPlan, cluster: Cluster) -> str:
     ]
     for name, phase in plan.gpu_phases.items():
         mark = "  <- peak" if name == plan.peak_phase else ""
-        parts = ", ".join(f"{part} {gigabytes(size)}" for part, size in phase.items() if size >= 2**20)
-        lines.append(f"  {name:38}{gigabytes(sum(phase.values())):>12}   {parts}{mark}")
-    lines += ["", f"{'PEAK per GPU':40}{gigabytes(plan.gpu_peak):>12}"]
+        parts = ", ".join(f"{part} {format_bytes(size)}" for part, size in phase.items() if size >= 2**20)
+        lines.append(f"  {name:38}{format_bytes(sum(phase.values())):>12}   {parts}{mark}")
+    lines += ["", f"{'PEAK per GPU':40}{format_bytes(plan.gpu_peak):>12}"]
     lines += ["", f"{'per host':40}{'CPU':>12}", *_rows(plan.cpu)]
-    lines.append(f"{'  together':40}{gigabytes(plan.cpu_peak):>12}   of {gigabytes(cluster.usable_host_memory)}")
+    lines.append(f"{'  together':40}{format_bytes(plan.cpu_peak):>12}   of {format_bytes(cluster.usable_host_memory)}")
     if plan.disk or plan.nvme:
         lines += ["", f"{'per host':40}{'disk':>12}", *_rows(plan.disk), *_rows(plan.nvme)]
     return "\n".join(lines)
 
 
-def loss_table(workload: Workload) -> str:
-    """What the loss of a settled workload takes per GPU, here and in open_clip's and Inf-CL's code."""
-    sizes = loss_sizes(workload)
-    ours = megaclip_loss_bytes(
-        sizes,
-        workload.exchange,
-        workload.reduction,
-        workload.tile_budget_mib,
-        workload.loss,
-        payload_bytes=workload.payload_bytes,
-    )
-    rows = {
-        f"MegaCLIP, {workload.exchange} + {workload.reduction}": ours,
-        "open_clip (local loss, bf16 autocast)": open_clip_loss_bytes(sizes),
-        "Inf-CL": inf_cl_loss_bytes(sizes),
-    }
-    return "\n".join([f"{'the loss alone, per GPU':40}{'GPU':>12}", *_rows(rows)])
+def loss_table(workload: Workload, peers: Mapping[str, float]) -> str:
+    """Return the GPU memory of the loss alone, here and in `peers` (bytes by name); `workload` has no "auto" left."""
+    name = f"MegaCLIP, {workload.megaclip.exchange} + {workload.megaclip.reduction}"
+    return "\n".join([f"{'the loss alone, per GPU':40}{'GPU':>12}", *_rows({name: loss_bytes(workload), **peers})])
 
 
 def time_table(step: StepTime, cluster: Cluster) -> str:
-    """The terms of one step and what they add up to."""
+    """Return the terms of one step and their total."""
     rates = f"rates of {cluster.name}" if cluster.rates == GPUS[cluster.name][1] else "rates as given"
     terms = {
         "towers without graph": step.forward,
@@ -93,8 +83,8 @@ def time_table(step: StepTime, cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
-def _rows(parts: dict[str, float]) -> list[str]:
-    return [f"  {name:38}{gigabytes(size):>12}" for name, size in parts.items() if size]
+def _rows(parts: Mapping[str, float]) -> list[str]:
+    return [f"  {name:38}{format_bytes(size):>12}" for name, size in parts.items() if size]
 
 
 def _seconds(value: float) -> str:

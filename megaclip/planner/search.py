@@ -1,8 +1,10 @@
-"""What fits: the largest batch of a workload on a cluster, and what to change when a run does not fit."""
+"""Search for what fits: the largest batch of a workload on a cluster, and changes after which a run fits."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.memory import plan_memory
@@ -13,18 +15,19 @@ _SMALL_BUCKET = 50_000_000
 
 
 def fits(workload: Workload, cluster: Cluster) -> bool:
-    """Whether GPU, host memory and disk hold it."""
+    """Return whether GPU, host memory and disk are large enough for the workload."""
     return not plan_memory(workload, cluster).refusals
 
 
 def largest_batch(workload: Workload, cluster: Cluster) -> int:
-    """The largest contrastive batch of whole chunks that fits, everything else as it is; 0 if not even one does."""
-    quantum = math.lcm(workload.image_micro_batch, workload.text_micro_batch)
+    """Return the largest contrastive batch of whole chunks that fits with all other settings as they are; 0 if none
+    fits."""
+    quantum = math.lcm(workload.batch.micro_batch, workload.batch.text_micro_batch)
 
     def holds(chunks: int) -> bool:
-        return fits(replace(workload, local_batch=quantum * chunks), cluster)
+        return fits(workload.with_batch(quantum * chunks), cluster)
 
-    # One chunk keeps its graph and may need more than two, which run one after the other.
+    # One chunk keeps its graph, so it may need more memory than two, which run one after the other.
     if not holds(2):
         return quantum * workload.world_size if holds(1) else 0
     most = 2
@@ -38,14 +41,14 @@ def largest_batch(workload: Workload, cluster: Cluster) -> int:
 
 
 def advice(workload: Workload, cluster: Cluster) -> list[str]:
-    """Changes to ds_config.json after which the run fits: each one that is enough alone, or else several together; none
-    if all of them are not enough."""
+    """Return changes to ds_config.json after which the run fits: each that is enough alone, or else one combination;
+    none if all changes together are not enough."""
     together: list[str] = []
     while True:
         enough: dict[str, str] = {}
-        for kind, words, changed in _changes(workload):
+        for kind, setting, changed in _changes(workload):
             if kind not in enough and fits(changed, cluster):
-                enough[kind] = words
+                enough[kind] = setting
         if enough and not together:
             return list(enough.values())
         if enough:
@@ -58,14 +61,14 @@ def advice(workload: Workload, cluster: Cluster) -> list[str]:
         workload = best[-1]
 
 
-def last_resort(workload: Workload) -> str:
-    """What to do where `advice` has none."""
-    evaluation = ", evaluate on less or with a smaller --eval-batch-size" if workload.evaluation else ""
+def advice_beyond_settings(workload: Workload) -> str:
+    """Return what makes a run fit if `advice` has no change of ds_config.json."""
+    evaluation = ", a smaller --eval-batch-size or fewer samples to evaluate on" if workload.evaluation else ""
     return f"more GPUs, a smaller batch or a smaller model{evaluation}: no setting of ds_config.json is enough"
 
 
 def _shortage(workload: Workload, cluster: Cluster) -> float:
-    """Bytes that are missing, of whatever is short, on one host."""
+    """Return the bytes that one host lacks: of GPU memory, host memory and disk together."""
     plan = plan_memory(workload, cluster)
     gpu = max(0.0, plan.gpu_peak - cluster.usable_gpu_memory) if cluster.gpu_memory else 0.0
     cpu = max(0.0, plan.cpu_peak - cluster.usable_host_memory)
@@ -77,45 +80,42 @@ def _shortage(workload: Workload, cluster: Cluster) -> float:
 
 
 def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
-    """Settings that trade time for memory, the cheapest first: their kind, words for the user, the workload then."""
-    for rows in _halves(workload.image_micro_batch, workload.local_batch):
-        text = rows if workload.text_follows else workload.text_micro_batch
-        smaller = replace(workload, image_micro_batch=rows, text_micro_batch=text)
-        words = f'"train_micro_batch_size_per_gpu": {rows}, "gradient_accumulation_steps": '
-        yield "micro-batch", f"{words}{workload.local_batch // rows}", smaller
-    for rows in () if workload.text_follows else _halves(workload.text_micro_batch, workload.local_batch):
-        words = f'"megaclip": {{"text_micro_batch_size": {rows}}}'
-        yield "text micro-batch", words, replace(workload, text_micro_batch=rows)
+    """Yield settings that trade time for memory, cheapest first: kind, text for ds_config.json, changed workload."""
+    batch, section = workload.batch, workload.megaclip
+    for rows in _halves(batch.micro_batch, batch.local_batch):
+        setting = f'"train_micro_batch_size_per_gpu": {rows}, "gradient_accumulation_steps": '
+        yield "micro-batch", f"{setting}{batch.local_batch // rows}", workload.with_batch(micro_batch=rows)
+    for rows in _halves(batch.text_micro_batch, batch.local_batch) if section.text_micro_batch_size else ():
+        setting = f'"megaclip": {{"text_micro_batch_size": {rows}}}'
+        yield "text micro-batch", setting, workload.with_batch(text_micro_batch=rows)
     if not workload.checkpointing:
         yield "checkpointing", '"activation_checkpointing": {}', replace(workload, checkpointing="gpu")
     zero = workload.zero
-    if zero.stage > 0 and zero.reduce_bucket > _SMALL_BUCKET:
-        smaller = replace(workload, zero=replace(zero, reduce_bucket=_SMALL_BUCKET))
-        yield "bucket", f'"zero_optimization": {{"reduce_bucket_size": {_SMALL_BUCKET}}}', smaller
-    for stage in range(max(zero.stage, 1) + 1, 4):
-        if workload.world_size > 1:
-            changed = replace(workload, zero=replace(zero, stage=stage))
-            yield "stage", f'"zero_optimization": {{"stage": {stage}}}', changed
-    if zero.stage > 0 and zero.offload_optimizer == "none":
-        changed = replace(workload, zero=replace(zero, offload_optimizer="cpu"))
+    if zero.stage > 0 and zero.reduce_bucket_size > _SMALL_BUCKET:
+        setting = f'"zero_optimization": {{"reduce_bucket_size": {_SMALL_BUCKET}}}'
+        yield "bucket", setting, workload.with_zero(reduce_bucket_size=_SMALL_BUCKET)
+    for stage in range(max(zero.stage, 1) + 1, 4) if workload.world_size > 1 else ():
+        yield "stage", f'"zero_optimization": {{"stage": {stage}}}', workload.with_zero(stage=stage)
+    if zero.stage > 0 and workload.offload_optimizer == "none":
+        changed = workload.with_zero(offload_optimizer=DeepSpeedZeroOffloadOptimizerConfig(device="cpu"))
         yield "optimizer", '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}', changed
-    if zero.stage == 3 and zero.offload_parameters == "none":
-        changed = replace(workload, zero=replace(zero, offload_parameters="cpu"))
+    if zero.stage == 3 and workload.offload_parameters == "none":
+        changed = workload.with_zero(offload_param=DeepSpeedZeroOffloadParamConfig(device="cpu"))
         yield "parameters", '"zero_optimization": {"offload_param": {"device": "cpu"}}', changed
-    if workload.world_size > 1 and workload.exchange != "ring":
-        yield "exchange", '"megaclip": {"exchange": "ring"}', replace(workload, exchange="ring")
-    if workload.cached and workload.embeddings_offload is not True:
-        changed = replace(workload, embeddings_offload=True)
+    if workload.world_size > 1 and section.exchange != "ring":
+        yield "exchange", '"megaclip": {"exchange": "ring"}', workload.with_megaclip(exchange="ring")
+    if workload.cached and section.embeddings_offload is not True:
+        changed = workload.with_megaclip(embeddings_offload=True)
         yield "embeddings", '"megaclip": {"embeddings_offload": true}', changed
-    keeps_images = workload.reads_images_twice or workload.data_offload in ("cpu", "disk")
+    keeps_images = workload.image_passes == 2 or section.data_offload in ("cpu", "disk")
     for place in ("disk", "reread") if keeps_images else ():
-        if workload.data_offload not in (place, "reread"):
-            changed = replace(workload, data_offload=place)
+        if section.data_offload not in (place, "reread"):
+            changed = workload.with_megaclip(data_offload=place)
             yield place, f'"megaclip": {{"data_offload": "{place}"}}', changed
 
 
 def _halves(micro_batch: int, local_batch: int) -> Iterator[int]:
-    """Half of a micro-batch, and so on, where it divides the local batch; largest first."""
+    """Yield a half, a quarter, ... of a micro-batch, if it divides the local batch."""
     while micro_batch > 1:
         micro_batch //= 2
         if local_batch % micro_batch == 0:

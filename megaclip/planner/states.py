@@ -1,22 +1,23 @@
-"""What parameters, gradients and the optimizer take on each rank, on the GPU, in host memory and on disk.
+"""Bytes of parameters, gradients and optimizer states on each rank: on the GPU, in host memory and on disk.
 
-From reading DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py` and `stage3.py`; N is the number of trained parameters, W
-of ranks. Where the text says float32 master, bf16 training is meant: float32 training has one at stages 1 and 2 too
-(DeepSpeed clones the partition), none at stage 0, and at stage 3 the parameters themselves serve.
+The formulas follow DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py` and `stage3.py`. N is the number of trained
+parameters, W the number of ranks. "Float32 master" refers to bf16 training. Float32 training has one at stages 1 and 2
+too (DeepSpeed clones the partition), none at stage 0, and none at stage 3, where the parameters are updated themselves.
 
-* Stages 1 and 2 keep the whole working copy, the master's N/W and its states. A backward pass opens the bucket that
-  gradients are reduced in (`reduce_bucket_size` elements, two with overlap_comm) at its first gradient, whatever the
+* Stages 1 and 2 keep the whole working copy, and N/W of the master and of its states. A backward pass opens the bucket
+  that gradients are reduced in (`reduce_bucket_size` elements, two with overlap_comm) at its first gradient, for any
   number of ranks: 1 GB at DeepSpeed's default.
-* Stage 1 keeps every gradient until the step; stage 2 N/W of them, in the dtype they accumulate in. The update joins
-  its gradients and turns them into float32 (without copying where they are one float32 tensor already), then frees the
-  ones it started from; torch's Adam needs another N/W float32 numbers.
-* Stage 3 keeps N/W of everything and the bucket all the time; parameters below the persistence threshold stay whole;
-  the others are whole while they are in use or fetched ahead, and stay so if they will be used again within
-  `stage3_max_reuse_distance`: between the two passes over a tower that is half of that, from the back.
-* Offload moves master, states and the step's float32 gradients to host memory, and at stage 3 the working copy, too;
-  gradients that accumulate go there at stage 3, and at stage 2 if they do so in the working dtype. To disk
-  ("nvme", stage 3) it moves the same, but the gradients that accumulate, and `max_in_cpu` parameters of each rank; host
-  memory holds `buffer_count` buffers: of a whole sub-group for states, of `buffer_size` for parameters.
+* Stage 1 keeps every gradient until the step; stage 2 keeps N/W of them, in the dtype they accumulate in. The update
+  joins its gradients and turns them into float32 (without a copy where they are one float32 tensor already), then frees
+  those it started from. torch's Adam needs another N/W float32 numbers.
+* Stage 3 keeps N/W of everything, and the bucket, throughout the step. Parameters below the persistence threshold stay
+  whole. The others are whole while they are used or fetched ahead, and stay whole if they will be used again within
+  `stage3_max_reuse_distance`; between the two passes over a tower that is half of the distance, counted from its end.
+* Offload moves master, states and the step's float32 gradients to host memory, and at stage 3 the working copy too.
+  Gradients that accumulate move there at stage 3, and at stage 2 if they accumulate in the working dtype.
+* Offload to disk ("nvme", stage 3) moves the same, except the gradients that accumulate and `max_in_cpu` parameters of
+  each rank. Host memory then holds `buffer_count` buffers: of a whole sub-group for states, of `buffer_size` elements
+  for parameters.
 """
 
 from dataclasses import dataclass, field
@@ -26,37 +27,37 @@ from megaclip.planner.workload import Parameters, Workload
 
 @dataclass
 class States:
-    """Bytes per rank that are there through the whole step, by what they are, and what comes on top of them."""
+    """Bytes per rank: those that are held through the whole step, by name, and those that come on top of them."""
 
     gpu: dict[str, float] = field(default_factory=dict)
     cpu: dict[str, float] = field(default_factory=dict)
     disk: dict[str, float] = field(default_factory=dict)
     bucket: float = 0.0
-    """On the GPU during backward passes only."""
+    """Bytes of the reduce bucket on the GPU that exist during backward passes only."""
     reduction: float = 0.0
-    """On the GPU on top of gradients and bucket while the last bucket is reduced."""
+    """Bytes on the GPU on top of gradients and bucket while the last bucket is reduced."""
     update: float = 0.0
-    """On the GPU on top of the states and the reduced gradients during the optimizer's step."""
+    """Bytes on the GPU on top of the states and the reduced gradients during the optimizer's step."""
 
 
 def states_of(workload: Workload) -> States:
-    """Parameters, master, optimizer states and DeepSpeed's buffers."""
+    """Return the bytes of parameters, master, optimizer states and DeepSpeed's buffers."""
     if workload.zero.stage == 3:
         return _stage_3(workload)
     return _stages_0_to_2(workload)
 
 
 def gradient_bytes(workload: Workload, *, image_done: bool, text_done: bool) -> float:
-    """On the GPU once backward passes of these towers have happened: what accumulates until the step."""
+    """Return the bytes of gradients on the GPU after the backward passes of these towers, kept until the step."""
     done = zip(workload.parameters, (image_done, text_done), strict=True)
     whole = sum(tower.trained for tower, is_done in done if is_done)
-    if workload.coalesce or workload.zero.stage == 0:
+    if workload.coalesces or workload.zero.stage == 0:
         return whole * workload.compute_bytes
     return _accumulated(workload, whole)
 
 
 def reduced_gradient_bytes(workload: Workload) -> float:
-    """On the GPU when all gradients of the step are reduced."""
+    """Return the bytes of gradients on the GPU when all gradients of the step are reduced."""
     if workload.zero.stage == 0:
         return workload.trained * workload.compute_bytes
     return _accumulated(workload, workload.trained)
@@ -65,10 +66,10 @@ def reduced_gradient_bytes(workload: Workload) -> float:
 def _accumulated(workload: Workload, whole: int) -> float:
     zero = workload.zero
     if zero.stage == 3 or not whole:
-        return 0  # a buffer of the states
+        return 0  # at stage 3 they are part of the states
     if zero.stage == 1:
         return whole * workload.gradient_bytes
-    if zero.offload_optimizer != "none" and workload.gradient_bytes == workload.compute_bytes:
+    if workload.offload_optimizer != "none" and workload.gradient_bytes == workload.compute_bytes:
         return 0  # in host memory
     return workload.trained / workload.world_size * workload.gradient_bytes
 
@@ -83,13 +84,13 @@ def _stages_0_to_2(workload: Workload) -> States:
             states.reduction = min(workload.trained, 5e8) * workload.compute_bytes
         return states
     states.bucket = 0.0
-    if zero.contiguous_gradients or zero.offload_optimizer != "none":
-        states.bucket = zero.reduce_bucket * workload.compute_bytes * (2 if zero.overlap_comm else 1)
-    filled = min(zero.reduce_bucket, workload.trained)
+    if zero.contiguous_gradients or workload.offload_optimizer != "none":
+        states.bucket = zero.reduce_bucket_size * workload.compute_bytes * (2 if zero.overlap_comm else 1)
+    filled = min(zero.reduce_bucket_size, workload.trained)
     states.reduction = filled * workload.compute_bytes
-    if workload.coalesce:
+    if workload.coalesces:
         states.reduction += part * workload.gradient_bytes
-    if zero.offload_optimizer != "none":
+    if workload.offload_optimizer != "none":
         states.cpu["master parameters"] = part * (4 + workload.compute_bytes)
         states.cpu["optimizer states"] = part * workload.optimizer_state_bytes
         states.cpu["gradients"] = part * 4
@@ -103,7 +104,7 @@ def _stages_0_to_2(workload: Workload) -> States:
     stepping = part * (4 + workload.optimizer_temporary_bytes) - reduced
     if zero.stage == 1 or workload.gradient_bytes == workload.compute_bytes:
         joining = part * (workload.compute_bytes + (4 if workload.bf16 else 0))
-        if zero.stage == 2:  # the last chunk's, beside what has accumulated
+        if zero.stage == 2:  # the last chunk's gradients, beside those that have accumulated
             states.reduction += part * workload.compute_bytes
     else:
         joining = 0.0
@@ -112,11 +113,12 @@ def _stages_0_to_2(workload: Workload) -> States:
 
 
 def _largest(workload: Workload) -> int:
+    """Return the elements of the largest trained parameter."""
     return max(max(tower.trainable, default=0) for tower in workload.parameters)
 
 
 def _norm_bytes(workload: Workload) -> float:
-    """The gradient norm of one parameter after another, in float64."""
+    """Return the bytes of the gradient norm, which takes one parameter after another in float64."""
     return 8 * _largest(workload)
 
 
@@ -128,73 +130,76 @@ def _stage_3(workload: Workload) -> States:
         size
         for tower in workload.parameters
         for size in (*tower.trainable, *tower.frozen)
-        if size <= zero.persistence_threshold
+        if size <= zero.param_persistence_threshold
     )
     shares = workload.total / ranks * workload.compute_bytes
-    if zero.offload_parameters == "none":
+    if workload.offload_parameters == "none":
         states.gpu["parameters"] = shares
-    elif zero.offload_parameters == "cpu":
+    elif workload.offload_parameters == "cpu":
         states.cpu["parameters"] = shares
     else:
         states.disk["parameters"] = parameters_on_disk(workload)
         states.cpu["parameters"] = shares - states.disk["parameters"]
-        states.cpu["parameter buffers"] = zero.parameter_buffers * workload.compute_bytes
+        buffers = zero.offload_param.buffer_count * zero.offload_param.buffer_size
+        states.cpu["parameter buffers"] = buffers * workload.compute_bytes
     if ranks > 1:
         states.gpu["whole small parameters"] = persistent * workload.compute_bytes
-    states.gpu["reduce bucket"] = zero.reduce_bucket * workload.compute_bytes if zero.contiguous_gradients else 0.0
-    filled = min(zero.reduce_bucket, workload.trained)
+    states.gpu["reduce bucket"] = zero.reduce_bucket_size * workload.compute_bytes if zero.contiguous_gradients else 0.0
+    filled = min(zero.reduce_bucket_size, workload.trained)
     states.reduction = filled * (workload.compute_bytes + workload.gradient_bytes / ranks)
     accumulated = part * workload.gradient_bytes
-    if zero.offload_optimizer == "none":
+    if workload.offload_optimizer == "none":
         states.gpu["gradients"] = accumulated
-        if workload.bf16 or zero.offload_parameters != "none":
+        if workload.bf16 or workload.offload_parameters != "none":
             states.gpu["master parameters"] = part * 4
         states.gpu["optimizer states"] = part * workload.optimizer_state_bytes
-        group = min(part, zero.sub_group)
+        group = min(part, zero.sub_group_size)
         joining = group * (workload.gradient_bytes + (4 if workload.gradient_bytes == 2 else 0))
         stepping = group * (4 + workload.optimizer_temporary_bytes)
         states.update = max(joining, stepping, _norm_bytes(workload) / ranks)
         return states
     states.cpu["gradients"] = accumulated
-    place = states.disk if zero.offload_optimizer == "nvme" else states.cpu
+    place = states.disk if workload.offload_optimizer == "nvme" else states.cpu
     place["master parameters"] = part * 4
     place["optimizer states"] = part * workload.optimizer_state_bytes
     place["gradients"] = place.get("gradients", 0.0) + part * 4
-    if zero.offload_optimizer == "nvme":
-        states.cpu["optimizer buffers"] = zero.optimizer_buffers * min(part, zero.sub_group) * 4
+    if workload.offload_optimizer == "nvme":
+        states.cpu["optimizer buffers"] = zero.offload_optimizer.buffer_count * min(part, zero.sub_group_size) * 4
     return states
 
 
 def parameters_on_disk(workload: Workload) -> float:
-    """Bytes of one rank's share of the working copy that are on disk."""
-    if workload.zero.offload_parameters != "nvme":
+    """Return the bytes of one rank's share of the working copy that are on disk."""
+    if workload.offload_parameters != "nvme":
         return 0.0
     share = workload.total / workload.world_size
-    return max(0.0, share - workload.zero.parameters_in_cpu) * workload.compute_bytes
+    return max(0.0, share - workload.zero.offload_param.max_in_cpu) * workload.compute_bytes
 
 
 def reduction_under_way(workload: Workload, states: States, tower: Parameters, activations: float) -> float:
-    """What reducing the first full bucket adds to the peak of a backward pass: by then, some activations are gone."""
-    if workload.coalesce or workload.zero.stage < 2 or workload.zero.reduce_bucket >= tower.trained:
-        return 0  # after the pass, or at its end
-    return max(0.0, states.reduction - activations * workload.zero.reduce_bucket / tower.trained)
+    """Return the bytes that reducing the first full bucket adds to the peak of a backward pass, when some activations
+    are freed already."""
+    if workload.coalesces or workload.zero.stage < 2 or workload.zero.reduce_bucket_size >= tower.trained:
+        return 0  # reduced after the pass, or at its end
+    return max(0.0, states.reduction - activations * workload.zero.reduce_bucket_size / tower.trained)
 
 
 def gathered_bytes(workload: Workload, tower: Parameters, *, other: Parameters | None = None) -> float:
-    """At stage 3: the parameters of a tower that are whole on the GPU while it works.
+    """Return the bytes of a tower's parameters that are whole on the GPU while it runs; 0 below stage 3.
 
-    other: the other tower, where it takes part in a backward pass: it is there gathered and, for its own short pass,
-    unpacked.
+    other: the other tower, if it takes part in a backward pass. Its parameters are gathered and, for its own short
+    pass, unpacked.
     """
     zero = workload.zero
-    if zero.stage != 3 or (workload.world_size == 1 and zero.offload_parameters == "none"):
+    if zero.stage != 3 or (workload.world_size == 1 and workload.offload_parameters == "none"):
         return 0
-    large = _large(tower, zero.persistence_threshold)
-    if other is not None and not workload.coalesce:
-        large += 2 * _large(other, zero.persistence_threshold)
-    kept = min(large, zero.max_reuse_distance // 2 + zero.prefetch_bucket, zero.max_live_parameters)
+    large = _large(tower, zero.param_persistence_threshold)
+    if other is not None and not workload.coalesces:
+        large += 2 * _large(other, zero.param_persistence_threshold)
+    kept = min(large, zero.max_reuse_distance // 2 + zero.prefetch_bucket_size, zero.max_live_parameters)
     return kept * workload.compute_bytes
 
 
 def _large(tower: Parameters, threshold: int) -> int:
+    """Return the elements of parameters above the persistence threshold."""
     return sum(size for size in (*tower.trainable, *tower.frozen) if size > threshold)

@@ -1,14 +1,14 @@
-"""What one micro-batch through one tower costs: bytes that wait for the backward pass, and operations.
+"""Costs of one micro-batch through one tower: bytes that autograd keeps for the backward pass, and operations.
 
 A pre-norm block of width C and MLP width r C keeps, per token and in units of C numbers: its input, the norms' outputs
 (2), queries, keys and values (3), attention's output, the sum after attention, and the MLP's two hidden layers (2 r):
 8 + 2 r. QuickGELU keeps its sigmoid too (r), LayerScale its two inputs (2). Where one token stands for the sample, the
 last block keeps its input, a norm's output, keys and values of every token (4), the rest of that one token. In float32,
 whatever the precision: mean and deviation of two norms (4 numbers) and attention's log-sum-exp per head.
-`tests/unit/test_planner_towers.py` counts the bytes that autograd really saves and holds the formula to it.
+`tests/unit/test_planner_towers.py` compares the formula with the bytes that autograd saves.
 
-On the way back the peak is at the last whole block's MLP (the gradient of its output and of its hidden layer), or, if
-that is more, at the pooled block's attention (gradients of keys and values). With activation checkpointing only the
+The peak of the backward pass is at the last whole block's MLP (the gradient of its output and of its hidden layer), or,
+if that is more, at the pooled block's attention (gradients of keys and values). With activation checkpointing only the
 blocks' inputs are kept, and one block is run again.
 """
 
@@ -22,7 +22,7 @@ from megaclip.planner.workload import Parameters, Workload
 
 @dataclass(frozen=True)
 class Tower:
-    """The sizes of one tower that its costs depend on."""
+    """Sizes of one tower that its costs depend on."""
 
     name: str
     layers: int
@@ -30,23 +30,23 @@ class Tower:
     hidden: int
     heads: int
     tokens: int
-    """Per sample, after patch dropout."""
+    """Tokens per sample, after patch dropout."""
     pooled: bool
-    """One token stands for the sample, and the last block computes only that one."""
+    """Whether one token stands for the sample, so that the last block computes only that one."""
     quick_gelu: bool
     layer_scale: bool
     stem_copies: int
-    """Copies of (tokens, width) that the parts before the blocks keep."""
+    """Number of (tokens, width) tensors that the parts before the blocks keep."""
     head_copies: int
-    """The same after them."""
+    """Number of (tokens, width) tensors that the parts after the blocks keep."""
     input_bytes: int
-    """Of one sample as it waits in the step store: uint8 pixels, int32 tokens."""
+    """Bytes of one sample in the step store: uint8 pixels, int32 tokens."""
     input_numbers: int
-    """Of one sample as the tower takes it, in the compute dtype (0: tokens are taken as they are)."""
+    """Numbers of one sample that the tower takes in the compute dtype (0 for tokens, which stay integers)."""
     patch_numbers: int
-    """Of one sample's patches, which the patch embedding keeps."""
+    """Numbers of one sample's patches, which the patch embedding keeps."""
     stem_operations: int
-    """Multiply-adds times two of one sample outside the blocks, forward."""
+    """Operations of one sample's forward pass outside the blocks; a multiply-add is two."""
 
     @property
     def _ratio(self) -> float:
@@ -54,27 +54,27 @@ class Tower:
 
     @property
     def _block(self) -> float:
-        """Saved per token by a whole block, in the compute dtype, in units of the width."""
+        """Numbers that a whole block saves per token, in the compute dtype, in units of the width."""
         ratio = self._ratio
         return 8 + 2 * ratio + (ratio if self.quick_gelu else 0) + (2 if self.layer_scale else 0)
 
     @property
     def _blocks(self) -> float:
-        """The same of all blocks."""
+        """Numbers that all blocks save per token, in units of the width."""
         return (self.layers - 1) * self._block + (4 if self.pooled else self._block)
 
     @property
     def _mlp_gradients(self) -> float:
-        """On top of what is saved when a whole block's MLP is differentiated."""
+        """Numbers per token that a whole block's MLP takes in its backward pass, beside those saved."""
         return 1 + self._ratio * (2 if self.quick_gelu else 1)
 
     def saved_bytes(self, samples: int, compute_bytes: int) -> float:
-        """What autograd keeps of a forward pass without checkpointing, the tower's input not counted."""
+        """Return what autograd keeps of a forward pass without checkpointing, without the tower's input."""
         numbers = self._blocks + self.stem_copies + self.head_copies
         return samples * (self._token_bytes(numbers, self.layers, compute_bytes) + self.patch_numbers * compute_bytes)
 
     def backward_peak(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
-        """The most that the input, activations and their gradients take at once during the backward pass."""
+        """Return the peak of input, activations and their gradients during the backward pass."""
         if checkpointing:
             inputs = 1 if checkpointing == "cpu" else self.layers + (-1 if self.pooled else 1)
             numbers = inputs - 1 + self._block + self._mlp_gradients
@@ -88,17 +88,18 @@ class Tower:
         return samples * (self._token_bytes(numbers, blocks, compute_bytes) + kept * compute_bytes)
 
     def forward_peak(self, samples: int, compute_bytes: int) -> float:
-        """The same of a forward pass that keeps nothing: one block's working set."""
+        """Return the peak of a forward pass without graph: the input and one block's working set."""
         kept = self.input_numbers * compute_bytes
         return samples * (self._token_bytes(2 + 2 * self._ratio, 0, compute_bytes) + kept)
 
-    def waiting_inputs(self, samples: int, compute_bytes: int) -> float:
-        """Bytes of the blocks' inputs, all that checkpointing keeps (with cpu_checkpointing in host memory)."""
+    def block_input_bytes(self, samples: int, compute_bytes: int) -> float:
+        """Return the bytes of all blocks' inputs, which are what activation checkpointing keeps."""
         return samples * self.tokens * self.width * self.layers * compute_bytes
 
     def forward_operations(self) -> float:
-        """Operations of one sample's forward pass (a multiply-add is two); the backward pass has twice as many."""
-        rest = 2 * self.width * (2 * self.width + 2 * self.hidden)  # of one token: query, output, MLP
+        """Return the operations of one sample's forward pass; a multiply-add is two. The backward pass has twice as
+        many."""
+        rest = 2 * self.width * (2 * self.width + 2 * self.hidden)  # one token's query, output and MLP
         keys_values = 4 * self.width**2
         attention = 4 * self.tokens * self.width
         whole_block = self.tokens * (rest + keys_values + attention)
@@ -106,12 +107,12 @@ class Tower:
         return (self.layers - 1) * whole_block + last + self.stem_operations
 
     def _token_bytes(self, numbers: float, blocks: int, compute_bytes: int) -> float:
-        """Of one sample: so many numbers per token and width, and the float32 statistics of so many blocks."""
+        """Return one sample's bytes: `numbers` widths per token, and the float32 statistics of so many blocks."""
         return self.tokens * (numbers * self.width * compute_bytes + blocks * (16 + 4 * self.heads))
 
 
 def image_tower(model: ModelConfig) -> Tower:
-    """The image tower's costs; patch dropout shortens every training image."""
+    """Return the image tower's sizes in training, where patch dropout removes patches."""
     vision = model.vision_cfg
     patches = vision.grid_size**2
     kept = max(1, int(patches * (1 - vision.patch_dropout))) if vision.patch_dropout else patches
@@ -136,7 +137,7 @@ def image_tower(model: ModelConfig) -> Tower:
 
 
 def text_tower(model: ModelConfig) -> Tower:
-    """The text tower's costs."""
+    """Return the text tower's sizes."""
     text = model.text_cfg
     return Tower(
         name="text",
@@ -158,7 +159,7 @@ def text_tower(model: ModelConfig) -> Tower:
 
 
 class TowerWork(NamedTuple):
-    """A tower with its parameters and what goes through it."""
+    """A tower, its parameters, and its chunks per step."""
 
     tower: Tower
     parameters: Parameters
@@ -167,24 +168,23 @@ class TowerWork(NamedTuple):
 
 
 def tower_work(workload: Workload) -> tuple[TowerWork, TowerWork]:
-    """Of the image tower and of the text tower, on one rank in one step."""
-    micro_batches = (workload.image_micro_batch, workload.text_micro_batch)
-    image, text = (
-        TowerWork(tower, parameters, micro_batch, workload.local_batch // micro_batch)
-        for tower, parameters, micro_batch in zip(towers(workload), workload.parameters, micro_batches, strict=True)
+    """Return the work of the image tower and of the text tower, on one rank in one step."""
+    (image, text), parameters, batch = towers(workload), workload.parameters, workload.batch
+    return (
+        TowerWork(image, parameters[0], batch.micro_batch, batch.accumulation),
+        TowerWork(text, parameters[1], batch.text_micro_batch, batch.text_chunks),
     )
-    return image, text
 
 
 def forward_seconds(workload: Workload, rates: Rates) -> tuple[float, float]:
-    """One sample's forward pass through the image tower and through the text tower."""
+    """Return the seconds of one sample's forward pass through the image tower and through the text tower."""
     image, text = towers(workload)
     return image.forward_operations() / rates.image_flops, text.forward_operations() / rates.text_flops
 
 
 def towers(workload: Workload) -> tuple[Tower, Tower]:
-    """The image tower and the text tower."""
+    """Return the sizes of the image tower and of the text tower."""
     pair = image_tower(workload.model), text_tower(workload.model)
-    if workload.compiled:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
+    if workload.megaclip.compile_blocks:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
         pair = replace(pair[0], quick_gelu=False), replace(pair[1], quick_gelu=False)
     return pair

@@ -1,7 +1,7 @@
-"""Two steps of training through the engine, and the same two steps in one plain process in float64: the oracle.
+"""Two training steps through the engine (`train`), and the same two steps in one process in float64 (`oracle`).
 
-The engine's side is built as a run builds it (ds_config.json from a file, `build_engine`, `accumulate_gradients`,
-`update`); the oracle is a whole-batch cross-entropy, autograd, and torch's AdamW with open_clip's weight-decay rule.
+`train` builds everything as a run does: ds_config.json from a file, `build_engine`, `accumulate_gradients`, `update`.
+The oracle uses whole-batch cross-entropy, autograd, and torch's AdamW with the weight-decay rule of open_clip.
 """
 
 import json
@@ -67,17 +67,17 @@ TRANSFORM = ImageTransform(8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
 
 @dataclass(frozen=True)
 class Case:
-    """How to train; the defaults are the plainest way."""
+    """Settings of one training; the defaults turn every feature off."""
 
     stage: int = 0
     accumulation: int = 1
-    """Image chunks of each rank."""
+    """Number of image chunks per rank."""
     text_chunks: int = 0
-    """Text chunks of each rank; 0: as many as image chunks."""
+    """Number of text chunks per rank; 0: as many as image chunks."""
     embeddings_on_cpu: bool = False
     bf16: bool = False
     check_overflow: bool = True
-    """DeepSpeed's own check of bf16 gradients."""
+    """Whether DeepSpeed checks bf16 gradients (bf16.check_grad_overflow)."""
     grad_accum_dtype: str | None = None
     checkpointing: str = ""
     """"", "plain" or "cpu"."""
@@ -85,12 +85,12 @@ class Case:
     """"", "optimizer" or "all" (parameters too)."""
     coalesce: bool = False
     overlap: bool = False
-    """Reduce gradients while the backward pass goes on (zero_optimization.overlap_comm)."""
+    """Whether gradients are reduced during the backward pass (zero_optimization.overlap_comm)."""
     patch_dropout: float = 0.0
     clipping: float = 0.0
     locked: str = ""
-    """"" nothing, "most" both towers but their projections, "below" but projections and last blocks; "image", "text" or
-    "both" whole towers."""
+    """Locked parameters: "" none; "image", "text" or "both" whole towers; "most" both towers except their projections;
+    "below" both towers except their projections and last blocks."""
     persistence_threshold: int = 0
     loss: str = "clip"
     """"clip", "siglip" with a logit bias in the model, or in test_engine_fastclip.py one of FastCLIP's."""
@@ -102,30 +102,30 @@ class Case:
     ranks: int = WORLD_SIZE
     """Ranks that share the batch."""
     feature_fault: float = 1.0
-    """Factor of the feature gradients; anything but 1 is a deliberate mistake."""
+    """Factor of the feature gradients; a value other than 1 is a deliberate mistake."""
     scale_fault: float = 1.0
-    """Factor of logit_scale's gradient, likewise."""
+    """Factor of logit_scale's gradient; a value other than 1 is a deliberate mistake."""
 
 
 def model_of(case: Case) -> ModelConfig:
-    """SigLIP's own starting values make gradients of norm 100 here; these keep the table of tolerances meaningful."""
+    """Return the model. SigLIP's initial values would give gradients of norm 100, too large for the tolerances."""
     return MODEL.replace(init_logit_scale=-1.0, init_logit_bias=-3.0) if case.loss == "siglip" else MODEL
 
 
 @dataclass
 class Outcome:
-    """What two steps gave."""
+    """Results of two steps."""
 
     losses: list[float]
     norms: list[float]
     scale_gradients: list[float]
-    """Of logit_scale and, if there is one, logit_bias, step by step."""
+    """Gradients of logit_scale and, if there is one, logit_bias, for each step in turn."""
     parameters: dict[str, np.ndarray]
-    """Values after the last step, whole."""
+    """Whole parameters after the last step."""
 
 
 def whole_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Pixels (BATCH, 3, 8, 8) uint8 and tokens (BATCH, 6) of a step, the same in every process."""
+    """Return pixels (BATCH, 3, 8, 8) uint8 and tokens (BATCH, 6) of a step, the same in every process."""
     generator = torch.Generator().manual_seed(100 + step)
     images = torch.randint(256, (BATCH, 3, 8, 8), generator=generator, dtype=torch.uint8)
     words = torch.randint(3, 32, (BATCH, 5), generator=generator)
@@ -139,19 +139,19 @@ def share_of(step: int, rank: int, ranks: int = WORLD_SIZE) -> tuple[Tensor, Ten
 
 
 def batch_of(case: Case, step: int, rank: int) -> StepBatch:
-    """The share of one rank, as the engine takes it."""
+    """Return the share of one rank as a `StepBatch`."""
     images, tokens = share_of(step, rank, dist.get_world_size())
     feed = DeviceFeed(torch.device("cpu"), torch.bfloat16 if case.bf16 else torch.float32, TRANSFORM.normalise)
     return MemoryBatch(images.chunk(case.accumulation), tokens, feed, text_chunks=case.text_chunks or case.accumulation)
 
 
 def open_clip_decays(name: str, parameter: Tensor) -> bool:
-    """open_clip's rule: matrices are decayed, unless they belong to a norm, a bias or the logit scale."""
+    """Return whether open_clip decays the parameter: a matrix that is not part of a norm, a bias or the logit scale."""
     return parameter.ndim >= 2 and not any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
 
 
 def scalars_of(model: ClipModel) -> list[torch.nn.Parameter]:
-    """The loss's own parameters."""
+    """Return the scalar parameters that the loss uses."""
     return [model.logit_scale] if model.logit_bias is None else [model.logit_scale, model.logit_bias]
 
 
@@ -159,7 +159,7 @@ UNLOCKED_GROUPS = {"most": 1, "below": 2}
 
 
 def trains(name: str, locked: str) -> bool:
-    """What --lock-image and --lock-text leave, with so many unlocked groups each; and the logit scale."""
+    """Return whether the parameter is trained under --lock-image and --lock-text, as `Case.locked` sets them."""
     if name == "logit_scale" or not locked:
         return True
     if locked in UNLOCKED_GROUPS:
@@ -178,7 +178,7 @@ PARAMS: dict[str, dict] = {
 
 
 class _Published(torch.optim.Optimizer):
-    """Updates written down from their papers; `update` says what is taken from a tensor, before the learning rate."""
+    """An optimizer from its paper. `update` returns the step of a tensor before it is scaled by the learning rate."""
 
     def __init__(self, groups: list[dict], update: Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]):
         super().__init__(groups, {"lr": 1.0, "weight_decay": 0.0})
@@ -222,7 +222,7 @@ ORACLES: dict[str, Callable[[list[dict]], torch.optim.Optimizer]] = {
 
 
 def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays) -> Outcome:
-    """The same training of one process: float64, whole batch, no engine, no cache."""
+    """Train in one process in float64 on the whole batch, without engine and gradient cache."""
     torch.manual_seed(SEED)
     model = build_model(model_of(case), patch_dropout=case.patch_dropout).double()
     parameters = {name: p for name, p in model.named_parameters() if trains(name, case.locked)}
@@ -265,7 +265,7 @@ def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays)
 
 
 def training_config(case: Case) -> TrainingConfig:
-    """The case's ds_config.json, through a file and every check that the command line makes."""
+    """Return the configuration of a case, read from a file with all checks of the command line."""
     zero: dict = {"stage": case.stage}
     if case.stage == 3:
         zero["stage3_param_persistence_threshold"] = case.persistence_threshold
@@ -303,7 +303,7 @@ def training_config(case: Case) -> TrainingConfig:
 
 
 def unchecked_config(case: Case) -> TrainingConfig:
-    """The same for a combination that the checks refuse."""
+    """Return the configuration of a case that the checks refuse."""
     allowed = training_config(replace(case, bf16=False, grad_accum_dtype=None))
     refused = {"bf16": {"enabled": case.bf16}}
     if case.grad_accum_dtype:
@@ -312,7 +312,7 @@ def unchecked_config(case: Case) -> TrainingConfig:
 
 
 def start_engine(case: Case, config: TrainingConfig | None = None) -> DeepSpeedEngine:
-    """The engine as a run builds it."""
+    """Build the engine as a run does."""
     quiet_deepspeed()
     flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--seed", str(SEED)]
     flags += ["--force-patch-dropout", str(case.patch_dropout)]
@@ -325,7 +325,7 @@ def start_engine(case: Case, config: TrainingConfig | None = None) -> DeepSpeedE
 
 
 class _Scaled(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a factor."""
+    """Identity that multiplies its gradient by a factor."""
 
     @staticmethod
     def forward(ctx, x: Tensor, factor: float) -> Tensor:
@@ -338,7 +338,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def loss_of(case: Case) -> Callable[..., Tensor]:
-    """The project's loss, with the case's deliberate mistakes."""
+    """Return the project's loss, with the deliberate mistakes of the case."""
     loss = LOSSES[case.loss](exchange=case.exchange, reduction=case.reduction)
 
     def faulty(x: Tensor, y: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ def loss_of(case: Case) -> Callable[..., Tensor]:
 
 
 def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, batch: StepBatch | None = None) -> float:
-    """Leave the gradient of one step in the engine; returns the loss."""
+    """Accumulate the gradient of one step in the engine; return the loss."""
     bias = engine.module.logit_bias
     return accumulate_gradients(
         engine,
@@ -364,7 +364,7 @@ def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, bat
 
 
 def train(case: Case, config: TrainingConfig | None = None) -> Outcome:
-    """Two steps on this rank, together with the others."""
+    """Train two steps on this rank, together with the other ranks."""
     engine = start_engine(case, config)
     outcome = Outcome([], [], [], {})
     for step in range(STEPS):

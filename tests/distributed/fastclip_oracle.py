@@ -1,7 +1,7 @@
-"""FastCLIP in the plainest way: one process, whole matrices, float64, autograd, u itself, one torch Adam per sample.
+"""Reference implementation of FastCLIP: one process, whole matrices, float64, autograd, u, one torch Adam per sample.
 
-The estimator is written as a surrogate whose autograd gradient is the papers' (u held constant); the objective and the
-released code are written out as they stand, so that three formulations must agree.
+The estimator is a surrogate whose autograd gradient is that of the papers, with u constant. The objective and the
+released code are written out too, so three formulations must agree.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 RATE, BETAS, ADAM_EPS = 0.03, (0.8, 0.95), 1e-3
 BOUNDS = (0.05, 0.8)
 RHO, EPS = 1.7, 1e-3
-FEATURE_FACTOR = {  # does the feature gradient carry tau?
+FEATURE_FACTOR = {  # whether the feature gradient has the factor tau
     "sogclr": True,
     "isogclr": True,
     "fastclip_v0": False,
@@ -32,7 +32,7 @@ def learned(variant: str) -> bool:
 
 
 def batch_g(x: Tensor, y: Tensor, tau_x: Tensor, tau_y: Tensor) -> tuple[Tensor, Tensor]:
-    """g1, g2 (B,) of a batch, straight from their definition; tau () or (B,)."""
+    """Return g1 and g2 (B,) of a batch, from their definition; tau () or (B,)."""
     s = x @ y.T
     off = ~torch.eye(len(x), dtype=torch.bool)
     positive = s.diagonal()
@@ -48,7 +48,7 @@ def gamma_of(schedule: str, epoch: float, minimum: float, epochs: float) -> floa
 
 
 class Found(NamedTuple):
-    """What a step gives."""
+    """Loss and gradients of a step."""
 
     loss: Tensor
     d_image: Tensor
@@ -57,7 +57,7 @@ class Found(NamedTuple):
 
 
 class Oracle:
-    """The dataset's state and the temperature, stepped batch by batch."""
+    """State of the dataset and temperature, updated batch by batch."""
 
     def __init__(self, variant: str, samples: int, tau: float) -> None:
         self.variant = variant
@@ -73,7 +73,7 @@ class Oracle:
                 self.adams[sample, side] = torch.optim.Adam([self.tau[sample, side]], **options)
 
     def step(self, x: Tensor, y: Tensor, ids: list[int], gamma: float) -> Found:
-        """Losses and gradients of a batch before, and the state after, its update."""
+        """Return loss and gradients of a batch before the update, then update the state."""
         x, y = x.detach().clone().requires_grad_(), y.detach().clone().requires_grad_()
         global_tau = torch.exp(-self.log_scale).reshape(())
         if individual(self.variant):
@@ -118,7 +118,7 @@ class Oracle:
                 at = [row for row, other in enumerate(ids) if other == sample]
                 self.u[sample, side] = float(u[side][at].mean())
                 if individual(self.variant):
-                    # Autograd gives the sum over occurrences of 1/B times each; the update wants their mean.
+                    # Autograd returns the sum over occurrences of 1/B times each; the update requires their mean.
                     gradient = next(rest) * len(ids) / len(at)
                     tau = self.tau[sample, side]
                     tau.grad = gradient.clamp(-5, 5)
@@ -139,11 +139,11 @@ def released(
     tau: tuple[Tensor, Tensor],
     ranks: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients that the released code (Optimization-AI/fast_clip, loss.py) leaves: of each rank's own features before
-    averaging over ranks, (B, D) twice, and of logit_scale after it.
+    """Return the gradients of the released code (Optimization-AI/fast_clip, loss.py).
 
-    Each rank sees its own features with gradient, everyone's without, and adds `local` (its rows) and `forward` (all
-    rows against its own columns).
+    They are those of each rank's own features before averaging over ranks, (B, D) twice, and of logit_scale after it.
+    Each rank has its own features with gradient and all features without. It adds `local` (its rows) and `forward` (all
+    rows with its own columns).
     """
     x_parts, y_parts = (t.detach().chunk(ranks) for t in (x, y))
     d_x, d_y, d_scale = [], [], torch.zeros(1, dtype=torch.float64)

@@ -1,10 +1,11 @@
 """Run a function on n ranks of this machine: `run_ranks(function, world_size, *arguments)`.
 
-Each rank is a process that joins the others through deepspeed.comm and a file store. Processes fork from a server that
-has torch and deepspeed loaded, so a launch takes about a second; still put many cases into one. The function must be
-importable (top level of a test module), its arguments and result picklable. If any rank fails, the others are ended and
-`RankFailure` shows every traceback; if they do not finish in time, it says which ranks were still running. Nothing
-hangs.
+Each rank is a process that joins the others through deepspeed.comm and a file store. Ranks are forked from a server
+that has loaded `tests.distributed.preload`, so a launch takes about a second; still, run many cases in one launch. The
+function must be at the top level of a test module, and its arguments and its result must be picklable.
+
+If a rank fails, the others are ended, and `RankFailure` shows all tracebacks. If the ranks do not finish within the
+time limit, it names those that were still running. No failure leaves the caller waiting.
 """
 
 import datetime
@@ -19,9 +20,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-_PRELOADED = ["torch", "deepspeed", "pytest"]
-# After the first failure: how long the other ranks may take to report their own, which is often the same one.
+_PRELOAD = "tests.distributed.preload"
 _GRACE_S = 30.0
+"""Seconds that the other ranks have, after the first failure, to report their own."""
 
 
 class RankFailure(AssertionError):
@@ -36,16 +37,20 @@ def run_ranks(
     environment: dict[str, str] | None = None,
     backend: str = "gloo",
 ) -> list[Any]:
-    """Results of `function(*arguments)` on ranks 0 to world_size-1; deepspeed.comm is initialised there.
+    """Return the results of `function(*arguments)` on ranks 0 to world_size-1, where deepspeed.comm is initialised.
 
-    time_limit_s: against hangs, far above what any launch takes on a loaded machine. environment: set in every rank
-    before the function runs. backend: "nccl" gives every rank a GPU of its own, and a
-    process that starts from nothing. Raises `RankFailure`.
+    Args:
+        time_limit_s: limit against hangs; far above the duration of any launch on a busy machine.
+        environment: variables that are set in every rank before the function runs.
+        backend: "gloo", or "nccl", which gives every rank a GPU and starts it as a new process instead of a fork.
+
+    Raises:
+        RankFailure: a rank raised an exception, died, or did not finish.
     """
     context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
     if backend == "gloo":
-        context.set_forkserver_preload(_PRELOADED)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server loads torch
+        context.set_forkserver_preload([_PRELOAD])
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when the server imports it
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     work = pickle.dumps((function, arguments))
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +72,7 @@ def run_ranks(
 
 
 def _collect(processes: list[BaseProcess], reports: list[Connection], time_limit_s: float) -> list[Any]:
-    """Wait for one report (ok, value or traceback) of each rank; stop early once a rank has failed."""
+    """Wait for one report (succeeded, value or traceback) from each rank; stop early after a failure."""
     deadline = time.monotonic() + time_limit_s
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
@@ -79,7 +84,7 @@ def _collect(processes: list[BaseProcess], reports: list[Connection], time_limit
             try:
                 succeeded, value = report.recv()
             except EOFError:
-                processes[rank].join(_GRACE_S)  # the server that forked it tells of its end
+                processes[rank].join(_GRACE_S)  # until the server has reported its exit code
                 succeeded, value = False, f"ended without a report, exit code {processes[rank].exitcode}"
             (results if succeeded else failures)[rank] = value
             if failures:
@@ -102,19 +107,19 @@ def _run_rank(
     time_limit_s: float,
     backend: str,
 ) -> None:
-    """The life of one rank: set the launcher's variables, join the others, run, report."""
+    """Run one rank: set the launcher's variables, join the other ranks, call the function, report the result."""
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in local.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **environment})
     try:
         _join(rank, world_size, store, time_limit_s, backend)
-        function, arguments = pickle.loads(work)  # imports the test: only now, when the rank is known
+        function, arguments = pickle.loads(work)  # imports the test module and megaclip, which read the rank
         report.send((True, function(*arguments)))
-    except BaseException:  # whatever ended this rank is the test's finding
+    except BaseException:  # also SystemExit and KeyboardInterrupt: the test must see them
         report.send((False, traceback.format_exc()))
     finally:
         report.close()
-        os._exit(0)  # a failed peer must not hold this rank in gloo's destructors
+        os._exit(0)  # without gloo's destructors, which may wait for a rank that has failed
 
 
 def _join(rank: int, world_size: int, store: str, time_limit_s: float, backend: str) -> None:
@@ -134,4 +139,4 @@ def _join(rank: int, world_size: int, store: str, time_limit_s: float, backend: 
         timeout=datetime.timedelta(seconds=time_limit_s),
     )
     init_distributed(backend)
-    dist.barrier()  # a function that ends at once would break a peer that is still connecting
+    dist.barrier()  # a rank that ended now would break the connection of a peer that is still connecting

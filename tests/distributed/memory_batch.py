@@ -1,4 +1,4 @@
-"""The plainest `StepBatch`: tensors that are there already."""
+"""A `StepBatch` around tensors that are in memory."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +9,7 @@ from megaclip.engine.step_batch import DeviceFeed, Tower
 
 
 class MemoryBatch:
-    """pixels: one tensor (_, 3, H, W) uint8 per image chunk; tokens: (b, L), cut into `text_chunks`."""
+    """Samples of one step. pixels: one (_, 3, H, W) uint8 tensor per chunk; tokens: (b, L), cut into `text_chunks`."""
 
     def __init__(self, pixels: Sequence[Tensor], tokens: Tensor, feed: DeviceFeed, *, text_chunks: int) -> None:
         self._chunks = {Tower.IMAGE: list(pixels), Tower.TEXT: list(tokens.chunk(text_chunks))}

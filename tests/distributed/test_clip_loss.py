@@ -1,8 +1,8 @@
-"""ClipLoss on 1, 2 and 3 ranks against plain cross-entropy of one process on the whole batch.
+"""Compare ClipLoss on 1, 2 and 3 ranks with the cross-entropy of one process on the whole batch.
 
-Every combination of exchange and reduction, float64 to 1e-12: the loss on every rank, and all gradients under the
-reduction contract (features times W, logit_scale whole). Rank functions collect what differs; one launch per world size
-runs all of them.
+Every combination of exchange and reduction is compared to 1e-12 in float64: the loss on every rank, and all gradients
+under the reduction contract (features times W, logit_scale whole). The functions of the ranks return lists of
+differences. One launch per world size runs all of them.
 """
 
 import itertools
@@ -25,7 +25,7 @@ WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar")))
 
 
 def random_batch(batch: int, embedding: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Unit vectors whose positives are closer than chance, the same on every rank."""
+    """Return unit vectors, equal on every rank, whose positives are closer than chance."""
     generator = torch.Generator().manual_seed(seed)
     x, noise = torch.randn(2, batch, embedding, generator=generator, dtype=torch.float64)
     return F.normalize(x, dim=1).to(dtype), F.normalize(x + noise, dim=1).to(dtype)
@@ -40,9 +40,9 @@ def problems(
     magnified: float = 1,
     **options: Any,
 ) -> list[str]:
-    """What differs between ClipLoss on this rank's share of the batch and `expected`; empty when nothing does.
+    """Return the differences between ClipLoss on this rank's part of the batch and `expected`.
 
-    magnified: by how much the case magnifies roundings beyond what the table of tolerances allows for.
+    magnified: factor by which the case magnifies roundings, for the tolerances.
     """
     rank, world_size = group_rank(group), group_size(group)
     local = [features.chunk(world_size)[rank].clone().requires_grad_() for features in whole]
@@ -85,7 +85,7 @@ def check_float64() -> list[str]:
         for scale in (torch.tensor(14.3), torch.tensor([3.0])):
             found += in_every_way(whole, scale.double(), tile_budget_mib=tile_budget_mib)
     images, _ = random_batch(5 * group_size(), 7, torch.float64)
-    # Every positive is another row's pair: losses around the scale, where log(1 + exp(v)) is nearly v.
+    # Every positive belongs to another row: the losses are close to the scale, where log(1 + exp(v)) is nearly v.
     found += in_every_way((images, images.roll(1, dims=0)), torch.tensor(22.0).double())
     return found
 
@@ -100,14 +100,14 @@ def check_other_dtypes() -> list[str]:
 
 
 def check_extreme_scales_and_vectors() -> list[str]:
-    """Scale 1000, and batches whose similarities are all 1, -1 or 0, with gradients that cancel."""
+    """Check scale 1000, and batches whose similarities are all 1, -1 or 0, with gradients that cancel."""
     x, y = random_batch(6 * group_size(), 8, torch.float64)
     same = x[:1].expand_as(x).contiguous()
     batches = {"random": (x, y), "identical": (same, same), "opposite": (same, -same), "zero": (x, torch.zeros_like(x))}
     found = []
     for name, (images, texts) in batches.items():
         for scale in (100.0, 1000.0):
-            # exp(scale*s) magnifies roundings by the scale; gradients of size scale that cancel do so once more.
+            # exp(scale*s) magnifies roundings by the scale; gradients of that size that cancel magnify them again.
             magnified = scale if name == "random" else scale**2 / 10
             found += [
                 f"{name}: {p}" for p in in_every_way((images, texts), torch.tensor(scale).double(), magnified=magnified)
@@ -118,14 +118,14 @@ def check_extreme_scales_and_vectors() -> list[str]:
             local = [features.chunk(group_size())[group_rank()].clone().requires_grad_() for features in whole]
             loss = ClipLoss(exchange=exchange, reduction=reduction)(*local, torch.tensor(1000.0))
             loss.backward()
-            # float32 keeps 1000*s to 6e-5 only.
+            # float32 resolves 1000*s to 6e-5 only.
             if not relative_error(loss, expected.loss) < 1e-4 or not local[0].grad.isfinite().all():
                 found.append(f"{name} float32 at scale 1000: {loss.item()} instead of {expected.loss.item()}")
     return found
 
 
 def check_that_wrong_scales_are_noticed() -> list[str]:
-    """The comparison must reject the mistakes that published codes make (docs/mathematics.md, its contract)."""
+    """Check that the comparison rejects the mistakes of published codes (docs/mathematics.md, reduction contract)."""
     whole, scale, world_size = (
         random_batch(4 * group_size(), 8, torch.float64),
         torch.tensor(5.0).double(),
@@ -158,7 +158,7 @@ class Towers(nn.Module):
 
 
 def check_under_data_parallel() -> list[str]:
-    """Parameters' gradients after DDP's averaging, through `.exp()` of the log scale: those of one process."""
+    """Check that parameter gradients after DDP's averaging, with `.exp()` of the log scale, equal one process."""
     images, texts = torch.randn(2, 4 * group_size(), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     serial = Towers()
     x, y, alpha = serial(images, texts)
@@ -176,7 +176,7 @@ def check_under_data_parallel() -> list[str]:
 
 
 def check_trainer_arguments() -> list[str]:
-    """What open_clip's trainer passes and expects: logit_bias, output_dict, scaled losses, a scale of either shape."""
+    """Check the call of open_clip's trainer: logit_bias, output_dict, a scaled loss, a scale of shape (1,)."""
     whole = random_batch(4 * group_size(), 8, torch.float32)
     x, y = (features.chunk(group_size())[group_rank()].clone().requires_grad_() for features in whole)
     bias, scale = torch.tensor(-10.0, requires_grad=True), torch.tensor([10.0], requires_grad=True)
@@ -195,16 +195,16 @@ def check_trainer_arguments() -> list[str]:
 
 
 def expect_same_error(build: Any, text: str) -> list[str]:
-    """Every rank must raise ValueError with `text` in it."""
+    """Return a problem unless `build` raises a ValueError that contains `text`."""
     try:
         build()
     except ValueError as error:
-        return [] if text in str(error) else [f"rank {dist.get_rank()} says {error!r}, not {text!r}"]
+        return [] if text in str(error) else [f"rank {dist.get_rank()} raised {error!r}, not {text!r}"]
     return [f"rank {dist.get_rank()} did not raise {text!r}"]
 
 
 def check_errors() -> list[str]:
-    """A mistake on one rank is a ValueError on all of them."""
+    """Check that a mistake on one rank raises a ValueError on all ranks."""
     last = group_rank() == group_size() - 1
     scale = torch.tensor(1.0)
 
@@ -222,7 +222,8 @@ def check_errors() -> list[str]:
     def two_scales() -> None:
         ClipLoss()(torch.randn(4, 5), torch.randn(4, 5), torch.ones(2) if last else scale)
 
-    found = expect_same_error(unequal_towers, "got (4, 5) and (4, 6)") + expect_same_error(two_scales, "shape (2,)")
+    found = expect_same_error(unequal_towers, "shapes (4, 5) and (4, 6) on rank")
+    found += expect_same_error(two_scales, "logit_scale has shape (2,) on rank")
     if group_size() > 1:
         found += expect_same_error(
             shorter_batch, f"(4, 5) torch.float32 on rank 0 and (3, 5) torch.float32 on rank {group_size() - 1}"
@@ -232,7 +233,7 @@ def check_errors() -> list[str]:
 
 
 def check_bf16_payload() -> list[str]:
-    """Features that bfloat16 holds exactly travel without loss; gradients in float64 lose what bfloat16 rounds away."""
+    """Check that features exact in bfloat16 arrive unchanged, and that float64 gradients are rounded to bfloat16."""
     found = []
     for loss_class, arguments in (
         (ClipLoss, (torch.tensor(9.0).double(),)),
@@ -269,7 +270,7 @@ def check_everything() -> list[str]:
 
 
 def check_a_subgroup() -> list[str]:
-    """Ranks 2 and 0 of three share a batch; rank 1 has none of it and is told so."""
+    """Check a group of ranks 0 and 2 of three. Rank 1 gets an error."""
     group = dist.new_group([0, 2])
     if dist.get_rank() == 1:
         features = torch.randn(2, 3)
@@ -279,7 +280,7 @@ def check_a_subgroup() -> list[str]:
 
 
 def check_torch_distributed_alone() -> list[str]:
-    """A program that initialised torch.distributed and never heard of deepspeed.comm."""
+    """Check a program that initialised torch.distributed but not deepspeed.comm."""
     dist.comm.cdb = None
     assert not dist.is_initialized() and torch.distributed.is_initialized()
     return in_every_way(random_batch(8, 7, torch.float64), torch.tensor(9.0).double())
@@ -301,7 +302,7 @@ def test_a_program_that_initialised_torch_distributed_only() -> None:
     assert run_ranks(check_torch_distributed_alone, 2) == [[]] * 2
 
 
-def test_plain_python() -> None:
+def test_without_torch_distributed() -> None:
     assert not torch.distributed.is_initialized()
     assert in_every_way(random_batch(9, 7, torch.float64), torch.tensor([9.0]).double(), tile_budget_mib=0.001) == []
 
@@ -314,5 +315,7 @@ def test_autocast_does_not_reach_the_tiles() -> None:
 
 @pytest.mark.parametrize("options", [{"exchange": "gather"}, {"reduction": "ring"}, {"payload": "fp8"}])
 def test_unknown_choices_are_refused(options: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match=r"expected (exchange|reduction|payload) to be one of auto"):
+    with pytest.raises(
+        ValueError, match=r"(exchange|reduction|payload): Input should be 'auto'.*, got '(gather|ring|fp8)'"
+    ):
         ClipLoss(**options)

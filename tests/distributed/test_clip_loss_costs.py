@@ -1,6 +1,6 @@
-"""What ClipLoss costs: one tile of memory, each tile computed once, and no more traffic than the strategy needs.
+"""Costs of ClipLoss: one tile of memory, each tile computed once, and no more traffic than the strategy needs.
 
-Results are tested in test_clip_loss.py; here operations, allocations and messages are counted, exactly.
+These tests count operations, allocations and messages exactly; test_clip_loss.py tests the results.
 """
 
 import itertools
@@ -23,7 +23,7 @@ WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar")))
 
 
 def two_phases(batch: int, embedding: int, **options: Any) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Forward and backward of a ClipLoss on random local features (batch, embedding), to be called in this order."""
+    """Return forward and backward of a ClipLoss on random local features (batch, embedding), in this order."""
     x, y = torch.randn(2, batch, embedding).unbind()
     x.requires_grad_()
     y.requires_grad_()
@@ -33,7 +33,7 @@ def two_phases(batch: int, embedding: int, **options: Any) -> tuple[Callable[[],
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the most elements of any tensor that an operation returned."""
+    """Records the number of elements of the largest tensor that an operation returned."""
 
     elements = 0
 
@@ -59,7 +59,7 @@ def check_memory() -> None:
 
 
 def check_products() -> None:
-    """Products in units of b*B*D multiplications and additions: 2 forward; 6 backward, 8 where no gradient moves.
+    """Products in units of b*B*D multiplications and additions: 2 forward; 6 backward, 8 if ranks send no gradients.
 
     In the ring a rank's own block serves both of its sides, which saves 2 of its b*b*D there.
     """
@@ -105,15 +105,14 @@ def check_traffic() -> None:
     batch, embedding, hops = 16, 24, group_size() - 1
     features, agreement = batch * embedding, 4 * 2 * hops
     expected = {
-        # y; behind it the column statistics, with one hop more to come home. Then y with its shifts; dy and dots
-        # behind.
+        # y, then the column statistics, which need one more hop to return. Then y with its shifts; dy and dots follow.
         ("ring", "feature"): {
             "batch_isend_irecv": (hops * features + (hops + 1) * batch)
             + hops * (features + batch)
             + (hops + 1) * (features + batch),
             "all_gather_into_tensor": agreement,
         },
-        # As before forward; then x and y with one shift each, and no gradient.
+        # Forward as above; then x and y with one shift each, and no gradient.
         ("ring", "scalar"): {
             "batch_isend_irecv": (hops * features + (hops + 1) * batch) + hops * 2 * (features + batch),
             "all_gather_into_tensor": agreement,

@@ -1,7 +1,9 @@
-"""The ring, the collectives and shared errors on 1 to 3 ranks, against what their descriptions say."""
+"""The ring, the collectives and errors raised on all ranks, on 1 to 3 ranks and on a group of some ranks."""
 
 import math
-import re
+import time
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed.comm as dist
@@ -14,10 +16,11 @@ from megaclip.comm.collectives import (
     gather_integers,
     gather_objects,
     gather_rows,
-    raise_together,
+    raise_on_all_ranks,
     reduce_scatter_log_sum_exp,
     reduce_scatter_rows,
     sum_over_ranks,
+    wait_for_all_ranks,
 )
 from megaclip.comm.groups import group_rank, group_size, resolve
 from tests.distributed.harness import run_ranks
@@ -37,7 +40,7 @@ def check_collectives(group: Any = None) -> None:
     expected = [[(2 * rank + row) * size * (size + 1) / 2] for row in range(2)]
     assert reduce_scatter_rows(rows, group=group).tolist() == expected
 
-    # Exponentials that overflow float32; element 1 has something on the last rank only, element 2 nowhere.
+    # The exponentials overflow float32. Element 1 is finite on the last rank only, element 2 on no rank.
     values = torch.tensor([1000.0 + rank, -900.0 if rank == size - 1 else -math.inf, -math.inf]).repeat(size)
     merged = reduce_scatter_log_sum_exp(values, group=group).double()
     top = 1000 + math.log(sum(math.exp(owner) for owner in range(size)))
@@ -45,7 +48,7 @@ def check_collectives(group: Any = None) -> None:
 
 
 def check_ring(group: Any = None) -> None:
-    """Every block is seen once, own first; what is carried for it comes home with a part from every rank."""
+    """Each rank sees every block once, its own first. A `Carried` arrives at home with a part from every rank."""
     ranks = resolve(group)
     posted: list[str] = []
     batch_isend_irecv = dist.batch_isend_irecv
@@ -60,7 +63,7 @@ def check_ring(group: Any = None) -> None:
     block = torch.full((3, 2), float(ranks.rank)), torch.full((3,), ranks.rank + 0.5, dtype=torch.float64)
     for hop, (owner, (features, terms)) in enumerate(ring.circulate(block, group=group)):
         assert features.unique().tolist() == [owner] and terms.unique().tolist() == [owner + 0.5]
-        # The next block is under way before this one is worked on; the last hop has no next.
+        # The next block is being sent before the caller gets this one; after the last hop there is no next block.
         assert posted.count("block") == min(hop + 1, ranks.size - 1)
         seen.append(owner)
         carried.add((features + 10 * (ranks.rank + 1), torch.tensor([float(ranks.rank)])))
@@ -73,48 +76,129 @@ def check_ring(group: Any = None) -> None:
     assert visitors.tolist() == [everyone]
 
 
-def check_raise_together() -> None:
-    raise_together(None)
-    last = group_size() - 1
-    for error in (errors.DataError("expected shards, got none"), errors.ConfigError("x")):
-        with pytest.raises(type(error), match=re.escape(str(error))):
-            raise_together(error if group_rank() == last else None)
-    with pytest.raises(errors.CheckpointError, match=r"^from rank 0$"):
-        raise_together(errors.CheckpointError(f"from rank {group_rank()}"))
+def check_wait_for_all_ranks(group: Any = None) -> None:
+    """No rank returns before the last one has entered."""
+    if group_rank(group) == group_size(group) - 1:
+        time.sleep(0.1)
+    entered_at = time.monotonic()  # the ranks of one host share this clock
+    wait_for_all_ranks(group=group)
+    returned_at = time.monotonic()
+    assert returned_at >= max(gather_objects(entered_at, group=group))
 
-    # A bug keeps its own exception where it happened; its peers learn which rank to look at.
-    bug = KeyError("oops") if group_rank() == last else None
-    with pytest.raises(Exception) as caught:
-        raise_together(bug)
-    if bug is not None:
-        assert caught.value is bug
+
+def broken() -> None:
+    raise KeyError("oops")
+
+
+def raised_on_all_ranks(body: Callable[[], Any], group: Any = None) -> Exception | None:
+    """Return the exception that `raise_on_all_ranks` raises on this rank for this body, or None."""
+    try:
+        with raise_on_all_ranks(group=group):
+            body()
+    except Exception as error:
+        return error
+    return None
+
+
+def fail_on(ranks: set[int], error: Exception, group: Any = None) -> Callable[[], None]:
+    """Return a function that raises `error` on these ranks of the group."""
+
+    def body() -> None:
+        if group_rank(group) in ranks:
+            raise error
+
+    return body
+
+
+def check_no_error(group: Any = None) -> None:
+    assert raised_on_all_ranks(lambda: None, group) is None
+
+
+def check_an_error_of_one_rank(group: Any = None) -> None:
+    """All ranks raise its class and message."""
+    last = group_size(group) - 1
+    for error in (errors.DataError("expected shards, got none"), errors.ConfigError("x")):
+        raised = raised_on_all_ranks(fail_on({last}, error, group), group)
+        assert (type(raised), str(raised)) == (type(error), str(error))
+
+
+def check_errors_of_several_ranks(group: Any = None) -> None:
+    """All ranks raise the error of the lowest rank that fails."""
+    rank, size = group_rank(group), group_size(group)
+    for first in range(size):
+        failing = set(range(first, size))
+        raised = raised_on_all_ranks(fail_on(failing, errors.CheckpointError(f"from rank {rank}"), group), group)
+        assert (type(raised), str(raised)) == (errors.CheckpointError, f"from rank {first}")
+
+
+def check_a_bug_of_one_rank(group: Any = None) -> None:
+    """The exception keeps its traceback on its own rank; the other ranks name that rank."""
+    last = group_size(group) - 1
+    raised = raised_on_all_ranks(broken if group_rank(group) == last else lambda: None, group)
+    if group_rank(group) == last:
+        assert type(raised) is KeyError
+        assert "broken" in [frame.name for frame in traceback.extract_tb(raised.__traceback__)]
     else:
-        assert type(caught.value) is errors.MegaclipError
-        assert str(caught.value).startswith(f"rank {last} failed with KeyError: 'oops'")
+        assert type(raised) is errors.MegaclipError
+        assert str(raised).startswith(f"rank {last} failed with KeyError: 'oops'")
+
+
+def check_a_bug_beside_a_users_error(group: Any = None) -> None:
+    """The rank with the bug raises it; the other ranks raise the user's error, which is of a higher rank."""
+    rank, last = group_rank(group), group_size(group) - 1
+    if last == 0:
+        return
+    raised = raised_on_all_ranks(broken if rank == 0 else fail_on({last}, errors.DataError("no shards"), group), group)
+    assert (type(raised), str(raised)) == ((KeyError, "'oops'") if rank == 0 else (errors.DataError, "no shards"))
+
+
+def check_raise_on_all_ranks(group: Any = None) -> None:
+    check_no_error(group)
+    check_an_error_of_one_rank(group)
+    check_errors_of_several_ranks(group)
+    check_a_bug_of_one_rank(group)
+    check_a_bug_beside_a_users_error(group)
 
 
 def check_everything() -> None:
     check_collectives()
     check_ring()
-    check_raise_together()
+    check_wait_for_all_ranks()
+    check_raise_on_all_ranks()
 
 
 def check_everything_logged() -> None:
-    """As a run with "comms_logger" in its ds_config.json."""
+    """Run all checks as in a run with "comms_logger" in its ds_config.json."""
     dist.configure(enabled=True, prof_all=True)
     check_everything()
     assert {"all_reduce", "batch_isend_irecv"} <= set(dist.comm.comms_logger.comms_dict)
 
 
 def check_groups() -> None:
-    """A group of some ranks, in another order than the job's."""
+    """Use a group of some ranks, in an order that differs from the job's."""
     group = dist.new_group([2, 0])
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="not a member"):
             resolve(group)
-        return
-    check_collectives(group)
-    check_ring(group)
+    else:
+        check_collectives(group)
+        check_ring(group)
+        check_wait_for_all_ranks(group)
+        check_raise_on_all_ranks(group)
+    check_nested_groups(group)
+
+
+def check_nested_groups(group: Any) -> None:
+    """An error that the ranks of a group share is raised on all ranks by the outer statement."""
+    rank = dist.get_rank()
+
+    def inner() -> None:
+        if rank != 1:
+            with raise_on_all_ranks(group=group):
+                fail_on({2}, errors.DataError("from rank 2"))()
+
+    raised = raised_on_all_ranks(inner)
+    assert (type(raised), str(raised)) == (errors.DataError, "from rank 2")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -122,15 +206,15 @@ def test_ring_collectives_and_errors(world_size: int) -> None:
     run_ranks(check_everything, world_size)
 
 
-def test_they_run_under_deepspeeds_comms_logger() -> None:
+def test_ring_collectives_and_errors_with_deepspeeds_comms_logger() -> None:
     run_ranks(check_everything_logged, 2)
 
 
-def test_groups_of_some_ranks() -> None:
+def test_a_group_of_some_ranks() -> None:
     run_ranks(check_groups, 3)
 
 
-def test_plain_python_is_a_group_of_one() -> None:
+def test_a_process_without_a_launcher_is_a_group_of_one() -> None:
     assert not torch.distributed.is_initialized()
     check_everything()
     with pytest.raises(ValueError, match=r"neither deepspeed\.comm nor torch\.distributed is initialised"):

@@ -1,7 +1,6 @@
-"""The tile engine over ranks with a scale, shift and weight of every row's and column's own, against the whole matrix.
+"""Compare the tile operations over all ranks with the whole matrix, for scales, shifts and weights per sample.
 
-ClipLoss uses one scale for all samples; losses with temperatures or estimators of each sample's own need what is tested
-here, dots included.
+ClipLoss uses one scale for all samples. Losses with per-sample temperatures or estimators need vectors, and the dots.
 """
 
 import itertools
@@ -13,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaclip.comm.groups import group_rank, group_size, resolve
-from megaclip.losses.distributed_tiles import Terms, distributed_grads, distributed_stats, gather_columns
-from megaclip.losses.plan import Plan, TileOptions
+from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
+from megaclip.losses.plan import Plan
 from megaclip.ops import reference
+from megaclip.ops.tiles import Terms, TileOptions
 from tests.distributed.harness import run_ranks
 from tests.tolerances import GRADIENT, VALUE, relative_error
 
@@ -26,7 +26,10 @@ def plans() -> Iterator[Plan]:
 
 
 def check(batch: int, vectors: frozenset[int]) -> None:
-    """Values 0 to 2 are the rows' scale, shift, weight, 3 to 5 the columns'; those in `vectors` differ per sample."""
+    """Check one case. Values 0 to 2 are the rows' scale, shift and weight, 3 to 5 those of the columns.
+
+    vectors: the values that differ per sample; the others are numbers.
+    """
     generator = torch.Generator().manual_seed(batch)
     total = batch * group_size()
     x, y = F.normalize(torch.randn(2, total, 9, generator=generator, dtype=torch.float64), dim=2)
@@ -37,7 +40,7 @@ def check(batch: int, vectors: frozenset[int]) -> None:
     mine = slice(batch * group_rank(), batch * (group_rank() + 1))
     local = [value[mine] if isinstance(value, Tensor) else value for value in everyone]
     expected_stats = reference.tile_stats(x, y, everyone[0], everyone[3], diagonal=0)
-    expected_grads = reference.tile_grads(x, y, *everyone, diagonal=0)
+    expected_grads = reference.tile_grads(x, y, Terms(*everyone[:3]), Terms(*everyone[3:]), diagonal=0)
     for plan in plans():
         y_all = gather_columns(y[mine], plan)
         stats = distributed_stats(x[mine], y[mine], local[0], local[3], plan=plan, y_all=y_all)

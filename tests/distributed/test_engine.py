@@ -1,7 +1,7 @@
-"""Training through the engine equals one process on the whole batch: ZeRO 0 to 3, gradient cache, offload and the rest.
+"""Training through the engine equals one process on the whole batch, for ZeRO 0 to 3 and all features of the engine.
 
-Two AdamW steps on two ranks against `engine_cases.oracle` in float64; all cases share one launch. The last tests prove
-that the comparison can fail.
+Every case takes two steps on two ranks and is compared with `engine_cases.oracle` in float64. All cases run in one
+launch. The last tests prove that the comparison can fail.
 """
 
 import itertools
@@ -39,7 +39,7 @@ for _stage in range(4):
     CASES[f"zero{_stage} siglip"] = Case(_stage, 3, loss="siglip", **WAYS["gather" if _stage % 2 else "ring"])
     CASES[f"zero{_stage} SGD"] = Case(_stage, 3, optimizer="SGD")
     CASES[f"zero{_stage} Lion"] = Case(_stage, 3, optimizer="Lion")
-# Towers of unlike numbers of chunks, one of which may be 1: a parameter takes part in some backward passes only.
+# The towers have different numbers of chunks, so a parameter takes part in some of the backward passes only.
 for _stage in range(4):
     CASES[f"zero{_stage} text x 2"] = Case(_stage, 3, text_chunks=2, patch_dropout=0.5, embeddings_on_cpu=True)
     CASES[f"zero{_stage} text x 6 offloaded"] = Case(
@@ -57,7 +57,7 @@ CASES["zero3 everything"] = Case(
     3, 3, text_chunks=6, offload="all", checkpointing="cpu", coalesce=True, patch_dropout=0.5, clipping=0.1
 )
 
-# The mistakes of published codes that docs/mathematics.md names, and their like.
+# Mistakes of published code that docs/mathematics.md names, and similar ones.
 FAULTS = {
     "logit_scale gradient times chunks": Case(3, 3, scale_fault=3.0),
     "logit_scale gradient times ranks": Case(1, 1, scale_fault=2.0),
@@ -68,7 +68,7 @@ FAULTS = {
 
 
 def train_all(cases: dict[str, Case]) -> dict[str, Outcome | str]:
-    """Every case's outcome on this rank, or the traceback of what it raised."""
+    """Return the outcome of every case on this rank, or the traceback of its exception."""
     outcomes: dict[str, Outcome | str] = {}
     for name, case in cases.items():
         try:
@@ -80,12 +80,12 @@ def train_all(cases: dict[str, Case]) -> dict[str, Outcome | str]:
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, Outcome | str]]:
-    """Per rank: name of the case -> its outcome."""
+    """Outcomes by the name of the case, one dictionary per rank."""
     return run_ranks(train_all, WORLD_SIZE, {**CASES, **FAULTS})
 
 
 def differences(got: Outcome | str, expected: Outcome) -> dict[str, float]:
-    """Largest difference in each of the measured things."""
+    """Return the largest difference of each measured quantity."""
     assert isinstance(got, Outcome), got
     assert got.parameters.keys() == expected.parameters.keys()
     return {
@@ -97,13 +97,13 @@ def differences(got: Outcome | str, expected: Outcome) -> dict[str, float]:
 
 
 def without_key_biases(outcome: Outcome | str) -> Outcome:
-    """Their true gradient is zero; Lion turns the rounding in its place into whole steps. Nothing depends on them."""
+    """Leave out the keys' biases: their true gradient is zero, and Lion turns its rounding errors into whole steps."""
     assert isinstance(outcome, Outcome), outcome
     return replace(outcome, parameters={n: p for n, p in outcome.parameters.items() if "k_proj.bias" not in n})
 
 
 def excess(found: dict[str, float]) -> dict[str, float]:
-    """What exceeds its tolerance (a NaN does)."""
+    """Return the differences that exceed their tolerance; NaN does."""
     return {name: value for name, value in found.items() if not value <= TOLERANCES[name]}
 
 
@@ -128,8 +128,8 @@ def test_a_wrong_scale_fails_the_same_comparison(trained, name):
         assert {"parameters", "norm"} <= excess(found).keys()
 
 
-def test_the_comparison_sees_weight_decay_dropout_and_clipping(trained):
-    """An oracle that does these differently is far away, so agreement above means something."""
+def test_the_comparison_detects_weight_decay_dropout_and_clipping(trained):
+    """An oracle that differs in one of them is far away, so the comparison depends on each of them."""
     plain = trained[0]["zero3 x 3"]
     for other in (
         oracle(Case(), decays=lambda name, p: True),

@@ -1,8 +1,8 @@
 """FastCLIP through the engine equals one process on the whole batch: parameters, estimators and temperatures.
 
-Two ranks, three chunks of the gradient cache each, ZeRO-1 and ZeRO-3, two AdamW steps. The oracle is the towers in
-float64 on the whole batch, `fastclip_oracle.Oracle` for the loss, its state and its temperatures, autograd between
-them, and torch's AdamW. In the second step some samples are new, some known, and one is there twice.
+The runs take two AdamW steps on two ranks with three gradient-cache chunks each, with ZeRO-1 and ZeRO-3. The oracle
+runs the towers in float64 on the whole batch, `fastclip_oracle.Oracle` for the loss, its state and its temperatures,
+and torch's AdamW. The second step has new samples, samples of the first step, and one sample twice.
 """
 
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ CASES = {
 
 @dataclass
 class Trained:
-    """What two steps gave; u and tau (SAMPLES, 2), NaN where a sample was not met or lies on another rank."""
+    """Results of two steps. u and tau: (SAMPLES, 2), NaN for samples that were not used or belong to another rank."""
 
     losses: list[float]
     parameters: dict[str, np.ndarray]
@@ -63,7 +63,7 @@ class Trained:
 
 
 def ids_of(step: int) -> Tensor:
-    """(BATCH,) sample ids of a step."""
+    """Return the sample ids of a step, (BATCH,)."""
     ids = (torch.arange(BATCH) * 7 + 8 * step) % SAMPLES
     if step:
         ids[-1] = ids[0]
@@ -127,7 +127,7 @@ def through_the_engine(case: Case) -> Trained:
         update(engine)
         loss.update(step / STEPS)
     state = loss._loss.state
-    mine = torch.arange(SAMPLES)[state.index.owner(torch.arange(SAMPLES), WORLD_SIZE) == dist.get_rank()]
+    mine = torch.arange(SAMPLES)[state.index.owner(torch.arange(SAMPLES)) == dist.get_rank()]
     rows = state.values[state.index.slots(mine)].double().numpy()
     u, tau = np.full((2, SAMPLES, 2), np.nan)
     u[mine] = np.exp(rows[:, :2])
@@ -167,7 +167,7 @@ def test_two_steps_equal_one_process_on_the_whole_batch(trained, name):
 
 @pytest.mark.parametrize("name", ["fastclip_v3 zero1", "fastclip_v2 zero3"])
 def test_the_comparison_sees_another_estimator(trained, name):
-    """FastCLIP v0 drops tau's factor; an oracle that never mixes u with its past stands for a lost state."""
+    """FastCLIP v0 omits the factor tau. An oracle with gamma = 1 has no memory, like a run that lost its state."""
     got = trained[0][name]
     others = [one_process(replace(CASES[name], loss="fastclip_v0"))]
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,7 @@
-"""What the engine refuses or bounds at every ZeRO stage: NaN on one rank, logit_scale's master, precision.
+"""Guards of the engine at every ZeRO stage: NaN on one rank, the bounds of logit_scale, the precision of gradients.
 
-One launch of two ranks. It also measures the two bf16 settings that `megaclip.config.checks` refuses, so that a test
-says so when DeepSpeed mends them.
+Two ranks are started once. The two bf16 settings that `megaclip.config.checks` refuses are measured too, so that a
+test fails when DeepSpeed has fixed them.
 """
 
 import itertools
@@ -32,7 +32,7 @@ UNCHECKED = {f"zero{stage} bf16 unchecked": Case(stage, 3, bf16=True, check_over
 OFFLOADED = {"zero3 bf16 offloaded": Case(3, 3, bf16=True, grad_accum_dtype="fp32", offload="all")}
 CASES = {**FLOAT32, **BF16, **UNCHECKED, **OFFLOADED}
 MAXIMUM = 8.0
-"""Below the initial scale of 1/0.07, so that the clamp acts at once."""
+"""Bound of logit_scale. It is below the initial value of 1/0.07, so that the clamp acts in the first step."""
 
 ACCUMULATED = {
     f"stage {stage}, fp32 accumulation{', offloaded' if offload else ''}": Case(
@@ -41,7 +41,7 @@ ACCUMULATED = {
     for stage in (2, 3)
     for offload in ("", "optimizer")
 }
-# What the checks of megaclip.config refuse, beside the nearest setting that they allow.
+# The combinations that megaclip.config.checks refuses, and the nearest one that it accepts.
 PRECISION = {
     "allowed": Case(2, 1, bf16=True),
     **ACCUMULATED,
@@ -52,20 +52,20 @@ PRECISION = {
 
 @dataclass
 class Guarded:
-    """What one case did on this rank."""
+    """Measurements of one case on this rank."""
 
     initial_scale: float
     clamped_scale: float
     scale_after_idle_step: float
     scale_in_forward: float
     refusals: list[str]
-    """How the steps with a NaN gradient and a NaN loss ended: class and message."""
+    """Error messages of the step with a NaN loss and of the step with a NaN gradient."""
     changed: list[str]
-    """Parameters that those steps changed."""
+    """Names of the parameters that these steps changed."""
 
 
 def poison_last_rank(case: Case, step: int) -> StepBatch:
-    """The rank's share, in which an image of the last rank is NaN once normalised."""
+    """Return this rank's part of the batch; one normalised image of the last rank is NaN."""
     images, tokens = engine_cases.share_of(step, dist.get_rank())
 
     def normalise(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -85,7 +85,7 @@ def guarded(case: Case) -> Guarded:
     initial = scale.read().item()
     clamped = scale.clamp_().item()
     engine_cases.backpropagate(engine, case, 0)
-    update(engine)  # of rate zero: writes the working copies from the masters
+    update(engine)  # with learning rate 0: copies the masters into the working parameters
     with torch.no_grad():
         forward = engine(None, engine_cases.whole_batch(0)[1])[2].item()
     after = scale.read().item()
@@ -128,12 +128,12 @@ def run_all() -> dict[str, Guarded | Outcome | str]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    """Per rank: name of the case -> what it did."""
+    """Per rank: name of the case -> its measurements."""
     return run_ranks(run_all, WORLD_SIZE)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_master_of_logit_scale_is_clamped_and_stays_so(results, name):
+def test_the_master_of_logit_scale_is_clamped_and_stays_clamped(results, name):
     bound = torch.tensor(math.log(MAXIMUM))
     for rank_results in results:
         got = rank_results[name]
@@ -155,7 +155,7 @@ def test_nan_on_one_rank_ends_every_rank_before_the_update(results, name):
 
 
 def relative_errors(name: str, results: list[dict[str, Any]]) -> tuple[float, float]:
-    """Of the first step's gradient norm, and of the parameters moved in two steps, against float64."""
+    """Return the relative errors, against float64, of the first gradient norm and of the change in two steps."""
     expected, start = oracle(PRECISION[name]), initial_parameters()
     got = results[0][name]
     assert isinstance(got, Outcome), got
@@ -171,7 +171,7 @@ def initial_parameters() -> dict[str, Any]:
 
 
 def test_the_precision_settings_that_the_configuration_refuses_are_still_wrong(results):
-    """When this fails, DeepSpeed has mended one: take the refusal out of `megaclip.config`."""
+    """If this fails, DeepSpeed has fixed one of them: remove its refusal from `megaclip.config.checks`."""
     for name, case in PRECISION.items():
         if name != "allowed" and name not in ACCUMULATED:
             with pytest.raises(ConfigError, match=r"zero_optimization\.stage"):
@@ -183,18 +183,18 @@ def test_the_precision_settings_that_the_configuration_refuses_are_still_wrong(r
 
 
 @pytest.mark.parametrize("name", ACCUMULATED)
-def test_bf16_with_float32_accumulation_is_right_chunk_by_chunk(results, name):
+def test_bf16_with_float32_accumulation_is_correct(results, name):
     norm_error, move_error = relative_errors(name, results)
     assert norm_error < 0.03 and move_error < 0.15, (norm_error, move_error)
 
 
-ALIKE = 300
-"""Chunks of the same image: above 256 of them, bfloat16 loses the gradient of one beside their sum or counts it twice.
+MANY = 300
+"""Number of chunks with the same image. Beside a bfloat16 sum of more than 256, one gradient is lost or counted twice.
 """
 
 
-def gradient_of_alike_chunks(coalesce: bool, stage: int, dtype: torch.dtype, chunks: int = ALIKE) -> torch.Tensor:
-    """The image projection's gradient of a loss that is a mean over rows, which are all the same."""
+def gradient_of_equal_chunks(coalesce: bool, stage: int, dtype: torch.dtype, chunks: int = MANY) -> torch.Tensor:
+    """Return the image projection's gradient for a loss that is the mean over equal rows."""
     engine = engine_cases.start_engine(Case(stage, 1, bf16=True, coalesce=coalesce))
     (image, *_), (tokens, *_) = engine_cases.whole_batch(0)
     feed = DeviceFeed(torch.device("cpu"), torch.bfloat16, engine_cases.TRANSFORM.normalise)
@@ -212,21 +212,21 @@ def gradient_of_alike_chunks(coalesce: bool, stage: int, dtype: torch.dtype, chu
     return safe_get_full_grad(engine.module.visual.proj).float()
 
 
-def errors_of_alike_chunks() -> dict[tuple[bool, int, torch.dtype], float]:
-    """(coalesced, stage, accumulation) -> how far the gradient of many alike chunks is from that of one."""
+def errors_of_equal_chunks() -> dict[tuple[bool, int, torch.dtype], float]:
+    """(coalesced, stage, accumulation dtype) -> relative error of the gradient of many equal chunks, against one."""
     cases = [(True, 1, torch.float32), (True, 3, torch.float32), (True, 1, torch.bfloat16), (False, 1, torch.float32)]
-    one = gradient_of_alike_chunks(*cases[0], chunks=1)
-    return {case: float((gradient_of_alike_chunks(*case) - one).norm() / one.norm()) for case in cases}
+    one = gradient_of_equal_chunks(*cases[0], chunks=1)
+    return {case: float((gradient_of_equal_chunks(*case) - one).norm() / one.norm()) for case in cases}
 
 
 def test_coalesced_gradients_of_many_bf16_chunks_are_not_lost() -> None:
-    (errors,) = run_ranks(errors_of_alike_chunks, 1)
+    (errors,) = run_ranks(errors_of_equal_chunks, 1)
     for case, error in errors.items():
-        in_float32 = case[0] and case[2] == torch.float32  # not: as told, and as DeepSpeed does by itself
+        in_float32 = case[0] and case[2] == torch.float32  # the other cases accumulate in bfloat16
         assert error < 0.01 if in_float32 else error > 0.02, errors
 
 
-def test_random_states_differ_by_step_rank_tower_and_chunk_and_replay():
+def test_random_states_differ_by_step_rank_tower_and_chunk_and_repeat():
     def draw(seed: int, step: int, rank: int, tower: Tower, chunk: int) -> float:
         RandomState(seed, step, rank).reseed(tower, chunk)
         return torch.rand(1, dtype=torch.float64).item()

@@ -1,7 +1,7 @@
-"""FastClipLoss on 1, 2 and 3 ranks against the oracle of one process, to 1e-10 in float64.
+"""Compare FastClipLoss on 1, 2 and 3 ranks with a reference in one process, to 1e-10 in float64.
 
-Every variant, exchange and reduction takes several steps: values, feature gradients under the reduction
-contract, temperature gradients, state and temperatures; with samples that are new, known, and twice in a batch.
+Every variant, exchange and reduction takes several steps. Compared are values, feature gradients under the reduction
+contract, temperature gradients, state and temperatures. Samples are new, known, or twice in a batch.
 """
 
 import io
@@ -40,13 +40,13 @@ from tests.distributed.harness import run_ranks
 SAMPLES, BATCH, DIMENSION, TAU = 26, 18, 5, 0.3
 EPOCHS = (0.0, 0.6, 1.4, 7.0)
 GAMMA_MIN, GAMMA_EPOCHS = 0.4, 3.0
-# The last: dense ids whose state is asked for in advance, or hashed ones whose state the loss asks for itself.
-WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar"), ("dense", "hashed")))
+# The last value: whether the state of the samples is fetched before the loss is called, or by the loss.
+WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar"), ("fetched before", "fetched by the loss")))
 TOLERANCE = 1e-10
 
 
 def batch_of(step: int, batch: int = BATCH) -> tuple[Tensor, Tensor, list[int]]:
-    """Features and ids of a step; ids repeat within a batch in every step but the first."""
+    """Return features and ids of a step. In every step except the first, ids repeat within the batch."""
     generator = torch.Generator().manual_seed(step)
     x, noise = torch.randn(2, batch, DIMENSION, generator=generator, dtype=torch.float64)
     ids = torch.randperm(SAMPLES, generator=generator)[:batch]
@@ -78,11 +78,11 @@ def local_part(whole: Tensor) -> Tensor:
     return whole.chunk(group_size())[group_rank()]
 
 
-def one_step(loss: FastClipLoss, step: int, epoch: float, posted: bool = False):
-    """Value and gradients of this rank, through the gradient cache's own evaluation of the loss; then the update."""
+def one_step(loss: FastClipLoss, step: int, epoch: float, fetched_before: bool = False):
+    """Return value and gradients of this rank, computed by the gradient cache's evaluation of the loss; then update."""
     x, y, ids = batch_of(step)
     own_ids = local_part(torch.tensor(ids))
-    given = loss.fetch(own_ids) if posted else own_ids
+    given = loss.fetch(own_ids) if fetched_before else own_ids
     features = {Tower.IMAGE: local_part(x), Tower.TEXT: local_part(y)}
     value, cached = _loss_and_gradients(
         lambda images, texts, scale: loss(images, texts, scale, ids=given, epoch=epoch),
@@ -103,20 +103,19 @@ def check_against_oracle() -> list[str]:
 
 
 def compare_steps(variant: str) -> list[str]:
-    """All ways of one variant beside one oracle."""
+    """Return the differences between all ways of one variant and the reference."""
     found = []
     oracle = Oracle(variant, SAMPLES, TAU)
     losses = {}
     for way in WAYS:
-        exchange, reduction, ids = way
-        samples = SAMPLES if ids == "dense" else None
-        losses[way] = make_loss(variant, exchange=exchange, reduction=reduction, samples=samples)
+        exchange, reduction, _ = way
+        losses[way] = make_loss(variant, exchange=exchange, reduction=reduction)
     for step, epoch in enumerate(EPOCHS):
         gamma = gamma_of(VARIANTS[variant].gamma_schedule, epoch, GAMMA_MIN, GAMMA_EPOCHS)
         taus = torch.stack([oracle.tau[sample, side].detach() for sample in batch_of(step)[2] for side in (0, 1)])
         expected = oracle.step(*batch_of(step), gamma)
         for way, loss in losses.items():
-            value, d_image, d_text, d_scale = one_step(loss, step, epoch, posted=way[2] == "dense")
+            value, d_image, d_text, d_scale = one_step(loss, step, epoch, way[2] == "fetched before")
             pairs = {
                 "value": (torch.tensor(value, dtype=torch.float64), expected.loss),
                 "d_image": (d_image, group_size() * local_part(expected.d_image)),
@@ -128,7 +127,7 @@ def compare_steps(variant: str) -> list[str]:
                 pairs["log_scale"] = (loss.temperature.log_scale, oracle.log_scale)
             elif d_scale is not None:
                 found.append(f"{variant} has a temperature gradient")
-            if individual(variant):  # what a model's logit_scale becomes: the mean of those the batch was seen with
+            if individual(variant):  # for a model's logit_scale: the mean over the batch before the update
                 pairs["log_scale"] = (loss.log_scale, taus.log().mean().neg().reshape(1))
             found += [
                 f"{name} {variant} {way} step {step}: {far}" for name, p in pairs.items() if (far := distance(*p))
@@ -137,7 +136,7 @@ def compare_steps(variant: str) -> list[str]:
 
 
 def distance(got: Tensor, wanted: Tensor) -> str | None:
-    """How far apart, if beyond the tolerance."""
+    """Return the difference if it is larger than the tolerance, else None."""
     if got.shape != wanted.shape:
         return f"shape {tuple(got.shape)} instead of {tuple(wanted.shape)}"
     if not wanted.numel():
@@ -147,9 +146,9 @@ def distance(got: Tensor, wanted: Tensor) -> str | None:
 
 
 def state_pairs(loss: FastClipLoss, oracle: Oracle) -> dict[str, tuple[Tensor, Tensor]]:
-    """This rank's state of the samples seen so far, and the oracle's."""
+    """Return this rank's state of the samples seen so far, and that of the reference."""
     seen = torch.tensor(sorted({sample for sample, _ in oracle.u}))
-    mine = seen[loss.state.index.owner(seen, group_size()) == group_rank()]
+    mine = seen[loss.state.index.owner(seen) == group_rank()]
     rows = loss.state.values[loss.state.index.slots(mine)]
     wanted = torch.tensor([[oracle.u[i, 0], oracle.u[i, 1]] for i in mine.tolist()], dtype=torch.float64)
     pairs = {"u": (rows[:, :2].exp(), wanted.reshape(-1, 2))}
@@ -160,7 +159,7 @@ def state_pairs(loss: FastClipLoss, oracle: Oracle) -> dict[str, tuple[Tensor, T
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_variant_and_way_equals_the_oracle(world_size):
+def test_every_variant_and_way_equals_the_reference(world_size):
     for found in run_ranks(check_against_oracle, world_size):
         assert found == []
 
@@ -194,9 +193,9 @@ def check_released(variant: str) -> list[str]:
 
 
 def row_of(loss: FastClipLoss, sample: int) -> Tensor:
-    """A sample's state, on every rank."""
+    """Return the state of a sample, on every rank."""
     row = torch.zeros(len(loss.state.columns)).double()
-    if sample % group_size() == group_rank():  # its owner
+    if sample % group_size() == group_rank():  # this rank owns the sample
         row = loss.state.values[loss.state.index.slots(torch.tensor([sample]))[0]]
     unseen = row.isnan()
     total = sum_over_ranks(row.nan_to_num(0.0))
@@ -220,27 +219,26 @@ def steps_from(loss: FastClipLoss, first: int, last: int) -> list[float]:
     return [one_step(loss, step, EPOCHS[step])[0] for step in range(first, last)]
 
 
-def save_after_two(variant: str, hashed: bool) -> tuple[bytes, list[float]]:
-    loss = make_loss(variant, samples=None if hashed else SAMPLES)
+def save_after_two(variant: str) -> tuple[bytes, list[float]]:
+    loss = make_loss(variant)
     steps_from(loss, 0, 2)
     stream = io.BytesIO()
     torch.save(loss.checkpoint_state(), stream)
     return stream.getvalue(), steps_from(loss, 2, len(EPOCHS))
 
 
-def go_on(variant: str, hashed: bool, parts: list[bytes]) -> list[float]:
-    loss = make_loss(variant, samples=None if hashed else SAMPLES)
+def resume(variant: str, parts: list[bytes]) -> list[float]:
+    loss = make_loss(variant)
     loss.load_checkpoint_state([torch.load(io.BytesIO(part), weights_only=True) for part in parts])
     return steps_from(loss, 2, len(EPOCHS))
 
 
 def save_all() -> list:
-    return [save_after_two(variant, hashed) for variant in VARIANTS for hashed in (False, True)]
+    return [save_after_two(variant) for variant in VARIANTS]
 
 
-def go_on_all(saved: list[list]) -> list:
-    cases = [(variant, hashed) for variant in VARIANTS for hashed in (False, True)]
-    return [go_on(variant, hashed, parts) for (variant, hashed), parts in zip(cases, saved, strict=True)]
+def resume_all(saved: list[list]) -> list:
+    return [resume(variant, parts) for variant, parts in zip(VARIANTS, saved, strict=True)]
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 2), (3, 2), (1, 3)])
@@ -248,7 +246,7 @@ def test_resume_is_exact_at_any_world_size(saved_by, loaded_by):
     by_rank = run_ranks(save_all, saved_by)
     parts = [[rank[case][0] for rank in by_rank] for case in range(len(by_rank[0]))]
     expected = [losses for _, losses in by_rank[0]]
-    for resumed in run_ranks(go_on_all, loaded_by, parts):
+    for resumed in run_ranks(resume_all, loaded_by, parts):
         if saved_by == loaded_by:
             assert resumed == expected
         for got, wanted in zip(resumed, expected, strict=True):
@@ -260,7 +258,7 @@ def test_resume_is_exact_at_any_world_size(saved_by, loaded_by):
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "isogclr"])
 def test_whole_dataset_in_one_batch_gives_the_gradient_of_the_objective(variant):
-    """gamma = 1, batch = dataset: autograd of the papers' objective itself, eps included, no estimator in sight."""
+    """With gamma = 1 and the dataset as the batch, the gradient is that of the papers' objective, eps included."""
     x, y, _ = batch_of(0)
     loss = make_loss(variant, samples=BATCH)
     ours = [t.clone().requires_grad_() for t in (x, y)]
@@ -290,7 +288,7 @@ def test_whole_dataset_in_one_batch_gives_the_gradient_of_the_objective(variant)
 
 
 def test_v1_with_gamma_one_is_tau_weighted_info_nce_without_its_positive():
-    """tau * d/dx of mean log-sum-exp of the negatives minus the positive's logit: the softmax without the positive."""
+    """The gradient is tau * d/dx of the mean log-sum-exp of the negatives minus the positive's logit."""
     x, y, _ = batch_of(3)
     loss = make_loss("fastclip_v1", eps=0.0, gamma_min=1.0)
     ours = [t.clone().requires_grad_() for t in (x, y)]
@@ -306,7 +304,7 @@ def test_v1_with_gamma_one_is_tau_weighted_info_nce_without_its_positive():
 
 
 def test_nothing_overflows_at_temperature_a_hundredth():
-    """Every positive is the worst match: s_ij - s_ii is 2, exp(200) is beyond float32."""
+    """Every positive is the worst match: s_ij - s_ii is 2, and exp(200) is outside the range of float32."""
     x = F.normalize(torch.ones(6, 4), dim=1).requires_grad_()
     y = (-x.detach()).clone()
     y[3:] *= -1
@@ -317,7 +315,7 @@ def test_nothing_overflows_at_temperature_a_hundredth():
         value.backward()
         loss.step()
         assert value.isfinite() and x.grad.isfinite().all() and y.grad.isfinite().all()
-    # tau * (log g) of the three bad pairs, images: log of 3/5 e^200; and so on: all about 2 or 0 in size.
+    # tau * log g is about 2 for the three bad pairs (images: the log of 3/5 e^200), and about 0 for the others.
     assert 0 < value.item() < 4 + 2 * 6.5
 
 
@@ -329,7 +327,7 @@ def test_inner_rate_follows_the_published_cosine(epoch, expected):
     assert inner_rate("constant", epoch, minimum=0.2, epochs=18) == (1.0 if epoch == 0 else 0.2)
 
 
-def test_inner_rate_per_epoch_stands_still_within_an_epoch():
+def test_inner_rate_per_epoch_is_constant_within_an_epoch():
     states = []
     for per, epoch in (("epoch", 1.0), ("epoch", 1.9), ("step", 1.9)):
         loss = make_loss("fastclip_v1", gamma_per=per)
@@ -342,7 +340,7 @@ def test_inner_rate_per_epoch_stands_still_within_an_epoch():
     assert torch.equal(states[0], states[1]) and not torch.equal(states[0], states[2])
 
 
-def test_bad_input_is_named():
+def test_wrong_ids_batches_and_checkpoints_are_refused():
     x, y, _ = batch_of(0, 4)
     loss = make_loss("fastclip_v3")
     with pytest.raises(DataError, match="sample id 26 is outside the dataset of 26 samples"):
@@ -368,7 +366,7 @@ def test_bad_input_is_named():
         loss.load_checkpoint_state([])
 
 
-def test_a_step_given_up_changes_nothing():
+def test_an_abandoned_step_changes_nothing():
     loss = make_loss("fastclip_v2")
     before = loss.checkpoint_state()
     x, y, ids = batch_of(0)
@@ -377,8 +375,8 @@ def test_a_step_given_up_changes_nothing():
     assert torch.equal(before["samples"]["values"].nan_to_num(), after["samples"]["values"].nan_to_num())
 
 
-def test_clip_loss_and_fastclip_agree_on_what_a_rank_hands_out():
-    """With tau large v1's gradient approaches a multiple of InfoNCE's: a check of sign and scale from outside."""
+def test_gradients_have_the_sign_and_scale_of_clip_loss():
+    """With a large tau, the gradient of v1 approaches a multiple of InfoNCE's."""
     x, y, _ = batch_of(2)
     loss = make_loss("fastclip_v1", eps=0.0, temperature=0.8)
     ours = x.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""The harness itself: results in rank order, tracebacks of failures, deaths and stalls within the time limit."""
+"""The harness returns results in rank order, and reports failed, dead and stalled ranks within the time limit."""
 
 import os
 import time
@@ -32,7 +32,7 @@ def stall() -> None:
     time.sleep(600)
 
 
-def test_results_come_in_rank_order() -> None:
+def test_results_are_in_rank_order() -> None:
     assert run_ranks(sum_of_ranks, 2, 10) == [(0, 21.0), (1, 21.0)]
 
 
@@ -46,7 +46,7 @@ def test_a_dead_rank_is_reported() -> None:
         run_ranks(die_on_rank_0, 2)
 
 
-def test_a_stall_ends_at_the_time_limit() -> None:
+def test_stalled_ranks_end_at_the_time_limit() -> None:
     started = time.monotonic()
     with pytest.raises(RankFailure, match=r"ranks \[0, 1\] did not finish within 3 s"):
         run_ranks(stall, 2, time_limit_s=3)

@@ -1,8 +1,8 @@
-"""SigLipLoss on 1, 2 and 3 ranks against the plain sigmoid loss of one process on the whole batch.
+"""Compare SigLipLoss on 1, 2 and 3 ranks with the sigmoid loss of one process on the whole batch.
 
-Every combination of exchange and reduction, float64 to 1e-12: the loss on every rank, and all gradients under the
-reduction contract (features times W, logit_scale and logit_bias whole). Then the real open_clip's SigLipLoss, whose
-call ours must accept.
+Every combination of exchange and reduction is compared to 1e-12 in float64: the loss on every rank, and all gradients
+under the reduction contract (features times W, logit_scale and logit_bias whole). Other tests call our losses and
+open_clip's with equal arguments.
 """
 
 import inspect
@@ -28,7 +28,7 @@ WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar")))
 
 
 class Whole(NamedTuple):
-    """The loss of the whole batch and its gradients, float64."""
+    """Loss of the whole batch and its gradients, float64."""
 
     loss: Tensor
     d_image: Tensor
@@ -38,7 +38,7 @@ class Whole(NamedTuple):
 
 
 def sigmoid_loss(x: Tensor, y: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-    """Equation 1 as its pseudocode has it, over the whole matrix (logsigmoid is exact at any argument)."""
+    """Return equation 1 by its pseudocode, over the whole matrix (logsigmoid is exact for any argument)."""
     signs = 2 * torch.eye(len(x), dtype=x.dtype) - 1
     return -F.logsigmoid(signs * (alpha * x @ y.T + beta)).sum() / len(x)
 
@@ -50,7 +50,7 @@ def oracle(*arguments: Tensor) -> Whole:
 
 
 def problems(whole: tuple[Tensor, Tensor], scale: Tensor, bias: Tensor, expected: Whole, **options) -> list[str]:
-    """What differs between SigLipLoss on this rank's share of the batch and `expected`; empty when nothing does."""
+    """Return the differences between SigLipLoss on this rank's part of the batch and `expected`."""
     rank, world_size = group_rank(), group_size()
     local = [features.chunk(world_size)[rank].clone().requires_grad_() for features in whole]
     scalars = [scale.clone().requires_grad_(), bias.clone().requires_grad_()]
@@ -112,7 +112,7 @@ def check_that_wrong_scales_are_noticed() -> list[str]:
 
 
 def check_under_data_parallel() -> list[str]:
-    """Parameters' gradients after DDP's averaging: those of one process."""
+    """Check that parameter gradients after DDP's averaging equal those of one process."""
     images, texts = torch.randn(2, 4 * group_size(), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     serial, bias = Towers(), torch.tensor(-1.0).double()
     sigmoid_loss(*serial(images, texts), bias).backward()
@@ -128,9 +128,9 @@ def check_under_data_parallel() -> list[str]:
 
 
 def check_products_and_one_pass() -> list[str]:
-    """Loss and gradients together in the forward: 6 b*B*D with the feature reduction, 8 with scalar.
+    """Check that the forward computes all products: 6 b*B*D with the feature reduction, 8 with scalar.
 
-    In the ring a rank's own block serves both of its sides, which saves scalar 2 of its b*b*D.
+    With the ring and scalar, a rank's own block gives both of its sides and saves 2 b*b*D, so that case is left out.
     """
     b, embedding, size = 12, 8, group_size()
     found = []
@@ -151,7 +151,9 @@ def check_products_and_one_pass() -> list[str]:
 def check_errors() -> list[str]:
     last, features = group_rank() == group_size() - 1, torch.randn(4, 5)
     bias = torch.zeros(2 if last else 1)
-    return expect_same_error(lambda: SigLipLoss()(features, features, torch.tensor(1.0), bias), "one logit_bias")
+    return expect_same_error(
+        lambda: SigLipLoss()(features, features, torch.tensor(1.0), bias), "logit_bias has shape (2,) on rank"
+    )
 
 
 def check_everything() -> list[str]:
@@ -174,8 +176,8 @@ def test_equals_one_process_on_the_whole_batch(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("bias", [None, -3.0])
-def test_the_same_call_as_open_clips(bias: float | None) -> None:
-    """One process: the same arguments to open_clip's SigLipLoss and to ours give the same loss and gradients."""
+def test_loss_and_gradients_equal_open_clips(bias: float | None) -> None:
+    """In one process, open_clip's SigLipLoss and ours get equal arguments."""
     x, y = random_batch(9, 7, torch.float32)
     results = []
     for kind in (import_open_clip().loss.SigLipLoss, SigLipLoss):
@@ -200,7 +202,7 @@ def test_the_value_is_float32_for_bfloat16_features() -> None:
 @pytest.mark.parametrize("name", ["ClipLoss", "SigLipLoss"])
 @pytest.mark.parametrize("bias", [None, -3.0])
 def test_scale_and_bias_may_be_plain_numbers(name: str, bias: float | None) -> None:
-    """open_clip's losses, which take both, are the oracle."""
+    """Compare with open_clip's losses, which accept numbers too."""
     x, y = (features.requires_grad_() for features in random_batch(9, 7, torch.float64))
     theirs = getattr(import_open_clip().loss, name)()(x, y, 5.0, bias)
     ours = {"ClipLoss": ClipLoss, "SigLipLoss": SigLipLoss}[name]()(x, y, 5.0, bias)
@@ -210,7 +212,7 @@ def test_scale_and_bias_may_be_plain_numbers(name: str, bias: float | None) -> N
 
 
 @pytest.mark.parametrize("kind", [ClipLoss, SigLipLoss])
-def test_the_arguments_of_open_clips_constructor_are_refused_with_what_replaces_them(kind: type) -> None:
+def test_arguments_of_open_clips_constructor_are_refused_with_their_replacement(kind: type) -> None:
     for name in inspect.signature(getattr(import_open_clip().loss, kind.__name__)).parameters:
         with pytest.raises(TypeError, match=rf"takes none of open_clip's {name}: .* write {kind.__name__}\(\)"):
             kind(**{name: 1})

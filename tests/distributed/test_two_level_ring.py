@@ -1,4 +1,4 @@
-"""The ring on 4 ranks as 2 nodes x 2 (LOCAL_WORLD_SIZE = 2) and 6 as 3 x 2: same blocks, same sums, same losses."""
+"""The ring on several nodes, 2 nodes x 2 ranks and 3 x 2 (LOCAL_WORLD_SIZE = 2): blocks, sums and losses."""
 
 import os
 from typing import Any
@@ -14,7 +14,10 @@ from tests.distributed.harness import run_ranks
 
 
 def check_ring() -> list[tuple[int, int]]:
-    """Every block is seen once, own first; carried sums hold every rank's part. Returns the messages (to, elements)."""
+    """Check that every block arrives once, the own block first, and that carried sums have the part of every rank.
+
+    Returns the messages as (receiver, number of elements).
+    """
     ranks = by_node(resolve())
     assert (
         isinstance(ranks, NodeGroup) and ranks.inner.size == 2 and ranks.rank == 2 * ranks.outer.rank + ranks.inner.rank
@@ -37,7 +40,7 @@ def check_ring() -> list[tuple[int, int]]:
     assert [owner // 2 for owner in seen] == [
         (ranks.outer.rank - hop // 2) % ranks.outer.size for hop in range(ranks.size)
     ]
-    # One part of each rank: distinct powers of two, none twice.
+    # The parts of the ranks are distinct powers of two, so the sum shows that each arrived once.
     assert carried.home()[0].tolist() == [100.0 * ranks.size * ranks.rank + 2**ranks.size - 1]
     ring.dist.batch_isend_irecv = batch_isend_irecv
     return messages
@@ -58,13 +61,13 @@ def check_losses() -> list[str]:
 
 
 def check_unequal_nodes() -> None:
-    """Two ranks on the first node and one on the second: one level, on every rank."""
+    """Check that two ranks on one node and one rank on another form a ring of one level."""
     os.environ["LOCAL_WORLD_SIZE"] = "1" if resolve().rank == 2 else "2"
     assert not isinstance(by_node(resolve()), NodeGroup)
 
 
 def check_nodes_of_one() -> None:
-    """The cost model sees two nodes, the ring has one level: a part leaves at once, before the next tile."""
+    """Check that nodes of one rank form a plain ring, which sends a part at once, before the next tile."""
     ranks = by_node(resolve())
     assert isinstance(ranks, NodeGroup) and (ranks.inner.size, ranks.outer.size) == (1, 2)
     carried = ring.Carried(lambda arrived, part: (arrived[0] + part[0],), group=ranks)

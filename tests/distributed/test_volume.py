@@ -1,7 +1,7 @@
 """Measured traffic equals the formulas on 4 ranks, for every exchange and reduction, FastCLIP, and both baselines.
 
-Features in bfloat16 and in float32 at several sizes: features, gradients and per-sample values then weigh differently,
-so a formula with a wrong share cannot pass. No test runs at one size only.
+Features are in bfloat16 and in float32, at several sizes. The shares of features, gradients and per-sample values then
+differ, so a formula with a wrong share fails.
 """
 
 import itertools
@@ -13,10 +13,11 @@ import torch
 from megaclip.comm.groups import group_size
 from megaclip.comm.volume import bytes_sent
 from megaclip.losses import ClipLoss, SigLipLoss
-from megaclip.losses.costs import LOSS_COSTS, Sizes, disco_clip_traffic, open_clip_traffic
+from megaclip.losses.costs import LOSS_COSTS, Sizes
 from megaclip.losses.fastclip_variants import VARIANTS
 from tests.distributed.harness import run_ranks
 from tools.bench_comm import FastClipStep, disco_clip_step, measure, open_clip_step, schemes
+from tools.bench_peers import disco_clip_traffic, open_clip_traffic
 
 SHAPES = [(4, 8, torch.bfloat16), (4, 8, torch.float32), (12, 24, torch.bfloat16)]
 
@@ -57,7 +58,7 @@ def check_formulas() -> list[str]:
 
 
 def check_parts() -> list[str]:
-    """The benchmark's measured parts, one by one, are the formula's."""
+    """Compare each part that the benchmark measures with the formula's."""
     if group_size() == 1:
         return []
     return [
@@ -68,9 +69,9 @@ def check_parts() -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_measured_is_what_the_formulas_say(world_size: int) -> None:
+def test_measured_bytes_equal_the_formulas(world_size: int) -> None:
     assert run_ranks(check_formulas, world_size) == [[]] * world_size
 
 
-def test_the_parts_are_told_apart() -> None:
+def test_each_measured_part_equals_its_formula() -> None:
     assert run_ranks(check_parts, 4) == [[]] * 4

@@ -1,4 +1,4 @@
-"""A small run's inputs, shared by the end-to-end tests: digit scenes, a tokenizer, a tiny model, two ds_configs."""
+"""Inputs of a tiny run, shared by the end-to-end tests: digit scenes, a tokenizer, a model and two ds_configs."""
 
 import json
 import subprocess
@@ -9,41 +9,14 @@ from pathlib import Path
 import pytest
 
 from megaclip.data.tokenizers import train_sentencepiece
+from tests.end_to_end.training_runs import DS_CONFIG, MODEL, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAINING_SCENES = 256
-MODEL = {
-    "embed_dim": 16,
-    "vision_position_init": "sin_cos_2d",
-    "vision_cfg": {"image_size": 24, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
-    "text_cfg": {
-        "context_length": 24,
-        "vocab_size": 128,
-        "width": 32,
-        "heads": 2,
-        "layers": 2,
-        "eos_id": 2,
-        "pool_type": "eos",
-    },
-}
-# Two ranks x two chunks of 8 pairs: the contrastive batch is 32.
-DS_CONFIG = {
-    "train_batch_size": 32,
-    "train_micro_batch_size_per_gpu": 8,
-    "gradient_accumulation_steps": 2,
-    "gradient_clipping": 1.0,
-    "optimizer": {
-        "type": "AdamW",
-        # torch's AdamW needs no compiler; DeepSpeed's own would be built for the CPU first
-        "params": {"lr": 0.002, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True},
-    },
-    "megaclip": {"loss": "clip", "exchange": "ring", "reduction": "feature"},
-}
 
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything that launch/train.py needs on two ranks; runs and outputs go elsewhere.
+    """Folder with all inputs of launch/train.py on two ranks; tests write their runs to other folders.
 
     train/*.tar (4 shards, 256 scenes), held_out/*.tar (32), zero_shot/ (20 labelled digits), tokenizer.model,
     model.json, zero1.json and zero3.json (ds_configs with a contrastive batch of 32).

@@ -1,6 +1,6 @@
-"""A mistake of the user ends every rank with a non-zero exit code and one line of error, without traceback or hang.
+"""Every mistake of a user ends in one error line and a non-zero exit code on every rank, without a traceback or a hang.
 
-Most mistakes run one after the other in the ranks of one launch. Two run under the deepspeed launcher.
+One launch of the harness tests all mistakes, one after the other. Two mistakes run under the deepspeed launcher too.
 """
 
 import io
@@ -20,9 +20,9 @@ from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, launch, 
 
 @dataclass(frozen=True)
 class Mistake:
-    """Changes to a valid run, and words that the error must contain.
+    """One mistake: how its run differs from a correct run, and words that the error must contain.
 
-    In the values, TINY stands for the folder of the tiny run, and MADE for the folder of the fixture `made`.
+    In texts, TINY stands for the folder of the tiny run, and MADE for the folder of the fixture `made`.
     """
 
     expected: list[str]
@@ -42,7 +42,7 @@ class Mistake:
         return flags(tiny, **changes)
 
 
-RESUME = {"logs": "MADE/runs", "resume": "auto"}
+RESUMING = {"logs": "MADE/runs", "resume": "auto"}
 MISTAKES = {
     "missing data": Mistake(["nowhere/0.tar"], {"train_data": "MADE/nowhere/0.tar"}),
     "a glob that matches nothing": Mistake(["*.tarr"], {"train_data": "TINY/train/*.tarr"}),
@@ -81,15 +81,15 @@ MISTAKES = {
     "a file in the folder's place": Mistake(["cannot write", "noise.tar"], {"logs": "MADE/noise.tar"}),
     "an unwritable folder": Mistake(["cannot write", "/proc"], {"logs": "/proc"}),
     "nothing to resume": Mistake(["no checkpoint at", "nowhere"], {"resume": "MADE/nowhere"}),
-    "resume without a name": Mistake(["--resume auto needs --name"], {"resume": "auto", "name": None}),
+    "resume without a name": Mistake(["--resume auto requires --name"], {"resume": "auto", "name": None}),
     "a run that exists": Mistake(["holds a run already", "--resume auto"], {"logs": "MADE/runs"}),
-    "fewer data on resume": Mistake(["4 files, now 3"], {**RESUME, "train_data": "TINY/train/0000[0-2].tar"}),
-    "a changed shard on resume": Mistake(["00003.tar"], {**RESUME, "train_data": "MADE/train/*.tar"}),
-    "another seed on resume": Mistake(["seed 0", "has 1"], {**RESUME, "seed": 1}),
-    "another model on resume": Mistake(["model.embed_dim", "has 48"], {**RESUME, "model": "MADE/other.json"}),
+    "fewer data on resume": Mistake(["4 files, now 3"], {**RESUMING, "train_data": "TINY/train/0000[0-2].tar"}),
+    "a changed shard on resume": Mistake(["00003.tar"], {**RESUMING, "train_data": "MADE/train/*.tar"}),
+    "another seed on resume": Mistake(["seed 0", "has 1"], {**RESUMING, "seed": 1}),
+    "another model on resume": Mistake(["model.embed_dim", "has 48"], {**RESUMING, "model": "MADE/other.json"}),
     "another optimizer on resume": Mistake(
         ["optimizer 'AdamW'", "has 'SGD'"],
-        RESUME,
+        RESUMING,
         config_changes={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True},
     ),
     "resumed with a tower locked": Mistake(
@@ -102,7 +102,7 @@ LAUNCHED = ("a glob that matches nothing", "a corrupt shard")
 
 @pytest.fixture(scope="module")
 def made(tiny_run, tmp_path_factory) -> Path:
-    """Write damaged inputs, and MADE/runs/run: a completed run with a checkpoint."""
+    """Folder of damaged inputs and of MADE/runs/run, a correct run with a checkpoint."""
     folder = tmp_path_factory.mktemp("made")
     write_corrupt_shard(tiny_run / "train" / "00000.tar", folder / "corrupt.tar")
     write_shard_of(tiny_run / "train" / "00000.tar", folder / "short.tar", scenes=20)
@@ -125,7 +125,7 @@ def made(tiny_run, tmp_path_factory) -> Path:
 
 
 def write_corrupt_shard(source: Path, target: Path) -> None:
-    """Copy a shard with images that cannot be decoded."""
+    """Copy a shard, with the same captions and images that cannot be decoded."""
     with tarfile.open(source) as archive, tarfile.open(target, "w") as copy:
         for member in archive:
             content = archive.extractfile(member)
@@ -148,13 +148,13 @@ def write_shard_of(source: Path, target: Path, scenes: int) -> None:
 
 @pytest.fixture(scope="module")
 def ends(tiny_run, made) -> dict[str, list[Finished]]:
-    """Return how each rank ended, by the name of the mistake."""
+    """Exit code and output of each rank, by the name of the mistake."""
     commands = [mistake.command(number, tiny_run, made) for number, mistake in enumerate(MISTAKES.values())]
     return dict(zip(MISTAKES, run_in_ranks(commands), strict=True))
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_every_rank_fails_and_one_line_reports_the_mistake(ends, name):
+def test_a_mistake_is_one_error_line_and_a_failure_on_every_rank(ends, name):
     first, *others = ends[name]
     assert [end.exit_code for end in ends[name]] == [1] * WORLD_SIZE
     assert len(first.errors) == 1, first.output
@@ -165,15 +165,15 @@ def test_every_rank_fails_and_one_line_reports_the_mistake(ends, name):
         assert "Traceback" not in end.output
 
 
-def test_a_run_that_is_an_error_does_not_change_the_folder_it_names(ends, made):
-    """MADE/damaged is a copy from before the mistakes, except for one truncated file."""
+def test_a_refused_run_does_not_change_its_folder(ends, made):
+    """MADE/damaged is a copy from before the mistakes, except for one damaged file."""
     run, copy = made / "runs" / "run", made / "damaged" / "run"
     for name in ("settings.json", "checkpoints/latest", "checkpoints/model/open_clip_config.json"):
         assert (run / name).read_bytes() == (copy / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_the_launcher_reports_the_same_line(ends, made, tiny_run, name):
+def test_the_launcher_ends_with_the_same_error_line(ends, made, tiny_run, name):
     command = MISTAKES[name].command(list(MISTAKES).index(name), tiny_run, made)
     done = launch(command)
     assert done.exit_code != 0

@@ -1,22 +1,24 @@
-"""A run replaces bad samples and reports their number, over all ranks."""
+"""A run replaces bad samples and reports their number over all ranks."""
 
 import io
 import json
 import tarfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.training_runs import WORLD_SIZE, flags, run_in_ranks, scalars
+from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_in_ranks, scalars
 
-# None of these is the first substitute of another, because it would then be counted twice.
+PLACES = ("cpu", "reread")
+# No bad sample is the first replacement of another one, because it would then be counted twice.
 DAMAGED = (3, 17, 18, 40, 62)
 BLANK = (7, 44)
 EXPECTED = {"undecodable image": len(DAMAGED), "empty caption": len(BLANK)}
 
 
 def spoil(source: Path, target: Path) -> None:
-    """Copy a shard of 64 scenes, with some images replaced by zeros and some captions by spaces."""
+    """Copy a shard of 64 scenes, with some images that cannot be decoded and some blank captions."""
     names: list[str] = []
     with tarfile.open(source) as archive, tarfile.open(target, "w") as copy:
         for member in archive:
@@ -34,20 +36,44 @@ def spoil(source: Path, target: Path) -> None:
     assert len(names) == 64
 
 
-@pytest.mark.parametrize("data_offload", ["cpu", "reread"])
-def test_bad_samples_are_counted_over_all_ranks(data_offload, tiny_run, tmp_path):
-    """Two steps of 32 are one epoch of 64. Every sample counts once, even if it is read twice or ahead of time."""
-    spoil(tiny_run / "train" / "00000.tar", tmp_path / "spoilt.tar")
-    config = json.loads((tiny_run / "zero1.json").read_text())
-    config["megaclip"]["data_offload"] = data_offload
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    data = {"train_data": tmp_path / "spoilt.tar", "val_data": tmp_path / "spoilt.tar"}
-    (ends,) = run_in_ranks([flags(tiny_run, tmp_path / "config.json", tmp_path, **data)])
-    assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
-    run = tmp_path / "run"
-    assert json.loads((run / "metrics.json").read_text())["bad_samples"] == EXPECTED
-    assert scalars(run)["train/bad_samples"] == {2: sum(EXPECTED.values())}
+@dataclass(frozen=True)
+class Runs:
+    folder: Path
+    ends: dict[str, list[Finished]]
+    """How each rank ended, by megaclip.data_offload."""
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Two steps of 32 samples are one epoch of 64, so each sample is used once. It may be read twice, or in advance."""
+    folder = tmp_path_factory.mktemp("bad_samples")
+    spoil(tiny_run / "train" / "00000.tar", folder / "spoilt.tar")
+    data = {"train_data": folder / "spoilt.tar", "val_data": folder / "spoilt.tar"}
+    commands = []
+    for place in PLACES:
+        config = json.loads((tiny_run / "zero1.json").read_text())
+        config["megaclip"]["data_offload"] = place
+        path = folder / f"{place}.json"
+        path.write_text(json.dumps(config))
+        commands.append(flags(tiny_run, path, folder, name=place, **data))
+    return Runs(folder, dict(zip(PLACES, run_in_ranks(commands), strict=True)))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_with_bad_samples_trains_to_its_end(runs: Runs, place: str) -> None:
+    assert [end.exit_code for end in runs.ends[place]] == [0] * WORLD_SIZE, runs.ends[place][0].output
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_bad_samples_are_counted_over_all_ranks(runs: Runs, place: str) -> None:
+    assert json.loads((runs.folder / place / "metrics.json").read_text())["bad_samples"] == EXPECTED
+    assert scalars(runs.folder / place)["train/bad_samples"] == {2: sum(EXPECTED.values())}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_log_lists_bad_samples_and_names_the_first_of_each_kind(runs: Runs, place: str) -> None:
+    first, second = runs.ends[place]
     listed = ", ".join(f"{count} {kind}" for kind, count in EXPECTED.items())
-    assert f"bad samples met and replaced until step 2: {listed}" in ends[0].output
-    assert f"bad samples left out of the evaluation: {listed}" in ends[0].output
-    assert "undecodable image: spoilt.tar/" in ends[1].output
+    assert f"bad samples replaced until step 2: {listed}" in first.output
+    assert f"bad samples left out of the evaluation: {listed}" in first.output
+    assert "undecodable image: spoilt.tar/" in second.output

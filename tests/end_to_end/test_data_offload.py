@@ -1,4 +1,4 @@
-"""Where a step's images wait changes no bit of a run; data that fail end every rank and leave a checkpoint.
+"""The place of a step's images changes no bit of a run; data that fail end every rank and leave a checkpoint.
 
 All runs share one launch of two ranks; each pass over a step has more chunks than a window has slots.
 """
@@ -8,6 +8,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from typing import Any
 import pytest
 
 from megaclip.data.reading import EvaluationReader, TrainReader
-from megaclip.engine import data_offload
+from megaclip.engine.image_slots import ImageSlots
 from megaclip.errors import DataError
+from megaclip.planner import Cluster
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_here, scalars
 
@@ -30,7 +32,7 @@ SECOND_PASS_OF_STEP_3 = 2 * 2 * CHUNKS + CHUNKS + 1
 
 @dataclass(frozen=True)
 class Run:
-    """A run of this test: how it differs from the plainest one, and what goes wrong on the last rank."""
+    """A run of this test: its settings, and what fails on the last rank."""
 
     megaclip: dict[str, Any]
     flags: dict[str, Any]
@@ -41,6 +43,7 @@ RUNS = {
     "cpu": Run({"data_offload": "cpu"}, {}),
     "disk": Run({"data_offload": "disk", "embeddings_offload": True}, {"data_offload_dir": "."}),
     "reread": Run({"data_offload": "reread"}, {"workers": 1}),
+    "little memory": Run({}, {}, "little memory"),
     "worker killed": Run({}, {"workers": 1}, "worker killed"),
     "worker killed, resumed": Run({}, {"name": "worker killed", "resume": "auto"}),
     "second pass": Run({"data_offload": "reread"}, {}, "second pass"),
@@ -53,7 +56,7 @@ RUNS = {
 
 
 def misbehave(fault: str, patch: pytest.MonkeyPatch) -> None:
-    """Let the data fail on this rank."""
+    """Make the data or the memory fail on this rank."""
     calls, read = itertools.count(), TrainReader.read
 
     def dying(self: TrainReader, *arguments: Any) -> Any:
@@ -72,12 +75,24 @@ def misbehave(fault: str, patch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def no_memory(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    def little_memory() -> None:
+        patch.setattr(Cluster, "usable_host_memory", 0.0)
+        patch.setattr(ImageSlots, "_in_memory", no_memory)
+
+    def no_room() -> None:
+        patch.setattr(Cluster, "usable_host_memory", 0.0)
+        patch.setattr(Cluster, "usable_disk", 0.0)
+
     faults: dict[str, Callable[[], None]] = {
         "worker killed": lambda: patch.setattr(TrainReader, "read", dying),
         "second pass": lambda: patch.setattr(TrainReader, "read", failing),
         "evaluation": lambda: patch.setattr(EvaluationReader, "read", unreadable),
         "disk full": lambda: patch.setattr(os, "posix_fallocate", full),
-        "no room": lambda: patch.setattr(data_offload, "HOST_MARGIN", 0.0),
+        "little memory": little_memory,
+        "no room": no_room,
     }
     faults[fault]()
 
@@ -98,10 +113,10 @@ def run_all(commands: dict[str, list[str]], stores: str) -> dict[str, Finished]:
 class Ended:
     logs: Path
     ends: dict[str, list[Finished]]
-    """Of each run, rank by rank."""
+    """Ends of each run, by rank."""
 
     def error(self, name: str) -> str:
-        """What the run said at its end; every rank left with exit code 1, and the first one says it once."""
+        """Return the run's error line; every rank exited with code 1, and the first one logged it once."""
         assert [end.exit_code for end in self.ends[name]] == [1] * WORLD_SIZE, self.ends[name][0].output
         (line,) = self.ends[name][0].errors
         return line
@@ -128,10 +143,19 @@ def ended(tiny_run, tmp_path_factory) -> Ended:
     return Ended(logs, {name: [ends[name] for ends in per_rank] for name in RUNS})
 
 
-@pytest.mark.parametrize(("name", "said"), [("disk", "of free disk"), ("reread", "images are read twice")])
-def test_every_place_gives_the_same_bits(ended, name, said):
-    assert [end.exit_code for end in ended.ends[name]] == [0, 0], ended.ends[name][0].output
-    assert f"data offload: {name}: " in ended.ends[name][0].output and said in ended.ends[name][0].output
+@pytest.mark.parametrize(
+    ("name", "line", "plan"),
+    [
+        ("disk", "data offload: disk: .* of free disk in ", "images are kept on disk"),
+        ("reread", "data offload: reread: images are read twice", "images are read twice"),
+        # The last rank has no memory for images: both ranks keep them on disk, as both plans say.
+        ("little memory", "data offload: disk: ", "images are kept on disk"),
+    ],
+)
+def test_every_place_gives_the_same_bits(ended, name, line, plan):
+    output = ended.ends[name][0].output
+    assert [end.exit_code for end in ended.ends[name]] == [0, 0], output
+    assert re.search(line, output) and plan in output
     assert len(ended.losses("cpu")) == STEPS
     assert ended.losses(name) == ended.losses("cpu")
 
@@ -139,7 +163,7 @@ def test_every_place_gives_the_same_bits(ended, name, said):
 @pytest.mark.parametrize(
     ("name", "message", "first", "last"),
     [
-        ("worker killed", "a data worker died or hangs (DataLoader worker (pid", 1, 5),  # it had read so much
+        ("worker killed", "a data worker died or hangs (DataLoader worker (pid", 1, 5),  # chunks were read ahead
         ("second pass", "the archive is gone", 2, 2),
         ("evaluation", "the held-out archive is gone", 3, 3),
     ],
@@ -152,7 +176,7 @@ def test_failing_data_end_in_a_message_and_a_checkpoint_that_resumes_exactly(end
 
 
 def first_after(ended: Ended, name: str) -> int:
-    """The step at which the resumed run began."""
+    """Return the step at which the resumed run began."""
     output = ended.ends[f"{name}, resumed"][0].output
     return int(output.split("resumed from ")[1].split("at step ")[1].split()[0])
 
@@ -160,6 +184,6 @@ def first_after(ended: Ended, name: str) -> int:
 def test_a_full_disk_and_a_batch_that_fits_nowhere_are_refused_before_the_start(ended):
     full, nowhere = ended.error("disk full"), ended.error("no room")
     assert "cannot reserve 0.0 MiB in " in full and "No space left on device" in full and "--data-offload-dir" in full
-    assert "a step's images fit nowhere" in nowhere and '"reread"' in nowhere
+    assert "of disk and has 0.0 MiB to use" in nowhere and '"reread"' in nowhere
     for name in ("disk full", "no room"):
         assert "step 1/" not in ended.ends[name][0].output

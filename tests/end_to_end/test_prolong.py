@@ -1,11 +1,11 @@
-"""A run with a constant rate may be made longer: it goes on as if it had been meant to be that long."""
+"""A run with a constant learning rate can be resumed with more steps, and equals a run of that length."""
 
 from pathlib import Path
 
 from tests.end_to_end.training_runs import flags, run_in_ranks, scalars
 
 
-def test_a_prolonged_run_is_the_long_run(tiny_run: Path, tmp_path: Path) -> None:
+def test_a_prolonged_run_equals_the_long_run(tiny_run: Path, tmp_path: Path) -> None:
     def command(name: str, steps: int, **changes: str) -> list[str]:
         return flags(tiny_run, tiny_run / "zero1.json", tmp_path, name=name, train_steps=steps, warmup=2, **changes)
 

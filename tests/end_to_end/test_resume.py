@@ -1,6 +1,7 @@
-"""A run that was killed and resumed is the run that never stopped: same samples, same numbers to the last bit.
+"""A run that is stopped or killed and then resumed has the same samples, losses and weights as one that never stopped.
 
-The ranks are those of the harness; the one test through the deepspeed launcher also has data workers.
+Losses and weights are equal to the last bit. The runs use ranks of the harness; one test uses the deepspeed launcher
+with data workers.
 """
 
 import json
@@ -37,10 +38,10 @@ from tests.end_to_end.training_runs import (
 )
 
 STEPS = 10
-STEPS_PER_EPOCH = 8  # the resumed part goes on into the second one
+STEPS_PER_EPOCH = 8  # less than STEPS, so that the resumed part ends in the second epoch
 SAVE_EVERY = 4
 KILLED_AFTER = 7
-TOLD_BY, TOLD_AFTER = signal.SIGTERM, 5
+STOP_SIGNAL, STOPPED_AFTER = signal.SIGTERM, 5
 SCHEDULE = {"train_steps": STEPS, "warmup": 3, "save_every_steps": SAVE_EVERY, "keep_last": 9}
 CONFIGS: dict[str, dict[str, Any]] = {
     "zero1": {"zero_optimization": {"stage": 1}},
@@ -56,28 +57,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 FLAGS: dict[str, dict[str, Any]] = {
     "zero1": {"force_patch_dropout": 0.5, "aug_scale": [0.5, 1.0], "shard_order": "sequential"},
-    "zero3": {"force_patch_dropout": 0.5, "logit_scale_max": 12},  # less than at the start
+    "zero3": {"force_patch_dropout": 0.5, "logit_scale_max": 12},  # less than the initial value
 }
 
 
 @dataclass
 class Recorded:
-    """A run on one rank."""
+    """One rank's record of a run."""
 
     end: Finished
     ids: list[list[int]]
-    """Of each step, in the order taken."""
+    """Sample ids of each step, in order."""
     epochs: list[float]
-    """What the loss was told of each step."""
+    """Epoch that the loss received at each step."""
     progress: list[float]
-    """Likewise, of the whole training."""
+    """Fraction of the training that the loss received at each step."""
     seeds: list[int]
-    """Of torch's generator, at every chunk of both towers in both passes."""
+    """Seed of torch's generator for every chunk, of both towers in both passes."""
 
 
 @dataclass
 class Runs:
-    """The folders of one configuration's runs, and what each rank recorded of them."""
+    """Folder of the runs of one configuration, and the records of each rank by run."""
 
     config: Path
     logs: Path
@@ -86,7 +87,7 @@ class Runs:
 
 @dataclass
 class Sent:
-    """A signal to some of the ranks, between two steps."""
+    """A signal that some of the ranks receive after a step."""
 
     signal: signal.Signals
     after: int
@@ -94,12 +95,12 @@ class Sent:
 
 
 def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded:
-    """`main(command)` in this rank, which notes what it takes and may send itself a signal."""
+    """Call `main(command)` in this rank and record its steps. sent: a signal that the rank sends to itself."""
     ids: list[list[int]] = []
     epochs: list[float] = []
     progress: list[float] = []
     seeds: list[int] = []
-    bind, update_loss, reseed, show_step = RunLoss.bind, RunLoss.update, RandomState.reseed, Metrics.step
+    bind, update_loss, reseed, show_step = RunLoss.bind, RunLoss.update, RandomState.reseed, Metrics.record_step
 
     def noting(loss: RunLoss, taken: Any, epoch: float) -> Any:
         ids.append(taken().tolist())
@@ -123,7 +124,7 @@ def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded
         patch.setattr(RunLoss, "bind", noting)
         patch.setattr(RunLoss, "update", updating)
         patch.setattr(RandomState, "reseed", reseeding)
-        patch.setattr(Metrics, "step", sending)
+        patch.setattr(Metrics, "record_step", sending)
         return Recorded(run_here(command, Path(store)), ids, epochs, progress, seeds)
 
 
@@ -133,8 +134,14 @@ def record_all(commands: dict[str, list[str]], stores: str, sent: dict[str, Sent
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def runs(request, tiny_run, tmp_path_factory) -> Runs:
-    """never: without a stop. killed, then resumed. path: from a checkpoint of `never`, with evaluations. stopped, then
-    continued. told to stop by a signal to one rank, then taken up."""
+    """Train every run of one configuration.
+
+    - `never` runs without a stop.
+    - `killed` is killed with SIGKILL, and `resumed` continues it.
+    - `path` continues from a checkpoint of `never`, with evaluations.
+    - `stopped` ends early by --stop-after-steps, and `continued` continues it.
+    - `signalled` is stopped by a signal to one rank, and `taken up` continues it.
+    """
     name = request.param
     logs = tmp_path_factory.mktemp(name)
     config = logs / "ds_config.json"
@@ -154,10 +161,10 @@ def runs(request, tiny_run, tmp_path_factory) -> Runs:
         "path": command("path", resume=logs / "never" / "checkpoints" / "step_00000008", **evaluation),
         "stopped": command("stopped", stop_after_steps=3),
         "continued": command("stopped", resume="auto"),
-        "told": command("told"),
-        "taken up": command("told", resume="auto"),
+        "signalled": command("signalled"),
+        "taken up": command("signalled", resume="auto"),
     }
-    sent = {"told": Sent(TOLD_BY, TOLD_AFTER, ranks=(1,))}
+    sent = {"signalled": Sent(STOP_SIGNAL, STOPPED_AFTER, ranks=(1,))}
     per_rank = run_ranks(record_all, WORLD_SIZE, commands, str(logs), sent)
     recorded = {name: [results[name] for results in per_rank] for name in commands}
     for name, ranks in recorded.items():
@@ -170,13 +177,13 @@ CONTINUED = {
     "resumed": ("killed", SAVE_EVERY),
     "path": ("path", 8),
     "continued": ("stopped", 3),
-    "taken up": ("told", TOLD_AFTER),
+    "taken up": ("signalled", STOPPED_AFTER),
 }
-"""Name of the continuing run -> its folder, and the steps it found done."""
+"""Name of the resumed run -> its folder, and the number of steps done when it resumes."""
 
 
 @pytest.mark.parametrize("name", CONTINUED)
-def test_the_same_samples(runs, name):
+def test_a_resumed_run_takes_the_same_samples(runs, name):
     done = CONTINUED[name][1]
     for never, continued in zip(runs.recorded["never"], runs.recorded[name], strict=True):
         assert len(never.ids) == STEPS
@@ -187,20 +194,20 @@ def test_the_same_samples(runs, name):
 
 
 @pytest.mark.parametrize("name", CONTINUED)
-def test_the_same_numbers_to_the_last_bit(runs, name):
+def test_a_resumed_run_has_the_same_losses_to_the_last_bit(runs, name):
     folder, done = CONTINUED[name]
     never, continued = scalars(runs.logs / "never"), scalars(runs.logs / folder)
     for scalar in ("loss", "logit_scale", "learning_rate", "gradient_norm"):
         expected = never[f"train/{scalar}"]
         assert sorted(expected) == list(range(1, STEPS + 1))
-        if name == "path":  # a folder of its own, which holds the continued part only
+        if name == "path":  # it has its own folder, with the resumed steps only
             expected = {step: value for step, value in expected.items() if step > done}
         assert continued[f"train/{scalar}"] == expected
     assert len(set(never["train/loss"].values())) == STEPS
 
 
 @pytest.mark.parametrize("name", CONTINUED)
-def test_the_same_weights_to_the_last_bit(runs, name):
+def test_a_resumed_run_has_the_same_weights_to_the_last_bit(runs, name):
     tag = f"step_{STEPS:08d}"
     never = consolidated_weights(runs.logs / "never" / "checkpoints", tag)
     continued = consolidated_weights(runs.logs / CONTINUED[name][0] / "checkpoints", tag)
@@ -223,7 +230,7 @@ def test_the_logit_scale_stays_below_its_maximum(runs):
 
 
 @pytest.mark.parametrize("name", CONTINUED)
-def test_every_chunk_has_random_numbers_of_its_own_which_both_passes_share(runs, name):
+def test_every_chunk_has_its_own_seed_which_both_passes_use(runs, name):
     never = runs.recorded["never"]
     counts = Counter(seed for rank in never for seed in rank.seeds)
     assert len(counts) == STEPS * WORLD_SIZE * len(Tower) * 2  # chunks
@@ -233,21 +240,23 @@ def test_every_chunk_has_random_numbers_of_its_own_which_both_passes_share(runs,
         assert continued.seeds == whole.seeds[CONTINUED[name][1] * per_step :]
 
 
-def test_every_sample_once_an_epoch(runs):
+def test_every_sample_is_used_once_per_epoch(runs):
     taken = [sorted(i for rank in runs.recorded["never"] for i in rank.ids[step]) for step in range(STEPS)]
     assert sorted(i for step in taken[:STEPS_PER_EPOCH] for i in step) == list(range(256))
-    assert taken[STEPS_PER_EPOCH:] != taken[: STEPS - STEPS_PER_EPOCH]  # shuffled anew
+    assert taken[STEPS_PER_EPOCH:] != taken[: STEPS - STEPS_PER_EPOCH]  # the second epoch has another order
 
 
 @pytest.mark.parametrize("runs", ["zero1"], indirect=True)
 def test_a_signal_to_one_rank_stops_all_after_the_step(runs):
-    first, second = runs.recorded["told"]
-    assert len(first.ids) == len(second.ids) == TOLD_AFTER
-    assert f"stopped by SIGTERM after step {TOLD_AFTER}; go on with --name told --resume auto" in first.end.output
+    first, second = runs.recorded["signalled"]
+    assert len(first.ids) == len(second.ids) == STOPPED_AFTER
+    assert (
+        f"stopped by SIGTERM after step {STOPPED_AFTER}; resume with --name signalled --resume auto" in first.end.output
+    )
 
 
 @pytest.mark.parametrize("runs", ["zero1"], indirect=True)
-def test_a_finished_run_is_left_as_it_is(runs, tiny_run):
+def test_resuming_a_finished_run_changes_nothing(runs, tiny_run):
     run = runs.logs / "never"
     kept = {path: path.read_bytes() for path in (run / "metrics.json", *run.glob("checkpoints/*/*.*"))}
     command = flags(tiny_run, runs.config, runs.logs, name="never", resume="auto", **SCHEDULE, **FLAGS["zero1"])
@@ -259,15 +268,15 @@ def test_a_finished_run_is_left_as_it_is(runs, tiny_run):
 
 
 def fails_to_evaluate(command: list[str], store: str) -> Finished:
-    """`main(command)` in this rank, whose evaluation is not to be survived."""
+    """Call `main(command)` in this rank, which is killed when it evaluates."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "_evaluate", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         return run_here(command, Path(store))
 
 
 @pytest.mark.parametrize("runs", ["zero1"], indirect=True)
-def test_a_run_killed_in_its_last_evaluation_has_only_that_to_do(runs, tiny_run):
-    """Saving comes before evaluating."""
+def test_a_run_killed_in_its_last_evaluation_only_evaluates_when_resumed(runs, tiny_run):
+    """A run saves its last checkpoint before it evaluates."""
 
     def command(**changes: Any) -> list[str]:
         data = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16}
@@ -289,22 +298,22 @@ import os, signal, sys
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.run import main
 
-show_step = Metrics.step
+show_step = Metrics.record_step
 
 def step(metrics, number, *arguments):
     show_step(metrics, number, *arguments)
     if number == {KILLED_AFTER}:
         os.killpg(0, signal.SIGKILL)
 
-Metrics.step = step
+Metrics.record_step = step
 main(sys.argv[1:])
 """
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("runs", ["zero3"], indirect=True)
-def test_the_launcher_killed_with_all_its_ranks_and_data_workers(runs, tiny_run, tmp_path):
-    """Under the deepspeed launcher, with data workers, the numbers are those of the harness's run without."""
+def test_a_launcher_killed_with_its_ranks_and_data_workers_can_be_resumed(runs, tiny_run, tmp_path):
+    """The losses equal those of the run in the harness, which has no data workers."""
     command = flags(tiny_run, runs.config, runs.logs, name="launched", workers=1, **SCHEDULE, **FLAGS["zero3"])
     script = tmp_path / "kills_all.py"
     script.write_text(KILLS_ALL)

@@ -1,7 +1,7 @@
-"""Every file of ds_configs/ trains under the deepspeed launcher, and what it saves is what open_clip then loads.
+"""Every file of ds_configs/ trains under the deepspeed launcher, and open_clip loads the exported model.
 
-Two ranks on the CPU, two steps. Only the batch numbers differ from the file, where its batch is too large for the tiny
-data. The one with the most settings runs with the other tests, the rest by `make test-long`.
+Each run has two ranks on the CPU and two steps. A file whose batch is too large for the tiny data runs with a smaller
+one. `make test` runs the file with the most settings, and `make test-long` runs the others.
 """
 
 import json
@@ -21,11 +21,11 @@ CONFIGS = [
     for path in sorted((ROOT / "ds_configs").glob("*.json"))
 ]
 MOST_SAMPLES = 256
-"""All that the tiny run has."""
+"""Number of samples of the tiny run."""
 
 
 def small_copy(path: Path, folder: Path) -> Path:
-    """The file itself, or a copy whose batch is about one pair per rank and gradient-cache chunk, at least 16 pairs."""
+    """Return the file itself or, if its batch is too large, a copy with about a pair per rank and chunk."""
     config = json.loads(path.read_text())
     if config["train_batch_size"] <= MOST_SAMPLES:
         return path
@@ -48,7 +48,7 @@ def test_two_steps_then_export(path, tiny_run, tmp_path, monkeypatch, capsys):
     done = launch(flags(tiny_run, config, tmp_path, workers=1, **data))
     assert done.exit_code == 0, done.output
     assert "Traceback" not in done.output
-    assert shared_memory_of_deepspeed() <= before  # DeepSpeed's own start-up on CPUs leaves 67 MB per rank behind
+    assert shared_memory_of_deepspeed() <= before  # DeepSpeed's default leaves 67 MB per rank
     stage = load_training_config(path).zero_stage
     assert f"ZeRO-{stage} on 2 ranks" in done.output
 
@@ -67,7 +67,7 @@ def shared_memory_of_deepspeed() -> set[Path]:
 
 
 def export_difference(checkpoints: Path, target: Path, monkeypatch, capsys) -> float:
-    """What the export command prints, called here because loading open_clip takes longer than exporting."""
+    """Run the export command in this process, which has loaded open_clip, and return the difference that it prints."""
     monkeypatch.setattr(sys, "argv", ["export_open_clip.py", str(checkpoints), str(target), "--verify"])
     export_open_clip.main()  # exits when features or tokens differ
     printed = re.search(r"export_max_abs_diff (\S+)", capsys.readouterr().out)

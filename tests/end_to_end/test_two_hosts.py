@@ -1,4 +1,4 @@
-"""launch/multi_node.sh trains over two hosts as one host does, and ends everything when a rank dies."""
+"""launch/multi_node.sh on two hosts: same losses as on one host; a dead rank or launcher ends all other processes."""
 
 import os
 import re
@@ -12,21 +12,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from two_hosts import INTERFACE, TwoHosts, two_hosts, why_not
 
-from tests.end_to_end.training_runs import free_port
+from tests.end_to_end.training_runs import ROOT, flags, launcher_command, scalars
+from tests.end_to_end.two_hosts import INTERFACE, TwoHosts, reason_to_skip, two_hosts
 
-ROOT = Path(__file__).resolve().parents[2]
 MULTI_NODE = ROOT / "launch" / "multi_node.sh"
 STEPS = 3
 LIMIT_S = 600
-END_LIMIT_S = 120  # of what takes 3 to 5 s: far less than the half hour that gloo waits for a silent rank
-RANK = r"train\.py --local_rank"  # command lines of ranks, not of their launcher
-# The ranks sum the same numbers in another order when they share memory: a few float32 roundings of losses near 5.
+END_LIMIT_S = 120
+"""Limit for processes to end. It takes them 3 to 5 s; gloo would wait half an hour for a rank that does not answer."""
+RANK = r"train\.py --local_rank"
+"""Pattern of the command lines of ranks. It does not match their launcher."""
+# Ranks on one host share memory and sum in another order: a few float32 roundings of losses near 5.
 LOSS_TOLERANCE = 1e-6
 
-if _reason := why_not():
+if _reason := reason_to_skip():
     pytest.skip(_reason, allow_module_level=True)
 
 
@@ -38,7 +38,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
 
 @pytest.fixture(scope="module")
 def environment(hosts: TwoHosts) -> dict[str, str]:
-    """What the user of the hosts has set; the ranks get theirs from the file that stands in for ~/.deepspeed_env."""
+    """Return the variables of the user who starts the launcher. The ranks get theirs from a deepspeed_env file."""
     for_ranks = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR", "PATH") if name in os.environ}
     for_ranks |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
     env_file = hosts.hostfile.with_name("deepspeed_env")
@@ -51,38 +51,25 @@ def environment(hosts: TwoHosts) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def losses_of_one_host(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     logs = tmp_path_factory.mktemp("one_host")
-    deepspeed = str(Path(sys.executable).with_name("deepspeed"))
-    command = [deepspeed, "--num_gpus", "2", "--master_port", str(free_port()), str(ROOT / "launch" / "train.py")]
-    subprocess.run([*command, *training(tiny_run, logs)], cwd=tiny_run, check=True, timeout=LIMIT_S)
+    subprocess.run(launcher_command(training(tiny_run, logs)), cwd=tiny_run, check=True, timeout=LIMIT_S)
     return losses(logs)
 
 
 def training(tiny_run: Path, logs: Path, steps: int = STEPS) -> list[str]:
-    """Arguments of launch/train.py, with a pattern that a remote shell must not expand."""
-    options = {
-        "--deepspeed_config": tiny_run / "zero3.json",
-        "--model": tiny_run / "model.json",
-        "--train-data": "train/{00000..00003}.tar",  # relative: the launcher's folder is the ranks' folder
-        "--tokenizer": tiny_run / "tokenizer.model",
-        "--train-steps": steps,
-        "--warmup": 1,
-        "--workers": 0,
-        "--log-every-n-steps": 1,
-        "--logs": logs,
-        "--name": "a run",
-    }
-    return [str(part) for option in options.items() for part in option]
+    """Return arguments of launch/train.py that a remote shell would change if it expanded or split them.
+
+    The path of the data is relative: the ranks must run in the folder of the launcher.
+    """
+    data = "train/{00000..00003}.tar"
+    return flags(tiny_run, tiny_run / "zero3.json", logs, train_data=data, train_steps=steps, name="a run")
 
 
 def losses(logs: Path) -> list[float]:
-    """The loss of every step, in float32, from TensorBoard's file."""
-    events = EventAccumulator(str(logs / "a run" / "tensorboard"))
-    events.Reload()
-    tag = next(tag for tag in events.Tags()["scalars"] if tag.endswith("loss"))
-    return [event.value for event in events.Scalars(tag)]
+    """Return the loss of every step."""
+    return list(scalars(logs / "a run")["train/loss"].values())
 
 
-def test_through_pdsh(
+def test_losses_through_pdsh_equal_those_of_one_host(
     hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path, losses_of_one_host: list[float]
 ) -> None:
     launch = hosts.first.command(
@@ -95,7 +82,7 @@ def test_through_pdsh(
     assert losses(tmp_path) == pytest.approx(losses_of_one_host, abs=LOSS_TOLERANCE, rel=0)
 
 
-def test_without_ssh(
+def test_losses_without_ssh_equal_those_of_one_host(
     hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path, losses_of_one_host: list[float]
 ) -> None:
     environment = environment | {"PDSH_SSH_ARGS_APPEND": "-F /nowhere"}
@@ -110,7 +97,7 @@ def test_without_ssh(
 
 
 def finished(launch: list[str], environment: dict[str, str]) -> str:
-    """The output of a launch that must succeed."""
+    """Run a launch that must succeed, and return its output."""
     done = subprocess.run(
         launch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
     )
@@ -122,7 +109,7 @@ def finished(launch: list[str], environment: dict[str, str]) -> str:
 def endless_run(
     hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, logs: Path
 ) -> Iterator[tuple[subprocess.Popen, Path]]:
-    """A launch through pdsh that would train for hours, and the file with its output."""
+    """Start a launch through pdsh that would train for hours; yield it and the file with its output."""
     arguments = training(tiny_run, logs, steps=1_000_000)
     launch = hosts.first.command(MULTI_NODE, "--hostfile", hosts.hostfile, *arguments, folder=tiny_run)
     log = logs / "log"
@@ -139,7 +126,7 @@ def endless_run(
 def test_a_dead_rank_ends_the_others(
     hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path
 ) -> None:
-    """Even one that cannot notice: it is stopped, as if it waited in a collective for the dead one."""
+    """The other rank is halted by SIGSTOP, like a rank that waits in a collective for the dead one."""
     with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, log):
         wait_until(lambda: "step 2/" in log.read_text(), LIMIT_S)
         subprocess.run(hosts.first.command("pkill", "-STOP", "-f", RANK), check=True)
@@ -157,21 +144,22 @@ def test_ending_the_launcher_ends_the_ranks(
         wait_until(lambda: hosts.first.processes(RANK) and hosts.second.processes(RANK), LIMIT_S)
         subprocess.run(hosts.first.command("pkill", "-TERM", "--oldest", "-f", "multi_node.sh"), check=True)
         code = launcher.wait(END_LIMIT_S)
-        assert code in (1, 128 + signal.SIGTERM), log.read_text()  # 143: a step came before the signal
+        assert code in (1, 128 + signal.SIGTERM), (
+            log.read_text()
+        )  # 143: training had begun, so the ranks saved and exited
         wait_until(lambda: not (hosts.first.processes(RANK) or hosts.second.processes(RANK)), END_LIMIT_S)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_launcher_lets_the_ranks_save(
-    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path, told: signal.Signals
+    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path, sent: signal.Signals
 ) -> None:
     with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, log):
         wait_until(lambda: "step 2/" in log.read_text(), LIMIT_S)
-        number = str(int(told))
-        subprocess.run(hosts.first.command("pkill", f"-{number}", "--oldest", "-f", "multi_node.sh"), check=True)
-        assert launcher.wait(END_LIMIT_S) == 128 + told, log.read_text()
-        stopped = re.search(rf"stopped by {told.name} after step (\d+);", log.read_text())
+        subprocess.run(hosts.first.command("pkill", f"-{int(sent)}", "--oldest", "-f", "multi_node.sh"), check=True)
+        assert launcher.wait(END_LIMIT_S) == 128 + sent, log.read_text()
+        stopped = re.search(rf"stopped by {sent.name} after step (\d+);", log.read_text())
         assert stopped, log.read_text()
         latest = tmp_path / "a run" / "checkpoints" / "latest"
         assert latest.read_text() == f"step_{int(stopped[1]):08d}"
@@ -182,5 +170,5 @@ def test_a_signal_to_the_launcher_lets_the_ranks_save(
 def wait_until(condition: Callable[[], object], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline, f"it did not happen within {limit_s} s"
+        assert time.monotonic() < deadline, f"the condition was not met within {limit_s} s"
         time.sleep(0.2)

@@ -1,7 +1,7 @@
-"""Ways to run launch/train.py in a test: under the real deepspeed launcher, or many runs in ranks of the harness.
+"""Two ways to train in a test: `launch`, under the deepspeed launcher, and `run_in_ranks`, in ranks of the harness.
 
-The launcher costs ten seconds a run; `run_in_ranks` calls the same `main(argv)` in processes that have torch loaded,
-one run after the other, with everything that reaches standard error kept.
+A launch takes ten seconds. `run_in_ranks` calls the same `main(argv)`, for several runs one after the other, in ranks
+that have torch loaded, and returns what each run writes to standard error.
 """
 
 import contextlib
@@ -24,23 +24,50 @@ from tests.distributed.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD_SIZE = 2
+MODEL = {
+    "embed_dim": 16,
+    "vision_position_init": "sin_cos_2d",
+    "vision_cfg": {"image_size": 24, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {
+        "context_length": 24,
+        "vocab_size": 128,
+        "width": 32,
+        "heads": 2,
+        "layers": 2,
+        "eos_id": 2,
+        "pool_type": "eos",
+    },
+}
+# Two ranks x two chunks of 8 pairs: the contrastive batch is 32.
+DS_CONFIG = {
+    "train_batch_size": 32,
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {
+        "type": "AdamW",
+        # torch's AdamW, because DeepSpeed's own must be compiled first
+        "params": {"lr": 0.002, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True},
+    },
+    "megaclip": {"loss": "clip", "exchange": "ring", "reduction": "feature"},
+}
 
 
 @dataclass
 class Finished:
-    """How one rank's process, or a launcher with all its ranks, ended."""
+    """Exit code and output of one rank, or of a launcher with all its ranks."""
 
     exit_code: int
     output: str
 
     @property
     def errors(self) -> list[str]:
-        """The lines that the logger marked as errors, without the time in front."""
+        """Lines that the logger has marked as errors, without the time."""
         return [line.split(" ", 1)[1] for line in self.output.splitlines() if " ERROR " in line]
 
 
 def flags(folder: Path, deepspeed_config: Path, logs: Path, **changes: Any) -> list[str]:
-    """The command line of a tiny run; `changes` are further flags, by their names with underscores."""
+    """Return the command line of a tiny run. changes: flags, named with underscores; None omits a flag."""
     values: dict[str, Any] = {
         "deepspeed_config": deepspeed_config,
         "model": folder / "model.json",
@@ -63,7 +90,7 @@ def flags(folder: Path, deepspeed_config: Path, logs: Path, **changes: Any) -> l
 
 
 def free_port() -> int:
-    """Below the ports that outgoing connections get: none takes it before the launcher listens."""
+    """Return a free port below the range of outgoing connections, so that none takes it before the launcher does."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -74,18 +101,18 @@ def free_port() -> int:
 def launcher_command(
     arguments: list[str], ranks: int = WORLD_SIZE, script: Path = ROOT / "launch" / "train.py"
 ) -> list[str]:
-    """`deepspeed launch/train.py` on the ranks of this machine."""
+    """Return the command that runs `script` under the deepspeed launcher on this machine."""
     launcher = [shutil.which("deepspeed") or str(Path(sys.executable).with_name("deepspeed"))]
     return [*launcher, "--num_gpus", str(ranks), "--master_port", str(free_port()), str(script), *arguments]
 
 
 def launcher_environment() -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, and the launcher's python
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for ninja and the launcher's python
     return {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 def launch(arguments: list[str], ranks: int = WORLD_SIZE) -> Finished:
-    """Run to the end under the deepspeed launcher."""
+    """Train under the deepspeed launcher, and wait until it ends."""
     command = launcher_command(arguments, ranks)
     done = subprocess.run(
         command,
@@ -100,7 +127,7 @@ def launch(arguments: list[str], ranks: int = WORLD_SIZE) -> Finished:
 
 
 def run_in_ranks(commands: list[list[str]], world_size: int = WORLD_SIZE) -> list[list[Finished]]:
-    """Each command's end on every rank: `result[command][rank]`."""
+    """Train with each command, in one launch of the harness; return `result[command][rank]`."""
     with tempfile.TemporaryDirectory() as stores:
         per_rank = run_ranks(_run_all, world_size, commands, stores)
     return [list(ends) for ends in zip(*per_rank, strict=True)]
@@ -111,20 +138,20 @@ def _run_all(commands: list[list[str]], stores: str) -> list[Finished]:
 
 
 def run_here(command: list[str], store: Path) -> Finished:
-    """`main(command)` in this rank; then joins the other ranks again, through `store`, because main left them."""
+    """Call `main(command)` in this rank; then join the other ranks again through `store`, because main leaves them."""
     from megaclip.engine.run import main
 
     with standard_error_kept() as output:
         exit_code = main(command)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    torch.distributed.barrier()  # the next command may leave at once, which would break a peer that is still connecting
+    torch.distributed.barrier()  # the next command may exit at once, and a rank may still be connecting
     return Finished(exit_code, output())
 
 
 @contextlib.contextmanager
 def standard_error_kept() -> Iterator[Callable[[], str]]:
-    """Send file descriptor 2 to a file meanwhile; what the context gives returns the text."""
+    """Redirect file descriptor 2 to a file; yield a function that returns its text after the context has ended."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile("w+") as file:
@@ -141,7 +168,7 @@ def standard_error_kept() -> Iterator[Callable[[], str]]:
 
 
 def scalars(run: Path) -> dict[str, dict[int, float]]:
-    """TensorBoard's scalars of a run: name -> step -> value (float32)."""
+    """Return the TensorBoard scalars of a run: name -> step -> value (float32)."""
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}

@@ -1,9 +1,9 @@
-"""Two hosts on one machine: `with two_hosts(folder) as hosts`, for tests of the launchers. Linux, root.
+"""Two hosts on one machine, for tests of the launchers: `with two_hosts(folder) as hosts`. Requires Linux and root.
 
-A host is a process with its own network, host name, process table and ssh server; a virtual cable (veth) joins the two,
-and the file system is shared. All of it lives in namespaces without a name, held by the ssh server's process alone:
-when that ends, everything on the host ends with it and the kernel removes the cable. The processes are told to die with
-the test process, so nothing is left behind even when that is killed.
+A host is a process with its own network, host name, process table and ssh server. A virtual network cable (veth)
+connects the two hosts; they share the file system. The namespaces of a host have no name and exist only as long as its
+ssh server: when that process ends, the kernel ends all other processes of the host and removes the cable. The ssh
+server dies with the test process, so nothing remains even if the test process is killed.
 """
 
 import os
@@ -15,19 +15,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# Each pair of hosts has networks of its own: the same addresses serve all (198.18/15 is reserved for tests, RFC 2544).
+# Every pair of hosts has its own network, so all pairs use these addresses (RFC 2544 reserves 198.18/15 for tests).
 ADDRESSES = ("198.18.0.1", "198.18.0.2")
 INTERFACE = "eth0"
 _NAMESPACES = ("--net", "--uts", "--pid", "--fork", "--mount-proc")
-# Die with the parent; take the child, process 1 of the host, along. The child's arguments: its name and its command.
+# setpriv ends unshare with its parent, and unshare ends its child, process 1 of the host, whose arguments are its host
+# name and its command.
 _START = ("sh", "-c", 'hostname "$0"; exec "$@"')
 _HOLD = ("setpriv", "--pdeathsig", "KILL", "unshare", *_NAMESPACES, "--kill-child", *_START)
 _PACKAGES = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "pdsh": "pdsh", "pkill": "procps"}
 _START_LIMIT_S = 120.0
 
 
-def why_not() -> str | None:
-    """The reason why two hosts cannot be had here; None if they can."""
+def reason_to_skip() -> str | None:
+    """Return the reason why this machine cannot create two hosts, or None if it can."""
     if os.geteuid() != 0:
         return "two hosts on one machine need root"
     missing = [package for command, package in _PACKAGES.items() if shutil.which(command) is None]
@@ -35,30 +36,31 @@ def why_not() -> str | None:
         return f"two hosts on one machine need the packages {', '.join(missing)}"
     probe = ["unshare", *_NAMESPACES, "ip", "link", "add", INTERFACE, "type", "veth"]
     done = subprocess.run(probe, capture_output=True, text=True)
-    return f"no network namespaces here: {done.stderr.strip()}" if done.returncode else None
+    return f"this machine cannot create network namespaces: {done.stderr.strip()}" if done.returncode else None
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host; `server` is its first process, as this machine numbers it."""
+    """One host."""
 
     address: str
     server: int
+    """Process id of the host's first process, as seen from this machine."""
 
     def command(self, *command: str | Path, folder: Path | None = None) -> list[str]:
-        """What to run on this machine so that `command` runs on the host, in `folder`."""
+        """Return the command that, when run on this machine, runs `command` on the host in `folder`."""
         enter = ["nsenter", "--target", str(self.server), "--net", "--uts", "--pid", "--mount"]
         return [*enter, "env", f"--chdir={folder or '/'}", *map(str, command)]
 
     def processes(self, pattern: str) -> list[int]:
-        """Ids, on the host, of its processes whose command line matches."""
+        """Return the ids, as seen from the host, of its processes whose command line matches `pattern`."""
         done = subprocess.run(self.command("pgrep", "-f", pattern), capture_output=True, text=True)
         return [int(process) for process in done.stdout.split()]
 
 
 @dataclass(frozen=True)
 class TwoHosts:
-    """Two hosts that reach each other by ssh as root, with the options `-F ssh_config`."""
+    """Two hosts that can reach each other by ssh as root with the options `-F ssh_config`."""
 
     first: Host
     second: Host
@@ -68,8 +70,11 @@ class TwoHosts:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[TwoHosts]:
-    """Two hosts with one slot each; keys, hostfile and ssh_config go to `folder`. See `why_not` first."""
-    Path("/run/sshd").mkdir(exist_ok=True)  # the server insists on it
+    """Create two hosts with one slot each; write keys, hostfile and ssh_config to `folder`.
+
+    Call `reason_to_skip` first.
+    """
+    Path("/run/sshd").mkdir(exist_ok=True)  # sshd requires this folder
     for key in ("host_key", "user_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
     ssh_config = folder / "ssh_config"
@@ -90,7 +95,7 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
 
 @contextmanager
 def _host(folder: Path, address: str) -> Iterator[Host]:
-    """A host without a network yet, and its ssh server; all its processes are gone afterwards."""
+    """Create a host with an ssh server and without a network cable; end all its processes afterwards."""
     options = {
         "HostKey": folder / "host_key",
         "AuthorizedKeysFile": folder / "user_key.pub",
@@ -112,7 +117,7 @@ def _host(folder: Path, address: str) -> Iterator[Host]:
 
 
 def _server(holder: subprocess.Popen, log: Path) -> int:
-    """The process that `unshare` forked, number 1 of the new namespace, once it answers."""
+    """Wait until the ssh server listens; return the process that `unshare` has forked, process 1 of the host."""
     deadline = time.monotonic() + _START_LIMIT_S
     while time.monotonic() < deadline and holder.poll() is None:
         if "Server listening on 0.0.0.0" in log.read_text():

@@ -1,7 +1,6 @@
-"""ClipLoss over NCCL, one GPU per rank, with the implementation that "auto" picks: one process's loss and gradients.
+"""Compare ClipLoss over NCCL, one GPU per rank, with the loss and gradients of one process.
 
-The arithmetic is tested on gloo (tests/distributed); here it is NCCL's ordering, streams and GPU tensors that can go
-wrong.
+tests/distributed checks the arithmetic with gloo. This file checks NCCL's ordering, streams and GPU tensors.
 """
 
 import itertools
@@ -18,9 +17,9 @@ from tests.tolerances import norm_error
 
 pytestmark = pytest.mark.gpu
 
-# Norm of the difference relative to the norm of the expected gradient: P is rounded to bfloat16 with such features.
+# Norm of the difference, relative to the norm of the expected gradient. bfloat16 features have P in bfloat16.
 GRADIENT_NORM = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 6e-3}
-# Absolute: the gradient is a mean of p_ij*(s_ij - s_ii), terms of order 1 that cancel where the temperature is right.
+# Absolute, because the gradient is a mean of p_ij*(s_ij - s_ii): terms of order 1 that cancel near the best scale.
 TEMPERATURE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-4}
 
 
@@ -37,7 +36,7 @@ def check(batch: int, embedding: int, dtype: torch.dtype, implementation: str) -
         loss_function = ClipLoss(
             exchange=exchange, reduction=reduction, implementation=implementation, tile_budget_mib=8
         )
-        for _ in range(3):  # steps that follow one another without a pause, buffers reused
+        for _ in range(3):  # consecutive steps without a pause, which reuse buffers
             x.grad = y.grad = alpha.grad = None
             loss = loss_function(x, y, alpha)
             loss.backward()

@@ -1,4 +1,4 @@
-"""Compiled transformer blocks on a GPU: the kernels of torch.compile give the gradients of plain PyTorch."""
+"""Compare the gradients of compiled transformer blocks on a GPU with those of plain PyTorch."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 from megaclip.models import build_model, load_model_config
 
 pytestmark = pytest.mark.gpu
-# Of a gradient's norm, or of a thousandth of the largest one's: fused kernels add in another order. In float32, because
-# in bfloat16 the gradients of the first tokens' attention are rounding and nothing else.
+# Relative to the norm of a gradient, or to a thousandth of the largest norm. Fused kernels add in another order. The
+# test uses float32, because in bfloat16 the gradients of the attention of the first tokens are only rounding errors.
 ROUNDING = 1e-3
 
 

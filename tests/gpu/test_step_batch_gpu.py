@@ -1,4 +1,4 @@
-"""How chunks get to a GPU: no copy overtakes its reader, pixels become torchvision's floats to the last bit."""
+"""Transfer of chunks to a GPU: no copy overwrites data in use, and pixels have the bits of torchvision's floats."""
 
 import itertools
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megaclip.data import ImageTransform
-from megaclip.engine.data_offload import Place, Slots
+from megaclip.engine.image_slots import ImageSlots
 from megaclip.engine.step_batch import DeviceFeed, Tower
 
 pytestmark = pytest.mark.gpu
@@ -21,10 +21,11 @@ def feed() -> DeviceFeed:
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
 def test_chunks_arrive_whole_though_their_slots_are_written_again_at_once(place, tmp_path):
-    """Two slots, overwritten as soon as the next chunk is asked for, while the GPU is kept busy."""
+    """Chunks use two slots, which are overwritten when the next chunk is requested, while the GPU is busy."""
     generator = torch.Generator().manual_seed(0)
     expected = [torch.randint(256, (64, 3, 64, 64), generator=generator, dtype=torch.uint8) for _ in range(CHUNKS)]
-    slots = Slots(Place(place, keeps=False), (2, 64, 3, 64, 64), Path(tmp_path), torch.device("cuda", 0))
+    folder = Path(tmp_path) if place == "disk" else None
+    slots = ImageSlots((2, 64, 3, 64, 64), torch.device("cuda", 0), folder)
     assert slots.tensor.is_pinned() == (place == "cpu")
 
     def chunks():

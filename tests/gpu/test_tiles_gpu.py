@@ -1,10 +1,13 @@
-"""The Triton kernels compiled for the GPU, against the float64 oracle: the interpreter's cases, and sizes it cannot
-reach."""
+"""Compare the Triton kernels compiled for the GPU with the float64 reference.
+
+The cases are those of the interpreter, and sizes that are too large for it.
+"""
 
 import pytest
 import torch
 
-from megaclip.ops import rows
+from megaclip.ops import rows, tiles
+from megaclip.ops.tiles import Terms, TileOptions
 from tests.tile_cases import (
     SIDES_CASES,
     SMALL_CASES,
@@ -36,48 +39,46 @@ LARGE_CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def triton_tiles():
+@pytest.fixture(scope="module", autouse=True)
+def cuda_device() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    from megaclip.ops import tiles_triton
-
-    return tiles_triton
 
 
 @pytest.mark.parametrize("case", [*SMALL_CASES, *LARGE_CASES], ids=str)
-def test_statistics_and_gradients(triton_tiles, case: TileCase) -> None:
-    check_tile_case(triton_tiles, case, "cuda")
+def test_statistics_and_gradients(case: TileCase) -> None:
+    check_tile_case("triton", case, "cuda")
 
 
 @pytest.mark.parametrize("bias", [-10.0, 0.0, 5.0])
 @pytest.mark.parametrize("case", [c for c in [*SMALL_CASES, *LARGE_CASES] if not c.per_sample_scales], ids=str)
-def test_sigmoid(triton_tiles, case: TileCase, bias: float) -> None:
-    check_sigmoid_case(triton_tiles, case, "cuda", bias)
+def test_sigmoid(case: TileCase, bias: float) -> None:
+    check_sigmoid_case("triton", case, "cuda", bias)
 
 
 @pytest.mark.parametrize("case", [*SIDES_CASES, TileCase(3000, 5000, 768, budget_mib=4)], ids=str)
-def test_sides_and_accumulators(triton_tiles, case: TileCase) -> None:
-    check_sides_and_accumulators(triton_tiles, case, "cuda")
+def test_sides_and_accumulators(case: TileCase) -> None:
+    check_sides_and_accumulators("triton", case, "cuda")
 
 
 @pytest.mark.parametrize("batch", [63, 1000, 4096])
-def test_converged_training(triton_tiles, batch: int) -> None:
-    check_converged_training(triton_tiles, batch, "cuda")
+def test_converged_training(batch: int) -> None:
+    check_converged_training("triton", batch, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_row_operations(triton_tiles, dtype: torch.dtype) -> None:
+def test_row_operations(dtype: torch.dtype) -> None:
     check_row_operations(rows, dtype, "cuda")
 
 
-def test_two_runs_give_the_same_bits(triton_tiles) -> None:
+def test_two_runs_give_the_same_bits() -> None:
     x, y = features_of(TileCase(3000, 5000, 512), "cuda")
+    options = TileOptions(implementation="triton", tile_budget_mib=8)
 
     def run() -> list[torch.Tensor]:
-        stats = triton_tiles.tile_stats(x, y, 20.0, 20.0, diagonal=0, tile_budget_mib=8)
-        grads = triton_tiles.tile_grads(x, y, 20.0, 5.0, 1e-3, 20.0, 6.0, 1e-3, diagonal=0, tile_budget_mib=8)
-        sigmoid = triton_tiles.tile_sigmoid(x, y, 20.0, -10.0, diagonal=0, tile_budget_mib=8)
+        stats = tiles.tile_stats(x, y, 20.0, 20.0, diagonal=0, options=options)
+        grads = tiles.tile_grads(x, y, Terms(20.0, 5.0, 1e-3), Terms(20.0, 6.0, 1e-3), diagonal=0, options=options)
+        sigmoid = tiles.tile_sigmoid(x, y, 20.0, -10.0, diagonal=0, options=options)
         return [*stats, *grads, *sigmoid]
 
     first, second = run(), run()
@@ -85,15 +86,16 @@ def test_two_runs_give_the_same_bits(triton_tiles) -> None:
 
 
 @pytest.mark.parametrize("batch", [8192, 32768, 65536])
-def test_memory_does_not_grow_with_the_batch(triton_tiles, batch: int) -> None:
+def test_memory_does_not_grow_with_the_batch(batch: int) -> None:
     x, y = features_of(TileCase(batch, batch, 256), "cuda")
     gradients_mib = 2 * batch * 256 * 4 / 2**20
-    # Vectors of the batch's length, and the library's workspace.
+    # Vectors with one value per sample, and the workspace of the library.
     allowed_mib = 64 + 40 + gradients_mib
+    options, terms = TileOptions(implementation="triton", tile_budget_mib=64), Terms(20.0, 5.0, 1.0)
     for run in (
-        lambda: triton_tiles.tile_stats(x, y, 20.0, 20.0, diagonal=0, tile_budget_mib=64),
-        lambda: triton_tiles.tile_grads(x, y, 20.0, 5.0, 1.0, 20.0, 5.0, 1.0, diagonal=0, tile_budget_mib=64),
-        lambda: triton_tiles.tile_sigmoid(x, y, 20.0, -10.0, diagonal=0, tile_budget_mib=64),
+        lambda: tiles.tile_stats(x, y, 20.0, 20.0, diagonal=0, options=options),
+        lambda: tiles.tile_grads(x, y, terms, terms, diagonal=0, options=options),
+        lambda: tiles.tile_sigmoid(x, y, 20.0, -10.0, diagonal=0, options=options),
     ):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

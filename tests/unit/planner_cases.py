@@ -1,7 +1,6 @@
-"""Workloads and machines that the planner's tests share."""
+"""Workloads and machines for the planner's tests."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from megaclip.config import load_training_config
@@ -32,5 +31,5 @@ def workload(
 
 
 def of_batch(job: Workload, global_batch: int) -> Workload:
-    """The same with another contrastive batch, of whole chunks."""
-    return replace(job, local_batch=global_batch // job.world_size)
+    """Return the workload with another contrastive batch, of whole chunks."""
+    return job.with_batch(global_batch // job.world_size)

@@ -1,4 +1,4 @@
-"""The command line: open_clip's names, readable mistakes, and no overlap with ds_config.json."""
+"""The command line: open_clip's flags, readable errors, and no overlap with ds_config.json."""
 
 import importlib.util
 import logging
@@ -15,19 +15,21 @@ from megaclip.data import DATASET_TYPES
 from megaclip.engine.run import main
 from megaclip.errors import ConfigError
 
-NEEDED = ["--deepspeed_config", "c.json", "--model", "ViT-B-32", "--train-data", "a.tar", "b.tar"]
+REQUIRED = ["--deepspeed_config", "c.json", "--model", "ViT-B-32", "--train-data", "a.tar", "b.tar"]
 
 
 def test_flags_are_typed():
-    arguments = parse_arguments([*NEEDED, "--warmup", "5", "--aug-scale", "0.5", "1", "--lock-image", "--local_rank=1"])
+    arguments = parse_arguments(
+        [*REQUIRED, "--warmup", "5", "--aug-scale", "0.5", "1", "--lock-image", "--local_rank=1"]
+    )
     assert arguments.train_data == ["a.tar", "b.tar"] and arguments.warmup == 5
     assert arguments.aug_scale == (0.5, 1.0) and arguments.lock_image and arguments.local_rank == 1
     assert arguments.image_mean is None
-    assert parse_arguments([*NEEDED, "--image-mean", "0.5", "0.4", "0.3"]).image_mean == (0.5, 0.4, 0.3)
+    assert parse_arguments([*REQUIRED, "--image-mean", "0.5", "0.4", "0.3"]).image_mean == (0.5, 0.4, 0.3)
 
 
-def test_open_clips_word_for_going_on_means_the_same():
-    resumed = [parse_arguments([*NEEDED, "--resume", word]).resume for word in ("auto", "latest", "runs/latest")]
+def test_resume_latest_means_auto_as_in_open_clip():
+    resumed = [parse_arguments([*REQUIRED, "--resume", word]).resume for word in ("auto", "latest", "runs/latest")]
     assert resumed == ["auto", "auto", "runs/latest"]
 
 
@@ -37,32 +39,32 @@ def test_open_clips_word_for_going_on_means_the_same():
         (["--warmpu", "5"], "unknown argument '--warmpu'; did you mean '--warmup'?"),
         (["--batch-size", "64"], "--batch-size is set in ds_config.json: train_micro_batch_size_per_gpu"),
         (["--batch_size", "64"], "--batch_size is set in ds_config.json: train_micro_batch_size_per_gpu"),
-        (["--imagenet-val", "x"], "--imagenet-val is open_clip's: write --zeroshot-data"),
+        (["--imagenet-val", "x"], "--imagenet-val is not a flag here; use --zeroshot-data"),
         (["--horovod", "--warmpu", "5"], "see docs/multi_node.md); unknown argument '--warmpu'; did you mean"),
         (["surplus", "--seed", "1", "more"], "unknown argument 'more'"),
         (["--lr=1"], "--lr is set in ds_config.json"),
         (["--warmup", "many"], "--warmup: "),
         (["--warmup", "-1"], "greater than or equal to 0"),
-        (["--epochs", "1", "--train-steps", "2"], "not both"),
-        (["--lr-scheduler", "const-cooldown"], "go together"),
+        (["--epochs", "1", "--train-steps", "2"], "exclude each other; use one of them"),
+        (["--lr-scheduler", "const-cooldown"], "const-cooldown together with --epochs-cooldown"),
         (["--lr-scheduler", "linear"], "'cosine', 'const' or 'const-cooldown'"),
         (["--train-data-weights", "1"], "one weight for each"),
         (["--lr-cooldown-end", "inf"], "--lr-cooldown-end: Input should be a finite number"),
         (["--image-std", "0.2", "0", "0.2"], "--image-std: Input should be greater than 0"),
         (["--logit-scale-max", "0.5"], "--logit-scale-max: Input should be greater than or equal to 1"),
         (["--aug-scale", "1"], "expected 2 arguments"),
-        (["--lock-text-unlocked-layers", "1"], "needs --lock-text"),
-        (["--eval-every-steps", "1"], "needs --val-data or --zeroshot-data"),
+        (["--lock-text-unlocked-layers", "1"], "requires --lock-text"),
+        (["--eval-every-steps", "1"], "requires --val-data or --zeroshot-data"),
     ],
 )
-def test_a_mistake_is_one_readable_line(extra, expected):
+def test_a_mistake_is_one_line_that_names_the_flag(extra, expected):
     with pytest.raises(ConfigError) as error:
-        parse_arguments([*NEEDED, *extra])
+        parse_arguments([*REQUIRED, *extra])
     assert expected in str(error.value) and "\n" not in str(error.value)
 
 
-def test_every_flag_of_open_clips_trainer_is_taken_or_explained():
-    """Against open_clip's own source; what the explanations name must be there to write."""
+def test_every_flag_of_open_clips_trainer_is_accepted_or_explained():
+    """Compare with open_clip's source. The flags and settings that an explanation names must exist."""
     package = importlib.util.find_spec("open_clip_train")
     assert package is not None and package.submodule_search_locations
     source = (Path(package.submodule_search_locations[0]) / "params.py").read_text()
@@ -75,9 +77,9 @@ def test_every_flag_of_open_clips_trainer_is_taken_or_explained():
             assert key in MegaclipSection.model_fields, flag
 
 
-def test_the_help_says_what_is_needed_and_every_default_even_zero():
+def test_the_help_names_required_flags_and_every_default_even_zero():
     described = {action.dest: action.help for action in build_parser()._actions}
-    assert [name for name, text in described.items() if "(needed)" in text] == [
+    assert [name for name, text in described.items() if "(required)" in text] == [
         "deepspeed_config",
         "model",
         "train_data",
@@ -87,22 +89,29 @@ def test_the_help_says_what_is_needed_and_every_default_even_zero():
     assert "default" not in described["lock_image"] and "default" not in described["resume"]
 
 
+def test_the_help_shows_each_flag_once_with_short_names_of_its_values():
+    text = build_parser().format_help()
+    assert "--train-data DATA [DATA ...]\n" in text and "--train_data" not in text
+    assert "--image-mean MEAN MEAN MEAN\n" in text and "  --lock-image  " in text
+
+
 def test_the_help_names_every_choice():
     described = {action.dest: action.help for action in build_parser()._actions}
-    assert described["lr_scheduler"] == "schedule; one of cosine, const, const-cooldown (default cosine)"
+    assert described["lr_scheduler"] == "learning rate schedule; one of cosine, const, const-cooldown (default cosine)"
     assert get_args(TrainArguments.model_fields["dataset_type"].annotation) == DATASET_TYPES
     assert all(name in described["dataset_type"] for name in DATASET_TYPES)
 
 
 def test_a_missing_flag_is_named():
-    with pytest.raises(ConfigError, match="--train-data is needed"):
-        parse_arguments(NEEDED[:4])
+    with pytest.raises(ConfigError, match="--train-data is required"):
+        parse_arguments(REQUIRED[:4])
 
 
 @pytest.mark.parametrize(("rank", "patience_s", "speaks"), [("0", None, True), ("1", None, False), ("1", 0.0, True)])
 def test_who_says_what_is_wrong(monkeypatch, caplog, rank, patience_s, speaks):
-    """The first rank at once; the others after it, if it has not ended them by then."""
+    """The first rank logs at once. The others wait, because the first one usually ends them."""
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
-    assert main(["--deepspeed_config", "nowhere.json", "--model", "x", "--train-data", "y"], patience_s=patience_s) == 1
+    argv = ["--deepspeed_config", "nowhere.json", "--model", "x", "--train-data", "y"]
+    assert main(argv, other_ranks_delay_s=patience_s) == 1
     assert ("nowhere.json" in caplog.text) == speaks

@@ -1,4 +1,4 @@
-"""What of another library's error is quoted in a message."""
+"""Quoting the errors of other libraries in a message."""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""The bounds of logit_scale without ZeRO, where the parameter is its own master (tests/distributed for the others)."""
+"""The bounds of logit_scale without ZeRO, where the parameter is its own master value.
+
+tests/distributed/test_engine_guards.py tests the other ZeRO stages.
+"""
 
 import math
 from types import SimpleNamespace

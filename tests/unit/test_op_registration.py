@@ -1,4 +1,4 @@
-"""The tile operations are found through DeepSpeed and torch.ops, and survive torch.compile in one graph."""
+"""The tile operations are registered with DeepSpeed and torch.ops, and torch.compile keeps them in one graph."""
 
 import subprocess
 import sys
@@ -24,12 +24,12 @@ def output_of(*arguments: str) -> str:
     return done.stdout
 
 
-def test_found_and_probed_like_deepspeeds_own() -> None:
+def test_deepspeed_finds_and_probes_the_builder_like_its_own() -> None:
     assert megaclip.__version__
     builder = get_accelerator().create_op_builder("ContrastiveTilesBuilder")
     assert type(builder).__name__ == "ContrastiveTilesBuilder" and builder.load() is tiles
     assert deepspeed.ops.__compatible_ops__["contrastive_tiles"] is builder.is_compatible()
-    # The look-up of DeepSpeed's own builders still works.
+    # DeepSpeed still finds its own builders.
     assert type(get_accelerator().create_op_builder("CPUAdamBuilder")).__name__ == "CPUAdamBuilder"
 
 
@@ -39,7 +39,7 @@ def test_not_compatible_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the tiles run in PyTorch instead" in capsys.readouterr().out
 
 
-def test_the_report_lists_it() -> None:
+def test_the_op_report_lists_the_builder() -> None:
     lines = [line for line in output_of("tools/ds_report.py").splitlines() if line.startswith("contrastive_tiles ")]
     assert len(lines) == 1
 
@@ -65,25 +65,37 @@ def batch(count: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_schemas_fakes_and_results(dtype: torch.dtype) -> None:
-    """PyTorch's own check of each operation (schema, fake against real, aliasing), and one value of each."""
+    """Run PyTorch's check of each operation (schema, fake results, aliasing), and compare one result of each."""
     x, y = batch(7, 0, dtype), batch(5, 1, dtype)
     one = torch.ones(1, dtype=tiles.accumulation_dtype(x))
     checks = ("test_schema", "test_faketensor")
-    for operation, arguments in (
-        (torch.ops.megaclip.tile_stats, (x, y, 5 * one, 3 * one)),
-        (torch.ops.megaclip.tile_grads, (x, y, *[2 * one, one, one] * 2)),
-        (torch.ops.megaclip.tile_sigmoid, (x, y, 5 * one, -one)),
+    terms = tiles.Terms(2 * one, one, one)
+    for operation, arguments, expected in (
+        (
+            torch.ops.megaclip.tile_stats,
+            (x, y, 5 * one, 3 * one),
+            reference.tile_stats(x, y, 5 * one, 3 * one, diagonal=1),
+        ),
+        (
+            torch.ops.megaclip.tile_grads,
+            (x, y, *terms, *terms),
+            reference.tile_grads(x, y, terms, terms, diagonal=1),
+        ),
+        (
+            torch.ops.megaclip.tile_sigmoid,
+            (x, y, 5 * one, -one),
+            reference.tile_sigmoid(x, y, 5 * one, -one, diagonal=1),
+        ),
     ):
         torch.library.opcheck(operation, arguments, {"diagonal": 1}, test_utils=checks)
         got = operation(*arguments, diagonal=1)
-        expected = getattr(reference, operation._qualified_op_name.split("::")[1])(*arguments, diagonal=1)
         for result, wanted in zip(got, expected, strict=True):
             assert relative_error(result, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 def test_a_compiled_step_is_one_graph(loss: str) -> None:
-    """Towers, tiles and the surrogate of the gradient in one function: `fullgraph` raises at any break."""
+    """Compile towers, tiles and the gradient in one function. `fullgraph` raises at any graph break."""
     x, y = batch(9, 0, torch.float32), batch(9, 1, torch.float32)
     weight = torch.randn(8, 6, generator=torch.Generator().manual_seed(2), requires_grad=True)
 

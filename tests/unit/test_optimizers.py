@@ -5,15 +5,20 @@ import sys
 import pytest
 import torch
 
+from megaclip.config.optimizers import Optimizer
 from megaclip.engine.optimizers import timm_optimizer
 from megaclip.errors import ConfigError
 
 
+def settings(kind: str, **params: float) -> Optimizer:
+    return Optimizer.model_validate({"type": kind, "params": params})
+
+
 @pytest.mark.parametrize("kind", ["Lion", "Lamb"])
 def test_a_parameter_without_gradient_only_decays(kind):
-    """A token that the batch lacks: its row of the embedding, beside one that was there."""
+    """The embedding of a token that is not in the batch, beside one that is."""
     embedding = torch.nn.Parameter(torch.ones(2, 3))
-    optimizer = timm_optimizer(kind, {"lr": 0.1, "weight_decay": 0.5}, [{"params": [embedding], "weight_decay": 0.0}])
+    optimizer = timm_optimizer(settings(kind, lr=0.1, weight_decay=0.5), [{"params": [embedding], "weight_decay": 0.0}])
     embedding.grad = torch.tensor([[0.0, 0.0, 0.0], [1.0, -1.0, 2.0]])
     optimizer.step()
     assert torch.equal(embedding.detach()[0], torch.ones(3))
@@ -25,12 +30,19 @@ def test_a_parameter_without_gradient_only_decays(kind):
 
 
 def test_lamb_leaves_clipping_to_gradient_clipping():
-    """By itself timm's would clip at norm 1, and with moments that differ in scale the next step would show it."""
-    assert timm_optimizer("Lamb", {"lr": 0.1}, [{"params": [torch.zeros(1)]}]).defaults["max_grad_norm"] is None
+    """timm's default clips at norm 1, in addition to DeepSpeed's gradient_clipping."""
+    optimizer = timm_optimizer(settings("Lamb", lr=0.1), [{"params": [torch.zeros(1)]}])
+    assert optimizer.defaults["max_grad_norm"] is None
 
 
-def test_a_missing_timm_is_one_line_that_says_what_to_install(monkeypatch):
+def test_only_the_written_parameters_are_handed_to_the_optimizer():
+    optimizer = timm_optimizer(settings("Lion", lr=0.1), [{"params": [torch.zeros(1)]}])
+    other = timm_optimizer(settings("Lion", lr=0.1, weight_decay=0.5), [{"params": [torch.zeros(1)]}])
+    assert optimizer.defaults["weight_decay"] == 0.0 and other.defaults["weight_decay"] == 0.5
+
+
+def test_a_missing_timm_is_one_line_that_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     monkeypatch.setitem(sys.modules, "timm.optim", None)
-    with pytest.raises(ConfigError, match=r"Lion is timm's.*pip install timm"):
-        timm_optimizer("Lion", {"lr": 0.1}, [])
+    with pytest.raises(ConfigError, match=r"Lion requires timm.*pip install timm"):
+        timm_optimizer(settings("Lion", lr=0.1), [])

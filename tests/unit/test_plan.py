@@ -1,4 +1,4 @@
-"""What "auto" chooses, and that it says why: the cost model at points whose best way is plain."""
+"""The choice of exchange and reduction for "auto": the cost model at points whose best way is evident."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def chosen(
     nodes: int = 2,
     loss: str = "clip",
 ) -> tuple[str, str]:
-    """What becomes of the two settings on 4 ranks, on this many nodes of such machines."""
+    """Return the exchange and reduction of 4 ranks, on this many nodes of such machines."""
     monkeypatch.setattr(plan, "machine_of", lambda ranks, device: machine)
     on_two_nodes = NodeGroup(handle=None, rank=0, size=4, inner=PAIR, outer=PAIR)
     monkeypatch.setattr(plan, "by_node", lambda ranks: on_two_nodes if nodes == 2 else ranks)
@@ -42,17 +42,17 @@ def chosen(
     return made.exchange, made.reduction
 
 
-def test_each_way_is_chosen_where_it_is_plainly_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_way_is_chosen_where_it_is_evidently_best(monkeypatch: pytest.MonkeyPatch) -> None:
     # Links cost nothing: fewest products, and no hops.
     assert chosen(monkeypatch, FAST_LINKS, 1024) == ("all_gather", "feature")
     # Products cost nothing: fewest bytes (2 x 2 bytes an element against 2 + 4).
     assert chosen(monkeypatch, SLOW_LINKS, 1024) == ("all_gather", "scalar")
-    # Both cost, and tiles are long enough to hide the exchange: the ring. Inside a node nothing is hidden.
+    # Both cost, and tiles take long enough to hide the exchange: the ring. Inside a node a ring hides nothing.
     assert chosen(monkeypatch, BALANCED, 16384) == ("ring", "feature")
     assert chosen(monkeypatch, BALANCED, 16384, nodes=1) == ("all_gather", "feature")
 
 
-def test_the_sigmoid_loss_is_charged_its_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sigmoid_loss_costs_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes an element: ring 3 x 2 + 4 x 4 = 22 (InfoNCE 28), all_gather 3 x 2 + 3 x 4 = 18. At these rates 6 products
     take as long as 6.7 of them, and 8 as 9: hidden or added, max(6.7, 22) < 6.7 + 18 but max(9, 28) > 9 + 18."""
     between = Machine(link_bytes_per_s=1e10, flops_per_s=5.8e14, free_bytes=2**36)
@@ -60,7 +60,7 @@ def test_the_sigmoid_loss_is_charged_its_one_pass(monkeypatch: pytest.MonkeyPatc
     assert chosen(monkeypatch, between, 16384, reduction="feature", loss="siglip") == ("ring", "feature")
 
 
-def test_memory_and_what_is_asked_for_limit_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_and_settings_limit_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     little = FAST_LINKS._replace(free_bytes=2**20)
     assert chosen(monkeypatch, little, 1024) == ("ring", "feature")
     # The features of 4 ranks in 2 bytes and their gradients in 4: 4 x 1024 x 512 x 6 bytes are 12 MiB.
@@ -71,7 +71,7 @@ def test_memory_and_what_is_asked_for_limit_the_choice(monkeypatch: pytest.Monke
     assert chosen(monkeypatch, FAST_LINKS, 1024, reduction="scalar") == ("all_gather", "scalar")
 
 
-def test_the_log_says_what_and_why_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_and_its_estimates_are_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(logging, "_seen", set())
     monkeypatch.setattr(plan._logger, "info", lines.append)
@@ -80,7 +80,9 @@ def test_the_log_says_what_and_why_once(monkeypatch: pytest.MonkeyPatch) -> None
     line, ring = lines
     assert ring == "ring: inside each of 2 nodes, and from node to node"
     assert line.startswith("loss: ring + feature (estimates: ring + feature ")
-    assert "all_gather + scalar" in line and "links 10 GB/s, products 10 TFLOP/s" in line and "65536 are free" in line
+    assert (
+        "all_gather + scalar" in line and "links 10 GB/s, products 10 TFLOP/s" in line and "65536 MiB are free" in line
+    )
 
 
 def test_a_cpus_figures_are_fixed_so_that_runs_repeat() -> None:

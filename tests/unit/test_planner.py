@@ -1,27 +1,21 @@
-"""The planner's memory: states against ZeRO's arithmetic, phases, what waits where, fit and advice."""
+"""The planner's memory: states against ZeRO's arithmetic, phases, where data are kept, fit and advice."""
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from megaclip.engine.gradient_cache import keeps_graph, trained_towers
-from megaclip.engine.step_batch import Tower
 from megaclip.losses import FastClipLoss
 from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.models import build_model
-from megaclip.planner import advice, describe, largest_batch, last_resort, plan_memory, plan_time
-from megaclip.planner.memory import settled
+from megaclip.planner import advice, advice_beyond_settings, describe, largest_batch, plan_memory, plan_time
+from megaclip.planner.memory import resolve_auto
 from megaclip.planner.search import fits
-from megaclip.planner.towers import image_tower, text_tower
 from megaclip.planner.workload import EvaluationSets
 from tests.unit.planner_cases import GIB, H200, of_batch, workload
 
 
-def test_states_are_zeros_arithmetic(tmp_path: Path) -> None:
+def test_states_follow_the_arithmetic_of_zero(tmp_path: Path) -> None:
     parameters = 151_277_312  # open_clip's ViT-B-32 without its logit scale (PLATFORM: 151,277,313)
     per_stage = {
         # working copy, master, two moments; at stage 3 also float32 gradients and the bucket, all the time
@@ -60,15 +54,15 @@ def test_gradients_accumulate_where_deepspeed_keeps_them_with_offload(
     job = workload(tmp_path, ranks=1, zero_optimization=zero, data_types={"grad_accum_dtype": accumulate})
     plan = plan_memory(job, describe(gpus=1))
     assert plan.gpu_phases["text tower backward"].get("gradients", 0) == on_gpu * job.trained
-    waiting = 2 if stage == 1 and accumulate == "bf16" else in_host_memory  # made for the last reduction
-    assert plan.cpu["gradients"] == (4 + waiting) * job.trained  # and float32 for the step
+    kept = 2 if stage == 1 and accumulate == "bf16" else in_host_memory  # allocated for the last reduction
+    assert plan.cpu["gradients"] == (4 + kept) * job.trained  # and float32 for the step
 
 
-def test_offload_to_disk_is_planned_there_and_charged(tmp_path: Path) -> None:
+def test_offload_to_disk_takes_its_bytes_and_its_time_there(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": "/nvme"}
     zero = {"stage": 3, "offload_optimizer": disk, "offload_param": {**disk, "max_in_cpu": 1_000_000}}
-    job = replace(workload(tmp_path, zero_optimization=zero), data_offload="cpu")
-    parameters = 151_277_312  # of eight ranks, which share a host and its disk
+    job = workload(tmp_path, zero_optimization=zero, megaclip={"data_offload": "cpu"})
+    parameters = 151_277_312  # on eight ranks, which share a host and its disk
     plan = plan_memory(job, H200)
     assert plan.nvme["master parameters"] + plan.nvme["gradients"] == pytest.approx((4 + 4) * parameters)
     assert plan.nvme["optimizer states"] == pytest.approx(8 * parameters)
@@ -77,13 +71,13 @@ def test_offload_to_disk_is_planned_there_and_charged(tmp_path: Path) -> None:
     assert plan.cpu["gradients"] == pytest.approx(4 * parameters)  # that accumulate
     assert plan.cpu["parameter buffers"] == 8 * 5 * 100_000_000 * 2  # DeepSpeed's defaults
     assert plan.cpu["optimizer buffers"] == pytest.approx(4 * parameters * 4)
-    # Gradients, master, moments: written and read; parameters: read in 24 passes and 2 blank ones, written once.
+    # Gradients, master and moments are written and read; parameters are read in 24 passes and 2 blank ones.
     passes = 3 * 8 + 2
     copied = 2 * 16 * parameters + (passes + 1) * plan.nvme["parameters"]
     rates = replace(H200.rates, disk_write=1e9, decoded=1e9)
     step = plan_time(job, describe(gpus=8, rates=rates))
     assert step.swap == pytest.approx(copied / 1e9) and step.total > step.swap + step.towers
-    # The disk at nvme_path counts where it is another one, and not where there is none.
+    # If nvme_path is on another disk, that disk must be large enough for what ZeRO-3 offloads.
     full = replace(H200, nvme=1e9)
     assert any("of disk at nvme_path and has" in text for text in plan_memory(job, full).refusals)
     assert not plan_memory(job, replace(H200, nvme=1e12, disk=0)).refusals
@@ -100,8 +94,6 @@ def test_an_evaluation_is_planned_beside_the_steps(tmp_path: Path) -> None:
     assert plan.gpu_phases["evaluation: retrieval"]["copies of features"] == 1.5 * features
     towers = plan.gpu_phases["evaluation: towers"]
     assert towers["features"] == features
-    whole_images = image_tower(job.model).forward_peak(64, 2) + 64 * 3 * 224 * 224
-    assert towers["activations"] == max(whole_images, text_tower(job.model).forward_peak(256, 2))
     assert plan.cpu["processes"] - plain.cpu["processes"] == 8 * job.workers * 0.25 * GIB
     chunk = 64 * (3 * 224 * 224 + 8 * 77 + 8)
     assert plan.cpu["loader's chunks"] - plain.cpu["loader's chunks"] == 8 * (2 * job.workers + 1) * chunk
@@ -121,7 +113,7 @@ def test_state_of_every_sample_is_what_the_loss_allocates(tmp_path: Path, loss: 
         assert plan.gpu_states.get("per-sample state", 0) == state_on_gpu
 
 
-def test_coalesced_bf16_gradients_have_float32_sums_unless_told_otherwise(tmp_path: Path) -> None:
+def test_coalesced_bf16_gradients_have_float32_sums_unless_grad_accum_dtype_is_bf16(tmp_path: Path) -> None:
     section = {"coalesce_gradient_reduction": True}
     for dtypes, bytes_each in (({}, 4), ({"grad_accum_dtype": "bf16"}, 0)):
         job = workload(tmp_path, megaclip=section, data_types=dtypes)
@@ -146,35 +138,35 @@ def test_only_the_loss_and_the_embeddings_grow_with_the_batch(tmp_path: Path) ->
     assert 0 < growth < 2 * 4 * 2 * 512 * 1_048_576  # less than float32 embeddings and gradients of both towers
 
 
-def test_auto_gathers_on_one_host_while_that_is_small_and_keeps_large_embeddings_on_the_host(tmp_path: Path) -> None:
+def test_auto_gathers_on_one_host_unless_that_takes_half_of_the_memory(tmp_path: Path) -> None:
     job = workload(tmp_path)
-    assert (settled(job, H200).exchange, settled(job, H200).embeddings_offload) == ("all_gather", False)
-    assert settled(job, describe(gpus=8, hosts=2)).exchange == "ring"
-    huge = settled(of_batch(job, 2**25), H200)
-    assert (huge.exchange, huge.embeddings_offload) == ("ring", True)
-    assert settled(replace(job, exchange="all_gather"), describe(gpus=8, hosts=2)).exchange == "all_gather"
+    assert resolve_auto(job, H200).megaclip.exchange == "all_gather"
+    huge = of_batch(job, 2**25)  # all_gather would take 96 GiB
+    assert resolve_auto(huge, H200).megaclip.exchange == "ring"
+    asked = huge.with_megaclip(exchange="all_gather")
+    assert resolve_auto(asked, H200).megaclip.exchange == "all_gather"
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path) -> None:
-    job = replace(workload(tmp_path), data_offload="cpu")
+    job = workload(tmp_path, megaclip={"data_offload": "cpu"})
     host = describe(gpu="h200", gpus=8, host_memory="200GiB")
     largest = largest_batch(job, host)
     assert fits(of_batch(job, largest), host)
-    assert not fits(replace(job, local_batch=int(largest / 8 * 1.02) // 512 * 512), host)
-    assert largest_batch(replace(job, data_offload="reread"), host) > largest
+    assert not fits(job.with_batch(int(largest / 8 * 1.02) // 512 * 512), host)
+    assert largest_batch(job.with_megaclip(data_offload="reread"), host) > largest
     assert largest_batch(job, describe(gpu="h200", gpus=8, gpu_memory="4GiB")) == 0
 
 
 @pytest.mark.parametrize("refused", ["gpu", "host", "disk"])
-def test_a_run_that_cannot_fit_is_told_what_to_change(tmp_path: Path, refused: str) -> None:
+def test_advice_names_a_setting_after_which_the_run_fits(tmp_path: Path, refused: str) -> None:
     job = workload(tmp_path, model="ViT-L-14")
     if refused == "gpu":
         cluster, expected = describe(gpu="h200", gpus=8, gpu_memory="40GiB"), '"train_micro_batch_size_per_gpu": 128'
     elif refused == "host":
-        job = replace(job, data_offload="cpu", local_batch=2**20)
+        job = job.with_batch(2**20).with_megaclip(data_offload="cpu")
         cluster, expected = describe(gpu="h200", gpus=8, host_memory="400GiB"), '"data_offload": "disk"'
     else:
-        job = replace(job, data_offload="disk", local_batch=2**20)
+        job = job.with_batch(2**20).with_megaclip(data_offload="disk")
         cluster, expected = describe(gpu="h200", gpus=8, disk="100GiB"), '"data_offload": "reread"'
     plan = plan_memory(job, cluster)
     assert any({"gpu": "a GPU", "host": "of memory", "disk": "of disk"}[refused] in text for text in plan.refusals)
@@ -182,7 +174,7 @@ def test_a_run_that_cannot_fit_is_told_what_to_change(tmp_path: Path, refused: s
 
 
 def test_each_piece_of_advice_written_into_the_file_makes_the_run_fit(tmp_path: Path) -> None:
-    """The text tower's chunks, which the file sets, are the peak; half of the images' would change nothing."""
+    """The peak is in the text tower, whose chunks the file sets; smaller image chunks would change nothing."""
     cluster = describe(gpus=1, gpu_memory="24GB", host_memory="64GB")
     settings = json.loads((Path(__file__).parents[2] / "ds_configs" / "huge_batch.json").read_text())
     words = advice(workload(tmp_path, 1, settings=settings), cluster)
@@ -199,71 +191,35 @@ def test_changes_are_combined_where_none_is_enough_alone(tmp_path: Path) -> None
     (together,) = advice(job, describe(gpu="h200", gpus=8, gpu_memory="11GiB"))
     assert " and " in together
     assert advice(job, describe(gpu="h200", gpus=8, gpu_memory="3GiB")) == []
-    assert "--eval-batch-size" in last_resort(replace(job, evaluation=EvaluationSets(4096, pairs=1)))
-
-
-def test_a_tower_runs_twice_and_images_are_kept_exactly_where_the_run_does_so(tmp_path: Path) -> None:
-    job = workload(tmp_path, ranks=1)
-    outcomes = set()
-    for image_unlocked, text_unlocked in itertools.product((None, 0, 1), repeat=2):
-        with torch.device("meta"):
-            model = build_model(job.model)
-        if image_unlocked is not None:
-            model.lock_image_tower(image_unlocked)
-        if text_unlocked is not None:
-            model.lock_text_tower(text_unlocked)
-        trained = trained_towers(model)
-        for image_chunks, text_chunks in itertools.product((1, 4), repeat=2):
-            planned = replace(
-                job,
-                image_unlocked=image_unlocked,
-                text_unlocked=text_unlocked,
-                local_batch=64,
-                image_micro_batch=64 // image_chunks,
-                text_micro_batch=64 // text_chunks,
-            )
-            once = keeps_graph(trained, {Tower.IMAGE: image_chunks, Tower.TEXT: text_chunks})
-            assert planned.cached != once
-            assert planned.reads_images_twice == (not once and Tower.IMAGE in trained)
-            phases = plan_memory(planned, H200).gpu_phases
-            assert {name for name in phases if name.endswith("tower backward")} == {
-                f"{tower.name.lower()} tower backward" for tower in trained
-            }
-            outcomes.add((len(trained), once))
-    assert outcomes == {(0, False), (0, True), (1, False), (1, True), (2, False), (2, True)}
+    assert "--eval-batch-size" in advice_beyond_settings(replace(job, evaluation=EvaluationSets(4096, pairs=1)))
 
 
 def test_a_frozen_tower_in_chunks_keeps_no_graph(tmp_path: Path) -> None:
-    job = replace(workload(tmp_path, ranks=1), local_batch=512, text_micro_batch=128)
+    job = workload(tmp_path, ranks=1).with_batch(512, text_micro_batch=128)
     cached, kept = plan_memory(job, H200), plan_memory(replace(job, text_unlocked=0), H200)
-    both = plan_memory(replace(job, text_micro_batch=512), H200)
-    assert (cached.data_store, kept.data_store, both.data_store) == ("cpu", "once", "once")
-    image, text = image_tower(job.model), text_tower(job.model)
-    pixels = 512 * image.input_numbers * 2
-    assert kept.gpu_phases["loss"]["activations"] == image.saved_bytes(512, 2) + pixels
-    assert both.gpu_phases["loss"]["activations"] == image.saved_bytes(512, 2) + text.saved_bytes(512, 2) + pixels
-    assert kept.gpu_phases["text tower forward"]["activations"] == text.forward_peak(128, 2)
-    # Asked for by name, host memory or disk hold the step's images even if they pass by once.
-    asked = plan_memory(replace(job, text_unlocked=0, data_offload="cpu"), H200)
-    assert asked.data_store == "cpu" and asked.cpu["step store"] == 8 * 512 * image.input_bytes
+    both = plan_memory(job.with_batch(text_micro_batch=512), H200)
+    assert [plan.image_place.name for plan in (cached, kept, both)] == ["cpu", "once", "once"]
+    # With "cpu" and "disk" the step store keeps the images even if they are read once.
+    asked = plan_memory(replace(job, text_unlocked=0).with_megaclip(data_offload="cpu"), H200)
+    assert asked.image_place.name == "cpu" and asked.cpu["step store"] == 8 * 512 * 3 * 224 * 224
 
 
 def test_zero_3_keeps_a_tower_whole_as_far_as_half_the_reuse_distance(tmp_path: Path) -> None:
-    """Between the two passes a parameter waits for all that lie behind it twice: there, and back."""
+    """Between the two passes over a parameter, all later ones are used twice: forward and backward."""
     for reuse, kept in ((10_000_000, 5_000_000 + 1_000_000), (10**9, 87_849_216)):  # or all of ViT-B-32's image tower
         zero = {"stage": 3, "stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": 1_000_000}
         phases = plan_memory(workload(tmp_path, zero_optimization=zero), H200).gpu_phases
         assert phases["image tower forward"]["gathered parameters"] == pytest.approx(2 * kept, rel=0.01)
 
 
-def test_the_image_towers_graph_waits_while_the_text_tower_is_back_propagated(tmp_path: Path) -> None:
-    job = replace(workload(tmp_path), local_batch=512)
+def test_the_image_towers_graph_is_kept_during_the_text_towers_backward_pass(tmp_path: Path) -> None:
+    job = workload(tmp_path).with_batch(512)
     whole, frozen = (plan_memory(each, H200).gpu_phases for each in (job, replace(job, image_unlocked=0)))
-    waiting = [whole[name]["activations"] - frozen[name]["activations"] for name in ("loss", "text tower backward")]
-    assert waiting[0] == waiting[1] > 512 * 12 * 50 * 768 * 2  # at least every block's input, 50 tokens of 768 in bf16
+    kept = [whole[name]["activations"] - frozen[name]["activations"] for name in ("loss", "text tower backward")]
+    assert kept[0] == kept[1] > 512 * 12 * 50 * 768 * 2  # at least every block's input, 50 tokens of 768 in bf16
 
 
-def test_embeddings_and_their_gradients_wait_in_host_memory_where_they_are_offloaded(tmp_path: Path) -> None:
+def test_offloaded_embeddings_and_their_gradients_are_in_host_memory(tmp_path: Path) -> None:
     on_gpu, on_host = (
         plan_memory(workload(tmp_path, ranks=16, megaclip={"embeddings_offload": where}), describe(gpus=8, hosts=2))
         for where in (False, True)

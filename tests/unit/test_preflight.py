@@ -1,5 +1,6 @@
 """The plan before a run: refused on a GPU that is too small, logged on a CPU, skipped when asked."""
 
+import contextlib
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from megaclip.config import MegaclipSection, TrainingConfig, load_training_config, parse_arguments
-from megaclip.engine import build, preflight
+from megaclip.engine import build, preflight, this_machine
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
 from megaclip.planner import Cluster, describe
@@ -51,10 +52,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         *flags: str,
         host_memory: str = "900GiB",
         gpu: str = "h200",
+        disk: str = "4TB",
         shared_memory: int = 2**40,
         validation: int = 0,
     ) -> list[str]:
-        machine = describe(gpu=gpu, gpus=1, gpu_memory=gpu_memory, host_memory=host_memory)
+        machine = describe(gpu=gpu, gpus=1, gpu_memory=gpu_memory, host_memory=host_memory, disk=disk)
         inputs.validation = range(validation) or None
         usage = SimpleNamespace(free=shared_memory)
         monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage)
@@ -64,7 +66,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return lines
 
     monkeypatch.setattr(preflight.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(preflight, "raise_together", raise_alone)
     for level in ("info", "warning"):
         monkeypatch.setattr(
             preflight.logger, level, lambda text, *values, level=level: lines.append(level + " " + text % values)
@@ -72,12 +73,15 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_a_run_that_fits_is_one_line(start) -> None:
-    (line,) = start("139GiB")
+def test_a_run_that_fits_logs_its_places_and_one_line_of_its_plan(start) -> None:
+    images, embeddings, line = start("139GiB")
+    assert images.startswith("info data offload: cpu: 588 MiB of images per rank; usable on this host: 720.0 GiB")
+    assert embeddings == "info embeddings and their gradients are kept on the device of the towers"
+    assert line.endswith("images are kept in host memory")
     assert line.startswith("info plan for a batch of 4096: ") and "per GPU (image tower backward)" in line
 
 
-def test_a_run_that_cannot_fit_says_what_to_change(start) -> None:
+def test_the_error_of_a_run_that_cannot_fit_names_the_settings_to_change(start) -> None:
     with pytest.raises(ConfigError) as refused:
         start("40GiB")
     message = str(refused.value)
@@ -85,13 +89,20 @@ def test_a_run_that_cannot_fit_says_what_to_change(start) -> None:
     assert '"train_micro_batch_size_per_gpu": 128' in message and '"activation_checkpointing": {}' in message
 
 
-def test_it_can_be_skipped(start) -> None:
-    assert start("40GiB", "--no-plan") == []
+def test_the_check_can_be_skipped(start) -> None:
+    images, embeddings = start("40GiB", "--no-plan")
+    assert images.startswith("info data offload: cpu") and "embeddings" in embeddings
 
 
-def test_a_cpu_is_only_warned(start) -> None:
-    warning, line = start("0", host_memory="8GiB", gpu="cpu")
+def test_a_run_on_a_cpu_is_only_warned(start) -> None:
+    *_, warning, line = start("0", host_memory="8GiB", gpu="cpu")
     assert warning.startswith("warning this run does not fit: a host would need") and line.startswith("info plan for")
+
+
+@pytest.mark.parametrize(("gpu", "gpu_memory"), [("h200", "139GiB"), ("cpu", "0")])
+def test_images_that_fit_nowhere_are_refused(start, gpu: str, gpu_memory: str) -> None:
+    with pytest.raises(ConfigError, match=r"of disk and has 80 MiB to use.*--data-offload-dir.*\"reread\""):
+        start(gpu_memory, host_memory="1GiB", disk="100MiB", gpu=gpu)
 
 
 CHUNK = 512 * (3 * 224 * 224 + 8 * 77 + 8)  # pixels, tokens and numbers of ViT-L-14's samples, 74 MiB
@@ -118,17 +129,17 @@ def test_shared_memory_holds_two_chunks_a_worker_one_in_hand_and_the_evaluations
 
 
 def test_this_machine_has_memory_and_a_disk(tmp_path: Path) -> None:
-    machine = preflight.this_machine(2, tmp_path / "not" / "there", [tmp_path / "nvme"])
+    machine = this_machine.this_machine(2, tmp_path / "not" / "there", [tmp_path / "nvme"])
     assert machine.gpu_memory == 0 and machine.gpus == 2
     assert machine.host_memory > 2**28 and machine.disk > 0 and machine.nvme is None
 
 
 @pytest.mark.parametrize("launcher", ["LOCAL_SIZE", "LOCAL_WORLD_SIZE"])
-def test_the_launcher_says_how_many_ranks_share_a_host(
+def test_the_launcher_sets_how_many_ranks_share_a_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
     monkeypatch.setenv(launcher, "2")
-    machine = preflight.this_machine(6, tmp_path, [])
+    machine = this_machine.this_machine(6, tmp_path, [])
     assert (machine.gpus_per_host, machine.hosts) == (2, 3)
 
 
@@ -147,7 +158,7 @@ def test_hosts_like_this_one_are_planned_with_what_is_free_here() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--gpu", "--gpu-memory", "--host-memory", "--disk"])
-def test_what_is_measured_here_is_not_described_too(flag: str) -> None:
+def test_flags_that_describe_another_machine_are_refused_with_here(flag: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag} describes another machine"):
         plan_here(flag, "h100" if flag == "--gpu" else "1GiB")
 
@@ -166,8 +177,8 @@ def test_offload_to_another_disk_is_measured_there(tmp_path: Path, monkeypatch: 
     if other is None or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("this machine has one file system")
     sizes = {tmp_path: SimpleNamespace(free=7), other: SimpleNamespace(free=5)}
-    monkeypatch.setattr(preflight.shutil, "disk_usage", sizes.__getitem__)
-    machine = preflight.this_machine(1, tmp_path, [tmp_path / "here", other / "not" / "there"])
+    monkeypatch.setattr(this_machine.shutil, "disk_usage", sizes.__getitem__)
+    machine = this_machine.this_machine(1, tmp_path, [tmp_path / "here", other / "not" / "there"])
     assert (machine.disk, machine.nvme) == (7, 5)
 
 
@@ -187,21 +198,23 @@ def test_what_a_killed_compilation_has_left_is_named(tmp_path: Path, monkeypatch
     assert line.startswith(f"{old} is ") and "delete it" in line
 
 
+REQUIRED = {"gradient_clipping": 0.0, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
+
+
 def test_offload_to_disk_without_libaio_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    config = TrainingConfig(Path("ds.json"), {"zero_optimization": zero}, MegaclipSection())
+    config = TrainingConfig(Path("ds.json"), {**REQUIRED, "zero_optimization": zero}, MegaclipSection())
     monkeypatch.setattr(build.AsyncIOBuilder, "is_compatible", lambda self: False)
-    monkeypatch.setattr(build, "raise_together", raise_alone)
-    with pytest.raises(ConfigError, match=r"offload_param.device \"nvme\" needs libaio.*libaio-dev"):
+    monkeypatch.setattr(build, "raise_on_all_ranks", contextlib.nullcontext)
+    with pytest.raises(ConfigError, match=r"offload_param.device \"nvme\" requires .* libaio.*libaio-dev"):
         build.build_engine(config, arguments=None, model_config=None)
     monkeypatch.setitem(build.installed_ops, "async_io", True)  # compiled when DeepSpeed was installed
-    assert build._disk_offload_error(config) is None
+    build._check_offload_to_disk(config)
 
 
 def test_quantized_collectives_on_a_cpu_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TrainingConfig(
-        Path("ds.json"), {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, MegaclipSection()
-    )
-    monkeypatch.setattr(build, "raise_together", raise_alone)
-    with pytest.raises(ConfigError, match=r"zero_optimization\.zero_quantized_gradients needs a GPU"):
+    zero = {"stage": 3, "zero_quantized_gradients": True}
+    config = TrainingConfig(Path("ds.json"), {**REQUIRED, "zero_optimization": zero}, MegaclipSection())
+    monkeypatch.setattr(build, "raise_on_all_ranks", contextlib.nullcontext)
+    with pytest.raises(ConfigError, match=r"zero_optimization\.zero_quantized_gradients requires a GPU"):
         build.build_engine(config, arguments=None, model_config=None)

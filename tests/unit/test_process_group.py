@@ -1,4 +1,4 @@
-"""A run without a launcher: a group of one, which needs no port of its own."""
+"""Start a process group without a launcher, and on a port that is in use."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = """
+SCRIPT = """
 import deepspeed.comm as dist
 from megaclip.engine.process_group import start_process_group
 
@@ -18,14 +18,14 @@ print("ranks", dist.get_world_size())
 """
 
 
-def test_a_port_that_another_run_has_is_one_line_that_says_which_flag():
+def test_a_port_in_use_is_an_error_that_names_the_launchers_flag():
     with socket.socket() as other_run:
         other_run.bind(("127.0.0.1", 0))
         other_run.listen()
         port = str(other_run.getsockname()[1])
         launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         done = subprocess.run(
-            [sys.executable, "-c", ALONE],
+            [sys.executable, "-c", SCRIPT],
             cwd=ROOT,
             env={**os.environ, **launched, "DS_ACCELERATOR": "cpu"},
             capture_output=True,
@@ -35,14 +35,14 @@ def test_a_port_that_another_run_has_is_one_line_that_says_which_flag():
     assert f"ConfigError: port {port} is in use" in done.stderr and "--master_port" in done.stderr
 
 
-def test_two_runs_without_a_launcher_share_a_host():
+def test_two_runs_without_a_launcher_can_run_on_one_host():
     variables = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "MASTER_PORT")}
     with socket.socket() as other_run:
-        with contextlib.suppress(OSError):  # somebody else has it: as good
+        with contextlib.suppress(OSError):  # another program uses the port already, which serves the test as well
             other_run.bind(("127.0.0.1", 29500))
             other_run.listen()
         done = subprocess.run(
-            [sys.executable, "-c", ALONE],
+            [sys.executable, "-c", SCRIPT],
             cwd=ROOT,
             env={**variables, "DS_ACCELERATOR": "cpu"},
             capture_output=True,

@@ -1,4 +1,4 @@
-"""The oracle against sums written out in Python floats, and its gradients against differences of its values."""
+"""Compare the reference with sums in Python floats, and its gradients with finite differences of its values."""
 
 import math
 
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaclip.ops import reference
+from megaclip.ops.tiles import Terms
 
 ALPHA = 7.5
 
@@ -22,7 +23,7 @@ def dot(a: Tensor, b: Tensor) -> float:
 
 
 def info_nce_by_hand(x: Tensor, y: Tensor, alpha: float) -> float:
-    """-1/(2B) sum_i log softmax_i(row i)_i + log softmax_i(column i)_i."""
+    """Return -1/(2B) sum_i log softmax_i(row i)_i + log softmax_i(column i)_i."""
     logits = [[alpha * dot(a, b) for b in y] for a in x]
     total = 0.0
     for i in range(len(x)):
@@ -77,7 +78,7 @@ def test_tile_grads(diagonal: int | None) -> None:
     x, y = rows(m), rows(n, seed=1)
     i_m, j_n = torch.arange(m).double(), torch.arange(n).double()
     row, col = (i_m, i_m / 3, 1 + i_m), (j_n - 1, 0.3, j_n / 2)
-    got = reference.tile_grads(x, y, *row, *col, diagonal=diagonal)
+    got = reference.tile_grads(x, y, Terms(*row), Terms(*col), diagonal=diagonal)
     dx, dy = torch.zeros_like(x), torch.zeros_like(y)
     row_dot, col_dot = [0.0] * m, [0.0] * n
     for i, j in kept(m, n, diagonal):
@@ -100,7 +101,7 @@ def sigmoid_by_hand(x: Tensor, y: Tensor, scale: float, bias: float, diagonal: i
 
 @pytest.mark.parametrize("diagonal", [None, 0, -1])
 def test_tile_sigmoid(diagonal: int | None) -> None:
-    """Values by hand; sums of P are slopes: dL/dx = scale*dx, dL/dscale = sum of row_dot, dL/dbias = sum of row_sum."""
+    """Sums of P are slopes of the loss: dL/dx = scale*dx, dL/dscale = sum of row_dot, dL/dbias = sum of row_sum."""
     x, y, scale, bias, step = rows(5), rows(4, seed=1), 3.0, -1.5, 1e-5
     got = reference.tile_sigmoid(x, y, scale, bias, diagonal=diagonal)
 

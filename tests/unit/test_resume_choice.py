@@ -1,4 +1,4 @@
-"""Which way of loading a continued run takes, and what it refuses before it loads anything."""
+"""Resume: how a checkpoint is loaded, and which checkpoints are refused before anything is loaded."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from megaclip.errors import CheckpointError
 
 IDENTITY: dict[str, Any] = {
     "world_size": 2,
+    "tensor_parallel_size": 1,
     "zero_stage": 2,
     "precision": "bf16",
     "zero_layout": {"parameter_alignment": None, "sub_group_size": None},
@@ -20,32 +21,31 @@ IDENTITY: dict[str, Any] = {
     "data": {},
 }
 
-
-NEEDED = ["--deepspeed_config", "c.json", "--model", "ViT-B-32", "--train-data", "a.tar"]
+REQUIRED = ["--deepspeed_config", "c.json", "--model", "ViT-B-32", "--train-data", "a.tar"]
 
 
 class Loss:
-    follows_length = None
+    length_dependent_setting = None
 
     def load(self, parts: Any) -> None:
         pass
 
 
-def way(
-    monkeypatch: pytest.MonkeyPatch, saved: dict[str, Any], *flags: str, follows_length: str | None = None
+def load(
+    monkeypatch: pytest.MonkeyPatch, saved: dict[str, Any], *flags: str, loss_setting: str | None = None
 ) -> list[str]:
-    """How a checkpoint whose state is `saved` is loaded."""
-    arguments = parse_arguments([*NEEDED, "--resume", "there", *flags])
+    """Resume from a checkpoint whose state is `saved` and return how it was loaded."""
+    arguments = parse_arguments([*REQUIRED, "--resume", "there", *flags])
     taken: list[str] = []
     monkeypatch.setattr(resume.store, "locate", lambda path: (path, "step_00000004"))
     monkeypatch.setattr(resume.store, "read_state", lambda *_: {"step": 4, "samples_consumed": 128, **saved})
     monkeypatch.setattr(resume.store, "read_loss_states", lambda *_: iter(()))
     monkeypatch.setattr(resume, "check_manifest", lambda *_: None)
-    monkeypatch.setattr(resume.store, "load", lambda *_: taken.append("as it was"))
+    monkeypatch.setattr(resume.store, "load", lambda *_: taken.append("unchanged"))
     monkeypatch.setattr(resume, "load_resharded", lambda *_: taken.append("by name"))
     engine: Any = None
     loss: Any = Loss()
-    loss.follows_length = follows_length
+    loss.length_dependent_setting = loss_setting
     assert resume.resume(engine, loss, IDENTITY, arguments=arguments, checkpoints=Path("runs")) == (4, 128)
     return taken
 
@@ -53,49 +53,52 @@ def way(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "as it was"),
+        ({}, "unchanged"),
         ({"world_size": 4}, "by name"),
         ({"zero_stage": 3}, "by name"),
+        ({"tensor_parallel_size": 2}, "by name"),
         ({"precision": "float32"}, "by name"),  # DeepSpeed names the files by precision
-        # Flat partitions of the same size in another order: loaded as they were, every value would be misplaced.
+        # Flat partitions of the same size in another order: loaded unchanged, every value would be misplaced.
         ({"zero_layout": {"parameter_alignment": None, "sub_group_size": 1000}}, "by name"),
         ({"zero_layout": {"parameter_alignment": True, "sub_group_size": None}}, "by name"),
     ],
 )
-def test_what_is_divided_otherwise_is_loaded_by_name(monkeypatch, changes, expected):
-    assert way(monkeypatch, IDENTITY | changes) == [expected]
+def test_another_partitioning_is_loaded_by_name(monkeypatch, changes, expected):
+    assert load(monkeypatch, IDENTITY | changes) == [expected]
 
 
-def test_other_locks_and_states_that_say_too_little_are_refused(monkeypatch):
-    with pytest.raises(CheckpointError, match=r"written with locked\.image 2, this run has None"):
-        way(monkeypatch, IDENTITY | {"locked": {"image": 2, "text": None}})
-    with pytest.raises(CheckpointError, match="does not say its locked: an earlier version wrote it"):
-        way(monkeypatch, {key: value for key, value in IDENTITY.items() if key != "locked"})
+def test_other_locks_and_incomplete_states_are_refused(monkeypatch):
+    with pytest.raises(CheckpointError, match=r"written with locked\.image 2, and this run has None"):
+        load(monkeypatch, IDENTITY | {"locked": {"image": 2, "text": None}})
+    with pytest.raises(
+        CheckpointError, match="does not record locked, because an earlier version of MegaCLIP wrote it"
+    ):
+        load(monkeypatch, {key: value for key, value in IDENTITY.items() if key != "locked"})
 
 
 CONST = ("--lr-scheduler", "const")
 
 
 @pytest.mark.parametrize(
-    ("was", "flags", "follows_length", "refused_for"),
+    ("was", "flags", "loss_setting", "refused_for"),
     [
         (5, (*CONST, "--warmup", "5"), None, None),
-        (5, CONST, None, None),  # a tenth is no step, in both
-        (49, CONST, None, None),  # four, which are done
-        (50, CONST, None, "--warmup, by default a tenth"),  # the fifth step was still warm-up, and would not be now
+        (5, CONST, None, None),  # a tenth of the steps is less than one step in both runs
+        (49, CONST, None, None),  # four warm-up steps, all done
+        (50, CONST, None, "the default of --warmup"),  # the fifth step was still warm-up, and would not be now
         (5, (), None, "--lr-scheduler cosine"),
         (5, ("--lr-scheduler", "const-cooldown", "--cooldown-steps", "1"), None, "--lr-scheduler const-cooldown"),
         (5, CONST, "gamma_epochs", "gamma_epochs"),
     ],
 )
-def test_a_run_may_change_its_length_where_nothing_follows_it(monkeypatch, was, flags, follows_length, refused_for):
-    def go_on() -> list[str]:
-        return way(monkeypatch, IDENTITY | {"total_steps": was}, *flags, follows_length=follows_length)
+def test_the_length_may_change_if_no_setting_depends_on_it(monkeypatch, was, flags, loss_setting, refused_for):
+    def resume_shorter_or_longer() -> list[str]:
+        return load(monkeypatch, IDENTITY | {"total_steps": was}, *flags, loss_setting=loss_setting)
 
     if refused_for is None:
-        assert go_on() == ["as it was"]
+        assert resume_shorter_or_longer() == ["unchanged"]
         return
     with pytest.raises(CheckpointError, match=refused_for) as refused:
-        go_on()
-    assert f"of {was} steps in all and this one has 6" in str(refused.value)
+        resume_shorter_or_longer()
+    assert f"of {was} steps in all and this run has 6" in str(refused.value)
     assert f"--train-steps {was}" in str(refused.value) and "--pretrained" in str(refused.value)

@@ -1,4 +1,4 @@
-"""The per-row operations against their definitions in float64; the kernels' own test is in test_tiles_triton.py."""
+"""Compare the per-row operations with float64 on the CPU; test_tiles_triton.py runs their kernels."""
 
 import pytest
 import torch

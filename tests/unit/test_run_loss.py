@@ -1,6 +1,5 @@
-"""The loss of a run: what binds ids and the epoch to it, and what a model's own scalars receive."""
+"""The loss of a run: ids, the epoch and settings reach it, and the model's own scalars receive zero gradients."""
 
-import inspect
 import json
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from megaclip.config import MegaclipSection, parse_arguments
 from megaclip.engine.inputs import read_inputs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.errors import ConfigError
-from megaclip.losses import FastClipLoss
 from megaclip.losses.settings import FastClipSettings
 
 
@@ -30,22 +28,15 @@ def test_a_models_scale_and_bias_receive_zero_gradients() -> None:
     assert seen.nonzero().flatten().tolist() == [0, 3, 5, 8]
 
 
-def test_the_losss_settings_reach_the_loss() -> None:
-    """No setting of the section may be read, checked and then forgotten."""
+def test_the_settings_of_the_section_reach_the_loss() -> None:
+    """Every setting that the section accepts must have an effect."""
     settings = {"exchange": "ring", "reduction": "scalar", "payload": "bf16"}
     tiles = {"implementation": "torch", "tile_budget_mib": 7}
     for name in ("clip", "siglip", "fastclip_v3"):
         section = MegaclipSection(loss=name, **settings, **tiles)
         loss = RunLoss(section, samples=9, epochs=2, device=torch.device("cpu"))._loss
-        assert {key: getattr(loss, key) for key in settings} == settings
+        assert {key: getattr(loss.settings, key) for key in settings} == settings
         assert {key: getattr(loss.tiles, key) for key in tiles} == tiles
-
-
-def test_the_sections_defaults_are_the_losss() -> None:
-    arguments = inspect.signature(FastClipLoss).parameters
-    defaults = {name: field.default for name, field in FastClipSettings.model_fields.items() if name != "gamma_epochs"}
-    defaults["temperature_betas"] = tuple(defaults["temperature_betas"])
-    assert defaults == {name: arguments[name].default for name in defaults}
 
 
 def test_gamma_falls_over_half_of_the_run_unless_told() -> None:
@@ -67,13 +58,14 @@ def test_gamma_falls_over_half_of_the_run_unless_told() -> None:
         ("fastclip_v3", {"gamma_epochs": 3, "temperature_schedule": "cosine"}, "temperature_schedule"),
     ],
 )
-def test_what_follows_the_length_of_the_run_is_named(name: str, given: dict, expected: str | None) -> None:
+def test_settings_that_depend_on_the_length_of_the_run_are_named(name: str, given: dict, expected: str | None) -> None:
     section = MegaclipSection(loss=name, fastclip=given)
     loss = RunLoss(section, samples=9, epochs=20, device=torch.device("cpu"))
-    assert loss.follows_length is None if expected is None else expected in (loss.follows_length or "")
+    setting = loss.length_dependent_setting
+    assert setting is None if expected is None else expected in (setting or "")
 
 
-def test_a_bound_of_the_models_scale_is_refused(tmp_path: Path) -> None:
+def test_a_bound_of_logit_scale_is_refused_with_a_global_loss(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 4,
         "gradient_clipping": 0.0,

@@ -1,4 +1,4 @@
-"""When a run evaluates and saves, and how its learning rate falls, from the command line's numbers."""
+"""The steps at which a run evaluates and saves, and its learning rate, by the numbers of the command line."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def arguments(*flags: str) -> TrainArguments:
         (6, 1, [6, 12, 18]),
     ],
 )
-def test_what_is_due_every_so_many_steps_or_epochs(
+def test_steps_that_are_due_every_so_many_steps_or_epochs(
     every_steps: int | None, every_epochs: int, expected: list[int]
 ) -> None:
     assert [step for step in range(1, 21) if LENGTH.is_due(step, every_steps, every_epochs)] == expected
@@ -45,7 +45,7 @@ def test_a_run_is_as_long_as_its_steps_or_its_whole_epochs(flags: tuple[str, ...
     assert LENGTH.epoch_at(5) == 1.5
 
 
-def test_the_cooldown_ends_at_the_rate_that_was_asked_for() -> None:
+def test_the_cooldown_ends_at_the_configured_rate() -> None:
     flags = ["--lr-scheduler", "const-cooldown", "--warmup", "4", "--cooldown-steps", "5", "--lr-cooldown-end", "0.002"]
     schedule = chosen_schedule(arguments(*flags), LENGTH, PEAK)
     rates = [PEAK * schedule(step) for step in (0, 4, 14, 15, 16, 20)]
@@ -56,5 +56,5 @@ def test_a_cooldown_in_epochs_lasts_as_many_steps_as_they_have() -> None:
     flags = ["--lr-scheduler", "const-cooldown", "--warmup", "4", "--epochs-cooldown", "2"]
     schedule = chosen_schedule(arguments(*flags), LENGTH, PEAK)
     assert schedule(14) == 1 > schedule(15)  # 2 epochs are 6 whole steps, the last of 20
-    with pytest.raises(ConfigError, match="cooldown of 6 are longer together than the run's 9"):
+    with pytest.raises(ConfigError, match="cooldown of 6 steps are longer together than the run of 9 steps"):
         chosen_schedule(arguments(*flags), replace(LENGTH, total_steps=9), PEAK)

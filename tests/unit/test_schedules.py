@@ -1,4 +1,4 @@
-"""Learning-rate schedules: open_clip's own functions are the oracle, step by step."""
+"""The learning-rate schedules equal those of open_clip at every step."""
 
 import itertools
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ WARMUPS = (0, 1, 7)
 
 
 def theirs(function, *arguments, **keywords) -> list[float]:
-    """Rates that open_clip's schedule gives the optimizer before steps 0 to TOTAL-1."""
+    """Return the learning rates that open_clip's schedule sets before steps 0 to TOTAL-1."""
     optimizer = SimpleNamespace(param_groups=[{}])
     adjust = function(optimizer, RATE, *arguments, **keywords)
     rates = []
@@ -49,8 +49,8 @@ def test_constant_with_cooldown(warmup, cooldown, power, end):
     )
 
 
-def test_the_end_is_reached_and_kept():
-    """A step beyond the last, as a resumed and prolonged run takes, does not turn the rate up again."""
+def test_the_rate_stays_at_its_final_value_after_the_last_step():
+    """A run that is resumed with more steps must not raise the rate again."""
     assert [cosine(2, 10)(step) for step in (10, 11, 25)] == [0.0, 0.0, 0.0]
     assert [constant_with_cooldown(2, 10, 4, 1.0, 0.5)(step) for step in (10, 11, 25)] == [0.5, 0.5, 0.5]
 
@@ -58,5 +58,5 @@ def test_the_end_is_reached_and_kept():
 @pytest.mark.parametrize(
     ("total", "expected"), [(5, 0), (1280, 128), (99_999, 9_999), (100_000, 10_000), (10**6, 10_000)]
 )
-def test_the_default_warmup_fits_short_runs(total, expected):
+def test_the_default_warmup_is_at_most_a_tenth_of_the_run(total, expected):
     assert default_warmup(total) == expected

@@ -1,4 +1,4 @@
-"""What the signals that end a run do to one process; tests/end_to_end/test_resume.py has the run."""
+"""The effect of stop signals on one process. tests/end_to_end/test_resume.py tests them in a run."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import pytest
 from megaclip.engine.stop import StopSignals
 
 ROOT = Path(__file__).resolve().parents[2]
-# A rank whose main thread is in a library that neither returns nor is interrupted: as in a collective with a dead peer.
+# A rank whose main thread is in a C call that does not return, like a collective with a rank that has died.
 STUCK = """
 import ctypes, os
 from megaclip.engine.stop import StopSignals
@@ -48,55 +48,73 @@ def stuck_rank(**variables: str) -> Iterator[subprocess.Popen]:
     ("signals", "expected"),
     [
         ([signal.SIGTERM, signal.SIGTERM], 128 + signal.SIGTERM),
-        # The terminal's and the launcher's are one wish; Slurm's may come twice.
+        # Ctrl-C causes SIGINT by the terminal and SIGTERM by the launcher; Slurm may send SIGUSR1 twice.
         ([signal.SIGINT, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], 128 + signal.SIGINT),
     ],
 )
-def test_the_same_signal_again_ends_a_rank_that_is_stuck(signals: list[signal.Signals], expected: int) -> None:
+def test_a_second_signal_of_the_same_kind_ends_a_stuck_rank(signals: list[signal.Signals], expected: int) -> None:
     with stuck_rank() as rank:
         rank.send_signal(signals[0])
         assert rank.stderr is not None
-        assert f"{signals[0].name}: saving and ending after this step" in rank.stderr.readline()
+        assert f"{signals[0].name}: saving and stopping after this step" in rank.stderr.readline()
         for number in signals[1:]:
             rank.send_signal(number)
         assert rank.wait(60) == expected
         assert rank.stdout is not None and rank.stdout.read() == ""
 
 
-def test_a_stuck_rank_that_misses_one_of_its_hosts_ends_at_once() -> None:
-    """Its parent, this process, has fewer children than the launcher started."""
+def test_sigterm_ends_a_stuck_rank_if_another_rank_of_its_host_is_missing() -> None:
+    """LOCAL_SIZE claims more ranks than the parent, this process, has children."""
     with stuck_rank(LOCAL_SIZE="9999") as rank:
         rank.send_signal(signal.SIGTERM)
         assert rank.wait(60) == 128 + signal.SIGTERM
 
 
-# One that is told by its peers to end, or has trained to the end, and gets the signal itself afterwards.
-TOLD_LATE = """
+# For each argument LATE+PEER: a rank that stops because a peer has received PEER, or has trained to its end, and that
+# then receives LATE itself. Each rank is a fork of one process, because importing megaclip takes seconds.
+LATE_SIGNALS = """
 import os, signal, sys
 from megaclip.engine import stop
 
-told = getattr(signal, sys.argv[2], None)
-stop.gather_integers = lambda noted: [noted, [told or 0]]
-with stop.StopSignals() as signals:
-    assert signals.agreed() == told
-os.kill(os.getpid(), getattr(signal, sys.argv[1]))
-os._exit(7)
+for case in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        late, of_peer = (getattr(signal, name, None) for name in case.split("+"))
+        stop.gather_integers = lambda own: [own, [of_peer or 0]]
+        with stop.StopSignals() as signals:
+            assert signals.received_by_any_rank() == of_peer
+        os.kill(os.getpid(), late)
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
+LATE_CASES = ("SIGUSR1+SIGUSR1", "SIGTERM+SIGUSR1", "SIGINT+SIGUSR1", "SIGUSR1+none")
 
 
-@pytest.mark.parametrize(
-    ("late", "told"), [("SIGUSR1", "SIGUSR1"), ("SIGTERM", "SIGUSR1"), ("SIGINT", "SIGUSR1"), ("SIGUSR1", "nothing")]
-)
-def test_a_signal_that_comes_late_does_not_change_how_a_rank_ends(late: str, told: str) -> None:
+@pytest.fixture(scope="module")
+def exit_codes() -> dict[str, int]:
+    """Exit code of each rank of LATE_SIGNALS, by its argument."""
     environment = {name: value for name, value in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
-    done = subprocess.run([sys.executable, "-c", TOLD_LATE, late, told], cwd=ROOT, env=environment, timeout=600)
-    assert done.returncode == 7
+    done = subprocess.run(
+        [sys.executable, "-c", LATE_SIGNALS, *LATE_CASES],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    return dict(zip(LATE_CASES, map(int, done.stdout.split()), strict=True))
 
 
-def test_the_handlers_are_given_back_when_an_error_ends_the_run() -> None:
+@pytest.mark.parametrize("case", LATE_CASES)
+def test_a_late_signal_does_not_change_how_a_rank_ends(exit_codes: dict[str, int], case: str) -> None:
+    assert exit_codes[case] == 7
+
+
+def test_the_signal_handlers_are_restored_when_an_error_ends_the_run() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     with pytest.raises(KeyError), StopSignals() as signals:
-        assert signals.agreed() is None
+        assert signals.received_by_any_rank() is None
         assert signal.getsignal(signal.SIGTERM) != before[signal.SIGTERM]
         raise KeyError
     assert {number: signal.getsignal(number) for number in before} == before

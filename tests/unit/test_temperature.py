@@ -1,4 +1,4 @@
-"""The temperatures' own updates against formulas written out: rates, bounds, limits, and the released code's Adam."""
+"""Compare the updates of the temperatures with formulas: rates, bounds, limits, and the Adam of the released code."""
 
 import math
 
@@ -28,14 +28,14 @@ def test_the_rate_follows_its_schedule(schedule: str, temperature: float, progre
 
 @pytest.mark.parametrize(("gradient", "expected"), [(1.0, BOUNDS[1]), (-1.0, BOUNDS[0])])
 def test_the_global_temperature_stays_inside_its_bounds(gradient: float, expected: float) -> None:
-    own = GlobalTemperature(0.3, BOUNDS, learnable=True)  # trained as log(1/tau): a positive gradient raises tau
+    own = GlobalTemperature(0.3, BOUNDS, learnable=True)  # trained as log(1/tau), so a positive gradient raises tau
     own.log_scale.grad = torch.tensor([gradient])
     own.step(100.0, BETAS, EPS)
     assert own.value == pytest.approx(expected)
 
 
 def held(*temperatures: float) -> torch.Tensor:
-    """State of samples that no step has met: tau of both sides, moments, steps."""
+    """Return the state of new samples: tau of both sides, moments, number of steps."""
     return torch.tensor([[tau, tau, 0, 0, 0, 0, 0] for tau in temperatures], dtype=torch.float64)
 
 
@@ -45,15 +45,15 @@ def test_per_sample_temperatures_stay_inside_their_bounds() -> None:
     assert new[0, :2].tolist() == [*BOUNDS]
 
 
-def test_a_per_sample_gradient_beyond_the_limit_counts_as_the_limit() -> None:
+def test_a_per_sample_gradient_is_clipped_to_the_limit() -> None:
     gradients = torch.tensor([[100.0, -100.0], [GRADIENT_LIMIT, -GRADIENT_LIMIT]], dtype=torch.float64)
     new = step_individual(held(0.3, 0.3), gradients, learning_rate=0.01, bounds=BOUNDS, betas=BETAS, eps=EPS)
     assert torch.equal(new[0], new[1])
     assert new[0, 2:4].tolist() == pytest.approx([(1 - BETAS[0]) * 5, -(1 - BETAS[0]) * 5])
 
 
-def test_the_released_adam_counts_epochs_and_takes_no_momentum_in_the_first() -> None:
-    """Epochs 0, 0 and 4; what the moments were when the third step came is what the second left."""
+def test_the_released_adam_counts_epochs_and_uses_no_momentum_in_the_first() -> None:
+    """Three steps, in epochs 0, 0 and 4."""
     state, tau, rate = held(0.3), 0.3, 0.01
     for gradient, epoch in ((2.0, 0), (-0.5, 0), (1.5, 4)):
         if epoch == 0:

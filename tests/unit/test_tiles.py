@@ -1,4 +1,4 @@
-"""The PyTorch tiles against the float64 oracle: odd sizes, every diagonal, extreme scales, every dtype, tiny tiles."""
+"""Compare the PyTorch tiles with the float64 reference: odd sizes, all diagonals, extreme scales, tiny tiles."""
 
 import itertools
 from typing import Any
@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaclip.ops import reference, tiles, tiles_torch
+from megaclip.ops.tiles import Terms, TileOptions
 from tests.tile_cases import SIDES_CASES, check_sides_and_accumulators
 from tests.tolerances import GRADIENT, VALUE, relative_error
 
 SIZES = [(1, 1), (1, 70), (63, 1), (63, 70), (70, 63), (5, 1000)]
-TINY_MIB = 0.002  # tiles of 13 x 13 float32 statistics: many tiles, ragged at every edge
+TINY_MIB = 0.002  # tiles of 13 x 13 float32 statistics: many tiles, incomplete at every edge
+BF16 = TileOptions(precision="bf16")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -40,9 +42,9 @@ def assert_stats(x: Tensor, y: Tensor, row_scale: Any, col_scale: Any, magnified
         assert_close(result, wanted, magnified * VALUE[x.dtype])
 
 
-def assert_grads(x: Tensor, y: Tensor, *terms: Any, magnified: float = 1, **options: Any) -> None:
-    got = tiles.tile_grads(x, y, *terms, **options)
-    expected = reference.tile_grads(x, y, *terms, diagonal=options.get("diagonal"))
+def assert_grads(x: Tensor, y: Tensor, row: Terms, col: Terms, magnified: float = 1, **options: Any) -> None:
+    got = tiles.tile_grads(x, y, row, col, **options)
+    expected = reference.tile_grads(x, y, row, col, diagonal=options.get("diagonal"))
     tolerance = GRADIENT[torch.float64 if x.dtype == torch.float64 else torch.float32]
     for result, wanted in zip(got, expected, strict=True):
         assert result is not None and result.dtype == tiles.accumulation_dtype(x)
@@ -53,50 +55,53 @@ def assert_grads(x: Tensor, y: Tensor, *terms: Any, magnified: float = 1, **opti
 @pytest.mark.parametrize(("m", "n"), SIZES)
 def test_every_size_diagonal_and_budget(m: int, n: int, dtype: torch.dtype) -> None:
     x, y = features(m, 33, dtype, 0), features(n, 33, dtype, 1)
-    row = [values(m, *span, seed) for seed, span in enumerate(((1, 20), (0, 5), (0.1, 2)))]
-    col = [values(n, *span, seed) for seed, span in enumerate(((-3, 15), (0, 4), (-1, 1)), start=3)]
+    row = Terms(*(values(m, *span, seed) for seed, span in enumerate(((1, 20), (0, 5), (0.1, 2)))))
+    col = Terms(*(values(n, *span, seed) for seed, span in enumerate(((-3, 15), (0, 4), (-1, 1)), start=3)))
     for diagonal, budget in itertools.product((None, 0, 7, -5, m - 1, 1 - n, 10**6, -(10**6)), (128, TINY_MIB)):
-        assert_stats(x, y, row[0], col[0], diagonal=diagonal, tile_budget_mib=budget)
-        assert_grads(x, y, *row, *col, diagonal=diagonal, tile_budget_mib=budget)
+        options = TileOptions(tile_budget_mib=budget)
+        assert_stats(x, y, row.scale, col.scale, diagonal=diagonal, options=options)
+        assert_grads(x, y, row, col, diagonal=diagonal, options=options)
 
 
 @pytest.mark.parametrize("scale", [100.0, 1000.0])
 @pytest.mark.parametrize("kind", ["random", "identical", "opposite", "zero"])
 def test_extreme_scales_and_vectors(kind: str, scale: float) -> None:
-    """Nothing overflows or underflows: rows and columns of one tile have maxima 1000 apart."""
+    """Nothing overflows or underflows, although rows and columns of one tile have maxima that differ by 1000."""
     x, y = features(63, 16, torch.float64, 0), features(70, 16, torch.float64, 1)
     if kind != "random":
         x = x[:1].expand_as(x)
         y = {"identical": 1.0, "opposite": -1.0, "zero": 0.0}[kind] * x[:1].expand(70, 16)
     for dtype in (torch.float64, torch.float32):
         a, b = x.to(dtype), y.to(dtype)
-        assert_stats(a, b, scale, scale, diagonal=0, tile_budget_mib=TINY_MIB)
+        assert_stats(a, b, scale, scale, diagonal=0, options=TileOptions(tile_budget_mib=TINY_MIB))
         row_lse, col_lse = reference.tile_stats(a, b, scale, scale, diagonal=0)
         # exp(scale*s - shift) magnifies the roundings of scale*s
-        assert_grads(a, b, scale, row_lse, 1.0, scale, col_lse, 1.0, diagonal=0, magnified=scale / 10)
+        row, col = Terms(scale, row_lse, 1.0), Terms(scale, col_lse, 1.0)
+        assert_grads(a, b, row, col, diagonal=0, magnified=scale / 10)
 
 
-def test_numbers_vectors_and_tensors_of_one_element_mean_the_same() -> None:
+def test_numbers_vectors_and_tensors_with_one_element_give_equal_results() -> None:
     x, y = features(6, 5, torch.float32, 0), features(4, 5, torch.float32, 1)
-    plain = tiles.tile_grads(x, y, 3.0, 0.5, 2.0, 4.0, 0.25, 1.5)
+    row, col = Terms(3.0, 0.5, 2.0), Terms(4.0, 0.25, 1.5)
+    plain = tiles.tile_grads(x, y, row, col)
     for make in (torch.tensor, lambda value: torch.tensor([value]), lambda value: torch.tensor(value).double()):
-        for got, expected in zip(
-            tiles.tile_grads(x, y, *map(make, (3.0, 0.5, 2.0, 4.0, 0.25, 1.5))), plain, strict=True
-        ):
+        made = tiles.tile_grads(x, y, Terms(*map(make, row)), Terms(*map(make, col)))
+        for got, expected in zip(made, plain, strict=True):
             assert torch.equal(got, expected)
-    row, col = torch.full((6,), 3.0), torch.full((4,), 4.0)
-    for got, expected in zip(tiles.tile_grads(x, y, row, 0.5, 2.0, col, 0.25, 1.5), plain, strict=True):
+    row, col = row._replace(scale=torch.full((6,), 3.0)), col._replace(scale=torch.full((4,), 4.0))
+    for got, expected in zip(tiles.tile_grads(x, y, row, col), plain, strict=True):
         assert torch.equal(got, expected)
 
 
 def test_sides_and_dots_that_are_not_needed() -> None:
-    x, y, terms = features(6, 5, torch.float32, 0), features(4, 5, torch.float32, 1), (3.0, 0.5, 2.0, 4.0, 0.25, 1.5)
+    x, y = features(6, 5, torch.float32, 0), features(4, 5, torch.float32, 1)
+    terms = Terms(3.0, 0.5, 2.0), Terms(4.0, 0.25, 1.5)
     dx, _, row_dot, col_dot = tiles.tile_grads(x, y, *terms, diagonal=1)
     rows = tiles.tile_grads(x, y, *terms, diagonal=1, need_dy=False)
     columns = tiles.tile_grads(x, y, *terms, diagonal=1, need_dx=False)
     assert torch.equal(rows[2], row_dot) and torch.equal(columns[3], col_dot)
     for case in SIDES_CASES:
-        check_sides_and_accumulators(tiles, case, "cpu")
+        check_sides_and_accumulators("torch", case, "cpu")
     bare = tiles.tile_grads(x, y, *terms, diagonal=1, need_dots=False)
     assert torch.equal(bare[0], dx) and not bare[2].any() and not bare[3].any()
     assert_close((x * dx).sum(), (row_dot.sum() + col_dot.sum()).double(), 1e-6)
@@ -105,9 +110,9 @@ def test_sides_and_dots_that_are_not_needed() -> None:
 @pytest.mark.parametrize(
     ("total", "message"),
     [
-        (torch.zeros(6, 4), r"expected an accumulator \(6, 5\) of torch.float32"),
-        (torch.zeros(6, 5).double(), "got .* of torch.float64"),
-        (torch.zeros(5, 6).T, "a contiguous accumulator"),
+        (torch.zeros(6, 4), r"an accumulator is \(6, 4\) of .* expected \(6, 5\) of torch.float32"),
+        (torch.zeros(6, 5).double(), "is .* of torch.float64"),
+        (torch.zeros(5, 6).T, "expected a contiguous accumulator"),
     ],
 )
 def test_accumulators_that_do_not_fit_are_refused(total: Tensor, message: str) -> None:
@@ -118,14 +123,14 @@ def test_accumulators_that_do_not_fit_are_refused(total: Tensor, message: str) -
 
 def test_a_direction_can_be_left_out() -> None:
     x, y = features(6, 5, torch.float64, 0), features(4, 5, torch.float64, 1)
-    assert_grads(x, y, 5.0, 1.0, 0.7, 0.0, 0.0, 0.0)
-    assert_grads(x, y, 0.0, 0.0, 0.0, 5.0, 1.0, 0.7, diagonal=2)
+    assert_grads(x, y, Terms(5.0, 1.0, 0.7), Terms(0.0, 0.0, 0.0))
+    assert_grads(x, y, Terms(0.0, 0.0, 0.0), Terms(5.0, 1.0, 0.7), diagonal=2)
 
 
 def test_precision_bf16_rounds_float32_features() -> None:
     x, y = features(63, 16, torch.float32, 0), features(70, 16, torch.float32, 1)
     expected = reference.tile_stats(x.bfloat16(), y.bfloat16(), 10.0, 10.0)
-    for got, wanted in zip(tiles.tile_stats(x, y, 10.0, 10.0, precision="bf16"), expected, strict=True):
+    for got, wanted in zip(tiles.tile_stats(x, y, 10.0, 10.0, options=BF16), expected, strict=True):
         assert_close(got, wanted, VALUE[torch.float32])
     exact = tiles.tile_stats(x, y, 10.0, 10.0)[0]
     assert relative_error(exact, expected[0]) > 50 * VALUE[torch.float32], "the two precisions should differ"
@@ -135,7 +140,7 @@ def test_nothing_is_recorded_for_autograd_and_autocast_is_ignored() -> None:
     x = features(6, 5, torch.float32, 0).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         row_lse, _ = tiles.tile_stats(x, x, 10.0, 10.0, diagonal=0)
-        dx, _, _, _ = tiles.tile_grads(x, x, 10.0, row_lse, 1.0, 10.0, row_lse, 1.0, diagonal=0)
+        dx, _, _, _ = tiles.tile_grads(x, x, Terms(10.0, row_lse, 1.0), Terms(10.0, row_lse, 1.0), diagonal=0)
     assert dx is not None and not row_lse.requires_grad and not dx.requires_grad
     assert_close(row_lse, reference.tile_stats(x.detach(), x.detach(), 10.0, 10.0, diagonal=0)[0], VALUE[torch.float32])
 
@@ -154,14 +159,11 @@ def test_tiles_cover_everything_once_and_stay_within_the_budget(budget_mib: floa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"y": torch.zeros(4, 6)}, r"got \(3, 5\) and \(4, 6\)"),
-        ({"x": torch.zeros(5)}, r"expected x \(m, D\)"),
-        ({"y": torch.zeros(4, 5).double()}, "got torch.float32 on cpu and torch.float64 on cpu"),
-        ({"row_scale": torch.ones(4)}, r"expected row_scale to be a number or of shape \(3,\), got shape \(4,\)"),
-        ({"col_scale": torch.ones(4, 1)}, r"expected col_scale to be a number or of shape \(4,\), got shape \(4, 1\)"),
-        ({"precision": "fp8"}, "expected precision to be one of auto, float32, tf32, bf16, got 'fp8'"),
-        ({"implementation": "cuda"}, "expected implementation to be one of auto, torch, triton, got 'cuda'"),
-        ({"tile_budget_mib": 0}, "expected a positive tile_budget_mib, got 0"),
+        ({"y": torch.zeros(4, 6)}, r"shapes \(3, 5\) and \(4, 6\); expected \(m, D\) and \(n, D\)"),
+        ({"x": torch.zeros(5)}, r"shapes \(5,\) and \(4, 5\); expected"),
+        ({"y": torch.zeros(4, 5).double()}, "x is torch.float32 on cpu and y is torch.float64 on cpu; expected one"),
+        ({"row_scale": torch.ones(4)}, r"row_scale has shape \(4,\); expected a number or shape \(3,\)"),
+        ({"col_scale": torch.ones(4, 1)}, r"col_scale has shape \(4, 1\); expected a number or shape \(4,\)"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
@@ -170,9 +172,28 @@ def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], message: 
         tiles.tile_stats(**arguments)
 
 
+def test_terms_of_another_length_are_refused() -> None:
+    x, y = torch.zeros(3, 5), torch.zeros(4, 5)
+    with pytest.raises(ValueError, match=r"col\.weight has shape \(3,\); expected a number or shape \(4,\)"):
+        tiles.tile_grads(x, y, Terms(1.0, 0.0, torch.ones(3)), Terms(1.0, 0.0, torch.ones(3)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp8"}, "precision is 'fp8'; expected one of auto, float32, tf32, bf16"),
+        ({"implementation": "cuda"}, "implementation is 'cuda'; expected one of auto, torch, triton"),
+        ({"tile_budget_mib": 0}, "tile_budget_mib is 0; expected a number of MiB above 0"),
+    ],
+)
+def test_wrong_tile_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TileOptions(**options)
+
+
 def test_integer_features_and_reduced_float64_are_refused() -> None:
     whole = torch.zeros(3, 5, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"features, got torch\.int64"):
+    with pytest.raises(ValueError, match=r"the features are torch\.int64; expected bfloat16"):
         tiles.tile_stats(whole, whole, 1.0, 1.0)
-    with pytest.raises(ValueError, match="precision must be 'auto', got 'bf16'"):
-        tiles.tile_stats(whole.double(), whole.double(), 1.0, 1.0, precision="bf16")
+    with pytest.raises(ValueError, match="precision is 'bf16'; float64 features require 'auto'"):
+        tiles.tile_stats(whole.double(), whole.double(), 1.0, 1.0, options=BF16)

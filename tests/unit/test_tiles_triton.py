@@ -1,7 +1,7 @@
-"""The Triton kernels under Triton's interpreter, on the CPU, against the float64 oracle.
+"""Run the Triton kernels in Triton's interpreter, on the CPU, and compare them with the float64 reference.
 
-The interpreter is chosen when triton is imported, for the whole process. So this file runs itself once more, in a
-process of its own with TRITON_INTERPRET=1; the cases below exist in that process only.
+Triton selects the interpreter when it is imported, for the whole process. So this file runs pytest on itself in a
+second process with TRITON_INTERPRET=1. The cases below exist in that process only.
 """
 
 import os
@@ -35,75 +35,79 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         assert " passed" in done.stdout
 
 else:
-    from megaclip.ops import reference, rows_triton, tiles, tiles_triton, tiles_triton_blocks
+    from megaclip.ops import reference, rows_triton, tiles, tiles_triton_blocks
+    from megaclip.ops.tiles import Terms, TileOptions
+
+    TRITON, TORCH = TileOptions(implementation="triton"), TileOptions(implementation="torch")
 
     @pytest.mark.parametrize("case", SMALL_CASES, ids=str)
     def test_statistics_and_gradients(case: TileCase) -> None:
-        check_tile_case(tiles_triton, case, "cpu")
+        check_tile_case("triton", case, "cpu")
 
     @pytest.mark.parametrize("bias", [-10.0, 0.0, 5.0])
     @pytest.mark.parametrize("case", [case for case in SMALL_CASES if not case.per_sample_scales][::3], ids=str)
     def test_sigmoid(case: TileCase, bias: float) -> None:
-        check_sigmoid_case(tiles_triton, case, "cpu", bias)
+        check_sigmoid_case("triton", case, "cpu", bias)
 
     @pytest.mark.parametrize("case", SIDES_CASES, ids=str)
     def test_sides_and_accumulators(case: TileCase) -> None:
-        check_sides_and_accumulators(tiles_triton, case, "cpu")
+        check_sides_and_accumulators("triton", case, "cpu")
 
     def test_converged_training() -> None:
-        check_converged_training(tiles_triton, 70, "cpu")
+        check_converged_training("triton", 70, "cpu")
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_row_operations(dtype: torch.dtype) -> None:
         check_row_operations(rows_triton, dtype, "cpu")
 
-    def test_through_the_dispatcher() -> None:
+    def test_both_implementations_give_close_results() -> None:
         x, y = torch.randn(33, 24), torch.randn(40, 24)
         for ours, other in zip(
-            tiles.tile_stats(x, y, 3.0, 3.0, diagonal=0, implementation="triton"),
-            tiles.tile_stats(x, y, 3.0, 3.0, diagonal=0, implementation="torch"),
+            tiles.tile_stats(x, y, 3.0, 3.0, diagonal=0, options=TRITON),
+            tiles.tile_stats(x, y, 3.0, 3.0, diagonal=0, options=TORCH),
             strict=True,
         ):
             torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
         for ours, other in zip(
-            tiles.tile_sigmoid(x, y, 3.0, -2.0, diagonal=0, implementation="triton"),
-            tiles.tile_sigmoid(x, y, 3.0, -2.0, diagonal=0, implementation="torch"),
+            tiles.tile_sigmoid(x, y, 3.0, -2.0, diagonal=0, options=TRITON),
+            tiles.tile_sigmoid(x, y, 3.0, -2.0, diagonal=0, options=TORCH),
             strict=True,
         ):
             torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
 
     def test_dots_that_are_not_needed() -> None:
         x, y = torch.randn(33, 24), torch.randn(40, 24)
-        terms = (1.0, 5.0, 0.5, 1.0, 4.0, 0.25)
-        dx, dy, row_dot, col_dot = tiles_triton.tile_grads(x, y, *terms)
-        bare = tiles_triton.tile_grads(x, y, *terms, need_dots=False)
+        terms = Terms(1.0, 5.0, 0.5), Terms(1.0, 4.0, 0.25)
+        dx, dy, row_dot, col_dot = tiles.tile_grads(x, y, *terms, options=TRITON)
+        bare = tiles.tile_grads(x, y, *terms, need_dots=False, options=TRITON)
         assert torch.equal(bare[0], dx) and torch.equal(bare[1], dy) and not bare[2].any() and not bare[3].any()
-        # The sum of both dots is the temperature's gradient, which dx has too.
+        # The sum of both dots is the gradient of the temperature. It also follows from dx.
         torch.testing.assert_close((x * dx).sum(), row_dot.sum() + col_dot.sum())
 
     @pytest.mark.parametrize("sign", [1, -1])
     def test_shifts_far_from_a_tiles_logits(sign: int) -> None:
-        """Neither exp(shift) nor exp(-shift) is a float32 number, exp(scale * s - shift) is."""
+        """exp(shift) and exp(-shift) are outside the range of float32, exp(scale * s - shift) is inside."""
         x, y = torch.zeros(33, 16), torch.zeros(40, 16)
         x[:, 0], x[:, 1], y[:, 0] = 0.5 * sign, 0.75**0.5, 1.0  # s = sign / 2
-        terms = (100.0, 100.0 * sign, 0.5)
-        got = tiles_triton.tile_grads(x, y, *terms, *terms)
-        for ours, wanted in zip(got, reference.tile_grads(x, y, *terms, *terms), strict=True):
+        terms = Terms(100.0, 100.0 * sign, 0.5)
+        got = tiles.tile_grads(x, y, terms, terms, options=TRITON)
+        for ours, wanted in zip(got, reference.tile_grads(x, y, terms, terms), strict=True):
             assert norm_error(ours, wanted) <= 5 * TILE_GRADIENT["float32"]
 
     def test_no_rows() -> None:
         x, y = torch.randn(0, 24), torch.randn(40, 24)
-        row_lse, col_lse = tiles_triton.tile_stats(x, y, 1.0, 1.0)
+        row_lse, col_lse = tiles.tile_stats(x, y, 1.0, 1.0, options=TRITON)
         assert row_lse.shape == (0,) and torch.equal(col_lse, torch.full((40,), -torch.inf))
-        dx, dy, _, col_dot = tiles_triton.tile_grads(x, y, 1.0, 0.0, 1.0, 1.0, 0.0, 1.0)
+        terms = Terms(1.0, 0.0, 1.0)
+        dx, dy, _, col_dot = tiles.tile_grads(x, y, terms, terms, options=TRITON)
         assert dx.shape == (0, 24) and not dy.any() and not col_dot.any()
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     @pytest.mark.parametrize(("rows", "cols"), [(1000, 1000), (8192, 8192), (100_000, 3000), (60_000, 60_000)])
     def test_buffers_stay_within_the_budget(rows: int, cols: int, dtype: torch.dtype) -> None:
-        """Blocks are cut without launching anything; P, and what must be staged, are all that grows with a block."""
+        """Cut the blocks without a launch. Only P and staged features grow with the size of a block."""
         x, y = torch.zeros(1, 64, dtype=dtype).expand(rows, 64), torch.zeros(1, 64, dtype=dtype).expand(cols, 64)
-        tiling = tiles_triton_blocks.Tiling(x, y, "grads", "bf16", 0, 16)
+        tiling = tiles_triton_blocks.Tiling(x, y, "grads", 0, TileOptions("bf16", tile_budget_mib=16))
         area = 0
         for block in tiling.blocks(2, keeps_tile=True):
             staged = sum(side.kernel.untyped_storage().nbytes() for side in (block.x, block.y))

@@ -1,7 +1,7 @@
-"""How fast this machine is, measured for the planner in half a minute: products, towers, the loss, copies, links, disk.
+"""Measure this machine's rates for the planner, in half a minute: products, towers, the loss, copies, links, disk.
 
-Run by `tools/plan.py --calibrate`, on one rank, or on all ranks of a launcher to measure the links too. On a CPU the
-same things are measured, in float32 and at smaller sizes.
+`tools/plan.py --calibrate` runs it on one rank, or on all ranks of a launcher to measure the links too. On a CPU it
+measures in float32 and at smaller sizes.
 """
 
 import io
@@ -23,7 +23,7 @@ from megaclip.comm.groups import resolve
 from megaclip.comm.machine import seconds, slowest_link
 from megaclip.data import ImageTransform
 from megaclip.models import ModelConfig, build_model
-from megaclip.ops.tiles import tile_grads, tile_stats
+from megaclip.ops.tiles import Terms, tile_grads, tile_stats
 from megaclip.planner.towers import Tower, image_tower, text_tower
 
 _DECODED_IMAGES = 64
@@ -31,10 +31,14 @@ _WRITTEN_BYTES = 2**29
 
 
 def measure_rates(model_config: ModelConfig, micro_batch: int, folder: Path) -> dict[str, float]:
-    """Rates by the names of `planner.Rates`, without the network's, and without the link's on one rank. Every rank
-    calls it and gets its own figures (the link's is the slowest rank's).
+    """Return rates by their names in `planner.Rates`: all except the network's and, on one rank, the link's.
 
-    model_config, micro_batch: whose towers to time. folder: on the disk to time.
+    Every rank calls it and gets its own figures; that of the link is the slowest rank's.
+
+    Args:
+        model_config: the model with the towers to time.
+        micro_batch: samples per pass through a tower.
+        folder: a folder on the disk to time.
     """
     device = torch.device(get_accelerator().current_device_name())
     gpu = device.type == "cuda"
@@ -58,7 +62,7 @@ def measure_rates(model_config: ModelConfig, micro_batch: int, folder: Path) -> 
 
 
 def machine_name() -> str:
-    """What was measured, in words."""
+    """Return the name of the measured machine."""
     if get_accelerator().device_name() == "cuda":
         return torch.cuda.get_device_name()
     return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
@@ -70,7 +74,7 @@ def _product(device: torch.device, dtype: torch.dtype, side: int) -> float:
 
 
 def _tower(tower: Tower, model: torch.nn.Module, inputs: torch.Tensor) -> float:
-    """Operations of the planner's formula over the time of forward and backward."""
+    """Return the operations of the planner's formula over the time of forward and backward."""
     taken = _median_seconds(lambda: model(inputs).float().sum().backward())
     return 3 * len(inputs) * tower.forward_operations() / taken
 
@@ -80,7 +84,8 @@ def _loss(device: torch.device, dtype: torch.dtype, batch: int, embed_dim: int) 
 
     def forward_and_backward() -> None:
         row, col = tile_stats(x, y, 14.0, 14.0, diagonal=0)
-        tile_grads(x, y, 14.0, row, 1 / batch, 14.0, col, 1 / batch, diagonal=0, need_dots=False)
+        row_terms, col_terms = Terms(14.0, row, 1 / batch), Terms(14.0, col, 1 / batch)
+        tile_grads(x, y, row_terms, col_terms, diagonal=0, need_dots=False)
 
     return 8 * batch**2 * embed_dim / _median_seconds(forward_and_backward)
 
@@ -104,7 +109,7 @@ def _disk(folder: Path, size: int) -> float:
 
 
 def _decoding(size: int) -> float:
-    """JPEG pictures of twice the size, decoded and cropped by this process, per second."""
+    """Return the JPEG pictures of twice the size that this process decodes and crops per second."""
     generator = np.random.default_rng(0)
     coarse = generator.integers(0, 256, (size // 4, size // 4, 3), dtype=np.uint8)
     encoded = io.BytesIO()

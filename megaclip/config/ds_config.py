@@ -1,0 +1,107 @@
+"""The settings that ds_config.json may contain, typed: the root model `DsConfig` and models of DeepSpeed's sections.
+
+DeepSpeed's own models are used where it has them. `megaclip.config.checks` refuses every key that is not a field here.
+"""
+
+from typing import Annotated, Any, Literal
+
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+
+from megaclip.config.optimizers import Optimizer
+from megaclip.config.section import MegaclipSection
+
+
+class _Strict(BaseModel):
+    """Base of the models here: a value must have its type. Unknown keys are left to `megaclip.config.checks`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+def _lower_case(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _whole_number(value: Any) -> Any:
+    """Return 1e9, which JSON reads as a float, as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class DataTypes(_Strict):
+    """Section "data_types" without param_dtype, which bf16.enabled sets, and buffer dtypes: models have no buffers."""
+
+    grad_accum_dtype: Literal["fp32", "bf16"] | None = None
+
+
+class ActivationCheckpointing(_Strict):
+    """Section "activation_checkpointing"; its presence turns activation checkpointing on."""
+
+    cpu_checkpointing: bool = False
+
+
+class _Aio(_Strict):
+    block_size: PositiveInt = 2**20
+    queue_depth: PositiveInt = 8
+    intra_op_parallelism: PositiveInt = 1
+    single_submit: bool = False
+    overlap_events: bool = True
+    use_gds: bool = False
+
+
+class _FlopsProfiler(_Strict):
+    enabled: bool = False
+    recompute_fwd_factor: float = 0.0
+    profile_step: int = 1
+    module_depth: int = -1
+    top_modules: int = 1
+    detailed: bool = True
+    output_file: str | None = None
+
+
+class _ThroughputTimer(_Strict):
+    enabled: bool = True
+    synchronized: bool = True
+
+
+class _Timers(_Strict):
+    throughput: _ThroughputTimer = _ThroughputTimer()
+
+
+class DsConfig(_Strict):
+    """Every setting of ds_config.json that is accepted. Settings left out have DeepSpeed's defaults."""
+
+    megaclip: MegaclipSection = MegaclipSection.model_validate({})
+
+    train_batch_size: PositiveInt | None = None
+    train_micro_batch_size_per_gpu: PositiveInt | None = None
+    gradient_accumulation_steps: PositiveInt | None = None
+    gradient_clipping: float = Field(ge=0)
+    optimizer: Optimizer
+    zero_allow_untested_optimizer: bool = False
+    zero_force_ds_cpu_optimizer: bool = True
+
+    bf16: DeepSpeedBF16Config = Field(default_factory=DeepSpeedBF16Config)
+    data_types: DataTypes = DataTypes()
+    communication_data_type: Annotated[Literal["fp32", "fp16", "bf16"] | None, BeforeValidator(_lower_case)] = None
+    zero_optimization: DeepSpeedZeroConfig = Field(default_factory=DeepSpeedZeroConfig)
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    aio: _Aio = _Aio()
+
+    comms_logger: CommsLoggerConfig = Field(default_factory=CommsLoggerConfig)
+    flops_profiler: _FlopsProfiler = _FlopsProfiler()
+    tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    csv_monitor: CSVConfig = Field(default_factory=CSVConfig)
+    comet: CometConfig = Field(default_factory=CometConfig)
+    steps_per_print: Annotated[PositiveInt | None, BeforeValidator(_whole_number)] = None
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    disable_python_gc: bool = False
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(_lower_case)
+    ] = None
+    timers: _Timers = _Timers()
