@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import deepspeed
@@ -26,6 +27,7 @@ from megaclip.engine.optimizers import guard_gradients, parameter_groups, timm_o
 from megaclip.errors import ConfigError, config_error
 from megaclip.logging import get_logger
 from megaclip.models import ClipModel, ModelConfig, build_model
+from megaclip.models.projections import whole_shape
 
 logger = get_logger(__name__)
 
@@ -148,9 +150,10 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel)
     sizes = [(getattr(p, "ds_numel", p.numel()), bool(getattr(p, "ds_persist", False))) for p in model.parameters()]
     total = sum(size for size, _ in sizes)
     partitioned = sum(size for size, persistent in sizes if not persistent) if config.zero_stage == 3 else 0
+    whole = sum(whole_shape(name, parameter, model.tensor).numel() for name, parameter in model.named_parameters())
     logger.info(
-        "model: %.1f M parameters in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s%s",
-        total / 1e6,
+        "model: %.1f M parameters in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s%s%s",
+        whole / 1e6,
         str(engine.get_data_types()[0]).removeprefix("torch."),
         config.zero_stage,
         dist.get_world_size(),
@@ -158,6 +161,9 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel)
         type(engine.basic_optimizer).__name__,
         ", activation checkpointing" if config.activation_checkpointing else "",
         ", compiled blocks" if config.megaclip.compile_blocks else "",
+        f", tensor-parallel size {model.tensor.size} with megatron-core {metadata.version('megatron-core')}"
+        if model.tensor.size > 1
+        else "",
     )
 
 
