@@ -24,8 +24,8 @@ from megaclip.errors import CheckpointError, first_line
 from megaclip.logging import get_logger
 from megaclip.models.clip import ClipModel
 from megaclip.models.config import ModelConfig
+from megaclip.models.layers import own_part, whole_shape
 from megaclip.models.open_clip_keys import StateDict, from_open_clip, to_open_clip
-from megaclip.models.projections import own_part, whole_shape
 
 logger = get_logger(__name__)
 

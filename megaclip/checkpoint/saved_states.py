@@ -5,7 +5,7 @@ parameter or optimizer state. Values are copied, never computed, so the result i
 fills an engine from it, `megaclip.checkpoint.consolidate` joins whole weights.
 
 With tensor parallelism, T groups of files hold one part each of the parameters that
-`megaclip.models.projections.split_dim` names, and equal copies of the others. The number of tensor-parallel ranks that
+`megaclip.models.layers.split_dim` names, and equal copies of the others. The number of tensor-parallel ranks that
 read does not have to be the number that wrote.
 
 DeepSpeed's files are unpickled without restriction, as DeepSpeed does it. Read only runs that you trust.
@@ -21,7 +21,7 @@ import torch
 
 from megaclip.comm.groups import RankGroup
 from megaclip.errors import CheckpointError
-from megaclip.models.projections import split_dim
+from megaclip.models.layers import split_dim
 
 FP32 = "fp32"
 """Kind of the float32 master weights."""

@@ -27,7 +27,7 @@ from megaclip.engine.optimizers import guard_gradients, parameter_groups, timm_o
 from megaclip.errors import ConfigError, config_error
 from megaclip.logging import get_logger
 from megaclip.models import ClipModel, ModelConfig, build_model
-from megaclip.models.projections import whole_shape
+from megaclip.models.layers import require_apex, whole_shape
 
 logger = get_logger(__name__)
 
@@ -49,6 +49,8 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     with raise_on_all_ranks():
         _check_offload_to_disk(config)
         _check_quantized_collectives(config)
+        if config.megaclip.layer_norm == "apex":
+            require_apex()
     _warn_of_locks()
     torch.manual_seed(arguments.seed)
     parallel = parallel_groups(config.megaclip.tensor_parallel_size)
@@ -58,7 +60,12 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
         data_parallel_group=parallel.data.handle,
         mpu=parallel.mpu,
     ):
-        model = build_model(model_config, patch_dropout=arguments.force_patch_dropout, tensor=parallel.tensor)
+        model = build_model(
+            model_config,
+            patch_dropout=arguments.force_patch_dropout,
+            tensor=parallel.tensor,
+            layer_norm=config.megaclip.layer_norm,
+        )
     if arguments.pretrained:
         logger.info("%s", load_pretrained(model, arguments.pretrained))
     if arguments.lock_image:
@@ -150,20 +157,22 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel)
     sizes = [(getattr(p, "ds_numel", p.numel()), bool(getattr(p, "ds_persist", False))) for p in model.parameters()]
     total = sum(size for size, _ in sizes)
     partitioned = sum(size for size, persistent in sizes if not persistent) if config.zero_stage == 3 else 0
+    options = ["activation checkpointing"] if config.activation_checkpointing else []
+    options += ["compiled blocks"] if config.megaclip.compile_blocks else []
+    options += [f"{config.megaclip.layer_norm} layer norms"] if config.megaclip.layer_norm != "torch" else []
+    if model.tensor.size > 1:
+        version = metadata.version("megatron-core")
+        options.append(f"tensor-parallel size {model.tensor.size} with megatron-core {version}")
     whole = sum(whole_shape(name, parameter, model.tensor).numel() for name, parameter in model.named_parameters())
     logger.info(
-        "model: %.1f M parameters in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s%s%s",
+        "model: %.1f M parameters in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s",
         whole / 1e6,
         str(engine.get_data_types()[0]).removeprefix("torch."),
         config.zero_stage,
         dist.get_world_size(),
         100 * partitioned / total,
         type(engine.basic_optimizer).__name__,
-        ", activation checkpointing" if config.activation_checkpointing else "",
-        ", compiled blocks" if config.megaclip.compile_blocks else "",
-        f", tensor-parallel size {model.tensor.size} with megatron-core {metadata.version('megatron-core')}"
-        if model.tensor.size > 1
-        else "",
+        "".join(f", {option}" for option in options),
     )
 
 

@@ -16,7 +16,7 @@ from megaclip.comm.collectives import sum_over_ranks
 from megaclip.config.optimizers import Optimizer
 from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import ClipModel
-from megaclip.models.projections import split_dim
+from megaclip.models.layers import split_dim
 
 
 def parameter_groups(model: ClipModel, weight_decay: float) -> list[dict[str, Any]]:

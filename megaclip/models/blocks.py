@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megaclip.models.projections import Projections
+from megaclip.models.layers import LayerFactory
 
 CheckpointFunction = Callable[..., torch.Tensor]
 """checkpoint_fn(function, *arguments) returns function(*arguments), and recomputes it in the backward pass."""
@@ -61,19 +61,19 @@ class LayerScale(nn.Module):
 class Attention(nn.Module):
     """Multi-head self-attention; each head attends with scale K ** -0.5."""
 
-    def __init__(self, width: int, heads: int, causal: bool, projections: Projections) -> None:
+    def __init__(self, width: int, heads: int, causal: bool, factory: LayerFactory) -> None:
         super().__init__()
         self.head_width = width // heads
         self.causal = causal
-        self.projections = projections
-        self.q_proj = projections.by_output(width, width, shares_input=True)
-        self.k_proj = projections.by_output(width, width, shares_input=True)
-        self.v_proj = projections.by_output(width, width, shares_input=True)
-        self.out_proj = projections.by_input(width, width)
+        self.factory = factory
+        self.q_proj = factory.by_output(width, width, shares_input=True)
+        self.k_proj = factory.by_output(width, width, shares_input=True)
+        self.v_proj = factory.by_output(width, width, shares_input=True)
+        self.out_proj = factory.by_input(width, width)
 
     def forward(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position; with `causal`, position i sees 0..i."""
-        x_bLC = self.projections.shared_input(x_bLC)
+        x_bLC = self.factory.shared_input(x_bLC)
         query_bQC = x_bLC if position is None else select_token(x_bLC, position)
         q_bHQK = self._split_heads(self.q_proj(query_bQC))
         k_bHLK = self._split_heads(self.k_proj(x_bLC))
@@ -103,11 +103,11 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Two projections with an activation between them."""
 
-    def __init__(self, width: int, hidden_width: int, quick_gelu: bool, projections: Projections) -> None:
+    def __init__(self, width: int, hidden_width: int, quick_gelu: bool, factory: LayerFactory) -> None:
         super().__init__()
-        self.c_fc = projections.by_output(width, hidden_width)
+        self.c_fc = factory.by_output(width, hidden_width)
         self.gelu = QuickGELU() if quick_gelu else nn.GELU()
-        self.c_proj = projections.by_input(hidden_width, width)
+        self.c_proj = factory.by_input(hidden_width, width)
 
     def forward(self, x_bLC: torch.Tensor) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out."""
@@ -125,15 +125,15 @@ class ResidualBlock(nn.Module):
         ls_init_value: float | None,
         quick_gelu: bool,
         causal: bool,
-        projections: Projections,
+        factory: LayerFactory,
     ) -> None:
         super().__init__()
-        projections.check_width(heads, int(width * mlp_ratio))
-        self.ln_1 = nn.LayerNorm(width)
-        self.attn = Attention(width, heads, causal, projections)
+        factory.check_width(heads, int(width * mlp_ratio))
+        self.ln_1 = factory.norm(width)
+        self.attn = Attention(width, heads, causal, factory)
         self.ls_1 = nn.Identity() if ls_init_value is None else LayerScale(width, ls_init_value)
-        self.ln_2 = nn.LayerNorm(width)
-        self.mlp = Mlp(width, int(width * mlp_ratio), quick_gelu, projections)
+        self.ln_2 = factory.norm(width)
+        self.mlp = Mlp(width, int(width * mlp_ratio), quick_gelu, factory)
         self.ls_2 = nn.Identity() if ls_init_value is None else LayerScale(width, ls_init_value)
 
     def forward(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
@@ -156,12 +156,11 @@ class Transformer(nn.Module):
         ls_init_value: float | None,
         quick_gelu: bool,
         causal: bool,
-        projections: Projections,
+        factory: LayerFactory,
     ) -> None:
         super().__init__()
         self.resblocks = nn.ModuleList(
-            ResidualBlock(width, heads, mlp_ratio, ls_init_value, quick_gelu, causal, projections)
-            for _ in range(layers)
+            ResidualBlock(width, heads, mlp_ratio, ls_init_value, quick_gelu, causal, factory) for _ in range(layers)
         )
         self.checkpoint_fn: CheckpointFunction | None = None
 

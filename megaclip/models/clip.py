@@ -17,7 +17,7 @@ from megaclip.errors import ConfigError
 from megaclip.models.blocks import CheckpointFunction, Part
 from megaclip.models.config import ModelConfig
 from megaclip.models.initialise import initialise
-from megaclip.models.projections import Projections, own_rows
+from megaclip.models.layers import LayerFactory, own_rows
 from megaclip.models.text import TextTower
 from megaclip.models.vision import VisionTower
 
@@ -30,15 +30,16 @@ class ClipModel(nn.Module):
 
     tensor: tensor-parallel group. Each of its T ranks holds a part of every block. Each rank passes b rows of its own,
     the towers run on the rows of all T ranks, and each rank receives the features of its own rows.
+    layer_norm: implementation of the layer norms, "torch" or "apex".
     """
 
-    def __init__(self, config: ModelConfig, tensor: RankGroup = ONE_RANK) -> None:
+    def __init__(self, config: ModelConfig, tensor: RankGroup = ONE_RANK, layer_norm: str = "torch") -> None:
         super().__init__()
         self.config = config
         self.tensor = tensor
-        projections = Projections(tensor)
-        self.visual = VisionTower(config.vision_cfg, config.embed_dim, config.quick_gelu, projections)
-        self.text = TextTower(config.text_cfg, config.embed_dim, config.quick_gelu, projections)
+        factory = LayerFactory(tensor, layer_norm)
+        self.visual = VisionTower(config.vision_cfg, config.embed_dim, config.quick_gelu, factory)
+        self.text = TextTower(config.text_cfg, config.embed_dim, config.quick_gelu, factory)
         # Shape (1,), because DeepSpeed cannot initialise with 0-d parameters.
         self.logit_scale = nn.Parameter(torch.empty(1))
         self.logit_bias = None if config.init_logit_bias is None else nn.Parameter(torch.empty(1))
@@ -101,7 +102,13 @@ class ClipModel(nn.Module):
         }
 
 
-def build_model(config: ModelConfig, *, patch_dropout: float | None = None, tensor: RankGroup = ONE_RANK) -> ClipModel:
+def build_model(
+    config: ModelConfig,
+    *,
+    patch_dropout: float | None = None,
+    tensor: RankGroup = ONE_RANK,
+    layer_norm: str = "torch",
+) -> ClipModel:
     """Build a model with open_clip's distributions of initial values, drawn from torch's global seed.
 
     The same `torch.manual_seed` gives the same values with and without `deepspeed.zero.Init`. With it, every rank must
@@ -111,6 +118,7 @@ def build_model(config: ModelConfig, *, patch_dropout: float | None = None, tens
         config: model description.
         patch_dropout: replaces `config.vision_cfg.patch_dropout`.
         tensor: tensor-parallel group; the values do not depend on its size.
+        layer_norm: implementation of the layer norms, "torch" or "apex".
 
     Raises:
         ConfigError: patch_dropout is outside [0, 1).
@@ -119,7 +127,7 @@ def build_model(config: ModelConfig, *, patch_dropout: float | None = None, tens
         config = config.replace(vision_cfg={"patch_dropout": patch_dropout})
     # The seed is drawn before construction, which uses the generator differently under deepspeed.zero.Init.
     seed = int(torch.randint(2**62, (1,), device="cpu"))
-    model = ClipModel(config, tensor)
+    model = ClipModel(config, tensor, layer_norm)
     initialise(model, config, seed)
     return model
 

@@ -16,7 +16,7 @@ import deepspeed
 import torch
 
 from megaclip.models.config import ModelConfig, TextConfig, VisionConfig
-from megaclip.models.projections import own_part, whole_shape
+from megaclip.models.layers import own_part, whole_shape
 
 
 @torch.no_grad()

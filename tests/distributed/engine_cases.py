@@ -31,7 +31,7 @@ from megaclip.engine.process_group import quiet_deepspeed
 from megaclip.engine.step_batch import DeviceFeed, StepBatch, Tower
 from megaclip.losses import LOSSES
 from megaclip.models import ClipModel, ModelConfig, build_model
-from megaclip.models.projections import split_dim
+from megaclip.models.layers import split_dim
 from tests.distributed.memory_batch import MemoryBatch
 
 WORLD_SIZE = 2

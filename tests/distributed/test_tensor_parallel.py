@@ -19,8 +19,8 @@ from megaclip.comm.collectives import gather_integers, gather_objects
 from megaclip.comm.groups import RankGroup
 from megaclip.engine import optimizers
 from megaclip.engine.optimizers import set_learning_rate, update
-from megaclip.models import projections
-from megaclip.models.projections import Projections, split_dim
+from megaclip.models import layers
+from megaclip.models.layers import LayerFactory, split_dim
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import Case, Outcome, oracle
 from tests.distributed.harness import run_ranks
@@ -117,20 +117,20 @@ def test_every_combination_equals_one_process(size, ranks):
 
 
 def _leave_weights_unmarked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(projections, "_mark_as_split", lambda weight, dim: None)
+    patch.setattr(layers, "_mark_as_split", lambda weight, dim: None)
 
 
 def _keep_the_factor_of_own_rows(patch: pytest.MonkeyPatch) -> None:
-    exact = projections._OwnRows.backward
+    exact = layers._OwnRows.backward
 
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         return exact(ctx, gradient)[0] * ctx.group.size, None
 
-    patch.setattr(projections._OwnRows, "backward", staticmethod(backward))
+    patch.setattr(layers._OwnRows, "backward", staticmethod(backward))
 
 
 def _leave_shared_inputs_unsummed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Projections, "shared_input", lambda self, x: x)
+    patch.setattr(LayerFactory, "shared_input", lambda self, x: x)
 
 
 def _take_the_local_norm(patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.step_batch import DeviceFeed
 from megaclip.losses import ClipLoss
 from megaclip.models import load_model_config
-from megaclip.models.projections import split_dim
+from megaclip.models.layers import split_dim
 from tests.distributed.harness import run_ranks
 from tests.distributed.memory_batch import MemoryBatch
 

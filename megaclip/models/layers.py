@@ -1,4 +1,4 @@
-"""The linear layers of a transformer block, whole or split over a tensor-parallel group.
+"""The layers of a transformer block: linear layers, whole or split over a tensor-parallel group, and layer norms.
 
 Whole layers are PyTorch's. Split layers are Megatron-core's (Shoeybi et al., 2019, arXiv:1909.08053): the query, key
 and value projections and the first MLP layer are split by output (`ColumnParallelLinear`), the projections behind them
@@ -7,6 +7,9 @@ as many in the backward pass. Embeddings, norms and the final projections are ke
 
 Megatron's layers are used with an explicit group, and parameters without values (`megaclip.models.initialise` gives
 them): both avoid Megatron's global state and its CUDA calls, so the same code runs on CPUs.
+
+Layer norms are PyTorch's or, with `layer_norm` "apex", NVIDIA apex's memory-efficient one. The latter keeps its output
+for the backward pass instead of its input.
 
 Shapes: m rows of one rank, T ranks of the group, L tokens, C width.
 """
@@ -53,11 +56,20 @@ def own_part(name: str, whole: torch.Tensor, group: RankGroup) -> torch.Tensor:
     return whole if dim is None else whole.chunk(group.size, dim)[group.rank]
 
 
-class Projections:
-    """Makes the linear layers of the blocks of one model."""
+class LayerFactory:
+    """Makes the layers of the blocks of one model.
 
-    def __init__(self, group: RankGroup = ONE_RANK) -> None:
+    group: tensor-parallel group. layer_norm: "torch" or "apex".
+    """
+
+    def __init__(self, group: RankGroup = ONE_RANK, layer_norm: str = "torch") -> None:
         self.group = group
+        self._norm: type[nn.Module] | Any = nn.LayerNorm if layer_norm == "torch" else _apex_layer_norm()
+
+    def norm(self, width: int) -> nn.Module:
+        """Return a layer norm with weight and bias over the last dimension."""
+        layer: nn.Module = self._norm(width)
+        return layer
 
     def check_width(self, heads: int, hidden_width: int) -> None:
         """Raise ConfigError unless the group size divides the heads and the hidden width of the MLP."""
@@ -125,6 +137,29 @@ class _SumGradient(torch.autograd.Function):
         total = gradient.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=ctx.group.handle)
         return total, None
+
+
+def require_apex() -> None:
+    """Raise ConfigError unless NVIDIA apex is installed with its fused layer norm.
+
+    PyPI's package "apex" is unrelated, so the compiled extensions decide.
+    """
+    try:
+        import amp_C  # noqa: F401
+        import fused_layer_norm_cuda  # noqa: F401
+        from apex.normalization import FusedLayerNorm  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"NVIDIA apex with its CUDA extensions cannot be imported ({error}); build it from "
+            "https://github.com/NVIDIA/apex, or leave megaclip.layer_norm out"
+        ) from None
+
+
+def _apex_layer_norm() -> Any:
+    require_apex()
+    from apex.normalization import FusedLayerNorm
+
+    return functools.partial(FusedLayerNorm, memory_efficient=True)
 
 
 @functools.cache
