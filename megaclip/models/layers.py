@@ -73,12 +73,7 @@ class LayerFactory:
 
     def check_width(self, heads: int, hidden_width: int) -> None:
         """Raise ConfigError unless the group size divides the heads and the hidden width of the MLP."""
-        for name, size in (("attention heads", heads), ("hidden units of the MLP", hidden_width)):
-            if size % self.group.size:
-                raise ConfigError(
-                    f"megaclip.tensor_parallel_size {self.group.size} does not divide the {size} {name} of a tower; "
-                    "choose a size that divides both towers' heads, or 1"
-                )
+        check_split(self.group.size, heads, hidden_width)
 
     def by_output(self, inputs: int, outputs: int, *, shares_input: bool = False) -> nn.Module:
         """Return a layer (.., inputs) -> (.., outputs / T) with a bias.
@@ -103,6 +98,16 @@ class LayerFactory:
     def shared_input(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`, the input of several `by_output` layers; its gradient is summed over the group once."""
         return x if self.group.size == 1 else _SumGradient.apply(x, self.group)
+
+
+def check_split(ranks: int, heads: int, hidden_width: int) -> None:
+    """Raise ConfigError unless the number of tensor-parallel ranks divides a tower's heads and its MLP's width."""
+    for name, size in (("attention heads", heads), ("hidden units of the MLP", hidden_width)):
+        if size % ranks:
+            raise ConfigError(
+                f"megaclip.tensor_parallel_size {ranks} does not divide the {size} {name} of a tower; "
+                "choose a size that divides both towers' heads, or 1"
+            )
 
 
 def own_rows(features: torch.Tensor, group: RankGroup) -> torch.Tensor:
