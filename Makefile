@@ -41,7 +41,7 @@ clean:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@# Use normalised names of extras. pip before 23.3 accepts no others and only warns.
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[open-clip,demo,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[open-clip,megatron,demo,dev]'
 	touch $@
 
 $(VENV)/.ops: $(VENV)/.installed tools/build_ops.py

@@ -248,9 +248,10 @@ class Bench:
         if micro_batch == 0 or batch % (micro_batch * world_size):
             raise ConfigError(f"--batch {batch} must be a multiple of --micro-batch {micro_batch} x {world_size} ranks")
         config = json.loads(json.dumps(self.base))
+        replica_ranks = config.get("megaclip", {}).get("tensor_parallel_size", 1)
         config |= {
             "train_batch_size": batch,
-            "train_micro_batch_size_per_gpu": micro_batch,
+            "train_micro_batch_size_per_gpu": micro_batch * replica_ranks,
             "gradient_accumulation_steps": batch // (micro_batch * world_size),
         }
         if not self.options.deepspeed_config and self.options.precision != "fp32":

@@ -24,6 +24,7 @@ import torch
 from bench_peers import PEERS, inf_cl_loss_bytes, open_clip_loss_bytes, peer_gpu_bytes, peer_step_seconds
 
 from megaclip.config import MegaclipSection, TrainArguments, TrainingConfig, load_training_config
+from megaclip.config.checks import check_ds_config
 from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.models import load_model_config
@@ -37,6 +38,7 @@ from megaclip.planner import (
     largest_batch,
     plan_memory,
     plan_time,
+    tensor_parallel_verdict,
 )
 from megaclip.planner.cluster import GPUS, parse_size, rates_json
 from megaclip.planner.memory import format_bytes, loss_sizes, resolve_auto
@@ -56,11 +58,6 @@ def main() -> int:
             return _compare(arguments)
         if not (arguments.deepspeed_config and arguments.model):
             raise ConfigError("--deepspeed_config or --model is missing; give both, or --calibrate, or --compare")
-        if arguments.tensor_parallel != 1:
-            raise ConfigError(
-                f"--tensor-parallel {arguments.tensor_parallel}: the trainer has no tensor parallelism yet; "
-                "use 1, and ZeRO-3 for models too large for one GPU"
-            )
         cluster = _cluster(arguments)
         workload = _workload(arguments, cluster)
         if workload.sample_columns and not workload.samples:
@@ -81,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--model", help="preset name or the path of a model JSON")
     what.add_argument("--batch", type=int, help="contrastive batch, instead of train_batch_size")
     what.add_argument("--micro-batch", type=int, help="instead of train_micro_batch_size_per_gpu")
-    what.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share one replica (only 1 today)")
+    what.add_argument("--tensor-parallel", type=int, help="instead of megaclip.tensor_parallel_size")
     what.add_argument(
         "--workers", type=int, default=DEFAULT_WORKERS, help="loader processes per rank (default %(default)s)"
     )
@@ -144,8 +141,11 @@ def _clusters_like_this(arguments: argparse.Namespace) -> Cluster:
 
 def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
     config = load_training_config(arguments.deepspeed_config)
+    if arguments.tensor_parallel is not None:
+        config = _with_tensor_parallel(config, arguments.tensor_parallel)
     if arguments.batch or arguments.micro_batch:
-        config = _with_batch(config, arguments.batch, arguments.micro_batch, cluster.gpus)
+        replicas = max(1, cluster.gpus // config.megaclip.tensor_parallel_size)
+        config = _with_batch(config, arguments.batch, arguments.micro_batch, replicas)
     rows = TrainArguments.model_fields["eval_batch_size"].default
     evaluation = EvaluationSets(rows, pairs=arguments.val_num_samples) if arguments.val_num_samples else None
     return Workload.of(
@@ -160,14 +160,20 @@ def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
     )
 
 
-def _with_batch(config: TrainingConfig, batch: int | None, micro_batch: int | None, ranks: int) -> TrainingConfig:
+def _with_tensor_parallel(config: TrainingConfig, size: int) -> TrainingConfig:
+    """Return the settings with another tensor-parallel size, checked again. Batch sizes stay those of a replica."""
+    changed = dict(config.deepspeed, megaclip={**config.deepspeed.get("megaclip", {}), "tensor_parallel_size": size})
+    return replace(config, deepspeed=changed, megaclip=check_ds_config(changed).megaclip)
+
+
+def _with_batch(config: TrainingConfig, batch: int | None, micro_batch: int | None, replicas: int) -> TrainingConfig:
     """Return the settings with another batch size or micro-batch size; the number of chunks follows."""
     triple = {name: config.deepspeed.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu")}
     accumulation = config.deepspeed.get("gradient_accumulation_steps")
     total = batch or triple["train_batch_size"]
     micro = micro_batch or triple["train_micro_batch_size_per_gpu"]
     if micro is None and triple["train_batch_size"] and accumulation:
-        micro = max(1, triple["train_batch_size"] // (accumulation * ranks))
+        micro = max(1, triple["train_batch_size"] // (accumulation * replicas))
     changed = {key: value for key, value in config.deepspeed.items() if key != "gradient_accumulation_steps"}
     changed.update({"train_batch_size": total, "train_micro_batch_size_per_gpu": micro})
     if total is None:
@@ -178,10 +184,13 @@ def _with_batch(config: TrainingConfig, batch: int | None, micro_batch: int | No
 
 def _plan(workload: Workload, cluster: Cluster) -> int:
     plan, step, batch = plan_memory(workload, cluster), plan_time(workload, cluster), workload.batch
+    whole, split = workload.with_megaclip(tensor_parallel_size=1).total, ""
+    if workload.tensor_ranks > 1:
+        split = f", {workload.total / 1e6:.1f} M on each of {workload.tensor_ranks} tensor-parallel ranks"
     print(
         f"batch {batch.global_batch:,} = {batch.world_size} ranks x {batch.local_batch:,}; chunks of "
-        f"{batch.micro_batch} images and {batch.text_micro_batch} texts; {workload.total / 1e6:.1f} M "
-        f"parameters, ZeRO-{workload.zero.stage}\n"
+        f"{batch.micro_batch} images and {batch.text_micro_batch} texts; {whole / 1e6:.1f} M "
+        f"parameters{split}, ZeRO-{workload.zero.stage}\n"
     )
     sizes = loss_sizes(workload)
     peers = {"open_clip (local loss, bf16 autocast)": open_clip_loss_bytes(sizes), "Inf-CL": inf_cl_loss_bytes(sizes)}
@@ -190,6 +199,8 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
     print(f"\nlargest batch that fits, all else the same: {largest_batch(workload, cluster):,}")
     if not plan.refusals:
         print("this run fits")
+        if verdict := tensor_parallel_verdict(workload, cluster):
+            print(verdict)
         return 0
     print("this run DOES NOT FIT: " + "; ".join(plan.refusals))
     for change in advice(workload, cluster) or [advice_beyond_settings(workload)]:
@@ -206,13 +217,14 @@ def _sweep(arguments: argparse.Namespace, workload: Workload, cluster: Cluster) 
         if batch > 2**26:
             break
         sized = workload.with_batch(batch // workload.world_size)
+        whole = sized.with_megaclip(tensor_parallel_size=1)  # the peers have no tensor parallelism
         plan = plan_memory(sized, cluster)
         ours = {"method": "MegaCLIP", "gpu_bytes": plan.gpu_peak, "seconds": plan_time(sized, cluster).total}
         rows.append({"batch": batch, **ours, "fits": not plan.refusals})
         for method in PEERS:
-            size = peer_gpu_bytes(sized, method)
+            size = peer_gpu_bytes(whole, method)
             fits = size <= cluster.usable_gpu_memory
-            seconds = peer_step_seconds(sized, cluster, method)
+            seconds = peer_step_seconds(whole, cluster, method)
             rows.append({"batch": batch, "method": method, "gpu_bytes": size, "seconds": seconds, "fits": fits})
     for method in _COLOURS:
         largest = max((row["batch"] for row in rows if row["method"] == method and row["fits"]), default=0)

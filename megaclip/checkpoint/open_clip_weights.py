@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from megaclip.errors import CheckpointError, first_line
 from megaclip.logging import get_logger
 from megaclip.models.clip import ClipModel
 from megaclip.models.config import ModelConfig
+from megaclip.models.layers import own_part, whole_shape
 from megaclip.models.open_clip_keys import StateDict, from_open_clip, to_open_clip
 
 logger = get_logger(__name__)
@@ -143,9 +143,9 @@ def assigned_model(config: ModelConfig, state_dict: StateDict) -> ClipModel:
     return model.eval()
 
 
-def compare_weights(model: nn.Module, state_dict: StateDict) -> LoadReport:
+def compare_weights(model: ClipModel, state_dict: StateDict) -> LoadReport:
     """Compare a state dict with a model. Nothing is loaded; `loaded` lists the names that can be loaded."""
-    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+    shapes = {name: tuple(whole_shape(name, p, model.tensor)) for name, p in model.named_parameters()}
     common = [name for name in shapes if name in state_dict]
     return LoadReport(
         loaded=tuple(name for name in common if shapes[name] == tuple(state_dict[name].shape)),
@@ -222,7 +222,7 @@ def load_pretrained(model: ClipModel, path_or_dir: str | Path) -> LoadReport:
     parameters = dict(model.named_parameters())
     for name in report.loaded:
         with deepspeed.zero.GatheredParameters(parameters[name], modifier_rank=0):
-            parameters[name].copy_(state_dict[name])
+            parameters[name].copy_(own_part(name, state_dict[name], model.tensor))
     return report
 
 

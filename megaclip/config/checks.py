@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megaclip.config.ds_config import DsConfig
-from megaclip.config.optimizers import check_optimizer, params_model
+from megaclip.config.optimizers import NEED_WHOLE_TENSORS, check_optimizer, params_model
 from megaclip.config.section import MegaclipSection
 from megaclip.errors import ConfigError, config_error, nearest
 from megaclip.losses.fastclip_variants import VARIANTS
@@ -35,7 +35,7 @@ _REFUSED = {
     "managed_gradient_accumulation": "the gradient cache relies on DeepSpeed's own accumulation; leave it out",
     "sparse_gradients": "it has no effect here; leave it out",
     "dataloader_drop_last": "MegaCLIP has its own data order, which never drops a sample; leave it out",
-    "tensor_parallel": "tensor parallelism is not supported in this version; use ZeRO-3",
+    "tensor_parallel": "it is DeepSpeed's AutoTP; use megaclip.tensor_parallel_size",
     "expert_parallel": "CLIP models have no experts; leave it out",
     "elasticity": "elastic batch sizes would change the contrastive batch; leave it out",
     "autotuning": "it is not supported; set the batch sizes directly",
@@ -46,8 +46,8 @@ _REFUSED = {
     "weight_quantization": "it is not supported; leave it out",
     "checkpoint": "MegaCLIP writes and finds its checkpoints itself; use --logs, --name and --resume",
     "compile": "it is not supported in this version; use megaclip.compile_blocks",
-    "activation_checkpointing.partition_activations": "it requires tensor parallelism; leave it out",
-    "activation_checkpointing.contiguous_memory_optimization": "it requires tensor parallelism; leave it out",
+    "activation_checkpointing.partition_activations": "activations are checkpointed by PyTorch; leave it out",
+    "activation_checkpointing.contiguous_memory_optimization": "activations are checkpointed by PyTorch; leave it out",
     "activation_checkpointing.number_checkpoints": "every transformer block is one checkpoint; leave it out",
     "activation_checkpointing.synchronize_checkpoint_boundary": "it has no effect here; leave it out",
     "activation_checkpointing.profile": "it has no effect here; leave it out",
@@ -102,6 +102,7 @@ def check_ds_config(config: dict[str, Any]) -> DsConfig:
     _check_zero(parsed, values)
     _check_precision(parsed, values)
     _check_megaclip(parsed)
+    _check_tensor_parallel(parsed)
     _check_fastclip(parsed.megaclip)
     return parsed
 
@@ -261,6 +262,35 @@ def _check_megaclip(config: DsConfig) -> None:
         raise ConfigError(
             "megaclip.compile_blocks cannot be used at zero_optimization.stage 3, where DeepSpeed gathers parameters "
             "inside every block; use stage 1 or 2"
+        )
+
+
+def _check_tensor_parallel(config: DsConfig) -> None:
+    """Refuse what is wrong, or has not been measured, with tensor parallelism."""
+    size, zero = config.megaclip.tensor_parallel_size, config.zero_optimization
+    if size == 1:
+        return
+    setting = f"megaclip.tensor_parallel_size {size}"
+    optimizer = config.optimizer.type
+    if optimizer in NEED_WHOLE_TENSORS:
+        raise ConfigError(
+            f"optimizer.type {optimizer} cannot be used with {setting}: {optimizer} {NEED_WHOLE_TENSORS[optimizer]}, "
+            "and each rank has only parts of them; use AdamW"
+        )
+    groups_of_all_ranks = {
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+    }
+    for name, is_on in groups_of_all_ranks.items():
+        if is_on:
+            raise ConfigError(
+                f"zero_optimization.{name} cannot be used with {setting}: DeepSpeed forms its groups from consecutive "
+                "ranks, which hold different parts of the model; leave it out"
+            )
+    if config.megaclip.compile_blocks:
+        raise ConfigError(
+            f"megaclip.compile_blocks cannot be used with {setting}: torch.compile does not trace Megatron-core's "
+            "asynchronous all-reduce; leave it out"
         )
 
 

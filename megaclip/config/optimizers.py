@@ -82,7 +82,7 @@ _PARAMS: dict[str, type[OptimizerParams]] = {
 # as the embedding of a token that the batch lacks) by a whole step, on the CPU and on GPUs. Its LAMB runs on GPUs only.
 TIMM_OPTIMIZERS = ("Lion", "Lamb")
 
-_NEED_WHOLE_TENSORS = {
+NEED_WHOLE_TENSORS = {
     "Adafactor": "cannot factor flat pieces",
     "Lamb": "takes one trust ratio per tensor",
 }
@@ -125,10 +125,10 @@ def check_optimizer(optimizer: Optimizer, *, zero_stage: int, allow_untested: bo
     allow_untested: zero_allow_untested_optimizer. offload: zero_optimization.offload_optimizer is present.
     """
     kind, params = optimizer.type, optimizer.params
-    if kind in _NEED_WHOLE_TENSORS and zero_stage > 0:
+    if kind in NEED_WHOLE_TENSORS and zero_stage > 0:
         raise ConfigError(
             f"optimizer.type {kind} requires zero_optimization.stage 0: stage {zero_stage} splits parameters into flat "
-            f"pieces, and {kind} {_NEED_WHOLE_TENSORS[kind]}"
+            f"pieces, and {kind} {NEED_WHOLE_TENSORS[kind]}"
         )
     if kind in _UNTESTED_BY_DEEPSPEED and offload:
         raise ConfigError(

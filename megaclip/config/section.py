@@ -26,6 +26,13 @@ class MegaclipSection(LossSettings):
     fastclip: FastClipSettings = FastClipSettings()
     """Settings of the global losses."""
 
+    tensor_parallel_size: int = Field(default=1, gt=0)
+    """Number of ranks that each layer of the towers is split over. Requires megatron-core. The batch sizes of
+    ds_config.json are then those of a replica of this many ranks."""
+
+    layer_norm: Literal["torch", "apex"] = "torch"
+    """Implementation of the towers' layer norms. "apex" is NVIDIA apex's memory-efficient one and must be installed."""
+
     coalesce_gradient_reduction: bool = False
     """Reduce parameter gradients once per step instead of once per gradient-cache chunk (ZeRO stages 1 to 3). There is
     less traffic, but whole gradients are kept until the end of the step; with bf16 their float32 sums are kept too,

@@ -22,7 +22,11 @@ from megaclip.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batch of a step, divided into ranks and chunks (DeepSpeed's three batch settings, completed)."""
+    """The batch of a step, divided into ranks and chunks (DeepSpeed's three batch settings, completed).
+
+    With tensor parallelism, DeepSpeed's micro-batch is that of a replica of T ranks. Each of them loads 1/T of it; the
+    numbers here are those of one rank.
+    """
 
     global_batch: int
     """Contrastive batch size B: samples of a step on all ranks."""
@@ -31,6 +35,7 @@ class BatchPlan:
     accumulation: int
     """Image chunks per rank and step."""
     world_size: int
+    """Ranks, tensor-parallel ones included."""
     text_micro_batch: int
     """Captions per text chunk."""
 
@@ -108,10 +113,17 @@ class TrainingConfig:
         return self._settings.activation_checkpointing.cpu_checkpointing
 
     def batch_plan(self, world_size: int) -> BatchPlan:
-        """Return the batch settings for `world_size` data-parallel ranks, completed, with the text chunks.
+        """Return the batch settings for `world_size` ranks, completed, with the text chunks.
 
         Raises ConfigError if the settings and the number of ranks do not fit together.
         """
+        tensor_size = self.megaclip.tensor_parallel_size
+        if world_size % tensor_size:
+            raise ConfigError(
+                f"{self.path}: megaclip.tensor_parallel_size {tensor_size} does not divide the number of ranks, "
+                f"{world_size}; change one of them"
+            )
+        replicas = world_size // tensor_size
         total = self._settings.train_batch_size
         micro = self._settings.train_micro_batch_size_per_gpu
         accumulation = self._settings.gradient_accumulation_steps
@@ -119,14 +131,15 @@ class TrainingConfig:
             if total is None:
                 raise ConfigError(f"{self.path}: set train_batch_size, train_micro_batch_size_per_gpu, or both")
             accumulation = accumulation or 1
-            micro = total // (accumulation * world_size)
+            micro = total // (accumulation * replicas)
         elif accumulation is None:
-            accumulation = total // (micro * world_size) if total else 1
-        total = total or micro * accumulation * world_size
-        if micro * accumulation * world_size != total:
+            accumulation = total // (micro * replicas) if total else 1
+        total = total or micro * accumulation * replicas
+        if micro * accumulation * replicas != total:
             raise ConfigError(
                 f"{self.path}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro or '?'} x "
-                f"gradient_accumulation_steps {accumulation or '?'} x {world_size} ranks; change one of them or the "
+                f"gradient_accumulation_steps {accumulation or '?'} x {replicas} "
+                f"{'ranks' if tensor_size == 1 else f'replicas of {tensor_size} ranks'}; change one of them or the "
                 "number of ranks"
             )
         text_micro = self.megaclip.text_micro_batch_size or micro
@@ -135,12 +148,21 @@ class TrainingConfig:
                 f"{self.path}: megaclip.text_micro_batch_size {text_micro} does not divide the "
                 f"{micro} x {accumulation} = {micro * accumulation} samples per rank; choose a divisor of that number"
             )
+        for name, rows in (
+            ("train_micro_batch_size_per_gpu", micro),
+            ("megaclip.text_micro_batch_size", text_micro),
+        ):
+            if rows % tensor_size:
+                raise ConfigError(
+                    f"{self.path}: {name} {rows} is not a multiple of megaclip.tensor_parallel_size {tensor_size}: the "
+                    "ranks of a replica load equal shares of it"
+                )
         return BatchPlan(
             global_batch=total,
-            micro_batch=micro,
+            micro_batch=micro // tensor_size,
             accumulation=accumulation,
             world_size=world_size,
-            text_micro_batch=text_micro,
+            text_micro_batch=text_micro // tensor_size,
         )
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import deepspeed
@@ -19,12 +20,14 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from megaclip.checkpoint.open_clip_weights import load_pretrained
 from megaclip.comm.collectives import raise_on_all_ranks
+from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
 from megaclip.config.optimizers import TIMM_OPTIMIZERS
 from megaclip.engine.optimizers import guard_gradients, parameter_groups, timm_optimizer
 from megaclip.errors import ConfigError, config_error
 from megaclip.logging import get_logger
 from megaclip.models import ClipModel, ModelConfig, build_model
+from megaclip.models.layers import require_apex, whole_shape
 
 logger = get_logger(__name__)
 
@@ -46,10 +49,23 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     with raise_on_all_ranks():
         _check_offload_to_disk(config)
         _check_quantized_collectives(config)
+        if config.megaclip.layer_norm == "apex":
+            require_apex()
     _warn_of_locks()
     torch.manual_seed(arguments.seed)
-    with deepspeed.zero.Init(config_dict_or_path=config.deepspeed, enabled=config.zero_stage == 3):
-        model = build_model(model_config, patch_dropout=arguments.force_patch_dropout)
+    parallel = parallel_groups(config.megaclip.tensor_parallel_size)
+    with deepspeed.zero.Init(
+        config_dict_or_path=config.deepspeed,
+        enabled=config.zero_stage == 3,
+        data_parallel_group=parallel.data.handle,
+        mpu=parallel.mpu,
+    ):
+        model = build_model(
+            model_config,
+            patch_dropout=arguments.force_patch_dropout,
+            tensor=parallel.tensor,
+            layer_norm=config.megaclip.layer_norm,
+        )
     if arguments.pretrained:
         logger.info("%s", load_pretrained(model, arguments.pretrained))
     if arguments.lock_image:
@@ -62,7 +78,7 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     optimizer = timm_optimizer(config.optimizer, groups) if config.optimizer.type in TIMM_OPTIMIZERS else None
     try:
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, model_parameters=groups, config=config.deepspeed
+            model=model, optimizer=optimizer, model_parameters=groups, config=config.deepspeed, mpu=parallel.mpu
         )
     except ValidationError as error:
         raise ConfigError(f"{config.path}: {config_error(error)}") from None
@@ -141,16 +157,22 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel)
     sizes = [(getattr(p, "ds_numel", p.numel()), bool(getattr(p, "ds_persist", False))) for p in model.parameters()]
     total = sum(size for size, _ in sizes)
     partitioned = sum(size for size, persistent in sizes if not persistent) if config.zero_stage == 3 else 0
+    options = ["activation checkpointing"] if config.activation_checkpointing else []
+    options += ["compiled blocks"] if config.megaclip.compile_blocks else []
+    options += [f"{config.megaclip.layer_norm} layer norms"] if config.megaclip.layer_norm != "torch" else []
+    if model.tensor.size > 1:
+        version = metadata.version("megatron-core")
+        options.append(f"tensor-parallel size {model.tensor.size} with megatron-core {version}")
+    whole = sum(whole_shape(name, parameter, model.tensor).numel() for name, parameter in model.named_parameters())
     logger.info(
-        "model: %.1f M parameters in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s%s",
-        total / 1e6,
+        "model: %.1f M parameters in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s",
+        whole / 1e6,
         str(engine.get_data_types()[0]).removeprefix("torch."),
         config.zero_stage,
         dist.get_world_size(),
         100 * partitioned / total,
         type(engine.basic_optimizer).__name__,
-        ", activation checkpointing" if config.activation_checkpointing else "",
-        ", compiled blocks" if config.megaclip.compile_blocks else "",
+        "".join(f", {option}" for option in options),
     )
 
 

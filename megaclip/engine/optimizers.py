@@ -12,9 +12,11 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint.open_clip_package import import_torchvision
+from megaclip.comm.collectives import sum_over_ranks
 from megaclip.config.optimizers import Optimizer
 from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import ClipModel
+from megaclip.models.layers import split_dim
 
 
 def parameter_groups(model: ClipModel, weight_decay: float) -> list[dict[str, Any]]:
@@ -89,14 +91,24 @@ def update(engine: DeepSpeedEngine) -> float:
     """
     own_norm = None
     if not hasattr(engine.optimizer, "_global_grad_norm"):  # ZeRO-0 in float32: a plain torch optimizer
-        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
-        own_norm = float(torch.nn.utils.get_total_norm(gradients))
+        own_norm = _gradient_norm(engine.module)
         _check_norm(own_norm, engine.global_steps)
     steps_before = engine.global_steps
     engine.step()
     if getattr(engine.optimizer, "overflow", False):
         _check_norm(math.inf, steps_before)
     return own_norm if own_norm is not None else float(engine.get_global_grad_norm())
+
+
+def _gradient_norm(model: ClipModel) -> float:
+    """Return the norm of all gradients of a model that ZeRO has not partitioned, parts on other ranks included."""
+    whole: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            (whole if split_dim(name) is None else parts).append(parameter.grad)
+    squares = [torch.nn.utils.get_total_norm(gradients).square() for gradients in (whole, parts)]
+    return float((squares[0] + sum_over_ranks(squares[1], group=model.tensor)).sqrt())
 
 
 def _check_norm(norm: float, step: int) -> None:

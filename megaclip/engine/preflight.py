@@ -22,7 +22,15 @@ from megaclip.engine.inputs import Inputs
 from megaclip.engine.this_machine import this_machine
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
-from megaclip.planner import Cluster, MemoryPlan, Workload, advice, advice_beyond_settings, plan_memory
+from megaclip.planner import (
+    Cluster,
+    MemoryPlan,
+    Workload,
+    advice,
+    advice_beyond_settings,
+    plan_memory,
+    tensor_parallel_verdict,
+)
 from megaclip.planner.memory import format_bytes, loader_bytes, store_bytes
 from megaclip.planner.report import summary
 from megaclip.planner.workload import EvaluationSets, nvme_paths
@@ -46,6 +54,8 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     with raise_on_all_ranks():
         _check_shared_memory(workload, cluster.gpus_per_host)
         _check_plan(plan, workload, cluster)
+    if verdict := tensor_parallel_verdict(workload, cluster):
+        logger.warning("%s", verdict)
     logger.info("%s", summary(plan, workload, cluster))
     return plan
 

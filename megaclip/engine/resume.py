@@ -20,7 +20,7 @@ from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
 
-_PARTITIONING = ("world_size", "zero_stage", "precision", "zero_layout")
+_PARTITIONING = ("world_size", "tensor_parallel_size", "zero_stage", "precision", "zero_layout")
 """Keys of `describe_run` that decide how parameters and optimizer states are partitioned among ranks."""
 
 
@@ -32,6 +32,7 @@ def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPla
     zero = inputs.config.zero.model_dump(exclude_unset=True)
     return {
         "world_size": dist.get_world_size(),
+        "tensor_parallel_size": inputs.config.megaclip.tensor_parallel_size,
         "zero_stage": inputs.config.zero_stage,
         "precision": "bf16" if inputs.config.bf16 else "float32",
         "zero_layout": {key: zero.get(key) for key in ("parameter_alignment", "sub_group_size")},
@@ -79,7 +80,7 @@ def resume(
     with raise_on_all_ranks():
         found = _find_checkpoint(arguments.resume, checkpoints)
         if found is not None:
-            state = store.read_state(*found)
+            state = {"tensor_parallel_size": 1, **store.read_state(*found)}  # older checkpoints do not record it
             _check_same_run(state, identity)
             _check_length(state, identity, arguments, loss)
     _check_all_found_the_same(found)
@@ -88,9 +89,10 @@ def resume(
     if _same_partitioning(state, identity):
         store.load(engine, *found)
     else:
-        was, now = ("{world_size} ranks at ZeRO-{zero_stage} in {precision}".format(**run) for run in (state, identity))
+        shape = "{world_size} ranks at ZeRO-{zero_stage} in {precision}, tensor-parallel size {tensor_parallel_size}"
+        was, now = (shape.format(**run) for run in (state, identity))
         logger.info("dividing a checkpoint of %s among %s", was, now)
-        load_resharded(engine, found[0] / found[1], ranks=state["world_size"])
+        load_resharded(engine, found[0] / found[1])
     with raise_on_all_ranks():
         loss.load(store.read_loss_states(*found))
     logger.info("resumed from %s at step %d", found[0] / found[1], state["step"])
@@ -109,7 +111,8 @@ def _find_checkpoint(wanted: str | None, checkpoints: Path) -> tuple[Path, str] 
 
 def _same_partitioning(state: dict[str, Any], identity: dict[str, Any]) -> bool:
     """Return True if each rank's parameters and optimizer states are partitioned as in the checkpoint."""
-    if state["zero_stage"] == identity["zero_stage"] == 0:
+    same_model = state["tensor_parallel_size"] == identity["tensor_parallel_size"]
+    if same_model and state["zero_stage"] == identity["zero_stage"] == 0:
         return True
     return all(state[key] == identity[key] for key in _PARTITIONING)
 

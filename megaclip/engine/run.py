@@ -23,6 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megaclip.checkpoint import store
 from megaclip.checkpoint.model_card import write_model_card
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks, sum_counts, wait_for_all_ranks
+from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchPlan, TrainArguments, parse_arguments
 from megaclip.data import check_batch
 from megaclip.engine.build import build_engine
@@ -157,6 +158,7 @@ class Run:
         self.checkpoints = folder / "checkpoints"
         self._summary = folder / "metrics.json"
         self.rank = dist.get_rank()
+        self.replica = parallel_groups(inputs.config.megaclip.tensor_parallel_size).data.rank
         self.length = RunLength.of(arguments, len(inputs.train), batch_plan.global_batch)
         self.last_step = min(self.length.total_steps, arguments.stop_after_steps or self.length.total_steps)
         self.schedule = chosen_schedule(arguments, self.length, inputs.config.learning_rate)
@@ -301,7 +303,7 @@ class Run:
             self.loss.bind(batch.ids, self.length.epoch_at(self.step)),
             batch,
             self.logit_scale.read(),
-            RandomState(self.arguments.seed, self.step, self.rank),
+            RandomState(self.arguments.seed, self.step, self.replica),
             logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
             coalesce=self.inputs.config.megaclip.coalesce_gradient_reduction,
             accumulation_dtype=torch.bfloat16 if self.inputs.config.accumulates_in_bf16 else torch.float32,

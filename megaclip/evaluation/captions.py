@@ -99,8 +99,10 @@ def encode_captions(
     longest = max(count for (count,) in gather_integers([len(texts)], group=group))
     features = []
     for start in range(0, longest, batch_size):
-        batch = list(texts[start : start + batch_size])
-        _, text_features = encode(tokens=tokenizer(batch or [""]))
+        rows = min(batch_size, longest - start)
+        batch = list(texts[start : start + rows])
+        # As many rows on every rank: tensor-parallel ranks encode their rows together.
+        _, text_features = encode(tokens=tokenizer(batch + [""] * (rows - len(batch))))
         assert text_features is not None, "encode(tokens=...) returns text features"
         features.append(text_features[: len(batch)])
     return torch.cat(features)

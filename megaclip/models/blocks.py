@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megaclip.models.layers import LayerFactory
+
 CheckpointFunction = Callable[..., torch.Tensor]
 """checkpoint_fn(function, *arguments) returns function(*arguments), and recomputes it in the backward pass."""
 
@@ -59,17 +61,19 @@ class LayerScale(nn.Module):
 class Attention(nn.Module):
     """Multi-head self-attention; each head attends with scale K ** -0.5."""
 
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
+    def __init__(self, width: int, heads: int, causal: bool, factory: LayerFactory) -> None:
         super().__init__()
         self.head_width = width // heads
         self.causal = causal
-        self.q_proj = nn.Linear(width, width)
-        self.k_proj = nn.Linear(width, width)
-        self.v_proj = nn.Linear(width, width)
-        self.out_proj = nn.Linear(width, width)
+        self.factory = factory
+        self.q_proj = factory.by_output(width, width, shares_input=True)
+        self.k_proj = factory.by_output(width, width, shares_input=True)
+        self.v_proj = factory.by_output(width, width, shares_input=True)
+        self.out_proj = factory.by_input(width, width)
 
     def forward(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position; with `causal`, position i sees 0..i."""
+        x_bLC = self.factory.shared_input(x_bLC)
         query_bQC = x_bLC if position is None else select_token(x_bLC, position)
         q_bHQK = self._split_heads(self.q_proj(query_bQC))
         k_bHLK = self._split_heads(self.k_proj(x_bLC))
@@ -99,11 +103,11 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Two projections with an activation between them."""
 
-    def __init__(self, width: int, hidden_width: int, quick_gelu: bool) -> None:
+    def __init__(self, width: int, hidden_width: int, quick_gelu: bool, factory: LayerFactory) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(width, hidden_width)
+        self.c_fc = factory.by_output(width, hidden_width)
         self.gelu = QuickGELU() if quick_gelu else nn.GELU()
-        self.c_proj = nn.Linear(hidden_width, width)
+        self.c_proj = factory.by_input(hidden_width, width)
 
     def forward(self, x_bLC: torch.Tensor) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out."""
@@ -114,14 +118,22 @@ class ResidualBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
-        self, width: int, heads: int, mlp_ratio: float, ls_init_value: float | None, quick_gelu: bool, causal: bool
+        self,
+        width: int,
+        heads: int,
+        mlp_ratio: float,
+        ls_init_value: float | None,
+        quick_gelu: bool,
+        causal: bool,
+        factory: LayerFactory,
     ) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(width)
-        self.attn = Attention(width, heads, causal)
+        factory.check_width(heads, int(width * mlp_ratio))
+        self.ln_1 = factory.norm(width)
+        self.attn = Attention(width, heads, causal, factory)
         self.ls_1 = nn.Identity() if ls_init_value is None else LayerScale(width, ls_init_value)
-        self.ln_2 = nn.LayerNorm(width)
-        self.mlp = Mlp(width, int(width * mlp_ratio), quick_gelu)
+        self.ln_2 = factory.norm(width)
+        self.mlp = Mlp(width, int(width * mlp_ratio), quick_gelu, factory)
         self.ls_2 = nn.Identity() if ls_init_value is None else LayerScale(width, ls_init_value)
 
     def forward(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
@@ -144,10 +156,11 @@ class Transformer(nn.Module):
         ls_init_value: float | None,
         quick_gelu: bool,
         causal: bool,
+        factory: LayerFactory,
     ) -> None:
         super().__init__()
         self.resblocks = nn.ModuleList(
-            ResidualBlock(width, heads, mlp_ratio, ls_init_value, quick_gelu, causal) for _ in range(layers)
+            ResidualBlock(width, heads, mlp_ratio, ls_init_value, quick_gelu, causal, factory) for _ in range(layers)
         )
         self.checkpoint_fn: CheckpointFunction | None = None
 

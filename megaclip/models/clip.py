@@ -10,10 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megaclip.comm.collectives import gather_rows
+from megaclip.comm.groups import RankGroup
+from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import ConfigError
 from megaclip.models.blocks import CheckpointFunction, Part
 from megaclip.models.config import ModelConfig
 from megaclip.models.initialise import initialise
+from megaclip.models.layers import LayerFactory, own_rows
 from megaclip.models.text import TextTower
 from megaclip.models.vision import VisionTower
 
@@ -22,13 +26,20 @@ class ClipModel(nn.Module):
     """Encode images and captions as unit-length embeddings.
 
     The parameters are uninitialised until `initialise` is called or weights are loaded.
+
+
+    tensor: tensor-parallel group. Each of its T ranks holds a part of every block. Each rank passes b rows of its own,
+    the towers run on the rows of all T ranks, and each rank receives the features of its own rows.
+    layer_norm: implementation of the layer norms, "torch" or "apex".
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tensor: RankGroup = ONE_RANK, layer_norm: str = "torch") -> None:
         super().__init__()
         self.config = config
-        self.visual = VisionTower(config.vision_cfg, config.embed_dim, config.quick_gelu)
-        self.text = TextTower(config.text_cfg, config.embed_dim, config.quick_gelu)
+        self.tensor = tensor
+        factory = LayerFactory(tensor, layer_norm)
+        self.visual = VisionTower(config.vision_cfg, config.embed_dim, config.quick_gelu, factory)
+        self.text = TextTower(config.text_cfg, config.embed_dim, config.quick_gelu, factory)
         # Shape (1,), because DeepSpeed cannot initialise with 0-d parameters.
         self.logit_scale = nn.Parameter(torch.empty(1))
         self.logit_bias = None if config.init_logit_bias is None else nn.Parameter(torch.empty(1))
@@ -47,11 +58,15 @@ class ClipModel(nn.Module):
             if the model has it, the logit bias (1,) float32. Features have unit length and the parameters' dtype; they
             are normalised in float32 or higher precision.
         """
-        image_features = None if images is None else _unit_length(self.visual(images))
-        text_features = None if tokens is None else _unit_length(self.text(tokens))
+        image_features = None if images is None else self._encode(self.visual, images)
+        text_features = None if tokens is None else self._encode(self.text, tokens)
         # Copies, because under ZeRO-3 a returned parameter is partitioned again before the caller reads it.
         scalars = [self.logit_scale] if self.logit_bias is None else [self.logit_scale, self.logit_bias]
         return image_features, text_features, *(_at_least_float32(scalar.clone()) for scalar in scalars)
+
+    def _encode(self, tower: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        features = tower(gather_rows(inputs, group=self.tensor))
+        return _unit_length(own_rows(features, self.tensor))
 
     def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
         """Run every block as `checkpoint_fn(block, x)` while gradients are enabled; None turns it off.
@@ -87,7 +102,13 @@ class ClipModel(nn.Module):
         }
 
 
-def build_model(config: ModelConfig, *, patch_dropout: float | None = None) -> ClipModel:
+def build_model(
+    config: ModelConfig,
+    *,
+    patch_dropout: float | None = None,
+    tensor: RankGroup = ONE_RANK,
+    layer_norm: str = "torch",
+) -> ClipModel:
     """Build a model with open_clip's distributions of initial values, drawn from torch's global seed.
 
     The same `torch.manual_seed` gives the same values with and without `deepspeed.zero.Init`. With it, every rank must
@@ -96,6 +117,8 @@ def build_model(config: ModelConfig, *, patch_dropout: float | None = None) -> C
     Args:
         config: model description.
         patch_dropout: replaces `config.vision_cfg.patch_dropout`.
+        tensor: tensor-parallel group; the values do not depend on its size.
+        layer_norm: implementation of the layer norms, "torch" or "apex".
 
     Raises:
         ConfigError: patch_dropout is outside [0, 1).
@@ -104,7 +127,7 @@ def build_model(config: ModelConfig, *, patch_dropout: float | None = None) -> C
         config = config.replace(vision_cfg={"patch_dropout": patch_dropout})
     # The seed is drawn before construction, which uses the generator differently under deepspeed.zero.Init.
     seed = int(torch.randint(2**62, (1,), device="cpu"))
-    model = ClipModel(config)
+    model = ClipModel(config, tensor, layer_norm)
     initialise(model, config, seed)
     return model
 

@@ -10,16 +10,17 @@ tower keeps PyTorch's defaults; the functions below write them out.
 """
 
 import math
+from typing import Any
 
 import deepspeed
 import torch
-from torch import nn
 
 from megaclip.models.config import ModelConfig, TextConfig, VisionConfig
+from megaclip.models.layers import own_part, whole_shape
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
+def initialise(model: Any, config: ModelConfig, seed: int) -> None:
     """Set every parameter of a `ClipModel` to its initial value, except parameters on the meta device.
 
     If the model was built under `deepspeed.zero.Init`, every rank must call this with the same seed.
@@ -28,10 +29,9 @@ def initialise(model: nn.Module, config: ModelConfig, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             continue
-        shape = torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-        value = _initial_value(name, shape, config, generator)
+        value = _initial_value(name, whole_shape(name, parameter, model.tensor), config, generator)
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
-            parameter.copy_(value)
+            parameter.copy_(own_part(name, value, model.tensor))
 
 
 def sin_cos_2d_positions(width: int, grid_size: int) -> torch.Tensor:

@@ -11,12 +11,13 @@ from torch import nn
 
 from megaclip.models.blocks import Part, Position, Transformer
 from megaclip.models.config import TextConfig
+from megaclip.models.layers import LayerFactory
 
 
 class TextTower(nn.Module):
     """Encode tokens as embeddings, which are not yet of unit length."""
 
-    def __init__(self, config: TextConfig, embed_dim: int, quick_gelu: bool) -> None:
+    def __init__(self, config: TextConfig, embed_dim: int, quick_gelu: bool, factory: LayerFactory) -> None:
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
@@ -29,8 +30,9 @@ class TextTower(nn.Module):
             ls_init_value=config.ls_init_value,
             quick_gelu=quick_gelu,
             causal=not config.no_causal_mask,
+            factory=factory,
         )
-        self.ln_final = nn.LayerNorm(config.width)
+        self.ln_final = factory.norm(config.width)
         self.text_projection = nn.Parameter(torch.empty(config.width, embed_dim))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

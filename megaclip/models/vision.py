@@ -12,6 +12,7 @@ from torch import nn
 
 from megaclip.models.blocks import Part, Transformer
 from megaclip.models.config import VisionConfig
+from megaclip.models.layers import LayerFactory
 
 
 class PatchDropout(nn.Module):
@@ -56,14 +57,14 @@ class PatchEmbedding(nn.Conv2d):
 class VisionTower(nn.Module):
     """Encode images as embeddings, which are not yet of unit length."""
 
-    def __init__(self, config: VisionConfig, embed_dim: int, quick_gelu: bool) -> None:
+    def __init__(self, config: VisionConfig, embed_dim: int, quick_gelu: bool, factory: LayerFactory) -> None:
         super().__init__()
         self.config = config
         self.conv1 = PatchEmbedding(config.width, config.patch_size)
         self.class_embedding = nn.Parameter(torch.empty(config.width))
         self.positional_embedding = nn.Parameter(torch.empty(config.grid_size**2 + 1, config.width))
         self.patch_dropout = PatchDropout(config.patch_dropout)
-        self.ln_pre = nn.Identity() if config.no_ln_pre else nn.LayerNorm(config.width)
+        self.ln_pre = nn.Identity() if config.no_ln_pre else factory.norm(config.width)
         self.transformer = Transformer(
             width=config.width,
             layers=config.layers,
@@ -72,8 +73,9 @@ class VisionTower(nn.Module):
             ls_init_value=config.ls_init_value,
             quick_gelu=quick_gelu,
             causal=False,
+            factory=factory,
         )
-        self.ln_post = nn.LayerNorm(config.width)
+        self.ln_post = factory.norm(config.width)
         self.proj = nn.Parameter(torch.empty(config.width, embed_dim))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

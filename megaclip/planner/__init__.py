@@ -5,13 +5,15 @@
 
 `workload.py` describes the run, `cluster.py` the machines. `rules.py` has the decisions that a run and its plan share.
 `towers.py`, `states.py`, `losses.py` and `traffic.py` are the formulas, `memory.py` and `step_time.py` combine them,
-`search.py` finds what fits, `report.py` prints it. `constants.py` has the measured numbers, with their sources.
+`search.py` finds what fits, `tensor_parallel.py` whether tensor parallelism pays, and `report.py` prints the plan.
+`constants.py` has the measured numbers, with their sources.
 """
 
 from megaclip.planner.cluster import Cluster, Rates, describe
 from megaclip.planner.memory import MemoryPlan, plan_memory
 from megaclip.planner.search import advice, advice_beyond_settings, largest_batch
 from megaclip.planner.step_time import StepTime, plan_time
+from megaclip.planner.tensor_parallel import tensor_parallel_verdict
 from megaclip.planner.workload import Workload
 
 __all__ = [
@@ -26,4 +28,5 @@ __all__ = [
     "largest_batch",
     "plan_memory",
     "plan_time",
+    "tensor_parallel_verdict",
 ]

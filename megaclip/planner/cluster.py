@@ -95,6 +95,10 @@ class Cluster:
         """Bytes per second that a rank sends in a collective of all ranks."""
         return self.rates.link if self.hosts == 1 else min(self.rates.link, self.rates.network)
 
+    def tensor_link(self, ranks: int) -> float:
+        """Return the bytes per second that a rank sends to its tensor-parallel group of so many consecutive ranks."""
+        return self.rates.link if self.gpus_per_host % ranks == 0 else self.slowest_link
+
     @property
     def usable_gpu_memory(self) -> float:
         """Bytes of one GPU that PyTorch's allocator may hold."""

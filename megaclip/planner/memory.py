@@ -319,8 +319,9 @@ def _evaluation_phases(workload: Workload, evaluation: EvaluationSets) -> Phases
     retrieval, which copies them without padding, and the choice of example pictures, which takes the images' features
     in float32 and in float64."""
     width, dimensions = workload.compute_bytes, workload.model.embed_dim
-    image = image_tower(workload.model.replace(vision_cfg={"patch_dropout": 0.0}))  # all patches
-    text = text_tower(workload.model)
+    # An evaluation reads all patches.
+    image = image_tower(workload.model.replace(vision_cfg={"patch_dropout": 0.0}), workload.tensor_ranks)
+    text = text_tower(workload.model, workload.tensor_ranks)
     pairs = math.ceil(evaluation.pairs / workload.world_size)
     texts = max(EVALUATED_TEXTS if evaluation.labelled else 0, evaluation.batch if evaluation.pairs else 0)
     features = 2 * 4.0 * pairs * dimensions

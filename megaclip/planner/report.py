@@ -65,6 +65,7 @@ def time_table(step: StepTime, cluster: Cluster) -> str:
         "loss": step.loss,
         "features between ranks" + (" (behind the loss)" if step.features_hidden else ""): step.features,
         "parameters between ranks" + (" (behind the towers)" if step.parameters_hidden else ""): step.parameters,
+        "sums inside a tensor-parallel replica": step.tensor_parallel,
         "samples to the GPU (behind the towers)": step.copies,
         "step store on disk" + (" (behind the towers)" if step.disk_hidden else ""): step.disk,
         "decoding (other processes)": step.decoding,

@@ -81,12 +81,12 @@ def _shortage(workload: Workload, cluster: Cluster) -> float:
 
 def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
     """Yield settings that trade time for memory, cheapest first: kind, text for ds_config.json, changed workload."""
-    batch, section = workload.batch, workload.megaclip
+    batch, section, tensor_ranks = workload.batch, workload.megaclip, workload.tensor_ranks
     for rows in _halves(batch.micro_batch, batch.local_batch):
-        setting = f'"train_micro_batch_size_per_gpu": {rows}, "gradient_accumulation_steps": '
+        setting = f'"train_micro_batch_size_per_gpu": {tensor_ranks * rows}, "gradient_accumulation_steps": '
         yield "micro-batch", f"{setting}{batch.local_batch // rows}", workload.with_batch(micro_batch=rows)
     for rows in _halves(batch.text_micro_batch, batch.local_batch) if section.text_micro_batch_size else ():
-        setting = f'"megaclip": {{"text_micro_batch_size": {rows}}}'
+        setting = f'"megaclip": {{"text_micro_batch_size": {tensor_ranks * rows}}}'
         yield "text micro-batch", setting, workload.with_batch(text_micro_batch=rows)
     if not workload.checkpointing:
         yield "checkpointing", '"activation_checkpointing": {}', replace(workload, checkpointing="gpu")
@@ -94,7 +94,7 @@ def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
     if zero.stage > 0 and zero.reduce_bucket_size > _SMALL_BUCKET:
         setting = f'"zero_optimization": {{"reduce_bucket_size": {_SMALL_BUCKET}}}'
         yield "bucket", setting, workload.with_zero(reduce_bucket_size=_SMALL_BUCKET)
-    for stage in range(max(zero.stage, 1) + 1, 4) if workload.world_size > 1 else ():
+    for stage in range(max(zero.stage, 1) + 1, 4) if workload.replicas > 1 else ():
         yield "stage", f'"zero_optimization": {{"stage": {stage}}}', workload.with_zero(stage=stage)
     if zero.stage > 0 and workload.offload_optimizer == "none":
         changed = workload.with_zero(offload_optimizer=DeepSpeedZeroOffloadOptimizerConfig(device="cpu"))

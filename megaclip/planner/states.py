@@ -1,8 +1,9 @@
 """Bytes of parameters, gradients and optimizer states on each rank: on the GPU, in host memory and on disk.
 
 The formulas follow DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py` and `stage3.py`. N is the number of trained
-parameters, W the number of ranks. "Float32 master" refers to bf16 training. Float32 training has one at stages 1 and 2
-too (DeepSpeed clones the partition), none at stage 0, and none at stage 3, where the parameters are updated themselves.
+parameters on one rank, W the number of replicas, which without tensor parallelism is the number of ranks. "Float32
+master" refers to bf16 training. Float32 training has one at stages 1 and 2 too (DeepSpeed clones the partition), none
+at stage 0, and none at stage 3, where the parameters are updated themselves.
 
 * Stages 1 and 2 keep the whole working copy, and N/W of the master and of its states. A backward pass opens the bucket
   that gradients are reduced in (`reduce_bucket_size` elements, two with overlap_comm) at its first gradient, for any
@@ -71,16 +72,16 @@ def _accumulated(workload: Workload, whole: int) -> float:
         return whole * workload.gradient_bytes
     if workload.offload_optimizer != "none" and workload.gradient_bytes == workload.compute_bytes:
         return 0  # in host memory
-    return workload.trained / workload.world_size * workload.gradient_bytes
+    return workload.trained / workload.replicas * workload.gradient_bytes
 
 
 def _stages_0_to_2(workload: Workload) -> States:
-    zero, ranks = workload.zero, workload.world_size
-    part = workload.trained / ranks
+    zero, replicas = workload.zero, workload.replicas
+    part = workload.trained / replicas
     states = States(gpu={"parameters": workload.total * workload.compute_bytes})
     if zero.stage == 0:
         states.gpu["optimizer states"] = workload.trained * workload.optimizer_state_bytes
-        if ranks > 1:
+        if replicas > 1:
             states.reduction = min(workload.trained, 5e8) * workload.compute_bytes
         return states
     states.bucket = 0.0
@@ -123,8 +124,8 @@ def _norm_bytes(workload: Workload) -> float:
 
 
 def _stage_3(workload: Workload) -> States:
-    zero, ranks = workload.zero, workload.world_size
-    part = workload.trained / ranks
+    zero, replicas = workload.zero, workload.replicas
+    part = workload.trained / replicas
     states = States()
     persistent = sum(
         size
@@ -132,7 +133,7 @@ def _stage_3(workload: Workload) -> States:
         for size in (*tower.trainable, *tower.frozen)
         if size <= zero.param_persistence_threshold
     )
-    shares = workload.total / ranks * workload.compute_bytes
+    shares = workload.total / replicas * workload.compute_bytes
     if workload.offload_parameters == "none":
         states.gpu["parameters"] = shares
     elif workload.offload_parameters == "cpu":
@@ -142,11 +143,11 @@ def _stage_3(workload: Workload) -> States:
         states.cpu["parameters"] = shares - states.disk["parameters"]
         buffers = zero.offload_param.buffer_count * zero.offload_param.buffer_size
         states.cpu["parameter buffers"] = buffers * workload.compute_bytes
-    if ranks > 1:
+    if replicas > 1:
         states.gpu["whole small parameters"] = persistent * workload.compute_bytes
     states.gpu["reduce bucket"] = zero.reduce_bucket_size * workload.compute_bytes if zero.contiguous_gradients else 0.0
     filled = min(zero.reduce_bucket_size, workload.trained)
-    states.reduction = filled * (workload.compute_bytes + workload.gradient_bytes / ranks)
+    states.reduction = filled * (workload.compute_bytes + workload.gradient_bytes / replicas)
     accumulated = part * workload.gradient_bytes
     if workload.offload_optimizer == "none":
         states.gpu["gradients"] = accumulated
@@ -156,7 +157,7 @@ def _stage_3(workload: Workload) -> States:
         group = min(part, zero.sub_group_size)
         joining = group * (workload.gradient_bytes + (4 if workload.gradient_bytes == 2 else 0))
         stepping = group * (4 + workload.optimizer_temporary_bytes)
-        states.update = max(joining, stepping, _norm_bytes(workload) / ranks)
+        states.update = max(joining, stepping, _norm_bytes(workload) / replicas)
         return states
     states.cpu["gradients"] = accumulated
     place = states.disk if workload.offload_optimizer == "nvme" else states.cpu
@@ -172,7 +173,7 @@ def parameters_on_disk(workload: Workload) -> float:
     """Return the bytes of one rank's share of the working copy that are on disk."""
     if workload.offload_parameters != "nvme":
         return 0.0
-    share = workload.total / workload.world_size
+    share = workload.total / workload.replicas
     return max(0.0, share - workload.zero.offload_param.max_in_cpu) * workload.compute_bytes
 
 
@@ -191,7 +192,7 @@ def gathered_bytes(workload: Workload, tower: Parameters, *, other: Parameters |
     pass, unpacked.
     """
     zero = workload.zero
-    if zero.stage != 3 or (workload.world_size == 1 and workload.offload_parameters == "none"):
+    if zero.stage != 3 or (workload.replicas == 1 and workload.offload_parameters == "none"):
         return 0
     large = _large(tower, zero.param_persistence_threshold)
     if other is not None and not workload.coalesces:

@@ -3,7 +3,8 @@
     towers         forward without graph, forward again, backward (2 forwards; 3 with activation checkpointing):
                    operations over the measured rate of each tower
     loss           8 or 10 b B D; sigmoid 6 or 8 (docs/mathematics.md) over the loss's rate
-    communication  parameters: gradients reduced and, at stage 3, parameters gathered for every pass; features: the
+    communication  tensor parallel: blocks' outputs and gradients summed over a replica's ranks, which the towers wait
+                   for; parameters: gradients reduced and, at stage 3, parameters gathered for every pass; features: the
                    bytes of exchange and reduction
     data           pixels to the GPU twice; to the step store's file and back twice, if it is on disk; decoding by
                    the loader's processes
@@ -30,7 +31,7 @@ from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import OFFLOADED_ADAM_BYTES, OFFLOADED_ADAM_RATE, ZERO_3_BLOCK_SECONDS
 from megaclip.planner.memory import loss_sizes, plan_memory, resolve_auto, store_bytes
 from megaclip.planner.towers import forward_seconds, tower_work
-from megaclip.planner.traffic import disk_traffic, feature_traffic, offload_traffic, parameter_traffic
+from megaclip.planner.traffic import disk_traffic, feature_traffic, offload_traffic, parameter_traffic, tensor_traffic
 from megaclip.planner.workload import Workload
 
 
@@ -48,6 +49,8 @@ class StepTime:
     """Seconds of features and their gradients between ranks."""
     parameters: float
     """Seconds of gradients and parameters between ranks."""
+    tensor_parallel: float
+    """Seconds of the blocks' sums over the ranks of a replica, which nothing hides; 0 without tensor parallelism."""
     copies: float
     """Seconds of samples to the GPU."""
     disk: float
@@ -78,6 +81,7 @@ class StepTime:
     def total(self) -> float:
         loss = max(self.loss, self.features) if self.features_hidden else self.loss + self.features
         behind, added = [self.towers, self.host, self.copies], [loss, self.offload, self.swap, self.optimizer]
+        added.append(self.tensor_parallel)
         (behind if self.parameters_hidden else added).append(self.parameters)
         (behind if self.disk_hidden else added).append(self.disk)
         return max(max(behind) + sum(added), self.decoding)
@@ -92,7 +96,7 @@ class StepTime:
         terms = {
             "towers": self.towers,
             "loss": self.loss,
-            "communication": self.features + self.parameters,
+            "communication": self.features + self.parameters + self.tensor_parallel,
             "data": max(self.copies, self.disk, self.decoding),
             "disk": self.swap,
             "host": self.host + self.offload + self.optimizer,
@@ -122,6 +126,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         loss=loss_operations / rates.loss_flops,
         features=feature_traffic(workload).total / cluster.slowest_link,
         parameters=parameter_traffic(workload) / cluster.slowest_link,
+        tensor_parallel=tensor_traffic(workload) / cluster.tensor_link(workload.tensor_ranks),
         copies=passes * store_bytes(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,
         disk=_disk_seconds(workload, cluster),
         decoding=readings * batch / (rates.decoded * max(1, workload.workers)),
@@ -156,4 +161,4 @@ def _host_seconds(workload: Workload) -> float:
 def _optimizer_seconds(workload: Workload) -> float:
     if workload.offload_optimizer == "none":
         return 0.0
-    return workload.trained / workload.world_size * OFFLOADED_ADAM_BYTES / OFFLOADED_ADAM_RATE
+    return workload.trained / workload.replicas * OFFLOADED_ADAM_BYTES / OFFLOADED_ADAM_RATE

@@ -7,6 +7,11 @@ last block keeps its input, a norm's output, keys and values of every token (4),
 whatever the precision: mean and deviation of two norms (4 numbers) and attention's log-sum-exp per head.
 `tests/unit/test_planner_towers.py` compares the formula with the bytes that autograd saves.
 
+With tensor parallelism over T ranks, a chunk of m rows per rank is T m rows in the towers. Each rank keeps its part of
+queries, keys, values, attention's output and the hidden layers, (4 + 2 r) / T, and the rest whole: 4. The part of the
+operations in the blocks is T m rows divided by T; patch embedding and projection run on all T m rows on every rank.
+Sizes are given for this rank's m rows and count what the T m rows take.
+
 The peak of the backward pass is at the last whole block's MLP (the gradient of its output and of its hidden layer), or,
 if that is more, at the pooled block's attention (gradients of keys and values). With activation checkpointing only the
 blocks' inputs are kept, and one block is run again.
@@ -47,6 +52,8 @@ class Tower:
     """Numbers of one sample's patches, which the patch embedding keeps."""
     stem_operations: int
     """Operations of one sample's forward pass outside the blocks; a multiply-add is two."""
+    tensor_ranks: int = 1
+    """Number of ranks that the blocks are split over."""
 
     @property
     def _ratio(self) -> float:
@@ -56,22 +63,29 @@ class Tower:
     def _block(self) -> float:
         """Numbers that a whole block saves per token, in the compute dtype, in units of the width."""
         ratio = self._ratio
-        return 8 + 2 * ratio + (ratio if self.quick_gelu else 0) + (2 if self.layer_scale else 0)
+        split = 4 + 2 * ratio + (ratio if self.quick_gelu else 0)
+        return 4 + (2 if self.layer_scale else 0) + split / self.tensor_ranks
 
     @property
     def _blocks(self) -> float:
         """Numbers that all blocks save per token, in units of the width."""
-        return (self.layers - 1) * self._block + (4 if self.pooled else self._block)
+        return (self.layers - 1) * self._block + (2 + 2 / self.tensor_ranks if self.pooled else self._block)
 
     @property
     def _mlp_gradients(self) -> float:
         """Numbers per token that a whole block's MLP takes in its backward pass, beside those saved."""
-        return 1 + self._ratio * (2 if self.quick_gelu else 1)
+        return 1 + self._ratio * (2 if self.quick_gelu else 1) / self.tensor_ranks
+
+    @property
+    def _inputs(self) -> int:
+        """Numbers in the compute dtype of one sample's input, with the gathered input of the replica's other ranks."""
+        return self.input_numbers * (1 if self.tensor_ranks == 1 else 1 + self.tensor_ranks)
 
     def saved_bytes(self, samples: int, compute_bytes: int) -> float:
         """Return what autograd keeps of a forward pass without checkpointing, without the tower's input."""
         numbers = self._blocks + self.stem_copies + self.head_copies
-        return samples * (self._token_bytes(numbers, self.layers, compute_bytes) + self.patch_numbers * compute_bytes)
+        patches = self.tensor_ranks * self.patch_numbers
+        return samples * (self._token_bytes(numbers, self.layers, compute_bytes) + patches * compute_bytes)
 
     def backward_peak(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
         """Return the peak of input, activations and their gradients during the backward pass."""
@@ -81,37 +95,49 @@ class Tower:
             blocks = 1
         else:
             whole = (self.layers - 1 if self.pooled else self.layers) * self._block + self._mlp_gradients
-            numbers = max(whole, self._blocks + 2) if self.pooled else whole
+            numbers = max(whole, self._blocks + 2 / self.tensor_ranks) if self.pooled else whole
             blocks = self.layers
         numbers += self.stem_copies
-        kept = self.input_numbers + self.patch_numbers
+        kept = self._inputs + self.tensor_ranks * self.patch_numbers
         return samples * (self._token_bytes(numbers, blocks, compute_bytes) + kept * compute_bytes)
 
     def forward_peak(self, samples: int, compute_bytes: int) -> float:
         """Return the peak of a forward pass without graph: the input and one block's working set."""
-        kept = self.input_numbers * compute_bytes
-        return samples * (self._token_bytes(2 + 2 * self._ratio, 0, compute_bytes) + kept)
+        kept = self._inputs * compute_bytes
+        return samples * (self._token_bytes(2 + 2 * self._ratio / self.tensor_ranks, 0, compute_bytes) + kept)
 
     def block_input_bytes(self, samples: int, compute_bytes: int) -> float:
         """Return the bytes of all blocks' inputs, which are what activation checkpointing keeps."""
-        return samples * self.tokens * self.width * self.layers * compute_bytes
+        return samples * self.tensor_ranks * self.tokens * self.width * self.layers * compute_bytes
+
+    def summed_numbers(self, forward: int, backward: int) -> int:
+        """Return the numbers of one sample that all blocks sum over the tensor-parallel ranks per step.
+
+        forward, backward: sums per block. Where one token stands for the sample, the last block sums that token only,
+        except for the gradient of attention's input.
+        """
+        whole_blocks = (self.layers - 1 if self.pooled else self.layers) * (forward + backward) * self.tokens
+        last = forward + backward // 2 * (1 + self.tokens) if self.pooled else 0
+        return (whole_blocks + last) * self.width
 
     def forward_operations(self) -> float:
-        """Return the operations of one sample's forward pass; a multiply-add is two. The backward pass has twice as
-        many."""
+        """Return one rank's operations for one of its samples in a forward pass; a multiply-add is two. The backward
+        pass has twice as many."""
         rest = 2 * self.width * (2 * self.width + 2 * self.hidden)  # one token's query, output and MLP
         keys_values = 4 * self.width**2
         attention = 4 * self.tokens * self.width
         whole_block = self.tokens * (rest + keys_values + attention)
         last = self.tokens * keys_values + rest + attention if self.pooled else whole_block
-        return (self.layers - 1) * whole_block + last + self.stem_operations
+        return (self.layers - 1) * whole_block + last + self.tensor_ranks * self.stem_operations
 
     def _token_bytes(self, numbers: float, blocks: int, compute_bytes: int) -> float:
-        """Return one sample's bytes: `numbers` widths per token, and the float32 statistics of so many blocks."""
-        return self.tokens * (numbers * self.width * compute_bytes + blocks * (16 + 4 * self.heads))
+        """Return the bytes for one of this rank's samples: `numbers` widths per token, and the float32 statistics of so
+        many blocks."""
+        statistics = 16 + 4 * self.heads // self.tensor_ranks
+        return self.tensor_ranks * self.tokens * (numbers * self.width * compute_bytes + blocks * statistics)
 
 
-def image_tower(model: ModelConfig) -> Tower:
+def image_tower(model: ModelConfig, tensor_ranks: int = 1) -> Tower:
     """Return the image tower's sizes in training, where patch dropout removes patches."""
     vision = model.vision_cfg
     patches = vision.grid_size**2
@@ -133,10 +159,11 @@ def image_tower(model: ModelConfig) -> Tower:
         input_numbers=pixels,
         patch_numbers=3 * vision.patch_size**2 * patches,
         stem_operations=2 * patches * 3 * vision.patch_size**2 * vision.width + 2 * vision.width * model.embed_dim,
+        tensor_ranks=tensor_ranks,
     )
 
 
-def text_tower(model: ModelConfig) -> Tower:
+def text_tower(model: ModelConfig, tensor_ranks: int = 1) -> Tower:
     """Return the text tower's sizes."""
     text = model.text_cfg
     return Tower(
@@ -155,6 +182,7 @@ def text_tower(model: ModelConfig) -> Tower:
         input_numbers=0,
         patch_numbers=0,
         stem_operations=2 * text.width * model.embed_dim,
+        tensor_ranks=tensor_ranks,
     )
 
 
@@ -177,14 +205,15 @@ def tower_work(workload: Workload) -> tuple[TowerWork, TowerWork]:
 
 
 def forward_seconds(workload: Workload, rates: Rates) -> tuple[float, float]:
-    """Return the seconds of one sample's forward pass through the image tower and through the text tower."""
+    """Return one rank's seconds for one of its samples, forward through the image tower and through the text tower."""
     image, text = towers(workload)
     return image.forward_operations() / rates.image_flops, text.forward_operations() / rates.text_flops
 
 
 def towers(workload: Workload) -> tuple[Tower, Tower]:
     """Return the sizes of the image tower and of the text tower."""
-    pair = image_tower(workload.model), text_tower(workload.model)
+    ranks = workload.tensor_ranks
+    pair = image_tower(workload.model, ranks), text_tower(workload.model, ranks)
     if workload.megaclip.compile_blocks:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
         pair = replace(pair[0], quick_gelu=False), replace(pair[1], quick_gelu=False)
     return pair

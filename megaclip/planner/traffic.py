@@ -13,6 +13,9 @@ trained parameter of this rank's share:
 
 With offload_param every pass over a block fetches this rank's share of it.
 
+With tensor parallelism, the W replicas share ZeRO's partitions, and each rank has its part of the split parameters.
+`tensor_traffic` has the sums inside a replica.
+
 With "nvme", the float32 gradients, the master and the optimizer states are written once and read once. Parameters
 beyond `max_in_cpu` are read in every pass and written after the step.
 """
@@ -26,7 +29,7 @@ from megaclip.planner.workload import Workload
 
 
 class _MovedElements(NamedTuple):
-    """Elements of all ranks together that ZeRO moves per step."""
+    """Elements that ZeRO moves per step, of all ranks together that share its partitions."""
 
     gathered: int
     """Elements of parameters that passes use, counted once for each pass."""
@@ -53,13 +56,31 @@ def feature_traffic(workload: Workload) -> Traffic:
 
 def parameter_traffic(workload: Workload) -> float:
     """Return the bytes of gradients and parameters that a rank sends to other ranks per step."""
-    ranks = workload.world_size
-    share = workload.compute_bytes * (ranks - 1) / ranks
+    replicas = workload.replicas
+    share = workload.compute_bytes * (replicas - 1) / replicas
     elements = _moved_elements(workload)
     if workload.zero.stage < 3:
         # An all-reduce sends twice what a reduce-scatter does; the updated working copy is gathered.
         return share * (2 * elements.reduced + workload.trained)
     return share * (elements.reduced + elements.gathered)
+
+
+def tensor_traffic(workload: Workload) -> float:
+    """Return the bytes that a rank sends per step in the sums over its tensor-parallel group.
+
+    A block sums the outputs of attention and MLP in every forward pass, and the gradients of their inputs in the
+    backward pass. With activation checkpointing, running a block again repeats the first of its two sums; PyTorch stops
+    before the second.
+    """
+    ranks, numbers = workload.tensor_ranks, 0
+    for work in tower_work(workload):
+        trained = work.parameters.trained > 0
+        numbers += work.tower.summed_numbers(
+            forward=2 * (1 + (trained and workload.cached)) + (1 if trained and workload.checkpointing else 0),
+            backward=2 if trained else 0,
+        )
+    size = ranks * workload.local_batch * numbers * workload.compute_bytes
+    return 2 * (ranks - 1) / ranks * size
 
 
 def offload_traffic(workload: Workload) -> float:
@@ -78,7 +99,7 @@ def offload_traffic(workload: Workload) -> float:
             moved += width * (2 * elements.reduced - first)
     if workload.offload_parameters != "none":
         moved += width * elements.gathered
-    moved /= workload.world_size
+    moved /= workload.replicas
     if workload.checkpointing == "cpu":
         for work in tower_work(workload):
             if work.parameters.trained:
@@ -90,7 +111,7 @@ def disk_traffic(workload: Workload) -> float:
     """Return the bytes that a rank writes to and reads from the disk that ZeRO-3 offloads to, per step."""
     moved = 0.0
     if workload.offload_optimizer == "nvme":
-        moved += 2 * workload.trained / workload.world_size * (4 + 4 + workload.optimizer_state_bytes)
+        moved += 2 * workload.trained / workload.replicas * (4 + 4 + workload.optimizer_state_bytes)
     on_disk = parameters_on_disk(workload)
     passes = _moved_elements(workload).gathered / workload.total
     return moved + on_disk * (passes + workload.trained / workload.total)

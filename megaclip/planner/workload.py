@@ -2,6 +2,9 @@
 
 `Workload.of(model_config, training_config, world_size)` takes them from the files that a run reads. A workload holds
 everything that memory and time depend on, except the machine (`cluster.py`).
+
+With tensor parallelism the N ranks are W replicas of T ranks. Batch sizes and parameters are those of one rank: its own
+rows, and its part of the split parameters.
 """
 
 import functools
@@ -17,11 +20,12 @@ from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.models import ModelConfig
 from megaclip.models.clip import ClipModel
+from megaclip.models.layers import check_split, split_dim
 from megaclip.planner import rules
 
 
 class Parameters(NamedTuple):
-    """Sizes of a tower's parameters, in elements."""
+    """Sizes of a tower's parameters on one rank, in elements."""
 
     trainable: tuple[int, ...]
     frozen: tuple[int, ...]
@@ -49,7 +53,7 @@ class EvaluationSets:
 
 @dataclass(frozen=True)
 class Workload:
-    """One training step on every rank of a data-parallel group."""
+    """One training step on every rank of a job."""
 
     model: ModelConfig
     megaclip: MegaclipSection
@@ -91,10 +95,13 @@ class Workload:
         samples: int = 0,
         evaluation: EvaluationSets | None = None,
     ) -> "Workload":
-        """Return the workload of `config` on `world_size` data-parallel ranks.
+        """Return the workload of `config` on `world_size` ranks, tensor-parallel ones included.
 
-        Raises ConfigError if the batch of `config` does not divide among them.
+        Raises ConfigError if the batch of `config` does not divide among them, or tensor parallelism cannot split a
+        tower.
         """
+        for tower in (model.vision_cfg, model.text_cfg):
+            check_split(config.megaclip.tensor_parallel_size, tower.heads, int(tower.width * tower.mlp_ratio))
         checkpoints_to = "cpu" if config.cpu_checkpointing else "gpu"
         accumulate = config.grad_accum_dtype
         return cls(
@@ -118,18 +125,18 @@ class Workload:
     def with_batch(
         self, local_batch: int | None = None, *, micro_batch: int | None = None, text_micro_batch: int | None = None
     ) -> "Workload":
-        """Return a copy with other samples per rank or per chunk. What is not given stays as it is; captions follow
-        the images' micro-batch if the settings have no text_micro_batch_size."""
-        section = self.megaclip
+        """Return a copy with other samples per rank, or per rank and chunk. What is not given stays as it is; captions
+        follow the images' micro-batch if the settings have no text_micro_batch_size."""
+        section, tensor_ranks = self.megaclip, self.tensor_ranks
         if text_micro_batch is not None:
-            section = section.model_copy(update={"text_micro_batch_size": text_micro_batch})
+            section = section.model_copy(update={"text_micro_batch_size": text_micro_batch * tensor_ranks})
         rows, chunk = local_batch or self.batch.local_batch, micro_batch or self.batch.micro_batch
         batch = BatchPlan(
             global_batch=rows * self.world_size,
             micro_batch=chunk,
             accumulation=rows // chunk,
             world_size=self.world_size,
-            text_micro_batch=section.text_micro_batch_size or chunk,
+            text_micro_batch=(section.text_micro_batch_size or chunk * tensor_ranks) // tensor_ranks,
         )
         return replace(self, megaclip=section, batch=batch)
 
@@ -143,7 +150,18 @@ class Workload:
 
     @property
     def world_size(self) -> int:
+        """Number of all ranks N."""
         return self.batch.world_size
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Number of ranks T that each tower is split over."""
+        return self.megaclip.tensor_parallel_size
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas W = N / T. ZeRO divides its states among them, and gradients are averaged over them."""
+        return self.world_size // self.tensor_ranks
 
     @property
     def local_batch(self) -> int:
@@ -200,17 +218,19 @@ class Workload:
 
     @property
     def parameters(self) -> tuple[Parameters, Parameters]:
-        """Sizes of the image tower's and the text tower's parameters, without the loss's scalars."""
-        return tower_parameters(self.model.model_dump_json(), self.image_unlocked, self.text_unlocked)
+        """Sizes of the image tower's and the text tower's parameters on one rank, without the loss's scalars."""
+        return tower_parameters(
+            self.model.model_dump_json(), self.image_unlocked, self.text_unlocked, self.tensor_ranks
+        )
 
     @property
     def trained(self) -> int:
-        """Number of trained parameters."""
+        """Number of trained parameters on one rank."""
         return sum(tower.trained for tower in self.parameters)
 
     @property
     def total(self) -> int:
-        """Number of all parameters."""
+        """Number of all parameters on one rank."""
         return sum(tower.total for tower in self.parameters)
 
     @property
@@ -225,22 +245,24 @@ def nvme_paths(zero: DeepSpeedZeroConfig) -> list[Path]:
 
 @functools.lru_cache(maxsize=64)
 def tower_parameters(
-    model_json: str, image_unlocked: int | None, text_unlocked: int | None
+    model_json: str, image_unlocked: int | None, text_unlocked: int | None, tensor_ranks: int = 1
 ) -> tuple[Parameters, Parameters]:
-    """Count both towers' parameters on the model itself, built without values."""
+    """Count both towers' parameters on one of the tensor-parallel ranks, on the model itself, built without values."""
     with torch.device("meta"):
         model = ClipModel(ModelConfig.model_validate_json(model_json))
     if image_unlocked is not None:
         model.lock_image_tower(image_unlocked)
     if text_unlocked is not None:
         model.lock_text_tower(text_unlocked)
-    image, text = (
-        Parameters(
-            tuple(p.numel() for p in tower.parameters() if p.requires_grad),
-            tuple(p.numel() for p in tower.parameters() if not p.requires_grad),
+
+    def sizes(tower: torch.nn.Module, trainable: bool) -> tuple[int, ...]:
+        return tuple(
+            parameter.numel() // (1 if split_dim(name) is None else tensor_ranks)
+            for name, parameter in tower.named_parameters()
+            if parameter.requires_grad == trainable
         )
-        for tower in (model.visual, model.text)
-    )
+
+    image, text = (Parameters(sizes(tower, True), sizes(tower, False)) for tower in (model.visual, model.text))
     return image, text
 
 

@@ -19,6 +19,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 
+from megaclip.comm.collectives import gather_rows
+from megaclip.comm.groups import RankGroup
 from megaclip.config import TrainingConfig, load_training_config, parse_arguments
 from megaclip.data import ImageTransform
 from megaclip.engine.build import build_engine
@@ -29,6 +31,7 @@ from megaclip.engine.process_group import quiet_deepspeed
 from megaclip.engine.step_batch import DeviceFeed, StepBatch, Tower
 from megaclip.losses import LOSSES
 from megaclip.models import ClipModel, ModelConfig, build_model
+from megaclip.models.layers import split_dim
 from tests.distributed.memory_batch import MemoryBatch
 
 WORLD_SIZE = 2
@@ -44,12 +47,12 @@ WEIGHT_DECAY = 0.1
 MODEL = ModelConfig.from_dict(
     {
         "embed_dim": 16,
-        "vision_cfg": {"image_size": 8, "layers": 2, "width": 32, "head_width": 16, "patch_size": 2},
+        "vision_cfg": {"image_size": 8, "layers": 2, "width": 32, "head_width": 8, "patch_size": 2},
         "text_cfg": {
             "context_length": 6,
             "vocab_size": 32,
             "width": 32,
-            "heads": 2,
+            "heads": 4,
             "layers": 1,
             "eos_id": 2,
             "pool_type": "eos",
@@ -94,6 +97,10 @@ class Case:
     exchange: str = "ring"
     reduction: str = "feature"
     optimizer: str = "AdamW"
+    tensor_parallel: int = 1
+    """Ranks that form one replica of the model."""
+    ranks: int = WORLD_SIZE
+    """Ranks that share the batch."""
     feature_fault: float = 1.0
     """Factor of the feature gradients; a value other than 1 is a deliberate mistake."""
     scale_fault: float = 1.0
@@ -127,15 +134,15 @@ def whole_batch(step: int) -> tuple[Tensor, Tensor]:
     return images, torch.cat([words, torch.full((BATCH, 1), 2)], dim=1)
 
 
-def share_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return pixels and tokens of one rank: every WORLD_SIZE-th sample."""
-    images, tokens = (whole[rank::WORLD_SIZE] for whole in whole_batch(step))
+def share_of(step: int, rank: int, ranks: int = WORLD_SIZE) -> tuple[Tensor, Tensor]:
+    """Return the pixels and tokens of one rank: every `ranks`-th sample."""
+    images, tokens = (whole[rank::ranks] for whole in whole_batch(step))
     return images, tokens
 
 
 def batch_of(case: Case, step: int, rank: int) -> StepBatch:
     """Return the share of one rank as a `StepBatch`."""
-    images, tokens = share_of(step, rank)
+    images, tokens = share_of(step, rank, dist.get_world_size())
     feed = DeviceFeed(torch.device("cpu"), torch.bfloat16 if case.bf16 else torch.float32, TRANSFORM.normalise)
     return MemoryBatch(images.chunk(case.accumulation), tokens, feed, text_chunks=case.text_chunks or case.accumulation)
 
@@ -229,13 +236,18 @@ def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays)
     outcome = Outcome([], [], [], {})
     for step in range(STEPS):
         features = []
-        for rank in range(WORLD_SIZE):
-            images, tokens = share_of(step, rank)
-            image_features = []
-            for index, pixels in enumerate(images.chunk(case.accumulation)):
-                RandomState(SEED, step, rank).reseed(Tower.IMAGE, index)
-                image_features.append(model((pixels.double() / 255 - MEAN) / STD, None)[0])
-            features.append((torch.cat(image_features), model(None, tokens)[1]))
+        for replica in range(case.ranks // case.tensor_parallel):
+            first = replica * case.tensor_parallel
+            shares = [share_of(step, first + member, case.ranks) for member in range(case.tensor_parallel)]
+            image_chunks = []
+            for index, chunks in enumerate(
+                zip(*(images.chunk(case.accumulation) for images, _ in shares), strict=True)
+            ):
+                RandomState(SEED, step, replica).reseed(Tower.IMAGE, index)
+                pixels = torch.cat(chunks).double() / 255  # the replica's ranks encode their chunks together
+                image_chunks.append(model((pixels - MEAN) / STD, None)[0].unflatten(0, (case.tensor_parallel, -1)))
+            image_features = torch.cat(image_chunks, dim=1).flatten(0, 1)
+            features.append((image_features, model(None, torch.cat([tokens for _, tokens in shares]))[1]))
         x, y = (torch.cat(side) for side in zip(*features, strict=True))
         logits, labels = model.logit_scale.exp() * x @ y.T, torch.arange(BATCH)
         if case.loss == "siglip":
@@ -282,7 +294,10 @@ def training_config(case: Case) -> TrainingConfig:
         },
         "zero_optimization": zero,
         "bf16": {"enabled": case.bf16, "check_grad_overflow": case.check_overflow},
-        "megaclip": {"coalesce_gradient_reduction": case.coalesce},
+        "megaclip": {
+            "coalesce_gradient_reduction": case.coalesce,
+            "tensor_parallel_size": case.tensor_parallel,
+        },
     }
     if case.optimizer in ("SGD", "Lion") and case.stage:
         config["zero_allow_untested_optimizer"] = True
@@ -350,7 +365,7 @@ def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, bat
         loss or loss_of(case),
         batch or batch_of(case, step, dist.get_rank()),
         LogitScale(engine, 100.0).read(),
-        RandomState(SEED, step, dist.get_rank()),
+        RandomState(SEED, step, dist.get_rank() // case.tensor_parallel),
         logit_bias=None if bias is None else MasterScalar(bias).read(),
         coalesce=case.coalesce,
         embeddings_on_cpu=case.embeddings_on_cpu,
@@ -371,9 +386,17 @@ def train(case: Case, config: TrainingConfig | None = None) -> Outcome:
 
 
 def whole_parameters(engine: DeepSpeedEngine) -> dict[str, np.ndarray]:
-    """Return every parameter of the model, gathered, as float32."""
-    values = {}
+    """Return every parameter's working value as float32, gathered from all ranks of the replica."""
+    values, tensor = {}, engine.module.tensor
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):
-            values[name] = parameter.detach().float().clone().numpy()
+            values[name] = whole_value(name, parameter.detach().float().clone(), tensor).numpy()
     return values
+
+
+def whole_value(name: str, part: Tensor, tensor: RankGroup) -> Tensor:
+    """Return a parameter, or its optimizer state, joined from the parts of a replica's ranks."""
+    dim = split_dim(name)
+    if tensor.size == 1 or dim is None:
+        return part
+    return torch.cat(gather_rows(part, group=tensor).chunk(tensor.size), dim)

@@ -29,6 +29,7 @@ from tests.distributed.engine_cases import (
     start_engine,
     training_config,
     whole_parameters,
+    whole_value,
 )
 from tests.distributed.harness import run_ranks
 from tests.tolerances import ENGINE, assert_close, compare, exceeded
@@ -75,7 +76,6 @@ def start(case: Case) -> DeepSpeedEngine:
 
     ZeRO-3 uses sub-groups so small that their boundaries depend on the number of ranks.
     """
-    engine_cases.WORLD_SIZE = dist.get_world_size()  # the number of ranks that share a batch
     config = training_config(case)
     if case.stage in (1, 3) and case.optimizer == "AdamW" and not case.offload:
         config.deepspeed["optimizer"]["params"]["torch_adam"] = True
@@ -102,15 +102,21 @@ def state_of(engine: DeepSpeedEngine, case: Case) -> State:
         if not parameter.requires_grad:
             continue
         if case.stage == 0:
-            state[f"{name} fp32"] = parameter.detach()
-            state |= {f"{name} {kind}": engine.optimizer.state[parameter][kind] for kind in kinds}
+            state[f"{name} fp32"] = _joined(engine, name, parameter)
+            for kind in kinds:
+                state[f"{name} {kind}"] = _joined(engine, name, engine.optimizer.state[parameter][kind])
         else:
-            state[f"{name} fp32"] = safe_get_full_fp32_param(parameter)
-            state |= {f"{name} {kind}": safe_get_full_optimizer_state(parameter, kind) for kind in kinds}
+            state[f"{name} fp32"] = _joined(engine, name, safe_get_full_fp32_param(parameter))
+            for kind in kinds:
+                state[f"{name} {kind}"] = _joined(engine, name, safe_get_full_optimizer_state(parameter, kind))
     state |= {f"{name} working": torch.from_numpy(value) for name, value in whole_parameters(engine).items()}
     counting = [*engine.basic_optimizer.state.values(), *engine.basic_optimizer.param_groups]
     state["steps"] = torch.tensor(max(int(place.get("step", 0)) for place in counting))
     return {name: value.detach().float().cpu().clone().numpy() for name, value in state.items()}
+
+
+def _joined(engine: DeepSpeedEngine, name: str, part: torch.Tensor) -> torch.Tensor:
+    return whole_value(name, part.detach().float().cpu(), engine.module.tensor)
 
 
 def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
@@ -148,7 +154,7 @@ def load_all(folder: str) -> dict[str, tuple[State, float, State, list[float], i
     engine_cases.SEED += 1
     for name, (saved, case) in LOADED[dist.get_world_size()].items():
         engine = start(case)
-        load_resharded(engine, Path(folder) / saved / f"step_{STEPS:08d}", ranks=2)
+        load_resharded(engine, Path(folder) / saved / f"step_{STEPS:08d}")
         decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
         counted = engine.global_steps
         results[name] = (
@@ -225,7 +231,7 @@ def refusals(folder: str) -> dict[str, str]:
 
     def refuse(name: str, path: Path) -> None:
         with pytest.raises(CheckpointError) as error:
-            load_resharded(engine, path, ranks=2)
+            load_resharded(engine, path)
         messages[name] = str(error.value)
 
     refuse("other locked towers", Path(folder) / "zero1 locked" / step.name)

@@ -147,7 +147,7 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
             "Lion has no implementation for offloaded parameters",
         ),
         ({"optimizer": {"type": "SGD", "params": {"lr": 1, "eps": 1e-8}}, "zero_optimization": {}}, "params.eps"),
-        ({"activation_checkpointing": {"partition_activations": True}}, "it requires tensor parallelism"),
+        ({"activation_checkpointing": {"partition_activations": True}}, "activations are checkpointed by PyTorch"),
         ({"activation_checkpointing": {"cpu_checkpoint": True}}, "did you mean 'cpu_checkpointing'?"),
         ({"train_batch_size": "24"}, "train_batch_size: Input should be a valid integer, got '24'"),
         ({"train_batch_size": "auto"}, "write a value for train_batch_size"),
@@ -235,6 +235,30 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         (
             {"megaclip": {"compile_blocks": True}, "zero_optimization": {"stage": 3}},
             "compile_blocks cannot be used at zero_optimization.stage 3",
+        ),
+        ({"megaclip": {"tensor_parallel_size": 0}}, "megaclip.tensor_parallel_size"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "use megaclip.tensor_parallel_size"),
+        (
+            {"megaclip": {"tensor_parallel_size": 2, "compile_blocks": True}, "zero_optimization": {"stage": 1}},
+            "compile_blocks cannot be used with megaclip.tensor_parallel_size 2",
+        ),
+        *(
+            (
+                {"megaclip": {"tensor_parallel_size": 2}, "zero_optimization": {"stage": 3, setting: value}},
+                f"zero_optimization.{setting} cannot be used with megaclip.tensor_parallel_size 2",
+            )
+            for setting, value in (
+                ("zero_hpz_partition_size", 2),
+                ("zero_quantized_gradients", True),
+            )
+        ),
+        (
+            {
+                "megaclip": {"tensor_parallel_size": 2},
+                "optimizer": {"type": "Lamb", "params": {"lr": 1e-3}},
+                "zero_optimization": {"stage": 0},
+            },
+            "optimizer.type Lamb cannot be used with megaclip.tensor_parallel_size 2",
         ),
     ],
 )

@@ -11,6 +11,7 @@ from megaclip.errors import CheckpointError
 
 IDENTITY: dict[str, Any] = {
     "world_size": 2,
+    "tensor_parallel_size": 1,
     "zero_stage": 2,
     "precision": "bf16",
     "zero_layout": {"parameter_alignment": None, "sub_group_size": None},
@@ -41,7 +42,7 @@ def load(
     monkeypatch.setattr(resume.store, "read_loss_states", lambda *_: iter(()))
     monkeypatch.setattr(resume, "check_manifest", lambda *_: None)
     monkeypatch.setattr(resume.store, "load", lambda *_: taken.append("unchanged"))
-    monkeypatch.setattr(resume, "load_resharded", lambda *_, ranks: taken.append(f"by name, {ranks} ranks"))
+    monkeypatch.setattr(resume, "load_resharded", lambda *_: taken.append("by name"))
     engine: Any = None
     loss: Any = Loss()
     loss.length_dependent_setting = loss_setting
@@ -53,12 +54,13 @@ def load(
     ("changes", "expected"),
     [
         ({}, "unchanged"),
-        ({"world_size": 4}, "by name, 4 ranks"),
-        ({"zero_stage": 3}, "by name, 2 ranks"),
-        ({"precision": "float32"}, "by name, 2 ranks"),  # DeepSpeed names the files by precision
+        ({"world_size": 4}, "by name"),
+        ({"zero_stage": 3}, "by name"),
+        ({"tensor_parallel_size": 2}, "by name"),
+        ({"precision": "float32"}, "by name"),  # DeepSpeed names the files by precision
         # Flat partitions of the same size in another order: loaded unchanged, every value would be misplaced.
-        ({"zero_layout": {"parameter_alignment": None, "sub_group_size": 1000}}, "by name, 2 ranks"),
-        ({"zero_layout": {"parameter_alignment": True, "sub_group_size": None}}, "by name, 2 ranks"),
+        ({"zero_layout": {"parameter_alignment": None, "sub_group_size": 1000}}, "by name"),
+        ({"zero_layout": {"parameter_alignment": True, "sub_group_size": None}}, "by name"),
     ],
 )
 def test_another_partitioning_is_loaded_by_name(monkeypatch, changes, expected):

@@ -1,0 +1,250 @@
+"""Read DeepSpeed's files of one checkpoint by parameter name, whatever ranks and ZeRO stage wrote them.
+
+`SavedStates.open` memory-maps the files of all ranks, and `read` copies from them the elements of any part of any
+parameter or optimizer state. Values are copied, never computed, so the result is exact. `megaclip.checkpoint.reshard`
+fills an engine from it, `megaclip.checkpoint.consolidate` joins whole weights.
+
+With tensor parallelism, T groups of files hold one part each of the parameters that
+`megaclip.models.layers.split_dim` names, and equal copies of the others. The number of tensor-parallel ranks that
+read does not have to be the number that wrote.
+
+DeepSpeed's files are unpickled without restriction, as DeepSpeed does it. Read only runs that you trust.
+"""
+
+import copy
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaclip.comm.groups import RankGroup
+from megaclip.errors import CheckpointError
+from megaclip.models.layers import split_dim
+
+FP32 = "fp32"
+"""Kind of the float32 master weights."""
+WORKING = "working"
+"""Kind of the working copies of the weights: all of them at ZeRO-0 to 2, the frozen ones at ZeRO-3."""
+
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Consecutive elements of a flattened parameter, or of its optimizer state, in a saved flat tensor."""
+
+    flat: torch.Tensor
+    start: int
+    """Index of the first element in the flat tensor."""
+    numel: int
+    """Number of elements."""
+
+
+@dataclass
+class SavedStates:
+    """One checkpoint, indexed by parameter name."""
+
+    tensor_ranks: int
+    """Number of tensor-parallel ranks that wrote the checkpoint."""
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    """name -> shape of the part that one tensor-parallel rank wrote."""
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """name -> entries of the parameter's optimizer state that are numbers ("step")."""
+    counters: dict[str, int] = field(default_factory=dict)
+    """Counters of the engine, such as global_steps."""
+    _pieces: dict[tuple[str, str, int], list[_Piece]] = field(default_factory=dict)
+    """(name, kind, tensor-parallel rank) -> pieces in order. kind: FP32, WORKING, or an optimizer state ("exp_avg")."""
+
+    @classmethod
+    def open(cls, folder: Path, trained: list[str] | None = None) -> "SavedStates":
+        """Memory-map the files of the checkpoint in `folder`.
+
+        trained: names of the parameters that the optimizer updates, in its order. Only the optimizer states of a
+            ZeRO-0 checkpoint require it, which saves no names.
+
+        Raises:
+            CheckpointError: files are missing.
+        """
+        model_files = {
+            (int(match[2]), int(match[1] or 0)): path
+            for path in folder.iterdir()
+            if (match := _MODEL_FILE.fullmatch(path.name))
+        }
+        if not model_files:
+            raise CheckpointError(f"checkpoint {str(folder)!r} is incomplete: it has no *_model_states.pt")
+        # ZeRO-0 to 2 write one model file for each tensor-parallel rank, ZeRO-3 one for each rank.
+        one_model_file = (folder / "mp_rank_00_model_states.pt").is_file()
+        first = _map(model_files[min(model_files)])
+        saved = cls(tensor_ranks=int(first["mp_world_size"]))
+        ranks = int(first["dp_world_size"])
+        saved.counters = {name: first[name] for name in ("global_steps", "global_samples", "skipped_steps")}
+        for tensor_rank in range(saved.tensor_ranks):
+            found = [rank for tensor, rank in model_files if tensor == tensor_rank]
+            _require_ranks(folder, found, 1 if one_model_file else ranks)
+            optimizers = [_map(path)["optimizer_state_dict"] for path in _optimizer_files(folder, tensor_rank, ranks)]
+            if one_model_file:
+                saved._add_model_file(_map(model_files[tensor_rank, 0]), optimizers, trained or [], tensor_rank)
+                continue
+            for rank, optimizer in enumerate(optimizers):
+                saved._add_stage_3(_map(model_files[tensor_rank, rank]), optimizer, tensor_rank, rank, ranks)
+        return saved
+
+    def state_kinds(self, name: str) -> list[str]:
+        """Return the kinds of a parameter's optimizer state tensors."""
+        kinds = [kind for (other, kind, tensor_rank) in self._pieces if (other, tensor_rank) == (name, 0)]
+        return [kind for kind in kinds if kind not in (FP32, WORKING)]
+
+    def state_numbers(self, name: str) -> dict[str, Any]:
+        """Return a copy of the other entries of a parameter's optimizer state."""
+        return copy.deepcopy(self.numbers.get(name, {}))
+
+    def has(self, name: str, kind: str) -> bool:
+        """Return whether the checkpoint holds this kind of this parameter."""
+        return (name, kind, 0) in self._pieces
+
+    def whole_shape(self, name: str) -> torch.Size:
+        """Return the shape of a whole parameter."""
+        shape, dim = list(self.shapes[name]), split_dim(name)
+        if dim is not None:
+            shape[dim] *= self.tensor_ranks
+        return torch.Size(shape)
+
+    def read(self, name: str, kind: str, shape: torch.Size, group: RankGroup, start: int, out: torch.Tensor) -> None:
+        """Fill `out` with consecutive elements of this rank's part of a parameter.
+
+        Args:
+            name: the parameter.
+            kind: FP32, WORKING, or one of `state_kinds`.
+            shape: of this rank's part, which is the whole parameter where tensor parallelism does not split it.
+            group: tensor-parallel group of this rank.
+            start: index of the first element in the flattened part.
+            out: (elements,), any dtype.
+
+        Raises:
+            CheckpointError: the parameter was not saved, or was saved with a different number of elements.
+        """
+        dim = split_dim(name)
+        parts = [self._pieces.get((name, kind, tensor), []) for tensor in range(self.tensor_ranks)]
+        if dim is None:
+            parts, needed = parts[:1], shape.numel()
+        else:
+            needed = shape.numel() * group.size
+        found = sum(piece.numel for part in parts for piece in part)
+        if found != needed:
+            raise CheckpointError(
+                f"the checkpoint has {found} elements of {name} ({kind}), but this run requires {needed}; "
+                "resume with the model, the locked towers and the optimizer that wrote it"
+            )
+        if dim == 1:
+            _read_columns(parts, shape, group, start, out)
+            return
+        own_start = group.rank * shape.numel() if dim == 0 else 0  # parts follow each other in the flattened whole
+        _read_elements([piece for part in parts for piece in part], own_start + start, out)
+
+    def _add(self, name: str, kind: str, tensor_rank: int, piece: _Piece) -> None:
+        self._pieces.setdefault((name, kind, tensor_rank), []).append(piece)
+
+    def _add_trained(
+        self, name: str, fp32: torch.Tensor, state: dict[str, Any], tensor_rank: int, start: int, numel: int
+    ) -> None:
+        """Add a parameter's piece of a flat group. Padding may make state tensors longer than `fp32`, never shorter."""
+        self._add(name, FP32, tensor_rank, _Piece(fp32, start, numel))
+        tensors = {kind: value for kind, value in state.items() if torch.is_tensor(value) and value.ndim}
+        for kind, value in tensors.items():
+            self._add(name, kind, tensor_rank, _Piece(value.view(-1), start, numel))
+        self.numbers[name] = {kind: value for kind, value in state.items() if kind not in tensors}
+
+    def _add_model_file(
+        self, model: dict[str, Any], optimizers: list[dict[str, Any]], trained: list[str], tensor_rank: int
+    ) -> None:
+        """Add a tensor-parallel rank's files at ZeRO-0 to 2. The model file holds the working copies of all weights."""
+        for name, value in model["module"].items():
+            self.shapes[name] = value.shape
+            self._add(name, WORKING, tensor_rank, _Piece(value.reshape(-1), 0, value.numel()))
+        for optimizer in optimizers:
+            state = optimizer["base_optimizer_state"]["state"]
+            for index, flat in enumerate(optimizer["single_partition_of_fp32_groups"]):
+                for name, place in optimizer["param_slice_mappings"][index].items():
+                    self._add_trained(name, flat, state.get(index, {}), tensor_rank, place.start, place.numel)
+        if optimizers or not trained:
+            return
+        state = model["optimizer"]["state"]
+        # DeepSpeed's FusedAdam counts its steps only in the last parameter of a group.
+        counts = {"step": max(part["step"] for part in state.values())} if "step" in state.get(0, {}) else {}
+        for index, name in enumerate(trained):
+            value = model["module"].get(name)
+            if value is not None:
+                self._add_trained(name, value.reshape(-1), state.get(index, {}) | counts, tensor_rank, 0, value.numel())
+
+    def _add_stage_3(
+        self, model: dict[str, Any], optimizer: dict[str, Any], tensor_rank: int, rank: int, ranks: int
+    ) -> None:
+        """Add the files of one rank at ZeRO-3, which cuts each parameter into `ranks` equal parts."""
+        state = optimizer["optimizer_state_dict"]["state"]
+        for index, flat in enumerate(optimizer["fp32_flat_groups"]):
+            start = 0
+            for name, shape in model["param_shapes"][index].items():
+                self.shapes[name] = shape
+                share = -(-shape.numel() // ranks)
+                numel = max(0, min(share, shape.numel() - rank * share))
+                self._add_trained(name, flat, state.get(index, {}), tensor_rank, start, numel)
+                start += share
+        for name, part in (model["frozen_param_fragments"] or {}).items():
+            self.shapes[name] = model["frozen_param_shapes"][name]
+            size = self.shapes[name].numel()
+            numel = max(0, min(part.numel(), size - rank * part.numel()))
+            self._add(name, WORKING, tensor_rank, _Piece(part.view(-1), 0, numel))
+
+
+def _read_elements(pieces: list[_Piece], start: int, out: torch.Tensor) -> None:
+    """Copy the elements from index `start` on of the pieces, one behind the other, into `out`."""
+    done = 0
+    for piece in pieces:
+        low, high = max(start, done), min(start + len(out), done + piece.numel)
+        if low < high:
+            out[low - start : high - start].copy_(piece.flat[piece.start + low - done : piece.start + high - done])
+        done += piece.numel
+
+
+def _read_columns(
+    parts: list[list[_Piece]], shape: torch.Size, group: RankGroup, start: int, out: torch.Tensor
+) -> None:
+    """Do the same for a matrix that is split by columns: every row has a stretch of each part."""
+    if not len(out):
+        return
+    columns = shape[1]
+    part_columns = columns * group.size // len(parts)
+    first, last = start // columns, -(-(start + len(out)) // columns)
+    rows = []
+    for pieces in parts:
+        part = torch.empty((last - first) * part_columns, dtype=pieces[0].flat.dtype)
+        _read_elements(pieces, first * part_columns, part)
+        rows.append(part.view(last - first, part_columns))
+    own = torch.cat(rows, dim=1).chunk(group.size, dim=1)[group.rank]
+    out.copy_(own.flatten()[start - first * columns :][: len(out)])
+
+
+def _optimizer_files(folder: Path, tensor_rank: int, ranks: int) -> list[Path]:
+    """Return the optimizer files of a tensor-parallel rank in rank order. ZeRO-0 writes none."""
+    pattern = re.compile(rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{tensor_rank:02d}_optim_states\.pt")
+    found = {int(match[1]): path for path in folder.iterdir() if (match := pattern.fullmatch(path.name))}
+    if found:
+        _require_ranks(folder, list(found), ranks)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _require_ranks(folder: Path, found: list[int], ranks: int) -> None:
+    if sorted(found) != list(range(ranks)):
+        raise CheckpointError(
+            f"checkpoint {str(folder)!r} is incomplete: {ranks} ranks wrote it, but it has the files of ranks "
+            f"{sorted(found)}; choose another one"
+        )
+
+
+def _map(path: Path) -> dict[str, Any]:
+    """Open one of DeepSpeed's files; its tensors stay on the disk until they are read."""
+    loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+    assert isinstance(loaded, dict)
+    return loaded

@@ -1,0 +1,225 @@
+"""The layers of a transformer block: linear layers, whole or split over a tensor-parallel group, and layer norms.
+
+Whole layers are PyTorch's. Split layers are Megatron-core's (Shoeybi et al., 2019, arXiv:1909.08053): the query, key
+and value projections and the first MLP layer are split by output (`ColumnParallelLinear`), the projections behind them
+by input (`RowParallelLinear`), so a block needs one sum over the group behind the attention and one behind the MLP, and
+as many in the backward pass. Embeddings, norms and the final projections are kept whole on every rank.
+
+Megatron's layers are used with an explicit group, and parameters without values (`megaclip.models.initialise` gives
+them): both avoid Megatron's global state and its CUDA calls, so the same code runs on CPUs.
+
+Layer norms are PyTorch's or, with `layer_norm` "apex", NVIDIA apex's memory-efficient one. The latter keeps its output
+for the backward pass instead of its input.
+
+Shapes: m rows of one rank, T ranks of the group, L tokens, C width.
+"""
+
+import functools
+import re
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+
+from megaclip.comm.collectives import gather_rows
+from megaclip.comm.groups import RankGroup
+from megaclip.comm.parallelism import ONE_RANK
+from megaclip.errors import ConfigError
+
+_SPLIT_BY_OUTPUT = re.compile(r".*\.(attn\.[qkv]_proj|mlp\.c_fc)\.(weight|bias)")
+_SPLIT_BY_INPUT = re.compile(r".*\.(attn\.out_proj|mlp\.c_proj)\.weight")
+
+
+def split_dim(name: str) -> int | None:
+    """Return the dimension in which tensor parallelism splits the parameter of this name; None if it stays whole."""
+    if _SPLIT_BY_OUTPUT.fullmatch(name):
+        return 0
+    return 1 if _SPLIT_BY_INPUT.fullmatch(name) else None
+
+
+def whole_shape(name: str, parameter: Any, group: RankGroup) -> torch.Size:
+    """Return the shape of the whole parameter, of which this rank has a part.
+
+    parameter: may be partitioned by ZeRO-3 as well.
+    """
+    shape = list(getattr(parameter, "ds_shape", parameter.shape))
+    dim = split_dim(name)
+    if dim is not None:
+        shape[dim] *= group.size
+    return torch.Size(shape)
+
+
+def own_part(name: str, whole: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Return this rank's part of a whole parameter, a view."""
+    dim = split_dim(name)
+    return whole if dim is None else whole.chunk(group.size, dim)[group.rank]
+
+
+class LayerFactory:
+    """Makes the layers of the blocks of one model.
+
+    group: tensor-parallel group. layer_norm: "torch" or "apex".
+    """
+
+    def __init__(self, group: RankGroup = ONE_RANK, layer_norm: str = "torch") -> None:
+        self.group = group
+        self._norm: type[nn.Module] | Any = nn.LayerNorm if layer_norm == "torch" else _apex_layer_norm()
+
+    def norm(self, width: int) -> nn.Module:
+        """Return a layer norm with weight and bias over the last dimension."""
+        layer: nn.Module = self._norm(width)
+        return layer
+
+    def check_width(self, heads: int, hidden_width: int) -> None:
+        """Raise ConfigError unless the group size divides the heads and the hidden width of the MLP."""
+        check_split(self.group.size, heads, hidden_width)
+
+    def by_output(self, inputs: int, outputs: int, *, shares_input: bool = False) -> nn.Module:
+        """Return a layer (.., inputs) -> (.., outputs / T) with a bias.
+
+        shares_input: several layers take the same input, which went through `shared_input`; this layer does not sum
+        the gradient of its input over the group.
+        """
+        if self.group.size == 1:
+            return nn.Linear(inputs, outputs)
+        by_output, _ = _megatron_layers()
+        layer: nn.Module = by_output(inputs, outputs, self.group, shares_input)
+        return layer
+
+    def by_input(self, inputs: int, outputs: int) -> nn.Module:
+        """Return a layer (.., inputs / T) -> (.., outputs) with a bias; its output is summed over the group."""
+        if self.group.size == 1:
+            return nn.Linear(inputs, outputs)
+        _, by_input = _megatron_layers()
+        layer: nn.Module = by_input(inputs, outputs, self.group)
+        return layer
+
+    def shared_input(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`, the input of several `by_output` layers; its gradient is summed over the group once."""
+        return x if self.group.size == 1 else _SumGradient.apply(x, self.group)
+
+
+def check_split(ranks: int, heads: int, hidden_width: int) -> None:
+    """Raise ConfigError unless the number of tensor-parallel ranks divides a tower's heads and its MLP's width."""
+    for name, size in (("attention heads", heads), ("hidden units of the MLP", hidden_width)):
+        if size % ranks:
+            raise ConfigError(
+                f"megaclip.tensor_parallel_size {ranks} does not divide the {size} {name} of a tower; "
+                "choose a size that divides both towers' heads, or 1"
+            )
+
+
+def own_rows(features: torch.Tensor, group: RankGroup) -> torch.Tensor:
+    """Return this rank's m rows of the (T * m, ..) rows of its replica.
+
+    The backward pass gathers the gradients of all rows and divides them by T. Each rank's loss hands out N times the
+    gradient of its rows (the reduction contract of `megaclip.losses`); N / T = W is what DeepSpeed's average over the W
+    replicas expects.
+    """
+    return features if group.size == 1 else _OwnRows.apply(features, group)
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        ctx.group = group
+        return rows.chunk(group.size)[group.rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gather_rows(gradient, group=ctx.group) / ctx.group.size, None
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=ctx.group.handle)
+        return total, None
+
+
+def require_apex() -> None:
+    """Raise ConfigError unless NVIDIA apex is installed with its fused layer norm.
+
+    PyPI's package "apex" is unrelated, so the compiled extensions decide.
+    """
+    try:
+        import amp_C  # noqa: F401
+        import fused_layer_norm_cuda  # noqa: F401
+        from apex.normalization import FusedLayerNorm  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"NVIDIA apex with its CUDA extensions cannot be imported ({error}); build it from "
+            "https://github.com/NVIDIA/apex, or leave megaclip.layer_norm out"
+        ) from None
+
+
+def _apex_layer_norm() -> Any:
+    require_apex()
+    from apex.normalization import FusedLayerNorm
+
+    return functools.partial(FusedLayerNorm, memory_efficient=True)
+
+
+@functools.cache
+def _megatron_layers() -> tuple[Any, Any]:
+    """Return the two classes of split layers; Megatron is imported here and nowhere else in this package."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import layers
+
+    def config(group: RankGroup) -> Any:
+        return ModelParallelConfig(
+            tensor_model_parallel_size=group.size, use_cpu_initialization=True, perform_initialization=False
+        )
+
+    class ByOutput(layers.ColumnParallelLinear):
+        # Without this, state dicts hold an empty `_extra_state` for every layer.
+        get_extra_state = nn.Module.get_extra_state
+
+        def __init__(self, inputs: int, outputs: int, group: RankGroup, shares_input: bool) -> None:
+            super().__init__(
+                inputs,
+                outputs,
+                config=config(group),
+                init_method=None,
+                gather_output=False,
+                disable_grad_reduce=shares_input,
+                tp_group=group.handle,
+            )
+            _mark_as_split(self.weight, 0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)[0]
+
+    class ByInput(layers.RowParallelLinear):
+        get_extra_state = nn.Module.get_extra_state
+
+        def __init__(self, inputs: int, outputs: int, group: RankGroup) -> None:
+            super().__init__(
+                inputs,
+                outputs,
+                config=config(group),
+                init_method=None,
+                bias=True,
+                input_is_parallel=True,
+                skip_bias_add=False,
+                tp_group=group.handle,
+            )
+            _mark_as_split(self.weight, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # Megatron-core 0.16.1 returns a non-contiguous output without summing it.
+            return super().forward(x.contiguous())[0]
+
+    return ByOutput, ByInput
+
+
+def _mark_as_split(weight: Any, dim: int) -> None:
+    """Set what DeepSpeed's gradient norm reads; Megatron-core 0.16.1 sets it only where it draws the initial values."""
+    weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, dim, 1

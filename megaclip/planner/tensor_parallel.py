@@ -1,0 +1,97 @@
+"""Compare a run with tensor parallelism with the same run without it.
+
+Tensor parallelism pays where a model's states do not fit otherwise, or where links between hosts are slow. Elsewhere
+ZeRO needs less time, because the towers wait for every sum over a tensor-parallel group.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from megaclip.planner.cluster import Cluster
+from megaclip.planner.search import fits
+from megaclip.planner.step_time import plan_time
+from megaclip.planner.workload import Workload
+
+
+class Alternative(NamedTuple):
+    """A run without tensor parallelism, and its settings as text."""
+
+    settings: str
+    workload: Workload
+    seconds: float
+
+
+def tensor_parallel_verdict(workload: Workload, cluster: Cluster) -> str | None:
+    """Return a sentence with the fastest run without tensor parallelism, if that fits and is faster.
+
+    None: the run has no tensor parallelism, it requires it, it is faster with it, or it does not fit itself.
+    """
+    if workload.tensor_ranks == 1 or not fits(workload, cluster):
+        return None
+    best, seconds = fastest_without(workload, cluster), plan_time(workload, cluster).total
+    if best is None or best.seconds >= seconds:
+        return None
+    return (
+        f"megaclip.tensor_parallel_size {workload.tensor_ranks}: {best.settings} without it fits too and is planned at "
+        f"{best.seconds:.3g} s per step instead of {seconds:.3g} s"
+    )
+
+
+def fastest_without(workload: Workload, cluster: Cluster) -> Alternative | None:
+    """Return the fastest run without tensor parallelism that fits; None if none fits.
+
+    It has the same contrastive batch on the same GPUs. It may use ZeRO-1, 2 or 3, chunks of as many rows per GPU or per
+    pass of the towers. At ZeRO-2 and 3 it may reduce the gradients of every chunk instead of once per step.
+    """
+    planned = [
+        Alternative(settings, one, plan_time(one, cluster).total)
+        for settings, one in _without(workload)
+        if fits(one, cluster)
+    ]
+    return min(planned, key=lambda one: one.seconds, default=None)
+
+
+def _without(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    batch, ranks = workload.batch, workload.tensor_ranks
+    captions = workload.megaclip.text_micro_batch_size is not None
+    whole = workload.with_megaclip(tensor_parallel_size=1)
+    for factor in (ranks, 1):
+        rows, text_rows = factor * batch.micro_batch, factor * batch.text_micro_batch
+        if batch.local_batch % rows or batch.local_batch % text_rows:
+            continue
+        chunked = whole.with_batch(micro_batch=rows, text_micro_batch=text_rows if captions else None)
+        changed = [] if factor == ranks else [f"train_micro_batch_size_per_gpu {rows}"]
+        if changed and captions:
+            changed.append(f"megaclip.text_micro_batch_size {text_rows}")
+        for stage in (1, 2, 3):
+            if stage < 3 and "nvme" in (workload.offload_optimizer, workload.offload_parameters):
+                continue
+            if stage == 1 and workload.bf16 and workload.gradient_bytes == 4:  # refused (megaclip.config.checks)
+                continue
+            yield _settings(stage, changed), _at_stage(chunked, stage)
+            if workload.coalesces and stage > 1:
+                reducing = [*changed, "megaclip.coalesce_gradient_reduction false"]
+                if workload.bf16 and not workload.accumulates_in_bf16:
+                    reducing.append('data_types.grad_accum_dtype "fp32"')
+                yield _settings(stage, reducing), _at_stage(_reducing_all(chunked), stage)
+
+
+def _settings(stage: int, changed: list[str]) -> str:
+    return f"ZeRO-{stage}" + (f" ({', '.join(changed)})" if changed else "")
+
+
+def _reducing_all(workload: Workload) -> Workload:
+    """Return the workload with gradients reduced after every chunk, added up in the dtype they have been added in."""
+    whole = workload.with_megaclip(coalesce_gradient_reduction=False)
+    return whole if workload.accumulates_in_bf16 else replace(whole, gradient_bytes=4)
+
+
+def _at_stage(workload: Workload, stage: int) -> Workload:
+    """Return the workload at another ZeRO stage, with overlap_comm as DeepSpeed sets it there by default."""
+    zero = workload.zero
+    return workload.with_zero(
+        stage=stage,
+        overlap_comm=stage == 3 or (bool(zero.overlap_comm) and (stage == 2 or workload.coalesces)),
+        offload_param=zero.offload_param if stage == 3 else None,
+    )

@@ -1,0 +1,234 @@
+"""Training with tensor-parallel towers equals one process on the whole batch.
+
+Four ranks as two replicas of two ranks and as one replica of four ranks, and two ranks as one replica of two. Two AdamW
+steps are compared with `engine_cases.oracle` in float64. All cases of one group size share one launch, because
+DeepSpeed keeps the groups of a process. The last tests prove that the comparison can fail.
+"""
+
+import itertools
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+
+import deepspeed.comm as dist
+import pytest
+import torch
+from torch import Tensor
+
+from megaclip.comm.collectives import gather_integers, gather_objects
+from megaclip.comm.groups import RankGroup
+from megaclip.engine import optimizers
+from megaclip.engine.optimizers import set_learning_rate, update
+from megaclip.models import layers
+from megaclip.models.layers import LayerFactory, split_dim
+from tests.distributed import engine_cases
+from tests.distributed.engine_cases import Case, Outcome, oracle
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_engine import comparisons
+from tests.tolerances import exceeded, unnoticed
+
+pytest.importorskip("megatron.core", reason="tensor parallelism requires megatron-core: pip install megaclip[megatron]")
+
+RANKS = 4
+SHORT = {
+    "zero0 clipped": Case(0, 3, clipping=0.1),
+    "zero1": Case(1, 3, exchange="all_gather", reduction="scalar"),
+    "zero1 clipped": Case(1, 3, clipping=0.1, text_chunks=1),
+    "zero2 clipped, offloaded": Case(2, 3, clipping=0.1, offload="optimizer"),
+    "zero3 clipped": Case(3, 3, clipping=0.1, persistence_threshold=100),
+    "zero3 everything": Case(
+        3, 3, text_chunks=1, offload="all", checkpointing="cpu", coalesce=True, patch_dropout=0.5, clipping=0.1
+    ),
+    "zero0 patch dropout": Case(0, 3, checkpointing="plain", patch_dropout=0.5),
+    "zero3 locked": Case(3, 3, locked="most"),
+    "zero1 siglip": Case(1, 3, loss="siglip"),
+}
+WAYS: dict[str, dict] = {
+    "plain": {},
+    "clipped": {"clipping": 0.1},
+    "checkpointed": {"checkpointing": "plain"},
+    "offloaded": {"offload": "optimizer"},
+    "coalesced": {"coalesce": True},
+    "locked": {"locked": "below", "text_chunks": 1},
+    "patch dropout": {"patch_dropout": 0.5},
+}
+FULL = {
+    f"zero{stage} {way} {loss}": Case(stage, 3, loss=loss, **changes)
+    for stage, (way, changes), loss in itertools.product(range(4), WAYS.items(), ("clip", "siglip"))
+    if stage or way not in ("offloaded", "coalesced")
+}
+LAUNCHES = {(2, 4): SHORT, (4, 4): {name: SHORT[name] for name in ("zero1 clipped", "zero3 everything")}}
+"""(tensor-parallel size, ranks) -> cases of `make test`."""
+LONG_LAUNCHES = {(2, 2): FULL, (2, 4): FULL, (4, 4): FULL}
+
+
+def train_all(size: int, cases: dict[str, Case]) -> dict[str, Outcome | str]:
+    """Return the outcome of every case on this rank, or its traceback."""
+    outcomes: dict[str, Outcome | str] = {}
+    for name, case in cases.items():
+        try:
+            outcomes[name] = engine_cases.train(split(case, size))
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+    return outcomes
+
+
+def split(case: Case, size: int, ranks: int = 0) -> Case:
+    """Return the case with tensor parallelism; ranks: by default those of the job."""
+    return replace(case, tensor_parallel=size, ranks=ranks or dist.get_world_size())
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[tuple[int, int], list[dict[str, Outcome | str]]]:
+    return {(size, ranks): run_ranks(train_all, ranks, size, cases) for (size, ranks), cases in LAUNCHES.items()}
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "name"), [(*launch, name) for launch, cases in LAUNCHES.items() for name in cases]
+)
+def test_two_steps_equal_one_process_on_the_whole_batch(trained, size, ranks, name):
+    expected = oracle(split(LAUNCHES[size, ranks][name], size, ranks))
+    for outcomes in trained[size, ranks]:
+        assert exceeded(comparisons(outcomes[name], expected).values()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("size", "ranks"), LONG_LAUNCHES)
+def test_every_combination_equals_one_process(size, ranks):
+    results = run_ranks(train_all, ranks, size, LONG_LAUNCHES[size, ranks], time_limit_s=1100)
+    wrong = {}
+    for name, case in LONG_LAUNCHES[size, ranks].items():
+        expected = oracle(split(case, size, ranks))
+        for outcomes in results:
+            if problems := exceeded(comparisons(outcomes[name], expected).values()):
+                wrong[name] = problems
+    assert wrong == {}
+
+
+# --- Faults: each is planted on every rank of a training run, and the comparison must see it. ---
+
+
+def _leave_weights_unmarked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(layers, "_mark_as_split", lambda weight, dim: None)
+
+
+def _keep_the_factor_of_own_rows(patch: pytest.MonkeyPatch) -> None:
+    exact = layers._OwnRows.backward
+
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return exact(ctx, gradient)[0] * ctx.group.size, None
+
+    patch.setattr(layers._OwnRows, "backward", staticmethod(backward))
+
+
+def _leave_shared_inputs_unsummed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LayerFactory, "shared_input", lambda self, x: x)
+
+
+def _take_the_local_norm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(optimizers, "sum_over_ranks", lambda value, group: value)
+
+
+def _seed_by_global_rank(patch: pytest.MonkeyPatch) -> None:
+    exact = engine_cases.RandomState
+    patch.setattr(engine_cases, "RandomState", lambda seed, step, replica: exact(seed, step, dist.get_rank()))
+
+
+def _give_a_replica_equal_samples(patch: pytest.MonkeyPatch) -> None:
+    exact = engine_cases.share_of
+    patch.setattr(engine_cases, "share_of", lambda step, rank, ranks=4: exact(step, rank // 2 * 2, ranks))
+
+
+FAULTS: dict[str, tuple[Case, Callable[[pytest.MonkeyPatch], None], str]] = {
+    "weights unmarked": (SHORT["zero1 clipped"], _leave_weights_unmarked, "norm"),
+    "own rows without 1/T": (SHORT["zero1"], _keep_the_factor_of_own_rows, "norm"),
+    "q, k, v without the gradient sum": (SHORT["zero1"], _leave_shared_inputs_unsummed, "parameters"),
+    "ZeRO-0 norm of this rank only": (SHORT["zero0 clipped"], _take_the_local_norm, "norm"),
+    "seeds by global rank": (SHORT["zero0 patch dropout"], _seed_by_global_rank, "parameters"),
+    "a loss over equal samples": (SHORT["zero1"], _give_a_replica_equal_samples, "loss"),
+}
+"""Fault -> the case it is planted in, the fault, and the quantity that must show it."""
+
+
+def train_with_faults() -> dict[str, Outcome]:
+    outcomes = {}
+    for name, (case, plant, _) in FAULTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            outcomes[name] = engine_cases.train(split(case, 2))
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def faulty() -> list[dict[str, Outcome]]:
+    return run_ranks(train_with_faults, RANKS)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_fails_the_comparison(faulty, name):
+    case, _, quantity = FAULTS[name]
+    expected = oracle(split(case, 2, RANKS))
+    assert unnoticed([comparisons(outcomes[name], expected)[quantity] for outcomes in faulty], name) == []
+
+
+# --- Properties of a longer run. ---
+
+
+def twelve_steps() -> dict[str, bool | int | list[str]]:
+    """Train twelve steps at ZeRO-1, then report what the ranks of a replica have in common."""
+    case = split(SHORT["zero1 clipped"], 2)
+    engine = engine_cases.start_engine(case)
+    for step in range(12):
+        engine_cases.backpropagate(engine, case, step)
+        set_learning_rate(engine, 1e-2)
+        update(engine)
+    named = dict(engine.module.named_parameters())
+    part = named["visual.transformer.resblocks.0.mlp.c_fc.weight"]
+    whole = [name for name in named if split_dim(name) is None]
+    bits = torch.cat([named[name].detach().flatten() for name in whole]).view(torch.int32)
+    digest = [int(bits.long().sum()), int((bits.long() * torch.arange(len(bits))).sum())]
+    return {
+        "replicas equal": len(set(map(tuple, gather_integers(digest)))) == 1,
+        "parts differ": len(set(gather_objects(part.sum().item()))) == 2,
+        "state names": sorted(engine.module.state_dict()),
+        "all-reduces": count_all_reduces(""),
+        "all-reduces, checkpointed": count_all_reduces("plain"),
+    }
+
+
+def count_all_reduces(checkpointing: str) -> int:
+    """Return how many sums over the tensor-parallel group one step takes; the text tower is locked."""
+    case = split(Case(1, 3, locked="text", checkpointing=checkpointing), 2)
+    engine = engine_cases.start_engine(case)
+    group: RankGroup = engine.module.tensor
+    calls, exact = [], torch.distributed.all_reduce
+
+    def counting(*arguments, **options):
+        calls.append(options.get("group") is group.handle)
+        return exact(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_reduce", counting)
+        engine_cases.backpropagate(engine, case, 0)
+    return sum(calls)
+
+
+@pytest.fixture(scope="module")
+def after_twelve_steps() -> list[dict]:
+    return run_ranks(twelve_steps, RANKS)
+
+
+def test_whole_parameters_stay_equal_on_all_ranks_bit_for_bit(after_twelve_steps):
+    assert all(found["replicas equal"] and found["parts differ"] for found in after_twelve_steps)
+
+
+def test_state_dicts_hold_no_extra_state(after_twelve_steps):
+    assert not any("_extra_state" in name for found in after_twelve_steps for name in found["state names"])
+
+
+@pytest.mark.parametrize(("kind", "per_block"), [("all-reduces", 6), ("all-reduces, checkpointed", 7)])
+def test_a_block_takes_six_all_reduces_per_chunk(after_twelve_steps, kind, per_block):
+    """Two in each forward pass of the gradient cache and two in the backward pass; recomputation adds one."""
+    image_blocks, text_blocks, chunks = 2, 1, 3
+    expected = chunks * (image_blocks * per_block + text_blocks * 2)  # the locked tower runs forward once
+    assert [found[kind] for found in after_twelve_steps] == [expected] * RANKS

@@ -1,0 +1,73 @@
+"""A run with tensor parallelism trains, evaluates, is killed, and resumes on one rank without tensor parallelism.
+
+It has the same losses and scores as a run of one rank that never stopped.
+"""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.end_to_end.test_resume import Sent, record
+from tests.end_to_end.training_runs import DS_CONFIG, Finished, flags, launch, scalars
+from tests.tolerances import RUN, assert_close
+
+pytest.importorskip("megatron.core", reason="tensor parallelism requires megatron-core: pip install megaclip[megatron]")
+
+STEPS, SAVED, KILLED_AFTER = 6, 3, 4
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Finished]]:
+    """Folder of the runs `serial` (one rank) and `split` (two ranks, killed, then one rank), and how they ended."""
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    evaluation = {"val_data": tiny_run / "held_out" / "*.tar", "zeroshot_data": tiny_run / "zero_shot"}
+    shared = {"train_steps": STEPS, "save_every_steps": SAVED, "eval_every_steps": SAVED, "eval_batch_size": 16}
+
+    def command(name: str, size: int, **changes) -> list[str]:
+        config = {key: value for key, value in DS_CONFIG.items() if key != "gradient_accumulation_steps"}
+        config |= {
+            "train_micro_batch_size_per_gpu": 16,
+            "zero_optimization": {"stage": 1},
+            "megaclip": DS_CONFIG["megaclip"] | {"tensor_parallel_size": size},
+        }
+        path = folder / f"size_{size}.json"
+        path.write_text(json.dumps(config))
+        return flags(tiny_run, path, folder, name=name, force_patch_dropout=0.5, **shared, **evaluation, **changes)
+
+    ends = {"serial": launch(command("serial", 1), ranks=1)}
+    with pytest.raises(RankFailure, match="2 of 2 ranks failed"):
+        kill = Sent(signal.SIGKILL, KILLED_AFTER, ranks=(0, 1))
+        run_ranks(record, 2, command("split", 2), str(folder / "unused"), kill)
+    ends["killed at size 2, resumed at size 1"] = launch(command("split", 1, resume="auto"), ranks=1)
+    ends["size 2"] = launch(command("size 2", 2), ranks=2)
+    return folder, ends
+
+
+def test_every_run_ends_without_an_error(runs):
+    _, ends = runs
+    assert {name: end.exit_code for name, end in ends.items()} == dict.fromkeys(ends, 0), ends
+    assert "dividing a checkpoint of 2 ranks" in ends["killed at size 2, resumed at size 1"].output
+    assert "tensor-parallel size 2" in ends["size 2"].output
+
+
+@pytest.mark.parametrize(("name", "steps"), [("split", range(SAVED + 1, STEPS + 1)), ("size 2", range(1, STEPS + 1))])
+def test_losses_equal_those_of_one_rank(runs, name, steps):
+    folder, _ = runs
+    for scalar in ("loss", "gradient_norm", "logit_scale"):
+        found, expected = (scalars(folder / run)[f"train/{scalar}"] for run in (name, "serial"))
+        for step in steps:
+            assert_close(found[step], expected[step], RUN[scalar], f"{scalar} of step {step}")
+
+
+@pytest.mark.parametrize("name", ["split", "size 2"])
+def test_scores_equal_those_of_one_rank(runs, name):
+    """They count ranks of similarities, so equal features up to rounding give equal scores."""
+    folder, _ = runs
+    found, expected = (scalars(folder / run) for run in (name, "serial"))
+    scores = [key for key in expected if key.startswith("evaluation/")]
+    assert len(scores) >= 8
+    for key in scores:
+        assert found[key][STEPS] == expected[key][STEPS], key
