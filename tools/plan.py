@@ -194,14 +194,17 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
     losses = loss_table(resolve_auto(workload, cluster), peers)
     print(memory_table(plan, cluster), losses, time_table(step, cluster), sep="\n\n")
     print(f"\nlargest batch that fits, all else the same: {largest_batch(workload, cluster):,}")
+    verdict = tensor_parallel_verdict(workload, cluster)
     if not plan.refusals:
         print("this run fits")
-        if verdict := tensor_parallel_verdict(workload, cluster):
+        if verdict:
             print(verdict)
         return 0
     print("this run DOES NOT FIT: " + "; ".join(plan.refusals))
     for change in advice(workload, cluster) or [advice_beyond_settings(workload)]:
         print(f"  it would with {change}")
+    if verdict:
+        print(verdict)
     return 2
 
 
