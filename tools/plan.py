@@ -42,6 +42,7 @@ from megaclip.planner import (
 from megaclip.planner.cluster import GPUS, parse_size, rates_json
 from megaclip.planner.memory import format_bytes, loss_sizes, resolve_auto
 from megaclip.planner.report import loss_table, memory_table, time_table
+from megaclip.planner.tensor_parallel import fastest_without
 from megaclip.planner.workload import EvaluationSets, nvme_paths
 
 _COLOURS = {"MegaCLIP": "#12784a", "open_clip": "#7a8699", "open_clip --accum-freq": "#3d4756", "Inf-CL": "#c0702a"}
@@ -199,6 +200,8 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
         print("this run fits")
         if verdict:
             print(verdict)
+        elif workload.tensor_ranks > 1 and (best := fastest_without(workload, cluster)):
+            print(f"without tensor parallelism: {best.settings} at {best.seconds:.3g} s per step")
         return 0
     print("this run DOES NOT FIT: " + "; ".join(plan.refusals))
     for change in advice(workload, cluster) or [advice_beyond_settings(workload)]:

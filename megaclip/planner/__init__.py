@@ -5,7 +5,8 @@
 
 `workload.py` describes the run, `cluster.py` the machines. `rules.py` has the decisions that the run makes too.
 `towers.py`, `states.py`, `losses.py` and `traffic.py` are the formulas, `memory.py` and `step_time.py` combine them,
-`search.py` finds what fits, `tensor_parallel.py` whether tensor parallelism pays, `report.py` prints the plan. `constants.py` has the measured numbers, with their sources.
+`search.py` finds what fits, `tensor_parallel.py` compares a run with the same run without tensor parallelism, and
+`report.py` prints the plan. `constants.py` has the measured numbers, with their sources.
 """
 
 from megaclip.planner.cluster import Cluster, Rates, describe

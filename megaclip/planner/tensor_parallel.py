@@ -14,7 +14,7 @@ from megaclip.planner.search import fits
 from megaclip.planner.step_time import plan_time
 from megaclip.planner.workload import Workload
 
-_ABOUT = 1.01
+_ABOUT = 1.02
 """Times that differ by less than this factor count as equal."""
 
 
@@ -38,7 +38,9 @@ def tensor_parallel_verdict(workload: Workload, cluster: Cluster) -> str | None:
     if best is None:
         return None
     if not fits(workload, cluster):
-        return f"{setting} does not fit; {best.settings} without it fits and is planned at {best.seconds:.3g} s per step"
+        return (
+            f"{setting} does not fit; {best.settings} without it fits and is planned at {best.seconds:.3g} s per step"
+        )
     if best.seconds >= seconds:
         return None
     return (
