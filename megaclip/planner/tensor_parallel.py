@@ -53,8 +53,9 @@ def fastest_without(workload: Workload, cluster: Cluster) -> Alternative | None:
     """Return the fastest run without tensor parallelism that fits; None if none fits. Of runs that take almost as long,
     it is the one with the lowest ZeRO stage and the fewest other settings.
 
-    It has the same contrastive batch on the same GPUs. It may use ZeRO-1, 2 or 3, chunks of as many rows per GPU or per
-    pass of the towers. At ZeRO-2 and 3 it may reduce the gradients of every chunk instead of once per step.
+    It has the same contrastive batch on the same GPUs, and as many passes over the towers. It may use ZeRO-1, 2 or 3 and
+    chunks of other sizes: larger chunks hide more of ZeRO-3's communication. At ZeRO-2 and 3 it may reduce the
+    gradients of every chunk instead of once per step.
     """
     planned = [
         Alternative(settings, one, plan_time(one, cluster).total)
@@ -69,11 +70,14 @@ def _without(workload: Workload) -> Iterator[tuple[str, Workload]]:
     batch, ranks = workload.batch, workload.tensor_ranks
     captions = workload.megaclip.text_micro_batch_size is not None
     whole = workload.with_megaclip(tensor_parallel_size=1)
-    for stage, factor in itertools.product((1, 2, 3), (ranks, 1)):
+    doublings = [2**power for power in range(batch.accumulation.bit_length())]
+    for stage, factor in itertools.product((1, 2, 3), [ranks, *(one for one in doublings if one != ranks)]):
         rows, text_rows = factor * batch.micro_batch, factor * batch.text_micro_batch
         if batch.local_batch % rows or batch.local_batch % text_rows:
             continue
         chunked = whole.with_batch(micro_batch=rows, text_micro_batch=text_rows if captions else None)
+        if chunked.cached != workload.cached:
+            continue
         changed = [] if factor == ranks else [f"train_micro_batch_size_per_gpu {rows}"]
         if changed and captions:
             changed.append(f"megaclip.text_micro_batch_size {text_rows}")
