@@ -53,9 +53,9 @@ def fastest_without(workload: Workload, cluster: Cluster) -> Alternative | None:
     """Return the fastest run without tensor parallelism that fits; None if none fits. Of runs that take almost as long,
     it is the one with the lowest ZeRO stage and the fewest other settings.
 
-    It has the same contrastive batch on the same GPUs, and as many passes over the towers. It may use ZeRO-1, 2 or 3 and
-    chunks of other sizes: larger chunks hide more of ZeRO-3's communication. At ZeRO-2 and 3 it may reduce the
-    gradients of every chunk instead of once per step.
+    It has the same contrastive batch on the same GPUs, and as many passes over the towers. It may use ZeRO-1, 2 or 3,
+    and chunks of other sizes, because larger chunks hide more of ZeRO-3's communication. At ZeRO-2 and 3 it may reduce
+    the gradients of every chunk instead of once per step.
     """
     planned = [
         Alternative(settings, one, plan_time(one, cluster).total)
