@@ -43,6 +43,7 @@ from megaclip.planner import (
 from megaclip.planner.cluster import GPUS, parse_size, rates_json
 from megaclip.planner.memory import format_bytes, loss_sizes, resolve_auto
 from megaclip.planner.report import loss_table, memory_table, time_table
+from megaclip.planner.tensor_parallel import fastest_without
 from megaclip.planner.workload import EvaluationSets, nvme_paths
 
 _COLOURS = {"MegaCLIP": "#12784a", "open_clip": "#7a8699", "open_clip --accum-freq": "#3d4756", "Inf-CL": "#c0702a"}
@@ -197,14 +198,19 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
     losses = loss_table(resolve_auto(workload, cluster), peers)
     print(memory_table(plan, cluster), losses, time_table(step, cluster), sep="\n\n")
     print(f"\nlargest batch that fits, all else the same: {largest_batch(workload, cluster):,}")
+    verdict = tensor_parallel_verdict(workload, cluster)
     if not plan.refusals:
         print("this run fits")
-        if verdict := tensor_parallel_verdict(workload, cluster):
+        if verdict:
             print(verdict)
+        elif workload.tensor_ranks > 1 and (best := fastest_without(workload, cluster)):
+            print(f"without tensor parallelism: {best.settings} at {best.seconds:.3g} s per step")
         return 0
     print("this run DOES NOT FIT: " + "; ".join(plan.refusals))
     for change in advice(workload, cluster) or [advice_beyond_settings(workload)]:
         print(f"  it would with {change}")
+    if verdict:
+        print(verdict)
     return 2
 
 

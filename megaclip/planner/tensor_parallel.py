@@ -4,6 +4,7 @@ Tensor parallelism pays where a model's states do not fit otherwise, or where li
 ZeRO needs less time, because the towers wait for every sum over a tensor-parallel group.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,6 +13,9 @@ from megaclip.planner.cluster import Cluster
 from megaclip.planner.search import fits
 from megaclip.planner.step_time import plan_time
 from megaclip.planner.workload import Workload
+
+_ABOUT = 1.02
+"""Times that differ by less than this factor count as equal."""
 
 
 class Alternative(NamedTuple):
@@ -25,56 +29,68 @@ class Alternative(NamedTuple):
 def tensor_parallel_verdict(workload: Workload, cluster: Cluster) -> str | None:
     """Return a sentence with the fastest run without tensor parallelism, if that fits and is faster.
 
-    None: the run has no tensor parallelism, it requires it, it is faster with it, or it does not fit itself.
+    None: the run has no tensor parallelism, it requires it, or it is faster with it.
     """
-    if workload.tensor_ranks == 1 or not fits(workload, cluster):
+    if workload.tensor_ranks == 1:
         return None
     best, seconds = fastest_without(workload, cluster), plan_time(workload, cluster).total
-    if best is None or best.seconds >= seconds:
+    setting = f"megaclip.tensor_parallel_size {workload.tensor_ranks}"
+    if best is None:
+        return None
+    if not fits(workload, cluster):
+        return (
+            f"{setting} does not fit; {best.settings} without it fits and is planned at {best.seconds:.3g} s per step"
+        )
+    if best.seconds >= seconds:
         return None
     return (
-        f"megaclip.tensor_parallel_size {workload.tensor_ranks}: {best.settings} without it fits too and is planned at "
-        f"{best.seconds:.3g} s per step instead of {seconds:.3g} s"
+        f"{setting}: {best.settings} without it fits too and is planned at {best.seconds:.3g} s per step instead of "
+        f"{seconds:.3g} s"
     )
 
 
 def fastest_without(workload: Workload, cluster: Cluster) -> Alternative | None:
-    """Return the fastest run without tensor parallelism that fits; None if none fits.
+    """Return the fastest run without tensor parallelism that fits; None if none fits. Of runs that take almost as long,
+    it is the one with the lowest ZeRO stage and the fewest other settings.
 
-    It has the same contrastive batch on the same GPUs. It may use ZeRO-1, 2 or 3, chunks of as many rows per GPU or per
-    pass of the towers. At ZeRO-2 and 3 it may reduce the gradients of every chunk instead of once per step.
+    It has the same contrastive batch on the same GPUs, and as many passes over the towers. It may use ZeRO-1, 2 or 3,
+    and chunks of other sizes, because larger chunks hide more of ZeRO-3's communication. At ZeRO-2 and 3 it may reduce
+    the gradients of every chunk instead of once per step.
     """
     planned = [
         Alternative(settings, one, plan_time(one, cluster).total)
         for settings, one in _without(workload)
         if fits(one, cluster)
     ]
-    return min(planned, key=lambda one: one.seconds, default=None)
+    least = min((one.seconds for one in planned), default=0.0)
+    return next((one for one in planned if one.seconds <= _ABOUT * least), None)
 
 
 def _without(workload: Workload) -> Iterator[tuple[str, Workload]]:
     batch, ranks = workload.batch, workload.tensor_ranks
     captions = workload.megaclip.text_micro_batch_size is not None
     whole = workload.with_megaclip(tensor_parallel_size=1)
-    for factor in (ranks, 1):
+    doublings = [2**power for power in range(batch.accumulation.bit_length())]
+    for stage, factor in itertools.product((1, 2, 3), [ranks, *(one for one in doublings if one != ranks)]):
         rows, text_rows = factor * batch.micro_batch, factor * batch.text_micro_batch
         if batch.local_batch % rows or batch.local_batch % text_rows:
             continue
         chunked = whole.with_batch(micro_batch=rows, text_micro_batch=text_rows if captions else None)
+        if chunked.cached != workload.cached:
+            continue
         changed = [] if factor == ranks else [f"train_micro_batch_size_per_gpu {rows}"]
         if changed and captions:
             changed.append(f"megaclip.text_micro_batch_size {text_rows}")
-        for stage in (1, 2, 3):
-            if stage < 3 and "nvme" in (workload.offload_optimizer, workload.offload_parameters):
-                continue
-            if stage == 1 and workload.bf16 and workload.gradient_bytes == 4:  # refused (megaclip.config.checks)
-                continue
-            yield _settings(stage, changed), _at_stage(chunked, stage)
-            if workload.coalesces and stage > 1:
-                reducing = [*changed, "megaclip.coalesce_gradient_reduction false"]
-                if workload.bf16 and not workload.accumulates_in_bf16:
-                    reducing.append('data_types.grad_accum_dtype "fp32"')
-                yield _settings(stage, reducing), _at_stage(_reducing_all(chunked), stage)
+        if stage < 3 and "nvme" in (workload.offload_optimizer, workload.offload_parameters):
+            continue
+        if stage == 1 and workload.bf16 and workload.gradient_bytes == 4:  # refused (megaclip.config.checks)
+            continue
+        yield _settings(stage, changed), _at_stage(chunked, stage)
+        if workload.coalesces and stage > 1:
+            reducing = [*changed, "megaclip.coalesce_gradient_reduction false"]
+            if workload.bf16 and not workload.accumulates_in_bf16:
+                reducing.append('data_types.grad_accum_dtype "fp32"')
+            yield _settings(stage, reducing), _at_stage(_reducing_all(chunked), stage)
 
 
 def _settings(stage: int, changed: list[str]) -> str:

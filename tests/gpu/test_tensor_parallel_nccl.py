@@ -31,8 +31,8 @@ pytestmark = pytest.mark.gpu
 BATCH, CHUNKS = 64, 2
 
 
-def train(size: int, stage: int, steps: int) -> tuple[list[float], list[float], bool]:
-    """Train a ViT-B/32 on random pixels; losses, norms, and whether whole parameters are equal on all ranks."""
+def train(size: int, stage: int, steps: int, model: str = "ViT-B-32") -> tuple[list[float], list[float], bool]:
+    """Train on random pixels and tokens; losses, norms, and whether whole parameters are equal on all ranks."""
     config = {
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": CHUNKS,
@@ -47,15 +47,16 @@ def train(size: int, stage: int, steps: int) -> tuple[list[float], list[float], 
         path.write_text(json.dumps(config))
         training = load_training_config(path)
     arguments = parse_arguments(["--deepspeed_config", "x", "--model", "x", "--train-data", "x"])
-    engine = build_engine(training, arguments, load_model_config("ViT-B-32"))
+    model_config = load_model_config(model)
+    engine = build_engine(training, arguments, model_config)
+    side, text = model_config.vision_cfg.image_size, model_config.text_cfg
     scale, rank, ranks = LogitScale(engine, 100.0), group_rank(), group_size()
-    feed = DeviceFeed(engine.device, torch.bfloat16, ImageTransform(224).normalise)
+    feed = DeviceFeed(engine.device, torch.bfloat16, ImageTransform(side).normalise)
     losses, norms = [], []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step % 10)  # ten batches, so that there is something to learn
-        pixels = torch.randint(256, (BATCH, 3, 224, 224), generator=generator, dtype=torch.uint8)
-        words = torch.randint(1, 49000, (BATCH, 20), generator=generator)
-        tokens = torch.cat([words, torch.full((BATCH, 1), 49407), torch.zeros(BATCH, 56, dtype=torch.int64)], dim=1)
+        pixels = torch.randint(256, (BATCH, 3, side, side), generator=generator, dtype=torch.uint8)
+        tokens = torch.randint(1, text.vocab_size, (BATCH, text.context_length), generator=generator)
         batch = MemoryBatch(pixels[rank::ranks].chunk(CHUNKS), tokens[rank::ranks], feed, text_chunks=CHUNKS)
         random_state = RandomState(0, step, rank // size)
         losses.append(accumulate_gradients(engine, ClipLoss(), batch, scale.read(), random_state, coalesce=True))

@@ -163,13 +163,31 @@ def test_flags_that_describe_another_machine_are_refused_with_here(flag: str) ->
         plan_here(flag, "h100" if flag == "--gpu" else "1GiB")
 
 
-def test_tensor_parallelism_is_refused_until_the_trainer_has_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("size", "code", "text"),
+    [
+        ("2", 0, "1304.4 M on each of 2 tensor-parallel ranks"),
+        ("2", 0, "megaclip.tensor_parallel_size 2: ZeRO-1 without it fits too"),
+        ("3", 1, "megaclip.tensor_parallel_size 3 does not divide the 16 attention heads of a tower"),
+        ("8", 1, "megaclip.tensor_parallel_size 8 does not divide the 20 attention heads of a tower"),
+        ("0", 1, "tensor_parallel_size"),
+    ],
+)
+def test_tensor_parallelism_is_planned_or_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], size: str, code: int, text: str
 ) -> None:
-    command = ["plan.py", "--deepspeed_config", "c.json", "--model", "ViT-B-32", "--tensor-parallel", "2"]
+    shipped = Path(__file__).parents[2] / "ds_configs" / "tensor_parallel.json"
+    command = ["plan.py", "--deepspeed_config", str(shipped), "--model", "ViT-bigG-14", "--tensor-parallel", size]
     monkeypatch.setattr(sys, "argv", command)
-    assert plan.main() == 1
-    assert "--tensor-parallel 2: the trainer has no tensor parallelism yet" in capsys.readouterr().err
+    assert plan.main() == code
+    printed = capsys.readouterr()
+    assert text in (printed.err if code else printed.out)
+
+
+def test_tensor_parallelism_that_does_not_pay_is_logged(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = "megaclip.tensor_parallel_size 2: ZeRO-2 without it fits too"
+    monkeypatch.setattr(preflight, "tensor_parallel_verdict", lambda workload, cluster: verdict)
+    assert f"warning {verdict}" in start("139GiB")
 
 
 def test_offload_to_another_disk_is_measured_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
