@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.errors import ConfigError
-from megaclip.models import ModelConfig, list_models, load_model_config
+from megaclip.models import ClipModel, ModelConfig, list_models, load_model_config
 
-DEMO_PRESETS = {"demo-tiny"}
+OWN_PRESETS = {"demo-tiny", "ViT-5B-14", "ViT-18B-14"}
 
 
 def description(**changes):
@@ -22,7 +23,7 @@ def description(**changes):
     return base
 
 
-@pytest.mark.parametrize("name", sorted(set(list_models()) - DEMO_PRESETS))
+@pytest.mark.parametrize("name", sorted(set(list_models()) - OWN_PRESETS))
 def test_preset_equals_open_clips_description(name):
     theirs = import_open_clip().get_model_config(name)
     ours = load_model_config(name).to_open_clip()
@@ -36,6 +37,17 @@ def test_all_documented_presets_exist():
     towers = ["ViT-B-32", "ViT-B-16", "ViT-L-14"]
     larger = ["ViT-L-14-336", "ViT-H-14", "ViT-g-14", "ViT-bigG-14", "demo-tiny"]
     assert set(towers + [f"{name}-quickgelu" for name in towers] + larger) <= set(list_models())
+
+
+@pytest.mark.parametrize(("name", "billions"), [("ViT-5B-14", 5.0), ("ViT-18B-14", 17.6)])
+def test_large_presets_have_the_image_tower_that_their_name_promises(name, billions):
+    """Their heads and MLP widths divide by 8, so that 8 tensor-parallel ranks can share a layer."""
+    config = load_model_config(name)
+    with torch.device("meta"):
+        model = ClipModel(config)
+    assert sum(p.numel() for p in model.visual.parameters()) / 1e9 == pytest.approx(billions, abs=0.05)
+    for tower in (config.vision_cfg, config.text_cfg):
+        assert tower.heads % 8 == 0 and int(tower.width * tower.mlp_ratio) % 8 == 0
 
 
 @pytest.mark.parametrize(
