@@ -24,10 +24,11 @@ from megaclip.models.layers import LayerFactory, split_dim
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import Case, Outcome, oracle
 from tests.distributed.harness import run_ranks
+from tests.distributed.megatron_mark import MEGATRON
 from tests.distributed.test_engine import comparisons
 from tests.tolerances import exceeded, unnoticed
 
-pytest.importorskip("megatron.core", reason="tensor parallelism requires megatron-core: pip install megaclip[megatron]")
+pytestmark = MEGATRON
 
 RANKS = 4
 SHORT = {

@@ -18,10 +18,11 @@ from megaclip.checkpoint.reshard import load_resharded
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import STEPS, Case
 from tests.distributed.harness import run_ranks
+from tests.distributed.megatron_mark import MEGATRON
 from tests.distributed.test_reshard import State, start, state_of, train_step
 from tests.tolerances import ENGINE, assert_close
 
-pytest.importorskip("megatron.core", reason="tensor parallelism requires megatron-core: pip install megaclip[megatron]")
+pytestmark = MEGATRON
 
 TAG = f"step_{STEPS:08d}"
 SAVED = {

@@ -61,7 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: ClipModel) -> Path:
     step = checkpoints / "step_00000007"
     step.mkdir(parents=True)
     write_model_card(checkpoints / "model", CONFIG, OPENAI_PREPROCESS)
-    torch.save({"module": model.state_dict()}, step / "mp_rank_00_model_states.pt")
+    counters = {"global_steps": 7, "global_samples": 0, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
+    torch.save({"module": model.state_dict(), **counters}, step / "mp_rank_00_model_states.pt")
     (step / "state.json").write_text("{}")
     (checkpoints / "latest").write_text(step.name)
     members = [
