@@ -34,7 +34,7 @@ SHORT_TESTS = ["tests/unit/test_tiles.py", "tests/distributed/test_clip_loss.py"
 
 @dataclass(frozen=True)
 class Setting:
-    """What the environment of the tests changes."""
+    """Environment variables of the tests."""
 
     variables: dict[str, str] = field(default_factory=dict)
     threads: int = 1

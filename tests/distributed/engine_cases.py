@@ -77,7 +77,7 @@ class Case:
     embeddings_on_cpu: bool = False
     bf16: bool = False
     check_overflow: bool = True
-    """Whether DeepSpeed checks bf16 gradients (bf16.check_grad_overflow)."""
+    """bf16.check_grad_overflow: DeepSpeed's own check of bf16 gradients."""
     grad_accum_dtype: str | None = None
     checkpointing: str = ""
     """"", "plain" or "cpu"."""
@@ -85,7 +85,7 @@ class Case:
     """"", "optimizer" or "all" (parameters too)."""
     coalesce: bool = False
     overlap: bool = False
-    """Whether gradients are reduced during the backward pass (zero_optimization.overlap_comm)."""
+    """zero_optimization.overlap_comm: reduce gradients during the backward pass."""
     patch_dropout: float = 0.0
     clipping: float = 0.0
     locked: str = ""

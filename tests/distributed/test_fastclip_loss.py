@@ -235,7 +235,7 @@ def resume_all(saved: list[list]) -> list:
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 2), (3, 2), (1, 3)])
 def test_resume_is_exact_at_any_world_size(saved_by, loaded_by):
-    """The same number of ranks gives the same bits; other numbers of ranks give losses within the bound.
+    """Resume on as many ranks to the same bits; other numbers of ranks give losses within the bound.
 
     Bits are compared on the same machine only, with the same instruction set and number of threads.
     """
