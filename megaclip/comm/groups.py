@@ -1,4 +1,4 @@
-"""Process groups. This is the only module that looks up a group.
+"""Process groups. Only this module and `parallelism.py` look up groups.
 
 Every function that communicates takes a keyword `group`: a process group of deepspeed.comm or torch.distributed, or
 None for all ranks of the job. `resolve` turns it into a `RankGroup` with this process's rank, the size of the group and
