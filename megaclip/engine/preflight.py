@@ -1,7 +1,8 @@
 """Plan a run before it starts, and refuse it if it does not fit this machine.
 
 `plan_run` compares the planner's formulas with the memory that is free now, and decides where the run keeps a step's
-images and its embeddings. The run uses that plan and does not decide again, so its log and its behaviour agree.
+images and its embeddings. The run keeps them there. The loss chooses exchange and reduction later
+(`megaclip.losses.plan.make_plan`).
 
 A run that does not fit is refused on GPUs. On CPUs it starts with a warning, because other programs share the memory
 and may free it. On both a run is refused if shared memory is too small for its loader, or if a step's images do not fit

@@ -4,8 +4,8 @@ SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 to one rank is enough. After each step all r
 received (`StopSignals.received_by_any_rank`). If any rank has received one, all ranks save a checkpoint and exit.
 
 - A second signal of the same kind ends a rank at once, without saving. A second SIGUSR1 has no effect.
-- The ranks of other hosts may receive the same signal later. A first signal has no effect on a rank that is saving
-  already or has completed its last step. The exception is SIGTERM when another rank of the host has already exited.
+- The ranks of other hosts may receive the same signal later. A rank that is saving or has completed its last step
+  ignores a first signal. SIGTERM still ends it if another rank of its host has exited.
 
 The exit code is 128 + the number of the signal, as in a shell. Exit code 0 means that the run has trained to its end.
 A scheduler can therefore decide by the exit code whether it must resume the run. The deepspeed launcher, `pdsh -S` and

@@ -11,10 +11,10 @@ arithmetic. `choose_way` resolves "auto" by a cost model:
 - In a run `make_plan` calls it with measured rates, which are the same on every rank, and logs the result once.
 - The planner calls it with the rates of a described cluster.
 
-A ring sends features while tiles are computed. Between hosts the network cards send them, and the exchange takes no
-additional time. Between GPUs of one host NCCL sends them with the GPU's own multiprocessors, which the tiles then lack.
-A matrix product that needs all multiprocessors then takes a second round: on four H200s a kernel of 0.19 ms takes
-0.35 ms during an exchange. So the exchange saves no time there, and the ring only saves memory.
+A ring sends features while tiles are computed. Between hosts the network cards send them during the computation, and
+the loss takes the longer of both times. Between GPUs of one host NCCL sends them with the GPU's own multiprocessors,
+which the tiles then lack. A matrix product that needs all multiprocessors then takes a second round: on four H200s a
+kernel of 0.19 ms takes 0.35 ms during an exchange. So between GPUs of one host the ring saves memory but no time.
 
 `megaclip.losses.costs` has the operations and bytes of each loss. An all_gather whose features and gradients would take
 more than half of the free memory is not chosen.
