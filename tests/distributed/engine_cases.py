@@ -162,7 +162,7 @@ UNLOCKED_GROUPS = {"most": 1, "below": 2}
 
 def trains(name: str, locked: str) -> bool:
     """Return whether the parameter is trained under --lock-image and --lock-text, as `Case.locked` sets them."""
-    if name == "logit_scale" or not locked:
+    if name in ("logit_scale", "logit_bias") or not locked:
         return True
     if locked in UNLOCKED_GROUPS:
         last = ("visual.ln_post.", "visual.transformer.resblocks.1.", "text.ln_final.", "text.transformer.resblocks.0.")

@@ -22,7 +22,7 @@ from tests.distributed.megatron_mark import MEGATRON
 from tests.distributed.test_reshard import State, start, state_of, train_step
 from tests.tolerances import ENGINE, assert_close
 
-pytestmark = MEGATRON
+pytestmark = [MEGATRON, pytest.mark.long]
 
 TAG = f"step_{STEPS:08d}"
 SAVED = {

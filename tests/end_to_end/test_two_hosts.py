@@ -83,6 +83,7 @@ def test_losses_through_pdsh_equal_those_of_one_host(
     assert_close(losses(tmp_path), losses_of_one_host, RUN["loss"])
 
 
+@pytest.mark.long
 def test_losses_without_ssh_equal_those_of_one_host(
     hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path, losses_of_one_host: list[float]
 ) -> None:
@@ -125,6 +126,7 @@ def endless_run(
         launcher.wait()
 
 
+@pytest.mark.long
 def test_a_dead_rank_ends_the_others(
     hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path
 ) -> None:
