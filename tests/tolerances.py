@@ -90,8 +90,8 @@ class Comparison:
 _LOGITS = 16 / 12
 ENGINE = {
     "loss": Bound("engine loss", rounding(F32, _LOGITS, 14.3 / 3.2)),
-    # The gradient of log(logit scale) is 1.3 or more in the step where it is largest; its addends are up to 14.3.
-    "scale_gradient": Bound("engine scale gradient", rounding(F32, _LOGITS, 14.3 / 1.3)),
+    # The gradient of log(logit scale) is 0.9 or more in the step where it is largest; its addends are up to 14.3.
+    "scale_gradient": Bound("engine scale gradient", rounding(F32, _LOGITS, 14.3 / 0.9)),
     # Relative for each step. The gradient of the second step is 30 times smaller, because addends cancel.
     "norm": Bound("engine norm", rounding(F32, _LOGITS, 30)),
     # Relative to the largest move. A parameter is rounded to float32 after each of two updates, relative to its value:
