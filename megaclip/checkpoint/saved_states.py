@@ -199,7 +199,7 @@ class SavedStates:
 
 
 def _read_elements(pieces: list[_Piece], start: int, out: torch.Tensor) -> None:
-    """Copy the elements from index `start` on of the pieces, one behind the other, into `out`."""
+    """Copy the elements from index `start` on of the pieces, in order, into `out`."""
     done = 0
     for piece in pieces:
         low, high = max(start, done), min(start + len(out), done + piece.numel)
@@ -211,7 +211,7 @@ def _read_elements(pieces: list[_Piece], start: int, out: torch.Tensor) -> None:
 def _read_columns(
     parts: list[list[_Piece]], shape: torch.Size, group: RankGroup, start: int, out: torch.Tensor
 ) -> None:
-    """Do the same for a matrix that is split by columns: every row has a stretch of each part."""
+    """Copy elements of this rank's columns of a matrix into `out`. Each part has some columns of every row."""
     if not len(out):
         return
     columns = shape[1]

@@ -136,7 +136,7 @@ def raise_on_all_ranks(*, group: Any = None) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as problem:
+    except Exception as problem:  # kept until every rank knows of it; raised again below, on all ranks
         error = problem
     ranks = resolve(group)
     failed = gather_integers([int(error is not None)], group=ranks)

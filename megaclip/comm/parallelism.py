@@ -87,7 +87,7 @@ def _megatron_groups(size: int, world: Any) -> Parallelism:
 class _ModelParallelUnit:
     """Megatron's `parallel_state` under the names that DeepSpeed calls.
 
-    DeepSpeed takes the groups it looks up by other names (`sequence`, `expert`) for absent where the name is absent.
+    DeepSpeed also looks for sequence and expert groups. A run has none, so those names are left out.
     """
 
     def __init__(self) -> None:

@@ -169,7 +169,7 @@ def _apex_layer_norm() -> Any:
 
 @functools.cache
 def _megatron_layers() -> tuple[Any, Any]:
-    """Return the two classes of split layers; Megatron is imported here and nowhere else in this package."""
+    """Return the two classes of split layers; No other function of `megaclip.models` imports Megatron."""
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import layers
 

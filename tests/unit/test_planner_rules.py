@@ -1,4 +1,4 @@
-"""A run does what its plan says: both are given the same situations, and their decisions are compared."""
+"""A run and its plan make the same decisions in the same situations."""
 
 import itertools
 import json
