@@ -173,7 +173,6 @@ class Run:
             device=self.engine.device,
         )
         self.identity = describe_run(inputs, arguments, batch_plan, self.length.total_steps)
-        self.embeddings_on_cpu = memory_plan.embeddings_on_cpu
         self.step = 0
         """Number of optimizer steps done."""
         self.samples_consumed = 0
