@@ -65,12 +65,14 @@ class Method:
         }
 
 
+LIMITED = {"temperature_gradient_limit": 5.0}  # the published limit of v2's temperature gradients
+
 METHODS = {
     "InfoNCE": Method("clip", 5e-4),
     "FastCLIP v0": Method("fastclip_v0", 5e-4, fastclip={"temperature_learning_rate": 5e-3}),
     "FastCLIP v1": Method("fastclip_v1", 5e-4, fastclip={"temperature": 0.1}),
     "FastCLIP v2": Method(
-        "fastclip_v2", 5e-4, fastclip={"rho": 1.0, "temperature": 0.07, "temperature_learning_rate": 2e-3}
+        "fastclip_v2", 5e-4, fastclip=LIMITED | {"rho": 1.0, "temperature": 0.07, "temperature_learning_rate": 2e-3}
     ),
     "FastCLIP v3": Method("fastclip_v3", 5e-4, fastclip={"temperature_learning_rate": 1e-3, "rho": 1.0}),
     # With gamma 1, u is g of the batch, so the difference to FastCLIP v1 is the effect of the memory alone.
@@ -363,8 +365,8 @@ def trials() -> dict[str, Method]:
     """Return the trials on the tuning seed: three per method, four for v2 and v3."""
     low, high = 5e-4, 1e-3
     v0: dict[str, Any] = {"temperature_learning_rate": 1e-3}
-    v2: dict[str, Any] = {"temperature": 0.03, "temperature_learning_rate": 0.0133}  # published
-    milder: dict[str, Any] = {"rho": 1.0, "temperature": 0.07}
+    v2: dict[str, Any] = LIMITED | {"temperature": 0.03, "temperature_learning_rate": 0.0133}  # published
+    milder: dict[str, Any] = LIMITED | {"rho": 1.0, "temperature": 0.07}
     v3: dict[str, Any] = {"temperature_learning_rate": 1e-3}  # rho 6.5, published
     return {
         "InfoNCE, lr 2.5e-4": Method("clip", 2.5e-4),

@@ -88,7 +88,12 @@ def encode(saved: SavedModel, train_data: list[str], samples: int) -> tuple[Tens
     pairs = open_pairs(train_data)
     if len(pairs) != samples:
         raise CheckpointError(f"--train-data has {len(pairs)} samples, but the run was trained on {samples}")
-    encoder = ModelEncoder(saved.model, saved.transform.normalise, device=torch.device("cpu"))
+    encoder = ModelEncoder(
+        saved.model,
+        saved.transform.normalise,
+        device=torch.device("cpu"),
+        cut_captions=saved.model.cut_captions,
+    )
     found: list[tuple[Tensor, Tensor]] = []
     for batch in EvaluationLoader(pairs, saved.transform, saved.tokenizer, batch_size=64):
         assert isinstance(batch, Batch), "pairs have captions"

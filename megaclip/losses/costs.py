@@ -98,7 +98,8 @@ def global_contrastive_traffic(variant: str, exchange: str, reduction: str, size
     Per-sample temperatures (isogclr, fastclip_v2) move three terms of the gradient tile per sample (scale, shift,
     weight), where the others move one, and a scale for the statistics. Their state has four columns to fetch and to
     write back instead of two. State is counted for ids spread evenly over their owners, as random ids are on average:
-    (W-1)/W of the rows move. It includes the int64 ids, which all ranks gather.
+    (W-1)/W of the rows move. It includes the int64 ids, which all ranks gather, and six more int64 per rank: the four
+    that are compared before the exchange, and one for each of two checks that raise on all ranks.
     """
     hops, individual = sizes.hops, VARIANTS[variant].individual
     sums = 4 if VARIANTS[variant].temperature == "global" else 2  # loss and mean of log tau; the temperature's gradient
@@ -106,7 +107,7 @@ def global_contrastive_traffic(variant: str, exchange: str, reduction: str, size
     columns = 4 if individual else 2
     return replace(
         moved,
-        scalars=moved.scalars + hops * (4 + 1) * 8 + _all_reduced(sums, sizes),
+        scalars=moved.scalars + hops * (4 + 2) * 8 + _all_reduced(sums, sizes),
         state=sizes.batch * (8 * hops + 2 * columns * 4 * hops / sizes.world_size),
     )
 

@@ -9,6 +9,11 @@ one rank's rows and one rank's columns.
   gradient of its own features. No gradient travels. Both passes together cost 10 b*B*D operations instead of 8 (per
   rank; a multiplication or an addition is one).
 
+With a payload dtype, the similarities of one block must be equal in both passes, or probabilities do not sum to 1: at
+a scale of 100, a similarity that is rounded in one pass only changes its exponential by up to 22 %. With the reduction
+`feature` x is never rounded, because it never travels. With `scalar` x and y travel, so both are rounded in every block
+and both passes, the rank's own block included.
+
 This module is independent of the loss. Scale, shift and weight come from the caller (docs/mathematics.md): one value
 per row or column, or a number that is equal on all ranks. The positives (row i with column i of the global matrix) are
 left out. Nothing here is differentiable by autograd: call it in the forward and backward of a
@@ -54,6 +59,7 @@ def distributed_stats(
     x, y: local features (b, D). Scales: one value per local row or column (b,), or a number that is equal on all ranks.
     y_all: the result of `gather_columns`.
     """
+    x, y = _as_sent(x, y, plan)
     values = _PerSample((col_scale,))
     if y_all is None:
         return _ring_stats(x, y, row_scale, values, plan)
@@ -72,9 +78,17 @@ def distributed_grads(x: Tensor, y: Tensor, row: Terms, col: Terms, *, plan: Pla
     x, y: local features (b, D). row, col: per local row or column (b,), or numbers that are equal on all ranks. y_all:
     the result of `gather_columns`.
     """
+    x, y = _as_sent(x, y, plan)
     if plan.reduction == "feature":
         return _ring_feature(x, y, row, col, plan) if y_all is None else _gathered_feature(x, y_all, row, col, plan)
     return _ring_scalar(x, y, row, col, plan) if y_all is None else _gathered_scalar(x, y, y_all, row, col, plan)
+
+
+def _as_sent(x: Tensor, y: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Return x and y, rounded to the payload dtype if the features of both sides travel."""
+    if plan.payload is None or plan.reduction == "feature" or plan.ranks.size == 1:
+        return x, y
+    return x.to(plan.payload).to(x.dtype), y.to(plan.payload).to(y.dtype)
 
 
 def _ring_stats(x: Tensor, y: Tensor, row_scale: Scalars, values: _PerSample, plan: Plan) -> tuple[Tensor, Tensor]:

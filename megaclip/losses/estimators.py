@@ -17,6 +17,7 @@ To add an estimator, define its columns and its merge function.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -204,6 +205,26 @@ class SampleState:
         received = rows.new_empty(sum(taken), rows.shape[1])
         work = dist.all_to_all_single(received, rows, taken, given, group=self.ranks.handle, async_op=not wait)
         return received, None if wait else work
+
+
+def mean_per_row(received: Tensor, inverse: Tensor, rows: int) -> Tensor:
+    """Return one row per sample (rows, columns), the mean over its occurrences in the batch.
+
+    The first two columns hold log u, and get the logarithm of the mean of u. The others hold gradients.
+    """
+    if len(received) == rows:
+        new = torch.empty_like(received)
+        new[inverse] = received
+        return new
+    index = inverse[:, None].expand_as(received)
+    count = torch.bincount(inverse, minlength=rows)[:, None].to(received.dtype)
+    log_u = received[:, :2]
+    top = torch.full((rows, 2), -math.inf, dtype=received.dtype, device=received.device)
+    top = top.scatter_reduce(0, index[:, :2], log_u, "amax")
+    top = top.masked_fill(top.isinf(), 0.0)  # u = 0: exp(-inf - 0) is 0 again
+    total = torch.zeros_like(top).scatter_add_(0, index[:, :2], (log_u - top[inverse]).exp())
+    rest = received.new_zeros(rows, received.shape[1] - 2).scatter_add_(0, index[:, 2:], received[:, 2:])
+    return torch.cat([top + total.log() - count.log(), rest / count], dim=1)
 
 
 def _upload(tensor: Tensor, device: torch.device) -> Tensor:

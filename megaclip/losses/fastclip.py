@@ -46,16 +46,17 @@ from torch.autograd.function import once_differentiable
 
 from megaclip.comm.collectives import raise_on_all_ranks, sum_over_ranks
 from megaclip.comm.groups import resolve
-from megaclip.errors import CheckpointError, DataError
+from megaclip.errors import CheckpointError, DataError, NonFiniteError
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
-from megaclip.losses.estimators import SampleState, Ticket
+from megaclip.losses.estimators import SampleState, Ticket, mean_per_row
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.plan import Plan
 from megaclip.losses.settings import StandaloneFastClipSettings
 from megaclip.losses.temperature import (
+    PUBLISHED_GRADIENT_LIMIT,
     U_COLUMNS,
     GlobalTemperature,
     individual_columns,
@@ -86,7 +87,7 @@ class FastClipLoss(BatchLoss):
     """A global loss of the table above, with its temperature, its state and their updates.
 
     A step is `loss(image_features, text_features, ids=..., epoch=...)`, `backward()`, `step()`. Only `step()` changes
-    the state and the temperature, so a step that is abandoned changes nothing.
+    the state and the temperature, so a step that is abandoned before it changes nothing.
 
     variant: a key of `VARIANTS`. samples: number n of samples of the dataset; sample ids are 0 to n-1.
     group: as in `BatchLoss`. state_dtype: dtype of the per-sample state.
@@ -115,6 +116,10 @@ class FastClipLoss(BatchLoss):
         self.gamma_epochs = chosen.gamma_epochs or _GAMMA_EPOCHS
         self.rho = chosen.rho if self.rule.with_rho else 0.0
         self.bounds = (chosen.temperature_min, chosen.temperature_max)
+        limit = chosen.temperature_gradient_limit
+        if limit is None and self.reference:
+            limit = PUBLISHED_GRADIENT_LIMIT
+        self.gradient_limit = limit or math.inf
         self.individual = self.rule.individual
         learnable = self.rule.temperature == "global"
         self.temperature = GlobalTemperature(chosen.temperature, self.bounds, learnable=learnable)
@@ -150,7 +155,8 @@ class FastClipLoss(BatchLoss):
         ids: (b,) int64 ids of the samples, or the result of `fetch` for them.
         epoch: number of epochs done, with their fraction.
 
-        Every rank must call it. Raises DataError, a ValueError, on all ranks for ids or features that do not fit.
+        Every rank must call it. Raises DataError, a ValueError, on all ranks for ids, features or an epoch that do not
+        fit. float16 features are refused, because gradients at a low temperature are below the smallest float16.
         """
         ranks = resolve(self.group)
         own_scale = self.temperature.log_scale.detach().exp()
@@ -158,7 +164,7 @@ class FastClipLoss(BatchLoss):
         if len(image_features) * ranks.size < 2:
             raise DataError("the batch of all ranks is 1 sample, which has no negatives; expected at least 2 samples")
         with raise_on_all_ranks(group=ranks):
-            _check_ids(ids, len(image_features))
+            _check_arguments(image_features, ids, epoch)
         ticket = ids if isinstance(ids, Ticket) else self.fetch(ids)
         plan = self.plan(image_features, ranks, LOSS_COSTS[self.settings.variant], need_dots=self.individual)
         gamma = inner_rate(
@@ -172,26 +178,39 @@ class FastClipLoss(BatchLoss):
         loss = _GlobalContrastive.apply(image_features, text_features, self.temperature.log_scale, plan, step)
         if self.training:
             self._pending = step
+            self.temperature.log_scale.grad = None  # a step that was abandoned after its backward pass leaves one
         if isinstance(logit_scale, Tensor):
             loss = loss + 0.0 * logit_scale.sum()
         return {"contrastive_loss": loss} if output_dict else loss
 
-    def step(self, progress: float = 0.0) -> None:
+    def step(self, steps_done: int | None = None, total_steps: int | None = None) -> None:
         """Write the samples' state back and update the temperature, after the backward pass. Every rank calls it.
 
-        progress: fraction of the training done, from 0 to 1, for the "cosine" schedule of the temperature's learning
-        rate.
+        steps_done: number of steps before this one. total_steps: number of steps of the training. Only the "cosine"
+        schedule of the temperature's learning rate requires them.
+
+        Raises NonFiniteError, on all ranks, if an estimate or a gradient of a temperature is infinite or NaN on any
+        rank. The state and the temperature are then unchanged.
         """
         step = self._pending
         if step is None or not step.ran_backward:
             raise RuntimeError("no backward pass is finished; call loss(...).backward() in training mode before step()")
-        self._pending = None
         chosen = self.settings
-        rate = scheduled_rate(chosen.temperature_learning_rate, chosen.temperature_schedule, self.temperature, progress)
+        rate = scheduled_rate(
+            chosen.temperature_learning_rate,
+            chosen.temperature_schedule,
+            self.temperature,
+            warmup=chosen.temperature_warmup or 0,
+            steps_done=steps_done,
+            total_steps=total_steps,
+        )
+        self._pending = None
+        with raise_on_all_ranks(group=self.state.ranks):
+            self._check_finite(step)
         sent = [step.log_u] if step.temperature_gradient is None else [step.log_u, step.temperature_gradient]
 
         def merge(held: Tensor, received: Tensor, inverse: Tensor) -> Tensor:
-            new = _mean_per_row(received, inverse, len(held))
+            new = mean_per_row(received, inverse, len(held))
             if not self.individual:
                 return new
             temperatures = step_individual(
@@ -201,6 +220,7 @@ class FastClipLoss(BatchLoss):
                 bounds=self.bounds,
                 betas=chosen.temperature_betas,
                 eps=chosen.temperature_eps,
+                gradient_limit=self.gradient_limit,
                 released_epoch=math.floor(step.epoch) if self.reference else None,
             )
             return torch.cat([new[:, :2], temperatures], dim=1)
@@ -210,6 +230,18 @@ class FastClipLoss(BatchLoss):
             self.temperature.step(rate, chosen.temperature_betas, chosen.temperature_eps)
         elif self.individual:
             self.temperature.log_scale.copy_(step.mean_log_scale)
+
+    def _check_finite(self, step: "_Step") -> None:
+        """Raise NonFiniteError if an estimate or a gradient of a temperature of this rank is infinite or NaN."""
+        finite = step.log_u.isfinite().all()
+        gradient = step.temperature_gradient if self.individual else self.temperature.log_scale.grad
+        if gradient is not None:
+            finite = finite & gradient.isfinite().all().to(finite.device)
+        if not finite:
+            raise NonFiniteError(
+                "an estimate u or the gradient of a temperature is infinite or NaN; step() has changed nothing: skip "
+                "this step, and check the features and the loss scale"
+            )
 
     @property
     def log_scale(self) -> Tensor:
@@ -243,7 +275,16 @@ class FastClipLoss(BatchLoss):
         self.state.load_state_dicts(samples())
 
 
-def _check_ids(ids: Tensor | Ticket, rows: int) -> None:
+def _check_arguments(features: Tensor, ids: Tensor | Ticket, epoch: float) -> None:
+    """Raise DataError unless the dtype of the features, their ids and the epoch are accepted."""
+    if features.dtype == torch.float16:
+        raise DataError(
+            "the features are torch.float16, in which gradients at a low temperature become 0; expected bfloat16, "
+            "float32 or float64: convert them, for example with .float()"
+        )
+    if not 0 <= epoch < math.inf:
+        raise DataError(f"epoch is {epoch}; expected the number of epochs done, 0 or more")
+    rows = len(features)
     ids = ids.ids if isinstance(ids, Ticket) else ids
     if ids.shape != (rows,) or ids.dtype != torch.int64:
         raise DataError(f"ids are {tuple(ids.shape)} {ids.dtype}; expected one int64 sample id per row, ({rows},)")
@@ -356,23 +397,3 @@ def _global_gradient(loss: FastClipLoss, plan: Plan, dots: Tensor, log_u: Tensor
     through_g, mean_log_u = sum_over_ranks(local, group=plan.ranks)
     own = -tau * (mean_log_u + 2 * loss.rho) if loss.rule.multiplied else 0.0 * tau
     return 2 * through_g + own / 2 if loss.reference else through_g + own
-
-
-def _mean_per_row(received: Tensor, inverse: Tensor, rows: int) -> Tensor:
-    """Return one row per sample (rows, columns), the mean over its occurrences in the batch.
-
-    The first two columns hold log u, and get the logarithm of the mean of u. The others hold gradients.
-    """
-    if len(received) == rows:
-        new = torch.empty_like(received)
-        new[inverse] = received
-        return new
-    index = inverse[:, None].expand_as(received)
-    count = torch.bincount(inverse, minlength=rows)[:, None].to(received.dtype)
-    log_u = received[:, :2]
-    top = torch.full((rows, 2), -math.inf, dtype=received.dtype, device=received.device)
-    top = top.scatter_reduce(0, index[:, :2], log_u, "amax")
-    top = top.masked_fill(top.isinf(), 0.0)  # u = 0: exp(-inf - 0) is 0 again
-    total = torch.zeros_like(top).scatter_add_(0, index[:, :2], (log_u - top[inverse]).exp())
-    rest = received.new_zeros(rows, received.shape[1] - 2).scatter_add_(0, index[:, 2:], received[:, 2:])
-    return torch.cat([top + total.log() - count.log(), rest / count], dim=1)

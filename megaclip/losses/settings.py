@@ -31,7 +31,8 @@ class LossSettings(BaseModel):
 
     payload: Literal["auto", "bf16"] = "auto"
     """Format of features and their gradients between ranks: "auto" is the features' dtype and float32 gradients, "bf16"
-    rounds both to bfloat16. Sums stay float32."""
+    rounds both to bfloat16. With the reduction "scalar" the statistics and the gradients of InfoNCE and the global
+    losses then use rounded features of both sides. Sums stay float32."""
 
     implementation: Implementation = DEFAULT_OPTIONS.implementation
     """Implementation of the tiles: "auto" selects Triton on a GPU and PyTorch elsewhere."""
@@ -82,8 +83,13 @@ class FastClipSettings(BaseModel):
     published code does, and otherwise each tau itself."""
 
     temperature_schedule: Literal["constant", "cosine", "threshold"] = "constant"
-    """Schedule of that learning rate: "cosine" falls to 0 over the training, "threshold" divides it by three while tau
-    is at or below 0.03. "threshold" requires one global temperature."""
+    """Schedule of that learning rate: "cosine" rises over temperature_warmup steps and then falls to 0 over the rest of
+    the training, "threshold" divides it by three while tau is at or below 0.03. "threshold" requires one global
+    temperature."""
+
+    temperature_warmup: int | None = Field(default=None, ge=0)
+    """Number of steps over which the schedule "cosine" raises that learning rate from 0. Default: --warmup of a run,
+    and 0 for `FastClipLoss` in another trainer."""
 
     temperature_betas: tuple[_Decay, _Decay] = Field(default=(0.9, 0.999), strict=False)
     """Decay rates of the two moments of that Adam."""
@@ -91,11 +97,16 @@ class FastClipSettings(BaseModel):
     temperature_eps: float = Field(default=1e-8, gt=0)
     """The eps of that Adam."""
 
+    temperature_gradient_limit: float | None = Field(default=None, ge=0)
+    """Largest absolute gradient of a per-sample temperature. Larger gradients are reduced to it before Adam. 0 is no
+    limit. Default: 5 with compat "reference", as in the published code, and 0 with "paper"."""
+
     compat: Literal["paper", "reference"] = "paper"
     """"reference" scales gradients as the published code does, for hyper-parameters that were tuned with it. Feature
     gradients are halved and carry no tau (v3 keeps it). The temperature gradient of v3 is halved except for the part
-    through g, and the part through g of v0 is not halved. The temperature gradient uses log u instead of log(eps+u),
-    and the Adam of per-sample temperatures counts epochs. The loss value is equal in both."""
+    through g, and the part through g of v0 is not halved. The gradient of a global temperature uses log u instead
+    of log(eps+u). The Adam of per-sample temperatures counts epochs, and its gradients are limited. The loss value is
+    equal in both. docs/fastclip.md lists the remaining differences between "reference" and the published code."""
 
     state_device: Literal["cpu", "accelerator"] = "cpu"
     """Device on which each rank keeps the state of its samples."""

@@ -12,20 +12,36 @@ import math
 import torch
 from torch import Tensor, nn
 
-GRADIENT_LIMIT = 5.0
-"""Limit to which gradients of per-sample temperatures are clipped, as in FastCLIP's published code."""
+PUBLISHED_GRADIENT_LIMIT = 5.0
+"""Largest absolute gradient of a per-sample temperature in FastCLIP's published code."""
 
 
-def scheduled_rate(base: float, schedule: str, temperature: GlobalTemperature, progress: float) -> float:
+def scheduled_rate(
+    base: float,
+    schedule: str,
+    temperature: GlobalTemperature,
+    *,
+    warmup: int = 0,
+    steps_done: int | None = None,
+    total_steps: int | None = None,
+) -> float:
     """Return the learning rate of the temperature.
 
     base: learning rate of the "constant" schedule.
-    schedule: "constant"; "cosine", half a cosine from base to 0 over the training; "threshold", a third of base while
-        the temperature is at or below 0.03 (FastCLIP, section 5.1).
-    progress: fraction of the training done, from 0 to 1.
+    schedule: "constant"; "cosine", which rises to base over `warmup` steps and falls to 0 at `total_steps` along half a
+        cosine, as in FastCLIP's published code; "threshold", a third of base while the temperature is at or below 0.03
+        (FastCLIP, section 5.1).
+    steps_done, total_steps: numbers of steps, which "cosine" requires. Raises ValueError if they are missing or wrong.
     """
     if schedule == "cosine":
-        return base * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        if steps_done is None or total_steps is None or not 0 <= steps_done <= total_steps:
+            raise ValueError(
+                f"steps_done is {steps_done} and total_steps is {total_steps}; temperature_schedule 'cosine' requires "
+                "both, with 0 <= steps_done <= total_steps: call step(steps_done, total_steps)"
+            )
+        if steps_done < warmup:
+            return base * (steps_done + 1) / warmup
+        return base * 0.5 * (1 + math.cos(math.pi * (steps_done - warmup) / max(1, total_steps - warmup)))
     if schedule == "threshold" and temperature.value <= 0.03:  # this read waits for the GPU
         return base / 3
     return base
@@ -102,11 +118,13 @@ def step_individual(
     bounds: tuple[float, float],
     betas: tuple[float, float],
     eps: float,
+    gradient_limit: float,
     released_epoch: int | None = None,
 ) -> Tensor:
     """Return the temperature columns (k, 7) after one Adam step. Each sample counts its own steps.
 
     held: the columns before the step (k, 7). gradients: (k, 2).
+    gradient_limit: largest absolute gradient; larger ones are reduced to it. Infinity is no limit.
     released_epoch: the epoch, to use betas and bias correction of FastCLIP's published code. It counts epochs instead
         of steps and uses no momentum in the first epoch. None: the paper's Adam.
     """
@@ -115,7 +133,7 @@ def step_individual(
     if released_epoch is not None:
         counted = torch.full_like(steps, released_epoch + 1)
         betas = betas if released_epoch > 0 else (0.0, 0.0)
-    limited = gradients.clamp(-GRADIENT_LIMIT, GRADIENT_LIMIT)
+    limited = gradients.clamp(-gradient_limit, gradient_limit)
     change, first, second = adam(limited, first, second, counted, betas, eps)
     tau = (tau - learning_rate * change).clamp(*bounds)
     return torch.cat([tau, first, second, steps], dim=1)

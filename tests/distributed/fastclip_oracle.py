@@ -121,7 +121,7 @@ class Oracle:
                     # Autograd returns the sum over occurrences of 1/B times each; the update requires their mean.
                     gradient = next(rest) * len(ids) / len(at)
                     tau = self.tau[sample, side]
-                    tau.grad = gradient.clamp(-5, 5)
+                    tau.grad = gradient
                     self.adams[sample, side].step()
                     tau.clamp_(*BOUNDS)
         if learned(self.variant):

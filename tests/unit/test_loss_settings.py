@@ -39,13 +39,16 @@ def test_every_setting_of_the_section_reaches_the_loss() -> None:
         "temperature_schedule": "cosine",
         "temperature_betas": (0.5, 0.6),
         "temperature_eps": 1e-4,
+        "temperature_warmup": 7,
+        "temperature_gradient_limit": 2.0,
         "compat": "reference",
         "state_device": "accelerator",
     }
     assert common.keys() == LossSettings.model_fields.keys() and own.keys() == FastClipSettings.model_fields.keys()
     assert all(own[name] != field.default for name, field in FastClipSettings.model_fields.items())
     section = MegaclipSection(loss="fastclip_v3", fastclip=own, **common)
-    loss = RunLoss(section, samples=9, epochs=2, device=torch.device("cpu"))._loss
+    device = torch.device("cpu")
+    loss = RunLoss(section, samples=9, epochs=2, total_steps=9, warmup=0, device=device)._loss
     expected = {**common, **own, "variant": "fastclip_v3", "samples": 9, "precision": "auto"}
     assert loss.settings.model_dump() == expected
 
@@ -59,6 +62,10 @@ def test_every_setting_of_the_section_reaches_the_loss() -> None:
         ({"precision": "fp8"}, "precision: Input should be"),
         ({"gamma_min": 0}, "gamma_min: Input should be greater than 0"),
         ({"gamma_min": 1.1}, "gamma_min: Input should be less than or equal to 1"),
+        ({"temperature_warmup": -1}, "temperature_warmup: Input should be greater than or equal to 0"),
+        ({"temperature_gradient_limit": -1.0}, "temperature_gradient_limit: Input should be greater than or equal to"),
+        ({"temperature_gradient_limit": float("inf")}, "temperature_gradient_limit: Input should be a finite number"),
+        ({"temperature_betas": (float("nan"), 0.9)}, r"temperature_betas\.0: Input should be"),
         ({"eps": -1e-3}, "eps: Input should be greater than or equal to 0"),
         ({"rho": float("nan")}, "rho: Input should be a finite number"),
         (

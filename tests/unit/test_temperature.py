@@ -1,29 +1,51 @@
 """Compare the updates of the temperatures with formulas: rates, bounds, limits, and the Adam of the released code."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from megaclip.losses.temperature import GRADIENT_LIMIT, GlobalTemperature, scheduled_rate, step_individual
+from megaclip.losses.temperature import GlobalTemperature, scheduled_rate, step_individual
 
 BETAS, EPS, BOUNDS = (0.8, 0.95), 1e-3, (0.05, 0.8)
+OPTIONS: dict[str, Any] = {"bounds": BOUNDS, "betas": BETAS, "eps": EPS, "gradient_limit": math.inf}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "temperature", "progress", "expected"),
+    ("schedule", "temperature", "steps_done", "expected"),
     [
-        ("constant", 0.02, 0.9, 6.0),
-        ("cosine", 0.02, 0.0, 6.0),
-        ("cosine", 0.02, 1 / 3, 4.5),
-        ("cosine", 0.02, 1.1, 0.0),
-        ("threshold", 0.031, 0.9, 6.0),
-        ("threshold", 0.029, 0.0, 2.0),
+        ("constant", 0.02, 27, 6.0),
+        ("cosine", 0.02, 0, 6.0),
+        ("cosine", 0.02, 10, 4.5),
+        ("cosine", 0.02, 30, 0.0),
+        ("threshold", 0.031, 27, 6.0),
+        ("threshold", 0.029, 0, 2.0),
     ],
 )
-def test_the_rate_follows_its_schedule(schedule: str, temperature: float, progress: float, expected: float) -> None:
+def test_the_rate_follows_its_schedule(schedule: str, temperature: float, steps_done: int, expected: float) -> None:
     own = GlobalTemperature(temperature, (0.01, 1.0), learnable=True)
-    assert scheduled_rate(6.0, schedule, own, progress) == pytest.approx(expected)
+    assert scheduled_rate(6.0, schedule, own, steps_done=steps_done, total_steps=30) == pytest.approx(expected)
+
+
+def test_the_cosine_has_the_published_warmup() -> None:
+    """FastCLIP v0 on CC3M: 37 epochs of 2,660 steps, 10,000 of them warm-up, peak rate 1e-3."""
+    own, total, warmup = GlobalTemperature(0.07, (0.01, 1.0), learnable=True), 37 * 2660, 10_000
+    rates = {
+        step: scheduled_rate(1e-3, "cosine", own, warmup=warmup, steps_done=step, total_steps=total)
+        for step in (0, 4_999, 9_999, 10_000, 54_210, total - 1)
+    }
+    assert rates[0] == pytest.approx(1e-7) and rates[4_999] == pytest.approx(5e-4)
+    assert rates[9_999] == rates[10_000] == pytest.approx(1e-3)
+    for step in (10_000, 54_210, total - 1):
+        assert rates[step] == pytest.approx(5e-4 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup))))
+
+
+@pytest.mark.parametrize(("steps_done", "total_steps"), [(None, 30), (3, None), (-1, 30), (31, 30), (math.nan, 30)])
+def test_the_cosine_refuses_missing_and_wrong_numbers_of_steps(steps_done: int, total_steps: int) -> None:
+    own = GlobalTemperature(0.07, (0.01, 1.0), learnable=True)
+    with pytest.raises(ValueError, match=r"'cosine' requires both, with 0 <= steps_done <= total_steps"):
+        scheduled_rate(6.0, "cosine", own, steps_done=steps_done, total_steps=total_steps)
 
 
 @pytest.mark.parametrize(("gradient", "expected"), [(1.0, BOUNDS[1]), (-1.0, BOUNDS[0])])
@@ -41,15 +63,17 @@ def held(*temperatures: float) -> torch.Tensor:
 
 def test_per_sample_temperatures_stay_inside_their_bounds() -> None:
     gradients = torch.tensor([[3.0, -3.0]], dtype=torch.float64)
-    new = step_individual(held(0.3), gradients, learning_rate=1.0, bounds=BOUNDS, betas=BETAS, eps=EPS)
+    new = step_individual(held(0.3), gradients, learning_rate=1.0, **OPTIONS)
     assert new[0, :2].tolist() == [*BOUNDS]
 
 
-def test_a_per_sample_gradient_is_clipped_to_the_limit() -> None:
-    gradients = torch.tensor([[100.0, -100.0], [GRADIENT_LIMIT, -GRADIENT_LIMIT]], dtype=torch.float64)
-    new = step_individual(held(0.3, 0.3), gradients, learning_rate=0.01, bounds=BOUNDS, betas=BETAS, eps=EPS)
+def test_a_per_sample_gradient_is_reduced_to_the_limit() -> None:
+    gradients = torch.tensor([[100.0, -100.0], [5.0, -5.0]], dtype=torch.float64)
+    new = step_individual(held(0.3, 0.3), gradients, learning_rate=0.01, **OPTIONS | {"gradient_limit": 5.0})
     assert torch.equal(new[0], new[1])
     assert new[0, 2:4].tolist() == pytest.approx([(1 - BETAS[0]) * 5, -(1 - BETAS[0]) * 5])
+    unlimited = step_individual(held(0.3), gradients[:1], learning_rate=0.01, **OPTIONS)
+    assert unlimited[0, 2:4].tolist() == pytest.approx([(1 - BETAS[0]) * 100, -(1 - BETAS[0]) * 100])
 
 
 def test_the_released_adam_counts_epochs_and_uses_no_momentum_in_the_first() -> None:
@@ -66,7 +90,5 @@ def test_the_released_adam_counts_epochs_and_uses_no_momentum_in_the_first() -> 
             change = corrected[0] / (math.sqrt(corrected[1]) + EPS)
         tau -= rate * change
         gradients = torch.full((1, 2), gradient, dtype=torch.float64)
-        state = step_individual(
-            state, gradients, learning_rate=rate, bounds=BOUNDS, betas=BETAS, eps=EPS, released_epoch=epoch
-        )
+        state = step_individual(state, gradients, learning_rate=rate, released_epoch=epoch, **OPTIONS)
         assert state[0, :6].tolist() == pytest.approx([tau, tau, first, first, second, second], rel=1e-12)
