@@ -41,8 +41,10 @@ from megaclip.planner import (
     tensor_parallel_verdict,
 )
 from megaclip.planner.cluster import GPUS, parse_size, rates_json
-from megaclip.planner.memory import format_bytes, loss_sizes, resolve_auto
-from megaclip.planner.report import loss_table, memory_table, time_table
+from megaclip.planner.memory import format_bytes
+from megaclip.planner.phases import loss_sizes
+from megaclip.planner.report import graphs_text, loss_table, memory_table, time_table
+from megaclip.planner.rules import cuts_captions
 from megaclip.planner.tensor_parallel import fastest_without
 from megaclip.planner.workload import EvaluationSets, nvme_paths
 
@@ -86,6 +88,14 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--train-num-samples", type=int, default=0, help="samples of the dataset, for the FastCLIP losses' state"
     )
+    what.add_argument(
+        "--text-positions-saved",
+        type=float,
+        metavar="SHARE",
+        help="share of token positions that cutting captions saves, as a run logs it (default: for captions of 8 to 77 "
+        "tokens, docs/planning.md)",
+    )
+    what.add_argument("--train-steps", type=int, help='steps of the run, for megaclip.compile "auto" (default: many)')
     what.add_argument("--val-num-samples", type=int, default=0, help="image-caption pairs that the run is evaluated on")
     what.add_argument(
         "--lock-image", type=int, nargs="?", const=0, help="freeze the image tower except its last N groups"
@@ -149,7 +159,7 @@ def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
         config = _with_batch(config, arguments.batch, arguments.micro_batch, replicas)
     rows = TrainArguments.model_fields["eval_batch_size"].default
     evaluation = EvaluationSets(rows, pairs=arguments.val_num_samples) if arguments.val_num_samples else None
-    return Workload.of(
+    workload = Workload.of(
         load_model_config(arguments.model),
         config,
         cluster.gpus,
@@ -158,7 +168,14 @@ def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
         workers=arguments.workers,
         samples=arguments.train_num_samples,
         evaluation=evaluation,
+        steps=arguments.train_steps,
     )
+    saved = arguments.text_positions_saved
+    if saved is not None and not 0 <= saved < 1:
+        raise ConfigError(f"--text-positions-saved {saved} is not a share; use a number from 0 to less than 1")
+    if saved is not None and not cuts_captions(workload.megaclip.cut_captions, workload.model.text_cfg):
+        raise ConfigError(f"--text-positions-saved {saved} has no effect: this run cuts no captions; leave it out")
+    return replace(workload, text_positions_saved=saved)
 
 
 def _with_tensor_parallel(config: TrainingConfig, size: int) -> TrainingConfig:
@@ -192,11 +209,13 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
         f"batch {batch.global_batch:,} = {batch.world_size} ranks x {batch.local_batch:,}; chunks of "
         f"{batch.micro_batch} images and {batch.text_micro_batch} texts; {whole / 1e6:.1f} M "
         f"parameters{split}, ZeRO-{workload.zero.stage}\n"
+        f"captions: {workload.text_positions:.1f} of {workload.model.text_cfg.context_length} token positions on "
+        "average for the step's time, all of them for memory\n"
     )
     sizes = loss_sizes(workload)
     peers = {"open_clip (local loss, bf16 autocast)": open_clip_loss_bytes(sizes), "Inf-CL": inf_cl_loss_bytes(sizes)}
-    losses = loss_table(resolve_auto(workload, cluster), peers)
-    print(memory_table(plan, cluster), losses, time_table(step, cluster), sep="\n\n")
+    losses = loss_table(plan.workload, peers)
+    print(memory_table(plan, cluster), graphs_text(plan.workload), losses, time_table(step, cluster), sep="\n\n")
     print(f"\nlargest batch that fits, all else the same: {largest_batch(workload, cluster):,}")
     verdict = tensor_parallel_verdict(workload, cluster)
     if not plan.refusals:
@@ -215,7 +234,12 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
 
 
 def _sweep(arguments: argparse.Namespace, workload: Workload, cluster: Cluster) -> int:
-    """Plan every power of two of chunks, for this project and the peers."""
+    """Plan every power of two of chunks, for this project and the peers, with the graphs that the file asks for.
+
+    "auto" would fill the GPU at every batch; the picture shows the memory that a batch needs.
+    """
+    if workload.megaclip.keep_graphs == "auto":
+        workload = workload.with_megaclip(keep_graphs=0)
     rows: list[dict[str, Any]] = []
     quantum = workload.world_size * math.lcm(workload.batch.micro_batch, workload.batch.text_micro_batch)
     for power in range(25):
@@ -299,11 +323,17 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _compare_row(row: dict[str, Any]) -> int:
     """Print one row; return 1 if its peak is more than a tenth off."""
     ds_config, ranks = row["ds_config"], row["world_size"]
-    config = TrainingConfig(
-        path=Path("row"), deepspeed=ds_config, megaclip=MegaclipSection(**ds_config.get("megaclip", {}))
-    )
+    # Rows without `kept_graphs` were measured before graphs were kept.
+    section = {**ds_config.get("megaclip", {}), "keep_graphs": sum(row.get("kept_graphs", ()))}
+    config = TrainingConfig(path=Path("row"), deepspeed=ds_config, megaclip=MegaclipSection(**section))
     # Synthetic samples are not decoded; with many workers the term of decoding vanishes.
     workload = Workload.of(load_model_config(row["model"]), config, ranks, workers=1000)
+    # Rows without these figures are from versions that did not cut captions, let DeepSpeed check every gradient and
+    # compiled nothing by default.
+    workload = replace(workload, text_positions_saved=row.get("text_positions_saved", 0.0))
+    workload = workload.with_megaclip(compile=row.get("compiled", False))
+    if "update_ms" not in row:
+        workload = replace(workload, checks_gradients=True)
     cluster = describe(gpus=ranks)
     plan, step = plan_memory(workload, cluster), plan_time(workload, cluster)
     measured = row["peak_mib"] * 2**20
@@ -312,6 +342,9 @@ def _compare_row(row: dict[str, Any]) -> int:
     name += f" {workload.batch.micro_batch}/{workload.batch.text_micro_batch}"
     name += " checkpointing" if workload.checkpointing else ""
     name += " offload" if workload.offload_optimizer != "none" else ""
+    name += f" tensor-parallel size {workload.tensor_ranks}" if workload.tensor_ranks > 1 else ""
+    kept = sum(workload.kept)
+    name += f" keep {kept}" if kept and workload.backward_passes > 1 else ""
     name += " (first step)" if row.get("first_step", len(row.get("losses") or "..") == 1) else ""
     sizes = f"{format_bytes(plan.gpu_peak):>10}{format_bytes(measured):>10}{ratio:7.3f}"
     taken = row["step_s"] or float("nan")

@@ -14,7 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"megaclip": "#12784a", "open_clip": "#7a8699", "Inf-CL": "#c0702a", "siglip-kernel": "#8a5aa8"}
+COLOURS = {
+    "megaclip": "#12784a",
+    "open_clip": "#7a8699",
+    "open_clip_compiled": "#3d4756",
+    "open_clip_compiled_task": "#5b6b8c",
+    "Inf-CL": "#c0702a",
+    "siglip-kernel": "#8a5aa8",
+}
 
 
 def main() -> int:

@@ -4,8 +4,8 @@
     plan = plan_memory(workload, describe(gpu="h200", gpus=8))
 
 `workload.py` describes the run, `cluster.py` the machines. `rules.py` has the decisions that a run and its plan share.
-`towers.py`, `states.py`, `losses.py` and `traffic.py` are the formulas, `memory.py` and `step_time.py` combine them,
-`search.py` finds what fits, `tensor_parallel.py` whether tensor parallelism pays, and `report.py` prints the plan.
+`towers.py`, `tower_time.py`, `states.py`, `phases.py`, `losses.py`, `captions.py` and `traffic.py` are the formulas,
+`memory.py` and `step_time.py` combine them, `compilation.py` estimates torch.compile, `search.py` finds what fits, `tensor_parallel.py` whether tensor parallelism pays, and `report.py` prints the plan.
 `constants.py` has the measured numbers, with their sources.
 """
 

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from megaclip.errors import ConfigError
 from megaclip.planner.constants import (
+    ATTENTION_SHARE,
     DECODED_PER_CORE,
     GIB,
     HOST_MARGIN,
-    IMAGE_SHARE,
+    LINK_SHARE,
     LOSS_SHARE,
+    MEMORY_SHARE,
     OUTSIDE_ALLOCATOR,
-    TEXT_SHARE,
 )
 
 _UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -28,10 +29,10 @@ class Rates:
 
     product_flops: float
     """Operations per second of a large bf16 matrix product."""
-    image_flops: float
-    """Operations per second of the image tower's forward and backward pass."""
-    text_flops: float
-    """Operations per second of the text tower's forward and backward pass."""
+    attention_flops: float
+    """Operations per second of attention, forward and backward, in whole tiles."""
+    memory: float
+    """Bytes per second that norms, activation functions and sums read and write."""
     loss_flops: float
     """Operations per second of the contrastive loss, counted as 8 b B D."""
     host_to_device: float
@@ -120,14 +121,15 @@ class Cluster:
         return None if self.nvme is None else self.nvme * HOST_MARGIN
 
 
-def _preset(product: float, link: float, host_to_device: float) -> Rates:
+def _preset(product: float, memory: float, link: float, host_to_device: float) -> Rates:
+    """Return a GPU's rates. memory, link: the maker's bytes per second, of the link in one direction."""
     return Rates(
         product_flops=product,
-        image_flops=product * IMAGE_SHARE,
-        text_flops=product * TEXT_SHARE,
+        attention_flops=product * ATTENTION_SHARE,
+        memory=memory * MEMORY_SHARE,
         loss_flops=product * LOSS_SHARE,
         host_to_device=host_to_device,
-        link=link,
+        link=link * LINK_SHARE,
         network=25e9,
         disk_write=2e9,
         decoded=DECODED_PER_CORE,
@@ -135,14 +137,14 @@ def _preset(product: float, link: float, host_to_device: float) -> Rates:
 
 
 # Memory is what the driver reports. The H200's product rate was measured (docs/performance.md); those of other GPUs are
-# three quarters of the maker's dense bf16 figure. Links and PCIe: three quarters of the maker's figure, one direction.
+# three quarters of the maker's dense bf16 figure. PCIe: three quarters of the maker's figure, one direction.
 GPUS: dict[str, tuple[float, Rates]] = {
-    "a100-40gb": (39.4 * GIB, _preset(234e12, 225e9, 24e9)),
-    "a100": (79.2 * GIB, _preset(234e12, 225e9, 24e9)),
-    "a800": (79.2 * GIB, _preset(234e12, 150e9, 24e9)),
-    "h100": (79.1 * GIB, _preset(660e12, 337e9, 48e9)),
-    "h200": (139.8 * GIB, _preset(730e12, 337e9, 48e9)),
-    "cpu": (0.0, _preset(5e10, 1e9, 1e10)),
+    "a100-40gb": (39.4 * GIB, _preset(234e12, 1.56e12, 300e9, 24e9)),
+    "a100": (79.2 * GIB, _preset(234e12, 2.04e12, 300e9, 24e9)),
+    "a800": (79.2 * GIB, _preset(234e12, 2.04e12, 200e9, 24e9)),
+    "h100": (79.1 * GIB, _preset(660e12, 3.35e12, 450e9, 48e9)),
+    "h200": (139.8 * GIB, _preset(730e12, 4.8e12, 450e9, 48e9)),
+    "cpu": (0.0, _preset(5e10, 2e10, 3e9, 1e10)),
 }
 
 

@@ -31,17 +31,65 @@ EVALUATION_TILES = 128 * MIB
 EMBEDDINGS_SHARE = 0.1
 """Share of a GPU's memory above which embeddings and their gradients are kept in host memory."""
 
-IMAGE_SHARE = 0.544
-"""Share of a GPU's product rate that a ViT's forward and backward passes reach: ViT-B/16, 512 images in 126.5 ms on an
-H200. `--calibrate` measures it."""
-TEXT_SHARE = 0.343
-"""Share of a GPU's product rate that the narrower text tower reaches: 512 captions in 34 ms."""
+PRODUCT_SHARE = 0.94
+"""Rate of a tower's matrix products over that of a large square one. It and MEMORY_SHARE are fitted to the towers of
+widths from 768 to 3,072 on H200s: ViT-B/16's image tower takes 126.5 ms for 512 images, forward and backward, and the
+others are in tests/unit/planner_h200_runs.json."""
+MEMORY_SHARE = 0.58
+"""Share of a GPU's memory bandwidth that norms, activation functions and sums reach."""
+ATTENTION_SHARE = 0.23
+"""Rate of attention over that of a large product, counting whole tiles: one layer of ViT-B/16, 512 images, forward and
+backward in 1.82 ms on an H200 (cuDNN)."""
+ATTENTION_TILE = 128
+"""Tokens of a tile of attention. A sequence of 257 tokens takes as long as one of 384."""
+ATTENTION_CHANNELS = 64
+"""Channels per head are computed in multiples of this number: 104 take as long as 128."""
+TEXT_FACTOR = 1.35
+"""Time of the text tower over what the rates above give: 512 captions of ViT-B/16 take 34 ms, forward and backward, on
+an H200. The cause is not known."""
+COMPILED_TIME = {"towers": (0.926, 0.79), "blocks": (0.954, 0.79)}
+"""Time of the image tower and of the text tower, compiled, over that of plain PyTorch, if the image tower is one graph
+and if only its blocks are graphs: forward and backward, 512 samples of ViT-B/16 on an H200, 119.4 and 123.1 over
+129.0 ms, and 27.2 over 34.5 ms."""
+COMPILE_LAYER_SECONDS = 2.2
+"""Seconds per layer to compile a whole tower, with and without a graph for the backward pass: 26.2 s for the image
+tower of ViT-B/16 beside an H200."""
+COMPILE_BLOCKS_SECONDS = 8.0
+"""Seconds to compile the blocks of a tower for one shape, with and without a graph for the backward pass. The first
+step of ViT-B/16 in one chunk took 15.7 s with compiled blocks in both towers."""
+KEPT_GRAPHS_MARGIN = 0.1
+"""Share of a GPU's usable memory that a plan with kept graphs leaves free: planned peaks are within a tenth of those
+measured (docs/planning.md)."""
+LEAST_KEPT_SHARE = 0.01
+"""Share of a step's graphs below which "auto" keeps none. They would save less than half a percent of the step's
+time."""
+MEASURED_MARGIN = 0.05
+"""Share of a GPU's memory that a run leaves free when it keeps more graphs after it has measured its peak, for
+fragments of the allocator and for memory that other programs take."""
 LOSS_SHARE = 0.8
 """Share of a GPU's product rate that the loss reaches: 0.73 to 0.89 on H200 (docs/performance.md)."""
+LINK_SHARE = 0.35
+"""Share of the maker's rate of NVLink that NCCL's collectives reach with messages of 15 to 110 MB, with the time in
+which they wait for the slower rank. It is fitted to the sums of ViT-bigG-14 and ViT-5B-14, split over two H200s. An
+all-gather and a reduce-scatter of 302 MB add 1.6 ms to the loss of four H200s, a share of 0.4 (docs/performance.md)."""
 
-ZERO_3_BLOCK_SECONDS = 4e-3
+ZERO_3_BLOCK_SECONDS = 3.85e-3
 """Seconds of host time that DeepSpeed 0.19 takes around one block in one pass at ZeRO-3: ViT-L/14 in chunks of 128 on
-one H200, limited by the host, takes 4.5 s for 1,152 of them."""
+one H200, limited by the host, takes 4.5 s for 1,152 of them and the update."""
+ZERO_3_GATHER_SECONDS = 0.7e-3
+"""Seconds of host time on top of ZERO_3_BLOCK_SECONDS if several ranks share the parameters. One rank gathers nothing.
+ViT-bigG-14 and ViT-5B-14 on two H200s: 2.6 s for 480 blocks and 3.2 s for 608, with the update."""
+UPDATE_TENSOR_SECONDS = {0: 0.16e-3, 1: 0.045e-3, 2: 0.045e-3, 3: 0.11e-3}
+"""Seconds of host time that an update takes per parameter tensor of this rank, by ZeRO stage. It is limited by kernel
+launches: ViT-B/16 with 397 tensors takes 65 ms at ZeRO-0, 18 ms at ZeRO-1 and 2 and 44 ms at ZeRO-3 on one H200. These
+are times of DeepSpeed's own update. The grouped update (`megaclip.engine.deepspeed_update`) takes fewer launches: 6 ms
+at ZeRO-1 for ViT-B/16 and 18 ms for ViT-L/14. The plan is an upper bound for it."""
+UPDATE_CHECK_SECONDS = 0.118e-3
+"""Seconds of host time per parameter tensor of bf16.check_grad_overflow at ZeRO-1 and 2: with it the update of ViT-B/16
+takes 65 ms instead of 18."""
+UPDATE_BYTES = 104
+"""Bytes per trained parameter that the update reads and writes on the GPU: 5.6 ms for the 150 M of ViT-B/16 on an
+H200."""
 OFFLOADED_ADAM_BYTES = 28
 """Bytes per parameter that Adam in host memory reads and writes: master, two moments, gradient."""
 OFFLOADED_ADAM_RATE = 32e9

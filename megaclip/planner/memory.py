@@ -1,53 +1,45 @@
 """Bytes of a step on the GPU, in host memory and on disk, by part and by phase, and the peak of each.
 
-A step has the phases of the gradient cache: each tower without graph, chunk by chunk; the loss over all embeddings;
-each tower again with its graph and its backward pass, chunk by chunk; the reduction of the last gradients; the
-optimizer's step. Between steps a run may evaluate: towers without graph, then the similarities of their embeddings. On
-the GPU the states are held throughout, and everything else belongs to a phase, so
+On the GPU the states are held throughout, and everything else belongs to a phase (`megaclip.planner.phases`): of a
+step, or of an evaluation between two steps. So
 
     peak = states + max over phases
 
-The sizes of the phases do not depend on the batch, except the loss, the embeddings and their gradients.
+With megaclip.keep_graphs "auto", a step on a GPU keeps as many graphs as fit beside all that. `resolve_auto` finds the
+number.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megaclip.losses.costs import LOSS_COSTS
-from megaclip.losses.plan import CPU, Machine, choose_way
+from megaclip.losses.plan import CPU, Choice, Machine, choose_way
 from megaclip.planner import rules
 from megaclip.planner.cluster import Cluster
+from megaclip.planner.compilation import compile_estimate
 from megaclip.planner.constants import (
     CUBLAS_WORKSPACES,
-    EVALUATED_TEXTS,
-    EVALUATION_TILES,
     GIB,
     HOST_PROCESS,
     HOST_PROCESS_CPU,
     HOST_WORKER,
+    KEPT_GRAPHS_MARGIN,
     MIB,
     PREFETCHED_BATCHES,
 )
-from megaclip.planner.losses import LossSizes, megaclip_loss_bytes
-from megaclip.planner.states import (
-    States,
-    gathered_bytes,
-    gradient_bytes,
-    reduced_gradient_bytes,
-    reduction_under_way,
-    states_of,
-)
-from megaclip.planner.towers import image_tower, text_tower, tower_work, towers
+from megaclip.planner.phases import KEPT, Phases, embedding_bytes, evaluation_phases, graph_bytes, step_phases
+from megaclip.planner.states import States, gradient_bytes, states_of
+from megaclip.planner.towers import text_tower, tower_work, towers
 from megaclip.planner.traffic import exchange_sizes
-from megaclip.planner.workload import EvaluationSets, Workload
-
-Phases = dict[str, dict[str, float]]
+from megaclip.planner.workload import Workload
 
 
 @dataclass
 class MemoryPlan:
     """Bytes per rank on the GPU, and per host in host memory and on disk, by part."""
 
+    workload: Workload
+    """The planned step, without "auto"."""
     gpu_states: dict[str, float]
     gpu_phases: Phases
     """Bytes of each phase on top of the states."""
@@ -59,6 +51,11 @@ class MemoryPlan:
     """Place where a step's images are kept, in the plan and in the run."""
     embeddings_on_cpu: bool
     """True if embeddings and their gradients are kept in host memory while the towers run."""
+    compiles: bool
+    """True if torch.compile runs the towers."""
+    graph_bytes: list[float]
+    """Bytes by which each graph that the step may keep raises the peak at most, in the order in which graphs are kept.
+    Empty if megaclip.keep_graphs is a number, or "auto" where it keeps none."""
     refusals: list[str] = field(default_factory=list)
     """Reasons why this cannot run on the cluster; empty if it fits."""
 
@@ -91,16 +88,11 @@ class MemoryPlan:
 
 def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     """Plan one rank's GPU and one host of `cluster`; `refusals` of the plan lists what does not fit."""
+    may_keep = _graphs_that_auto_keeps(workload, cluster)
     workload = resolve_auto(workload, cluster)
     ranks, states = cluster.gpus_per_host, states_of(workload)
-    gpu = dict(states.gpu)
-    if workload.sample_columns and workload.megaclip.fastclip.state_device == "accelerator":
-        gpu["per-sample state"] = _sample_state_bytes(workload)
-    if cluster.gpu_memory:
-        gpu["library workspaces"] = CUBLAS_WORKSPACES
-    phases = _cached_phases(workload, states) if workload.cached else _plain_phases(workload, states)
-    if workload.evaluation is not None:
-        phases |= _evaluation_phases(workload, workload.evaluation)
+    gpu = _gpu_states(workload, cluster)
+    phases = _phases(workload, states)
     cpu = _host_parts(workload, cluster, states)
     if not cluster.gpu_memory:
         cpu["model and step"] = ranks * _gpu_peak(gpu, phases)
@@ -109,16 +101,34 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     images = ranks * store_bytes(workload)
     place = rules.place_images(
         workload.megaclip.data_offload,
-        passes=workload.image_passes,
+        encoded_again=workload.encoded_again[0],
         nbytes=images,
         host_memory=cluster.usable_host_memory - sum(cpu.values()),
         disk=cluster.usable_disk - (sum(nvme.values()) if cluster.nvme is None else 0.0),
     )
     if place.keeps:
         (cpu if place.name == "cpu" else disk)["step store"] = images
-    plan = MemoryPlan(gpu, phases, cpu, disk, nvme, place, workload.megaclip.embeddings_offload is True)
+    section = workload.megaclip
+    plan = MemoryPlan(
+        workload,
+        gpu,
+        phases,
+        cpu,
+        disk,
+        nvme,
+        place,
+        embeddings_on_cpu=section.embeddings_offload is True,
+        compiles=section.compile is True,
+        graph_bytes=may_keep,
+    )
     plan.refusals = _refusals(plan, cluster)
     return plan
+
+
+def with_kept_graphs(plan: MemoryPlan, number: int) -> MemoryPlan:
+    """Return the plan of the same step with `number` kept graphs. Images stay where they are."""
+    workload = plan.workload.with_megaclip(keep_graphs=number)
+    return replace(plan, workload=workload, gpu_phases=_phases(workload, states_of(workload)))
 
 
 def _refusals(plan: MemoryPlan, cluster: Cluster) -> list[str]:
@@ -137,20 +147,53 @@ def _gpu_peak(states: dict[str, float], phases: Phases) -> float:
     return sum(states.values()) + max(sum(phase.values()) for phase in phases.values())
 
 
+def _gpu_states(workload: Workload, cluster: Cluster) -> dict[str, float]:
+    """Return the bytes that a rank's GPU holds all the time, by part."""
+    parts = dict(states_of(workload).gpu)
+    if workload.sample_columns and workload.megaclip.fastclip.state_device == "accelerator":
+        parts["per-sample state"] = _sample_state_bytes(workload)
+    if cluster.gpu_memory:
+        parts["library workspaces"] = CUBLAS_WORKSPACES
+    return parts
+
+
+def _phases(workload: Workload, states: States) -> Phases:
+    phases = step_phases(workload, states)
+    if workload.evaluation is not None:
+        phases |= evaluation_phases(workload, workload.evaluation)
+    return phases
+
+
 def resolve_auto(workload: Workload, cluster: Cluster) -> Workload:
-    """Return the workload with what "auto" becomes on this cluster: where embeddings are kept, exchange and reduction.
+    """Return the workload with what "auto" becomes on this cluster: whether the towers are compiled, where embeddings
+    are kept, exchange and reduction, and the number of kept graphs.
 
     The rules are the run's. A run on GPUs measures its links, products and free memory (`megaclip.comm.machine`), so
     it may choose another exchange than the cluster's rates suggest; a run on CPUs uses fixed figures, as this does.
     """
-    section, embeddings = workload.megaclip, _embedding_bytes(workload)
-    on_cpu = rules.embeddings_on_cpu(section.embeddings_offload, 2 * embeddings, cluster.gpu_total_memory)
-    machine = CPU
+    workload = workload.with_megaclip(compile=compile_estimate(workload, cluster).pays)
+    section = workload.megaclip
+    on_cpu = rules.embeddings_on_cpu(
+        section.embeddings_offload, 2 * embedding_bytes(workload), cluster.gpu_total_memory
+    )
+    workload = workload.with_megaclip(embeddings_offload=on_cpu)
+    way = _choose_way(workload, cluster)
+    if section.keep_graphs == "auto":
+        resolved = workload.with_megaclip(exchange=way.exchange, reduction=way.reduction)
+        workload = workload.with_megaclip(keep_graphs=_planned_graphs(resolved, cluster))
+        way = _choose_way(workload, cluster)  # the loss has less memory beside kept graphs
+    return workload.with_megaclip(exchange=way.exchange, reduction=way.reduction)
+
+
+def _choose_way(workload: Workload, cluster: Cluster) -> Choice:
+    """Return exchange and reduction of the loss, beside the graphs that the workload keeps."""
+    section, machine = workload.megaclip, CPU
     if cluster.gpu_memory:
-        kept = sum(states_of(workload).gpu.values()) + sum(_kept_activations(workload)) + embeddings
-        free = max(0.0, cluster.usable_gpu_memory - kept)
+        graphs = sum(count * size for count, size in zip(workload.kept, graph_bytes(workload), strict=True))
+        held = sum(states_of(workload).gpu.values()) + graphs + embedding_bytes(workload)
+        free = max(0.0, cluster.usable_gpu_memory - held)
         machine = Machine(cluster.slowest_link, cluster.rates.product_flops, free)
-    choice = choose_way(
+    return choose_way(
         section.exchange,
         section.reduction,
         sizes=exchange_sizes(workload),
@@ -159,7 +202,36 @@ def resolve_auto(workload: Workload, cluster: Cluster) -> Workload:
         machine=machine,
         hides_exchanges=cluster.hides_exchanges,
     )
-    return workload.with_megaclip(embeddings_offload=on_cpu, exchange=choice.exchange, reduction=choice.reduction)
+
+
+def _planned_graphs(workload: Workload, cluster: Cluster) -> int:
+    """Return the number of graphs that fit into the GPU beside the rest of a step, with a margin for the plan's error.
+
+    workload: has exchange and reduction, but "auto" for kept graphs.
+    """
+    sizes = _graphs_that_auto_keeps(workload, cluster)
+    if not sizes:
+        return 0
+    phases = step_phases(workload.with_megaclip(keep_graphs=len(sizes)), states_of(workload))
+    beside = max(sum(phase.values()) - phase[KEPT] for phase in phases.values() if KEPT in phase)
+    limit = (1 - KEPT_GRAPHS_MARGIN) * cluster.usable_gpu_memory
+    return rules.graphs_that_fit(0, sizes, limit - sum(_gpu_states(workload, cluster).values()) - beside)
+
+
+def _graphs_that_auto_keeps(workload: Workload, cluster: Cluster) -> list[float]:
+    """Return the bytes by which each graph that "auto" may keep raises the peak at most, in the order of keeping.
+
+    It keeps none on CPUs, and none with cpu_checkpointing, where a graph's bytes are in host memory. The first graph of
+    the text tower is back-propagated before the images, so the tower's gradients are added to it.
+    """
+    section = workload.megaclip
+    if section.keep_graphs != "auto" or not cluster.gpu_memory or workload.checkpointing == "cpu":
+        return []
+    image, text = graph_bytes(workload)
+    gradients = gradient_bytes(workload, image_done=False, text_done=True)
+    gradients += workload.gradient_sum_bytes * workload.parameters[1].trained
+    texts = [text + gradients, *[text] * (workload.graphs.text - 1)] if workload.graphs.text else []
+    return [*[image] * workload.graphs.image, *texts]
 
 
 def format_bytes(size: float) -> str:
@@ -189,164 +261,9 @@ def loader_bytes(workload: Workload) -> float:
     return float(rows * sample)
 
 
-def loss_sizes(workload: Workload) -> LossSizes:
-    """Return the loss's sizes on one rank."""
-    return LossSizes(workload.local_batch, workload.model.embed_dim, workload.world_size, workload.compute_bytes)
-
-
-def loss_bytes(workload: Workload) -> float:
-    """Return the loss's peak on one rank's GPU; `workload` has no "auto" left (`resolve_auto`)."""
-    section = workload.megaclip
-    return megaclip_loss_bytes(
-        loss_sizes(workload),
-        section.exchange,
-        section.reduction,
-        section.tile_budget_mib,
-        section.loss,
-        payload_bytes=workload.payload_bytes,
-    )
-
-
 def _sample_state_bytes(workload: Workload) -> float:
     """Return the bytes of one rank's part of the samples' state, which the global losses keep."""
     return 4.0 * workload.sample_columns * -(-workload.samples // workload.world_size)
-
-
-def _embedding_bytes(workload: Workload) -> float:
-    """Return the bytes of both towers' embeddings of the local batch; their gradients take as much again."""
-    return 2.0 * loss_sizes(workload).features
-
-
-def _cached_phases(workload: Workload, states: States) -> Phases:
-    image, text = tower_work(workload)
-    embeddings = 0.0 if workload.megaclip.embeddings_offload else _embedding_bytes(workload)
-    phases: Phases = {}
-    for work in (image, text):
-        phases[f"{work.tower.name} tower forward"] = {
-            "activations": work.tower.forward_peak(work.micro_batch, workload.compute_bytes),
-            "data chunks": 2 * work.tower.input_bytes * work.micro_batch,
-            "embeddings": embeddings / 2 if work is image else embeddings,
-            "gathered parameters": gathered_bytes(workload, work.parameters),
-        }
-    phases["loss"] = {"embeddings": _embedding_bytes(workload), "loss": loss_bytes(workload)}
-    for work, other in ((image, text), (text, image)):
-        tower, parameters, micro_batch, _ = work
-        if not parameters.trained:
-            continue
-        done = image.parameters.trained + (parameters.trained if work is text else 0)
-        before = gradient_bytes(workload, image_done=image.parameters.trained > 0, text_done=work is text)
-        activations = tower.backward_peak(micro_batch, workload.compute_bytes, workload.checkpointing)
-        phases[f"{tower.name} tower backward"] = {
-            "activations": activations,
-            "data chunks": 2 * tower.input_bytes * micro_batch,
-            "embedding gradients": embeddings,
-            "gradients": before,
-            "gradient sums": workload.gradient_sum_bytes * done,
-            "reduce bucket": 0.0 if workload.coalesces else states.bucket,
-            "reduction": reduction_under_way(workload, states, parameters, activations),
-            "gathered parameters": gathered_bytes(workload, parameters, other=other.parameters),
-        }
-    _add_step_phases(phases, workload, states)
-    return _without_zeros(phases)
-
-
-def _plain_phases(workload: Workload, states: States) -> Phases:
-    """Return the phases of a step without cache: a trained tower, in one chunk, keeps its graph during the loss."""
-    image_work, text_work = tower_work(workload)
-    image, text = image_work.tower, text_work.tower
-    samples, width = workload.local_batch, workload.compute_bytes
-    kept_images, kept_texts = _kept_activations(workload)
-    embeddings = _embedding_bytes(workload)
-    bucket = 0.0 if workload.coalesces else states.bucket
-    phases: Phases = {}
-    for tower, parameters, micro_batch, _ in (image_work, text_work):
-        if not parameters.trained:
-            is_beside_images = tower is text and micro_batch == samples  # in several chunks it runs first
-            phases[f"{tower.name} tower forward"] = {
-                "activations": tower.forward_peak(micro_batch, width) + (kept_images if is_beside_images else 0.0),
-                "data chunks": 2 * tower.input_bytes * micro_batch,
-                "embeddings": embeddings,
-                "gathered parameters": gathered_bytes(workload, parameters),
-            }
-    phases["loss"] = {
-        "activations": kept_images + kept_texts,
-        "embeddings": embeddings,
-        "loss": loss_bytes(workload),
-    }
-    # The text tower's backward pass comes first, while the image tower's activations are kept.
-    if text_work.parameters.trained:
-        phases["text tower backward"] = {
-            "activations": kept_images + text.backward_peak(samples, width, workload.checkpointing),
-            "embedding gradients": 2 * embeddings,
-            "reduce bucket": bucket,
-            "gathered parameters": gathered_bytes(workload, text_work.parameters),
-        }
-    if image_work.parameters.trained:
-        phases["image tower backward"] = {
-            "activations": image.backward_peak(samples, width, workload.checkpointing),
-            "embedding gradients": 2 * embeddings,
-            "gradients": gradient_bytes(workload, image_done=False, text_done=True),
-            "reduce bucket": bucket,
-            "gathered parameters": gathered_bytes(workload, image_work.parameters),
-        }
-    _add_step_phases(phases, workload, states)
-    return _without_zeros(phases)
-
-
-def _kept_activations(workload: Workload) -> tuple[float, float]:
-    """Return the bytes of inputs and graphs that the image tower and the text tower keep on the GPU during the loss."""
-    kept = [0.0, 0.0]
-    for index, work in enumerate(tower_work(workload)):
-        if work.parameters.trained and not workload.cached:
-            kept[index] = workload.local_batch * work.tower.input_numbers * workload.compute_bytes
-            if workload.checkpointing != "cpu":
-                keeps = work.tower.block_input_bytes if workload.checkpointing else work.tower.saved_bytes
-                kept[index] += keeps(workload.local_batch, workload.compute_bytes)
-    return kept[0], kept[1]
-
-
-def _add_step_phases(phases: Phases, workload: Workload, states: States) -> None:
-    phases["gradient reduction"] = {
-        "gradients": gradient_bytes(workload, image_done=True, text_done=True),
-        "reduce bucket": states.bucket,
-        "reduction": states.reduction,
-    }
-    phases["optimizer step"] = {"gradients": reduced_gradient_bytes(workload), "update": states.update}
-
-
-def _evaluation_phases(workload: Workload, evaluation: EvaluationSets) -> Phases:
-    """Return the phases of an evaluation: both towers without graph, whose features are kept in float32; then
-    retrieval, which copies them without padding, and the choice of example pictures, which takes the images' features
-    in float32 and in float64."""
-    width, dimensions = workload.compute_bytes, workload.model.embed_dim
-    # An evaluation reads all patches.
-    image = image_tower(workload.model.replace(vision_cfg={"patch_dropout": 0.0}), workload.tensor_ranks)
-    text = text_tower(workload.model, workload.tensor_ranks)
-    pairs = math.ceil(evaluation.pairs / workload.world_size)
-    texts = max(EVALUATED_TEXTS if evaluation.labelled else 0, evaluation.batch if evaluation.pairs else 0)
-    features = 2 * 4.0 * pairs * dimensions
-    phases = {
-        "evaluation: towers": {
-            "activations": max(
-                image.forward_peak(evaluation.batch, width) + evaluation.batch * image.input_bytes,
-                text.forward_peak(texts, width),
-            ),
-            "features": features,
-            "gathered parameters": max(gathered_bytes(workload, tower) for tower in workload.parameters),
-        }
-    }
-    if pairs:
-        # This rank's pairs have ids, their order, best similarities and ranks; all pairs have similarities and counts.
-        numbers = 8.0 * (6 * pairs + 4 * evaluation.pairs)
-        copies = {"tiles": EVALUATION_TILES, "copies of features": features, "numbers": numbers}
-        pictures = {"copies of features": 1.5 * features, "numbers": numbers}
-        larger = max(copies, pictures, key=lambda parts: sum(parts.values()))
-        phases["evaluation: retrieval"] = {"features": features, **larger}
-    return _without_zeros(phases)
-
-
-def _without_zeros(phases: Phases) -> Phases:
-    return {name: {part: size for part, size in phase.items() if size} for name, phase in phases.items()}
 
 
 def _host_parts(workload: Workload, cluster: Cluster, states: States) -> dict[str, float]:
@@ -363,10 +280,13 @@ def _host_parts(workload: Workload, cluster: Cluster, states: States) -> dict[st
             parts["per-sample state"] = state
         parts["its copy in a checkpoint"] = state
     if workload.checkpointing == "cpu":
-        parts["block inputs"] = ranks * max(
-            work.tower.block_input_bytes(work.micro_batch, workload.compute_bytes) for work in tower_work(workload)
-        )
+        chunks = [
+            (work, work.tower.block_input_bytes(work.micro_batch, workload.compute_bytes))
+            for work in tower_work(workload)
+        ]
+        again = max((size for work, size in chunks if work.encoded_again), default=0.0)
+        parts["block inputs"] = ranks * max(again, sum(work.kept * size for work, size in chunks))
     if workload.megaclip.embeddings_offload:
-        parts["embeddings"] = ranks * 2 * _embedding_bytes(workload)
+        parts["embeddings"] = ranks * 2 * embedding_bytes(workload)
     parts["tokens of two steps"] = ranks * 2 * workload.local_batch * text_tower(workload.model).input_bytes
     return parts

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 
 from megaclip.planner.cluster import GPUS, Cluster
-from megaclip.planner.memory import MemoryPlan, format_bytes, loss_bytes
+from megaclip.planner.memory import MemoryPlan, format_bytes
+from megaclip.planner.phases import loss_bytes
 from megaclip.planner.step_time import StepTime
 from megaclip.planner.workload import Workload
 
 
 def summary(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> str:
-    """Return one line: the peaks, and where a step's images are kept."""
+    """Return one line: the peaks, the kept graphs, and where a step's images are kept."""
     gpu = ""
     if cluster.gpu_memory:
         gpu = (
@@ -19,13 +20,21 @@ def summary(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> str:
     store = {
         "cpu": "images are kept in host memory",
         "disk": "images are kept on disk",
-        "reread": "images are read twice",
+        "reread": "images of chunks that are encoded twice are read twice",
         "once": "images are read once",
     }[plan.image_place.name]
     return (
         f"plan for a batch of {workload.batch.global_batch}: {gpu}{format_bytes(plan.cpu_peak)} of "
-        f"{format_bytes(cluster.usable_host_memory)} per host{disk}; {store}"
+        f"{format_bytes(cluster.usable_host_memory)} per host{disk}; {graphs_text(plan.workload)}; {store}"
     )
+
+
+def graphs_text(workload: Workload) -> str:
+    """Return how many graphs of each tower a step keeps; `workload` has no "auto" left."""
+    kept, graphs = workload.kept, workload.graphs
+    towers = [("image", kept.image, graphs.image), ("text", kept.text, graphs.text)]
+    counts = [f"{some} of {count} {name} chunks" for name, some, count in towers if count]
+    return f"graphs of {' and '.join(counts) or 'no chunks'} are kept"
 
 
 def memory_table(plan: MemoryPlan, cluster: Cluster) -> str:
@@ -59,8 +68,8 @@ def time_table(step: StepTime, cluster: Cluster) -> str:
     """Return the terms of one step and their total."""
     rates = f"rates of {cluster.name}" if cluster.rates == GPUS[cluster.name][1] else "rates as given"
     terms = {
-        "towers without graph": step.forward,
-        "towers again, with graph": step.forward_again,
+        "towers forward": step.forward,
+        "towers forward again": step.forward_again,
         "towers backward": step.backward,
         "loss": step.loss,
         "features between ranks" + (" (behind the loss)" if step.features_hidden else ""): step.features,
@@ -70,9 +79,10 @@ def time_table(step: StepTime, cluster: Cluster) -> str:
         "step store on disk" + (" (behind the towers)" if step.disk_hidden else ""): step.disk,
         "decoding (other processes)": step.decoding,
         "ZeRO-3's host work (behind the towers)": step.host,
+        "  of it beyond the towers": step.host_wait,
         "offload between host and GPU": step.offload,
         "offload between host and disk": step.swap,
-        "optimizer in host memory": step.optimizer,
+        "update": step.update,
     }
     lines = [
         f"{'one step':46}{'seconds':>12}   ({rates})",

@@ -1,22 +1,28 @@
-"""Rules that a run and its plan share: how often towers run, and where embeddings and images are kept.
+"""Rules that a run and its plan share: which graphs are kept, whether captions are cut, and where embeddings and images
+are kept.
 
-Each rule is a function of plain numbers. The planner applies the rules to planned figures. A run keeps embeddings and
-images where its own plan puts them (`megaclip.engine.preflight`), and calls the rules about the towers itself. The rule
-for exchange and reduction is `megaclip.losses.plan.choose_way`.
+Each rule is a function of plain numbers. The planner applies the rules to planned figures. A run follows its own plan
+(`megaclip.engine.preflight`). After its first steps it applies `graphs_that_fit` once more, to the memory that they
+have left free. The rule for exchange and reduction is `megaclip.losses.plan.choose_way`.
+
+Where a rule takes the chunks of both towers, the image tower comes first.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megaclip.planner.constants import EMBEDDINGS_SHARE
+from megaclip.models import TextConfig
+from megaclip.models.text import is_cut_exact
+from megaclip.planner.constants import EMBEDDINGS_SHARE, LEAST_KEPT_SHARE
 
 
 class ImagePlace(NamedTuple):
     """Place where a step's images are kept between the two passes over them."""
 
     name: str
-    """"cpu" (host memory), "disk", "reread" (not kept: they are read twice) or "once" (not kept: one pass reads
-    them)."""
+    """"cpu" (host memory), "disk", "reread" (not kept: those that are encoded twice are read twice) or "once" (not
+    kept: each is read once)."""
     fits: bool
     """True if the place has enough free bytes."""
 
@@ -26,18 +32,59 @@ class ImagePlace(NamedTuple):
         return self.name in ("cpu", "disk")
 
 
-def keeps_graph(chunks: Sequence[int], trained: Sequence[bool]) -> bool:
-    """Return whether one forward pass of each tower is enough: each needs a graph for one chunk at most, and keeps it.
+class KeptGraphs(NamedTuple):
+    """Number of chunks of each tower whose graphs a step keeps from their forward pass to their backward pass: the
+    first chunks of the tower. The others are encoded twice, without and with a graph."""
+
+    image: int
+    text: int
+
+
+def encodes_together(chunks: Sequence[int], trained: Sequence[bool]) -> bool:
+    """Return whether one forward pass encodes the whole share of a rank: both towers are trained, in one chunk each."""
+    return all(trained) and all(count == 1 for count in chunks)
+
+
+def backward_passes(chunks: Sequence[int], trained: Sequence[bool]) -> int:
+    """Return the number of backward passes of a step; without a trained tower there is one, for the loss's scalars."""
+    return 1 if encodes_together(chunks, trained) else max(1, sum(_graphs(chunks, trained)))
+
+
+def kept_graphs(number: int, chunks: Sequence[int], trained: Sequence[bool]) -> KeptGraphs:
+    """Return the graphs that a step keeps if it keeps `number` of them, or all if it has fewer.
+
+    The image tower's graphs come first. Memory is planned for captions of full length, and most captions are shorter,
+    so per byte an image graph saves more computation. It also saves reading its images again. If a step has one
+    backward pass, its graphs are always kept.
 
     chunks: number of chunks of each tower in a step. trained: whether the tower has trainable parameters.
     """
-    needing_graph = sum(count for count, is_trained in zip(chunks, trained, strict=True) if is_trained)
-    return all(count == 1 for count in chunks) or needing_graph == 1
+    image, text = _graphs(chunks, trained)
+    if backward_passes(chunks, trained) == 1:
+        number = image + text
+    images = min(number, image)
+    return KeptGraphs(image=images, text=min(number - images, text))
 
 
-def image_passes(chunks: Sequence[int], trained: Sequence[bool]) -> int:
-    """Return how often the image tower, the first of both sequences, reads a step's images: 1 or 2."""
-    return 1 if keeps_graph(chunks, trained) or not trained[0] else 2
+def graphs_that_fit(kept: int, graph_bytes: Sequence[float], free: float) -> int:
+    """Return how many graphs a step can keep that keeps `kept` of them now and has `free` bytes left at its peak.
+
+    A step keeps no more graphs than now if all that fit are less than LEAST_KEPT_SHARE of its graphs.
+
+    graph_bytes: bytes by which each graph of the step raises the peak at most, in the order of `kept_graphs`.
+    """
+    fitting = sum(total <= free for total in itertools.accumulate(graph_bytes[kept:]))
+    return kept + fitting if kept + fitting >= LEAST_KEPT_SHARE * len(graph_bytes) else kept
+
+
+def _graphs(chunks: Sequence[int], trained: Sequence[bool]) -> list[int]:
+    """Return the number of graphs of each tower in a step."""
+    return [count if is_trained else 0 for count, is_trained in zip(chunks, trained, strict=True)]
+
+
+def cuts_captions(setting: bool | str, text: TextConfig) -> bool:
+    """Return whether each chunk of captions is cut at its longest caption. setting: megaclip.cut_captions."""
+    return setting is not False and is_cut_exact(text)
 
 
 def embeddings_on_cpu(setting: bool | str, nbytes: float, gpu_memory: float) -> bool:
@@ -51,14 +98,35 @@ def embeddings_on_cpu(setting: bool | str, nbytes: float, gpu_memory: float) -> 
     return bool(setting)
 
 
-def place_images(setting: str, *, passes: int, nbytes: float, host_memory: float, disk: float) -> ImagePlace:
-    """Return where a step's images are kept. setting: megaclip.data_offload. passes: `image_passes`.
+def place_images(setting: str, *, encoded_again: int, nbytes: float, host_memory: float, disk: float) -> ImagePlace:
+    """Return where a step's images are kept. setting: megaclip.data_offload.
 
-    nbytes: bytes of the images of all ranks of a host. host_memory, disk: bytes of a host that are left for
-    them beside the other data of the run.
+    encoded_again: number of image chunks that are encoded twice. nbytes: bytes of the images of all ranks of a host.
+    host_memory, disk: bytes of a host that are left for them beside the other data of the run.
     """
-    if setting == "reread" or (setting == "auto" and passes == 1):
-        return ImagePlace("once" if passes == 1 else "reread", fits=True)
+    if setting == "reread" or (setting == "auto" and not encoded_again):
+        return ImagePlace("reread" if encoded_again else "once", fits=True)
     if setting == "auto":
         setting = "cpu" if nbytes <= host_memory else "disk"
     return ImagePlace(setting, fits=nbytes <= (host_memory if setting == "cpu" else disk))
+
+
+def compiles(setting: bool | str, *, on_gpu: bool, possible: bool, saved_s: float, startup_s: float) -> bool:
+    """Return whether torch.compile runs the towers.
+
+    setting: megaclip.compile. possible: False for settings with which torch.compile cannot be used. saved_s: seconds
+    that compiled towers save over the run. startup_s: seconds that the compilation takes.
+    """
+    if setting == "auto":
+        return on_gpu and possible and saved_s > startup_s
+    return bool(setting)
+
+
+def compiles_whole_tower(zero_stage: int, *, checkpointing: bool, coalesces: bool) -> bool:
+    """Return whether the whole image tower is compiled as one graph, or each of its blocks.
+
+    Blocks are needed if their activations are computed again one by one, if their parameters are gathered one by one
+    (stage 3), and if their gradients are reduced and freed one by one (stage 2 without coalescing). Text blocks are
+    always compiled one by one: captions have several lengths, and a block compiles faster than a tower.
+    """
+    return not checkpointing and (zero_stage < 2 or (zero_stage == 2 and coalesces))

@@ -82,6 +82,8 @@ def _shortage(workload: Workload, cluster: Cluster) -> float:
 def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
     """Yield settings that trade time for memory, cheapest first: kind, text for ds_config.json, changed workload."""
     batch, section, tensor_ranks = workload.batch, workload.megaclip, workload.tensor_ranks
+    if section.keep_graphs != "auto" and section.keep_graphs > 0 and workload.backward_passes > 1:
+        yield "graphs", '"megaclip": {"keep_graphs": "auto"}', workload.with_megaclip(keep_graphs="auto")
     for rows in _halves(batch.micro_batch, batch.local_batch):
         setting = f'"train_micro_batch_size_per_gpu": {tensor_ranks * rows}, "gradient_accumulation_steps": '
         yield "micro-batch", f"{setting}{batch.local_batch // rows}", workload.with_batch(micro_batch=rows)
@@ -104,10 +106,10 @@ def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
         yield "parameters", '"zero_optimization": {"offload_param": {"device": "cpu"}}', changed
     if workload.world_size > 1 and section.exchange != "ring":
         yield "exchange", '"megaclip": {"exchange": "ring"}', workload.with_megaclip(exchange="ring")
-    if workload.cached and section.embeddings_offload is not True:
+    if sum(workload.encoded_again) and section.embeddings_offload is not True:
         changed = workload.with_megaclip(embeddings_offload=True)
         yield "embeddings", '"megaclip": {"embeddings_offload": true}', changed
-    keeps_images = workload.image_passes == 2 or section.data_offload in ("cpu", "disk")
+    keeps_images = workload.encoded_again[0] > 0 or section.data_offload in ("cpu", "disk")
     for place in ("disk", "reread") if keeps_images else ():
         if section.data_offload not in (place, "reread"):
             changed = workload.with_megaclip(data_offload=place)

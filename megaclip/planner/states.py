@@ -95,7 +95,7 @@ def _stages_0_to_2(workload: Workload) -> States:
         states.cpu["master parameters"] = part * (4 + workload.compute_bytes)
         states.cpu["optimizer states"] = part * workload.optimizer_state_bytes
         states.cpu["gradients"] = part * 4
-        if workload.gradient_bytes == workload.compute_bytes and workload.cached:
+        if workload.gradient_bytes == workload.compute_bytes and workload.backward_passes > 1:
             states.cpu["gradients"] += part * workload.compute_bytes
         states.gpu["offload staging"] = _largest(workload) * workload.compute_bytes
         return states
@@ -109,18 +109,13 @@ def _stages_0_to_2(workload: Workload) -> States:
             states.reduction += part * workload.compute_bytes
     else:
         joining = 0.0
-    states.update = max(joining, stepping, _norm_bytes(workload))
+    states.update = max(joining, stepping)
     return states
 
 
 def _largest(workload: Workload) -> int:
     """Return the elements of the largest trained parameter."""
     return max(max(tower.trainable, default=0) for tower in workload.parameters)
-
-
-def _norm_bytes(workload: Workload) -> float:
-    """Return the bytes of the gradient norm, which takes one parameter after another in float64."""
-    return 8 * _largest(workload)
 
 
 def _stage_3(workload: Workload) -> States:
@@ -157,7 +152,7 @@ def _stage_3(workload: Workload) -> States:
         group = min(part, zero.sub_group_size)
         joining = group * (workload.gradient_bytes + (4 if workload.gradient_bytes == 2 else 0))
         stepping = group * (4 + workload.optimizer_temporary_bytes)
-        states.update = max(joining, stepping, _norm_bytes(workload) / replicas)
+        states.update = max(joining, stepping)
         return states
     states.cpu["gradients"] = accumulated
     place = states.disk if workload.offload_optimizer == "nvme" else states.cpu

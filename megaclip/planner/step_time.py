@@ -1,20 +1,23 @@
 """Seconds of a step on a described cluster, term by term, and the term that dominates.
 
-    towers         forward without graph, forward again, backward (2 forwards; 3 with activation checkpointing):
-                   operations over the measured rate of each tower
+    towers         forward, forward again for chunks whose graphs are not kept, backward; with activation checkpointing
+                   one more forward (`tower_time.py`)
     loss           8 or 10 b B D; sigmoid 6 or 8 (docs/mathematics.md) over the loss's rate
     communication  tensor parallel: blocks' outputs and gradients summed over a replica's ranks, which the towers wait
                    for; parameters: gradients reduced and, at stage 3, parameters gathered for every pass; features: the
                    bytes of exchange and reduction
-    data           pixels to the GPU twice; to the step store's file and back twice, if it is on disk; decoding by
-                   the loader's processes
+    data           pixels to the GPU, twice where chunks are encoded twice; to the step store's file and back as
+                   often, if it is on disk; decoding by the loader's processes
     host           at ZeRO-3: DeepSpeed's work around every block in every pass, which is the same for small chunks
     offload        parameters, gradients and blocks' inputs between host and GPU
     swap           with "nvme": parameters, gradients and optimizer states between host and disk
-    optimizer      with offload_optimizer: Adam in host memory
+    update         checks, clipping, Adam and new working copies: on the GPU kernel launches for every parameter, and
+                   the bytes that they read and write; with offload_optimizer Adam in host memory
 
 Terms that run at the same time count as the longest of them:
 
+* The host runs ahead of a tower's kernels, or the kernels wait for it. One tower runs after the other, so a tower that
+  is faster than the host does not make up for one that is slower.
 * A ring's exchange of features runs behind the loss, except between GPUs of one host (`Cluster.hides_exchanges`).
 * Gradients that are reduced in the background (overlap_comm) and parameters that are gathered ahead run behind the
   towers, and so do copies to the GPU (a second stream). Decoding, in other processes, runs behind the whole step.
@@ -28,9 +31,19 @@ from dataclasses import dataclass
 
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.planner.cluster import Cluster
-from megaclip.planner.constants import OFFLOADED_ADAM_BYTES, OFFLOADED_ADAM_RATE, ZERO_3_BLOCK_SECONDS
-from megaclip.planner.memory import loss_sizes, plan_memory, resolve_auto, store_bytes
-from megaclip.planner.towers import forward_seconds, tower_work
+from megaclip.planner.constants import (
+    OFFLOADED_ADAM_BYTES,
+    OFFLOADED_ADAM_RATE,
+    UPDATE_BYTES,
+    UPDATE_CHECK_SECONDS,
+    UPDATE_TENSOR_SECONDS,
+    ZERO_3_BLOCK_SECONDS,
+    ZERO_3_GATHER_SECONDS,
+)
+from megaclip.planner.memory import plan_memory, resolve_auto, store_bytes
+from megaclip.planner.phases import loss_sizes
+from megaclip.planner.tower_time import tower_seconds
+from megaclip.planner.towers import TowerWork, tower_work
 from megaclip.planner.traffic import disk_traffic, feature_traffic, offload_traffic, parameter_traffic, tensor_traffic
 from megaclip.planner.workload import Workload
 
@@ -40,9 +53,9 @@ class StepTime:
     """Seconds of one step: each term alone, and the total with what overlaps."""
 
     forward: float
-    """Seconds of the towers without graph; 0 without the gradient cache."""
+    """Seconds of the towers over all chunks, without a graph or with a graph that is kept."""
     forward_again: float
-    """Seconds of the towers with their graph."""
+    """Seconds of the towers over the chunks that are encoded twice; 0 if all graphs are kept."""
     backward: float
     loss: float
     features: float
@@ -59,12 +72,14 @@ class StepTime:
     """Seconds of samples read, decoded and cropped."""
     host: float
     """Seconds of DeepSpeed's hooks at ZeRO-3, while the GPU works or waits."""
+    host_wait: float
+    """Seconds of `host` in which the GPU waits, because the hooks take longer than a tower's kernels."""
     offload: float
     """Seconds of parameters, gradients and blocks' inputs between host and GPU."""
     swap: float
     """Seconds of ZeRO-3's offload to disk, written and read."""
-    optimizer: float
-    """Seconds of the optimizer's step in host memory; 0 on the GPU, where it is short."""
+    update: float
+    """Seconds of checks, clipping and the optimizer's step."""
     features_hidden: bool
     """True if the term `features` runs behind `loss`."""
     parameters_hidden: bool
@@ -80,8 +95,8 @@ class StepTime:
     @property
     def total(self) -> float:
         loss = max(self.loss, self.features) if self.features_hidden else self.loss + self.features
-        behind, added = [self.towers, self.host, self.copies], [loss, self.offload, self.swap, self.optimizer]
-        added.append(self.tensor_parallel)
+        behind = [self.towers + self.host_wait, self.copies]
+        added = [loss, self.tensor_parallel, self.offload, self.swap, self.update]
         (behind if self.parameters_hidden else added).append(self.parameters)
         (behind if self.disk_hidden else added).append(self.disk)
         return max(max(behind) + sum(added), self.decoding)
@@ -99,7 +114,8 @@ class StepTime:
             "communication": self.features + self.parameters + self.tensor_parallel,
             "data": max(self.copies, self.disk, self.decoding),
             "disk": self.swap,
-            "host": self.host + self.offload + self.optimizer,
+            "host": self.host + self.offload,
+            "update": self.update,
         }
         return max(terms, key=lambda name: terms[name])
 
@@ -107,16 +123,19 @@ class StepTime:
 def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
     """Return the step's terms on one rank of `cluster`, at its rates."""
     workload = resolve_auto(workload, cluster)
-    section, passes = workload.megaclip, workload.image_passes
-    rates, batch = cluster.rates, workload.local_batch
-    forward = again = backward = 0.0
-    for sample, parameters in zip(forward_seconds(workload, rates), workload.parameters, strict=True):
-        seconds = batch * sample
-        again += seconds
-        if parameters.trained:
-            forward += seconds if workload.cached else 0.0
-            backward += (3 if workload.checkpointing else 2) * seconds
-    readings = passes if section.data_offload == "reread" else 1
+    section, rates, batch = workload.megaclip, cluster.rates, workload.local_batch
+    forward = again = backward = host = host_wait = 0.0
+    for work, (sample_forward, sample_backward) in zip(
+        tower_work(workload), tower_seconds(workload, rates), strict=True
+    ):
+        first = batch * sample_forward
+        second = first * work.encoded_again / work.chunks
+        last = batch * (work.parameters.trained > 0) * (sample_backward + sample_forward * bool(workload.checkpointing))
+        forward, again, backward = forward + first, again + second, backward + last
+        hooks = _host_seconds(workload, work)
+        host += hooks
+        host_wait += max(0.0, hooks - first - second - last)
+    readings = workload.image_readings if section.data_offload == "reread" else 1.0
     sizes = loss_sizes(workload)
     loss_operations = LOSS_COSTS[section.loss].products[section.reduction] * sizes.logits * sizes.embed_dim
     return StepTime(
@@ -127,13 +146,14 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         features=feature_traffic(workload).total / cluster.slowest_link,
         parameters=parameter_traffic(workload) / cluster.slowest_link,
         tensor_parallel=tensor_traffic(workload) / cluster.tensor_link(workload.tensor_ranks),
-        copies=passes * store_bytes(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,
+        copies=workload.image_readings * store_bytes(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,
         disk=_disk_seconds(workload, cluster),
         decoding=readings * batch / (rates.decoded * max(1, workload.workers)),
-        host=_host_seconds(workload),
+        host=host,
+        host_wait=host_wait,
         offload=offload_traffic(workload) / rates.host_to_device if cluster.gpu_memory else 0.0,
         swap=cluster.gpus_per_host * disk_traffic(workload) / rates.disk_write,
-        optimizer=_optimizer_seconds(workload),
+        update=_update_seconds(workload, cluster),
         features_hidden=section.exchange == "ring" and cluster.hides_exchanges,
         parameters_hidden=bool(workload.zero.overlap_comm) and not workload.coalesces,
         disk_hidden=bool(cluster.gpu_memory),
@@ -145,20 +165,26 @@ def _disk_seconds(workload: Workload, cluster: Cluster) -> float:
     """Return the seconds in which all ranks of a host write the step's images once and read them in every pass."""
     if plan_memory(workload, cluster).image_place.name != "disk":
         return 0.0
-    return (1 + workload.image_passes) * cluster.gpus_per_host * store_bytes(workload) / cluster.rates.disk_write
+    return (1 + workload.image_readings) * cluster.gpus_per_host * store_bytes(workload) / cluster.rates.disk_write
 
 
-def _host_seconds(workload: Workload) -> float:
+def _host_seconds(workload: Workload, work: TowerWork) -> float:
+    """Return the seconds of DeepSpeed's hooks around one tower's blocks at ZeRO-3."""
     if workload.zero.stage != 3:
         return 0.0
-    visits = 0
-    for work in tower_work(workload):
-        passes = 1 + (bool(work.parameters.trained) * (workload.cached + 1 + bool(workload.checkpointing)))
-        visits += work.chunks * passes * work.tower.layers
-    return visits * ZERO_3_BLOCK_SECONDS
+    passes = 1 + bool(work.parameters.trained) * (1 + bool(workload.checkpointing))
+    seconds = ZERO_3_BLOCK_SECONDS + (ZERO_3_GATHER_SECONDS if workload.replicas > 1 else 0.0)
+    return (work.chunks * passes + work.encoded_again) * work.tower.layers * seconds
 
 
-def _optimizer_seconds(workload: Workload) -> float:
-    if workload.offload_optimizer == "none":
-        return 0.0
-    return workload.trained / workload.replicas * OFFLOADED_ADAM_BYTES / OFFLOADED_ADAM_RATE
+def _update_seconds(workload: Workload, cluster: Cluster) -> float:
+    """Return the seconds of the update. At ZeRO-1 and 2 a rank updates whole tensors, at ZeRO-3 a part of each."""
+    stage, ranks = workload.zero.stage, workload.replicas
+    if workload.offload_optimizer != "none":
+        return workload.trained / ranks * OFFLOADED_ADAM_BYTES / OFFLOADED_ADAM_RATE
+    tensors: float = sum(len(parameters.trainable) for parameters in workload.parameters)
+    launches = UPDATE_TENSOR_SECONDS[stage]
+    if stage in (1, 2):
+        tensors /= ranks
+        launches += UPDATE_CHECK_SECONDS if workload.checks_gradients else 0.0
+    return tensors * launches + workload.trained / (ranks if stage else 1) * UPDATE_BYTES / cluster.rates.memory

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megaclip.models import ModelConfig
-from megaclip.planner.cluster import Rates
+from megaclip.planner.constants import COMPILED_TIME
 from megaclip.planner.workload import Parameters, Workload
 
 
@@ -34,8 +34,8 @@ class Tower:
     width: int
     hidden: int
     heads: int
-    tokens: int
-    """Tokens per sample, after patch dropout."""
+    tokens: float
+    """Tokens per sample, after patch dropout; for the time of a text tower whose captions are cut, their mean."""
     pooled: bool
     """True if one token stands for the sample, so that the last block computes only that one."""
     quick_gelu: bool
@@ -87,6 +87,15 @@ class Tower:
         patches = self.tensor_ranks * self.patch_numbers
         return samples * (self._token_bytes(numbers, self.layers, compute_bytes) + patches * compute_bytes)
 
+    def graph_bytes(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
+        """Return the bytes on the GPU that a graph keeps until its backward pass, without the tower's input."""
+        if not checkpointing:
+            return self.saved_bytes(samples, compute_bytes)
+        outside = self._token_bytes(self.stem_copies + self.head_copies, 0, compute_bytes)
+        patches = self.tensor_ranks * self.patch_numbers * compute_bytes
+        inputs = self.block_input_bytes(samples, compute_bytes) if checkpointing == "gpu" else 0.0
+        return samples * (outside + patches) + inputs
+
     def backward_peak(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
         """Return the peak of input, activations and their gradients during the backward pass."""
         if checkpointing:
@@ -110,7 +119,7 @@ class Tower:
         """Return the bytes of all blocks' inputs, which are what activation checkpointing keeps."""
         return samples * self.tensor_ranks * self.tokens * self.width * self.layers * compute_bytes
 
-    def summed_numbers(self, forward: int, backward: int) -> int:
+    def summed_numbers(self, forward: float, backward: int) -> float:
         """Return the numbers of one sample that all blocks sum over the tensor-parallel ranks per step.
 
         forward, backward: sums per block. Where one token stands for the sample, the last block sums that token only,
@@ -120,14 +129,15 @@ class Tower:
         last = forward + backward // 2 * (1 + self.tokens) if self.pooled else 0
         return (whole_blocks + last) * self.width
 
-    def forward_operations(self) -> float:
-        """Return one rank's operations for one of its samples in a forward pass; a multiply-add is two. The backward
-        pass has twice as many."""
+    def product_operations(self) -> float:
+        """Return one rank's operations of matrix products for one of its samples in a forward pass.
+
+        A multiply-add is two operations. The backward pass has twice as many.
+        """
         rest = 2 * self.width * (2 * self.width + 2 * self.hidden)  # one token's query, output and MLP
         keys_values = 4 * self.width**2
-        attention = 4 * self.tokens * self.width
-        whole_block = self.tokens * (rest + keys_values + attention)
-        last = self.tokens * keys_values + rest + attention if self.pooled else whole_block
+        whole_block = self.tokens * (rest + keys_values)
+        last = self.tokens * keys_values + rest if self.pooled else whole_block
         return (self.layers - 1) * whole_block + last + self.tensor_ranks * self.stem_operations
 
     def _token_bytes(self, numbers: float, blocks: int, compute_bytes: int) -> float:
@@ -193,27 +203,39 @@ class TowerWork(NamedTuple):
     parameters: Parameters
     micro_batch: int
     chunks: int
+    kept: int
+    """Number of chunks whose graphs are kept."""
+    encoded_again: int
+    """Number of chunks that are encoded twice."""
 
 
-def tower_work(workload: Workload) -> tuple[TowerWork, TowerWork]:
-    """Return the work of the image tower and of the text tower, on one rank in one step."""
-    (image, text), parameters, batch = towers(workload), workload.parameters, workload.batch
+def tower_work(workload: Workload, *, mean: bool = False) -> tuple[TowerWork, TowerWork]:
+    """Return the work of the image tower and of the text tower, on one rank in one step. mean: as for `towers`."""
+    (image, text), parameters, batch = towers(workload, mean=mean), workload.parameters, workload.batch
+    kept, again = workload.kept, workload.encoded_again
     return (
-        TowerWork(image, parameters[0], batch.micro_batch, batch.accumulation),
-        TowerWork(text, parameters[1], batch.text_micro_batch, batch.text_chunks),
+        TowerWork(image, parameters[0], batch.micro_batch, batch.accumulation, kept.image, again[0]),
+        TowerWork(text, parameters[1], batch.text_micro_batch, batch.text_chunks, kept.text, again[1]),
     )
 
 
-def forward_seconds(workload: Workload, rates: Rates) -> tuple[float, float]:
-    """Return one rank's seconds for one of its samples, forward through the image tower and through the text tower."""
-    image, text = towers(workload)
-    return image.forward_operations() / rates.image_flops, text.forward_operations() / rates.text_flops
+def compiled_time(workload: Workload) -> tuple[float, float]:
+    """Return the time of the image tower and of the text tower over that of plain PyTorch."""
+    if workload.megaclip.compile is not True:
+        return 1.0, 1.0
+    return COMPILED_TIME["towers" if workload.compiles_image_tower else "blocks"]
 
 
-def towers(workload: Workload) -> tuple[Tower, Tower]:
-    """Return the sizes of the image tower and of the text tower."""
+def towers(workload: Workload, *, mean: bool = False) -> tuple[Tower, Tower]:
+    """Return the sizes of the image tower and of the text tower.
+
+    mean: captions have the mean length after cutting, which time and traffic depend on. Default: the full length, which
+    a chunk with a long caption has, and which memory is planned for.
+    """
     ranks = workload.tensor_ranks
     pair = image_tower(workload.model, ranks), text_tower(workload.model, ranks)
-    if workload.megaclip.compile_blocks:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
+    if mean:
+        pair = pair[0], replace(pair[1], tokens=workload.text_positions)
+    if workload.megaclip.compile is True:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
         pair = replace(pair[0], quick_gelu=False), replace(pair[1], quick_gelu=False)
     return pair

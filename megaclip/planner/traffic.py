@@ -72,11 +72,11 @@ def tensor_traffic(workload: Workload) -> float:
     backward pass. With activation checkpointing, running a block again repeats the first of its two sums; PyTorch stops
     before the second.
     """
-    ranks, numbers = workload.tensor_ranks, 0
-    for work in tower_work(workload):
+    ranks, numbers = workload.tensor_ranks, 0.0
+    for work in tower_work(workload, mean=True):
         trained = work.parameters.trained > 0
         numbers += work.tower.summed_numbers(
-            forward=2 * (1 + (trained and workload.cached)) + (1 if trained and workload.checkpointing else 0),
+            forward=2 * (1 + work.encoded_again / work.chunks) + (1 if trained and workload.checkpointing else 0),
             backward=2 if trained else 0,
         )
     size = ranks * workload.local_batch * numbers * workload.compute_bytes
@@ -94,14 +94,14 @@ def offload_traffic(workload: Workload) -> float:
             moved += width * workload.trained
         if workload.zero.stage == 3:
             moved += 2 * workload.gradient_bytes * elements.reduced
-        elif workload.gradient_bytes == width and workload.cached:
+        elif workload.gradient_bytes == width and workload.backward_passes > 1:
             first = workload.trained if _reduces_every_chunk(workload) else 0
             moved += width * (2 * elements.reduced - first)
     if workload.offload_parameters != "none":
         moved += width * elements.gathered
     moved /= workload.replicas
     if workload.checkpointing == "cpu":
-        for work in tower_work(workload):
+        for work in tower_work(workload, mean=True):
             if work.parameters.trained:
                 moved += 2 * work.tower.block_input_bytes(workload.local_batch, width)
     return moved
@@ -124,14 +124,17 @@ def _reduces_every_chunk(workload: Workload) -> bool:
 def _moved_elements(workload: Workload) -> _MovedElements:
     gathered = reduced = 0
     every_chunk = _reduces_every_chunk(workload)
-    for _, parameters, _, chunks in tower_work(workload):
-        gathered += parameters.total * chunks * (2 + workload.cached if parameters.trained else 1)
-        reduced += parameters.trained * (chunks if every_chunk else 1)
+    for work in tower_work(workload):
+        parameters = work.parameters
+        gathered += parameters.total * (work.chunks * (2 if parameters.trained else 1) + work.encoded_again)
+        reduced += parameters.trained * (work.chunks if every_chunk else 1)
     # The gradient cache runs both towers in the first backward pass, and with offload in the last one too.
     image, text = workload.parameters
     offloads = workload.offload_optimizer != "none"
-    if workload.cached and image.trained and text.trained and not workload.coalesces:
-        for tower, takes_part in ((text, offloads or workload.zero.stage == 3), (image, offloads)):
+    if workload.backward_passes > 1 and image.trained and text.trained and not workload.coalesces:
+        first_is_text, last_is_text = workload.kept.text > 0, workload.encoded_again[1] > 0
+        first, last = image if first_is_text else text, image if last_is_text else text
+        for tower, takes_part in ((first, offloads or workload.zero.stage == 3), (last, offloads)):
             gathered += 2 * tower.total * takes_part
             reduced += tower.trained * (takes_part and every_chunk)
     return _MovedElements(gathered, reduced)

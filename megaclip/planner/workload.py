@@ -22,6 +22,7 @@ from megaclip.models import ModelConfig
 from megaclip.models.clip import ClipModel
 from megaclip.models.layers import check_split, split_dim
 from megaclip.planner import rules
+from megaclip.planner.captions import mean_positions
 
 
 class Parameters(NamedTuple):
@@ -69,6 +70,8 @@ class Workload:
     """Bytes per trained parameter of the optimizer's states, without the float32 master."""
     optimizer_temporary_bytes: int
     """Bytes per trained parameter that the optimizer takes during its step only."""
+    checks_gradients: bool = False
+    """True if DeepSpeed checks every gradient for infinity and NaN (bf16.check_grad_overflow)."""
     checkpointing: str = ""
     """Activation checkpointing: "", "gpu" or "cpu" (the blocks' inputs are kept in host memory)."""
     image_unlocked: int | None = None
@@ -81,6 +84,10 @@ class Workload:
     """Samples of the dataset, which only losses with state of every sample need."""
     evaluation: EvaluationSets | None = None
     """Data sets of the evaluations between steps. None: the run is not evaluated."""
+    text_positions_saved: float | None = None
+    """Share of the text tower's token positions that cutting captions saves. None: assumed (`planner.captions`)."""
+    steps: int | None = None
+    """Number of steps of the run. None: unknown, and taken as many."""
 
     @classmethod
     def of(
@@ -94,6 +101,7 @@ class Workload:
         workers: int = DEFAULT_WORKERS,
         samples: int = 0,
         evaluation: EvaluationSets | None = None,
+        steps: int | None = None,
     ) -> "Workload":
         """Return the workload of `config` on `world_size` ranks, tensor-parallel ones included.
 
@@ -114,12 +122,14 @@ class Workload:
             accumulates_in_bf16=config.accumulates_in_bf16,
             optimizer_state_bytes=_optimizer_state_bytes(config),
             optimizer_temporary_bytes=_optimizer_temporary_bytes(config),
+            checks_gradients=config.checks_each_gradient,
             checkpointing=checkpoints_to if config.activation_checkpointing else "",
             image_unlocked=image_unlocked,
             text_unlocked=text_unlocked,
             workers=workers,
             samples=samples,
             evaluation=evaluation,
+            steps=steps,
         )
 
     def with_batch(
@@ -207,14 +217,54 @@ class Workload:
         return _device(self.zero.offload_param)
 
     @property
-    def cached(self) -> bool:
-        """True if the gradient cache runs the trained towers twice per step."""
-        return not rules.keeps_graph(*self._chunks_and_trained)
+    def kept(self) -> rules.KeptGraphs:
+        """Chunks whose graphs a step keeps. "auto" counts as 0 here; `megaclip.planner.memory.resolve_auto` replaces it
+        by a number."""
+        setting = self.megaclip.keep_graphs
+        return rules.kept_graphs(0 if setting == "auto" else setting, *self._chunks_and_trained)
 
     @property
-    def image_passes(self) -> int:
-        """Number of times per step that the image tower reads the images."""
-        return rules.image_passes(*self._chunks_and_trained)
+    def graphs(self) -> rules.KeptGraphs:
+        """Chunks of the trained towers, each of which needs a graph."""
+        return rules.kept_graphs(sum(self.chunks), *self._chunks_and_trained)
+
+    @property
+    def encoded_again(self) -> tuple[int, int]:
+        """Number of image chunks and of text chunks that a step encodes twice."""
+        return self.graphs.image - self.kept.image, self.graphs.text - self.kept.text
+
+    @property
+    def backward_passes(self) -> int:
+        """Number of backward passes of a step."""
+        return rules.backward_passes(*self._chunks_and_trained)
+
+    @property
+    def image_readings(self) -> float:
+        """Number of times per step that the image tower reads an image, on average."""
+        return 1 + self.encoded_again[0] / self.batch.accumulation
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """Number of image chunks and of text chunks of a step."""
+        return self.batch.accumulation, self.batch.text_chunks
+
+    @property
+    def text_positions(self) -> float:
+        """Mean number of token positions per caption that the text tower computes: the context length if captions are
+        not cut."""
+        text = self.model.text_cfg
+        if not rules.cuts_captions(self.megaclip.cut_captions, text):
+            return text.context_length
+        if self.text_positions_saved is None:
+            return mean_positions(self.batch.text_chunks, text)
+        return (1 - self.text_positions_saved) * text.context_length
+
+    @property
+    def compiles_image_tower(self) -> bool:
+        """True if the whole image tower becomes one graph in a run that compiles."""
+        return rules.compiles_whole_tower(
+            int(self.zero.stage), checkpointing=bool(self.checkpointing), coalesces=self.coalesces
+        )
 
     @property
     def parameters(self) -> tuple[Parameters, Parameters]:
@@ -235,7 +285,7 @@ class Workload:
 
     @property
     def _chunks_and_trained(self) -> tuple[tuple[int, int], list[bool]]:
-        return (self.batch.accumulation, self.batch.text_chunks), [tower.trained > 0 for tower in self.parameters]
+        return self.chunks, [tower.trained > 0 for tower in self.parameters]
 
 
 def nvme_paths(zero: DeepSpeedZeroConfig) -> list[Path]:

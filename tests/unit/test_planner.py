@@ -215,7 +215,7 @@ def test_zero_3_keeps_a_tower_whole_as_far_as_half_the_reuse_distance(tmp_path: 
 def test_the_image_towers_graph_is_kept_during_the_text_towers_backward_pass(tmp_path: Path) -> None:
     job = workload(tmp_path).with_batch(512)
     whole, frozen = (plan_memory(each, H200).gpu_phases for each in (job, replace(job, image_unlocked=0)))
-    kept = [whole[name]["activations"] - frozen[name]["activations"] for name in ("loss", "text tower backward")]
+    kept = [whole[name]["kept graphs"] - frozen[name]["kept graphs"] for name in ("loss", "text tower backward")]
     assert kept[0] == kept[1] > 512 * 12 * 50 * 768 * 2  # at least every block's input, 50 tokens of 768 in bf16
 
 

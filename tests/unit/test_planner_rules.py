@@ -22,6 +22,7 @@ from megaclip.models import ModelConfig, build_model, load_model_config
 from megaclip.planner import Cluster, Workload, describe, plan_memory
 from megaclip.planner.memory import resolve_auto
 from megaclip.planner.rules import ImagePlace, embeddings_on_cpu, place_images
+from megaclip.planner.towers import tower_work
 from tests.distributed.memory_batch import MemoryBatch
 from tests.unit.planner_cases import GIB, workload
 
@@ -38,6 +39,7 @@ class Engine:
     """A model with the methods of a DeepSpeed engine that the gradient cache calls; counts each tower's graphs."""
 
     device = torch.device("cpu")
+    optimizer = None
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.module = model
@@ -71,7 +73,7 @@ def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
     planned = set()
     rows = 8
     for image_unlocked, text_unlocked in itertools.product((None, 0, 1), repeat=2):
-        for image_chunks, text_chunks in itertools.product((1, 4), repeat=2):
+        for image_chunks, text_chunks, keep in itertools.product((1, 4), (1, 4), (0, 5, 8)):
             model = build_model(SMALL)
             if image_unlocked is not None:
                 model.lock_image_tower(image_unlocked)
@@ -79,7 +81,8 @@ def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
                 model.lock_text_tower(text_unlocked)
             job = replace(
                 workload(tmp_path, ranks=1), model=SMALL, image_unlocked=image_unlocked, text_unlocked=text_unlocked
-            ).with_batch(rows, micro_batch=rows // image_chunks, text_micro_batch=rows // text_chunks)
+            ).with_megaclip(keep_graphs=keep)
+            job = job.with_batch(rows, micro_batch=rows // image_chunks, text_micro_batch=rows // text_chunks)
             pixels = torch.randint(256, (rows, 3, 8, 8), dtype=torch.uint8)
             feed = DeviceFeed(torch.device("cpu"), torch.float32, ImageTransform(8).normalise)
             batch = MemoryBatch(
@@ -87,16 +90,26 @@ def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
             )
             engine = Engine(model)
             accumulate_gradients(
-                engine, cross_entropy, batch, torch.zeros(1), RandomState(seed=0, step=0, rank=0), coalesce=False
+                engine,
+                cross_entropy,
+                batch,
+                torch.zeros(1),
+                RandomState(seed=0, step=0, rank=0),
+                coalesce=False,
+                kept=job.kept,
             )
             trained = [tower.trained > 0 for tower in job.parameters]
-            assert engine.rows["image"] == rows * job.image_passes
-            assert engine.rows["text"] == rows * (2 if job.cached and trained[1] else 1)
+            graphs = image_chunks * trained[0] + text_chunks * trained[1]
+            again = 0 if job.backward_passes == 1 else max(0, graphs - keep)
+            assert sum(job.encoded_again) == again
+            for tower, work in zip(("image", "text"), tower_work(job), strict=True):
+                assert engine.rows[tower] == rows + work.encoded_again * rows / work.chunks
+            assert engine.rows["image"] == rows * job.image_readings
             phases = plan_memory(job, describe(gpus=1)).gpu_phases
             for tower, is_trained in zip(("image", "text"), trained, strict=True):
                 assert (f"{tower} tower backward" in phases) == is_trained
-            planned.add((sum(trained), job.cached))
-    assert planned == {(0, False), (0, True), (1, False), (1, True), (2, False), (2, True)}
+            planned.add((sum(trained), again > 0))
+    assert planned == {(0, False), (1, False), (1, True), (2, False), (2, True)}
 
 
 def way_of_a_run(monkeypatch: pytest.MonkeyPatch, job: Workload, cluster: Cluster, machine: Machine) -> tuple[str, str]:
@@ -232,21 +245,22 @@ def test_embeddings_are_kept_where_the_plan_puts_them(plan_of_run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "memory", "disk", "passes", "place"),
+    ("setting", "memory", "disk", "encoded_again", "place"),
     [
-        ("auto", 800, 0, 2, ImagePlace("cpu", True)),
-        ("auto", 799, 800, 2, ImagePlace("disk", True)),
-        ("auto", 799, 799, 2, ImagePlace("disk", False)),
-        ("auto", 0, 0, 1, ImagePlace("once", True)),
-        ("cpu", 800, 0, 1, ImagePlace("cpu", True)),
-        ("cpu", 799, 5000, 2, ImagePlace("cpu", False)),
-        ("disk", 5000, 800, 2, ImagePlace("disk", True)),
-        ("disk", 5000, 799, 2, ImagePlace("disk", False)),
-        ("reread", 0, 0, 2, ImagePlace("reread", True)),
+        ("auto", 800, 0, 3, ImagePlace("cpu", True)),
+        ("auto", 799, 800, 3, ImagePlace("disk", True)),
+        ("auto", 799, 799, 3, ImagePlace("disk", False)),
+        ("auto", 0, 0, 0, ImagePlace("once", True)),
+        ("cpu", 800, 0, 0, ImagePlace("cpu", True)),
+        ("cpu", 799, 5000, 3, ImagePlace("cpu", False)),
+        ("disk", 5000, 800, 3, ImagePlace("disk", True)),
+        ("disk", 5000, 799, 3, ImagePlace("disk", False)),
+        ("reread", 0, 0, 3, ImagePlace("reread", True)),
+        ("reread", 0, 0, 0, ImagePlace("once", True)),
     ],
 )
-def test_images_are_placed_by_the_bytes_that_are_left(setting, memory, disk, passes, place) -> None:
-    assert place_images(setting, passes=passes, nbytes=800, host_memory=memory, disk=disk) == place
+def test_images_are_placed_by_the_bytes_that_are_left(setting, memory, disk, encoded_again, place) -> None:
+    assert place_images(setting, encoded_again=encoded_again, nbytes=800, host_memory=memory, disk=disk) == place
 
 
 def test_embeddings_are_in_host_memory_above_a_tenth_of_the_gpu() -> None:

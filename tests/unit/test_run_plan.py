@@ -1,5 +1,6 @@
 """The steps at which a run evaluates and saves, and its learning rate, by the numbers of the command line."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,17 @@ def test_a_run_is_as_long_as_its_steps_or_its_whole_epochs(flags: tuple[str, ...
     assert RunLength.of(arguments(*flags), SAMPLES, BATCH).total_steps == expected
     assert RunLength.of(arguments("--epochs", "1"), samples=2, global_batch=3).total_steps == 1
     assert LENGTH.epoch_at(5) == 1.5
+
+
+def test_the_cosine_ends_at_the_configured_rate() -> None:
+    """The formula of FastCLIP's published code: the cosine falls from the peak rate to --lr_min."""
+    schedule = chosen_schedule(arguments("--warmup", "4", "--lr-min", "0.005"), LENGTH, PEAK)
+    rates = [PEAK * schedule(step) for step in range(21)]
+    falling = [0.5 * (1 + math.cos(math.pi * (step - 4) / 16)) * (PEAK - 0.005) + 0.005 for step in range(4, 21)]
+    assert rates == pytest.approx([0.005, 0.01, 0.015, 0.02, *falling])
+    assert rates[-1] == pytest.approx(0.005)
+    with pytest.raises(ConfigError, match=r"--lr-min 0\.03 is above the peak .*optimizer\.params\.lr, 0\.02; set"):
+        chosen_schedule(arguments("--lr-min", "0.03"), LENGTH, PEAK)
 
 
 def test_the_cooldown_ends_at_the_configured_rate() -> None:

@@ -1,0 +1,63 @@
+"""Decide whether a run compiles its towers: compare the seconds that torch.compile saves with those it takes."""
+
+import math
+from dataclasses import dataclass
+
+from megaclip.planner import rules
+from megaclip.planner.captions import chunk_positions
+from megaclip.planner.cluster import Cluster
+from megaclip.planner.constants import COMPILE_BLOCKS_SECONDS, COMPILE_LAYER_SECONDS
+from megaclip.planner.tower_time import tower_seconds
+from megaclip.planner.towers import towers
+from megaclip.planner.workload import Workload
+
+
+@dataclass(frozen=True)
+class CompileEstimate:
+    """Seconds of one rank over a whole run."""
+
+    saved: float
+    """Seconds that compiled towers save. Infinite if the number of steps is unknown."""
+    startup: float
+    """Seconds that the compilation takes at the start."""
+    pays: bool
+    """True if the run compiles its towers."""
+
+
+def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
+    """Return what torch.compile saves and takes, and whether the run uses it.
+
+    The saved time counts one forward and one backward pass of each trained tower, not the second forward passes of the
+    gradient cache.
+    """
+    section = workload.megaclip
+    plain, compiled = (
+        tower_seconds(workload.with_megaclip(compile=setting), cluster.rates) for setting in (False, True)
+    )
+    forwards = 2 if workload.checkpointing else 1
+    step = sum(
+        workload.local_batch * (forwards * (slow.forward - fast.forward) + slow.backward - fast.backward)
+        for slow, fast, parameters in zip(plain, compiled, workload.parameters, strict=True)
+        if parameters.trained
+    )
+    saved = math.inf if workload.steps is None else workload.steps * step
+    image, _ = towers(workload)
+    startup = _text_shapes(workload) * COMPILE_BLOCKS_SECONDS + (
+        image.layers * COMPILE_LAYER_SECONDS if workload.compiles_image_tower else COMPILE_BLOCKS_SECONDS
+    )
+    pays = rules.compiles(
+        section.compile,
+        on_gpu=cluster.gpu_memory > 0,
+        possible=section.tensor_parallel_size == 1 and section.layer_norm == "torch",
+        saved_s=saved,
+        startup_s=startup,
+    )
+    return CompileEstimate(saved, startup, pays)
+
+
+def _text_shapes(workload: Workload) -> int:
+    """Return the number of lengths of captions that text blocks are compiled for."""
+    text = workload.model.text_cfg
+    if not rules.cuts_captions(workload.megaclip.cut_captions, text):
+        return 1
+    return len(set(chunk_positions(workload.batch.text_chunks, text)))
