@@ -45,7 +45,7 @@ _REFUSED = {
     "compression_training": "it is not supported; leave it out",
     "weight_quantization": "it is not supported; leave it out",
     "checkpoint": "MegaCLIP writes and finds its checkpoints itself; use --logs, --name and --resume",
-    "compile": "it is not supported in this version; use megaclip.compile_blocks",
+    "compile": "DeepCompile is not supported; use megaclip.compile",
     "activation_checkpointing.partition_activations": "activations are checkpointed by PyTorch; leave it out",
     "activation_checkpointing.contiguous_memory_optimization": "activations are checkpointed by PyTorch; leave it out",
     "activation_checkpointing.number_checkpoints": "every transformer block is one checkpoint; leave it out",
@@ -224,9 +224,9 @@ def _check_zero(config: DsConfig, values: dict[str, Any]) -> None:
 
 
 def _check_precision(config: DsConfig, values: dict[str, Any]) -> None:
-    """Refuse bfloat16 sums of float32 gradients, and two settings with which DeepSpeed 0.19 computes something else.
+    """Refuse bfloat16 sums of float32 gradients, and bf16 where DeepSpeed 0.19 runs other optimizer classes.
 
-    tests/distributed/test_engine_guards.py measures these two.
+    tests/distributed/test_engine_guards.py measures that bf16 at stage 0 computes something else.
     """
     accumulate, stage = config.data_types.grad_accum_dtype, config.zero_optimization.stage
     if not config.bf16.enabled:
@@ -243,8 +243,8 @@ def _check_precision(config: DsConfig, values: dict[str, Any]) -> None:
     if stage == 1 and accumulate == "fp32" and not values.get("zero_optimization.offload_optimizer"):
         raise ConfigError(
             "data_types.grad_accum_dtype 'fp32' with bf16 requires zero_optimization.stage 2 or 3: at stage 1 "
-            "DeepSpeed reports and clips by a wrong gradient norm in the first step; use another stage, or "
-            "megaclip.coalesce_gradient_reduction alone, which accumulates in float32 too"
+            "DeepSpeed runs its BF16_Optimizer, which keeps whole float32 gradients on every rank and is not supported "
+            "here; use another stage, or megaclip.coalesce_gradient_reduction alone, which accumulates in float32 too"
         )
 
 
@@ -258,10 +258,10 @@ def _check_megaclip(config: DsConfig) -> None:
         )
     if section.coalesce_gradient_reduction and zero.stage == 0:
         raise ConfigError("megaclip.coalesce_gradient_reduction has no effect at stage 0; use ZeRO stage 1, 2 or 3")
-    if section.compile_blocks and zero.stage == 3:
+    if section.compile is True and section.layer_norm != "torch":
         raise ConfigError(
-            "megaclip.compile_blocks cannot be used at zero_optimization.stage 3, where DeepSpeed gathers parameters "
-            "inside every block; use stage 1 or 2"
+            f"megaclip.compile true cannot be used with megaclip.layer_norm {section.layer_norm!r}: torch.compile does "
+            "not trace apex's kernels, and fuses PyTorch's layer norm itself; leave one of them out"
         )
 
 
@@ -287,9 +287,9 @@ def _check_tensor_parallel(config: DsConfig) -> None:
                 f"zero_optimization.{name} cannot be used with {setting}: DeepSpeed forms its groups from consecutive "
                 "ranks, which hold different parts of the model; leave it out"
             )
-    if config.megaclip.compile_blocks:
+    if config.megaclip.compile is True:
         raise ConfigError(
-            f"megaclip.compile_blocks cannot be used with {setting}: torch.compile does not trace Megatron-core's "
+            f"megaclip.compile true cannot be used with {setting}: torch.compile does not trace Megatron-core's "
             "asynchronous all-reduce; leave it out"
         )
 
@@ -304,9 +304,18 @@ def _check_fastclip(section: MegaclipSection) -> None:
             raise ConfigError(f"megaclip.fastclip {no_effect}")
         return
     for key in sorted(given):
-        learning = key in ("temperature_learning_rate", "temperature_schedule", "temperature_betas", "temperature_eps")
-        if (learning and variant.temperature == "constant") or (key == "rho" and not variant.with_rho):
+        learning = key.startswith("temperature_") and key not in ("temperature_min", "temperature_max")
+        if (
+            (learning and variant.temperature == "constant")
+            or (key == "temperature_gradient_limit" and not variant.individual)
+            or (key == "rho" and not variant.with_rho)
+        ):
             raise ConfigError(f"megaclip.fastclip.{key} {no_effect}")
+    if "temperature_warmup" in given and settings.temperature_schedule != "cosine":
+        raise ConfigError(
+            "megaclip.fastclip.temperature_warmup has no effect with temperature_schedule "
+            f"{settings.temperature_schedule!r}; leave it out, or use 'cosine'"
+        )
     schedule = variant.gamma_schedule if settings.gamma_schedule == "auto" else settings.gamma_schedule
     if schedule == "constant":
         for key in sorted(given & {"gamma_epochs", "gamma_per"}):

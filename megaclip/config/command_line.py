@@ -114,6 +114,7 @@ class TrainArguments(BaseModel):
     lr_scheduler: Literal["cosine", "const", "const-cooldown"] = Field(
         default="cosine", description="learning rate schedule"
     )
+    lr_min: float = Field(default=0.0, ge=0, description="last learning rate (cosine)")
     epochs_cooldown: Positive | None = Field(default=None, description="epochs of cooldown at the end (const-cooldown)")
     cooldown_steps: Positive | None = Field(default=None, description="steps of cooldown at the end (const-cooldown)")
     lr_cooldown_power: float = Field(default=1.0, gt=0, description="power of the decay (const-cooldown)")
@@ -165,6 +166,11 @@ class TrainArguments(BaseModel):
             raise ValueError(
                 f"--lr-scheduler is {self.lr_scheduler}; use const-cooldown together with --epochs-cooldown or "
                 "--cooldown-steps, or none of them"
+            )
+        if self.lr_min and self.lr_scheduler != "cosine":
+            raise ValueError(
+                f"--lr-min {self.lr_min} has no effect with --lr-scheduler {self.lr_scheduler}; leave it out, or use "
+                "cosine"
             )
         if self.epochs_cooldown and self.cooldown_steps:
             raise ValueError("--epochs-cooldown and --cooldown-steps exclude each other; use one of them")

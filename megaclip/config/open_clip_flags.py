@@ -20,7 +20,7 @@ _IN_DS_CONFIG = {
     "--gather-with-grad": "megaclip.exchange and megaclip.reduction (all their values are exact)",
     "--loss-dist-impl": "megaclip.exchange (all its values are exact)",
     "--siglip": "megaclip.loss",
-    "--torchcompile": "megaclip.compile_blocks",
+    "--torchcompile": "megaclip.compile",
     "--report-to": "wandb.enabled or comet.enabled (TensorBoard is always written)",
     "--wandb-project-name": "wandb.project",
 }

@@ -3,9 +3,9 @@
 `megaclip.config.checks` refuses combinations that have no effect or contradict each other.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.settings import FastClipSettings, LossSettings
@@ -41,9 +41,22 @@ class MegaclipSection(LossSettings):
     text_micro_batch_size: int | None = Field(default=None, gt=0)
     """Number of captions per text chunk. Default: train_micro_batch_size_per_gpu, the number of images per chunk."""
 
-    compile_blocks: bool = False
-    """Compile the transformer blocks with torch.compile (ZeRO stages 0 to 2). Steps are faster after a slower first
-    one."""
+    cut_captions: Literal[True, False, "auto"] = "auto"
+    """Sort the captions of a rank's share of the batch by length, and cut each text chunk at its longest caption. The
+    padding behind it is not computed; losses and gradients stay the same. "auto" does so if the text tower's features
+    do not depend on the padding: attention is causal and "pool_type" is "argmax" or "eos". true refuses other towers.
+    The captions of evaluations are cut too, without sorting."""
+
+    compile: Literal[True, False, "auto"] = "auto"
+    """Run the towers through torch.compile: the image tower as one graph, or block by block where activations,
+    parameters or gradients are handled block by block; the text tower block by block. "auto" does so on GPUs, if that
+    saves more time over the run than the compilation takes."""
+
+    keep_graphs: int | Literal["auto"] = "auto"
+    """Number of graphs that the gradient cache keeps between a chunk's forward and backward pass, of all chunks of
+    both towers; all, if a step has fewer. The chunks without a kept graph are encoded twice. "auto" keeps as many as
+    fit into the GPU's memory, and none on CPUs or with cpu_checkpointing. A step of one backward pass keeps its graphs
+    in any case."""
 
     data_offload: Literal["auto", "cpu", "disk", "reread"] = "auto"
     """Place of a step's images between the two passes of the gradient cache: "cpu" is host memory (page-locked for
@@ -54,6 +67,13 @@ class MegaclipSection(LossSettings):
     embeddings_offload: Literal[True, False, "auto"] = "auto"
     """Keep embeddings and their gradients in host memory while the towers run. "auto" does so if they would take more
     than a tenth of the device's memory."""
+
+    @field_validator("keep_graphs", mode="before")
+    @classmethod
+    def _check_graphs(cls, value: Any) -> Any:
+        if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+            return value
+        raise ValueError('write "auto" or a number of graphs, 0 or more')
 
     @property
     def is_global(self) -> bool:

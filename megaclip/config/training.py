@@ -1,8 +1,8 @@
 """Read and check ds_config.json before anything else happens.
 
 The file is DeepSpeed's configuration file with one additional section, "megaclip" (`MegaclipSection`). DeepSpeed
-receives the file's contents unchanged, including that section, which it ignores. `megaclip.config.checks` decides which
-settings are accepted.
+receives the file's contents, including that section, which it ignores, with `DEEPSPEED_DEFAULTS` for settings that the
+file leaves out. `megaclip.config.checks` decides which settings are accepted.
 """
 
 import json
@@ -18,6 +18,16 @@ from megaclip.config.ds_config import DsConfig
 from megaclip.config.optimizers import Optimizer
 from megaclip.config.section import MegaclipSection
 from megaclip.errors import ConfigError
+
+DEEPSPEED_DEFAULTS: dict[str, dict[str, Any]] = {
+    # A check of every gradient, at ZeRO-1 and 2 only. The run itself refuses an update whose gradient norm is not
+    # finite, at every stage (`megaclip.engine.optimizers.guard_gradients`).
+    "bf16": {"check_grad_overflow": False},
+    # A timer that waits for the GPU before every forward pass. Its result is logged every `steps_per_print` steps.
+    "timers": {"throughput": {"enabled": False}},
+}
+"""Settings for which DeepSpeed receives another default than its own: "bf16" where bf16 is enabled, "timers" without
+`steps_per_print`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """A checked ds_config.json. `deepspeed` is its contents as read; only DeepSpeed and settings.json use it."""
+    """A checked ds_config.json. `deepspeed` is its contents as read."""
 
     path: Path
     deepspeed: dict[str, Any]
@@ -61,6 +71,21 @@ class TrainingConfig:
     @cached_property
     def _settings(self) -> DsConfig:
         return DsConfig.model_validate(self.deepspeed)
+
+    @property
+    def for_deepspeed(self) -> dict[str, Any]:
+        """The configuration that DeepSpeed receives: the file's contents, with `DEEPSPEED_DEFAULTS`."""
+        config = dict(self.deepspeed)
+        if self.bf16:
+            config["bf16"] = DEEPSPEED_DEFAULTS["bf16"] | config["bf16"]
+        if self._settings.steps_per_print is None:
+            config["timers"] = DEEPSPEED_DEFAULTS["timers"] | config.get("timers", {})
+        return config
+
+    @property
+    def checks_each_gradient(self) -> bool:
+        """True if DeepSpeed checks every gradient for infinity and NaN, in addition to the run's check of the norm."""
+        return self.bf16 and self.zero_stage in (1, 2) and bool(self.for_deepspeed["bf16"]["check_grad_overflow"])
 
     @property
     def zero(self) -> DeepSpeedZeroConfig:

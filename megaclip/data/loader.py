@@ -38,7 +38,8 @@ class TrainLoader:
     One step is micro_batch_size x micro_batches_per_step x world_size samples. `samples_consumed` counts the samples of
     all ranks. It grows when the last micro-batch of a step is taken; a loader made with that number resumes there.
 
-    reads_per_step: 2 yields all micro-batches of a step, then all of them again, for a caller that keeps no batches.
+    reread_from: yields all micro-batches of a step, then those from this one on again, for a caller that does not keep
+    them. Default: none again.
     shard_order: see order.SampleOrder.
     max_bad_fraction: largest fraction of bad samples among those of this rank; above it, `next` raises DataError.
     pin_memory: yield batches in page-locked memory, for a trainer that copies them to its GPU itself (such as
@@ -53,7 +54,7 @@ class TrainLoader:
         *,
         micro_batch_size: int,
         micro_batches_per_step: int = 1,
-        reads_per_step: int = 1,
+        reread_from: int | None = None,
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
@@ -67,7 +68,8 @@ class TrainLoader:
         check_batch(self._step_size, len(dataset))
         self.samples_consumed = samples_consumed
         self._micro_batches_per_step = micro_batches_per_step
-        self._reads_per_step = reads_per_step
+        reread_from = micro_batches_per_step if reread_from is None else reread_from
+        self._readings_per_step = 2 * micro_batches_per_step - reread_from
         self._micro_batch_size = micro_batch_size
         self._rank, self._world_size = rank, world_size
         self._taken = 0
@@ -76,7 +78,7 @@ class TrainLoader:
         reader = TrainReader(dataset, transform, tokenizer, seed)
         self._batches = map_in_workers(
             functools.partial(_load_train, order, reader, micro_batch_size, rank, world_size),
-            _schedule(samples_consumed, self._step_size, micro_batches_per_step, reads_per_step),
+            _schedule(samples_consumed, self._step_size, micro_batches_per_step, reread_from),
             num_workers=num_workers,
             pin_memory=pin_memory,
         )
@@ -96,7 +98,7 @@ class TrainLoader:
         if loaded.fatal:
             raise DataError(loaded.fatal)
         self._taken += 1
-        if self._taken == self._micro_batches_per_step * self._reads_per_step:
+        if self._taken == self._readings_per_step:
             self._taken = 0
             self.samples_consumed += self._step_size
         return loaded.batch
@@ -129,12 +131,12 @@ def check_batch(contrastive_batch: int, samples: int) -> None:
 
 
 def _schedule(
-    samples_consumed: int, step_size: int, micro_batches_per_step: int, reads_per_step: int
+    samples_consumed: int, step_size: int, micro_batches_per_step: int, reread_from: int
 ) -> Iterator[tuple[int, int]]:
     """Yield work items without end: (position where the step begins, number of the micro-batch in the step)."""
     for start in itertools.count(samples_consumed, step_size):
-        for _ in range(reads_per_step):
-            for micro_batch in range(micro_batches_per_step):
+        for first in (0, reread_from):
+            for micro_batch in range(first, micro_batches_per_step):
                 yield start, micro_batch
 
 

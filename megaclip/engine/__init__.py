@@ -14,7 +14,7 @@ A run starts (`run.train`):
 - `inputs`: reads configuration, data, tokenizer and model description, before any process group exists.
 - `process_group`: joins the ranks that the launcher has started.
 - `preflight`: compares the planned memory of the run with the free memory (`this_machine`), and refuses a run that
-  does not fit. It also decides, once per run, where images and embeddings are kept.
+  does not fit. It also decides where images and embeddings are kept, and how many graphs.
 - `run_length`, `schedules`: the number of steps, when to save and evaluate, and the learning rate of each step.
 - `build`: builds the model and the DeepSpeed engine; `optimizers`: parameter groups, optimizers, and the update.
 - `run_loss`: the loss, with the sample ids, the epoch, and the optimizer and state that some losses own.
@@ -25,11 +25,13 @@ A run starts (`run.train`):
 A step runs (`run.Run.train_step`), on each rank:
 
 1. `step_store` reads samples in the background. It keeps the images of a step in host memory or in a file
-   (`image_slots`), or reads them twice; `data_offload` chooses which. It keeps all tokens in memory.
+   (`image_slots`), or reads them twice; `data_offload` chooses which. It keeps all tokens in memory. `caption_chunks`
+   sorts the captions by length and cuts each chunk of them at its longest caption.
 2. `step_batch` passes the samples to the device in chunks.
-3. `gradient_cache` runs the towers over the chunks, keeps only the embeddings, calls the loss once for the whole batch,
-   and runs the towers again for their gradients. Device memory thus holds the activations of one chunk of one tower at
-   a time. `embeddings_offload` chooses whether embeddings are kept on the device or in host memory.
+3. `gradient_cache` runs the towers over the chunks, keeps the embeddings, and the graphs of as many chunks as
+   `keep_graphs` allows. It calls the loss once for the whole batch, back-propagates the kept graphs, and runs the
+   towers again over the other chunks, one chunk of one tower at a time. `embeddings_offload` chooses whether embeddings
+   are kept on the device or in host memory.
 4. `run_loss` passes the settings `exchange` and `reduction` to the loss. If one of them is "auto",
    `megaclip.losses.plan.make_plan` measures the link speed and the compute speed, and `choose_way` chooses by them. The
    loss holds one tile of logits at a time.

@@ -23,6 +23,8 @@ from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
 from megaclip.config.optimizers import TIMM_OPTIMIZERS
+from megaclip.engine.compilation import compile_model
+from megaclip.engine.deepspeed_update import group_kernels
 from megaclip.engine.optimizers import guard_gradients, parameter_groups, timm_optimizer
 from megaclip.errors import ConfigError, config_error
 from megaclip.logging import get_logger
@@ -37,10 +39,13 @@ _MANY_CHUNKS = 32
 """Number of chunks above which the rounding errors of a bfloat16 sum (2^-9 each, random) exceed those of its terms."""
 
 
-def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config: ModelConfig) -> DeepSpeedEngine:
+def build_engine(
+    config: TrainingConfig, arguments: TrainArguments, model_config: ModelConfig, *, compiles: bool = False
+) -> DeepSpeedEngine:
     """Build the model (partitioned from the start at ZeRO-3), load pretrained weights and start DeepSpeed's engine.
 
-    Every rank calls it with the same arguments, after the process group exists.
+    Every rank calls it with the same arguments, after the process group exists. compiles: torch.compile runs the towers
+    (`MemoryPlan.compiles`).
 
     Raises:
         ConfigError: DeepSpeed refuses the configuration or cannot run it on this machine.
@@ -55,7 +60,7 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     torch.manual_seed(arguments.seed)
     parallel = parallel_groups(config.megaclip.tensor_parallel_size)
     with deepspeed.zero.Init(
-        config_dict_or_path=config.deepspeed,
+        config_dict_or_path=config.for_deepspeed,
         enabled=config.zero_stage == 3,
         data_parallel_group=parallel.data.handle,
         mpu=parallel.mpu,
@@ -78,17 +83,21 @@ def build_engine(config: TrainingConfig, arguments: TrainArguments, model_config
     optimizer = timm_optimizer(config.optimizer, groups) if config.optimizer.type in TIMM_OPTIMIZERS else None
     try:
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, model_parameters=groups, config=config.deepspeed, mpu=parallel.mpu
+            model=model, optimizer=optimizer, model_parameters=groups, config=config.for_deepspeed, mpu=parallel.mpu
         )
     except ValidationError as error:
         raise ConfigError(f"{config.path}: {config_error(error)}") from None
     if config.activation_checkpointing:
         model.set_activation_checkpointing(_checkpoint_on_cpu if config.cpu_checkpointing else _checkpoint)
-    if config.megaclip.compile_blocks:
-        for tower in (model.visual, model.text):
-            tower.transformer.compile_blocks()
+    compiled = compile_model(model, config) if compiles else ""
+    group_kernels(engine)
     guard_gradients(engine)
-    _describe(engine, config, model)
+    if config.checks_each_gradient:
+        logger.warning(
+            "bf16.check_grad_overflow checks every gradient alone, which slows the update down; leave it out: the run "
+            "refuses an update whose gradient norm is infinite or NaN without it"
+        )
+    _describe(engine, config, model, compiled)
     batch_plan = config.batch_plan(dist.get_world_size())
     _warn_of_bf16_accumulation(config, max(batch_plan.accumulation, batch_plan.text_chunks))
     return engine
@@ -153,12 +162,12 @@ def _checkpoint_on_cpu(function: Callable[..., torch.Tensor], *tensors: torch.Te
         return _checkpoint(function, *tensors)
 
 
-def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel) -> None:
+def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel, compiled: str) -> None:
     sizes = [(getattr(p, "ds_numel", p.numel()), bool(getattr(p, "ds_persist", False))) for p in model.parameters()]
     total = sum(size for size, _ in sizes)
     partitioned = sum(size for size, persistent in sizes if not persistent) if config.zero_stage == 3 else 0
     options = ["activation checkpointing"] if config.activation_checkpointing else []
-    options += ["compiled blocks"] if config.megaclip.compile_blocks else []
+    options += [compiled] if compiled else []
     options += [f"{config.megaclip.layer_norm} layer norms"] if config.megaclip.layer_norm != "torch" else []
     if model.tensor.size > 1:
         version = metadata.version("megatron-core")

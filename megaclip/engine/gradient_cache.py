@@ -2,13 +2,14 @@
 
 The gradient cache (Gao et al., 2021, arXiv:2101.06983) has three parts:
 
-1. Encode every chunk without a graph and keep only the embeddings.
+1. Encode every chunk. Keep the embeddings of all chunks, and the graphs of some (`KeptGraphs`).
 2. Evaluate the loss once over all embeddings, and cache its gradients with respect to them.
-3. Encode each chunk again, with the same random state, and back-propagate its surrogate: the inner product of the
-   chunk's embeddings and their cached gradients.
+3. Back-propagate each chunk's surrogate: the inner product of the chunk's embeddings and their cached gradients. First
+   come the kept graphs. The other chunks are then encoded again, with the same random state.
 
-The result is the gradient of the whole batch, not of the chunks. One tower runs after the other, so a step holds the
-activations of one chunk in one tower only. A tower without trainable parameters runs once.
+The result is the gradient of the whole batch, not of the chunks. It does not depend on the graphs that are kept. One
+tower runs after the other, so a step without kept graphs holds the activations of one chunk in one tower only. A tower
+without trainable parameters runs once.
 
 Scale. DeepSpeed averages parameter gradients over the W data-parallel ranks. The losses therefore return feature
 gradients that are W times those of the global mean loss. They return the whole gradients of the scale and the bias on
@@ -17,19 +18,21 @@ every rank. So the surrogate is not divided by the number of chunks.
 Shapes: b rows of this rank, D embedding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaclip.engine.step_batch import StepBatch, Tower
 from megaclip.errors import NonFiniteError
 from megaclip.models import ClipModel
-from megaclip.planner.rules import keeps_graph
+from megaclip.planner.rules import KeptGraphs, encodes_together, kept_graphs
 
 ContrastiveLoss = Callable[..., Tensor]  # (image features, text features, scale[, logit_bias]) -> loss
 
@@ -63,6 +66,7 @@ def accumulate_gradients(
     *,
     logit_bias: Tensor | None = None,
     coalesce: bool,
+    kept: KeptGraphs | None = None,
     accumulation_dtype: torch.dtype = torch.float32,
     embeddings_on_cpu: bool = False,
 ) -> float:
@@ -79,6 +83,7 @@ def accumulate_gradients(
         random_state: seeds of this step, replayed for each chunk.
         logit_bias: (1,) float32, the master value of logit_bias; None if the model has none.
         coalesce: reduce parameter gradients once, after the last chunk (ZeRO 1 to 3).
+        kept: chunks whose graphs are kept, the same on every rank. None: those of megaclip.keep_graphs 0.
         accumulation_dtype: dtype in which coalesced gradients add up over chunks, before they are rounded.
         embeddings_on_cpu: keep embeddings and their gradients in host memory while the towers run.
 
@@ -89,13 +94,15 @@ def accumulate_gradients(
         NonFiniteError: the loss is infinite or NaN; nothing was back-propagated.
         DataError: the data of a rank failed; the caller must not update.
     """
-    passes = _Passes(engine, batch, random_state, coalesce, torch.device("cpu") if embeddings_on_cpu else engine.device)
+    embeddings_device = torch.device("cpu") if embeddings_on_cpu else engine.device
+    passes = _Passes(engine, batch, random_state, kept, coalesce, embeddings_device)
     features = passes.embed()
     batch.agree()
     scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
-    loss, cached = _loss_and_gradients(loss_function, features, scalars, engine.device, random_state.step)
+    orders = {tower: batch.order(tower) for tower in Tower}
+    loss, cached = _loss_and_gradients(loss_function, features, orders, scalars, engine.device, random_state.step)
     with engine.coalesce_grad_reduction() if coalesce else nullcontext():
-        sums = _GradientSums(engine.module, accumulation_dtype) if coalesce else None
+        sums = _GradientSums(engine.module, accumulation_dtype) if coalesce and passes.count > 1 else None
         passes.back_propagate(cached, sums)
     engine.set_gradient_accumulation_boundary(True)  # coalesce_grad_reduction put the flag back as it was
     batch.agree()
@@ -107,7 +114,7 @@ class _Cached:
     """Gradients that the loss returned for the whole share of this rank."""
 
     features: dict[Tower, Tensor]
-    """Gradients of the features, each (b, D), on the device where embeddings are kept."""
+    """Gradients of the features, each (b, D), in the order of the chunks, on the device where embeddings are kept."""
     scalars: Sequence[Tensor]
     """Gradients of the log scale and, if the model has one, of the logit bias, each (1,)."""
 
@@ -115,56 +122,95 @@ class _Cached:
 _Outputs = tuple[Tensor | None, ...]  # features by tower, then the scalars, as `ClipModel.forward` returns them
 
 
+class _Pass(NamedTuple):
+    """Chunks that one forward pass encodes and one backward pass back-propagates."""
+
+    towers: tuple[Tower, ...]
+    """One tower, or both if each has one chunk."""
+    chunk: int
+
+
+class _Graph(NamedTuple):
+    """A kept graph."""
+
+    outputs: _Outputs
+    gradients_to_come: dict[nn.Module, int]
+    """ZeRO-3's count of input gradients that each module waits for before it frees its parameters."""
+
+
 class _Passes:
-    """The two passes over the towers: embed every chunk, then encode each again with its graph for its gradients."""
+    """The passes over the towers: encode every chunk, then back-propagate the kept graphs and encode the others again.
+
+    Gradients of a tower add up in the order of its chunks, whichever graphs are kept.
+    """
 
     def __init__(
         self,
         engine: DeepSpeedEngine,
         batch: StepBatch,
         random_state: RandomState,
+        kept: KeptGraphs | None,
         coalesce: bool,
         embeddings_device: torch.device,
     ) -> None:
         self._engine, self._batch, self._random_state = engine, batch, random_state
         self._embeddings_device = embeddings_device
-        model = engine.module
-        chunks = {tower: batch.chunk_count(tower) for tower in Tower}
-        self._trained = trained_towers(model)
-        self._joint = chunks == {Tower.IMAGE: 1, Tower.TEXT: 1}
-        self._keeps_graph = keeps_graph(list(chunks.values()), [tower in self._trained for tower in Tower])
-        # The tower that keeps its graph runs last, right before its backward pass.
-        self._towers = sorted(Tower, key=self._trained.__contains__) if self._keeps_graph else list(Tower)
-        self._kept: _Outputs | None = None
-        # DeepSpeed overwrites the last step's gradients in a step's first backward pass (stage 3, offload) and copies
-        # the sums to the host in its last one (offload), but only for parameters that take part in that pass. So in
-        # these chunks the other tower takes part too, with one blank row and a gradient of zero.
-        self._with_other_tower: set[tuple[Tower, int]] = set()
-        offloads = engine.zero_offload_optimizer() is not None
-        if len(self._trained) == 2 and not self._joint and not coalesce:
-            if offloads or engine.zero_optimization_stage() == 3:
-                self._with_other_tower.add((Tower.IMAGE, 0))
-            if offloads:
-                self._with_other_tower.add((Tower.TEXT, chunks[Tower.TEXT] - 1))
+        self._trained = trained_towers(engine.module)
+        chunks = [batch.chunk_count(tower) for tower in Tower]
+        is_trained = [tower in self._trained for tower in Tower]
+        self._kept = kept or kept_graphs(0, chunks, is_trained)
+        self._graphs: dict[_Pass, _Graph] = {}
+        # A text tower that is not trained keeps no graph, so it runs first, unless it has to wait for several chunks of
+        # images (`StepBatch.chunks`). The graphs of the text tower, which are smaller, are the first to be
+        # back-propagated.
+        text_first = Tower.TEXT not in self._trained and chunks[Tower.IMAGE] == 1
+        one_by_one = [(tower,) for tower in sorted(Tower, reverse=text_first)]
+        together = encodes_together(chunks, is_trained)
+        self._forward_order: list[tuple[Tower, ...]] = [tuple(Tower)] if together else [*one_by_one]
+        self._trained_order = [towers for towers in self._forward_order if towers[0] in self._trained]
+        self._backward_order = [
+            *(
+                _Pass(towers, index)
+                for towers in reversed(self._trained_order)
+                for index in range(self._kept[towers[0]])
+            ),
+            *(
+                _Pass(towers, index)
+                for towers in self._trained_order
+                for index in range(self._kept[towers[0]], batch.chunk_count(towers[0]))
+            ),
+        ]
+        self._with_other_tower = self._passes_with_both_towers(coalesce)
+
+    @property
+    def count(self) -> int:
+        """Number of backward passes."""
+        return max(1, len(self._backward_order))
+
+    def _passes_with_both_towers(self, coalesce: bool) -> set[_Pass]:
+        """Return the passes over one tower in which the other takes part, with one blank row and a gradient of zero.
+
+        DeepSpeed overwrites the last step's gradients in a step's first backward pass (stage 3, offload) and copies the
+        sums to the host in its last one (offload), but only for parameters that take part in that pass.
+        """
+        if coalesce or len(self._trained) < 2 or self.count == 1:
+            return set()
+        first, last = self._backward_order[0], self._backward_order[-1]
+        if self._engine.zero_offload_optimizer() is not None:
+            return {first, last}
+        return {first} if self._engine.zero_optimization_stage() == 3 else set()
 
     def embed(self) -> dict[Tower, Tensor]:
-        """Return the features of every row, (b, D) per tower, without gradients, where embeddings are kept."""
+        """Return the features, (b, D) per tower, without gradients, in the order of the chunks, where they are kept."""
         features: dict[Tower, Tensor] = {}
-        if self._joint:
-            (images,), (tokens,) = (self._batch.chunks(tower, again=False) for tower in Tower)
-            self._kept = self._forward(Tower.IMAGE, 0, images, tokens)
-            for tower in Tower:
-                self._store(features, tower, 0, self._kept[tower])
-            return features
-        for tower in self._towers:
-            keeps_graph = self._keeps_graph and tower in self._trained
-            again = tower in self._trained and not keeps_graph
-            for index, inputs in enumerate(self._batch.chunks(tower, again=again)):
-                with nullcontext() if keeps_graph else torch.no_grad():
-                    outputs = self._forward(tower, index, inputs, None)
-                self._store(features, tower, index, outputs[tower])
-                if keeps_graph:
-                    self._kept = outputs
+        for towers in self._forward_order:
+            for index, inputs in enumerate(self._inputs(towers, again=False)):
+                encoded, keeps = _Pass(towers, index), index < self._kept[towers[0]]
+                outputs = self._forward(encoded, inputs, with_graph=keeps)
+                for tower in towers:
+                    self._store(features, tower, index, outputs[tower])
+                if keeps:
+                    self._graphs[encoded] = _Graph(outputs, _gradients_to_come(self._engine.module))
         return features
 
     def back_propagate(self, cached: _Cached, sums: "_GradientSums | None") -> None:
@@ -172,27 +218,42 @@ class _Passes:
 
         sums: sums of gradients that DeepSpeed does not reduce before the last chunk; None if it reduces each chunk's.
         """
-        if self._keeps_graph or not self._trained:
-            outputs, self._kept = self._kept or self._engine(None, None), None
-            self._backward(outputs, {tower: cached.features[tower] for tower in self._trained}, cached.scalars)
+        if not self._trained:
+            self._backward(self._engine(None, None), {}, cached.scalars)
             return
-        left = sum(self._batch.chunk_count(tower) for tower in self._trained)
-        for tower in self._trained:
-            gradients = cached.features[tower]
-            rows = self._batch.rows() // self._batch.chunk_count(tower)
-            for index, inputs in enumerate(self._batch.chunks(tower, again=False)):
-                left -= 1
-                # Times zero, not left out: ZeRO expects the same parameters to take part in every backward pass.
-                scalars = cached.scalars if left == 0 else [0 * gradient for gradient in cached.scalars]
-                own_rows = {tower: gradients[index * rows : (index + 1) * rows]}
-                blank = self._batch.blank(Tower(1 - tower)) if (tower, index) in self._with_other_tower else None
-                outputs = self._forward(tower, index, inputs, blank)
-                self._backward(outputs, own_rows, scalars, is_last=left == 0)
-                del inputs, outputs  # frees what is left of their graph before the next one
-                if sums is not None:
-                    sums.add()
+        for encoded, outputs in self._outputs():
+            is_last = encoded == self._backward_order[-1]
+            # Times zero, not left out: ZeRO expects the same parameters to take part in every backward pass.
+            scalars = cached.scalars if is_last else [0 * gradient for gradient in cached.scalars]
+            gradients = {tower: cached.features[tower][self._rows(tower, encoded.chunk)] for tower in encoded.towers}
+            self._backward(outputs, gradients, scalars, is_last=is_last)
+            del outputs  # frees what is left of their graph before the next one
+            if sums is not None:
+                sums.add()
         if sums is not None:
             sums.write_back()
+
+    def _outputs(self) -> Iterator[tuple[_Pass, _Outputs]]:
+        """Yield each pass of the backward order with the outputs of its graph."""
+        for encoded in self._backward_order[: len(self._graphs)]:
+            yield encoded, self._resumed(self._graphs.pop(encoded))
+        for towers in self._trained_order:
+            for index, inputs in enumerate(self._inputs(towers, again=True), start=self._kept[towers[0]]):
+                encoded = _Pass(towers, index)
+                yield encoded, self._forward(encoded, inputs, with_graph=True)
+
+    def _resumed(self, graph: _Graph) -> _Outputs:
+        """Return the graph's outputs, and put DeepSpeed's counts into the state after the graph's own forward pass.
+
+        DeepSpeed resets the state of a backward pass, such as the count of those before it, in every forward pass.
+        ZeRO-3 counts in every module, for its last forward pass only, the gradients to wait for before it frees the
+        module's parameters.
+        """
+        if isinstance(self._engine.optimizer, ZeROOptimizer):
+            self._engine.optimizer.clear_backward_seen_flag()
+        for module, count in graph.gradients_to_come.items():
+            module.ds_grads_remaining = count  # type: ignore[assignment]  # DeepSpeed sets it on the module too
+        return graph.outputs
 
     def _backward(
         self,
@@ -209,31 +270,53 @@ class _Passes:
             output = features[tower]
             if output is None:
                 continue
-            gradient = gradients[tower].to(output.device, non_blocking=True).float() if tower in gradients else 0.0
-            surrogate = surrogate + (output.float() * gradient).sum()
+            wide = torch.promote_types(output.dtype, torch.float32)
+            gradient = gradients[tower].to(output.device, non_blocking=True).to(wide) if tower in gradients else 0.0
+            surrogate = surrogate + (output.to(wide) * gradient).sum()
         for scalar, gradient in zip(scalars, scalar_gradients, strict=True):
             assert scalar is not None, "the model returns its scalars"
             surrogate = surrogate + (scalar * gradient).sum()
         self._engine.set_gradient_accumulation_boundary(is_last)
         self._engine.backward(surrogate, scale_wrt_gas=False)
 
-    def _forward(self, tower: Tower, index: int, inputs: Tensor, others: Tensor | None) -> _Outputs:
-        """Run one chunk through its tower with the chunk's random numbers, and `others` through the other tower.
+    def _inputs(self, towers: tuple[Tower, ...], *, again: bool) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the inputs of the chunks that these towers encode together, one tensor per tower.
+
+        again: as for `StepBatch.chunks`. A tower that is not trained reads each chunk once.
+        """
+        read_once = self._kept[towers[0]] if towers[0] in self._trained else self._batch.chunk_count(towers[0])
+        return zip(*(self._batch.chunks(tower, read_once=read_once, again=again) for tower in towers), strict=True)
+
+    def _forward(self, encoded: _Pass, inputs: Sequence[Tensor], *, with_graph: bool) -> _Outputs:
+        """Encode chunks with their random numbers.
 
         The model runs the image tower first, and the text tower draws no random numbers, so the random numbers are the
-        same with and without `others`.
+        same with and without the other tower.
         """
-        self._random_state.reseed(tower, index)
-        images, tokens = (inputs, others) if tower is Tower.IMAGE else (others, inputs)
-        return self._engine(images, tokens)
+        self._random_state.reseed(encoded.towers[0], encoded.chunk)
+        by_tower = dict(zip(encoded.towers, inputs, strict=True))
+        if with_graph and encoded in self._with_other_tower:
+            other = Tower(1 - encoded.towers[0])
+            by_tower[other] = self._batch.blank(other)
+        with torch.set_grad_enabled(with_graph):
+            return self._engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT))
 
     def _store(self, features: dict[Tower, Tensor], tower: Tower, index: int, chunk: Tensor | None) -> None:
         assert chunk is not None, "the model returns features of every input"
         if tower not in features:
             shape = (self._batch.rows(), chunk.shape[1])
             features[tower] = _empty(shape, chunk, self._embeddings_device)
-        rows = features[tower][index * len(chunk) : (index + 1) * len(chunk)]
-        rows.copy_(chunk.detach(), non_blocking=True)
+        features[tower][self._rows(tower, index)].copy_(chunk.detach(), non_blocking=True)
+
+    def _rows(self, tower: Tower, index: int) -> slice:
+        """Return the rows of a chunk."""
+        count = self._batch.rows() // self._batch.chunk_count(tower)
+        return slice(index * count, (index + 1) * count)
+
+
+def _gradients_to_come(model: ClipModel) -> dict[nn.Module, int]:
+    """Return the counts that the forward pass has left in the modules (`_Graph.gradients_to_come`)."""
+    return {module: count for module in model.modules() if (count := vars(module).get("ds_grads_remaining"))}
 
 
 class _GradientSums:
@@ -268,13 +351,18 @@ class _GradientSums:
 def _loss_and_gradients(
     loss_function: ContrastiveLoss,
     features: dict[Tower, Tensor],
+    orders: dict[Tower, Tensor | None],
     scalars: Sequence[Tensor],
     device: torch.device,
     step: int,
 ) -> tuple[float, _Cached]:
-    """Evaluate the loss on `device`; empty `features`, so that only their gradients are held, on the same devices."""
+    """Evaluate the loss on `device`; empty `features`, so that only their gradients are held, on the same devices.
+
+    features, and the gradients that are returned: in the order of the chunks, which `orders` describes as
+    `StepBatch.order` does. The loss gets the rows in the order of the batch.
+    """
     kept_on = {tower: embeddings.device for tower, embeddings in features.items()}
-    leaves = {tower: features.pop(tower).to(device).requires_grad_() for tower in Tower}
+    leaves = {tower: _batch_order(features.pop(tower).to(device), orders[tower]).requires_grad_() for tower in Tower}
     log_scale, *bias = scalar_leaves = [scalar.detach().clone().requires_grad_() for scalar in scalars]
     loss = loss_function(leaves[Tower.IMAGE], leaves[Tower.TEXT], log_scale.exp(), *bias)
     value = float(loss.detach())
@@ -287,11 +375,21 @@ def _loss_and_gradients(
     loss.backward()  # not autograd.grad, which would not leave gradients in a loss's own parameters
     gradients = {}
     for tower in Tower:
-        gradient = _gradient(leaves.pop(tower))
+        gradient = _chunk_order(_gradient(leaves.pop(tower)), orders[tower])
         if kept_on[tower] != device:
             gradient = _empty(gradient.shape, gradient, kept_on[tower]).copy_(gradient)
         gradients[tower] = gradient
     return value, _Cached(gradients, [_gradient(leaf) for leaf in scalar_leaves])
+
+
+def _batch_order(rows: Tensor, order: Tensor | None) -> Tensor:
+    """Return rows that are in the order of the chunks, in the order of the batch."""
+    return rows if order is None else rows.index_select(0, order.argsort().to(rows.device))
+
+
+def _chunk_order(rows: Tensor, order: Tensor | None) -> Tensor:
+    """Return rows that are in the order of the batch, in the order of the chunks."""
+    return rows if order is None else rows.index_select(0, order.to(rows.device))
 
 
 def _gradient(leaf: Tensor) -> Tensor:

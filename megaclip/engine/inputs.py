@@ -28,6 +28,7 @@ from megaclip.errors import CheckpointError, ConfigError
 from megaclip.logging import get_logger
 from megaclip.models import ModelConfig, list_models, load_model_config
 from megaclip.models.config import CARD_NAME
+from megaclip.models.text import reason_not_to_cut
 
 logger = get_logger(__name__)
 
@@ -79,6 +80,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     tokenizer_name = _tokenizer_name(arguments.tokenizer, card)
     tokenizer = load_tokenizer(tokenizer_name, model_config.text_cfg.context_length)
     model_config = model_config.replace(text_cfg=_text_settings(tokenizer, model_config))
+    _check_cut(arguments, config.megaclip, model_config)
     preprocess = _preprocess(arguments, card)
     if card is not None:
         settings = ", ".join(f"{name} {value}" for name, value in preprocess.items())
@@ -142,6 +144,16 @@ def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_c
         )
     if not Path(arguments.data_offload_dir).is_dir():
         raise ConfigError(f"--data-offload-dir {arguments.data_offload_dir!r} is not a folder; create it first")
+
+
+def _check_cut(arguments: TrainArguments, section: MegaclipSection, model_config: ModelConfig) -> None:
+    """Raise if the captions of a text tower whose features depend on the padding are to be cut."""
+    reason = reason_not_to_cut(model_config.text_cfg)
+    if section.cut_captions is True and reason is not None:
+        raise ConfigError(
+            f"megaclip.cut_captions true cannot be used with --model {arguments.model}, whose features depend on the "
+            f'padding of the captions: {reason}; use "auto" or false, which encode the padding too'
+        )
 
 
 def _check_that_weights_exist(arguments: TrainArguments) -> None:

@@ -1,4 +1,5 @@
-"""Measure this machine's rates for the planner, in half a minute: products, towers, the loss, copies, links, disk.
+"""Measure this machine's rates for the planner, in half a minute: products, attention, memory, the loss, copies, links,
+disk.
 
 `tools/plan.py --calibrate` runs it on one rank, or on all ranks of a launcher to measure the links too. On a CPU it
 measures in float32 and at smaller sizes.
@@ -10,21 +11,24 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
 import numpy as np
 import torch
+import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from PIL import Image
 
 from megaclip.comm.groups import resolve
 from megaclip.comm.machine import seconds, slowest_link
 from megaclip.data import ImageTransform
-from megaclip.models import ModelConfig, build_model
+from megaclip.models import ModelConfig
 from megaclip.ops.tiles import Terms, tile_grads, tile_stats
-from megaclip.planner.towers import Tower, image_tower, text_tower
+from megaclip.planner.tower_time import attention_operations
+from megaclip.planner.towers import Tower, image_tower
 
 _DECODED_IMAGES = 64
 _WRITTEN_BYTES = 2**29
@@ -36,25 +40,22 @@ def measure_rates(model_config: ModelConfig, micro_batch: int, folder: Path) -> 
     Every rank calls it and gets its own figures; that of the link is the slowest rank's.
 
     Args:
-        model_config: the model with the towers to time.
-        micro_batch: samples per pass through a tower.
+        model_config: the model whose image tower has the sizes to time.
+        micro_batch: samples whose attention and norms are timed at once.
         folder: a folder on the disk to time.
     """
     device = torch.device(get_accelerator().current_device_name())
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
-    size, text = model_config.vision_cfg.image_size, model_config.text_cfg
-    model = build_model(model_config).to(device, dtype)
-    images = torch.randn(micro_batch, 3, size, size, device=device).to(dtype)
-    tokens = torch.randint(text.vocab_size, (micro_batch, text.context_length), device=device)
+    tower = image_tower(model_config)
     measured = dict(
         product_flops=_product(device, dtype, 8192 if gpu else 1024),
-        image_flops=_tower(image_tower(model_config), model.visual, images),
-        text_flops=_tower(text_tower(model_config), model.text, tokens),
+        attention_flops=_attention(tower, micro_batch, device, dtype),
+        memory=_memory(tower, micro_batch, device, dtype),
         loss_flops=_loss(device, dtype, 16384 if gpu else 1024, model_config.embed_dim),
         host_to_device=_copy(device, 2**28 if gpu else 2**26),
         disk_write=_disk(folder, _WRITTEN_BYTES),
-        decoded=_decoding(size),
+        decoded=_decoding(model_config.vision_cfg.image_size),
     )
     if dist.is_initialized() and dist.get_world_size() > 1:
         measured["link"] = slowest_link(resolve(None), device)
@@ -73,10 +74,26 @@ def _product(device: torch.device, dtype: torch.dtype, side: int) -> float:
     return 2 * side**3 / _median_seconds(lambda: factor @ factor)
 
 
-def _tower(tower: Tower, model: torch.nn.Module, inputs: torch.Tensor) -> float:
-    """Return the operations of the planner's formula over the time of forward and backward."""
-    taken = _median_seconds(lambda: model(inputs).float().sum().backward())
-    return 3 * len(inputs) * tower.forward_operations() / taken
+def _attention(tower: Tower, samples: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations of the planner's formula over the time of one layer's attention, forward and backward."""
+    shape = (samples, int(tower.tokens), tower.heads, tower.width // tower.heads)
+    query, key, value = (torch.randn(shape, device=device).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3))
+    gradient = torch.ones_like(query)
+
+    def forward_and_backward() -> None:
+        torch.autograd.grad(F.scaled_dot_product_attention(query, key, value), (query, key, value), gradient)
+
+    taken = _median_seconds(forward_and_backward)
+    return 3 * samples * attention_operations(replace(tower, layers=1, pooled=False)) / taken
+
+
+def _memory(tower: Tower, samples: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the bytes over the time of a norm, GELU and a residual sum over the tokens, forward and backward."""
+    x = torch.randn(samples, int(tower.tokens), tower.width, device=device).to(dtype).requires_grad_()
+    gradient = torch.ones_like(x)
+    taken = _median_seconds(lambda: torch.autograd.grad(x + F.gelu(F.layer_norm(x, x.shape[2:])), x, gradient))
+    # Forward: norm 2, GELU 2, sum 3. Backward: norm 3, GELU 3, sum of both gradients of x 3.
+    return 16 * x.numel() * dtype.itemsize / taken
 
 
 def _loss(device: torch.device, dtype: torch.dtype, batch: int, embed_dim: int) -> float:

@@ -38,12 +38,16 @@ _TIMED_STEPS = 50
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Figures of one optimizer step, the same on every rank."""
+    """Figures of one optimizer step, the same on every rank unless a field states otherwise."""
 
     loss: float
     logit_scale: float
     learning_rate: float
     gradient_norm: float
+    tokens_per_caption: float | None = None
+    """Mean number of tokens of this rank's captions before padding. None: captions are not cut."""
+    text_positions_saved: float = 0.0
+    """Share of this rank's token positions that cutting the captions saves the text tower."""
 
 
 def peak_memory_mib() -> float:
@@ -149,7 +153,7 @@ class Metrics:
                 left = f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
                 logger.info("step %d/%d %s, %s left", step, self._total_steps, text, left)
             scalars = {**asdict(metrics), "samples_per_s": samples_per_s, "peak_mib": peak_mib}
-            self._write(step, {f"train/{name}": value for name, value in scalars.items()})
+            self._write(step, {f"train/{name}": value for name, value in scalars.items() if value is not None})
 
     def _is_log_overdue(self, now: float) -> bool:
         return self._last_logged_at is None or now - self._last_logged_at >= LONGEST_LOG_INTERVAL_S

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
 
 from megaclip.checkpoint.open_clip_package import import_torchvision
 from megaclip.comm.collectives import sum_over_ranks
@@ -71,14 +72,18 @@ def set_learning_rate(engine: DeepSpeedEngine, learning_rate: float) -> None:
 def guard_gradients(engine: DeepSpeedEngine) -> None:
     """Make the optimizer refuse an update whose global gradient norm is infinite or NaN.
 
-    DeepSpeed skips such a step silently (`update` reports it), and takes it if bf16.check_grad_overflow is false. The
-    hook runs inside `engine.step()`, on every rank with the same global norm, before any parameter changes.
+    DeepSpeed takes such a step in bf16 at ZeRO-1 and 2, or skips it silently if bf16.check_grad_overflow is true
+    (`update` reports it). The hook runs inside `engine.step()`, on every rank with the same global norm, before any
+    parameter changes.
     """
+    checked: Tensor | None = None  # DeepSpeed steps once per parameter group; reading the norm waits for the GPU
 
     def refuse(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        nonlocal checked
         norm = getattr(engine.optimizer, "_global_grad_norm", None)
-        if norm is not None:
+        if norm is not None and norm is not checked:
             _check_norm(float(norm), engine.global_steps)
+            checked = norm
 
     engine.basic_optimizer.register_step_pre_hook(refuse)
 
@@ -89,26 +94,25 @@ def update(engine: DeepSpeedEngine) -> float:
     Raises:
         NonFiniteError: the norm is infinite or NaN (raised on every rank; no parameter has changed).
     """
-    own_norm = None
-    if not hasattr(engine.optimizer, "_global_grad_norm"):  # ZeRO-0 in float32: a plain torch optimizer
-        own_norm = _gradient_norm(engine.module)
-        _check_norm(own_norm, engine.global_steps)
+    if engine.optimizer is engine.basic_optimizer:  # ZeRO-0, where it has no norm of its own
+        engine._global_grad_norm = _gradient_norm(engine.module)
+        _check_norm(float(engine._global_grad_norm), engine.global_steps)
     steps_before = engine.global_steps
     engine.step()
     if getattr(engine.optimizer, "overflow", False):
         _check_norm(math.inf, steps_before)
-    return own_norm if own_norm is not None else float(engine.get_global_grad_norm())
+    return float(engine.get_global_grad_norm())
 
 
-def _gradient_norm(model: ClipModel) -> float:
-    """Return the norm of all gradients of a model that ZeRO has not partitioned, parts on other ranks included."""
-    whole: list[torch.Tensor] = []
-    parts: list[torch.Tensor] = []
+def _gradient_norm(model: ClipModel) -> Tensor:
+    """Return the norm, (), of all gradients of a model that ZeRO has not partitioned, parts on other ranks included."""
+    whole: list[Tensor] = []
+    parts: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             (whole if split_dim(name) is None else parts).append(parameter.grad)
     squares = [torch.nn.utils.get_total_norm(gradients).square() for gradients in (whole, parts)]
-    return float((squares[0] + sum_over_ranks(squares[1], group=model.tensor)).sqrt())
+    return (squares[0] + sum_over_ranks(squares[1], group=model.tensor)).sqrt()
 
 
 def _check_norm(norm: float, step: int) -> None:

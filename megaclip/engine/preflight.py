@@ -1,7 +1,8 @@
 """Plan a run before it starts, and refuse it if it does not fit this machine.
 
 `plan_run` compares the planner's formulas with the memory that is free now, and decides where the run keeps a step's
-images and its embeddings. The run keeps them there. The loss chooses exchange and reduction later
+images and its embeddings, and how many graphs it keeps between its passes. The run follows the plan. After its first
+steps it may keep more graphs (`keep_more_graphs`). The loss chooses exchange and reduction later
 (`megaclip.losses.plan.make_plan`).
 
 A run that does not fit is refused on GPUs. On CPUs it starts with a warning, because other programs share the memory
@@ -9,17 +10,20 @@ and may free it. On both a run is refused if shared memory is too small for its 
 where `data_offload` keeps them. With --no-plan nothing is refused; the run still uses its plan.
 """
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
+from megaclip.comm.collectives import gather_integers, gather_objects, raise_on_all_ranks
 from megaclip.config import TrainArguments
 from megaclip.data.workers import SHARED_MEMORY_ADVICE
 from megaclip.engine.inputs import Inputs
+from megaclip.engine.run_length import RunLength
 from megaclip.engine.this_machine import this_machine
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
@@ -32,13 +36,21 @@ from megaclip.planner import (
     plan_memory,
     tensor_parallel_verdict,
 )
-from megaclip.planner.memory import format_bytes, loader_bytes, store_bytes
-from megaclip.planner.report import summary
+from megaclip.planner.compilation import compile_estimate
+from megaclip.planner.constants import MEASURED_MARGIN
+from megaclip.planner.memory import format_bytes, loader_bytes, store_bytes, with_kept_graphs
+from megaclip.planner.phases import graph_bytes
+from megaclip.planner.report import graphs_text, summary
+from megaclip.planner.rules import graphs_that_fit
 from megaclip.planner.workload import EvaluationSets, nvme_paths
 
 logger = get_logger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
+
+MEASURED_STEPS = 2
+"""Number of steps of this process after which a run decides whether it keeps more graphs. The optimizer makes its
+states at the end of the first step."""
 
 
 def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
@@ -70,18 +82,68 @@ def _plan(arguments: TrainArguments, inputs: Inputs) -> tuple[MemoryPlan, Worklo
     workload = workload_of(arguments, inputs, dist.get_world_size())
     folder = Path(arguments.data_offload_dir or arguments.logs)
     cluster = this_machine(dist.get_world_size(), folder, nvme_paths(workload.zero))
+    setting = workload.megaclip.keep_graphs
     plan = plan_memory(workload, cluster)
+    may_keep, number = plan.graph_bytes, _least(sum(plan.workload.kept))
+    if number < sum(plan.workload.kept):  # another GPU has less memory, and all ranks keep the same graphs
+        workload = workload.with_megaclip(keep_graphs=number)
+        plan = plan_memory(workload, cluster)
     places = gather_objects(plan.image_place.name)
     if "disk" in places and plan.image_place.name == "cpu":  # hosts differ, and all ranks use the same place
         workload = workload.with_megaclip(data_offload="disk")
         plan = plan_memory(workload, cluster)
+    plan = replace(plan, graph_bytes=may_keep)
+    logger.info("%s: %s", graphs_text(plan.workload), _reason_for_graphs(plan, setting, cluster))
     _log_places(plan, workload, cluster, folder)
+    _log_compilation(plan, workload, cluster)
     return plan, workload, cluster
+
+
+def keep_more_graphs(plan: MemoryPlan) -> MemoryPlan:
+    """Return the plan with as many more kept graphs as fit into what the steps so far have left free on every GPU.
+
+    Every rank calls it, between two steps. Only "auto" keeps more graphs.
+    """
+    kept = sum(plan.workload.kept)
+    if kept >= len(plan.graph_bytes):
+        return plan
+    free, total = torch.cuda.mem_get_info()
+    free -= torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()  # free at the peak
+    longer_captions = (
+        plan.workload.kept.text * graph_bytes(plan.workload)[1]
+    )  # that kept graphs may have in other steps
+    number = _least(graphs_that_fit(kept, plan.graph_bytes, free - longer_captions - MEASURED_MARGIN * total))
+    if number > kept:
+        plan = with_kept_graphs(plan, number)
+        logger.info("%s from now on: %s of the GPU were free", graphs_text(plan.workload), format_bytes(free))
+    return plan
+
+
+def _least(number: int) -> int:
+    """Return the smallest of the ranks' numbers."""
+    return min(other for (other,) in gather_integers([number]))
+
+
+def _reason_for_graphs(plan: MemoryPlan, setting: int | str, cluster: Cluster) -> str:
+    """Return why a step keeps as many graphs as it does. setting: megaclip.keep_graphs."""
+    if plan.workload.backward_passes == 1:
+        return "a step has one backward pass"
+    if plan.graph_bytes:
+        image, text = graph_bytes(plan.workload)
+        return (
+            f"a graph takes {format_bytes(image)} (image) or {format_bytes(text)} (text), and the GPU has "
+            f"{format_bytes(cluster.usable_gpu_memory)} to use; planned peak {format_bytes(plan.gpu_peak)}"
+        )
+    if setting != "auto":
+        return f"megaclip.keep_graphs {setting}"
+    return f'megaclip.keep_graphs "auto" keeps none {"with cpu_checkpointing" if cluster.gpu_memory else "on CPUs"}'
 
 
 def _log_places(plan: MemoryPlan, workload: Workload, cluster: Cluster, folder: Path) -> None:
     place = plan.image_place
-    why = {"once": "images are read once", "reread": "images are read twice"}.get(place.name)
+    why = {"once": "images are read once", "reread": "images of chunks that are encoded twice are read twice"}.get(
+        place.name
+    )
     if place.keeps:
         rest = plan.cpu_peak - plan.cpu.get("step store", 0.0)
         why = (
@@ -92,6 +154,22 @@ def _log_places(plan: MemoryPlan, workload: Workload, cluster: Cluster, folder: 
     logger.info("data offload: %s: %s", place.name, why)
     where = "in host memory while the towers run" if plan.embeddings_on_cpu else "on the device of the towers"
     logger.info("embeddings and their gradients are kept %s", where)
+
+
+def _log_compilation(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> None:
+    """Log whether torch.compile runs the towers, with the estimate that "auto" depends on."""
+    setting = workload.megaclip.compile
+    estimate = compile_estimate(workload, cluster)
+    if setting != "auto" or not cluster.gpu_memory:
+        reason = f"megaclip.compile is {json.dumps(setting)}" + (" and training runs on the CPU" * (setting == "auto"))
+    elif not estimate.pays and estimate.saved > estimate.startup:
+        reason = "it cannot be used with tensor parallelism or apex's layer norm"
+    else:
+        reason = (
+            f"{workload.steps} steps of compiled towers save about {estimate.saved:,.0f} s and the compilation takes "
+            f"about {estimate.startup:.0f} s"
+        )
+    logger.info("torch.compile: %s: %s", "on" if plan.compiles else "off", reason)
 
 
 def _check_plan(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> None:
@@ -138,7 +216,8 @@ def report_peak(plan: MemoryPlan) -> None:
 
 def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> Workload:
     """Return the workload of the command line and ds_config.json."""
-    model = inputs.model_config
+    model, batch = inputs.model_config, inputs.config.batch_plan(world_size).global_batch
+    steps = RunLength.of(arguments, len(inputs.train), batch).total_steps
     if arguments.force_patch_dropout is not None:
         model = model.replace(vision_cfg={"patch_dropout": arguments.force_patch_dropout})
     pairs, labelled = (len(data) if data is not None else 0 for data in (inputs.validation, inputs.labelled))
@@ -151,4 +230,5 @@ def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> W
         workers=arguments.workers,
         samples=len(inputs.train),
         evaluation=EvaluationSets(arguments.eval_batch_size, pairs, labelled) if pairs or labelled else None,
+        steps=min(steps, arguments.stop_after_steps or steps),
     )

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 
@@ -27,17 +27,18 @@ from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchPlan, TrainArguments, parse_arguments
 from megaclip.data import check_batch
 from megaclip.engine.build import build_engine
+from megaclip.engine.compilation import report_compilation
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
 from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.optimizers import set_learning_rate, update
-from megaclip.engine.preflight import check_fit, report_peak
+from megaclip.engine.preflight import MEASURED_STEPS, check_fit, keep_more_graphs, report_peak
 from megaclip.engine.process_group import start_process_group
 from megaclip.engine.resume import describe_run, resume
 from megaclip.engine.run_length import RunLength
 from megaclip.engine.run_loss import RunLoss
-from megaclip.engine.schedules import chosen_schedule
+from megaclip.engine.schedules import chosen_schedule, chosen_warmup
 from megaclip.engine.step_store import StepStore, open_step_store
 from megaclip.engine.stop import StopSignals
 from megaclip.errors import CheckpointError, ConfigError, DataError, MegaclipError
@@ -108,7 +109,7 @@ def train(arguments: TrainArguments) -> int:
         logger.info("nothing left to train: %s has all %d steps", source, run.last_step)
         return 0
     stop_signal = run.train_to_end()
-    report_peak(memory_plan)
+    report_peak(run.memory_plan)
     if stop_signal is None:
         return 0
     wait_for_all_ranks()  # until they have saved and logged: a launcher ends the others when the first one exits
@@ -162,7 +163,9 @@ class Run:
         self.length = RunLength.of(arguments, len(inputs.train), batch_plan.global_batch)
         self.last_step = min(self.length.total_steps, arguments.stop_after_steps or self.length.total_steps)
         self.schedule = chosen_schedule(arguments, self.length, inputs.config.learning_rate)
-        self.engine: DeepSpeedEngine = build_engine(inputs.config, arguments, inputs.model_config)
+        self.engine: DeepSpeedEngine = build_engine(
+            inputs.config, arguments, inputs.model_config, compiles=memory_plan.compiles
+        )
         self.logit_scale = LogitScale(self.engine, arguments.logit_scale_max)
         bias = self.engine.module.logit_bias
         self.logit_bias = None if bias is None else MasterScalar(bias)
@@ -170,6 +173,8 @@ class Run:
             inputs.config.megaclip,
             samples=len(inputs.train),
             epochs=self.length.epoch_at(self.length.total_steps),
+            total_steps=self.length.total_steps,
+            warmup=chosen_warmup(arguments, self.length),
             device=self.engine.device,
         )
         self.identity = describe_run(inputs, arguments, batch_plan, self.length.total_steps)
@@ -179,6 +184,8 @@ class Run:
         """Number of samples that these steps took, over all ranks."""
         self.saved_step = 0
         """Step of the newest checkpoint."""
+        self._first_step = 0
+        """Number of steps that were done when this process started."""
         self.scores: dict[str, float] = {}
         """Scores of the last evaluation."""
         self.bad_samples: dict[str, int] = {}
@@ -193,7 +200,7 @@ class Run:
         self.step, self.samples_consumed = resume(
             self.engine, self.loss, self.identity, arguments=self.arguments, checkpoints=self.checkpoints
         )
-        self.saved_step = self.step
+        self.saved_step = self._first_step = self.step
 
     def write_description(self) -> None:
         """Write the model card and the tokenizer, which an export copies, and settings.json, on the first rank."""
@@ -276,6 +283,7 @@ class Run:
             self.batch_plan,
             self.engine,
             place=self.memory_plan.image_place,
+            read_once=self.batch_plan.accumulation - self.memory_plan.workload.encoded_again[0],
             folder=self.folder,
             samples_consumed=self.samples_consumed,
         )
@@ -297,27 +305,40 @@ class Run:
         Raises:
             DataError, NonFiniteError: on every rank, before the parameters are updated.
         """
-        loss = accumulate_gradients(
-            self.engine,
-            self.loss.bind(batch.ids, self.length.epoch_at(self.step)),
-            batch,
-            self.logit_scale.read(),
-            RandomState(self.arguments.seed, self.step, self.replica),
-            logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
-            coalesce=self.inputs.config.megaclip.coalesce_gradient_reduction,
-            accumulation_dtype=torch.bfloat16 if self.inputs.config.accumulates_in_bf16 else torch.float32,
-            embeddings_on_cpu=self.memory_plan.embeddings_on_cpu,
-        )
+        section = self.inputs.config.megaclip
+        with report_compilation(section.compile, self.step + 1) if self.memory_plan.compiles else nullcontext():
+            loss = accumulate_gradients(
+                self.engine,
+                self.loss.bind(batch.ids, self.length.epoch_at(self.step)),
+                batch,
+                self.logit_scale.read(),
+                RandomState(self.arguments.seed, self.step, self.replica),
+                logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
+                coalesce=section.coalesce_gradient_reduction,
+                kept=self.memory_plan.workload.kept,
+                accumulation_dtype=torch.bfloat16 if self.inputs.config.accumulates_in_bf16 else torch.float32,
+                embeddings_on_cpu=self.memory_plan.embeddings_on_cpu,
+            )
+        captions = batch.captions()
         batch.next_step()
         learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)
         set_learning_rate(self.engine, learning_rate)
         gradient_norm = update(self.engine)
-        self.loss.update(self.step / self.length.total_steps)
+        self.loss.update(self.step)
         self.step += 1
         self.samples_consumed += self.batch_plan.global_batch
+        if self.step == self._first_step + MEASURED_STEPS:
+            self.memory_plan = keep_more_graphs(self.memory_plan)
         loss_scale = self.loss.log_scale
         log_scale = self.logit_scale.clamp_() if loss_scale is None else loss_scale
-        return StepMetrics(loss, float(log_scale.exp()), learning_rate, gradient_norm)
+        return StepMetrics(
+            loss,
+            float(log_scale.exp()),
+            learning_rate,
+            gradient_norm,
+            tokens_per_caption=captions.mean_tokens,
+            text_positions_saved=captions.saved_share,
+        )
 
     def _is_save_due(self) -> bool:
         return self.length.is_due(self.step, self.arguments.save_every_steps, self.arguments.save_frequency)
@@ -335,6 +356,7 @@ class Run:
             inputs.evaluation_transform.normalise,
             device=self.engine.device,
             image_dtype=self.engine.get_data_types()[0],
+            cut_captions=None if inputs.config.megaclip.cut_captions is False else self.engine.module.cut_captions,
         )
         self.engine.eval()
         try:

@@ -13,20 +13,40 @@ import torch
 
 from megaclip.config import MegaclipSection
 from megaclip.engine.gradient_cache import ContrastiveLoss
-from megaclip.errors import CheckpointError
+from megaclip.errors import CheckpointError, ConfigError
 from megaclip.losses import LOSSES, FastClipLoss
 from megaclip.losses.settings import LossSettings
 
 
 class RunLoss:
-    """The loss that `section` selects, for a dataset of `samples` samples and a run of `epochs` epochs."""
+    """The loss that `section` selects, in a run.
 
-    def __init__(self, section: MegaclipSection, *, samples: int, epochs: float, device: torch.device) -> None:
+    samples: number of samples of the dataset. epochs, total_steps: length of the run. warmup: its number of warm-up
+    steps. Raises ConfigError if the warm-up of the temperature is longer than the run.
+    """
+
+    def __init__(
+        self,
+        section: MegaclipSection,
+        *,
+        samples: int,
+        epochs: float,
+        total_steps: int,
+        warmup: int,
+        device: torch.device,
+    ) -> None:
+        self._total_steps = total_steps
         options: dict[str, Any] = section.model_dump(include=set(LossSettings.model_fields))
         if section.is_global:
             options |= section.fastclip.model_dump(exclude_none=True) | {"samples": samples}
             self._gamma_epochs_are_ours = section.fastclip.gamma_epochs is None
             options.setdefault("gamma_epochs", epochs / 2)  # FastCLIP, section 5: half of the epochs
+            options.setdefault("temperature_warmup", warmup)
+            if options["temperature_warmup"] > total_steps:
+                raise ConfigError(
+                    f"megaclip.fastclip.temperature_warmup {options['temperature_warmup']} is longer than the run of "
+                    f"{total_steps} steps; set it to {total_steps} or less"
+                )
         self._loss = LOSSES[section.loss](**options).to(device)
         self._global = self._loss if isinstance(self._loss, FastClipLoss) else None
 
@@ -50,10 +70,10 @@ class RunLoss:
 
         return evaluate
 
-    def update(self, progress: float) -> None:
-        """Update the loss's own parameters and state, after the model's. progress: fraction of the training done."""
+    def update(self, step: int) -> None:
+        """Update the loss's own parameters and state, after the model's. step: number of steps before this one."""
         if self._global is not None:
-            self._global.step(progress)
+            self._global.step(step, self._total_steps)
 
     @property
     def length_dependent_setting(self) -> str | None:

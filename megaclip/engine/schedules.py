@@ -1,5 +1,7 @@
 """Learning-rate schedules of open_clip as functions of the step: constant, cosine, and constant with a cooldown.
 
+The cosine can end above 0, as in FastCLIP's published code.
+
 A schedule keeps no state, so a resumed run needs only its step number.
 """
 
@@ -23,25 +25,37 @@ def default_warmup(total_steps: int) -> int:
     return min(LONGEST_DEFAULT_WARMUP, total_steps // 10)
 
 
-def chosen_schedule(arguments: TrainArguments, length: RunLength, peak_rate: float) -> Schedule:
-    """Return the schedule that the command line specifies.
-
-    Raises:
-        ConfigError: the warm-up, or warm-up and cooldown together, are longer than the run.
-    """
+def chosen_warmup(arguments: TrainArguments, length: RunLength) -> int:
+    """Return the number of warm-up steps of a run. Raises ConfigError if the run is shorter."""
     total_steps, warmup = length.total_steps, arguments.warmup
     if warmup is None:
-        warmup = default_warmup(total_steps)
-        if warmup < LONGEST_DEFAULT_WARMUP:
-            logger.info("warm-up of %d steps, a tenth of the run; change it with --warmup", warmup)
+        return default_warmup(total_steps)
     if warmup > total_steps:
         raise ConfigError(
             f"--warmup {warmup} is longer than the run of {total_steps} steps; set --warmup {total_steps} or less"
         )
+    return warmup
+
+
+def chosen_schedule(arguments: TrainArguments, length: RunLength, peak_rate: float) -> Schedule:
+    """Return the schedule that the command line specifies.
+
+    Raises:
+        ConfigError: the warm-up, or warm-up and cooldown together, are longer than the run, or --lr-min is above the
+            peak learning rate.
+    """
+    total_steps, warmup = length.total_steps, chosen_warmup(arguments, length)
+    if arguments.warmup is None and warmup < LONGEST_DEFAULT_WARMUP:
+        logger.info("warm-up of %d steps, a tenth of the run; change it with --warmup", warmup)
     if arguments.lr_scheduler == "const":
         return constant(warmup)
     if arguments.lr_scheduler == "cosine":
-        return cosine(warmup, total_steps)
+        if arguments.lr_min > peak_rate:
+            raise ConfigError(
+                f"--lr-min {arguments.lr_min} is above the peak learning rate optimizer.params.lr, {peak_rate}; set "
+                f"--lr-min {peak_rate} or less"
+            )
+        return cosine(warmup, total_steps, arguments.lr_min / peak_rate)
     cooldown_steps = arguments.cooldown_steps or length.steps_in(arguments.epochs_cooldown or 1)
     if warmup + cooldown_steps > total_steps:
         raise ConfigError(
@@ -61,12 +75,15 @@ def constant(warmup_steps: int) -> Schedule:
     return _with_warmup(warmup_steps, lambda step: 1.0)
 
 
-def cosine(warmup_steps: int, total_steps: int) -> Schedule:
-    """Return a linear warm-up, followed by half a cosine from 1 down to 0 at `total_steps`."""
+def cosine(warmup_steps: int, total_steps: int, end_factor: float = 0.0) -> Schedule:
+    """Return a linear warm-up, followed by half a cosine from 1 down to `end_factor` at `total_steps`."""
     decay_steps = max(1, total_steps - warmup_steps)
-    return _with_warmup(
-        warmup_steps, lambda step: 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup_steps) / decay_steps)))
-    )
+
+    def after_warmup(step: int) -> float:
+        falling = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup_steps) / decay_steps)))
+        return end_factor + (1 - end_factor) * falling
+
+    return _with_warmup(warmup_steps, after_warmup)
 
 
 def constant_with_cooldown(

@@ -32,10 +32,21 @@ class StepBatch(Protocol):
         """Return the number of chunks per pass over this tower."""
         ...
 
-    def chunks(self, tower: Tower, *, again: bool) -> Iterator[Tensor]:
-        """Yield the tower's inputs on its device, in the order of the rows: normalised pixels, or tokens (_, L) int64.
+    def chunks(self, tower: Tower, *, read_once: int, again: bool) -> Iterator[Tensor]:
+        """Yield the tower's inputs on its device, in `order`: normalised pixels, or tokens (_, L) int64.
 
-        again: whether this step reads them once more; if not, each chunk may be freed after its use.
+        Chunks of captions may differ in L. Their first chunk is available when all images of the step have been read,
+        so the image tower must run before the text tower if it has several chunks.
+
+        read_once: number of chunks that this step reads once only: the first ones. Each may be freed after its use.
+        again: yield the other chunks, for the second time; else all chunks.
+        """
+        ...
+
+    def order(self, tower: Tower) -> Tensor | None:
+        """Return the row of the batch at each place of the tower's chunks, (b,) int64; None: the rows' own order.
+
+        It is known after the tower's chunks have been read once.
         """
         ...
 
@@ -60,10 +71,11 @@ class DeviceFeed:
     normalise: Callable[[Tensor, torch.dtype], Tensor]
 
     def inputs(self, tower: Tower, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield the tower's inputs from equal chunks in host memory (pixels uint8, or tokens of any integer type).
+        """Yield the tower's inputs from chunks in host memory (pixels uint8, or tokens of any integer type).
 
-        On a GPU the next chunk is copied, on a stream of its own, while a chunk is used. When `chunks` yields the next
-        chunk, the memory of the previous one has been read and may be overwritten.
+        No chunk is larger than the one before it. On a GPU the next chunk is copied, on a stream of its own, while a
+        chunk is used. When `chunks` yields the next chunk, the memory of the previous one has been read and may be
+        overwritten.
         """
         prepare = self._normalised if tower is Tower.IMAGE else _as_indices
         return map(prepare, chunks) if self.device.type == "cpu" else _one_ahead(chunks, self.device, prepare)
@@ -79,17 +91,19 @@ def _as_indices(tokens: Tensor) -> Tensor:
 def _one_ahead(chunks: Iterable[Tensor], device: torch.device, prepare: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
     """Yield `prepare(chunk)` on the device for each chunk, through two buffers that a separate stream fills in turn.
 
+    chunks: the first two have the size of the buffers. A smaller chunk takes the first part of its buffer.
     prepare: must return a new tensor, never the buffer that it reads.
     """
     accelerator = get_accelerator()
     copies, compute = accelerator.Stream(device), accelerator.current_stream()
     buffers: list[Tensor] = []
+    filled: dict[int, Tensor] = {}  # the chunk in each buffer
     copied: list[Any] = []
     read: list[Any] = []
 
     def prepared(number: int) -> Tensor:
         compute.wait_event(copied[number % 2])
-        result = prepare(buffers[number % 2])
+        result = prepare(filled[number % 2])
         read[number % 2].record(compute)
         return result
 
@@ -97,14 +111,15 @@ def _one_ahead(chunks: Iterable[Tensor], device: torch.device, prepare: Callable
     for number, chunk in enumerate(chunks):
         turn = number % 2
         if number < 2:
-            buffers.append(torch.empty_like(chunk, device=device))
+            buffers.append(torch.empty(chunk.numel(), dtype=chunk.dtype, device=device))
             copied.append(accelerator.Event())
             read.append(accelerator.Event())
             copies.wait_stream(compute)  # until the previous use of the buffer's memory is over
         else:
             copies.wait_event(read[turn])
+        filled[turn] = buffers[turn][: chunk.numel()].view(chunk.shape)
         with accelerator.stream(copies):
-            buffers[turn].copy_(chunk, non_blocking=True)
+            filled[turn].copy_(chunk, non_blocking=True)
         copied[turn].record(copies)
         if number > 0:
             yield prepared(number - 1)

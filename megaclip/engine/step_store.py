@@ -4,9 +4,11 @@ Pixels are in slots of one image chunk each (`megaclip.engine.image_slots`). `da
 
 - "cpu" or "disk": every chunk of the rank's share has a slot, in host memory or in a file. The second pass reads the
   slots again and frees each of them for the next step.
-- "reread": there are few slots, which only buffer chunks. The loader reads every image again for the second pass.
+- "reread": there are few slots, which only buffer chunks. The loader reads images again for the second pass.
 
-If one pass is enough, few slots are used too. All tokens are kept in host memory, because they are small.
+The first chunks of a step, whose graphs are kept, are read once, and their slots are freed in the first pass. If all
+are, few slots are used too. All tokens are kept in host memory, because they are small. When all of a step's tokens
+have arrived, they are divided into chunks (`megaclip.engine.caption_chunks`).
 
 If a rank's data fail in the middle of a step, it continues with blank chunks, because the other ranks wait for it in
 collectives; `agree` then ends the step on all ranks, before parameters are updated.
@@ -29,11 +31,14 @@ from torch import Tensor
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.config import BatchPlan, TrainArguments
 from megaclip.data import TrainLoader
-from megaclip.engine.gradient_cache import trained_towers
+from megaclip.engine.caption_chunks import CaptionChunks, DivideCaptions, division_of_captions
 from megaclip.engine.image_slots import WINDOW, ImageSlots
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.step_batch import DeviceFeed, Tower
-from megaclip.planner.rules import ImagePlace, image_passes
+from megaclip.logging import get_logger
+from megaclip.planner.rules import ImagePlace
+
+logger = get_logger(__name__)
 
 _POLL_S = 1.0
 """Seconds between two checks for dead worker processes while a step waits for data."""
@@ -49,6 +54,7 @@ def open_step_store(
     engine: DeepSpeedEngine,
     *,
     place: ImagePlace,
+    read_once: int,
     folder: Path,
     samples_consumed: int,
 ) -> Iterator["StepStore"]:
@@ -56,6 +62,7 @@ def open_step_store(
 
     Args:
         place: where the run's plan keeps a step's images (`megaclip.engine.preflight`).
+        read_once: number of image chunks that every step reads once only.
         folder: the folder of a file of images, unless the command line names another one.
 
     Raises:
@@ -64,16 +71,14 @@ def open_step_store(
     """
     size = inputs.train_transform.size
     slot = (batch_plan.micro_batch, 3, size, size)
-    trained = trained_towers(engine.module)
-    passes = image_passes((batch_plan.accumulation, batch_plan.text_chunks), [tower in trained for tower in Tower])
-    reads_per_step = 1 if place.keeps else passes
+    reread_from = batch_plan.accumulation if place.keeps else read_once
     loader = TrainLoader(
         inputs.train,
         inputs.train_transform,
         inputs.tokenizer,
         micro_batch_size=batch_plan.micro_batch,
         micro_batches_per_step=batch_plan.accumulation,
-        reads_per_step=reads_per_step,
+        reread_from=reread_from,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         seed=arguments.seed,
@@ -82,15 +87,22 @@ def open_step_store(
         shard_order=arguments.shard_order,
         max_bad_fraction=arguments.max_bad_fraction,
     )
-    count = batch_plan.accumulation if place.keeps else min(WINDOW, batch_plan.accumulation * reads_per_step)
+    readings = 2 * batch_plan.accumulation - reread_from
+    count = batch_plan.accumulation if place.keeps else min(WINDOW, readings)
     file_folder = Path(arguments.data_offload_dir or folder) if place.name == "disk" else None
     slots = ImageSlots((count, *slot), engine.device, file_folder)
     feed = DeviceFeed(engine.device, engine.get_data_types()[0], inputs.train_transform.normalise)
-    length = inputs.model_config.text_cfg.context_length
+    text = inputs.model_config.text_cfg
     with (
         closing(slots),
         StepStore(
-            loader, batch_plan, feed, slots.tensor, context_length=length, reads_per_step=reads_per_step
+            loader,
+            batch_plan,
+            feed,
+            slots.tensor,
+            context_length=text.context_length,
+            reread_from=reread_from,
+            divide_captions=division_of_captions(inputs.config.megaclip.cut_captions, text, engine.module.tensor),
         ) as store,
     ):
         yield store
@@ -107,21 +119,26 @@ class StepStore:
         slots: Tensor,
         *,
         context_length: int,
-        reads_per_step: int,
+        reread_from: int,
+        divide_captions: DivideCaptions,
     ) -> None:
         """
         Args:
-            loader: yields Batches of m rows, those of each step `reads_per_step` times.
+            loader: yields Batches of m rows, those of each step from chunk `reread_from` on twice.
             slots: (S, m, 3, H, W) uint8 in host memory. S = n slots keep a step's pixels; fewer slots do not.
-            reads_per_step: how often the loader reads a step: 2 if the image tower runs twice and the slots do not keep
-                the pixels, else 1.
+            reread_from: first chunk that the loader reads again; n if the slots keep the pixels, or if every chunk is
+                read once.
+            divide_captions: divides a step's captions into chunks.
         """
         self._loader, self._batch_plan, self._feed, self._slots = loader, batch_plan, feed, slots
-        self._reads_per_step = reads_per_step
+        self._divide_captions = divide_captions
+        self._reread_from = reread_from
         self._first_sample = loader.samples_consumed
         # For this step and the next one. Chunks of a third step cannot arrive before this step's slots are free.
         self._tokens = torch.empty(2, batch_plan.local_batch, context_length, dtype=torch.int32)
         self._step = 0
+        self._captions: CaptionChunks | None = None
+        """This step's chunks of captions. None: no chunk of them has been read yet."""
         self._filled = 0
         """Number of chunks read since the start of the run."""
         self._released = 0
@@ -159,6 +176,7 @@ class StepStore:
         """Proceed to the next step, after both passes over this one."""
         self.bad_counts = self._bad_counts_read[self._step % 2]
         self._step += 1
+        self._captions = None
 
     def ids(self) -> Tensor:
         """Return the sample ids of this step, (b,) int64, in the order of the rows."""
@@ -170,8 +188,26 @@ class StepStore:
     def chunk_count(self, tower: Tower) -> int:
         return self._batch_plan.accumulation if tower is Tower.IMAGE else self._batch_plan.text_chunks
 
-    def chunks(self, tower: Tower, *, again: bool) -> Iterator[Tensor]:
-        return self._feed.inputs(tower, self._pixels(again) if tower is Tower.IMAGE else self._texts())
+    def chunks(self, tower: Tower, *, read_once: int, again: bool) -> Iterator[Tensor]:
+        source = self._pixels if tower is Tower.IMAGE else self._texts
+        return self._feed.inputs(tower, source(read_once, again))
+
+    def order(self, tower: Tower) -> Tensor | None:
+        return None if tower is Tower.IMAGE else self.captions().order
+
+    def captions(self) -> CaptionChunks:
+        """Return this step's chunks of captions; the first call waits until all captions of the step have been read.
+
+        All ranks of a tensor-parallel group make the first call together.
+        """
+        if self._captions is None:
+            tokens = self._tokens[self._step % 2]
+            here = self._wait_for(self._first_chunk + self._batch_plan.accumulation - 1)
+            tokens = tokens if here else torch.zeros_like(tokens)
+            self._captions = self._divide_captions(tokens, self._batch_plan.text_chunks)
+            if self._step == 0 and here and self._captions.mean_tokens is not None:
+                logger.info("%s", self._captions.summary())
+        return self._captions
 
     def blank(self, tower: Tower) -> Tensor:
         like = self._slots[0, :1] if tower is Tower.IMAGE else self._tokens[0, :1]
@@ -184,23 +220,22 @@ class StepStore:
             if missed and self._failure is not None:
                 raise self._failure
 
-    def _pixels(self, again: bool) -> Iterator[Tensor]:
+    def _pixels(self, read_once: int, again: bool) -> Iterator[Tensor]:
         """Yield this step's pixels; a slot is free when the next one is requested, unless it is needed again."""
-        keeps = again and self._reads_per_step == 1
-        second_reading = not again and self._reads_per_step == 2
-        first = self._first_chunk + second_reading * self._batch_plan.accumulation
-        for number in range(first, first + self._batch_plan.accumulation):
-            here = self._wait_for(number)
-            yield self._slots[number % len(self._slots)] if here else torch.zeros_like(self._slots[0])
-            if not keeps:
-                self._release(number)
+        count = self._batch_plan.accumulation
+        rereads = self._reread_from < count
+        start = self._first_chunk + (count - self._reread_from if again and rereads else 0)
+        first = read_once if again else 0
+        self._release(start + first - 1)  # chunks that are read again and no longer needed
+        for chunk in range(first, count):
+            here = self._wait_for(start + chunk)
+            slot = self._slots[(start + chunk) % len(self._slots)]
+            yield slot if here else torch.zeros_like(slot)
+            if again or rereads or chunk < read_once:
+                self._release(start + chunk)
 
-    def _texts(self) -> Iterator[Tensor]:
-        tokens = self._tokens[self._step % 2]
-        for start in range(0, self._batch_plan.local_batch, self._batch_plan.text_micro_batch):
-            end = start + self._batch_plan.text_micro_batch
-            here = self._wait_for(self._first_chunk + (end - 1) // self._batch_plan.micro_batch)
-            yield tokens[start:end] if here else torch.zeros_like(tokens[start:end])
+    def _texts(self, read_once: int, again: bool) -> Iterator[Tensor]:
+        yield from itertools.islice(self.captions(), read_once if again else 0, None)
 
     @property
     def _first_chunk(self) -> int:
@@ -209,7 +244,7 @@ class StepStore:
 
     @property
     def _chunks_per_step(self) -> int:
-        return self._batch_plan.accumulation * self._reads_per_step
+        return 2 * self._batch_plan.accumulation - self._reread_from
 
     def _wait_for(self, number: int) -> bool:
         """Wait for chunk `number`; return whether it has arrived (it has not if the data failed)."""

@@ -94,18 +94,21 @@ def encode_captions(
 ) -> torch.Tensor:
     """Return text features (m, D) of this rank's m texts.
 
-    Ranks may have different numbers of texts; every rank calls `encode` the same number of times.
+    Ranks may have different numbers of texts; every rank calls `encode` the same number of times. Texts of similar
+    length are encoded together, because a batch takes as long as its longest text.
     """
-    longest = max(count for (count,) in gather_integers([len(texts)], group=group))
+    by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    most = max(count for (count,) in gather_integers([len(texts)], group=group))
     features = []
-    for start in range(0, longest, batch_size):
-        rows = min(batch_size, longest - start)
-        batch = list(texts[start : start + rows])
+    for start in range(0, most, batch_size):
+        rows = min(batch_size, most - start)
+        batch = [texts[index] for index in by_length[start : start + rows]]
         # As many rows on every rank: tensor-parallel ranks encode their rows together.
         _, text_features = encode(tokens=tokenizer(batch + [""] * (rows - len(batch))))
         assert text_features is not None, "encode(tokens=...) returns text features"
         features.append(text_features[: len(batch)])
-    return torch.cat(features)
+    in_order = torch.cat(features)
+    return in_order[torch.tensor(by_length, dtype=torch.int64, device=in_order.device).argsort()]
 
 
 def _digest(content: bytes, number: int = 0) -> int:

@@ -37,6 +37,8 @@ class ModelEncoder:
             `data.ImageTransform.normalise`.
         device: device of the model; inputs are moved there.
         image_dtype: dtype of the image tower's input (the engine's precision).
+        cut_captions: cuts the padding of tokens (b, L) that no caption of the batch needs, such as
+            `ClipModel.cut_captions`. None: the padding is encoded too.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class ModelEncoder:
         *,
         device: torch.device,
         image_dtype: torch.dtype = torch.float32,
+        cut_captions: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._model, self._normalise, self._device, self._image_dtype = model, normalise, device, image_dtype
+        self._cut_captions = cut_captions
 
     @torch.no_grad()
     def __call__(
@@ -56,6 +60,7 @@ class ModelEncoder:
         if images is not None:
             images = self._normalise(images.to(self._device, non_blocking=True), self._image_dtype)
         if tokens is not None:
+            tokens = tokens if self._cut_captions is None else self._cut_captions(tokens)
             tokens = tokens.to(self._device, non_blocking=True)
         image_features, text_features, *_ = self._model(images, tokens)
         return _unit(image_features), _unit(text_features)

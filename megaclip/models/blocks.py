@@ -1,8 +1,10 @@
 """The transformer blocks of both towers.
 
 The blocks are pre-norm residual blocks with open_clip's parameter semantics. Query, key and value projections are
-separate, because tensor parallelism splits each of them by heads, which one fused matrix does not allow. Attention is
-PyTorch's `scaled_dot_product_attention`. Every tensor is batch first.
+separate, because tensor parallelism splits each of them by heads, which one fused matrix does not allow. One product
+with a weight that is joined in every call gains nothing: on an H200 compiled blocks take 10.39 ms instead of 10.16
+(ViT-B/16, 512 images), 10.59 instead of 10.86 (ViT-L/14, 256), and 2.83 instead of 2.29 (512 captions of 77 tokens).
+Every tensor is batch first.
 
 Some towers read only one token per row: the class token, or the end of the text. Their last block computes keys and
 values for all tokens, and everything else for that token only. The result is the same, and most of one block's
@@ -12,12 +14,12 @@ Shapes: b batch, L tokens, Q queries (L, or 1), C width, H heads (of this rank),
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from megaclip.models.attention import attend
+from megaclip.models.compilation import CompilablePart, compiled_body
 from megaclip.models.layers import LayerFactory
 
 CheckpointFunction = Callable[..., torch.Tensor]
@@ -79,10 +81,10 @@ class Attention(nn.Module):
         k_bHLK = self._split_heads(self.k_proj(x_bLC))
         v_bHLK = self._split_heads(self.v_proj(x_bLC))
         if position is None:
-            out_bHQK = F.scaled_dot_product_attention(q_bHQK, k_bHLK, v_bHLK, is_causal=self.causal)
+            out_bHQK = attend(q_bHQK, k_bHLK, v_bHLK, causal=self.causal)
         else:
             mask = self._attention_mask(position, x_bLC)
-            out_bHQK = F.scaled_dot_product_attention(q_bHQK, k_bHLK, v_bHLK, attn_mask=mask)
+            out_bHQK = attend(q_bHQK, k_bHLK, v_bHLK, mask=mask)
         return self.out_proj(out_bHQK.transpose(1, 2).flatten(2))
 
     def _attention_mask(self, position: Position, x_bLC: torch.Tensor) -> torch.Tensor | None:
@@ -114,7 +116,7 @@ class Mlp(nn.Module):
         return self.c_proj(self.gelu(self.c_fc(x_bLC)))
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(CompilablePart):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
@@ -138,6 +140,9 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position."""
+        return self._run(x_bLC, position)
+
+    def _body(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
         x_bQC = x_bLC if position is None else select_token(x_bLC, position)
         x_bQC = x_bQC + self.ls_1(self.attn(self.ln_1(x_bLC), position))
         return x_bQC + self.ls_2(self.mlp(self.ln_2(x_bQC)))
@@ -164,15 +169,17 @@ class Transformer(nn.Module):
         )
         self.checkpoint_fn: CheckpointFunction | None = None
 
-    def compile_blocks(self, backend: Any = "inductor") -> None:
-        """Compile all blocks except the last, which has little to compute. The blocks share one compiled graph.
+    def compile_blocks(self, where: Callable[[nn.Module], bool] = lambda block: True) -> None:
+        """Compile all blocks except the last, which has little to compute, and those where `where` returns False.
 
-        The graph is compiled once per batch size, with and without gradients. Each compilation takes some seconds.
+        The blocks share a graph for every shape of their input. A shape is a batch size and, in the text tower, one of
+        the lengths at which captions are cut.
         """
-        # The compiler counts both towers' blocks as one function, and every batch size as one recompilation of it.
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        compiled = compiled_body(ResidualBlock)
         for block in list(self.resblocks)[:-1]:
-            block.compile(backend=backend, dynamic=False)
+            assert isinstance(block, ResidualBlock)
+            if where(block):
+                block.use_compiled(compiled)
 
     def forward(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position."""

@@ -18,7 +18,7 @@ from megaclip.models.blocks import CheckpointFunction, Part
 from megaclip.models.config import ModelConfig
 from megaclip.models.initialise import initialise
 from megaclip.models.layers import LayerFactory, own_rows
-from megaclip.models.text import TextTower
+from megaclip.models.text import TextTower, caption_lengths, cut_lengths, is_cut_exact
 from megaclip.models.vision import VisionTower
 
 
@@ -51,7 +51,7 @@ class ClipModel(nn.Module):
 
         Args:
             images: (b, 3, image_size, image_size), normalised pixels, or None.
-            tokens: (b, context_length) int64, or None.
+            tokens: (b, L) int64, or None. L is the context length, or less (`cut_captions`).
 
         Returns:
             image features (b, D) or None, text features (b, D) or None, the log of the logit scale (1,) float32, and,
@@ -67,6 +67,18 @@ class ClipModel(nn.Module):
     def _encode(self, tower: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         features = tower(gather_rows(inputs, group=self.tensor))
         return _unit_length(own_rows(features, self.tensor))
+
+    def cut_captions(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Cut the padding that no caption of the batch needs: (b, context_length) -> (b, L), with the same features.
+
+        The tokens are returned unchanged if the text tower's features depend on their padding. With tensor parallelism
+        all ranks of a replica call it together and get the same L, because they encode their rows together.
+        """
+        text = self.config.text_cfg
+        if not is_cut_exact(text):
+            return tokens
+        (length,) = cut_lengths([int(caption_lengths(tokens, text).max())], text, self.tensor)
+        return tokens[:, :length]
 
     def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
         """Run every block as `checkpoint_fn(block, x)` while gradients are enabled; None turns it off.

@@ -3,18 +3,81 @@
 Parameter names and semantics are those of open_clip's `TextTransformer`. Parameters that no submodule owns (positions,
 final projection) are used only in this module's forward, because ZeRO-3 gathers them only there.
 
-Shapes: b batch, L tokens, C width, D embedding.
+The tokenizer pads every caption to the context length. If the tokens behind the pooled one cannot change the feature
+(`is_cut_exact`), a batch of captions may be cut behind its last pooled token.
+
+Shapes: b batch, L tokens (the context length or fewer), C width, D embedding.
 """
 
 import torch
 from torch import nn
 
+from megaclip.comm.collectives import gather_integers
+from megaclip.comm.groups import RankGroup
 from megaclip.models.blocks import Part, Position, Transformer
+from megaclip.models.compilation import CompilablePart
 from megaclip.models.config import TextConfig
 from megaclip.models.layers import LayerFactory
 
+CUT_MULTIPLE = 8
+"""Captions are cut at a multiple of this many tokens, or at the context length. 8 bfloat16 numbers are the 16 bytes to
+which the fast matrix products and attention kernels of GPUs align. The multiple also bounds the number of lengths that
+compiled blocks are compiled for: 10 for a context length of 77."""
 
-class TextTower(nn.Module):
+
+def pooled_position(tokens: torch.Tensor, config: TextConfig) -> Position:
+    """Return the position whose feature represents the caption: (b,) int64, or one integer for all captions."""
+    if config.pool_type == "argmax":
+        return tokens.argmax(dim=1)
+    if config.pool_type == "eos":  # the first token of a caption that has no end of text
+        return (tokens == config.eos_id).int().argmax(dim=1)
+    return 0 if config.pool_type == "first" else -1
+
+
+def is_cut_exact(config: TextConfig) -> bool:
+    """Return whether the tokens behind the pooled one cannot change the caption's feature.
+
+    Attention must be causal, and the pooled token must be found by its id, so that its position stays the same.
+    """
+    return reason_not_to_cut(config) is None
+
+
+def reason_not_to_cut(config: TextConfig) -> str | None:
+    """Return the property of the text tower that makes its features depend on the padding, or None."""
+    if config.no_causal_mask:
+        return "the text tower's attention is not causal"
+    if config.pool_type not in ("argmax", "eos"):
+        return f'the text tower\'s "pool_type" is "{config.pool_type}"'
+    return None
+
+
+def caption_lengths(tokens: torch.Tensor, config: TextConfig) -> torch.Tensor:
+    """Return the number of tokens up to and including the pooled one: (b, L) -> (b,) int64.
+
+    config: a text tower for which `is_cut_exact` returns True.
+    """
+    position = pooled_position(tokens, config)
+    assert isinstance(position, torch.Tensor), f"captions have no length with pool_type {config.pool_type!r}"
+    return position + 1
+
+
+def cut_length(longest: int, config: TextConfig) -> int:
+    """Return the length at which captions of up to `longest` tokens are cut."""
+    return min(-(-longest // CUT_MULTIPLE) * CUT_MULTIPLE, config.context_length)
+
+
+def cut_lengths(longest: list[int], config: TextConfig, tensor: RankGroup) -> list[int]:
+    """Return the length at which each of several chunks is cut.
+
+    longest: number of tokens of the longest caption of each chunk on this rank.
+    tensor: tensor-parallel group. Its ranks encode their rows together, so they all get the lengths of their longest
+    captions. All of them must call this function with equally many chunks.
+    """
+    every_rank = gather_integers(longest, group=tensor)
+    return [cut_length(max(of_chunk), config) for of_chunk in zip(*every_rank, strict=True)]
+
+
+class TextTower(CompilablePart):
     """Encode tokens as embeddings, which are not yet of unit length."""
 
     def __init__(self, config: TextConfig, embed_dim: int, quick_gelu: bool, factory: LayerFactory) -> None:
@@ -36,19 +99,13 @@ class TextTower(nn.Module):
         self.text_projection = nn.Parameter(torch.empty(config.width, embed_dim))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Encode tokens (b, context_length) int64 as (b, D) in the parameters' dtype."""
-        x_bLC = self.token_embedding(tokens) + self.positional_embedding
-        x_b1C = self.transformer(x_bLC, self._pooled_position(tokens))
-        return self.ln_final(x_b1C.squeeze(1)) @ self.text_projection
+        """Encode tokens (b, L) int64 as (b, D) in the parameters' dtype."""
+        return self._run(tokens)
 
-    def _pooled_position(self, tokens: torch.Tensor) -> Position:
-        """Return the position whose feature represents the caption: (b,) int64, or one integer for all captions."""
-        pool_type = self.config.pool_type
-        if pool_type == "argmax":
-            return tokens.argmax(dim=1)
-        if pool_type == "eos":
-            return (tokens == self.config.eos_id).int().argmax(dim=1)
-        return 0 if pool_type == "first" else -1
+    def _body(self, tokens: torch.Tensor) -> torch.Tensor:
+        x_bLC = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]
+        x_b1C = self.transformer(x_bLC, pooled_position(tokens, self.config))
+        return self.ln_final(x_b1C.squeeze(1)) @ self.text_projection
 
     def trainable_groups(self) -> list[list[Part]]:
         """Return the parts of the tower from input to output, in the groups that open_clip locks and unlocks."""

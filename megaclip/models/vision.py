@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megaclip.models.blocks import Part, Transformer
+from megaclip.models.compilation import CompilablePart
 from megaclip.models.config import VisionConfig
 from megaclip.models.layers import LayerFactory
 
@@ -22,18 +23,22 @@ class PatchDropout(nn.Module):
         super().__init__()
         self.fraction = fraction
 
-    def forward(self, x_bLC: torch.Tensor) -> torch.Tensor:
-        """(b, 1 + P, C) in; in training (b, 1 + kept, C) out, otherwise the input itself.
+    def draw(self, batch: int, patches: int, device: torch.device) -> torch.Tensor | None:
+        """Return the patches to keep, (b, kept) int64, in training; None to keep all of them.
 
-        The patches are drawn from torch's global generator of the tensor's device. Restoring the state of that
-        generator repeats the selection.
+        They are drawn from torch's global generator of the device. Restoring the state of that generator repeats the
+        selection.
         """
         if not self.training or self.fraction == 0:
-            return x_bLC
-        batch, patches = x_bLC.shape[0], x_bLC.shape[1] - 1
+            return None
         kept = max(1, int(patches * (1 - self.fraction)))
-        index_bk = torch.rand(batch, patches, device=x_bLC.device).topk(kept, dim=1).indices
-        row_b1 = torch.arange(batch, device=x_bLC.device).unsqueeze(1)
+        return torch.rand(batch, patches, device=device).topk(kept, dim=1).indices
+
+    def forward(self, x_bLC: torch.Tensor, index_bk: torch.Tensor | None) -> torch.Tensor:
+        """(b, 1 + P, C) and what `draw` returned in, (b, 1 + kept, C) out."""
+        if index_bk is None:
+            return x_bLC
+        row_b1 = torch.arange(len(x_bLC), device=x_bLC.device).unsqueeze(1)
         return torch.cat([x_bLC[:, :1], x_bLC[:, 1:][row_b1, index_bk]], dim=1)
 
 
@@ -54,7 +59,7 @@ class PatchEmbedding(nn.Conv2d):
         return F.linear(patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2), self.weight.flatten(1))
 
 
-class VisionTower(nn.Module):
+class VisionTower(CompilablePart):
     """Encode images as embeddings, which are not yet of unit length."""
 
     def __init__(self, config: VisionConfig, embed_dim: int, quick_gelu: bool, factory: LayerFactory) -> None:
@@ -80,10 +85,13 @@ class VisionTower(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Encode images (b, 3, image_size, image_size), any floating dtype, as (b, D) in the parameters' dtype."""
+        return self._run(images, self.patch_dropout.draw(len(images), self.config.grid_size**2, images.device))
+
+    def _body(self, images: torch.Tensor, kept_bk: torch.Tensor | None) -> torch.Tensor:
         patches_bPC = self.conv1(images.to(self.conv1.weight.dtype))
         class_b1C = self.class_embedding.expand(len(images), 1, -1)
         x_bLC = torch.cat([class_b1C, patches_bPC], dim=1) + self.positional_embedding
-        x_bLC = self.ln_pre(self.patch_dropout(x_bLC))
+        x_bLC = self.ln_pre(self.patch_dropout(x_bLC, kept_bk))
         if self.config.pool_type == "tok":
             pooled_bC = self.ln_post(self.transformer(x_bLC, position=0).squeeze(1))
         elif self.config.final_ln_after_pool:

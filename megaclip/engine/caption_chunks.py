@@ -1,0 +1,99 @@
+"""Divide a rank's captions of one step into equal chunks of similar length, and cut each chunk at its longest caption.
+
+The tokenizer pads every caption to the context length, usually to several times its own length. The text tower ignores
+the padding (`megaclip.models.text.is_cut_exact`) but would still compute it. So the captions are sorted by length, the
+longest first, and every chunk is cut behind its longest caption. The embeddings are then in the order of the sorted
+captions; the gradient cache puts them back into the order of the batch (`CaptionChunks.order`).
+
+The longest captions come first, so that a chunk's tensors fit into the memory that the chunk before it has left.
+
+Shapes: b rows of this rank, n chunks, L context length.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import Tensor
+
+from megaclip.comm.groups import RankGroup
+from megaclip.logging import get_logger
+from megaclip.models import TextConfig
+from megaclip.models.text import caption_lengths, cut_lengths, reason_not_to_cut
+from megaclip.planner.rules import cuts_captions
+
+logger = get_logger(__name__)
+
+_SHOWN = 8
+"""Number of chunks whose length the log shows."""
+
+
+@dataclass(frozen=True)
+class CaptionChunks:
+    """The captions of one step on one rank, in host memory. Iterating yields the tokens of each chunk."""
+
+    tokens: Tensor
+    """Token ids (b, L) of any integer type, in the order of the batch."""
+    lengths: list[int]
+    """Number of tokens of every caption of each chunk, (n,), in falling order."""
+    order: Tensor | None = None
+    """Row of the batch at each place of the chunks, (b,) int64. None: the chunks are in the order of the batch."""
+    mean_tokens: float | None = None
+    """Mean number of tokens per caption before padding. None: captions are not cut."""
+
+    @classmethod
+    def whole(cls, tokens: Tensor, count: int) -> "CaptionChunks":
+        """Return `count` chunks of captions of full length, in the order of the batch."""
+        return cls(tokens, [tokens.shape[1]] * count)
+
+    @classmethod
+    def cut(cls, tokens: Tensor, count: int, config: TextConfig, tensor: RankGroup) -> "CaptionChunks":
+        """Return `count` chunks of captions that are sorted by length and cut.
+
+        Args:
+            config: the text tower, for which `is_cut_exact` returns True.
+            tensor: tensor-parallel group, whose ranks all call this function; their chunks are cut at equal lengths.
+        """
+        own = caption_lengths(tokens, config)
+        order = None if count == 1 else own.argsort(descending=True, stable=True)
+        longest = own if order is None else own[order]
+        lengths = cut_lengths(longest.view(count, -1).amax(dim=1).tolist(), config, tensor)
+        return cls(tokens, lengths, order, float(own.double().mean()))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield the tokens of each chunk, (b / n, L') with the chunk's own L'."""
+        bounds = range(0, len(self.tokens) + 1, len(self.tokens) // len(self.lengths))
+        for (start, end), length in zip(pairwise(bounds), self.lengths, strict=True):
+            tokens = self.tokens[:, :length]
+            yield tokens[start:end] if self.order is None else tokens.index_select(0, self.order[start:end])
+
+    @property
+    def saved_share(self) -> float:
+        """Share of the token positions that cutting saves the text tower."""
+        return 1 - sum(self.lengths) / (len(self.lengths) * self.tokens.shape[1])
+
+    def summary(self) -> str:
+        """Return one line about cut captions, for a log."""
+        context_length = self.tokens.shape[1]
+        chunks = ", ".join(map(str, self.lengths[:_SHOWN])) + (", ..." if len(self.lengths) > _SHOWN else "")
+        return (
+            f"captions of {self.mean_tokens:.1f} tokens on average, in chunks cut at {chunks} of {context_length}: "
+            f"{self.saved_share:.0%} of the text tower's token positions are saved"
+        )
+
+
+DivideCaptions = Callable[[Tensor, int], CaptionChunks]
+"""Function that divides a step's captions: (tokens (b, L), number of chunks) -> their chunks."""
+
+
+def division_of_captions(setting: bool | str, text: TextConfig, tensor: RankGroup) -> DivideCaptions:
+    """Return the function that divides the captions of every step of a run. If it does not cut them, log why.
+
+    setting: megaclip.cut_captions. tensor: as for `CaptionChunks.cut`.
+    """
+    if cuts_captions(setting, text):
+        return functools.partial(CaptionChunks.cut, config=text, tensor=tensor)
+    reason = "megaclip.cut_captions is false" if setting is False else reason_not_to_cut(text)
+    logger.info("captions are encoded with their padding, %d tokens each: %s", text.context_length, reason)
+    return CaptionChunks.whole

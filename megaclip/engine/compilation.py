@@ -1,0 +1,73 @@
+"""torch.compile in a run: which parts it compiles, its seconds in the log, and its failures as errors for the user."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+from torch import nn
+
+from megaclip.config import TrainingConfig
+from megaclip.errors import ConfigError, first_line
+from megaclip.logging import get_logger
+from megaclip.models import ClipModel
+from megaclip.models.compilation import compiled_body
+from megaclip.planner import rules
+
+logger = get_logger(__name__)
+
+
+def compile_model(model: ClipModel, config: TrainingConfig) -> str:
+    """Let torch.compile run the towers; return what it compiles, for the log. They are compiled in the first step."""
+    whole = rules.compiles_whole_tower(
+        config.zero_stage,
+        checkpointing=config.activation_checkpointing,
+        coalesces=config.megaclip.coalesce_gradient_reduction,
+    )
+    if whole:
+        model.visual.use_compiled(compiled_body(type(model.visual)))
+    else:
+        model.visual.transformer.compile_blocks(_is_gathered_at_once)
+    model.text.transformer.compile_blocks(_is_gathered_at_once)
+    return "compiled image tower and text blocks" if whole else "compiled blocks"
+
+
+def _is_gathered_at_once(block: nn.Module) -> bool:
+    """Return False if ZeRO-3 gathers the parameters of `block` one by one, by hooks that would run inside its graph."""
+    partitioned = any(hasattr(parameter, "ds_id") for parameter in block.parameters())
+    return not partitioned or bool(deepspeed.utils.z3_leaf_module(block))
+
+
+@contextmanager
+def report_compilation(setting: bool | str, step: int) -> Iterator[None]:
+    """Log the seconds of all compilations in the body, and raise their failures as ConfigError.
+
+    setting: megaclip.compile. step: number of the step that the body takes.
+    """
+    from torch._dynamo.callback import callback_handler
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    marks: list[float] = []  # start and end of each compilation, in turn
+
+    def mark(*_: Any) -> None:
+        marks.append(time.perf_counter())
+
+    callback_handler.register_start_callback(mark)
+    callback_handler.register_end_callback(mark)
+    try:
+        yield
+    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        cause = getattr(error, "inner_exception", error)  # what failed in the backend
+        raise ConfigError(
+            f"megaclip.compile is {json.dumps(setting)}, and torch.compile failed: {type(cause).__name__}: "
+            f"{first_line(cause)}; set megaclip.compile to false, or install what is missing (torch.compile needs a C "
+            "compiler and Python's headers, and Triton on GPUs)"
+        ) from error
+    finally:
+        callback_handler.remove_start_callback(mark)
+        callback_handler.remove_end_callback(mark)
+    if marks:
+        seconds = sum(marks[1::2]) - sum(marks[::2])
+        logger.info("step %d: torch.compile took %.1f s for %d graphs", step, seconds, len(marks) // 2)

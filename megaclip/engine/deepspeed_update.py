@@ -1,0 +1,145 @@
+"""Replace the parts of DeepSpeed's optimizer step that handle one parameter tensor at a time.
+
+ViT-B/16 has 398 parameter tensors. DeepSpeed 0.19 computes the gradient norm from 398 float64 copies and 398 norms, and
+takes several kernels and a wait for the GPU to clip each parameter group. The GPU then waits for the host. These
+methods are replaced by others that handle all tensors at once:
+
+* ZeRO-0, `clip_fp32_gradients`: one grouped product, by the norm that `megaclip.engine.optimizers.update` has computed.
+* ZeRO-1 and 2, `scaled_global_norm`: one grouped norm and one all-reduce for all parameter groups.
+* ZeRO-1 and 2, `unscale_and_clip_grads`: the same factor, without the check that waits for the GPU.
+* ZeRO-1 and 2, `_update_model_bit16_weights`: skipped if every weight is in its place, as it is after a step.
+* ZeRO-3, `_get_norm_groups`: one grouped norm and one all-reduce for all sub-groups.
+
+The results are DeepSpeed's: the norm accumulates in float64, and a norm that is not finite is reported as infinite.
+With `offload_optimizer` DeepSpeed's own methods run: it computes the norms during the backward pass, and an update on
+the CPU takes longer than the launches.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.utils import get_norm_dtype
+from torch import Tensor
+
+from megaclip.logging import get_logger
+
+logger = get_logger(__name__)
+
+TESTED_VERSION = "0.19."
+"""Start of the versions of DeepSpeed whose methods may be replaced."""
+
+
+def group_kernels(engine: DeepSpeedEngine) -> None:
+    """Replace the methods that fit the engine's ZeRO stage, and log whether the update is grouped."""
+    optimizer = engine.optimizer
+    if not deepspeed.__version__.startswith(TESTED_VERSION):
+        logger.warning(
+            "update: DeepSpeed's own, with several kernels per parameter tensor, because the grouped update has not "
+            "been tested with DeepSpeed %s; install DeepSpeed %sx for the faster one",
+            deepspeed.__version__,
+            TESTED_VERSION,
+        )
+        return
+    if engine.zero_optimization_stage() == 0:
+        engine.clip_fp32_gradients = functools.partial(_clip_by_known_norm, engine)
+    elif type(optimizer) is DeepSpeedZeroOptimizer and not optimizer.cpu_offload:
+        optimizer.__class__ = GroupedStages1And2
+    elif type(optimizer) is DeepSpeedZeroOptimizer_Stage3 and _can_group(optimizer):
+        optimizer.__class__ = GroupedStage3
+    else:
+        logger.info("update: DeepSpeed's own, with several operations per parameter tensor")
+        return
+    logger.info("update: grouped over the parameter tensors")
+
+
+def _can_group(optimizer: DeepSpeedZeroOptimizer_Stage3) -> bool:
+    """Return whether all gradients are on the device and are divided over the same ranks."""
+    first, *others = optimizer.sub_group_process_groups
+    return not optimizer.offload_optimizer and all(group == first for group in others)
+
+
+def _clip_by_known_norm(engine: DeepSpeedEngine) -> None:
+    """Clip the gradients at ZeRO-0. `update` has left their norm in the engine."""
+    torch.nn.utils.clip_grads_with_norm_(
+        engine.module.parameters(), engine.gradient_clipping(), engine.get_global_grad_norm(), foreach=True
+    )
+
+
+class GroupedStages1And2(DeepSpeedZeroOptimizer):
+    """DeepSpeed's optimizer of ZeRO-1 and 2, without optimizer offload, in float32 or bf16 (loss scale 1)."""
+
+    def scaled_global_norm(self, norm_type: float = 2) -> Tensor:
+        """Return the norm of the gradients of all ranks, () float32; infinite if it is not finite."""
+        assert norm_type == 2, "only the Euclidean norm"
+        gradients: list[Tensor] = []
+        for group, parameters in enumerate(self.params_in_partition):
+            own = (part for part in self.averaged_gradients[group] if not getattr(part, "_zero_padding", False))
+            gradients += _counted(own, parameters, self.model_parallel_rank == 0)
+        total = _sum_of_squares(gradients)
+        dist.all_reduce(total, group=self.dp_process_group)
+        self._model_parallel_all_reduce(total, op=dist.ReduceOp.SUM)
+        return total.sqrt().float().nan_to_num(nan=math.inf, posinf=math.inf)
+
+    def unscale_and_clip_grads(self, gradients: Sequence[Tensor], total_norm: Tensor) -> None:
+        """Scale the gradients so that `total_norm`, (), becomes `clip_grad` if it is larger; 0 is no limit."""
+        if self.clip_grad:
+            factor = ((total_norm + 1e-6) / self.clip_grad).clamp(min=1.0).reciprocal()
+            for gradient in gradients:
+                gradient.mul_(factor)
+
+    def _update_model_bit16_weights(self, group_index: int) -> None:
+        """Make the group's parameters views of its flat buffer again if one of them is elsewhere."""
+        flat = self.bit16_groups_flat[group_index]
+        start, size = flat.data_ptr(), flat.element_size()
+        places = zip(
+            self.round_robin_bit16_groups[group_index], self.round_robin_bit16_offsets[group_index], strict=True
+        )
+        if any(parameter.data_ptr() != start + offset * size for parameter, offset in places):
+            super()._update_model_bit16_weights(group_index)
+
+
+class GroupedStage3(DeepSpeedZeroOptimizer_Stage3):
+    """DeepSpeed's optimizer of ZeRO-3, without optimizer offload."""
+
+    def _get_norm_groups(self) -> list[Tensor]:
+        """Return the norm of the gradients of all ranks, () float64, as the only element of a list."""
+        process_group = self.sub_group_process_groups[0]
+        every_rank = self._grad_norm_counts_every_rank(self.fp16_groups[0], process_group)
+        gradients: list[Tensor] = []
+        for sub_group, parameters in enumerate(self.fp16_groups):
+            own = self.averaged_gradients[sub_group]
+            gradients += _counted(own, parameters, every_rank or self.model_parallel_rank == 0)
+        total = _sum_of_squares(gradients)
+        dist.all_reduce(total, group=process_group)
+        if not every_rank:
+            self._model_parallel_all_reduce(total, op=dist.ReduceOp.SUM)
+        return [total.sqrt()]
+
+
+def _counted(gradients: Iterable[Tensor], parameters: Iterable[Any], replicated_too: bool) -> list[Tensor]:
+    """Return the gradients that this rank adds to the norm.
+
+    Parameters that are whole on every tensor-parallel rank count on one of them only.
+
+    gradients: in the order of `parameters`; what follows the last parameter is padding.
+    """
+    pairs = zip(gradients, parameters, strict=False)
+    return [gradient for gradient, parameter in pairs if replicated_too or is_model_parallel_parameter(parameter)]
+
+
+def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """Return the sum of the squares of all elements, () float64 (float32 on devices without float64)."""
+    if not gradients:
+        return torch.zeros((), dtype=get_norm_dtype(), device=get_accelerator().current_device_name())
+    norms = torch._foreach_norm(gradients, 2, dtype=get_norm_dtype())
+    return torch.stack(norms).square().sum()

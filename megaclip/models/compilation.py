@@ -1,0 +1,52 @@
+"""The parts of a model that torch.compile turns into one graph each: a whole tower, or each of its blocks.
+
+Only training chunks run through compiled code. Batches of an evaluation and single rows have other shapes, and each
+shape is another compilation, so they run as plain PyTorch. A part draws no random numbers; they are drawn before it, so
+patch dropout is the same with and without compilation, and in both passes of the gradient cache.
+
+A part compiles as one graph or fails. The hooks of its module, such as those with which ZeRO-3 gathers parameters, run
+before and after the compiled code.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+BACKEND: Any = "inductor"
+"""Backend of torch.compile. Tests that only count or trace graphs replace it."""
+RECOMPILE_LIMIT = 256
+"""Most compilations of one function: of the blocks of both towers, with and without gradients, in all shapes."""
+
+Compiled = Callable[..., torch.Tensor]
+
+
+class CompilablePart(nn.Module):
+    """Module whose forward pass is `_body`, plain or compiled."""
+
+    _body: Compiled
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._compiled: Compiled | None = None
+
+    def use_compiled(self, compiled: Compiled | None) -> None:
+        """Run training chunks through `compiled`, `compiled_body` of the class of this module; None: plain PyTorch."""
+        self._compiled = compiled
+
+    def _run(self, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        """Return `_body(x, *others)`. x: (b, ..)."""
+        if self._compiled is None or not self.training or len(x) == 1:
+            return self._body(x, *others)
+        return self._compiled(self, x, *others)
+
+
+def compiled_body(part: type[CompilablePart]) -> Compiled:
+    """Return the compiled `_body` of a class.
+
+    Modules of equal sizes share the code. It is compiled at the first call with tensors of a shape, with and without
+    gradients.
+    """
+    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    return torch.compile(part._body, backend=BACKEND, dynamic=False, fullgraph=True)
