@@ -23,7 +23,8 @@ from megaclip.losses.costs import Sizes, Traffic
 from megaclip.planner import Cluster, Workload
 from megaclip.planner.constants import CUBLAS_WORKSPACES
 from megaclip.planner.losses import LossSizes
-from megaclip.planner.towers import forward_seconds, towers
+from megaclip.planner.tower_time import tower_seconds
+from megaclip.planner.towers import towers
 
 OPEN_CLIP = "open_clip"
 OPEN_CLIP_ACCUMULATING = "open_clip --accum-freq"
@@ -89,8 +90,10 @@ def peer_step_seconds(workload: Workload, cluster: Cluster, method: str) -> floa
     """Return the seconds of towers and loss in one step under autocast, at the cluster's rates."""
     batch = workload.local_batch
     chunks = 1 if method == OPEN_CLIP else max(1, batch // workload.batch.micro_batch)
-    passes = (3 if chunks == 1 else 4) + (1 if workload.checkpointing else 0)
-    seconds = passes * batch * sum(forward_seconds(workload, cluster.rates)) / TOWER_SPEED
+    forwards = (1 if chunks == 1 else 2) + (1 if workload.checkpointing else 0)
+    with_padding = workload.with_megaclip(cut_captions=False)  # no peer cuts captions
+    each = (forwards * tower.forward + tower.backward for tower in tower_seconds(with_padding, cluster.rates))
+    seconds = batch * sum(each) / TOWER_SPEED
     sizes = LossSizes(batch, workload.model.embed_dim, workload.world_size)
     # The shares were measured on 8 b B D operations, whatever a method computes.
     counted = 8 * sizes.logits * sizes.embed_dim

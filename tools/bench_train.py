@@ -1,17 +1,25 @@
-"""Measure time and memory of whole training steps of this project and of open_clip with --accum-freq.
+"""Measure time and memory of whole training steps of this project and of open_clip, plain and compiled.
 
     python tools/bench_train.py --model ViT-B-16 --batch 4096 16384 --micro-batch 512 --json train.json
+    python tools/bench_train.py --model ViT-B-16 --batch 1024 --micro-batch 1024 --open-clip-source open_clip \\
+        --methods megaclip open_clip_compiled open_clip_compiled_task
     deepspeed --num_gpus 4 tools/bench_train.py --model ViT-g-14 --batch 8192 --micro-batch 128 \\
         --deepspeed_config ds_configs/zero3_offload.json --methods megaclip --json giant.json
     python tools/bench_train.py --model demo-tiny --batch 64 --micro-batch 16 --precision fp32 --workers 0
 
-For each global batch and method it prints samples per second (median over the steps after the warm-up), peak GPU
-memory of a step, and the shares of the step for the loss with its gradient, for waiting for data, and for the update.
+For each global batch and method it prints samples per second (median over the steps after the first one), peak GPU
+memory of a step, the shares of the step for the loss with its gradient, for waiting for data and for the update, and
+the milliseconds of the update (tools/bench_update.py lists its kernels). The seconds before the first step and those of
+the first step are printed apart. The first step compiles; what an earlier command has compiled is taken from the cache
+on disk (TORCHINDUCTOR_CACHE_DIR).
 
-Both methods use the same weights, the same optimizer settings and the same samples from this project's loader:
-synthetic samples in memory, or --train-data (see bench_methods.py). A method that does not fit in memory gets a row
-with the status "out of memory". --largest finds the largest batch that fits. --json writes each row when it is
-measured; tools/plot_bench.py draws the rows.
+All methods use the same weights, the same optimizer settings and the same samples from this project's loader:
+synthetic samples in memory (see bench_samples.py), or --train-data. Synthetic captions have 8 to 32 tokens with a tail
+to 77, or with --caption-lengths full the context length. With --micro-batch equal to the batch of a rank there is one
+chunk and no second pass. open_clip's pixels are on the GPU before the clock of a step starts (see bench_open_clip.py);
+this project copies them from host memory during the step. A method that does not fit in memory gets a row with the
+status "out of memory". --largest finds the largest batch that fits. --json writes each row when it is measured;
+tools/plot_bench.py draws the rows.
 """
 
 import argparse
@@ -20,13 +28,17 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from bench_methods import METHODS, Case, Clock, MegaclipSteps, OpenClipSteps, free_memory
+from bench_kernels import step_kernels, table
+from bench_methods import Case, Clock, MegaclipSteps, free_memory
+from bench_open_clip import CompiledOpenClipSteps, CompiledOpenClipTaskSteps, OpenClipSteps, use_source
+from bench_samples import CAPTION_LENGTHS
 from deepspeed.accelerator import get_accelerator
 
 from megaclip.comm.collectives import gather_objects
@@ -43,6 +55,13 @@ DEFAULT_CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 1},
     "megaclip": {"loss": "clip", "coalesce_gradient_reduction": True},
 }
+METHODS: dict[str, Callable[[Case, Clock], MegaclipSteps | OpenClipSteps]] = {
+    "megaclip": MegaclipSteps,
+    "open_clip": OpenClipSteps,
+    "open_clip_compiled": CompiledOpenClipSteps,
+    "open_clip_compiled_task": CompiledOpenClipTaskSteps,
+}
+DEFAULT_METHODS = ["megaclip", "open_clip_compiled"]
 CLOSE_ENOUGH = 1.1
 """--largest stops when the smallest batch that does not fit is at most this factor above the largest that fits."""
 
@@ -63,9 +82,21 @@ class Row:
     precision: str
     exchange: str
     data_offload: str
+    kept_graphs: list[int]
+    """Number of image chunks and of text chunks whose graphs the last step kept; empty for open_clip."""
     config: str
     ds_config: dict[str, Any]
+    caption_lengths: str
+    text_positions_saved: float = 0.0
+    program: str = ""
+    """Name and version of the measured program."""
+    compiled: bool = False
+    """True if torch.compile ran the towers."""
     status: str = "ok"
+    startup_s: float = 0.0
+    """Seconds until the first step: model, engine or DDP, optimizer, loader."""
+    first_step_s: float = 0.0
+    """Seconds of the first step, in which torch.compile and Triton compile."""
     steps: int = 0
     step_s: float = 0.0
     samples_per_s: float = 0.0
@@ -73,7 +104,10 @@ class Row:
     loss_share: float = 0.0
     data_share: float = 0.0
     update_share: float = 0.0
+    update_ms: float = 0.0
     losses: list[float] | None = None
+    kernels: dict[str, Any] | None = None
+    """`StepKernels` of one more step, with --kernels."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,15 +116,34 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[4096], help="global batch sizes B")
     parser.add_argument("--micro-batch", type=int, default=512, help="samples of one rank in a tower at a time")
     parser.add_argument("--text-micro-batch", type=int, help="captions of one rank in MegaCLIP's text tower at a time")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="methods to measure")
+    parser.add_argument(
+        "--methods", nargs="+", choices=list(METHODS), default=DEFAULT_METHODS, help="methods to measure"
+    )
     parser.add_argument(
         "--precision", choices=["pure_bf16", "amp_bf16", "fp32"], default="pure_bf16", help="precision of open_clip"
     )
     parser.add_argument(
         "--deepspeed_config", type=Path, help="ds_config.json (default: ZeRO-1) for everything but the batch"
     )
+    parser.add_argument(
+        "--caption-lengths",
+        choices=CAPTION_LENGTHS,
+        default=CAPTION_LENGTHS[0],
+        help="lengths of synthetic captions: 8 to 32 tokens with a tail to 77 (megaclip/planner/captions.py), or the "
+        "context length",
+    )
     parser.add_argument("--data-offload", help="megaclip.data_offload: where images are kept between the passes")
-    parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing, in both methods")
+    parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing, in all methods")
+    parser.add_argument("--keep-graphs", help='megaclip.keep_graphs: a number of graphs or "auto" (the default)')
+    parser.add_argument(
+        "--compile", choices=["true", "false", "auto"], help="megaclip.compile: torch.compile of the towers"
+    )
+    parser.add_argument(
+        "--open-clip-source", type=Path, help="open_clip checkout to measure instead of the installed package"
+    )
+    parser.add_argument(
+        "--kernels", type=int, default=0, help="list so many kernels and pauses of one more step, on a GPU"
+    )
     parser.add_argument("--steps", type=int, default=3, help="steps to measure, after one warm-up step")
     parser.add_argument(
         "--seconds", type=float, default=600, help="time limit per row; a step that would exceed it is not started"
@@ -102,6 +155,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file to write the rows to")
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.kernels and not torch.cuda.is_available():
+        parser.error("--kernels requires a GPU")
     try:
         base = json.loads(options.deepspeed_config.read_text()) if options.deepspeed_config else DEFAULT_CONFIG
     except (OSError, ValueError) as error:
@@ -111,6 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(options, base, Path(folder))
         try:
+            if options.open_clip_source:
+                use_source(options.open_clip_source)
             bench.run()
         except MegaclipError as error:
             print_rank_0(f"error: {error}")
@@ -137,9 +194,10 @@ class Bench:
 
     def run(self) -> None:
         """Measure every batch with every method, or the largest batch of every method. Write each row at once."""
-        shown = f"{'step s':>9}{'samples/s':>11}{'peak MiB':>10}{'loss':>7}{'data':>7}{'update':>8}"
+        shown = f"{'step s':>9}{'samples/s':>11}{'peak MiB':>10}{'loss':>7}{'data':>7}{'update':>8}{'ms':>8}"
+        shown += f"{'start s':>9}{'first s':>9}"
         print_rank_0(f"{self.options.model}, {dist.get_world_size()} rank(s), micro-batch {self.options.micro_batch}")
-        print_rank_0(f"{'method':12}{'batch':>10}{'micro':>7}{shown}")
+        print_rank_0(f"{'method':24}{'batch':>10}{'micro':>7}{shown}")
         if self.options.largest:
             for method in self.options.methods:
                 self._largest(method)
@@ -153,13 +211,24 @@ class Bench:
         config = self._config(batch)
         path = self.folder / f"{method}-{batch}.json"
         path.write_text(json.dumps(config))
-        case = Case(self.options.model, path, self.options.precision, self.options.train_data, self.options.workers)
+        options = self.options
+        case = Case(
+            options.model, path, options.precision, options.train_data, options.workers, options.caption_lengths
+        )
         row = self._describe(method, config)
         clock = Clock(self.device)
         steps: MegaclipSteps | OpenClipSteps | None = None
+        start = time.perf_counter()
         try:
             steps = METHODS[method](case, clock)
+            startup_s = time.perf_counter() - start
+            row = replace(row, program=steps.program, compiled=steps.compiled, startup_s=startup_s)
             row = self._timed(row, steps, clock, probe)
+            if options.kernels and not probe:
+                steps.prepare()
+                kernels = step_kernels(steps.step)
+                row.kernels = asdict(kernels)
+                print_rank_0(table(kernels, options.kernels))
         except MegaclipError as error:
             row.status = f"refused: {error}".replace(f"{path}: ", "")
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -180,6 +249,7 @@ class Bench:
         reset_peak()
         began = time.perf_counter()
         for number in range(1 + (0 if probe else self.options.steps)):
+            steps.prepare()
             self._wait()
             start = time.perf_counter()
             losses.append(steps.step(probe=probe))
@@ -201,13 +271,17 @@ class Bench:
         }
         return replace(
             row,
+            first_step_s=seconds[0],
             steps=len(seconds) - first,
             step_s=step_s,
             samples_per_s=row.batch / step_s,
             peak_mib=max(gather_objects(peak_memory_mib())),
+            kept_graphs=steps.kept_graphs,
             loss_share=share["loss"],
             data_share=share["data"],
             update_share=share["update"],
+            update_ms=1e3 * share["update"] * total / len(seconds[first:]),
+            text_positions_saved=steps.text_positions_saved,
             losses=losses,
         )
 
@@ -261,8 +335,12 @@ class Bench:
         section = config.setdefault("megaclip", {})
         if self.options.text_micro_batch:
             section["text_micro_batch_size"] = self.options.text_micro_batch
+        if self.options.compile:
+            section["compile"] = {"true": True, "false": False}.get(self.options.compile, "auto")
         if self.options.data_offload:
             section["data_offload"] = self.options.data_offload
+        if keep := self.options.keep_graphs:
+            section["keep_graphs"] = int(keep) if keep.isdecimal() else keep
         return config
 
     def _describe(self, method: str, config: dict[str, Any]) -> Row:
@@ -284,18 +362,21 @@ class Bench:
             precision=own_precision if ours else self.options.precision,
             exchange=section.get("exchange", "auto") if ours else "all_gather",
             data_offload=section.get("data_offload", "auto") if ours else "gpu",
+            kept_graphs=[],
             config=str(self.options.deepspeed_config or "default"),
             ds_config=config,
+            caption_lengths="data" if self.options.train_data else self.options.caption_lengths,
         )
 
     def _keep(self, row: Row) -> None:
         """Print a row and write all rows measured so far."""
         figures = row.status
         if row.steps:
-            shares = f"{row.loss_share:7.1%}{row.data_share:7.1%}{row.update_share:8.1%}"
+            shares = f"{row.loss_share:7.1%}{row.data_share:7.1%}{row.update_share:8.1%}{row.update_ms:8.1f}"
             figures = f"{row.step_s:9.2f}{row.samples_per_s:11.0f}{row.peak_mib:10.0f}{shares}"
+            figures += f"{row.startup_s:9.1f}{row.first_step_s:9.1f}"
             figures += "" if row.status == "ok" else f"  {row.status}"
-        print_rank_0(f"{row.method:12}{row.batch:10}{row.micro_batch:7}{figures}")
+        print_rank_0(f"{row.method:24}{row.batch:10}{row.micro_batch:7}{figures}")
         self.rows.append(row)
         if self.options.json and dist.get_rank() == 0:
             record = {"device": self._device_name(), "torch": torch.__version__, **vars(self.options)}

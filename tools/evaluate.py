@@ -53,8 +53,15 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
         loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer)
         pairs, labelled = open_data(arguments)
     device, dtype = torch.device(get_accelerator().current_device_name()), PRECISIONS[arguments.precision]
+    encode = ModelEncoder(
+        loaded.model.to(device, dtype),
+        loaded.transform.normalise,
+        device=device,
+        image_dtype=dtype,
+        cut_captions=loaded.model.cut_captions,
+    )
     result, left_out = evaluate_datasets(
-        ModelEncoder(loaded.model.to(device, dtype), loaded.transform.normalise, device=device, image_dtype=dtype),
+        encode,
         pairs=pairs,
         labelled=labelled,
         captions=group_captions(pairs) if pairs is not None and arguments.group_captions else None,

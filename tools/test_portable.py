@@ -130,6 +130,7 @@ def main() -> int:
             print(f"--- {label}", flush=True)
             counts, comparisons = run(SETTINGS[name], python, tests)
             rows.append(row(label, counts, comparisons))
+            print(rows[-1], flush=True)  # the table at the end is lost if the command is interrupted
             failed = failed or counts["failed"] > 0 or not counts["passed"]
     print(f"{'setting':40} {'passed':>6} {'failed':>6} {'skipped':>7}  {'largest share of a bound':40} smallest margin")
     print("\n".join(rows))
