@@ -85,9 +85,10 @@ class Comparison:
 
 
 # Two steps of training through the engine (tests/distributed/engine_cases.py): B = 12 samples, features of D = 16
-# numbers, logit scale 14.3, losses of 3.2 to 3.6. A similarity is a sum of D products, and its rounding is multiplied
-# by the logit scale. The loss and the gradient of log(logit scale) are means over B samples: roundings average out.
-_LOGITS = 16 / 12
+# numbers, logit scale 14.3, losses of 3.2 to 3.6. A similarity is a sum of D products of two features. Each tower
+# rounds its features in some 30 operations, 10 in each of three blocks. The logit scale multiplies all these roundings.
+# The loss and the gradient of log(logit scale) are means over B samples: roundings average out.
+_LOGITS = (16 + 2 * 30) / 12
 ENGINE = {
     "loss": Bound("engine loss", rounding(F32, _LOGITS, 14.3 / 3.2)),
     # The gradient of log(logit scale) is 0.9 or more in the step where it is largest; its addends are up to 14.3.
@@ -99,6 +100,9 @@ ENGINE = {
     # smaller, and Adam's eps of 5e-2 keeps it from magnifying them.
     "parameters": Bound("engine parameters", rounding(F32, 2, 2.66 / 4.4e-3)),
 }
+# Gradient norms of one model computed in two ways, both from float64 sums. DeepSpeed rounds the sum of squares, its
+# root and the norm over the parameter groups to float32.
+SAME_NORM = Bound("same gradient norm", rounding(F32, 3))
 # The same two steps with FastCLIP: 1 / tau = 3.3 in place of the logit scale, losses near 1.
 FASTCLIP_ENGINE = {
     "loss": Bound("FastCLIP engine loss", rounding(F32, _LOGITS, 3.3)),
@@ -145,6 +149,8 @@ VALUE = _by_dtype("value", _EXPONENTIAL | {dtype: _EXPONENTIAL[F32] for dtype in
 GRADIENT = _by_dtype("gradient", _EXPONENTIAL) | _by_dtype(
     "gradient", {dtype: stored(dtype, 2) for dtype in (torch.bfloat16, torch.float16)}, norm=True
 )
+# Triton's interpreter truncates a gradient that it stores in bfloat16, which is twice as far as rounding.
+GRADIENT_TRUNCATED = Bound("gradient bfloat16 truncated", 2 * stored(torch.bfloat16), norm=True)
 # Sums of up to 18 exponentials of differences of two similarities over tau = 0.3, in float64; values are of size 1.
 FASTCLIP = Bound("FastCLIP loss", rounding(torch.float64, 18, 10), smallest_size=1.0)
 # The gradient of a bfloat16 payload is rounded once, when it is sent.
@@ -156,7 +162,7 @@ EXTREME_LOSS = Bound("loss at an extreme scale", rounding(F32, 8))
 _SLICES = 2048 / 16
 # Tiles, for scales up to 20; `magnified` beyond. Gradients are compared by norms.
 TILE_GRADIENT = {
-    # P is rounded to bfloat16 for its products with features; Triton's interpreter truncates it, which is twice as far.
+    # P is rounded to bfloat16 for its products with features; Triton's interpreter truncates it.
     "bf16": Bound("tile gradient bf16", stored(torch.bfloat16), norm=True),
     "bf16 truncated": Bound("tile gradient bf16 truncated", 2 * stored(torch.bfloat16), norm=True),
     # On GPUs only. Both factors of both products (similarities, then P and features) are truncated to the 11 bits of
@@ -209,7 +215,10 @@ NCCL_GRADIENT = _by_dtype("NCCL gradient", {torch.float64: 1e-11, F32: 1e-4, tor
 NCCL_TEMPERATURE = _by_dtype("NCCL temperature", {torch.float64: 1e-12, F32: 1e-6, torch.bfloat16: 1e-4})
 # Relative to the norm of a gradient, or to a thousandth of the largest one: fused kernels add in another order. In
 # float32, because in bfloat16 the gradients of the first tokens' attention are rounding and nothing else.
-COMPILED = Bound("compiled blocks on a GPU", 1e-3, norm=True)
+COMPILED = Bound("compiled towers on a GPU", 1e-3, norm=True)
+# Attention in bfloat16: inputs are exact; probabilities, their gradients and results are rounded, each once, and a
+# gradient of a probability is a difference of two rounded sums.
+ATTENTION = Bound("bfloat16 attention on a GPU", stored(torch.bfloat16, 4), norm=True)
 
 
 Values = Tensor | np.ndarray | Sequence[float] | float

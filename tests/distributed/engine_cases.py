@@ -9,32 +9,38 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
 import numpy as np
 import torch
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor
 
 from megaclip.comm.collectives import gather_rows
 from megaclip.comm.groups import RankGroup
+from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import TrainingConfig, load_training_config, parse_arguments
 from megaclip.data import ImageTransform
 from megaclip.engine.build import build_engine
-from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
+from megaclip.engine.gradient_cache import RandomState, accumulate_gradients, trained_towers
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.process_group import quiet_deepspeed
 from megaclip.engine.step_batch import DeviceFeed, StepBatch, Tower
 from megaclip.losses import LOSSES
-from megaclip.models import ClipModel, ModelConfig, build_model
+from megaclip.models import ClipModel, ModelConfig, build_model, compilation
 from megaclip.models.layers import split_dim
+from megaclip.planner.rules import KeptGraphs, kept_graphs
 from tests.distributed.memory_batch import MemoryBatch
 
 WORLD_SIZE = 2
+COMPILER: Any = "aot_eager"
+"""Backend of torch.compile that traces forward and backward pass and compiles nothing."""
 BATCH = 12
 STEPS = 2
 SEED = 5
@@ -60,6 +66,12 @@ MODEL = ModelConfig.from_dict(
     }
 )
 
+# Most captions are shorter than the context length. Rank r of two has every second row.
+CAPTION_MODEL = MODEL.replace(text_cfg={"context_length": 32, "layers": 2})
+CAPTION_LENGTHS = (12, 16, 9, 5, 17, 8, 2, 7, 9, 3, 1, 8)
+"""Tokens of each caption of the batch, the end of text included. 1: the caption has no end of text. Sorted and divided
+into chunks, the longest ones have 17 and 9 tokens on one rank: one token less would be cut at 16 and 8."""
+
 MEAN = torch.tensor([0.4, 0.5, 0.6], dtype=torch.float64).view(3, 1, 1)
 STD = torch.tensor([0.2, 0.3, 0.25], dtype=torch.float64).view(3, 1, 1)
 TRANSFORM = ImageTransform(8, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
@@ -76,14 +88,16 @@ class Case:
     """Number of text chunks per rank; 0: as many as image chunks."""
     embeddings_on_cpu: bool = False
     bf16: bool = False
-    check_overflow: bool = True
-    """bf16.check_grad_overflow: DeepSpeed's own check of bf16 gradients."""
+    check_overflow: bool | None = None
+    """bf16.check_grad_overflow: DeepSpeed's own check of bf16 gradients. None: left out."""
     grad_accum_dtype: str | None = None
     checkpointing: str = ""
     """"", "plain" or "cpu"."""
     offload: str = ""
     """"", "optimizer" or "all" (parameters too)."""
     coalesce: bool = False
+    keep: int = 0
+    """megaclip.keep_graphs."""
     overlap: bool = False
     """zero_optimization.overlap_comm: reduce gradients during the backward pass."""
     patch_dropout: float = 0.0
@@ -92,6 +106,8 @@ class Case:
     """Locked parameters: "" none; "image", "text" or "both" whole towers; "most" both towers except their projections;
     "below" both towers except their projections and last blocks."""
     persistence_threshold: int = 0
+    compiled: bool = False
+    """Run the towers through torch.compile, with the backend COMPILER."""
     loss: str = "clip"
     """"clip", "siglip" with a logit bias in the model, or in test_engine_fastclip.py one of FastCLIP's."""
     exchange: str = "ring"
@@ -101,6 +117,8 @@ class Case:
     """Ranks that form one replica of the model."""
     ranks: int = WORLD_SIZE
     """Ranks that share the batch."""
+    captions: str = ""
+    """Captions of CAPTION_LENGTHS: "cut", or "padded" to the context length. "": all have the context length."""
     feature_fault: float = 1.0
     """Factor of the feature gradients; a value other than 1 is a deliberate mistake."""
     scale_fault: float = 1.0
@@ -109,7 +127,8 @@ class Case:
 
 def model_of(case: Case) -> ModelConfig:
     """Return the model. SigLIP's initial values would give gradients of norm 100, too large for the tolerances."""
-    return MODEL.replace(init_logit_scale=-1.0, init_logit_bias=-3.0) if case.loss == "siglip" else MODEL
+    model = CAPTION_MODEL if case.captions else MODEL
+    return model.replace(init_logit_scale=-1.0, init_logit_bias=-3.0) if case.loss == "siglip" else model
 
 
 @dataclass
@@ -126,25 +145,50 @@ class Outcome:
     """Largest distance of a parameter from its start, in the oracle. Differences of parameters are relative to it."""
 
 
-def whole_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return pixels (BATCH, 3, 8, 8) uint8 and tokens (BATCH, 6) of a step, the same in every process."""
+def whole_batch(step: int, *, captions: bool = False) -> tuple[Tensor, Tensor]:
+    """Return pixels (BATCH, 3, 8, 8) uint8 and tokens (BATCH, L) of a step, the same in every process.
+
+    captions: the captions have the lengths of CAPTION_LENGTHS, else that of MODEL's context.
+    """
     generator = torch.Generator().manual_seed(100 + step)
     images = torch.randint(256, (BATCH, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    if captions:
+        return images, padded_captions(generator)
     words = torch.randint(3, 32, (BATCH, 5), generator=generator)
     return images, torch.cat([words, torch.full((BATCH, 1), 2)], dim=1)
 
 
-def share_of(step: int, rank: int, ranks: int = WORLD_SIZE) -> tuple[Tensor, Tensor]:
+def padded_captions(generator: torch.Generator) -> Tensor:
+    """Return tokens (BATCH, L). Behind the end of text are random tokens instead of padding, so that they matter if
+    they are read."""
+    text = CAPTION_MODEL.text_cfg
+    tokens = torch.randint(3, 32, (BATCH, text.context_length), generator=generator)
+    for row, length in zip(tokens, CAPTION_LENGTHS, strict=True):
+        if length > 1:
+            row[length - 1] = text.eos_id
+            row[-1] = text.eos_id  # a second one
+    return tokens
+
+
+def share_of(step: int, rank: int, ranks: int = WORLD_SIZE, captions: bool = False) -> tuple[Tensor, Tensor]:
     """Return the pixels and tokens of one rank: every `ranks`-th sample."""
-    images, tokens = (whole[rank::ranks] for whole in whole_batch(step))
+    images, tokens = (whole[rank::ranks] for whole in whole_batch(step, captions=captions))
     return images, tokens
 
 
 def batch_of(case: Case, step: int, rank: int) -> StepBatch:
     """Return the share of one rank as a `StepBatch`."""
-    images, tokens = share_of(step, rank, dist.get_world_size())
-    feed = DeviceFeed(torch.device("cpu"), torch.bfloat16 if case.bf16 else torch.float32, TRANSFORM.normalise)
-    return MemoryBatch(images.chunk(case.accumulation), tokens, feed, text_chunks=case.text_chunks or case.accumulation)
+    images, tokens = share_of(step, rank, dist.get_world_size(), bool(case.captions))
+    device = torch.device(get_accelerator().current_device_name())
+    feed = DeviceFeed(device, torch.bfloat16 if case.bf16 else torch.float32, TRANSFORM.normalise)
+    return MemoryBatch(
+        images.chunk(case.accumulation),
+        tokens,
+        feed,
+        text_chunks=case.text_chunks or case.accumulation,
+        cut=model_of(case).text_cfg if case.captions == "cut" else None,
+        tensor=parallel_groups(case.tensor_parallel).tensor,
+    )
 
 
 def open_clip_decays(name: str, parameter: Tensor) -> bool:
@@ -160,13 +204,16 @@ def scalars_of(model: ClipModel) -> list[torch.nn.Parameter]:
 UNLOCKED_GROUPS = {"most": 1, "below": 2}
 
 
-def trains(name: str, locked: str) -> bool:
+def trains(name: str, case: Case) -> bool:
     """Return whether the parameter is trained under --lock-image and --lock-text, as `Case.locked` sets them."""
+    locked = case.locked
     if name in ("logit_scale", "logit_bias") or not locked:
         return True
     if locked in UNLOCKED_GROUPS:
-        last = ("visual.ln_post.", "visual.transformer.resblocks.1.", "text.ln_final.", "text.transformer.resblocks.0.")
-        return name in ("visual.proj", "text.text_projection") or (locked == "below" and name.startswith(last))
+        blocks = {"visual": model_of(case).vision_cfg.layers, "text": model_of(case).text_cfg.layers}
+        last = [f"{tower}.transformer.resblocks.{layers - 1}." for tower, layers in blocks.items()]
+        last += ["visual.ln_post.", "text.ln_final."]
+        return name in ("visual.proj", "text.text_projection") or (locked == "below" and name.startswith(tuple(last)))
     return locked != "both" and name.startswith("text." if locked == "image" else "visual.")
 
 
@@ -225,20 +272,45 @@ ORACLES: dict[str, Callable[[list[dict]], torch.optim.Optimizer]] = {
 
 def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays) -> Outcome:
     """Train in one process in float64 on the whole batch, without engine and gradient cache."""
-    torch.manual_seed(SEED)
-    model = build_model(model_of(case), patch_dropout=case.patch_dropout).double()
-    parameters = {name: p for name, p in model.named_parameters() if trains(name, case.locked)}
-    decayed = [p for name, p in parameters.items() if decays(name, p)]
-    others = [p for name, p in parameters.items() if not decays(name, p)]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer = ORACLES[case.optimizer](groups)
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    outcome = Outcome([], [], [], {})
+    training = OracleTraining(case, decays)
+    model, outcome = training.model, Outcome([], [], [], {})
     for step in range(STEPS):
-        features = []
+        x, y = training.features(step)
+        logits, labels = model.logit_scale.exp() * x @ y.T, torch.arange(BATCH)
+        if case.loss == "siglip":
+            loss = -F.logsigmoid((2 * torch.eye(BATCH) - 1) * (logits + model.logit_bias)).sum() / BATCH
+        else:
+            loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+        training.optimizer.zero_grad()
+        loss.backward()
+        outcome.losses.append(loss.item())
+        outcome.scale_gradients += [scalar.grad.item() for scalar in scalars_of(model)]
+        outcome.norms.append(training.update(step))
+    outcome.parameters, outcome.largest_move = training.parameters()
+    return outcome
+
+
+class OracleTraining:
+    """One process in float64 with the model and the optimizer of a case; the caller computes the loss's gradients."""
+
+    def __init__(self, case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays) -> None:
+        torch.manual_seed(SEED)
+        self.case = case
+        self.model = build_model(model_of(case), patch_dropout=case.patch_dropout).double()
+        self._trained = {name: p for name, p in self.model.named_parameters() if trains(name, case)}
+        decayed = [p for name, p in self._trained.items() if decays(name, p)]
+        others = [p for name, p in self._trained.items() if not decays(name, p)]
+        groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = ORACLES[case.optimizer](groups)
+        self._start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def features(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return the features (BATCH, D) of both towers: the share of rank 0, then that of rank 1, ..."""
+        case, model, features = self.case, self.model, []
         for replica in range(case.ranks // case.tensor_parallel):
             first = replica * case.tensor_parallel
-            shares = [share_of(step, first + member, case.ranks) for member in range(case.tensor_parallel)]
+            members = range(first, first + case.tensor_parallel)
+            shares = [share_of(step, member, case.ranks, bool(case.captions)) for member in members]
             image_chunks = []
             for index, chunks in enumerate(
                 zip(*(images.chunk(case.accumulation) for images, _ in shares), strict=True)
@@ -249,23 +321,20 @@ def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays)
             image_features = torch.cat(image_chunks, dim=1).flatten(0, 1)
             features.append((image_features, model(None, torch.cat([tokens for _, tokens in shares]))[1]))
         x, y = (torch.cat(side) for side in zip(*features, strict=True))
-        logits, labels = model.logit_scale.exp() * x @ y.T, torch.arange(BATCH)
-        if case.loss == "siglip":
-            loss = -F.logsigmoid((2 * torch.eye(BATCH) - 1) * (logits + model.logit_bias)).sum() / BATCH
-        else:
-            loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
-        optimizer.zero_grad()
-        loss.backward()
-        outcome.losses.append(loss.item())
-        outcome.scale_gradients += [scalar.grad.item() for scalar in scalars_of(model)]
-        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), case.clipping or float("inf"))
-        outcome.norms.append(norm.item())
-        for group in optimizer.param_groups:
+        return x, y
+
+    def update(self, step: int) -> float:
+        """Clip the gradients and update the parameters; return the norm before clipping."""
+        norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self.case.clipping or float("inf"))
+        for group in self.optimizer.param_groups:
             group["lr"] = LEARNING_RATES[step]
-        optimizer.step()
-    outcome.parameters = {name: p.detach().numpy() for name, p in model.named_parameters()}
-    outcome.largest_move = largest_move(start, outcome.parameters)
-    return outcome
+        self.optimizer.step()
+        return norm.item()
+
+    def parameters(self) -> tuple[dict[str, np.ndarray], float]:
+        """Return all parameters, and the largest distance of one from its start."""
+        parameters = {name: p.detach().numpy() for name, p in self.model.named_parameters()}
+        return parameters, largest_move(self._start, parameters)
 
 
 def largest_move(start: dict[str, Tensor], end: dict[str, np.ndarray]) -> float:
@@ -293,14 +362,17 @@ def training_config(case: Case) -> TrainingConfig:
             "params": {"lr": 1.0, "weight_decay": WEIGHT_DECAY, **PARAMS[case.optimizer]},
         },
         "zero_optimization": zero,
-        "bf16": {"enabled": case.bf16, "check_grad_overflow": case.check_overflow},
+        "bf16": {"enabled": case.bf16},
         "megaclip": {
             "coalesce_gradient_reduction": case.coalesce,
+            "keep_graphs": case.keep,
             "tensor_parallel_size": case.tensor_parallel,
         },
     }
     if case.optimizer in ("SGD", "Lion") and case.stage:
         config["zero_allow_untested_optimizer"] = True
+    if case.check_overflow is not None:
+        config["bf16"]["check_grad_overflow"] = case.check_overflow
     if case.grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": case.grad_accum_dtype}
     if case.checkpointing:
@@ -330,7 +402,12 @@ def start_engine(case: Case, config: TrainingConfig | None = None) -> DeepSpeedE
         flags += ["--lock-image", "--lock-image-unlocked-groups", unlocked]
     if case.locked in (*UNLOCKED_GROUPS, "text", "both"):
         flags += ["--lock-text", "--lock-text-unlocked-layers", unlocked]
-    return build_engine(config or training_config(case), parse_arguments(flags), model_of(case))
+    compilation.BACKEND = COMPILER
+    engine = build_engine(
+        config or training_config(case), parse_arguments(flags), model_of(case), compiles=case.compiled
+    )
+    assert case.compiled == any(getattr(part, "_compiled", None) is not None for part in engine.module.modules())
+    return engine
 
 
 class _Scaled(torch.autograd.Function):
@@ -357,6 +434,12 @@ def loss_of(case: Case) -> Callable[..., Tensor]:
     return faulty
 
 
+def kept_of(model: ClipModel, case: Case) -> KeptGraphs:
+    """Return the graphs that a step of the case keeps."""
+    chunks = (case.accumulation, case.text_chunks or case.accumulation)
+    return kept_graphs(case.keep, chunks, [tower in trained_towers(model) for tower in Tower])
+
+
 def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, batch: StepBatch | None = None) -> float:
     """Accumulate the gradient of one step in the engine; return the loss."""
     bias = engine.module.logit_bias
@@ -368,6 +451,7 @@ def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, bat
         RandomState(SEED, step, dist.get_rank() // case.tensor_parallel),
         logit_bias=None if bias is None else MasterScalar(bias).read(),
         coalesce=case.coalesce,
+        kept=kept_of(engine.module, case),
         embeddings_on_cpu=case.embeddings_on_cpu,
     )
 
@@ -392,6 +476,14 @@ def whole_parameters(engine: DeepSpeedEngine) -> dict[str, np.ndarray]:
         with deepspeed.zero.GatheredParameters(parameter):
             values[name] = whole_value(name, parameter.detach().float().clone(), tensor).numpy()
     return values
+
+
+def masters(engine: DeepSpeedEngine) -> dict[str, np.ndarray]:
+    """Return every parameter's float32 master, gathered from all ranks."""
+    if engine.zero_optimization_stage() == 0:
+        return whole_parameters(engine)
+    named, tensor = engine.module.named_parameters(), engine.module.tensor
+    return {name: whole_value(name, safe_get_full_fp32_param(p).detach().clone(), tensor).numpy() for name, p in named}
 
 
 def whole_value(name: str, part: Tensor, tensor: RankGroup) -> Tensor:

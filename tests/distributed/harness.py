@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
 _PRELOAD = "tests.distributed.preload"
 _PASSED_ON = ["OMP_NUM_THREADS", "MEGACLIP_TEST_ERRORS", "PYTEST_CURRENT_TEST"]
@@ -29,6 +29,20 @@ _GRACE_S = 30.0
 
 class RankFailure(AssertionError):
     """One or more ranks raised, died or did not finish."""
+
+
+Result = TypeVar("Result")
+
+
+def or_traceback(function: Callable[..., Result], *arguments: Any) -> Result | str:
+    """Return `function(*arguments)`, or the traceback of its exception.
+
+    The cases after it still run, and the test of this case reports the traceback.
+    """
+    try:
+        return function(*arguments)
+    except Exception:  # any fault of the tested code
+        return traceback.format_exc()
 
 
 def run_ranks(

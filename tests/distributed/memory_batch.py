@@ -5,27 +5,50 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megaclip.comm.groups import RankGroup
+from megaclip.comm.parallelism import ONE_RANK
+from megaclip.engine.caption_chunks import CaptionChunks
 from megaclip.engine.step_batch import DeviceFeed, Tower
+from megaclip.models import TextConfig
 
 
 class MemoryBatch:
-    """Samples of one step. pixels: one (_, 3, H, W) uint8 tensor per chunk; tokens: (b, L), cut into `text_chunks`."""
+    """Samples of one step. pixels: one (_, 3, H, W) uint8 tensor per chunk; tokens: (b, L), divided into `text_chunks`.
 
-    def __init__(self, pixels: Sequence[Tensor], tokens: Tensor, feed: DeviceFeed, *, text_chunks: int) -> None:
-        self._chunks = {Tower.IMAGE: list(pixels), Tower.TEXT: list(tokens.chunk(text_chunks))}
-        self._feed = feed
+    cut: the text tower for which captions are sorted and cut; None: they keep their padding. tensor: tensor-parallel
+    group.
+    """
+
+    def __init__(
+        self,
+        pixels: Sequence[Tensor],
+        tokens: Tensor,
+        feed: DeviceFeed,
+        *,
+        text_chunks: int,
+        cut: TextConfig | None = None,
+        tensor: RankGroup = ONE_RANK,
+    ) -> None:
+        self._pixels, self._tokens, self._feed, self._text_chunks = list(pixels), tokens, feed, text_chunks
+        whole = CaptionChunks.whole(tokens, text_chunks)
+        self.captions = whole if cut is None else CaptionChunks.cut(tokens, text_chunks, cut, tensor)
 
     def rows(self) -> int:
-        return sum(map(len, self._chunks[Tower.TEXT]))
+        return len(self._tokens)
 
     def chunk_count(self, tower: Tower) -> int:
-        return len(self._chunks[tower])
+        return len(self._pixels) if tower is Tower.IMAGE else self._text_chunks
 
-    def chunks(self, tower: Tower, *, again: bool) -> Iterator[Tensor]:
-        return self._feed.inputs(tower, self._chunks[tower])
+    def chunks(self, tower: Tower, *, read_once: int, again: bool) -> Iterator[Tensor]:
+        chunks = self._pixels if tower is Tower.IMAGE else list(self.captions)
+        return self._feed.inputs(tower, chunks[read_once if again else 0 :])
+
+    def order(self, tower: Tower) -> Tensor | None:
+        return None if tower is Tower.IMAGE else self.captions.order
 
     def blank(self, tower: Tower) -> Tensor:
-        (row,) = self._feed.inputs(tower, [torch.zeros_like(self._chunks[tower][0][:1])])
+        like = self._pixels[0] if tower is Tower.IMAGE else self._tokens
+        (row,) = self._feed.inputs(tower, [torch.zeros_like(like[:1])])
         return row
 
     def agree(self) -> None:

@@ -1,5 +1,7 @@
 """tools/bench_train.py: both methods have equal losses, and a method that does not fit in memory gets a row."""
 
+import functools
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaclip.errors import ConfigError
 from tests.distributed.harness import run_ranks
 from tests.tolerances import RUN, assert_close
 
@@ -34,9 +37,27 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def bench_two_batches(folder: Path) -> None:
-    bench(
-        folder, "--batch", "24", "8", "--micro-batch", "4", "--steps", "1", "--text-micro-batch", "2", "--checkpointing"
-    )
+    methods = ["--methods", "megaclip", "open_clip"]
+    sizes = ["--batch", "24", "8", "--micro-batch", "4", "--steps", "1", "--text-micro-batch", "2"]
+    bench(folder, *methods, *sizes, "--checkpointing", "--keep-graphs", "7")
+
+
+def bench_compiled(folder: Path) -> None:
+    """Measure every method on steps of one chunk and of two, with a compiler that only traces."""
+    sys.path.insert(0, str(TOOLS))
+    import bench_open_clip
+
+    inductor = torch.compile
+    bench_open_clip.torch.compile = functools.partial(inductor, backend="aot_eager")  # type: ignore[attr-defined]
+    bench_open_clip.dist.destroy_process_group = lambda: None  # the process group is kept for two commands
+    methods = ["open_clip", "open_clip_compiled", "open_clip_compiled_task"]
+    shared = ["--micro-batch", "4", "--steps", "1", "--methods", "megaclip", *methods]
+    rows = []
+    for batch in ("8", "16"):
+        bench(folder, "--batch", batch, *shared)
+        if bench_open_clip.dist.get_rank() == 0:  # it writes the file
+            rows += rows_in(folder)
+            (folder / "all.json").write_text(json.dumps(rows))
 
 
 @pytest.fixture
@@ -56,31 +77,73 @@ def test_both_methods_have_equal_losses_on_two_ranks(folder: Path) -> None:
         assert_close(ours["losses"], theirs["losses"], RUN["loss"])
         for row in (ours, theirs):
             assert row["status"] == "ok" and row["steps"] == 1 and row["world_size"] == 2
+            graphs = {24: [3, 4], 8: [1, 2]}[row["batch"]]  # images first, in three chunks and in one
+            assert row["kept_graphs"] == (graphs if row is ours else [])
             assert row["samples_per_s"] == pytest.approx(row["batch"] / row["step_s"])
-            parts = [row[f"{part}_share"] for part in ("loss", "data", "update")]
-            assert min(parts) > 0 and sum(parts) < 1
+            assert row["update_ms"] == pytest.approx(1e3 * row["update_share"] * row["step_s"])
+            assert min(row["startup_s"], row["first_step_s"]) > 0
+            assert min(row["loss_share"], row["update_share"]) > 0
+            assert sum(row[f"{part}_share"] for part in ("loss", "data", "update")) < 1
+        assert ours["data_share"] > 0  # open_clip's pixels are on the device before the clock starts
+        assert (ours["program"].split()[0], theirs["program"].split()[0]) == ("megaclip", "open_clip")
+
+
+@pytest.mark.long
+def test_compiled_open_clip_has_the_same_losses_with_one_chunk_and_with_two(folder: Path) -> None:
+    run_ranks(bench_compiled, 2, folder)
+    every = json.loads((folder / "all.json").read_text())
+    one_chunk, two_chunks = every[:4], every[4:]
+    assert [row["compiled"] for row in one_chunk] == [False, False, True, True]
+    for rows in (one_chunk, two_chunks[:3]):
+        assert [row["status"] for row in rows] == ["ok"] * len(rows)
+        for row in rows[1:]:
+            assert_close(row["losses"], rows[0]["losses"], RUN["loss"], row["method"])
+    assert "2 chunks; use the method open_clip_compiled" in two_chunks[3]["status"]
+
+
+def test_open_clip_is_imported_from_a_source_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench_open_clip import use_source
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "open_clip", raising=False)
+    with pytest.raises(ConfigError, match="contains neither src/open_clip nor open_clip"):
+        use_source(tmp_path)
+    package = tmp_path / "src" / "open_clip"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("__version__ = 'of the tree'")
+    use_source(tmp_path)
+    found = importlib.util.find_spec("open_clip")
+    assert found is not None and found.origin == str(package / "__init__.py")
 
 
 class Fits:
     """A method that runs out of memory above a batch of 40."""
 
+    text_positions_saved = 0.0
+
     def __init__(self, case: Any, clock: Any) -> None:
         self.batch = json.loads(case.ds_config.read_text())["train_batch_size"]
+
+    program = "fits 40"
+    compiled = False
+
+    def prepare(self) -> None: ...
 
     def step(self, *, probe: bool = False) -> float:
         if self.batch > 40:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
         return float(self.batch)
 
+    kept_graphs = (1, 1)
+
     def close(self) -> None: ...
 
 
 def rows_of_a_method_that_does_not_fit(folder: Path) -> list[list[dict[str, Any]]]:
     sys.path.insert(0, str(TOOLS))
-    import bench_methods
     import bench_train
 
-    bench_methods.METHODS["megaclip"] = Fits  # type: ignore[assignment]
+    bench_train.METHODS["megaclip"] = Fits  # type: ignore[assignment]
     batches = ["--batch", "48", "16", "20", "--micro-batch", "8", "--methods", "megaclip"]
     bench_train.dist.destroy_process_group = lambda: None  # the process group is kept for three commands
     with pytest.raises(AssertionError):  # 20 is not a multiple of 8, so the command fails

@@ -5,13 +5,16 @@ launch. The last tests prove that the comparison can fail.
 """
 
 import itertools
-import traceback
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.distributed import engine_cases
 from tests.distributed.engine_cases import WORLD_SIZE, Case, Outcome, oracle, train
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import or_traceback, run_ranks
 from tests.tolerances import ENGINE, Comparison, compare, exceeded, unnoticed
 
 WAYS = {
@@ -53,6 +56,13 @@ CASES["zero0 Adafactor"] = Case(0, 3, optimizer="Adafactor")
 CASES["zero3 everything"] = Case(
     3, 3, text_chunks=6, offload="all", checkpointing="cpu", coalesce=True, patch_dropout=0.5, clipping=0.1
 )
+# The image tower is one graph at ZeRO-1 and, coalesced, at ZeRO-2; in the other cases its blocks are graphs.
+CASES["zero1 compiled"] = Case(1, 3, compiled=True, patch_dropout=0.5)
+CASES["zero2 compiled coalesced"] = Case(2, 3, text_chunks=2, compiled=True, coalesce=True)
+CASES["zero2 compiled checkpointing"] = Case(2, 3, compiled=True, checkpointing="plain")
+CASES["zero3 compiled"] = Case(3, 3, text_chunks=2, compiled=True, patch_dropout=0.5)
+CASES["zero3 compiled locked below"] = Case(3, 3, locked="below", compiled=True)
+CASES["zero3 compiled everything"] = replace(CASES["zero3 everything"], compiled=True)
 
 # Mistakes of published code that docs/mathematics.md names, and similar ones.
 FAULTS = {
@@ -66,13 +76,7 @@ FAULTS = {
 
 def train_all(cases: dict[str, Case]) -> dict[str, Outcome | str]:
     """Return the outcome of every case on this rank, or the traceback of its exception."""
-    outcomes: dict[str, Outcome | str] = {}
-    for name, case in cases.items():
-        try:
-            outcomes[name] = train(case)
-        except Exception:
-            outcomes[name] = traceback.format_exc()
-    return outcomes
+    return {name: or_traceback(train, case) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +148,22 @@ def test_locked_parameters_keep_their_bits(trained, name):
     assert isinstance(outcome, Outcome), outcome
     moving = {n for n, p in start.parameters.items() if (p != outcome.parameters[n]).any()}
     assert moving <= {"visual.proj", "text.text_projection", "logit_scale"}
+
+
+def graphs_of(cases: list[Case]) -> list[int]:
+    """Return the number of graphs that two steps of each case compile on this rank."""
+    numbers = []
+    for case in cases:
+        torch.compiler.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        with mock.patch.object(engine_cases, "COMPILER", counter):
+            train(case)
+        numbers.append(counter.frame_count)
+    return numbers
+
+
+def test_a_part_is_compiled_once_for_all_chunks_and_steps() -> None:
+    """DeepSpeed's hooks and the state of partitioned parameters must not become conditions of the compiled code."""
+    cases = [Case(1, 3, compiled=True), Case(3, 3, compiled=True, offload="all", checkpointing="plain")]
+    for numbers in run_ranks(graphs_of, WORLD_SIZE, cases):
+        assert numbers == [2, 2]  # the image tower, or its first block: with and without gradients

@@ -17,29 +17,20 @@ from megaclip.config import MegaclipSection
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.run_loss import RunLoss
 from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.models import build_model
 from tests.distributed import fastclip_oracle as written
 from tests.distributed.engine_cases import (
     BATCH,
     LEARNING_RATES,
-    MEAN,
-    ORACLES,
-    SEED,
-    STD,
     STEPS,
-    WEIGHT_DECAY,
     WORLD_SIZE,
     Case,
+    OracleTraining,
     backpropagate,
-    largest_move,
-    model_of,
-    open_clip_decays,
     start_engine,
-    whole_batch,
     whole_parameters,
 )
 from tests.distributed.harness import run_ranks
-from tests.tolerances import FASTCLIP_ENGINE, Comparison, assert_close, compare, exceeded, unnoticed
+from tests.tolerances import ENGINE, FASTCLIP_ENGINE, Comparison, assert_close, compare, exceeded, unnoticed
 
 SAMPLES, TAU, GAMMA_MIN, GAMMA_EPOCHS = 20, 0.3, 0.4, 3.0
 EPOCHS = (0.0, 0.6)
@@ -56,6 +47,7 @@ class Trained:
     """Results of two steps. u and tau: (SAMPLES, 2), NaN for samples that were not used or belong to another rank."""
 
     losses: list[float]
+    norms: list[float]
     parameters: dict[str, np.ndarray]
     log_scale: float
     u: np.ndarray
@@ -73,33 +65,25 @@ def ids_of(step: int) -> Tensor:
 
 
 def one_process(case: Case) -> Trained:
-    torch.manual_seed(SEED)
-    model = build_model(model_of(case)).double()
-    named = dict(model.named_parameters())
-    start = {name: p.detach().clone() for name, p in named.items()}
-    decayed = [p for name, p in named.items() if open_clip_decays(name, p)]
-    others = [p for name, p in named.items() if not open_clip_decays(name, p)]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer = ORACLES["AdamW"](groups)
+    training = OracleTraining(case)
     loss = written.Oracle(case.loss, SAMPLES, TAU)
-    losses = []
+    losses, norms = [], []
     for step, epoch in enumerate(EPOCHS):
-        pixels, tokens = whole_batch(step)
-        x, y = model((pixels.double() / 255 - MEAN) / STD, None)[0], model(None, tokens)[1]
+        x, y = training.features(step)
+        ids = torch.cat([ids_of(step)[rank :: case.ranks] for rank in range(case.ranks)])
         gamma = written.gamma_of(VARIANTS[case.loss].gamma_schedule, epoch, GAMMA_MIN, GAMMA_EPOCHS)
-        found = loss.step(x, y, ids_of(step).tolist(), gamma)
-        optimizer.zero_grad()
+        found = loss.step(x, y, ids.tolist(), gamma)
+        training.optimizer.zero_grad()
         torch.autograd.backward([x, y], [found.d_image, found.d_text])
-        model.logit_scale.grad = torch.zeros_like(model.logit_scale)  # no part of the loss
-        for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATES[step]
-        optimizer.step()
+        scale = training.model.logit_scale
+        scale.grad = torch.zeros_like(scale)  # no part of the loss
+        norms.append(training.update(step))
         losses.append(found.loss.item())
     u, tau = np.full((2, SAMPLES, 2), np.nan)
     for (sample, side), value in loss.u.items():
         u[sample, side], tau[sample, side] = value, loss.tau[sample, side].item()
-    parameters = {name: p.detach().numpy() for name, p in named.items()}
-    return Trained(losses, parameters, loss.log_scale.item(), u, tau, largest_move(start, parameters))
+    parameters, move = training.parameters()
+    return Trained(losses, norms, parameters, loss.log_scale.item(), u, tau, move)
 
 
 def through_the_engine(case: Case) -> Trained:
@@ -120,15 +104,15 @@ def through_the_engine(case: Case) -> Trained:
     section = MegaclipSection.model_validate(
         {"loss": case.loss, "exchange": case.exchange, "reduction": case.reduction, "fastclip": settings}
     )
-    loss = RunLoss(section, samples=SAMPLES, epochs=1.0, device=engine.device)
-    losses = []
+    loss = RunLoss(section, samples=SAMPLES, epochs=1.0, total_steps=STEPS, warmup=0, device=engine.device)
+    losses, norms = [], []
     for step, epoch in enumerate(EPOCHS):
         own_ids = ids_of(step)[dist.get_rank() :: dist.get_world_size()]
         bound = loss.bind(lambda ids=own_ids: ids, epoch)
         losses.append(backpropagate(engine, case, step, loss=bound))
         set_learning_rate(engine, LEARNING_RATES[step])
-        update(engine)
-        loss.update(step / STEPS)
+        norms.append(update(engine))
+        loss.update(step)
     state = loss._loss.state
     mine = torch.arange(SAMPLES)[state.index.owner(torch.arange(SAMPLES)) == dist.get_rank()]
     rows = state.values[state.index.slots(mine)].double().numpy()
@@ -137,7 +121,7 @@ def through_the_engine(case: Case) -> Trained:
     if written.individual(case.loss):
         tau[mine] = np.where(np.isnan(rows[:, :2]), np.nan, rows[:, 2:4])
     assert loss.log_scale is not None
-    return Trained(losses, whole_parameters(engine), float(loss.log_scale), u, tau)
+    return Trained(losses, norms, whole_parameters(engine), float(loss.log_scale), u, tau)
 
 
 def train_all() -> dict[str, Trained]:
@@ -159,6 +143,8 @@ def check(case: Case, ranks: list[Trained]) -> None:
     expected = one_process(case)
     for got in ranks:
         assert_close(got.losses, expected.losses, FASTCLIP_ENGINE["loss"], "losses")
+        norms = [norm / wanted for norm, wanted in zip(got.norms, expected.norms, strict=True)]
+        assert_close(norms, [1.0] * len(norms), ENGINE["norm"], "gradient norms")
         assert exceeded([farthest_parameter(got, expected)]) == []
         if written.learned(case.loss):
             assert_close(got.log_scale, expected.log_scale, FASTCLIP_ENGINE["log_scale"], "log_scale")

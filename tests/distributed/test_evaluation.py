@@ -263,22 +263,30 @@ TINY_TOWER = {"width": 16, "layers": 1}
 TINY_MODEL = {
     "embed_dim": DIM,
     "vision_cfg": {**TINY_TOWER, "head_width": 8, "image_size": 8, "patch_size": 4},
-    "text_cfg": {**TINY_TOWER, "heads": 2, "context_length": 4, "vocab_size": 50, "pool_type": "last"},
+    "text_cfg": {**TINY_TOWER, "heads": 2, "context_length": 20, "vocab_size": 50, "eos_id": 49, "pool_type": "last"},
 }
 
 
 def length_tokens(texts: list[str]) -> torch.Tensor:
-    return torch.tensor([[len(text), 1, 2, 3] for text in texts])
+    """Return each text's length and the end of text, behind as many other tokens, in a context of 20."""
+    tokens = torch.zeros(len(texts), 20, dtype=torch.int64)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)], row[len(text)] = len(text), 49
+    return tokens
 
 
-def check_zero_3() -> None:
-    """A model with partitioned parameters, and ranks with different amounts of data, give the whole model's metrics."""
+def check_zero_3(pool_type: str) -> None:
+    """A model with partitioned parameters, and ranks with different amounts of data, give the whole model's metrics.
+
+    With the pool type "eos" the captions are cut, on each rank at its own longest caption.
+    """
     torch.manual_seed(0)
-    model = build_model(ModelConfig.from_dict(TINY_MODEL))
+    model = build_model(ModelConfig.from_dict(TINY_MODEL).replace(text_cfg={"pool_type": pool_type}))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4)  # the features of a freshly initialised model hardly depend on the image
-    images, tokens, ids = torch.rand(11, 3, 8, 8), torch.randint(0, 49, (11, 4)), np.arange(11)
+    images, tokens, ids = torch.rand(11, 3, 8, 8), torch.randint(0, 49, (11, 20)), np.arange(11)
+    tokens[np.arange(11), np.arange(11) % 9] = 49  # the captions end after 1 to 9 tokens
     names, labels = ["a", "bb", "cccc"], ids % 3
     with torch.no_grad():
         image_features, text_features, _ = model(images, tokens)
@@ -297,13 +305,16 @@ def check_zero_3() -> None:
     batches = [
         SimpleNamespace(images=images[i], tokens=tokens[i], labels=i.clamp(min=0) % 3, ids=i) for i in mine.split(2)
     ]
+    read: list[int] = []
+    model.text.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
     result = evaluate(
-        ModelEncoder(engine, torch.Tensor.to, device=torch.device("cpu")),
+        ModelEncoder(engine, torch.Tensor.to, device=torch.device("cpu"), cut_captions=model.cut_captions),
         tokenizer=length_tokens,
         pairs=batches,
         labelled=ZeroShotTask(batches, names, ["{c}", "{c}!"]),
     )
     assert result.metrics == pytest.approx(expected)
+    assert set(read) == ({20} if pool_type == "last" else {8, 16} if group_rank() == 0 else {8})
 
 
 def checks(world_size: int) -> dict[str, Callable[[], None]]:
@@ -323,7 +334,8 @@ def checks(world_size: int) -> dict[str, Callable[[], None]]:
         result[f"retrieval and zero-shot, {layout}"] = partial(check_suite, layout)
     result["loader errors on every rank"] = check_loader_errors
     if world_size == 2:
-        result["ZeRO-3"] = check_zero_3
+        for pool_type in ("last", "eos"):
+            result[f"ZeRO-3, {pool_type}"] = partial(check_zero_3, pool_type)
     if world_size == 3:
         result["subgroup"] = check_subgroup
     return result

@@ -6,7 +6,6 @@ DeepSpeed keeps the groups of a process. The last tests prove that the compariso
 """
 
 import itertools
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,7 +22,7 @@ from megaclip.models import layers
 from megaclip.models.layers import LayerFactory, split_dim
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import Case, Outcome, oracle
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.megatron_mark import MEGATRON
 from tests.distributed.test_engine import comparisons
 from tests.tolerances import exceeded, unnoticed
@@ -43,6 +42,9 @@ SHORT = {
     "zero0 patch dropout": Case(0, 3, checkpointing="plain", patch_dropout=0.5),
     "zero3 locked": Case(3, 3, locked="most"),
     "zero1 siglip": Case(1, 3, loss="siglip"),
+    # The ranks of a replica have captions of other lengths, and cut them alike.
+    "zero1 captions": Case(1, 3, captions="cut"),
+    "zero3 captions": Case(3, 1, text_chunks=3, captions="cut"),
 }
 WAYS: dict[str, dict] = {
     "plain": {},
@@ -52,26 +54,29 @@ WAYS: dict[str, dict] = {
     "coalesced": {"coalesce": True},
     "locked": {"locked": "below", "text_chunks": 1},
     "patch dropout": {"patch_dropout": 0.5},
+    "captions": {"captions": "cut"},
 }
-FULL = {
-    f"zero{stage} {way} {loss}": Case(stage, 3, loss=loss, **changes)
-    for stage, (way, changes), loss in itertools.product(range(4), WAYS.items(), ("clip", "siglip"))
-    if (stage or way not in ("offloaded", "coalesced")) and (loss == "clip" or way in ("plain", "clipped", "locked"))
-}
+
+
+def every_way(loss: str, **changes) -> dict[str, Case]:
+    """Return a loss with every way at every ZeRO stage. Offload and coalescing require stage 1."""
+    return {
+        f"zero{stage} {way} {loss}": Case(stage, 3, loss=loss, **settings, **changes)
+        for stage, (way, settings) in itertools.product(range(4), WAYS.items())
+        if stage or way not in ("offloaded", "coalesced")
+    }
+
+
+FULL = every_way("clip") | every_way("siglip")
 LAUNCHES = {(2, 4): SHORT, (4, 4): {name: SHORT[name] for name in ("zero1 clipped", "zero3 everything")}}
 """(tensor-parallel size, ranks) -> cases of `make test`."""
-LONG_LAUNCHES = {(2, 2): FULL, (2, 4): FULL, (4, 4): FULL}
+# tests/distributed/test_engine.py has the ways of InfoNCE without tensor parallelism.
+LONG_LAUNCHES = {(1, 2): every_way("siglip"), (2, 2): FULL, (2, 4): FULL, (4, 4): FULL}
 
 
 def train_all(size: int, cases: dict[str, Case]) -> dict[str, Outcome | str]:
     """Return the outcome of every case on this rank, or its traceback."""
-    outcomes: dict[str, Outcome | str] = {}
-    for name, case in cases.items():
-        try:
-            outcomes[name] = engine_cases.train(split(case, size))
-        except Exception:
-            outcomes[name] = traceback.format_exc()
-    return outcomes
+    return {name: or_traceback(engine_cases.train, split(case, size)) for name, case in cases.items()}
 
 
 def split(case: Case, size: int, ranks: int = 0) -> Case:
@@ -110,7 +115,8 @@ def test_every_combination_equals_one_process(size, ranks):
 
 
 def _leave_weights_unmarked(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(layers, "_mark_as_split", lambda weight, dim: None)
+    # Megatron-core 0.19 marks them itself.
+    patch.setattr(layers, "_mark_as_split", lambda weight, dim: setattr(weight, "tensor_model_parallel", False))
 
 
 def _keep_the_factor_of_own_rows(patch: pytest.MonkeyPatch) -> None:
@@ -137,7 +143,7 @@ def _seed_by_global_rank(patch: pytest.MonkeyPatch) -> None:
 
 def _give_a_replica_equal_samples(patch: pytest.MonkeyPatch) -> None:
     exact = engine_cases.share_of
-    patch.setattr(engine_cases, "share_of", lambda step, rank, ranks=4: exact(step, rank // 2 * 2, ranks))
+    patch.setattr(engine_cases, "share_of", lambda step, rank, *rest: exact(step, rank // 2 * 2, *rest))
 
 
 FAULTS: dict[str, tuple[Case, Callable[[pytest.MonkeyPatch], None], str]] = {

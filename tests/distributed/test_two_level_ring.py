@@ -1,5 +1,9 @@
-"""The ring on several nodes, 2 nodes x 2 ranks and 3 x 2 (LOCAL_WORLD_SIZE = 2): blocks, sums and losses."""
+"""The ring on several nodes, 2 nodes x 2 ranks, 3 x 2 and 2 x 3, by LOCAL_WORLD_SIZE: blocks, sums and losses.
 
+The losses also run on 4 and 5 ranks of one node. tests/distributed/test_fastclip_loss.py does both for FastCLIP.
+"""
+
+import itertools
 import os
 from typing import Any
 
@@ -7,22 +11,21 @@ import pytest
 import torch
 
 from megaclip.comm import ring
-from megaclip.comm.groups import NodeGroup, by_node, resolve
+from megaclip.comm.groups import NodeGroup, by_node, group_size, resolve
 from megaclip.ops.reference import info_nce
 from tests.distributed import test_clip_loss, test_siglip_loss
 from tests.distributed.harness import run_ranks
 from tests.tolerances import exceeded
 
 
-def check_ring() -> list[tuple[int, int]]:
+def check_ring(per_node: int) -> list[tuple[int, int]]:
     """Check that every block arrives once, the own block first, and that carried sums have the part of every rank.
 
     Returns the messages as (receiver, number of elements).
     """
     ranks = by_node(resolve())
-    assert (
-        isinstance(ranks, NodeGroup) and ranks.inner.size == 2 and ranks.rank == 2 * ranks.outer.rank + ranks.inner.rank
-    )
+    assert isinstance(ranks, NodeGroup) and ranks.inner.size == per_node
+    assert ranks.rank == per_node * ranks.outer.rank + ranks.inner.rank
     messages = []
     batch_isend_irecv = ring.dist.batch_isend_irecv
 
@@ -38,8 +41,8 @@ def check_ring() -> list[tuple[int, int]]:
         seen.append(owner)
         carried.add((torch.tensor([100.0 * owner + 2**ranks.rank]),))
     assert seen[0] == ranks.rank and sorted(seen) == list(range(ranks.size))
-    assert [owner // 2 for owner in seen] == [
-        (ranks.outer.rank - hop // 2) % ranks.outer.size for hop in range(ranks.size)
+    assert [owner // per_node for owner in seen] == [
+        (ranks.outer.rank - hop // per_node) % ranks.outer.size for hop in range(ranks.size)
     ]
     # The parts of the ranks are distinct powers of two, so the sum shows that each arrived once.
     assert carried.home()[0].tolist() == [100.0 * ranks.size * ranks.rank + 2**ranks.size - 1]
@@ -47,13 +50,13 @@ def check_ring() -> list[tuple[int, int]]:
     return messages
 
 
-def check_losses() -> list[str]:
+def check_losses(exchanges: tuple[str, ...]) -> list[str]:
     found = []
     for batch, embedding in ((1, 3), (5, 7)):
-        whole = test_clip_loss.random_batch(batch * 4, embedding, torch.float64)
+        whole = test_clip_loss.random_batch(batch * group_size(), embedding, torch.float64)
         scale, bias = torch.tensor(9.0).double(), torch.tensor(-3.0).double()
-        for reduction in ("feature", "scalar"):
-            options = {"exchange": "ring", "reduction": reduction}
+        for exchange, reduction in itertools.product(exchanges, ("feature", "scalar")):
+            options = {"exchange": exchange, "reduction": reduction}
             expected = info_nce(*whole, scale)
             found += exceeded(test_clip_loss.comparisons(whole, scale, expected, **options))
             expected = test_siglip_loss.oracle(*whole, scale, bias)
@@ -91,14 +94,23 @@ def test_nodes_of_different_sizes_have_one_level() -> None:
     run_ranks(check_unequal_nodes, 3)
 
 
-@pytest.mark.parametrize("nodes", [2, 3])
-def test_every_block_once_and_one_transfer_between_nodes_per_round(nodes: int) -> None:
-    size = 2 * nodes
-    for rank, messages in enumerate(run_ranks(check_ring, size, environment={"LOCAL_WORLD_SIZE": "2"})):
-        abroad = [elements for peer, elements in messages if peer // 2 != rank // 2]
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (2, 3)])
+def test_every_block_once_and_one_transfer_between_nodes_per_round(nodes: int, per_node: int) -> None:
+    size, environment = per_node * nodes, {"LOCAL_WORLD_SIZE": str(per_node)}
+    for rank, messages in enumerate(run_ranks(check_ring, size, per_node, environment=environment)):
+        node, place = divmod(rank, per_node)
+        abroad = [elements for peer, elements in messages if peer // per_node != node]
         assert sorted(abroad) == [1] * nodes + [5] * (nodes - 1)
-        assert {peer for peer, _ in messages} == {2 * (rank // 2) + (rank + 1) % 2, (rank + 2) % size}
+        neighbour = node * per_node + (place + 1) % per_node
+        assert {peer for peer, _ in messages} == {neighbour, (rank + per_node) % size}
 
 
-def test_losses_equal_one_process_on_the_whole_batch() -> None:
-    assert run_ranks(check_losses, 4, environment={"LOCAL_WORLD_SIZE": "2"}) == [[]] * 4
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 3)])
+def test_losses_equal_one_process_on_the_whole_batch(nodes: int, per_node: int) -> None:
+    size, environment = nodes * per_node, {"LOCAL_WORLD_SIZE": str(per_node)}
+    assert run_ranks(check_losses, size, ("ring",), environment=environment) == [[]] * size
+
+
+@pytest.mark.parametrize("world_size", [4, 5])
+def test_losses_on_more_ranks_of_one_node(world_size: int) -> None:
+    assert run_ranks(check_losses, world_size, ("ring", "all_gather")) == [[]] * world_size

@@ -24,6 +24,7 @@ from megaclip.errors import DataError
 from megaclip.planner import Cluster
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_here, scalars
+from tests.tolerances import RUN, assert_close
 
 STEPS = 7
 CHUNKS = 4
@@ -44,6 +45,11 @@ RUNS = {
     "cpu": Run({"data_offload": "cpu"}, {}),
     "disk": Run({"data_offload": "disk", "embeddings_offload": True}, {"data_offload_dir": "."}),
     "reread": Run({"data_offload": "reread"}, {"workers": 1}),
+    "some kept": Run({"data_offload": "reread", "keep_graphs": 3}, {"workers": 1}),
+    "one kept": Run({"data_offload": "cpu", "keep_graphs": 1}, {}),
+    "images kept": Run({"keep_graphs": 5}, {}),
+    "all kept": Run({"keep_graphs": 6}, {}),
+    "padded": Run({"data_offload": "reread", "cut_captions": False}, {}),
     "little memory": Run({}, {}, "little memory"),
     "worker killed": Run({}, {"workers": 1}, "worker killed"),
     "worker killed, resumed": Run({}, {"name": "worker killed", "resume": "auto"}),
@@ -148,7 +154,11 @@ def ended(tiny_run, tmp_path_factory) -> Ended:
     ("name", "line", "plan"),
     [
         ("disk", "data offload: disk: .* of free disk in ", "images are kept on disk"),
-        ("reread", "data offload: reread: images are read twice", "images are read twice"),
+        ("reread", "data offload: reread: images of chunks that are encoded twice are read twice", "are read twice"),
+        ("some kept", "graphs of 3 of 4 image chunks and 0 of 2 text chunks are kept: megaclip.keep_graphs 3", "twice"),
+        ("images kept", "data offload: once", "4 of 4 image chunks and 1 of 2 text chunks are kept"),
+        ("one kept", "data offload: cpu", "1 of 4 image chunks and 0 of 2 text chunks are kept"),
+        ("all kept", "data offload: once: images are read once", "images are read once"),
         # The last rank has no memory for images: both ranks keep them on disk, as both plans say.
         ("little memory", "data offload: disk: ", "images are kept on disk"),
     ],
@@ -159,6 +169,23 @@ def test_every_place_gives_the_same_bits(ended, name, line, plan):
     assert re.search(line, output) and plan in output
     assert len(ended.losses("cpu")) == STEPS
     assert ended.losses(name) == ended.losses("cpu")
+
+
+def test_captions_are_cut_by_default_with_the_losses_of_padded_ones(ended):
+    cut, padded = (ended.ends[name][0].output for name in ("cpu", "padded"))
+    line = r"captions of \d+\.\d tokens on average, in chunks cut at (\d+), (\d+) of 24: (\d+)% of the text tower's"
+    (figures,) = re.findall(line, cut)
+    first, second, saved = map(int, figures)
+    assert 24 >= first >= second and saved == round(100 * (1 - (first + second) / 48)) > 0
+    assert "captions are encoded with their padding, 24 tokens each: megaclip.cut_captions is false" in padded
+    assert_close(
+        *([ended.losses(name)[step] for step in range(1, STEPS + 1)] for name in ("cpu", "padded")), RUN["loss"]
+    )
+    recorded = scalars(ended.logs / "cpu")
+    shares = recorded["train/text_positions_saved"]
+    assert shares.keys() == set(range(1, STEPS + 1)) and 100 * shares[1] == pytest.approx(saved, abs=0.5)
+    assert all(2 < tokens < 24 for tokens in recorded["train/tokens_per_caption"].values())
+    assert "train/tokens_per_caption" not in scalars(ended.logs / "padded")
 
 
 @pytest.mark.parametrize(

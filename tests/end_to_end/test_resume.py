@@ -72,8 +72,8 @@ class Recorded:
     """Sample ids of each step, in order."""
     epochs: list[float]
     """Epoch that the loss received at each step."""
-    progress: list[float]
-    """Fraction of the training that the loss received at each step."""
+    loss_steps: list[int]
+    """Number of earlier steps that the loss received at each step."""
     seeds: list[int]
     """Seed of torch's generator for every chunk, of both towers in both passes."""
 
@@ -100,7 +100,7 @@ def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded
     """Call `main(command)` in this rank and record its steps. sent: a signal that the rank sends to itself."""
     ids: list[list[int]] = []
     epochs: list[float] = []
-    progress: list[float] = []
+    loss_steps: list[int] = []
     seeds: list[int] = []
     bind, update_loss, reseed, show_step = RunLoss.bind, RunLoss.update, RandomState.reseed, Metrics.record_step
 
@@ -109,9 +109,9 @@ def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded
         epochs.append(epoch)
         return bind(loss, taken, epoch)
 
-    def updating(loss: RunLoss, done: float) -> None:
-        progress.append(done)
-        update_loss(loss, done)
+    def updating(loss: RunLoss, step: int) -> None:
+        loss_steps.append(step)
+        update_loss(loss, step)
 
     def reseeding(state: RandomState, tower: Tower, chunk: int) -> None:
         reseed(state, tower, chunk)
@@ -127,7 +127,7 @@ def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded
         patch.setattr(RunLoss, "update", updating)
         patch.setattr(RandomState, "reseed", reseeding)
         patch.setattr(Metrics, "record_step", sending)
-        return Recorded(run_here(command, Path(store)), ids, epochs, progress, seeds)
+        return Recorded(run_here(command, Path(store)), ids, epochs, loss_steps, seeds)
 
 
 def record_all(commands: dict[str, list[str]], stores: str, sent: dict[str, Sent]) -> dict[str, Recorded]:
@@ -191,7 +191,7 @@ def test_a_resumed_run_takes_the_same_samples(runs, name):
         assert len(never.ids) == STEPS
         assert continued.ids == never.ids[done:]
         assert continued.epochs == never.epochs[done:] == [step / STEPS_PER_EPOCH for step in range(done, STEPS)]
-        assert continued.progress == never.progress[done:] == [step / STEPS for step in range(done, STEPS)]
+        assert continued.loss_steps == never.loss_steps[done:] == list(range(done, STEPS))
         assert f"at step {done}" in continued.end.output or continued is not runs.recorded[name][0]
 
 

@@ -1,11 +1,14 @@
 """A run with tensor parallelism trains, evaluates, is killed, and resumes on one rank without tensor parallelism.
 
-It has the same losses and scores as a run of one rank that never stopped. The runs have no patch dropout, because its
-masks depend on the order of the samples in a chunk, and this order differs.
+The held-out images have from one to three captions, so ranks encode different numbers of captions. The run has the same
+losses and scores as a run of one rank that never stopped. The runs have no patch dropout, because its masks depend on
+the order of the samples in a chunk, and this order differs.
 """
 
+import io
 import json
 import signal
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -21,11 +24,29 @@ pytestmark = [pytest.mark.long, MEGATRON]
 STEPS, SAVED, KILLED_AFTER = 6, 3, 4
 
 
+def with_more_captions(shards: list[Path], out: Path) -> Path:
+    """Write the samples of `shards` to one shard, each with one to three lines of captions."""
+    captions: list[bytes] = []
+    with tarfile.open(out, "w") as target:
+        for path in shards:
+            with tarfile.open(path) as source:
+                for member in source:
+                    file = source.extractfile(member)
+                    content = file.read() if file else b""
+                    if member.name.endswith(".txt"):
+                        captions.append(content.strip())
+                        content = b"\n".join(captions[-1 : -2 - len(captions) % 3 : -1])
+                        member.size = len(content)
+                    target.addfile(member, io.BytesIO(content))
+    return out
+
+
 @pytest.fixture(scope="module")
 def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Finished]]:
     """Folder of the runs `serial` (one rank) and `split` (two ranks, killed, then one rank), and how they ended."""
     folder = tmp_path_factory.mktemp("tensor_parallel")
-    evaluation = {"val_data": tiny_run / "held_out" / "*.tar", "zeroshot_data": tiny_run / "zero_shot"}
+    held_out = with_more_captions(sorted((tiny_run / "held_out").glob("*.tar")), folder / "held_out.tar")
+    evaluation = {"val_data": held_out, "group_captions": [], "zeroshot_data": tiny_run / "zero_shot"}
     shared = {"train_steps": STEPS, "save_every_steps": SAVED, "eval_every_steps": SAVED, "eval_batch_size": 16}
 
     def command(name: str, size: int, **changes) -> list[str]:

@@ -53,6 +53,14 @@ def test_no_more_than_two_chunks_of_pixels_are_on_the_device():
     assert torch.cuda.max_memory_allocated() - before <= (2 + 4 + 4) * chunk + 2**20
 
 
+def test_chunks_of_captions_may_become_shorter():
+    tokens = torch.arange(9 * 64 * 77, dtype=torch.int32).view(9, 64, 77)
+    lengths = [77, 40, 40, 32, 32, 24, 16, 16, 8]
+    chunks = [chunk[:, :length] for chunk, length in zip(tokens, lengths, strict=True)]
+    for got, chunk in zip(feed().inputs(Tower.TEXT, chunks), chunks, strict=True):
+        assert torch.equal(got.cpu(), chunk.long())
+
+
 def test_tokens_are_copies_of_their_own():
     tokens = torch.arange(6 * 8, dtype=torch.int64).view(6, 8)
     got = list(feed().inputs(Tower.TEXT, tokens.split(1)))

@@ -49,6 +49,11 @@ def test_resume_latest_means_auto_as_in_open_clip():
         (["--lr-scheduler", "const-cooldown"], "const-cooldown together with --epochs-cooldown"),
         (["--lr-scheduler", "linear"], "'cosine', 'const' or 'const-cooldown'"),
         (["--train-data-weights", "1"], "one weight for each"),
+        (["--lr-min", "-1"], "--lr-min: Input should be greater than or equal to 0"),
+        (
+            ["--lr-min", "4e-5", "--lr-scheduler", "const"],
+            "--lr-min 4e-05 has no effect with --lr-scheduler const; leave it out, or use cosine",
+        ),
         (["--lr-cooldown-end", "inf"], "--lr-cooldown-end: Input should be a finite number"),
         (["--image-std", "0.2", "0", "0.2"], "--image-std: Input should be greater than 0"),
         (["--logit-scale-max", "0.5"], "--logit-scale-max: Input should be greater than or equal to 1"),

@@ -43,6 +43,35 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
     assert config.deepspeed == json.loads(path.read_text())
 
 
+CHECK = {"check_grad_overflow": False}
+NO_TIMER = {"throughput": {"enabled": False}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"timers": NO_TIMER}),
+        ({"bf16": {"enabled": False}}, {"bf16": {"enabled": False}, "timers": NO_TIMER}),
+        ({"bf16": {"enabled": True}}, {"bf16": {"enabled": True, **CHECK}, "timers": NO_TIMER}),
+        (
+            {"bf16": {"enabled": True, "check_grad_overflow": True}},
+            {"bf16": {"enabled": True, "check_grad_overflow": True}, "timers": NO_TIMER},
+        ),
+        ({"steps_per_print": 10}, {"steps_per_print": 10}),
+        (
+            {"timers": {"throughput": {"enabled": True, "synchronized": False}}},
+            {"timers": {"throughput": {"enabled": True, "synchronized": False}}},
+        ),
+    ],
+)
+def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_path, changes, expected):
+    changes = {"zero_optimization": {"stage": 1}, **changes}
+    config = load_training_config(write(tmp_path, **changes))
+    assert config.for_deepspeed == {**VALID, **changes, **expected}
+    assert config.deepspeed == {**VALID, **changes}, "settings.json shows the file as it is"
+    assert config.checks_each_gradient == bool(changes.get("bf16", {}).get("check_grad_overflow"))
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -56,6 +85,13 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         ),
         ({"megaclip": {"gradient_clipping": 1.0}}, "megaclip.gradient_clipping is misplaced"),
         ({"megaclip": {"text_micro_batch_size": 0}}, "megaclip.text_micro_batch_size"),
+        *(
+            (
+                {"megaclip": {"keep_graphs": wrong}},
+                'megaclip.keep_graphs: write "auto" or a number of graphs, 0 or more',
+            )
+            for wrong in (-1, "all", 1.5, True)
+        ),
         ({"megaclip": []}, "megaclip is []; write a JSON object"),
         ({"megaclip": fastclip("fastclip_v3", gama_min=0.2)}, "fastclip.gama_min; did you mean 'gamma_min'?"),
         ({"megaclip": fastclip("fastclip_v3", gamma_min=0)}, "megaclip.fastclip.gamma_min"),
@@ -64,6 +100,15 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
         ({"megaclip": fastclip("fastclip_v1", rho=6.5)}, "fastclip.rho has no effect with megaclip.loss 'fastclip_v1'"),
         ({"megaclip": fastclip("fastclip_v0", rho=6.5)}, "fastclip.rho has no effect"),
         ({"megaclip": fastclip("sogclr", temperature_learning_rate=1e-4)}, "temperature_learning_rate has no effect"),
+        (
+            {"megaclip": fastclip("fastclip_v3", temperature_gradient_limit=5.0)},
+            "temperature_gradient_limit has no effect with megaclip.loss 'fastclip_v3'",
+        ),
+        (
+            {"megaclip": fastclip("fastclip_v3", temperature_schedule="threshold", temperature_warmup=5)},
+            "temperature_warmup has no effect with temperature_schedule 'threshold'; leave it out, or use 'cosine'",
+        ),
+        ({"megaclip": fastclip("fastclip_v1", temperature_warmup=5)}, "temperature_warmup has no effect with megaclip"),
         ({"megaclip": fastclip("isogclr", gamma_epochs=3)}, "gamma_epochs has no effect with a constant gamma"),
         (
             {"megaclip": fastclip("fastclip_v2", temperature_schedule="threshold")},
@@ -232,15 +277,20 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
             {"megaclip": {"coalesce_gradient_reduction": True}, "zero_optimization": {"stage": 0}},
             "coalesce_gradient_reduction has no effect at stage 0",
         ),
+        ({"megaclip": {"compile": "yes"}}, "megaclip.compile"),
         (
-            {"megaclip": {"compile_blocks": True}, "zero_optimization": {"stage": 3}},
-            "compile_blocks cannot be used at zero_optimization.stage 3",
+            {"megaclip": {"compile": True, "layer_norm": "apex"}},
+            "megaclip.compile true cannot be used with megaclip.layer_norm 'apex'",
+        ),
+        (
+            {"compile": {"deepcompile": True}},
+            "compile cannot be used: DeepCompile is not supported; use",
         ),
         ({"megaclip": {"tensor_parallel_size": 0}}, "megaclip.tensor_parallel_size"),
         ({"tensor_parallel": {"autotp_size": 2}}, "use megaclip.tensor_parallel_size"),
         (
-            {"megaclip": {"tensor_parallel_size": 2, "compile_blocks": True}, "zero_optimization": {"stage": 1}},
-            "compile_blocks cannot be used with megaclip.tensor_parallel_size 2",
+            {"megaclip": {"tensor_parallel_size": 2, "compile": True}, "zero_optimization": {"stage": 1}},
+            "megaclip.compile true cannot be used with megaclip.tensor_parallel_size 2",
         ),
         *(
             (

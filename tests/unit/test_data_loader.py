@@ -125,14 +125,16 @@ def test_samples_consumed_grows_with_the_last_micro_batch(pairs):
     assert states == [0, 0, 12, 12, 12, 24]
 
 
-def test_a_step_can_be_read_twice(pairs):
-    once, twice = loader_of(pairs, micro_batches=2), loader_of(pairs, micro_batches=2, reads_per_step=2)
+@pytest.mark.parametrize("reread_from", [0, 1, 2, 3])
+def test_a_step_can_be_read_twice_from_one_of_its_micro_batches_on(pairs, reread_from):
+    once, twice = (loader_of(pairs, micro_batches=3, reread_from=first) for first in (None, reread_from))
     for _ in range(2):
         assert torch.equal(twice.ids_of_step(twice.samples_consumed), once.ids_of_step(once.samples_consumed))
         ids = once.ids_of_step(once.samples_consumed)
-        first, again, expected = ([next(loader) for _ in range(2)] for loader in (twice, twice, once))
-        for a, b, c in zip(first, again, expected, strict=True):
-            assert torch.equal(a.images, c.images) and torch.equal(b.images, c.images)
+        expected = [next(once) for _ in range(3)]
+        read = [next(twice) for _ in range(6 - reread_from)]
+        for got, wanted in zip(read, [*expected, *expected[reread_from:]], strict=True):
+            assert torch.equal(got.images, wanted.images)
         assert torch.equal(torch.cat([batch.tokens[:, 0] for batch in expected]), ids)
         assert twice.samples_consumed == once.samples_consumed
 
@@ -255,7 +257,7 @@ def captions_shown_by_three_ranks(dataset):
 
 def test_reading_a_step_twice_counts_its_bad_samples_once(tmp_path):
     dataset = make_bad(tmp_path, BAD)
-    once, twice = (loader_of(dataset, micro_batches=2, max_bad_fraction=0.5, reads_per_step=reads) for reads in (1, 2))
+    once, twice = (loader_of(dataset, micro_batches=2, max_bad_fraction=0.5, reread_from=first) for first in (2, 0))
     for _ in range(5):
         for loader, taken in ((once, 2), (twice, 4)):
             for _ in range(taken):

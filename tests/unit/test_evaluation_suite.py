@@ -9,7 +9,7 @@ import torch
 from megaclip.data.batch import BadSample
 from megaclip.errors import DataError
 from megaclip.evaluation import ModelEncoder, ZeroShotTask, evaluate, group_captions
-from megaclip.evaluation.captions import CaptionGroups
+from megaclip.evaluation.captions import CaptionGroups, encode_captions
 from tests.evaluation_oracle import retrieval_by_sorting, unit_features
 from tests.tolerances import SIMILARITY, assert_close
 
@@ -182,3 +182,20 @@ def test_model_encoder_casts_and_normalises() -> None:
     torch.testing.assert_close(texts, torch.tensor([[5 / 13, 12 / 13]]))
     assert model(images=torch.ones(1, 2, dtype=torch.uint8))[1] is None
     assert model(tokens=torch.ones(1, 2))[0] is None
+
+
+def test_captions_of_similar_length_are_encoded_together_and_return_in_their_order() -> None:
+    texts = [f"{'very ' * (7 * row % 10)}long text {row}" for row in range(10)]
+    batches: list[list[int]] = []
+
+    def recording(
+        images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        assert tokens is not None
+        batches.append(tokens[:, 0].tolist())
+        return encode(images, tokens)
+
+    assert torch.equal(encode_captions(recording, texts, tokenizer, batch_size=4), WORDS[:10])
+    lengths = [[len(texts[row]) for row in batch] for batch in batches]
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    assert max(lengths[0]) <= min(lengths[1]) and max(lengths[1]) <= min(lengths[2])

@@ -15,7 +15,7 @@ from megaclip.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from megaclip.engine import resume
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.saved_model import load_saved_model
-from megaclip.errors import CheckpointError, ConfigError
+from megaclip.errors import CheckpointError, ConfigError, DataError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.config import CARD_NAME
 from tests.unit.data_samples import write_shards
@@ -26,7 +26,7 @@ CAPTIONS = [
 PIXELS = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.25, 0.5], "interpolation": "bilinear", "resize_mode": "squash"}
 
 
-def ds_config(folder: Path, **megaclip: str) -> Path:
+def ds_config(folder: Path, **megaclip: str | bool) -> Path:
     config = {
         "train_batch_size": 4,
         "gradient_clipping": 0.0,
@@ -43,6 +43,24 @@ def test_sigmoid_loss_requires_a_model_with_a_bias(tmp_path: Path) -> None:
     flags = ["--deepspeed_config", str(path), "--model", "demo-tiny", "--train-data", "nowhere"]
     with pytest.raises(ConfigError, match="has no init_logit_bias"):
         read_inputs(parse_arguments(flags))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ({"pool_type": "last"}, 'text tower\'s "pool_type" is "last"'),
+        ({"no_causal_mask": True}, "text tower's attention is not causal"),
+    ],
+)
+def test_captions_whose_padding_matters_cannot_be_cut(tmp_path: Path, text: dict, reason: str) -> None:
+    model = tmp_path / "model.json"
+    description = load_model_config("demo-tiny").replace(text_cfg=text).to_open_clip()
+    model.write_text(json.dumps(description))
+    flags = ["--model", str(model), "--train-data", "nowhere", "--tokenizer", "clip", "--deepspeed_config"]
+    with pytest.raises(ConfigError, match=rf"megaclip.cut_captions true cannot be .*{reason}; use \"auto\" or false"):
+        read_inputs(parse_arguments([*flags, str(ds_config(tmp_path, cut_captions=True))]))
+    with pytest.raises(DataError, match="nowhere"):  # the next problem
+        read_inputs(parse_arguments([*flags, str(ds_config(tmp_path, cut_captions="auto"))]))
 
 
 @pytest.fixture(scope="module")

@@ -74,11 +74,16 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_run_that_fits_logs_its_places_and_one_line_of_its_plan(start) -> None:
-    images, embeddings, line = start("139GiB")
+    graphs, images, embeddings, compilation, line = start("139GiB")
+    assert graphs == (
+        "info graphs of 1 of 8 image chunks and 0 of 8 text chunks are kept: a graph takes 94.0 GiB (image) or "
+        "10.2 GiB (text), and the GPU has 137.0 GiB to use; planned peak 102.4 GiB"
+    )
+    assert compilation.startswith("info torch.compile: off: 78 steps of compiled towers save about ")
     assert images.startswith("info data offload: cpu: 588 MiB of images per rank; usable on this host: 720.0 GiB")
     assert embeddings == "info embeddings and their gradients are kept on the device of the towers"
     assert line.endswith("images are kept in host memory")
-    assert line.startswith("info plan for a batch of 4096: ") and "per GPU (image tower backward)" in line
+    assert line.startswith("info plan for a batch of 4096: ") and "per GPU (image tower " in line
 
 
 def test_the_error_of_a_run_that_cannot_fit_names_the_settings_to_change(start) -> None:
@@ -90,7 +95,8 @@ def test_the_error_of_a_run_that_cannot_fit_names_the_settings_to_change(start) 
 
 
 def test_the_check_can_be_skipped(start) -> None:
-    images, embeddings = start("40GiB", "--no-plan")
+    graphs, images, embeddings, _ = start("40GiB", "--no-plan")
+    assert graphs.startswith("info graphs of 0 of 8 image chunks and 0 of 8 text chunks are kept: ")
     assert images.startswith("info data offload: cpu") and "embeddings" in embeddings
 
 
@@ -178,6 +184,34 @@ def test_tensor_parallelism_is_planned_or_refused(
 ) -> None:
     shipped = Path(__file__).parents[2] / "ds_configs" / "tensor_parallel.json"
     command = ["plan.py", "--deepspeed_config", str(shipped), "--model", "ViT-bigG-14", "--tensor-parallel", size]
+    monkeypatch.setattr(sys, "argv", command)
+    assert plan.main() == code
+    printed = capsys.readouterr()
+    assert text in (printed.err if code else printed.out)
+
+
+@pytest.mark.parametrize(
+    ("model", "share", "code", "text"),
+    [
+        ("ViT-B-32", "0.25", 0, "captions: 57.8 of 77 token positions on average"),
+        ("ViT-B-32", "1", 1, "--text-positions-saved 1.0 is not a share; use a number from 0 to less than 1"),
+        ("last.json", "0.25", 1, "--text-positions-saved 0.25 has no effect: this run cuts no captions; leave it out"),
+    ],
+)
+def test_the_share_of_saved_text_positions_is_planned_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    model: str,
+    share: str,
+    code: int,
+    text: str,
+) -> None:
+    shipped = Path(__file__).parents[2] / "ds_configs" / "zero1.json"
+    last = load_model_config("ViT-B-32").replace(text_cfg={"pool_type": "last"})
+    (tmp_path / "last.json").write_text(json.dumps(last.to_open_clip()))
+    name = str(tmp_path / model) if model.endswith(".json") else model
+    command = ["plan.py", "--deepspeed_config", str(shipped), "--model", name, "--text-positions-saved", share]
     monkeypatch.setattr(sys, "argv", command)
     assert plan.main() == code
     printed = capsys.readouterr()

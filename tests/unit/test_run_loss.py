@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,16 @@ from megaclip.engine.run_loss import RunLoss
 from megaclip.errors import ConfigError
 from megaclip.losses.settings import FastClipSettings
 
+RUN: dict[str, Any] = {"epochs": 2, "total_steps": 50, "warmup": 5, "device": torch.device("cpu")}
+
 
 def test_a_models_scale_and_bias_receive_zero_gradients() -> None:
     section = MegaclipSection(loss="fastclip_v3", fastclip=FastClipSettings(rho=2.0))
-    loss = RunLoss(section, samples=9, epochs=2, device=torch.device("cpu"))
+    loss = RunLoss(section, samples=9, **RUN)
     x, y = (F.normalize(torch.randn(4, 6), dim=1).requires_grad_() for _ in range(2))
     scale, bias = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     loss.bind(lambda: torch.tensor([0, 8, 3, 5]), 0.0)(x, y, scale, bias).backward()
-    loss.update(0.0)
+    loss.update(0)
     assert scale.grad is not None and scale.grad.item() == 0 and bias.grad is not None and bias.grad.item() == 0
     state = loss.checkpoint_state()
     assert state is not None
@@ -34,7 +37,7 @@ def test_the_settings_of_the_section_reach_the_loss() -> None:
     tiles = {"implementation": "torch", "tile_budget_mib": 7}
     for name in ("clip", "siglip", "fastclip_v3"):
         section = MegaclipSection(loss=name, **settings, **tiles)
-        loss = RunLoss(section, samples=9, epochs=2, device=torch.device("cpu"))._loss
+        loss = RunLoss(section, samples=9, **RUN)._loss
         assert {key: getattr(loss.settings, key) for key in settings} == settings
         assert {key: getattr(loss.tiles, key) for key in tiles} == tiles
 
@@ -42,8 +45,26 @@ def test_the_settings_of_the_section_reach_the_loss() -> None:
 def test_gamma_falls_over_half_of_the_run_unless_told() -> None:
     for given, expected in (({}, 10), ({"gamma_epochs": None}, 10), ({"gamma_epochs": 3}, 3)):
         section = MegaclipSection(loss="fastclip_v3", fastclip=given)
-        loss = RunLoss(section, samples=9, epochs=20, device=torch.device("cpu"))._loss
+        loss = RunLoss(section, samples=9, **RUN | {"epochs": 20})._loss
         assert loss.gamma_epochs == expected
+
+
+def test_the_temperatures_cosine_has_the_warmup_of_the_run_unless_told() -> None:
+    """With Adam's first step, log(1/tau) moves by the learning rate: in step 0 by a fifth of its peak."""
+    for given, factor in (({}, 1 / 5), ({"temperature_warmup": 4}, 1 / 4), ({"temperature_warmup": 0}, 1.0)):
+        settings = {"temperature_schedule": "cosine", "temperature_learning_rate": 0.01, **given}
+        loss = RunLoss(MegaclipSection(loss="fastclip_v0", fastclip=settings), samples=9, **RUN)
+        before = loss.log_scale.item()
+        x, y = (F.normalize(torch.randn(4, 6), dim=1) for _ in range(2))
+        loss.bind(lambda: torch.arange(4), 0.0)(x.requires_grad_(), y, torch.ones(1)).backward()
+        loss.update(0)
+        assert abs(loss.log_scale.item() - before) == pytest.approx(factor * 0.01, rel=1e-3)
+
+
+def test_a_warmup_of_the_temperature_that_is_longer_than_the_run_is_refused() -> None:
+    section = MegaclipSection(loss="fastclip_v0", fastclip={"temperature_schedule": "cosine", "temperature_warmup": 51})
+    with pytest.raises(ConfigError, match=r"temperature_warmup 51 is longer than the run of 50 steps; set it to 50 or"):
+        RunLoss(section, samples=9, **RUN)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +81,7 @@ def test_gamma_falls_over_half_of_the_run_unless_told() -> None:
 )
 def test_settings_that_depend_on_the_length_of_the_run_are_named(name: str, given: dict, expected: str | None) -> None:
     section = MegaclipSection(loss=name, fastclip=given)
-    loss = RunLoss(section, samples=9, epochs=20, device=torch.device("cpu"))
+    loss = RunLoss(section, samples=9, **RUN | {"epochs": 20})
     setting = loss.length_dependent_setting
     assert setting is None if expected is None else expected in (setting or "")
 

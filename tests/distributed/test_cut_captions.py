@@ -1,0 +1,231 @@
+"""Captions that are sorted and cut give the losses and gradients of the whole batch with all its padding.
+
+Two AdamW steps with ZeRO-0 to 3 on one and two ranks are compared with `engine_cases.oracle`, which encodes the padding
+in one process in float64. In float64 the gradients of cut and padded captions are also compared with plain PyTorch's.
+Faults are planted in training runs, and the comparison must see each of them.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import deepspeed.comm as dist
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaclip.comm.collectives import sum_over_ranks
+from megaclip.engine import caption_chunks, gradient_cache
+from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
+from megaclip.engine.step_batch import DeviceFeed
+from megaclip.losses import ClipLoss
+from megaclip.models import ClipModel, build_model
+from tests.distributed import engine_cases
+from tests.distributed.engine_cases import BATCH, CAPTION_MODEL, SEED, TRANSFORM, Case, Outcome, oracle
+from tests.distributed.harness import or_traceback, run_ranks
+from tests.distributed.memory_batch import MemoryBatch
+from tests.distributed.test_engine import comparisons
+from tests.tolerances import TOWER_GRADIENT, assert_close, exceeded, unnoticed
+
+CUT = Case(accumulation=3, captions="cut")
+SHORT = {f"zero{stage}": replace(CUT, stage=stage) for stage in range(4)}
+SHORT |= {
+    "padded": replace(CUT, captions="padded"),
+    "one chunk": Case(1, 1, captions="cut"),
+    "zero3 one text chunk, image frozen": replace(CUT, stage=3, text_chunks=1, locked="image"),
+    "zero2 text x 6, text frozen": replace(CUT, stage=2, text_chunks=6, locked="text"),
+    "zero3 everything": replace(
+        CUT, stage=3, text_chunks=6, offload="all", checkpointing="cpu", coalesce=True, patch_dropout=0.5, clipping=0.1
+    ),
+    "zero1 siglip, embeddings on the CPU": replace(CUT, stage=1, loss="siglip", embeddings_on_cpu=True),
+}
+WAYS: dict[str, dict] = {
+    "plain": {},
+    "checkpointed": {"checkpointing": "plain"},
+    "offloaded": {"offload": "optimizer"},
+    "coalesced": {"coalesce": True},
+    "locked": {"locked": "below"},
+    "patch dropout": {"patch_dropout": 0.5},
+    "siglip": {"loss": "siglip"},
+}
+CHUNKS = ((1, 1), (1, 3), (3, 1), (3, 3), (3, 6))
+FULL = {
+    f"zero{stage} {images} x {texts} {way}": Case(stage, images, text_chunks=texts, captions="cut", **changes)
+    for stage, (images, texts), (way, changes) in itertools.product(range(4), CHUNKS, WAYS.items())
+    if stage or way not in ("offloaded", "coalesced")
+}
+
+
+def _one_token_short(patch: pytest.MonkeyPatch) -> None:
+    exact = caption_chunks.caption_lengths
+    patch.setattr(caption_chunks, "caption_lengths", lambda *given: exact(*given) - 1)
+
+
+def _cut_one_token_too_early(patch: pytest.MonkeyPatch) -> None:
+    exact = caption_chunks.cut_lengths
+
+    def short(longest: list[int], *others) -> list[int]:
+        return [min(length, most - 1) for length, most in zip(exact(longest, *others), longest, strict=True)]
+
+    patch.setattr(caption_chunks, "cut_lengths", short)
+
+
+def _leave_embeddings_sorted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gradient_cache, "_batch_order", lambda rows, order: rows)
+
+
+def _leave_gradients_unsorted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gradient_cache, "_chunk_order", lambda rows, order: rows)
+
+
+FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "lengths one token short": (_one_token_short, "loss"),
+    "cut one token too early": (_cut_one_token_too_early, "loss"),
+    "embeddings in the order of the chunks": (_leave_embeddings_sorted, "loss"),
+    "gradients in the order of the batch": (_leave_gradients_unsorted, "parameters"),
+}
+"""Fault -> the fault, and the quantity that must show it."""
+
+
+def train_all(cases: dict[str, Case]) -> dict[str, Outcome | str]:
+    """Return the outcome of every case on this rank, or its traceback."""
+    ranks = dist.get_world_size()
+    return {name: or_traceback(engine_cases.train, replace(case, ranks=ranks)) for name, case in cases.items()}
+
+
+def problems(outcomes: list[dict[str, Outcome | str]], cases: dict[str, Case]) -> dict[str, list[str]]:
+    """Compare every case with the oracle; return what is too far off, by case."""
+    found = {}
+    for name, case in cases.items():
+        expected = oracle(replace(case, ranks=len(outcomes)))
+        lines = [line for rank in outcomes for line in exceeded(comparisons(rank[name], expected).values())]
+        if lines:
+            found[name] = lines
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_steps_equal_one_process_on_the_whole_padded_batch(world_size: int) -> None:
+    assert problems(run_ranks(train_all, world_size, SHORT), SHORT) == {}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_combination_equals_one_process(world_size: int) -> None:
+    assert problems(run_ranks(train_all, world_size, FULL, time_limit_s=1100), FULL) == {}
+
+
+def train_with_faults() -> dict[str, Outcome]:
+    outcomes = {}
+    for name, (plant, _) in FAULTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            outcomes[name] = engine_cases.train(CUT)
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def faulty() -> list[dict[str, Outcome]]:
+    return run_ranks(train_with_faults, 2)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_fails_the_comparison(faulty: list[dict[str, Outcome]], name: str) -> None:
+    expected, (_, quantity) = oracle(CUT), FAULTS[name]
+    assert unnoticed([comparisons(outcomes[name], expected)[quantity] for outcomes in faulty], name) == []
+
+
+# --- float64, without DeepSpeed, which trains in float32 ---
+
+
+class Engine:
+    """A model with the methods of a DeepSpeed engine that the gradient cache calls; counts the text tower's tokens."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: ClipModel) -> None:
+        self.module = model
+        self.positions = 0
+        model.text.register_forward_pre_hook(lambda _, inputs: self._count(inputs[0]))
+
+    def _count(self, tokens: Tensor) -> None:
+        self.positions += tokens.numel()
+
+    def __call__(self, images: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, ...]:
+        return self.module(images, tokens)
+
+    def backward(self, loss: Tensor, **_: object) -> None:
+        loss.backward()
+
+    def set_gradient_accumulation_boundary(self, _: bool) -> None: ...
+
+    def zero_offload_optimizer(self) -> None: ...
+
+    def zero_optimization_stage(self) -> int:
+        return 1
+
+
+def float64_model(pool_type: str) -> ClipModel:
+    torch.manual_seed(SEED)
+    return build_model(CAPTION_MODEL.replace(text_cfg={"pool_type": pool_type})).double()
+
+
+def captions_of(pool_type: str, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
+    """Return pixels and tokens. For "argmax" the end of text is the highest id, 31, and random tokens follow it."""
+    images, tokens = engine_cases.share_of(0, rank, ranks, True)
+    if pool_type == "argmax":
+        tokens = torch.where(tokens == 31, 30, tokens)
+        tokens = torch.where(tokens == CAPTION_MODEL.text_cfg.eos_id, 31, tokens)
+    return images, tokens
+
+
+def float64_gradients(pool_type: str, cut: bool, text_chunks: int) -> tuple[dict[str, np.ndarray], int]:
+    """Return the gradients of the mean loss over all ranks, and the token positions of this rank's text tower."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    images, tokens = captions_of(pool_type, rank, ranks)
+    model = float64_model(pool_type)
+    engine = Engine(model)
+    feed = DeviceFeed(engine.device, torch.float64, TRANSFORM.normalise)
+    config = model.config.text_cfg if cut else None
+    batch = MemoryBatch(images.chunk(3), tokens, feed, text_chunks=text_chunks, cut=config)
+    log_scale = model.logit_scale.detach()
+    accumulate_gradients(engine, ClipLoss(), batch, log_scale, RandomState(0, 0, rank), coalesce=False)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    means = {name: (sum_over_ranks(gradient) / ranks).numpy() for name, gradient in gradients.items()}
+    return means, engine.positions
+
+
+WAYS_IN_FLOAT64 = list(itertools.product(("eos", "argmax"), (False, True), (1, 3)))
+
+
+def all_float64_gradients() -> list[tuple[dict[str, np.ndarray], int]]:
+    return [float64_gradients(*way) for way in WAYS_IN_FLOAT64]
+
+
+def plain_gradients(pool_type: str) -> dict[str, Tensor]:
+    """Return the gradients of cross-entropy over the whole padded batch, by autograd alone."""
+    model = float64_model(pool_type)
+    images, tokens = captions_of(pool_type)
+    x, y, log_scale = model(TRANSFORM.normalise(images, torch.float64), tokens)
+    logits, labels = log_scale.exp() * x @ y.T, torch.arange(BATCH)
+    ((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_of_cut_and_padded_captions_equal_plain_pytorchs_in_float64(world_size: int) -> None:
+    outcomes = run_ranks(all_float64_gradients, world_size)
+    for number, (pool_type, cut, text_chunks) in enumerate(WAYS_IN_FLOAT64):
+        expected = plain_gradients(pool_type)
+        positions = 0
+        for rank in outcomes:
+            gradients, own_positions = rank[number]
+            positions += own_positions
+            assert gradients.keys() == expected.keys()
+            for name, gradient in expected.items():
+                assert_close(gradients[name], gradient, TOWER_GRADIENT, f"{name}, {pool_type}, cut {cut}")
+        # Two passes. One chunk of each rank is cut at 24, or at 16 on the rank whose captions are shorter.
+        full = 2 * BATCH * CAPTION_MODEL.text_cfg.context_length
+        assert positions < 0.7 * full if cut and (text_chunks > 1 or world_size > 1) else positions > 0.7 * full

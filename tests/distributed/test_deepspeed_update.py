@@ -1,0 +1,294 @@
+"""The grouped optimizer step equals DeepSpeed's own step and a norm in float64, with few operations.
+
+Each case takes its steps twice on the same ranks: with `megaclip.engine.deepspeed_update`, and with DeepSpeed's own
+methods. tests/distributed/test_engine.py compares whole updates with one process for all features of the engine.
+"""
+
+import itertools
+import logging
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import deepspeed
+import numpy as np
+import pytest
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megaclip.engine import build, deepspeed_update
+from megaclip.engine.deepspeed_update import GroupedStage3, GroupedStages1And2
+from megaclip.engine.optimizers import set_learning_rate, update
+from tests.distributed import engine_cases
+from tests.distributed.engine_cases import LEARNING_RATES, Case, largest_move
+from tests.distributed.harness import or_traceback, run_ranks
+from tests.distributed.megatron_mark import MEGATRON
+from tests.tolerances import ENGINE, SAME_NORM, assert_close, assert_far
+
+ACTIVE, INACTIVE = 0.05, 50.0
+"""Values of gradient_clipping below and above every norm of these cases."""
+CASES = {f"zero{stage} clipped": Case(stage, 2, clipping=ACTIVE) for stage in range(4)}
+for _stage in (1, 2, 3):
+    _clipped = Case(_stage, 2, bf16=True, clipping=ACTIVE)
+    CASES |= {
+        f"zero{_stage} bf16 clipped": _clipped,
+        f"zero{_stage} bf16 below the limit": replace(_clipped, clipping=INACTIVE),
+        f"zero{_stage} bf16 without limit": replace(_clipped, clipping=0.0),
+        f"zero{_stage} bf16 checked": replace(_clipped, check_overflow=True),
+        f"zero{_stage} bf16 offloaded": replace(_clipped, offload="optimizer"),
+        f"zero{_stage} bf16 {'Lion' if _stage == 2 else 'SGD'}": replace(
+            _clipped, optimizer="Lion" if _stage == 2 else "SGD"
+        ),
+    }
+CASES["zero2 bf16 summed in fp32"] = Case(2, 2, bf16=True, clipping=ACTIVE, grad_accum_dtype="fp32", text_chunks=1)
+CASES["zero3 bf16 summed in fp32"] = replace(CASES["zero2 bf16 summed in fp32"], stage=3)
+CASES["zero1 bf16 coalesced"] = Case(1, 2, bf16=True, clipping=ACTIVE, coalesce=True)
+CASES["zero3 bf16 persistent"] = Case(3, 2, bf16=True, clipping=ACTIVE, persistence_threshold=100)
+CASES["zero0 Lamb"] = Case(0, 2, clipping=ACTIVE, optimizer="Lamb")
+CASES["zero0 Adafactor"] = Case(0, 2, optimizer="Adafactor")
+
+
+@dataclass
+class Steps:
+    """Results of some steps on one rank."""
+
+    kind: str
+    """Name of the optimizer's class."""
+    norms: list[float]
+    true_norms: list[float]
+    """Norms of the same gradients in float64. Empty with tensor parallelism."""
+    masters: dict[str, np.ndarray]
+    """Float32 masters after the last step."""
+
+
+def take_steps(case: Case, *, grouped: bool) -> Steps:
+    """Train; grouped: with the grouped step, else with DeepSpeed's own.
+
+    AdamW in float32 takes two steps, the others one: a master that differs by a rounding may round to another bf16
+    value, and Adafactor turns roundings into whole steps.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not grouped:
+            patch.setattr(build, "group_kernels", lambda engine: None)
+        engine = engine_cases.start_engine(case)
+    steps = Steps(type(engine.optimizer).__name__, [], [], {})
+    for step in range(2 if case.optimizer == "AdamW" and not case.bf16 else 1):
+        engine_cases.backpropagate(engine, case, step)
+        if case.tensor_parallel == 1:
+            steps.true_norms.append(norm_in_float64(engine))
+        set_learning_rate(engine, LEARNING_RATES[step])
+        steps.norms.append(update(engine))
+    steps.masters = engine_cases.masters(engine)
+    return steps
+
+
+def norm_in_float64(engine: DeepSpeedEngine) -> float:
+    gradients = [safe_get_full_grad(p) for p in engine.module.parameters() if p.requires_grad]
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+
+
+def both_ways(cases: dict[str, Case]) -> dict[str, tuple[Steps, Steps] | str]:
+    """Return for each case the grouped steps and DeepSpeed's own, or the traceback of its exception."""
+    return {
+        name: or_traceback(lambda case=case: (take_steps(case, grouped=True), take_steps(case, grouped=False)))
+        for name, case in cases.items()
+    }
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids="W = {}".format)
+def trained(request: pytest.FixtureRequest) -> list[dict[str, tuple[Steps, Steps] | str]]:
+    """Results by the name of the case, one dictionary per rank."""
+    return run_ranks(both_ways, request.param, CASES)
+
+
+def assert_equal_steps(result: tuple[Steps, Steps] | str) -> None:
+    """Compare norms relative to themselves, masters relative to the largest move of a parameter."""
+    assert isinstance(result, tuple), result
+    ours, own = result
+    first, *later = [norm / wanted for norm, wanted in zip(ours.norms, own.norms, strict=True)]
+    assert_close(first, 1.0, SAME_NORM, "norm against DeepSpeed's")
+    assert_close(later, [1.0] * len(later), ENGINE["norm"], "second norm against DeepSpeed's")
+    size = largest_move(initial_values(), own.masters)
+    for name, value in own.masters.items():
+        assert_close(ours.masters[name], value, ENGINE["parameters"], name, size=size)
+
+
+def initial_values() -> dict[str, Tensor]:
+    torch.manual_seed(engine_cases.SEED)
+    return {name: p.detach() for name, p in engine_cases.build_model(engine_cases.MODEL).named_parameters()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_grouped_step_equals_deepspeeds_own(trained, name):
+    for outcomes in trained:
+        assert_equal_steps(outcomes[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_norm_equals_that_of_the_whole_gradients_in_float64(trained, name):
+    for outcomes in trained:
+        ours, _ = outcomes[name]
+        ratios = [norm / wanted for norm, wanted in zip(ours.norms, ours.true_norms, strict=True)]
+        assert_close(ratios, [1.0] * len(ratios), SAME_NORM, "norms against float64")
+        clipping = CASES[name].clipping
+        assert not clipping or all((norm > clipping) == (clipping == ACTIVE) for norm in ours.norms)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_grouped_classes_run_unless_the_optimizer_is_offloaded(trained, name):
+    case = CASES[name]
+    ours, own = trained[0][name]
+    if case.stage == 0 or case.offload:
+        assert ours.kind == own.kind
+    else:
+        grouped = {1: GroupedStages1And2, 2: GroupedStages1And2, 3: GroupedStage3}[case.stage]
+        assert (ours.kind, own.kind) == (grouped.__name__, grouped.__base__.__name__)
+
+
+# --- Tensor parallelism: parameters that are whole on every rank of a replica count once. ---
+
+SPLIT = {
+    f"zero{stage}{' bf16' * bf16}": Case(stage, 3, bf16=bf16, clipping=ACTIVE, tensor_parallel=2)
+    for stage, bf16 in itertools.product((0, 1, 2, 3), (False, True))
+    if stage or not bf16
+}
+
+
+def split_both_ways() -> dict[str, tuple[Steps, Steps] | str]:
+    results = both_ways(SPLIT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed_update, "is_model_parallel_parameter", lambda parameter: True)
+        for stage in (1, 3):
+            results[f"counted twice {stage}"] = (take_steps(SPLIT[f"zero{stage}"], grouped=True),) * 2
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def split_trained(request: pytest.FixtureRequest) -> list[dict[str, tuple[Steps, Steps] | str]]:
+    return run_ranks(split_both_ways, request.param)
+
+
+@MEGATRON
+@pytest.mark.parametrize("name", SPLIT)
+def test_the_grouped_step_equals_deepspeeds_own_with_tensor_parallelism(split_trained, name):
+    for outcomes in split_trained:
+        assert_equal_steps(outcomes[name])
+
+
+@MEGATRON
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_norm_that_counts_whole_parameters_twice_is_noticed(split_trained, stage):
+    for outcomes in split_trained:
+        faulty, right = outcomes[f"counted twice {stage}"][0], outcomes[f"zero{stage}"][1]
+        assert_far(faulty.norms[0] / right.norms[0], 1.0, SAME_NORM, "whole parameters counted twice")
+
+
+# --- Operations. ---
+
+_NOT_LAUNCHED = {"view", "narrow", "slice", "detach", "alias", "as_strided", "empty", "empty_like", "unsqueeze"}
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that launch a kernel on a GPU, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        name = function.__name__.split(".")[0]
+        if name not in _NOT_LAUNCHED and function.namespace in ("aten", "c10d"):
+            self.counts[name] += 1
+        return function(*arguments, **(options or {}))
+
+
+def operations_of_an_update(case: Case, layers: int, *, grouped: bool) -> Counter[str]:
+    """Return the operations of the second update of a model with so many layers per tower."""
+    model = engine_cases.MODEL.replace(vision_cfg={"layers": layers}, text_cfg={"layers": layers})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_cases, "MODEL", model)
+        if not grouped:
+            patch.setattr(build, "group_kernels", lambda engine: None)
+        engine = engine_cases.start_engine(case)
+        for step in range(2):
+            engine_cases.backpropagate(engine, case, step)
+            with Operations() as operations:
+                update(engine)
+    return operations.counts
+
+
+def count_operations() -> dict[str, Any]:
+    counted: dict[str, Any] = {}
+    for stage in range(4):
+        case = Case(stage, 1, bf16=stage > 0, clipping=ACTIVE)
+        for layers, grouped in itertools.product((1, 4), (True, False)):
+            counted[f"{stage} {layers} {grouped}"] = operations_of_an_update(case, layers, grouped=grouped)
+    return counted
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, Counter[str]]:
+    return run_ranks(count_operations, 1)[0]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_number_of_operations_does_not_grow_with_the_number_of_tensors(counted, stage):
+    small, large = (counted[f"{stage} {layers} True"] for layers in (1, 4))
+    assert small == large
+    assert small.total() < 70
+    own_small, own_large = (counted[f"{stage} {layers} False"] for layers in (1, 4))
+    assert own_large.total() > own_small.total() + 2 * 3 * 2 * 10, "the counter sees DeepSpeed's kernels per tensor"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_host_reads_the_norm_twice_and_nothing_else(counted, stage):
+    """Once to refuse a norm that is not finite, and once to report it."""
+    assert counted[f"{stage} 4 True"]["_local_scalar_dense"] == 2
+
+
+# --- What happens around a step. ---
+
+
+def move_a_weight() -> list[bool]:
+    """Move a weight out of the flat buffer; return whether it is inside before and after an update."""
+    case = Case(1, 1, bf16=True)
+    engine = engine_cases.start_engine(case)
+    weight = engine.module.visual.proj
+    flats = engine.optimizer.bit16_groups_flat
+    weight.data = weight.data.clone()
+
+    def is_inside() -> bool:
+        return any(weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for flat in flats)
+
+    before = is_inside()
+    engine_cases.backpropagate(engine, case, 0)
+    update(engine)
+    return [before, is_inside()]
+
+
+def test_a_weight_that_was_moved_is_put_back() -> None:
+    assert run_ranks(move_a_weight, 1) == [[False, True]]
+
+
+def engine_of_another_version() -> tuple[list[str], list[str]]:
+    """Return the optimizers' classes and the log of engines built with a version that has not been tested."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    deepspeed_update.logger.addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deepspeed, "__version__", "0.20.1")
+        kinds = [type(engine_cases.start_engine(Case(stage, 1, bf16=True)).optimizer).__name__ for stage in (1, 3)]
+    return kinds, lines
+
+
+def test_another_version_of_deepspeed_runs_its_own_step_with_a_warning() -> None:
+    ((kinds, lines),) = run_ranks(engine_of_another_version, 1)
+    assert kinds == [DeepSpeedZeroOptimizer.__name__, DeepSpeedZeroOptimizer_Stage3.__name__]
+    assert len(lines) == 2 and all("not been tested with DeepSpeed 0.20.1" in line for line in lines)

@@ -1,0 +1,213 @@
+"""Steps that keep graphs equal steps that encode every chunk twice, bit by bit, and one process on the whole batch.
+
+Two steps are trained through the engine on one and two ranks, at ZeRO 0 to 3, with different numbers of kept graphs. A
+tower's gradients add up in the order of its chunks whichever graphs are kept, so no bit may differ from the same case
+with megaclip.keep_graphs 0. The oracle is `engine_cases.oracle` in float64. The short grid runs in `make test`. The
+full one, with one launch per stage and number of ranks, is marked long. The last tests plant faults that the
+comparison has to find, and count the parameters that ZeRO-3 holds during backward passes.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from megaclip.engine import gradient_cache
+from megaclip.engine.step_batch import Tower
+from tests.distributed.engine_cases import Case, Outcome, backpropagate, oracle, start_engine, train, training_config
+from tests.distributed.harness import or_traceback, run_ranks
+from tests.distributed.test_engine import comparisons
+from tests.tolerances import exceeded, unnoticed
+
+ALL = 99
+"""More graphs than any case has."""
+FEATURES = {
+    "plain": Case(3, 3),
+    "coalesced": Case(3, 3, coalesce=True),
+    "bf16": Case(3, 3, coalesce=True, bf16=True),
+    "offload": Case(3, 3, offload="optimizer"),
+    "offload all": Case(3, 3, offload="all", checkpointing="cpu"),
+    "checkpointing": Case(3, 3, checkpointing="plain"),
+    "dropout": Case(3, 3, text_chunks=2, patch_dropout=0.5, embeddings_on_cpu=True),
+    "one image chunk": Case(3, 1, text_chunks=3, patch_dropout=0.5),
+    "one text chunk": Case(3, 3, text_chunks=1, checkpointing="plain"),
+    "image locked": Case(3, 3, locked="image"),
+    "text locked": Case(3, 3, locked="text"),
+    "locked below": Case(3, 3, text_chunks=2, locked="below", checkpointing="plain"),
+    "cut captions": Case(3, 3, captions="cut", patch_dropout=0.5),
+    "siglip": Case(3, 3, loss="siglip", clipping=0.1),
+}
+NEEDS_ZERO = {"coalesced", "bf16", "offload", "offload all"}
+"""Features that ZeRO-0 does not have."""
+
+
+def case(feature: str, stage: int, keep: int, ranks: int) -> Case:
+    chosen = replace(FEATURES[feature], stage=stage, keep=keep, ranks=ranks)
+    return replace(chosen, offload="optimizer") if chosen.offload == "all" and stage < 3 else chosen
+
+
+# Of three or two chunks in each tower: some images, all images and some texts, all.
+SHORT = {
+    ("plain", 0, 4),
+    ("dropout", 0, 3),
+    ("plain", 1, ALL),
+    ("offload", 1, 1),
+    ("bf16", 1, 4),
+    ("checkpointing", 2, ALL),
+    ("coalesced", 2, 2),
+    ("offload", 2, 4),
+    ("plain", 3, 1),
+    ("plain", 3, ALL),
+    ("coalesced", 3, 4),
+    ("dropout", 3, 4),
+    ("cut captions", 3, 5),
+    ("cut captions", 1, 2),
+    ("locked below", 3, 2),
+    ("offload all", 3, 5),
+}
+SHORT_ON_ONE_RANK = {key for key in SHORT if key[1] in (0, 3)}
+FULL = {
+    (feature, stage, keep)
+    for feature, stage, keep in itertools.product(FEATURES, range(4), (1, 2, 4, ALL))
+    if stage or feature not in NEEDS_ZERO
+}
+
+
+def faulty_rows(self: gradient_cache._Passes) -> None:
+    """Exchange the kept graphs of two image chunks, so that each is back-propagated with the other's rows."""
+    first, second = (gradient_cache._Pass((Tower.IMAGE,), chunk) for chunk in (0, 1))
+    self._graphs[first], self._graphs[second] = self._graphs[second], self._graphs[first]
+
+
+def counts_of_the_last_forward(self: gradient_cache._Passes) -> None:
+    """Leave DeepSpeed's count of backward passes as it is after the last forward pass."""
+    self._engine.optimizer.clear_backward_seen_flag = lambda: None
+
+
+def without_counts(self: gradient_cache._Passes) -> None:
+    """Leave the modules' counts of gradients to come as the last forward pass has left them."""
+    for graph in self._graphs.values():
+        graph.gradients_to_come.clear()
+
+
+Fault = Callable[[gradient_cache._Passes], None]
+FAULTS: dict[str, tuple[Case, Fault]] = {
+    "rows of another chunk": (case("plain", 0, ALL, 2), faulty_rows),
+    "rows of another chunk, zero3": (case("dropout", 3, ALL, 2), faulty_rows),
+    "DeepSpeed's counts": (case("plain", 3, ALL, 2), counts_of_the_last_forward),
+}
+
+
+def with_fault(patch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """Plant a fault between the forward and the backward passes of every step."""
+    back_propagate = gradient_cache._Passes.back_propagate
+
+    def faulty(self: gradient_cache._Passes, *arguments) -> None:
+        fault(self)
+        back_propagate(self, *arguments)
+
+    patch.setattr(gradient_cache._Passes, "back_propagate", faulty)
+
+
+def train_all(cases: list[Case], faults: list[str]) -> dict[Case | str, Outcome | str]:
+    """Return the outcome of every case and fault on this rank, or the traceback of its exception."""
+    outcomes: dict[Case | str, Outcome | str] = {}
+    for key in [*cases, *faults]:
+        with pytest.MonkeyPatch.context() as patch:
+            if isinstance(key, str):
+                with_fault(patch, FAULTS[key][1])
+            outcomes[key] = or_traceback(train, FAULTS[key][0] if isinstance(key, str) else key)
+    return outcomes
+
+
+def trained_on(ranks: int, grid: set[tuple[str, int, int]], faults: list[str]) -> list[dict[Case | str, Outcome | str]]:
+    """Train all cases of a grid, each also without kept graphs."""
+    cases = {case(feature, stage, number, ranks) for feature, stage, keep in grid for number in (0, keep)}
+    return run_ranks(train_all, ranks, sorted(cases, key=str), faults)
+
+
+@pytest.fixture(scope="module")
+def short() -> dict[int, list[dict[Case | str, Outcome | str]]]:
+    """Outcomes of the short grid by the number of ranks, one dictionary per rank."""
+    return {1: trained_on(1, SHORT_ON_ONE_RANK, []), 2: trained_on(2, SHORT, list(FAULTS))}
+
+
+@functools.cache
+def full(ranks: int, stage: int) -> list[dict[Case | str, Outcome | str]]:
+    """Return the outcomes of the full grid at one stage, one dictionary per rank."""
+    return trained_on(ranks, {key for key in FULL if key[1] == stage}, [])
+
+
+def check(outcomes: list[dict[Case | str, Outcome | str]], kept: Case) -> None:
+    """Compare a case with the one without kept graphs, and in float32 with the oracle."""
+    expected = None if kept.bf16 else oracle(replace(kept, stage=0, keep=0, coalesce=False, checkpointing=""))
+    for by_case in outcomes:
+        got, plain = by_case[kept], by_case[replace(kept, keep=0)]
+        assert isinstance(got, Outcome) and isinstance(plain, Outcome), f"{got}\n{plain}"
+        assert (got.losses, got.norms, got.scale_gradients) == (plain.losses, plain.norms, plain.scale_gradients)
+        changed = [name for name, value in plain.parameters.items() if not np.array_equal(got.parameters[name], value)]
+        assert changed == []
+        if expected is not None:
+            assert exceeded(comparisons(got, expected).values()) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "feature", "stage", "keep"),
+    [(ranks, *key) for ranks, grid in ((1, SHORT_ON_ONE_RANK), (2, SHORT)) for key in sorted(grid)],
+)
+def test_kept_graphs_change_no_bit(short, ranks: int, feature: str, stage: int, keep: int) -> None:
+    check(short[ranks], case(feature, stage, keep, ranks))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("feature", "stage", "keep"), sorted(FULL, key=lambda key: (key[1], key)))
+def test_kept_graphs_change_no_bit_in_the_full_grid(ranks: int, feature: str, stage: int, keep: int) -> None:
+    check(full(ranks, stage), case(feature, stage, keep, ranks))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(short, name: str) -> None:
+    expected = oracle(FAULTS[name][0])
+    for outcomes in short[2]:
+        got = outcomes[name]
+        assert isinstance(got, Outcome), got
+        assert unnoticed([comparisons(got, expected)["parameters"]], name) == []
+
+
+def most_parameters_in_a_backward_pass(keep: int, fault: Fault | None) -> int:
+    """Return the largest number of parameters that ZeRO-3 has gathered when a block's backward pass begins."""
+    plain = case("plain", 3, keep, 1)
+    config = training_config(plain)
+    config.deepspeed["zero_optimization"] |= {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    engine = start_engine(plain, config)
+    counts = []
+
+    def count(*_: object) -> None:
+        counts.append(sum(p.ds_status == ZeroParamStatus.AVAILABLE for p in engine.module.parameters()))
+
+    for tower in (engine.module.visual, engine.module.text):
+        for block in tower.transformer.resblocks:
+            block.register_full_backward_pre_hook(count)
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            with_fault(patch, fault)
+        backpropagate(engine, plain, 0)
+    return max(counts)
+
+
+def numbers_of_parameters() -> tuple[int, int, int]:
+    return (
+        most_parameters_in_a_backward_pass(0, None),
+        most_parameters_in_a_backward_pass(ALL, None),
+        most_parameters_in_a_backward_pass(ALL, without_counts),
+    )
+
+
+def test_zero_3_frees_parameters_during_the_backward_passes_of_kept_graphs() -> None:
+    ((encoded_again, kept, without),) = run_ranks(numbers_of_parameters, 1)
+    assert kept <= encoded_again < without

@@ -1,0 +1,41 @@
+"""Attention on a GPU: each shape against float64, and the kernels that run."""
+
+import pytest
+import torch
+
+from megaclip.models.attention import attend
+from tests.tolerances import ATTENTION, assert_close
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(24, 64), (50, 64), (64, 64), (77, 64), (197, 64), (50, 88)])
+@pytest.mark.parametrize("kind", ["all", "causal", "one masked query"])
+def test_attention_and_its_gradients_equal_float64(tokens: int, width: int, kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, tokens + 1, (16,), generator=generator)
+    queries = 1 if kind == "one masked query" else tokens
+    mask = torch.arange(tokens) < lengths[:, None, None, None] if queries == 1 else None
+    inputs = [torch.randn(16, rows, 4 * width, generator=generator).bfloat16() for rows in (queries, tokens, tokens)]
+    weights = torch.randn(16, queries, 4 * width, generator=generator)
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        leaves = [x.to("cuda", dtype).requires_grad_() for x in inputs]
+        split = [x.unflatten(-1, (4, width)).transpose(1, 2) for x in leaves]
+        out = attend(*split, mask=None if mask is None else mask.cuda(), causal=kind == "causal")
+        out = out.transpose(1, 2).flatten(2)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, weights.to("cuda", dtype))])
+    for got, expected, name in zip(results[1], results[0], ("out", "q", "k", "v"), strict=True):
+        assert_close(got, expected, ATTENTION, name)
+
+
+@pytest.mark.parametrize(("tokens", "kernel"), [(50, "fmha"), (197, "cudnn")])
+def test_the_fastest_kernels_run(tokens: int, kernel: str) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):  # there the test's expectation for 197 tokens is wrong
+        pytest.skip("PyTorch prefers cuDNN's kernels on GPUs of compute capability 9.0 and newer")
+    q, k, v = (torch.randn(8, 12, tokens, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        attend(q, k, v)
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in profile.key_averages())
+    assert kernel in names, names

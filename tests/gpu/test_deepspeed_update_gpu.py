@@ -1,0 +1,72 @@
+"""The grouped optimizer step on GPUs: DeepSpeed's gradient norm, with a number of kernels that tensors do not add to.
+
+tests/distributed/test_deepspeed_update.py compares whole updates on CPUs, where PyTorch has no grouped kernels.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from megaclip.engine.deepspeed_update import GroupedStage3, GroupedStages1And2
+from megaclip.engine.optimizers import set_learning_rate, update
+from tests.distributed import engine_cases
+from tests.distributed.engine_cases import Case
+from tests.distributed.harness import run_ranks
+from tests.tolerances import SAME_NORM, assert_close
+
+pytestmark = pytest.mark.gpu
+
+LAYERS = 6
+
+
+@dataclass
+class Measured:
+    """Two norms of the same gradients, and the kernels of the update."""
+
+    norm: float
+    deepspeed_norm: float
+    kernels: int
+
+
+def measure(case: Case) -> Measured:
+    with pytest.MonkeyPatch.context() as patch:
+        model = engine_cases.MODEL.replace(vision_cfg={"layers": LAYERS}, text_cfg={"layers": LAYERS})
+        patch.setattr(engine_cases, "MODEL", model)
+        engine = engine_cases.start_engine(case)
+        for step in range(2):  # the first update makes the optimizer's states
+            engine_cases.backpropagate(engine, case, step)
+            optimizer = engine.optimizer
+            if case.stage == 3:
+                assert type(optimizer) is GroupedStage3
+                own = combine_grad_norm_groups(DeepSpeedZeroOptimizer_Stage3._get_norm_groups(optimizer))
+            else:
+                assert type(optimizer) is GroupedStages1And2
+                own = DeepSpeedZeroOptimizer.scaled_global_norm(optimizer)
+            set_learning_rate(engine, 1e-3)
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+                norm = update(engine)
+                torch.cuda.synchronize()
+    kernels = sum(event.count for event in profiler.key_averages() if event.device_type == DeviceType.CUDA)
+    return Measured(norm, float(own), kernels)
+
+
+def measure_all() -> dict[str, Measured]:
+    cases = {f"stage {stage}": Case(stage, 1, bf16=True, clipping=0.05, optimizer="SGD") for stage in (1, 2, 3)}
+    cases["stage 2 in fp32"] = Case(2, 1, bf16=True, clipping=0.05, optimizer="SGD", grad_accum_dtype="fp32")
+    return {name: measure(case) for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_grouped_norm_is_deepspeeds_and_takes_few_kernels(world_size: int) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} CUDA devices, this machine has {torch.cuda.device_count()}")
+    for measured in run_ranks(measure_all, world_size, backend="nccl"):
+        for name, got in measured.items():
+            assert_close(got.norm / got.deepspeed_norm, 1.0, SAME_NORM, f"norm at {name}")
+            assert got.kernels < 150, f"{got.kernels} kernels at {name}; the model has 206 parameter tensors"

@@ -1,0 +1,165 @@
+"""Lengths of captions by the text tower's own pooling rule, and the chunks that they are sorted and cut into."""
+
+import logging
+
+import pytest
+import torch
+
+from megaclip.comm.parallelism import ONE_RANK
+from megaclip.engine.caption_chunks import CaptionChunks, division_of_captions
+from megaclip.engine.step_batch import DeviceFeed, Tower
+from megaclip.models import TextConfig, build_model, load_model_config
+from megaclip.models.text import CUT_MULTIPLE, caption_lengths, cut_length, is_cut_exact, reason_not_to_cut
+from tests.tolerances import FEATURES, TOWER_GRADIENT, assert_close, assert_far
+
+EOS = 2
+LENGTHS = [12, 5, 24, 2, 9, 17, 9, 1, 8, 16]
+"""Tokens of each caption; the caption of 1 has no end of text, that of 24 fills the context."""
+
+
+def text_model(**text):
+    torch.manual_seed(0)
+    config = load_model_config("demo-tiny").replace(text_cfg={"eos_id": EOS, **text})
+    return build_model(config).double()
+
+
+def tokens_of(pool_type: str) -> torch.Tensor:
+    """Return tokens (10, 24) that end at LENGTHS, with random tokens, and another end of text, behind the end."""
+    generator = torch.Generator().manual_seed(1)
+    end, words = (511, (3, 511)) if pool_type == "argmax" else (EOS, (3, 512))
+    tokens = torch.randint(*words, (len(LENGTHS), 24), generator=generator)
+    for row, length in zip(tokens, LENGTHS, strict=True):
+        if length > 1:
+            row[[length - 1, -1]] = end
+        elif pool_type == "argmax":
+            row[0] = end
+    return tokens
+
+
+def test_lengths_end_with_the_pooled_token():
+    for pool_type in ("argmax", "eos"):
+        config = text_model(pool_type=pool_type).config.text_cfg
+        assert caption_lengths(tokens_of(pool_type), config).tolist() == LENGTHS
+        assert caption_lengths(tokens_of(pool_type).int(), config).tolist() == LENGTHS
+    blank = torch.zeros(1, 24, dtype=torch.int32)
+    assert caption_lengths(blank, TextConfig(pool_type="argmax")).tolist() == [1]
+    assert caption_lengths(blank, TextConfig(pool_type="eos")).tolist() == [1]
+
+
+@pytest.mark.parametrize("pool_type", ["argmax", "eos", "first", "last"])
+@pytest.mark.parametrize("no_causal_mask", [False, True])
+def test_features_depend_on_no_token_behind_the_pooled_one_exactly_where_captions_are_cut(pool_type, no_causal_mask):
+    """With pool_type "first" the second token does not matter either, but such captions have no length."""
+    model = text_model(pool_type=pool_type, no_causal_mask=no_causal_mask)
+    tokens = tokens_of(pool_type)[:, :-1]  # without the second end of text
+    changed = tokens.clone()
+    for row, length in zip(changed, LENGTHS, strict=True):
+        row[length:] = 7
+    with torch.no_grad():
+        features, others = model(None, tokens)[1], model(None, changed)[1]
+    text = model.config.text_cfg
+    if is_cut_exact(text) or (pool_type == "first" and not no_causal_mask):
+        assert_close(features, others, FEATURES["float64"])
+    else:
+        assert_far(features, others, FEATURES["float64"], "features that ignore the padding")
+    assert is_cut_exact(text) == (pool_type in ("argmax", "eos") and not no_causal_mask)
+    assert (reason_not_to_cut(text) is None) == is_cut_exact(text)
+
+
+@pytest.mark.parametrize("pool_type", ["argmax", "eos"])
+def test_features_and_gradients_of_cut_captions_are_those_of_the_padded_ones(pool_type):
+    padded, cut = text_model(pool_type=pool_type), text_model(pool_type=pool_type)
+    tokens = tokens_of(pool_type)
+    short = [row for row, length in enumerate(LENGTHS) if length <= 12]
+    weights = torch.randn(len(short), padded.config.embed_dim, dtype=torch.float64)
+    expected, got = padded(None, tokens[short])[1], cut(None, cut.cut_captions(tokens[short]))[1]
+    assert cut.cut_captions(tokens[short]).shape == (len(short), 16)
+    assert torch.equal(cut.cut_captions(tokens), tokens)
+    assert_close(got, expected, FEATURES["float64"])
+    (expected * weights).sum().backward()
+    (got * weights).sum().backward()
+    for name, parameter in padded.text.named_parameters():
+        assert_close(cut.text.get_parameter(name).grad, parameter.grad, TOWER_GRADIENT, name)
+    with torch.no_grad():
+        one_short = cut(None, tokens[short][:, :11])[1]
+    assert_far(one_short, expected, FEATURES["float64"], "one token short")
+
+
+def test_captions_that_must_keep_their_padding_keep_it():
+    model = text_model(pool_type="last", no_causal_mask=True)
+    tokens = tokens_of("eos")
+    assert model.cut_captions(tokens) is tokens
+
+
+def test_captions_are_cut_at_multiples_and_at_the_context_length():
+    config = TextConfig(context_length=77)
+    assert CUT_MULTIPLE == 8
+    assert [cut_length(tokens, config) for tokens in (1, 8, 9, 16, 72, 73, 77)] == [8, 8, 16, 16, 72, 77, 77]
+    assert len({cut_length(tokens, config) for tokens in range(1, 78)}) == 10
+
+
+def chunks_of(count: int, lengths=LENGTHS) -> CaptionChunks:
+    """Return chunks of captions whose first token is their row."""
+    tokens = torch.zeros(len(lengths), 24, dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        tokens[row, 0] = 100 + row
+        tokens[row, 1:length] = 1
+        if length > 1:
+            tokens[row, length - 1] = EOS
+    config = TextConfig(context_length=24, pool_type="eos", eos_id=EOS)
+    return CaptionChunks.cut(tokens, count, config, ONE_RANK)
+
+
+def test_chunks_hold_every_caption_whole_the_longest_first():
+    chunks = chunks_of(5)
+    tokens = list(chunks)
+    assert [tuple(chunk.shape) for chunk in tokens] == [(2, 24), (2, 16), (2, 16), (2, 8), (2, 8)]
+    assert chunks.lengths == [24, 16, 16, 8, 8]
+    rows = [int(row[0]) - 100 for chunk in tokens for row in chunk]
+    assert rows == chunks.order.tolist() == [2, 5, 9, 0, 4, 6, 8, 1, 3, 7]  # rows of equal length keep their order
+    for chunk, index in zip(tokens, chunks.order.split(2), strict=True):
+        assert torch.equal(chunk, chunks.tokens[index][:, : chunk.shape[1]])
+        assert not chunks.tokens[index][:, chunk.shape[1] :].any()
+    assert chunks.mean_tokens == pytest.approx(sum(LENGTHS) / len(LENGTHS))
+    assert chunks.saved_share == pytest.approx(1 - 72 / 120)
+    assert chunks.summary() == (
+        "captions of 10.3 tokens on average, in chunks cut at 24, 16, 16, 8, 8 of 24: 40% of the text tower's token "
+        "positions are saved"
+    )
+
+
+def test_one_chunk_is_cut_and_keeps_its_order():
+    chunks = chunks_of(1, [3, 9, 5])
+    (tokens,) = chunks
+    assert chunks.order is None and torch.equal(tokens, chunks.tokens[:, :16])
+
+
+def test_whole_chunks_keep_order_and_padding():
+    tokens = torch.arange(6 * 8).view(6, 8)
+    chunks = CaptionChunks.whole(tokens, 3)
+    assert torch.equal(torch.cat(list(chunks)), tokens) and len(list(chunks)) == 3
+    assert (chunks.order, chunks.mean_tokens, chunks.saved_share) == (None, None, 0.0)
+
+
+def test_a_feed_yields_chunks_of_different_lengths():
+    feed = DeviceFeed(torch.device("cpu"), torch.float32, lambda pixels, dtype: pixels)
+    chunks = chunks_of(5)
+    got = list(feed.inputs(Tower.TEXT, chunks))
+    assert all(torch.equal(a, b) and a.dtype == torch.int64 for a, b in zip(got, chunks, strict=True))
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def test_the_log_gives_the_reason_for_which_captions_keep_their_padding(log):
+    last = TextConfig(pool_type="last")
+    for setting, text in (("auto", TextConfig()), (True, TextConfig()), (False, TextConfig()), ("auto", last)):
+        division_of_captions(setting, text, ONE_RANK)
+    assert log.messages == [
+        "captions are encoded with their padding, 77 tokens each: megaclip.cut_captions is false",
+        'captions are encoded with their padding, 77 tokens each: the text tower\'s "pool_type" is "last"',
+    ]

@@ -1,0 +1,99 @@
+"""The step store: every pass of a step gets its own chunks, with few slots and many, also where graphs are kept."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megaclip.config import BatchPlan
+from megaclip.data import Batch
+from megaclip.engine.caption_chunks import CaptionChunks
+from megaclip.engine.step_batch import DeviceFeed, Tower
+from megaclip.engine.step_store import StepStore
+
+CHUNKS, ROWS = 4, 2
+PLAN = BatchPlan(
+    global_batch=CHUNKS * ROWS, micro_batch=ROWS, accumulation=CHUNKS, world_size=1, text_micro_batch=2 * ROWS
+)
+
+
+class Loader:
+    """Yields the chunks of every step, then those from `reread_from` on again. Pixels and tokens are sample numbers.
+
+    taken: number of chunks that were taken from it.
+    """
+
+    def __init__(self, reread_from: int) -> None:
+        self.samples_consumed, self.bad_counts, self.taken = 0, {}, 0
+        self._batches = self._all(reread_from)
+
+    def _all(self, reread_from: int) -> Iterator[Batch]:
+        for step in itertools.count():
+            for chunk in (*range(CHUNKS), *range(reread_from, CHUNKS)):
+                numbers = torch.arange(ROWS) + (step * CHUNKS + chunk) * ROWS
+                self.taken += 1
+                yield Batch(numbers.to(torch.uint8).view(ROWS, 1, 1, 1), numbers.view(ROWS, 1))
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
+
+    def check_workers(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def numbers_of(step: int, first_row: int) -> list[int]:
+    return list(range(step * CHUNKS * ROWS + first_row, (step + 1) * CHUNKS * ROWS))
+
+
+def read(store: StepStore, tower: Tower, read_once: int, *, again: bool) -> list[int]:
+    chunks = store.chunks(tower, read_once=read_once, again=again)
+    return [int(number) for chunk in chunks for number in chunk.flatten()]
+
+
+def open_store(loader: Loader, slots: int, reread_from: int) -> StepStore:
+    feed = DeviceFeed(torch.device("cpu"), torch.float32, lambda pixels, dtype: pixels.to(dtype))
+    tensor = torch.empty(slots, ROWS, 1, 1, 1, dtype=torch.uint8)
+    return StepStore(
+        loader, PLAN, feed, tensor, context_length=1, reread_from=reread_from, divide_captions=CaptionChunks.whole
+    )
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("slots", "reread_from", "read_once"),
+    [
+        # The number of image chunks that are read once, in one step after the other: it may grow.
+        (CHUNKS, CHUNKS, (0, 0, 0)),
+        (CHUNKS, CHUNKS, (1, 1, 3, 4, 4)),
+        (2, 0, (0, 0, 1, 3)),
+        (2, 1, (1, 1, 1)),
+        (2, 1, (1, 1, 3, 4, 4, 4)),
+        (1, 3, (3, 3, 4, 4)),
+        (2, CHUNKS, (4, 4, 4)),
+    ],
+)
+def test_every_pass_gets_its_chunks(slots: int, reread_from: int, read_once: tuple[int, ...]) -> None:
+    with open_store(Loader(reread_from), slots, reread_from) as store:
+        for step, images in enumerate(read_once):
+            texts = step % 3  # of two text chunks
+            assert read(store, Tower.IMAGE, images, again=False) == numbers_of(step, 0)
+            assert read(store, Tower.TEXT, texts, again=False) == numbers_of(step, 0)
+            assert read(store, Tower.IMAGE, images, again=True) == numbers_of(step, images * ROWS)
+            assert read(store, Tower.TEXT, texts, again=True) == numbers_of(step, texts * 2 * ROWS)
+            store.next_step()
+
+
+@pytest.mark.timeout(60)
+def test_slots_of_chunks_that_are_read_once_are_free_in_the_first_pass() -> None:
+    """The loader then reads the next step, while the other chunks wait for their second pass."""
+    for read_once in (0, 3):
+        loader = Loader(CHUNKS)
+        with open_store(loader, CHUNKS, CHUNKS) as store:
+            assert read(store, Tower.IMAGE, read_once, again=False) == numbers_of(0, 0)
+            # The thread takes one chunk more than it has slots for.
+            while loader.taken < CHUNKS + read_once + 1:
+                store._thread.join(0.01)
+            store._thread.join(0.1)
+            assert loader.taken == CHUNKS + read_once + 1
