@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 .PHONY: demo test test-long test-portable test-gpu check clean
 
 demo: $(VENV)/.ops
-	DS_ACCELERATOR=cpu $(BIN)/python tools/demo.py $(ARGS)
+	DS_ACCELERATOR=cpu $(BIN)/megaclip demo $(ARGS)
 
 test: $(VENV)/.ops
 	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long"
@@ -44,6 +44,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[open-clip,megatron,demo,dev]'
 	touch $@
 
-$(VENV)/.ops: $(VENV)/.installed tools/build_ops.py
-	DS_ACCELERATOR=cpu $(BIN)/python tools/build_ops.py
+$(VENV)/.ops: $(VENV)/.installed megaclip/commands/build_ops.py
+	DS_ACCELERATOR=cpu $(BIN)/megaclip build-ops
 	touch $@
