@@ -1,5 +1,5 @@
-# Targets: demo [ARGS="--seed 1"], test, test-long, test-portable [ARGS=--short], check, test-gpu, clean. test-gpu and
-# clean install nothing.
+# Targets: demo [ARGS="--seed 1"], test, test-long, test-portable [ARGS=--short], check, dist, test-gpu, clean.
+# test-gpu and clean install nothing.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-long test-portable test-gpu check clean
+.PHONY: demo test test-long test-portable test-gpu check dist clean
 
 demo: $(VENV)/.ops
 	DS_ACCELERATOR=cpu $(BIN)/megaclip demo $(ARGS)
@@ -35,8 +35,12 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit/test_import_rules.py
 
+# Builds dist/*.tar.gz, and from it dist/*.whl.
+dist: $(VENV)/.installed
+	$(BIN)/python -m build --outdir dist .
+
 clean:
-	rm -rf $(VENV) runs data build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) runs data build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
