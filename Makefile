@@ -1,5 +1,5 @@
-# Targets: demo [ARGS="--seed 1"], test, test-long, test-portable [ARGS=--short], check, test-gpu, clean. test-gpu and
-# clean install nothing.
+# Targets: demo [ARGS="--seed 1"], test, test-long, test-portable [ARGS=--short], check, dist, test-gpu, clean.
+# test-gpu and clean install nothing.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,10 +8,10 @@ BIN    := $(VENV)/bin
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-long test-portable test-gpu check clean
+.PHONY: demo test test-long test-portable test-gpu check dist clean
 
 demo: $(VENV)/.ops
-	DS_ACCELERATOR=cpu $(BIN)/python tools/demo.py $(ARGS)
+	DS_ACCELERATOR=cpu $(BIN)/megaclip demo $(ARGS)
 
 test: $(VENV)/.ops
 	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long"
@@ -35,8 +35,12 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit/test_import_rules.py
 
+# Builds dist/*.tar.gz, and from it dist/*.whl.
+dist: $(VENV)/.installed
+	$(BIN)/python -m build --outdir dist .
+
 clean:
-	rm -rf $(VENV) runs data build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) runs data build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +48,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[open-clip,megatron,demo,dev]'
 	touch $@
 
-$(VENV)/.ops: $(VENV)/.installed tools/build_ops.py
-	DS_ACCELERATOR=cpu $(BIN)/python tools/build_ops.py
+$(VENV)/.ops: $(VENV)/.installed megaclip/commands/build_ops.py
+	DS_ACCELERATOR=cpu $(BIN)/megaclip build-ops
 	touch $@

@@ -24,7 +24,6 @@ from typing import Any
 import deepspeed
 import deepspeed.comm as dist
 import torch
-from bench_peers import disco_clip_traffic, open_clip_traffic
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
@@ -34,6 +33,7 @@ from megaclip.comm.volume import bytes_sent
 from megaclip.engine.process_group import start_process_group
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
 from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
+from megaclip.planner.peers import disco_clip_traffic, open_clip_traffic
 
 Step = Callable[[Tensor, Tensor], None]
 

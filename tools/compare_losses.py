@@ -174,10 +174,10 @@ def slug(label: str) -> str:
 def make_data(data: Path, scenes: int, held_out: int) -> None:
     """Create the scenes and a tokenizer, unless they exist. One shard contains all scenes, so an epoch shuffles all."""
     counts = ["--train", scenes, "--shard-size", scenes, "--held-out", held_out, "--zero-shot", held_out]
-    python("tools/make_digit_scenes.py", data, *counts)
+    python("-m", "megaclip", "demo-data", data, *counts)
     tokenizer = data / "tokenizer.model"
     if not tokenizer.exists():
-        python("tools/train_tokenizer.py", data / "train/*.tar", "--out", tokenizer, "--vocab-size", 192)
+        python("-m", "megaclip", "tokenizer", data / "train/*.tar", "--out", tokenizer, "--vocab-size", 192)
 
 
 def python(*command: Any) -> None:

@@ -1,33 +1,6 @@
-"""Print DeepSpeed's environment report, including MegaCLIP's op, and the optional packages that MegaCLIP detects.
+"""`megaclip report`, from a checkout."""
 
-usage: python tools/ds_report.py [--hide_operator_status] [--hide_errors_and_warnings]
-
-DeepSpeed's own `ds_report` does not import megaclip, so it cannot list an op that megaclip registers.
-"""
-
-from importlib import metadata
-
-from deepspeed.env_report import cli_main
-
-import megaclip  # noqa: F401  (registers the op)
-from megaclip.comm.parallelism import require_megatron
-from megaclip.errors import ConfigError
-from megaclip.models.layers import require_apex
-
-
-def print_optional_packages() -> None:
-    """Print whether Megatron-core and NVIDIA apex can be used, and why not."""
-    print("MegaCLIP's optional packages:")
-    for name, require in (("megatron-core", require_megatron), ("apex", require_apex)):
-        try:
-            require()
-        except ConfigError as error:
-            print(f"{name} .......... not usable: {error}")
-        else:
-            version = metadata.version("megatron-core") if name == "megatron-core" else "with CUDA extensions"
-            print(f"{name} .......... usable, {version}")
-
+from megaclip.commands.ds_report import main
 
 if __name__ == "__main__":
-    cli_main()
-    print_optional_packages()
+    main()

@@ -30,7 +30,8 @@ class TrainArguments(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     deepspeed_config: str = Field(
-        description="path of ds_config.json: batch, precision, optimizer, ZeRO and the section 'megaclip'"
+        description="path of ds_config.json (batch, precision, optimizer, ZeRO, the section 'megaclip'), or the name "
+        "of a shipped one, such as zero3_offload"
     )
     model: str = Field(description="name of a preset (such as ViT-B-32) or path of a model JSON in open_clip's schema")
     train_data: list[str] = Field(

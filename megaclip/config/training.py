@@ -191,9 +191,24 @@ class TrainingConfig:
         )
 
 
-def load_training_config(path: str | Path) -> TrainingConfig:
-    """Read and check ds_config.json. Raises ConfigError with one line that names the file and the setting."""
-    path = Path(path)
+SHIPPED = Path(__file__).parents[1] / "ds_configs"
+"""Folder of the shipped ds_config.json files, in a checkout and in an installed package."""
+
+
+def load_training_config(name_or_path: str | Path) -> TrainingConfig:
+    """Read and check ds_config.json: a file, or one of the shipped files by name, such as "zero3_offload".
+
+    Raises ConfigError with one line that names the file and the setting.
+    """
+    path = Path(name_or_path)
+    shipped = {str(file.relative_to(SHIPPED).with_suffix("")): file for file in SHIPPED.rglob("*.json")}
+    if not path.exists() and not path.suffix:
+        if str(path) not in shipped:
+            raise ConfigError(
+                f"--deepspeed_config {str(path)!r} is no file and no shipped configuration; expected the path of a "
+                f"ds_config.json, or one of {', '.join(sorted(shipped))}"
+            )
+        path = shipped[str(path)]
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

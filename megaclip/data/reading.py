@@ -91,7 +91,7 @@ class TrainReader:
                     None,
                     bad_samples,
                     f"sample {sample_id} of {last.shard} and {SUBSTITUTE_TRIES} substitutes are bad, "
-                    f"last {last.kind} ({last.detail}); check the data with tools/inspect_data.py",
+                    f"last {last.kind} ({last.detail}); check the data with `megaclip inspect`",
                 )
             images.append(pair[0])
             captions.append(pair[1])

@@ -120,7 +120,7 @@ def _byte_letters() -> list[str]:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model (unigram or bpe) with padding and end-of-text pieces, as tools/train_tokenizer.py makes."""
+    """A sentencepiece model (unigram or bpe) with padding and end-of-text pieces, as `megaclip tokenizer` makes."""
 
     def __init__(self, path: Path | str, context_length: int) -> None:
         if not Path(path).is_file():
@@ -132,7 +132,7 @@ class SentencePieceTokenizer(Tokenizer):
         except (RuntimeError, OSError) as error:
             raise ConfigError(
                 f"tokenizer {str(path)!r} is not a sentencepiece model ({first_line(error)}); make one with "
-                "tools/train_tokenizer.py"
+                "`megaclip tokenizer`"
             ) from error
         self.files = (Path(path),)
         digest = hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
@@ -143,7 +143,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.pad_id = self._model.pad_id()
         if self.eos_id < 0 or self.pad_id < 0:
             raise ConfigError(
-                f"tokenizer {str(path)!r} has no end-of-text or padding piece; make one with tools/train_tokenizer.py"
+                f"tokenizer {str(path)!r} has no end-of-text or padding piece; make one with `megaclip tokenizer`"
             )
 
     def _encode(self, caption: str) -> list[int]:

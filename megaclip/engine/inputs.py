@@ -168,7 +168,7 @@ def _check_that_weights_exist(arguments: TrainArguments) -> None:
         raise ConfigError(
             f"--pretrained {arguments.pretrained!r} does not exist; expected a weights file or a directory, not one of "
             "open_clip's tags. Download the weights of the tag (docs/from_open_clip.md), check them with "
-            "tools/import_open_clip.py and give its output directory"
+            "`megaclip import` and give its output directory"
         )
 
 

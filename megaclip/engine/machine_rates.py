@@ -1,7 +1,7 @@
 """Measure this machine's rates for the planner, in half a minute: products, attention, memory, the loss, copies, links,
 disk.
 
-`tools/plan.py --calibrate` runs it on one rank, or on all ranks of a launcher to measure the links too. On a CPU it
+`megaclip plan --calibrate` runs it on one rank, or on all ranks of a launcher to measure the links too. On a CPU it
 measures in float32 and at smaller sizes.
 """
 

@@ -131,7 +131,7 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
     if missing := sorted(identity.keys() - state.keys()):
         raise CheckpointError(
             f"the checkpoint does not record {', '.join(missing)}, because an earlier version of MegaCLIP wrote it; "
-            "export it with tools/export_open_clip.py and start from the export with --pretrained"
+            "export it with `megaclip export` and start from the export with --pretrained"
         )
     check_manifest(state["data"], identity["data"])
     for key, now in json.loads(json.dumps(identity)).items():
@@ -165,7 +165,7 @@ def _check_length(state: dict[str, Any], identity: dict[str, Any], arguments: Tr
     raise CheckpointError(
         f"the checkpoint is of a run of {was} steps in all and this run has {now}, but {setting} depends on that "
         f"number; use --train-steps {was} instead of --epochs, or, for more steps on a new schedule, export the "
-        "checkpoint with tools/export_open_clip.py and start from the export with --pretrained"
+        "checkpoint with `megaclip export` and start from the export with --pretrained"
     )
 
 

@@ -42,7 +42,7 @@ def load_saved_model(source: Path, *, tag: str | None = None, tokenizer: str | N
         card, weights = read_model_card(source), read_weights(source)
     elif source.is_file():
         raise CheckpointError(
-            f"{source} is a file without a model card; convert it to a directory with tools/import_open_clip.py"
+            f"{source} is a file without a model card; convert it to a directory with `megaclip import`"
         )
     else:
         folder, tag = locate(source, tag)

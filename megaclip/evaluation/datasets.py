@@ -1,6 +1,6 @@
 """Evaluate opened datasets: a loader reads this rank's share of each, and `suite.evaluate` computes the metrics.
 
-Training runs and tools/evaluate.py both use it.
+Training runs and `megaclip evaluate` both use it.
 """
 
 from collections import Counter

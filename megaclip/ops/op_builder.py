@@ -6,7 +6,7 @@ this module after deepspeed. The import adds the builder to the running process:
 
 Then `get_accelerator().create_op_builder("ContrastiveTilesBuilder").load()`, the compatibility probe and `op_report()`
 handle it like DeepSpeed's own ops. A process that never imports megaclip does not know the op; DeepSpeed's `ds_report`
-is one, and `tools/ds_report.py` lists the op instead. Triton compiles the kernels at first use.
+is one, and `megaclip report` lists the op instead. Triton compiles the kernels at first use.
 """
 
 from types import ModuleType

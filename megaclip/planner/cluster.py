@@ -25,7 +25,7 @@ _LINKS = ("link", "network")
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one rank, per second: measured by tools/plan.py --calibrate, or those of a preset."""
+    """Rates of one rank, per second: measured by `megaclip plan --calibrate`, or those of a preset."""
 
     product_flops: float
     """Operations per second of a large bf16 matrix product."""
@@ -54,7 +54,9 @@ class Rates:
             measured = [field.name for field in fields(cls) if field.name in values or field.name not in _LINKS]
             return replace(preset, **{name: float(values[name]) for name in measured})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"--rates {str(path)!r} is not a file of tools/plan.py --calibrate: {error!r}") from None
+            raise ConfigError(
+                f"--rates {str(path)!r} is not a file of `megaclip plan --calibrate`: {error!r}"
+            ) from None
 
 
 def rates_json(machine: str, measured: Mapping[str, float]) -> str:

@@ -158,7 +158,7 @@ def test_models_under_zero(outcomes, name):
 
 
 def run_export(*arguments):
-    command = [sys.executable, "tools/export_open_clip.py", *map(str, arguments)]
+    command = [sys.executable, "-m", "megaclip", "export", *map(str, arguments)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
 
 

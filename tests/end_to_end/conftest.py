@@ -24,7 +24,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny_run")
     sizes = {"train": TRAINING_SCENES, "shard-size": 64, "held-out": 32, "zero-shot": 20, "processes": 1}
     options = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
-    subprocess.run([sys.executable, "tools/make_digit_scenes.py", str(folder), *options], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "megaclip", "demo-data", str(folder), *options], cwd=ROOT, check=True)
     train_sentencepiece(_captions(folder / "train"), folder / "tokenizer.model", vocab_size=100, model_type="bpe")
     (folder / "model.json").write_text(json.dumps(MODEL))
     partitioning = {"zero1": {"stage": 1}, "zero3": {"stage": 3, "stage3_param_persistence_threshold": 100}}

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megaclip.commands import export_open_clip
 from megaclip.config import load_training_config
 from tests.end_to_end.training_runs import ROOT, WORLD_SIZE, flags, launch, scalars
 from tests.tolerances import EXPORT, assert_close
-from tools import export_open_clip
 
 RICHEST = "zero3_offload"
 CONFIGS = [

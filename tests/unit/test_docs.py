@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
+from megaclip.commands import COMMANDS
 from megaclip.config.command_line import build_parser
 from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
 from megaclip.config.section import MegaclipSection
@@ -21,7 +22,9 @@ from tests.unit.test_import_rules import MAY_IMPORT
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"((?:launch|tools)/\w+\.(?:py|sh|sbatch))((?:\\\n|[^\n`])*)")
+COMMAND = re.compile(
+    r"((?:launch|tools)/\w+\.(?:py|sh|sbatch)|(?<![\w/-])megaclip (?:" + "|".join(COMMANDS) + r"))\b((?:\\\n|[^\n`])*)"
+)
 FLAG = re.compile(r"(?<=\s)--[a-z][\w-]*")
 
 
@@ -32,8 +35,10 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 def options_of(script: str) -> str:
     """Return the text that must contain every flag of `script`."""
-    if script == "launch/train.py":
+    if script in ("launch/train.py", "megaclip train"):
         return "\n".join(option for action in build_parser()._actions for option in action.option_strings)
+    if script.startswith("megaclip "):
+        return (ROOT / "megaclip/commands" / f"{COMMANDS[script.split()[1]].module}.py").read_text()
     source = (ROOT / script).read_text()
     # The shell scripts pass all other arguments on to train.py.
     return source if script.endswith(".py") else source + options_of("launch/train.py")
@@ -42,7 +47,7 @@ def options_of(script: str) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_use_scripts_and_flags_that_exist(page):
     for script, flags in commands(page.read_text()):
-        assert (ROOT / script).is_file(), f"{page.name} names {script}"
+        assert script.startswith("megaclip ") or (ROOT / script).is_file(), f"{page.name} names {script}"
         known = options_of(script)
         for flag in set(flags) - {"--help"}:
             assert re.search(rf"{flag}(?![\w-])", known), f"{page.name}: {script} has no flag {flag}"
@@ -158,8 +163,8 @@ def test_the_open_clip_flag_table_has_only_flags_that_exist():
 
 
 def test_commands_includes_unknown_flags_and_continuation_lines():
-    text = "deepspeed launch/train.py \\\n    --warmpu 5\n`python tools/demo.py --seed 1`"
-    assert commands(text) == [("launch/train.py", ["--warmpu"]), ("tools/demo.py", ["--seed"])]
+    text = "deepspeed launch/train.py \\\n    --warmpu 5\n`megaclip demo --seed 1`"
+    assert commands(text) == [("launch/train.py", ["--warmpu"]), ("megaclip demo", ["--seed"])]
     assert "--warmpu" not in options_of("launch/train.py")
 
 

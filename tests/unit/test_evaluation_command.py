@@ -1,12 +1,10 @@
-"""tools/evaluate.py on an exported model and on a run's checkpoint, compared with the sorted similarity matrix."""
+"""`megaclip evaluate` on an exported model and on a run's checkpoint, compared with the sorted similarity matrix."""
 
-import importlib.util
 import io
 import json
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -15,30 +13,19 @@ from PIL import Image
 
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, write_model_card
 from megaclip.checkpoint.open_clip_weights import read_weights, write_weights
+from megaclip.commands import evaluate, export_open_clip
 from megaclip.data import ImageTransform, load_tokenizer
 from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import CheckpointError
 from megaclip.models import ClipModel, build_model, load_model_config
 from tests.evaluation_oracle import ranks_by_sorting, recall, retrieval_by_sorting
 from tests.unit.data_samples import write_tar
-from tools import export_open_clip
 
-REPOSITORY = Path(__file__).parents[2]
 CONFIG = load_model_config("demo-tiny").replace(text_cfg={"vocab_size": 49408, "eos_id": 49407})
 COUNT = 23
 COLOURS = np.random.default_rng(0).integers(0, 256, size=(COUNT, 2, 2, 3), dtype=np.uint8)
 CAPTIONS = [f"picture number {index}, a test" for index in range(COUNT)]
 CLASSES = ["red", "green", "blue"]
-
-
-@pytest.fixture(scope="module")
-def command() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("evaluate_command", REPOSITORY / "tools" / "evaluate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +92,13 @@ def expected(model: ClipModel) -> dict[str, float]:
     return {**metrics, "zero_shot_top1": recall(ranks, 1), "zero_shot_top5": 1.0}
 
 
-def run(command: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, arguments)])
-    command.main()
+    evaluate.main()
 
 
 @pytest.mark.parametrize("source", ["model", "run", "run/checkpoints"])
 def test_scores_equal_those_of_the_sorted_matrix(
-    command: ModuleType,
     folder: Path,
     expected: dict[str, float],
     source: str,
@@ -122,7 +108,7 @@ def test_scores_equal_those_of_the_sorted_matrix(
 ) -> None:
     data = ["--val-data", folder / "pairs.tar", "--zeroshot-data", folder / "labelled", "--workers", 0]
     written = ["--json", tmp_path / "scores.json", "--pictures", tmp_path / "pictures", "--batch-size", 7]
-    run(command, monkeypatch, folder / source, *data, *written)
+    run(monkeypatch, folder / source, *data, *written)
     content = json.loads((tmp_path / "scores.json").read_text())
     assert content["metrics"] == pytest.approx(expected)
     table = capsys.readouterr().out
@@ -138,7 +124,7 @@ def test_scores_equal_those_of_the_sorted_matrix(
         (["model", "--tag", "step_00000007", "--val-data", "pairs.tar"], "error: --tag step_00000007 selects"),
         (["model", "--val-data", "missing.tar"], "error: "),
         (["labelled", "--val-data", "pairs.tar"], "error: no checkpoint at"),
-        (["pairs.tar", "--val-data", "pairs.tar"], "convert it to a directory with tools/import_open_clip.py"),
+        (["pairs.tar", "--val-data", "pairs.tar"], "convert it to a directory with `megaclip import`"),
         (
             ["run", "--tag", "step_00000008", "--val-data", "pairs.tar"],
             "error: no checkpoint .step_00000008. in",
@@ -146,11 +132,11 @@ def test_scores_equal_those_of_the_sorted_matrix(
     ],
 )
 def test_mistake_gives_an_error_of_one_line(
-    command: ModuleType, folder: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     with pytest.raises(SystemExit, match=message) as exit_info:
-        run(command, monkeypatch, *arguments)
+        run(monkeypatch, *arguments)
     assert "\n" not in str(exit_info.value)
 
 

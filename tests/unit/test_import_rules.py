@@ -1,6 +1,7 @@
-"""Which room may import which: the table of the architecture, held by reading every import statement of the package.
+"""Every import statement of the package follows the table of README.md, which package may import which.
 
-Imports inside functions and under TYPE_CHECKING count too: the table says what a reader must know to understand a room.
+Imports inside functions and under TYPE_CHECKING count too: the table lists what a reader has to know to understand a
+package.
 """
 
 import ast
@@ -13,6 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "megaclip"
 
 FOUNDATION = {"errors", "logging"}
+ENGINE = FOUNDATION | {"config", "ops", "comm", "data", "losses", "models", "checkpoint", "evaluation", "planner"}
 MAY_IMPORT = {
     "errors": set(),
     "logging": set(),
@@ -25,7 +27,9 @@ MAY_IMPORT = {
     "checkpoint": FOUNDATION | {"models", "comm"},
     "evaluation": FOUNDATION | {"models", "data", "ops", "comm"},
     "planner": FOUNDATION | {"config", "losses", "models"},
-    "engine": FOUNDATION | {"config", "ops", "comm", "data", "losses", "models", "checkpoint", "evaluation", "planner"},
+    "engine": ENGINE,
+    "commands": ENGINE | {"engine"},
+    "__main__": {"commands"},
 }
 
 
@@ -46,17 +50,17 @@ def imported_modules(source: str, module: str) -> Iterator[tuple[int, str]]:
 
 
 def violations(source: str, module: str) -> list[str]:
-    """Every import in `source` that the table does not allow to `module` (dotted, a package as `room.__init__`)."""
-    room = module.split(".")[1]
+    """Every import in `source` that the table does not allow to `module` (dotted, a package as `package.__init__`)."""
+    package = module.split(".")[1]
     found = []
     for line, name in imported_modules(source, module):
         top, _, rest = name.partition(".")
         target = rest.split(".")[0]
         if top in ("launch", "tools", "tests"):
             found.append(f"{module}:{line} imports {name}: nothing imports {top}")
-        elif top == "megaclip" and target not in ("", "__version__", room) and target not in MAY_IMPORT[room]:
-            allowed = ", ".join(sorted(MAY_IMPORT[room]))
-            found.append(f"{module}:{line} imports {name}: {room} may import {allowed}")
+        elif top == "megaclip" and target not in ("", "__version__", package) and target not in MAY_IMPORT[package]:
+            allowed = ", ".join(sorted(MAY_IMPORT[package]))
+            found.append(f"{module}:{line} imports {name}: {package} may import {allowed}")
     return found
 
 
@@ -68,11 +72,11 @@ def dotted(path: Path) -> str:
     return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
 
 
-def test_every_room_is_in_the_table() -> None:
+def test_every_package_is_in_the_table() -> None:
     assert {dotted(path).split(".")[1] for path in modules()} <= MAY_IMPORT.keys()
 
 
-def test_rooms_import_only_what_the_table_allows() -> None:
+def test_packages_import_only_what_the_table_allows() -> None:
     assert [line for path in modules() for line in violations(path.read_text(), dotted(path))] == []
 
 
@@ -109,6 +113,6 @@ def test_an_allowed_import_is_not(source: str, module: str) -> None:
 
 
 def test_every_test_file_has_a_name_of_its_own():
-    """pytest cannot collect two test files of one name, but says so only to who runs both folders."""
+    """pytest cannot collect two test files of one name, and reports it only if both folders are collected."""
     names = [path.name for path in (REPOSITORY / "tests").rglob("test_*.py")]
     assert [name for name in set(names) if names.count(name) > 1] == []

@@ -305,7 +305,7 @@ def test_weights_that_fit_only_partly_are_refused_and_reported(tmp_path, model, 
 
 
 def run_import(*arguments):
-    command = [sys.executable, "tools/import_open_clip.py", *map(str, arguments)]
+    command = [sys.executable, "-m", "megaclip", "import", *map(str, arguments)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
 
 

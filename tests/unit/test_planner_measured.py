@@ -15,15 +15,15 @@ from megaclip.data.batch import EvaluationBatch
 from megaclip.evaluation import evaluate, suite
 from megaclip.planner import Workload, describe, phases, plan_memory, plan_time
 from megaclip.planner.losses import LossSizes, megaclip_loss_bytes
-from megaclip.planner.workload import EvaluationSets
-from tests.unit.planner_cases import H200, MIB, workload
-from tools.bench_peers import (
+from megaclip.planner.peers import (
     INF_CL,
     OPEN_CLIP_ACCUMULATING,
     inf_cl_loss_bytes,
     open_clip_loss_bytes,
     peer_gpu_bytes,
 )
+from megaclip.planner.workload import EvaluationSets
+from tests.unit.planner_cases import H200, MIB, workload
 
 # tools/bench_loss.py on one and four H200s, bf16 features: MiB beyond the features.
 MEASURED_MIB = {

@@ -13,10 +13,10 @@ from megaclip.models import load_model_config
 from megaclip.planner import describe, plan_memory, plan_time
 from megaclip.planner.captions import assumed_length
 from megaclip.planner.cluster import Rates, parse_size, rates_json
+from megaclip.planner.peers import OPEN_CLIP_ACCUMULATING, peer_step_seconds
 from megaclip.planner.tower_time import tower_seconds
 from megaclip.planner.towers import towers
 from tests.unit.planner_cases import GIB, H200, of_batch, workload
-from tools.bench_peers import OPEN_CLIP_ACCUMULATING, peer_step_seconds
 
 
 def test_towers_run_twice_with_the_cache_and_forward_again_with_checkpointing(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from megaclip.commands import plan
 from megaclip.config import MegaclipSection, TrainingConfig, load_training_config, parse_arguments
 from megaclip.engine import build, preflight, this_machine
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
 from megaclip.planner import Cluster, describe
 from megaclip.planner.cluster import GPUS
-from tools import plan
 
 
 def raise_alone(error: Exception | None) -> None:
@@ -150,7 +150,7 @@ def test_the_launcher_sets_how_many_ranks_share_a_host(
 
 
 def plan_here(*flags: str) -> Cluster:
-    """The cluster that tools/plan.py plans for with --here."""
+    """The cluster that `megaclip plan` plans for with --here."""
     shipped = Path(__file__).parents[2] / "ds_configs" / "zero3.json"
     command = ["--here", "--deepspeed_config", str(shipped), "--model", "ViT-B-32", *flags]
     return plan._cluster(plan._parser().parse_args(command))

@@ -1,12 +1,11 @@
 """Compile the DeepSpeed ops that CPU runs use, so that the first run does not have to.
 
-usage: python tools/build_ops.py
-
 The compiled ops are stored in TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions). A build that was killed leaves
 a lock file, and every later build waits for it without end. This command deletes such files first, so do not start it
 twice at the same time.
 """
 
+import argparse
 import os
 import sys
 import time
@@ -38,6 +37,7 @@ def build(name: str) -> None:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     remove_stale_locks()
     started = time.monotonic()
     try:
@@ -48,7 +48,3 @@ def main() -> int:
         return 1
     print(f"DeepSpeed's CPU ops are ready ({time.monotonic() - started:.0f} s)")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Memory, time and traffic of other codes' training, by the formulas of what they compute and keep on a GPU.
 
-tools/plan.py and tools/bench_comm.py print these beside this project's figures; tests compare them with published and
+`megaclip plan` and tools/bench_comm.py print these beside this project's figures; tests compare them with published and
 measured figures.
 
 Under data parallelism every GPU has all parameters, gradients, Adam's two moments and, on several GPUs, DDP's buckets.

@@ -4,7 +4,7 @@ A scene shows one to three coloured handwritten digits on a dark background, and
 to the left of a blue seven on a navy ground". The handwriting is real (1,797 digits of the UCI test set, scikit-learn's
 `load_digits`). It is split by source image: no digit of a training scene occurs in a held-out scene.
 
-    python tools/make_digit_scenes.py data/digit_scenes --train 76800 --held-out 1000
+    megaclip demo-data data/digit_scenes --train 76800 --held-out 1000
 
 writes webdataset tar shards and a zero-shot set in CLIP_benchmark's layout:
 
@@ -358,7 +358,3 @@ def main() -> None:
     write_all(settings, arguments.directory, arguments.processes)
     record.write_text(json.dumps(fingerprint(settings), indent=1) + "\n")
     print(f"wrote {settings.train} training, {settings.held_out} held-out and {settings.zero_shot} zero-shot images")
-
-
-if __name__ == "__main__":
-    main()

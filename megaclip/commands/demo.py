@@ -1,11 +1,12 @@
-"""Run the demo of `make demo`: train, evaluate and export a small CLIP model on two CPU cores.
+"""Run the demo: train, evaluate and export a small CLIP model on two CPU cores.
 
-    python tools/demo.py [--seed N] [--steps N] [--name NAME]
+    megaclip demo [--seed N] [--steps N] [--name NAME]
 
 It draws scenes of real handwritten digits and trains a tokenizer on their captions. It trains a small CLIP model under
 the deepspeed launcher: two ranks, ZeRO-3 with optimizer offload, activation checkpointing, a gradient cache of 4 chunks
 and the ring exchange (ds_configs/demo_cpu.json). It evaluates on held-out scenes, exports to open_clip's format and
-verifies the export with open_clip itself. At the end it prints a table and writes RUN/metrics.json.
+verifies the export with open_clip itself. At the end it prints a table and writes RUN/metrics.json. Everything is
+written to data/ and runs/ in the current directory.
 """
 
 import argparse
@@ -19,7 +20,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+DATA = Path("data/digit_scenes")
+RUNS = Path("runs")
 RANKS = 2
 STEPS = 300
 BATCH = 256
@@ -28,8 +30,7 @@ CHANCE = {"zero_shot_top1": 0.1, "retrieval_r1_i2t": 0.001, "retrieval_r1_t2i": 
 
 def main() -> int:
     arguments = parse_arguments()
-    data = ROOT / "data" / "digit_scenes"
-    run = ROOT / "runs" / arguments.name
+    data, run = DATA, RUNS / arguments.name
     started = time.monotonic()
     try:
         make_data(data, arguments.steps)
@@ -59,11 +60,10 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def python(*command: str | Path, capture: bool = False) -> str:
-    """Run a Python command. Its output goes to the terminal or, with `capture`, is returned."""
+def megaclip(*command: str | Path, capture: bool = False) -> str:
+    """Run a command of MegaCLIP. Its output goes to the terminal or, with `capture`, is returned."""
     done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=ROOT,
+        [sys.executable, "-m", "megaclip", *map(str, command)],
         check=True,
         text=True,
         stdout=subprocess.PIPE if capture else None,
@@ -73,10 +73,10 @@ def python(*command: str | Path, capture: bool = False) -> str:
 
 def make_data(data: Path, steps: int) -> None:
     """Make the scenes for one pass of the curriculum and a tokenizer, unless an earlier call has made them."""
-    python("tools/make_digit_scenes.py", data, "--train", str(steps * BATCH))
+    megaclip("demo-data", data, "--train", str(steps * BATCH))
     tokenizer = data / "tokenizer.model"
     if not tokenizer.exists():
-        python("tools/train_tokenizer.py", data / "train/*.tar", "--out", tokenizer, "--vocab-size", "192")
+        megaclip("tokenizer", data / "train/*.tar", "--out", tokenizer, "--vocab-size", "192")
 
 
 def train(data: Path, run: Path, arguments: argparse.Namespace) -> None:
@@ -91,8 +91,8 @@ def train(data: Path, run: Path, arguments: argparse.Namespace) -> None:
         **os.environ,
     }
     command = [
-        Path(sys.executable).with_name("deepspeed"), "--num_gpus", RANKS, "--master_port", port, "launch/train.py",
-        "--deepspeed_config", "ds_configs/demo_cpu.json", "--model", "demo-tiny",
+        Path(sys.executable).with_name("deepspeed"), "--num_gpus", RANKS, "--master_port", port,
+        "--module", "megaclip", "train", "--deepspeed_config", "demo_cpu", "--model", "demo-tiny",
         "--train-data", data / "train/*.tar", "--shard-order", "sequential", "--tokenizer", data / "tokenizer.model",
         "--val-data", data / "held_out/*.tar", "--zeroshot-data", data / "zero_shot",
         "--train-steps", arguments.steps, "--warmup", arguments.steps // 3, "--workers", 0,
@@ -100,15 +100,15 @@ def train(data: Path, run: Path, arguments: argparse.Namespace) -> None:
         "--seed", arguments.seed, "--logs", run.parent, "--name", run.name, "--log-every-n-steps", 20,
         "--eval-every-steps", 100,
     ]  # fmt: skip
-    subprocess.run([str(part) for part in command], cwd=ROOT, check=True, env=environment)
+    subprocess.run([str(part) for part in command], check=True, env=environment)
 
 
 def export_and_verify(run: Path) -> float:
     """Write RUN/open_clip and return the largest difference between MegaCLIP's and open_clip's features."""
-    output = python("tools/export_open_clip.py", run / "checkpoints", run / "open_clip", "--verify", capture=True)
+    output = megaclip("export", run / "checkpoints", run / "open_clip", "--verify", capture=True)
     print(output, end="")
     found = re.search(r"^export_max_abs_diff (\S+)$", output, re.MULTILINE)
-    assert found is not None, "tools/export_open_clip.py --verify prints export_max_abs_diff"
+    assert found is not None, "megaclip export --verify prints export_max_abs_diff"
     return float(found.group(1))
 
 
@@ -119,10 +119,6 @@ def print_table(metrics: dict[str, float], run: Path) -> None:
     print(f"{'export_max_abs_diff':28} {metrics['export_max_abs_diff']:8.1e}")
     print(f"{'steps':28} {metrics['steps']:8.0f}")
     print(f"{'samples_per_s':28} {metrics['samples_per_s']:8.0f}")
-    print(f"\nmetrics      {run.relative_to(ROOT) / 'metrics.json'}")
-    print(f"open_clip    {run.relative_to(ROOT) / 'open_clip'}   (a complete local-dir: export)")
-    print(f"pictures     tensorboard --logdir {run.relative_to(ROOT) / 'tensorboard'}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print(f"\nmetrics      {run / 'metrics.json'}")
+    print(f"open_clip    {run / 'open_clip'}   (a complete local-dir: export)")
+    print(f"pictures     tensorboard --logdir {run / 'tensorboard'}")

@@ -1,0 +1,61 @@
+"""The command line: `megaclip train`, `megaclip evaluate`, ...; `python -m megaclip` is the same.
+
+Each command is a module of this package with a function `main()`, which reads `sys.argv`. On several ranks a command is
+started by a launcher: `deepspeed --module megaclip train ...`.
+"""
+
+import importlib
+import sys
+from dataclasses import dataclass
+
+import megaclip
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command and the module that runs it."""
+
+    module: str
+    """Name of the module in `megaclip.commands`."""
+    summary: str
+
+
+COMMANDS = {
+    "train": Command("train", "train a model; on several GPUs: deepspeed --module megaclip train ..."),
+    "evaluate": Command("evaluate", "zero-shot classification and retrieval, of a run or an exported model"),
+    "export": Command("export_open_clip", "write a checkpoint in open_clip's format"),
+    "import": Command("import_open_clip", "convert open_clip's weights to a directory for --pretrained"),
+    "inspect": Command("inspect_data", "report the contents, problems and loading speed of a dataset"),
+    "plan": Command("plan", "memory, largest batch and step time of a run before it starts"),
+    "tokenizer": Command("train_tokenizer", "train a sentencepiece tokenizer on the captions of a dataset"),
+    "report": Command("ds_report", "DeepSpeed's environment report with MegaCLIP's op and optional packages"),
+    "build-ops": Command("build_ops", "compile DeepSpeed's CPU ops before the first run"),
+    "demo-data": Command("make_digit_scenes", "draw the captioned images of the demo"),
+    "demo": Command("demo", "train, evaluate and export a small model on two CPU cores, in about six minutes"),
+}
+
+
+def main() -> None:
+    """Run the command that `sys.argv` names, and exit with its exit code."""
+    arguments = sys.argv[1:]
+    from_launcher = []
+    while arguments and arguments[0].startswith("--local_rank"):  # deepspeed passes it before all other arguments
+        from_launcher.append(arguments.pop(0))
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        sys.exit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        print(f"megaclip {megaclip.__version__}")
+        sys.exit(0)
+    name, *rest = arguments
+    if name not in COMMANDS:
+        sys.exit(f"error: unknown command {name!r}; expected one of {', '.join(COMMANDS)}")
+    sys.argv = [f"megaclip {name}", *rest, *from_launcher]
+    sys.exit(importlib.import_module(f"megaclip.commands.{COMMANDS[name].module}").main())
+
+
+def usage() -> str:
+    """Return the list of commands, one per line."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: megaclip COMMAND ...", "", *lines, "", "megaclip COMMAND --help lists the flags"])

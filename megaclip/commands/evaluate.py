@@ -1,0 +1,166 @@
+"""Evaluate a model: zero-shot classification and image-text retrieval, exact, on one process or all ranks.
+
+    megaclip evaluate OUT_DIR --val-data 'val/{00..09}.tar' --zeroshot-data imagenet_val --json scores.json
+    deepspeed --module megaclip evaluate runs/NAME --val-data 'val/{00..09}.tar'
+
+MODEL is an exported open_clip directory, a run (runs/NAME) or its checkpoints folder; --tag selects the step of a run.
+Ties count against the model, so repeated images lower the recall. COCO and Flickr have several captions per image and
+need --group-captions: equal images then count as one image, and every line of a caption is one caption. --pictures
+writes the similarity heat map and the retrieved images that training shows in TensorBoard.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from PIL import Image
+
+from megaclip.comm.collectives import raise_on_all_ranks
+from megaclip.comm.groups import group_rank, group_size
+from megaclip.config.command_line import DEFAULT_WORKERS
+from megaclip.data import DATASET_TYPES, LabelledDataset, PairDataset, open_labelled, open_pairs
+from megaclip.engine.process_group import start_process_group
+from megaclip.engine.saved_model import load_saved_model
+from megaclip.errors import MegaclipError
+from megaclip.evaluation import Evaluation, ModelEncoder, evaluate_datasets, example_pictures, group_captions
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    start_process_group()
+    problem = ""
+    try:
+        evaluate_saved(arguments)
+    except MegaclipError as error:
+        problem = f"error: {error}"
+    dist.destroy_process_group()
+    if problem:
+        sys.exit(problem)
+
+
+def evaluate_saved(arguments: argparse.Namespace) -> None:
+    """Load the model and the data, evaluate, and report. Raises the same MegaclipError on every rank."""
+    started = time.monotonic()
+    with raise_on_all_ranks():
+        loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer)
+        pairs, labelled = open_data(arguments)
+    device, dtype = torch.device(get_accelerator().current_device_name()), PRECISIONS[arguments.precision]
+    encode = ModelEncoder(
+        loaded.model.to(device, dtype),
+        loaded.transform.normalise,
+        device=device,
+        image_dtype=dtype,
+        cut_captions=loaded.model.cut_captions,
+    )
+    result, left_out = evaluate_datasets(
+        encode,
+        pairs=pairs,
+        labelled=labelled,
+        captions=group_captions(pairs) if pairs is not None and arguments.group_captions else None,
+        transform=loaded.transform,
+        tokenizer=loaded.tokenizer,
+        batch_size=arguments.batch_size,
+        num_workers=arguments.workers,
+        text_batch_size=arguments.batch_size,
+    )
+    if group_rank() == 0:
+        report(arguments, result, pairs, labelled, left_out, time.monotonic() - started)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "model", type=Path, metavar="MODEL", help="exported directory, run, its checkpoints or one of them"
+    )
+    parser.add_argument("--tag", help="checkpoint of the run, such as step_00000100 (default: the latest)")
+    parser.add_argument("--val-data", nargs="+", default=[], metavar="SPEC", help="image-text pairs, for retrieval")
+    parser.add_argument("--dataset-type", default="auto", choices=DATASET_TYPES, help="how to read --val-data")
+    parser.add_argument("--image-key", help="column or extension of the image")
+    parser.add_argument("--caption-key", help="column or extension of the caption")
+    parser.add_argument("--group-captions", action="store_true", help="images have several captions (COCO, Flickr)")
+    parser.add_argument("--zeroshot-data", metavar="FOLDER", help="labelled images, for zero-shot classification")
+    parser.add_argument("--tokenizer", help="'clip' or a sentencepiece .model (default: from the model card)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="precision of the forward pass")
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="number of images, and of prompts, that a rank encodes at once"
+    )
+    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, help="number of data worker processes per rank")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores to this file")
+    parser.add_argument(
+        "--pictures", type=Path, metavar="FOLDER", help="write similarity.png and retrieval.png to this folder"
+    )
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # from the deepspeed launcher
+    arguments = parser.parse_args()
+    if not arguments.val_data and not arguments.zeroshot_data:
+        parser.error("no data to evaluate on; give --val-data, --zeroshot-data or both")
+    return arguments
+
+
+def open_data(arguments: argparse.Namespace) -> tuple[PairDataset | None, LabelledDataset | None]:
+    """Return the image-text pairs of --val-data and the labelled images of --zeroshot-data, None without the flag."""
+    pairs = labelled = None
+    if arguments.val_data:
+        pairs = open_pairs(
+            arguments.val_data,
+            dataset_type=arguments.dataset_type,
+            image_key=arguments.image_key,
+            caption_key=arguments.caption_key,
+        )
+    if arguments.zeroshot_data:
+        labelled = open_labelled(arguments.zeroshot_data)
+    return pairs, labelled
+
+
+def report(
+    arguments: argparse.Namespace,
+    result: Evaluation,
+    pairs: PairDataset | None,
+    labelled: LabelledDataset | None,
+    bad_samples: dict[str, int],
+    seconds: float,
+) -> None:
+    """Print the scores, and write the files of --json and --pictures."""
+    metrics = result.metrics
+    if labelled is not None:
+        print(f"\nzero-shot, {len(labelled)} images, {len(labelled.class_names)} classes")
+        print_row("", "top-1", "top-5")
+        print_row("accuracy", *(metrics[f"zero_shot_top{k}"] for k in (1, 5)))
+    if pairs is not None:
+        print(f"\nretrieval, {len(pairs)} pairs")
+        print_row("", "R@1", "R@5", "R@10")
+        for name, way in (("image to text", "i2t"), ("text to image", "t2i")):
+            print_row(name, *(metrics[f"retrieval_r{k}_{way}"] for k in (1, 5, 10)))
+    for kind, count in bad_samples.items():
+        print(f"left out: {count} samples ({kind})")
+    print(f"\n{seconds:.1f} s on {group_size()} rank{'s' if group_size() > 1 else ''}")
+    if arguments.json:
+        content: dict[str, Any] = {
+            "model": str(arguments.model),
+            "tag": arguments.tag,
+            "val_data": arguments.val_data,
+            "group_captions": arguments.group_captions,
+            "zeroshot_data": arguments.zeroshot_data,
+            "precision": arguments.precision,
+            "world_size": group_size(),
+            "bad_samples": bad_samples,
+            "metrics": metrics,
+        }
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if arguments.pictures and result.examples is not None and pairs is not None:
+        arguments.pictures.mkdir(parents=True, exist_ok=True)
+        for name, picture in example_pictures(result.examples, pairs).items():
+            Image.fromarray(picture.transpose(1, 2, 0)).save(arguments.pictures / f"{name}.png")
+
+
+def print_row(name: str, *values: str | float) -> None:
+    cells = (value if isinstance(value, str) else f"{100 * value:.2f} %" for value in values)
+    print(f"  {name:<14}" + "".join(f"{cell:>10}" for cell in cells))

@@ -1,0 +1,378 @@
+"""Plan a run before it starts: memory by part, the largest batch that fits, the step's time and its longest term.
+
+    megaclip plan --deepspeed_config ds_configs/zero3.json --model ViT-L-14 --gpu h200 --gpus 8 --hosts 4
+    megaclip plan ... --here                                 # this machine, with what is free on it
+    megaclip plan ... --batch 1048576 --micro-batch 256      # with another batch size
+    megaclip plan ... --gpu-memory 80GiB --host-memory 900GiB --disk 2TB --link 200GB --network 25GB
+    megaclip plan --calibrate rates.json                     # measure this machine; then --rates rates.json
+    megaclip plan ... --sweep sweep.png --json sweep.json    # batch against memory and time, and the peers
+    megaclip plan ... --compare measured.json                # planned against measured
+
+It needs no GPU and starts nothing; only --calibrate uses the GPUs of this machine. --sweep needs matplotlib.
+"""
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+
+from megaclip.config import MegaclipSection, TrainArguments, TrainingConfig, load_training_config
+from megaclip.config.checks import check_ds_config
+from megaclip.config.command_line import DEFAULT_WORKERS
+from megaclip.errors import ConfigError, MegaclipError
+from megaclip.models import load_model_config
+from megaclip.planner import (
+    Cluster,
+    Rates,
+    Workload,
+    advice,
+    advice_beyond_settings,
+    describe,
+    largest_batch,
+    plan_memory,
+    plan_time,
+    tensor_parallel_verdict,
+)
+from megaclip.planner.cluster import GPUS, parse_size, rates_json
+from megaclip.planner.memory import format_bytes
+from megaclip.planner.peers import (
+    PEERS,
+    inf_cl_loss_bytes,
+    open_clip_loss_bytes,
+    peer_gpu_bytes,
+    peer_step_seconds,
+)
+from megaclip.planner.phases import loss_sizes
+from megaclip.planner.report import graphs_text, loss_table, memory_table, time_table
+from megaclip.planner.rules import cuts_captions
+from megaclip.planner.tensor_parallel import fastest_without
+from megaclip.planner.workload import EvaluationSets, nvme_paths
+
+_COLOURS = {"MegaCLIP": "#12784a", "open_clip": "#7a8699", "open_clip --accum-freq": "#3d4756", "Inf-CL": "#c0702a"}
+
+
+def main() -> int:
+    parser = _parser()
+    arguments = parser.parse_args()
+    try:
+        if arguments.calibrate:
+            return _calibrate(arguments)
+        if arguments.compare:
+            return _compare(arguments)
+        if not (arguments.deepspeed_config and arguments.model):
+            raise ConfigError("--deepspeed_config or --model is missing; give both, or --calibrate, or --compare")
+        cluster = _cluster(arguments)
+        workload = _workload(arguments, cluster)
+        if workload.sample_columns and not workload.samples:
+            raise ConfigError(
+                f"megaclip.loss {workload.megaclip.loss!r} keeps state of every sample; give --train-num-samples, "
+                "the size of the dataset"
+            )
+        return _sweep(arguments, workload, cluster) if arguments.sweep else _plan(workload, cluster)
+    except MegaclipError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_argument_group("run")
+    what.add_argument("--deepspeed_config", "--deepspeed-config", help="ds_config.json")
+    what.add_argument("--model", help="preset name or the path of a model JSON")
+    what.add_argument("--batch", type=int, help="contrastive batch, instead of train_batch_size")
+    what.add_argument("--micro-batch", type=int, help="instead of train_micro_batch_size_per_gpu")
+    what.add_argument("--tensor-parallel", type=int, help="instead of megaclip.tensor_parallel_size")
+    what.add_argument(
+        "--workers", type=int, default=DEFAULT_WORKERS, help="loader processes per rank (default %(default)s)"
+    )
+    what.add_argument(
+        "--train-num-samples", type=int, default=0, help="samples of the dataset, for the FastCLIP losses' state"
+    )
+    what.add_argument(
+        "--text-positions-saved",
+        type=float,
+        metavar="SHARE",
+        help="share of token positions that cutting captions saves, as a run logs it (default: for captions of 8 to 77 "
+        "tokens, docs/planning.md)",
+    )
+    what.add_argument("--train-steps", type=int, help='steps of the run, for megaclip.compile "auto" (default: many)')
+    what.add_argument("--val-num-samples", type=int, default=0, help="image-caption pairs that the run is evaluated on")
+    what.add_argument(
+        "--lock-image", type=int, nargs="?", const=0, help="freeze the image tower except its last N groups"
+    )
+    what.add_argument(
+        "--lock-text", type=int, nargs="?", const=0, help="freeze the text tower except its last N layers"
+    )
+    where = parser.add_argument_group("machines")
+    where.add_argument("--here", action="store_true", help="this machine: its GPUs, and the memory that is free now")
+    where.add_argument("--gpu", help=f"{', '.join(GPUS)} (default h200)")
+    where.add_argument("--gpus", type=int, help="GPUs per host (default 8; with --here all of them, one rank on a CPU)")
+    where.add_argument("--hosts", type=int, default=1, help="hosts, all alike (default 1)")
+    where.add_argument("--gpu-memory", help="of one GPU, for example 80GiB")
+    where.add_argument("--host-memory", help="free on one host (default 1000GiB)")
+    where.add_argument("--disk", help="free on one host (default 4TB)")
+    where.add_argument("--link", help="bytes per second that one GPU sends inside a host, for example 300GB")
+    where.add_argument("--network", help="bytes per second that one GPU sends to other hosts")
+    where.add_argument("--rates", help="file that --calibrate wrote on such a machine")
+    other = parser.add_argument_group("other output than the tables")
+    other.add_argument("--calibrate", metavar="RATES.json", help="measure this machine's rates and write them")
+    other.add_argument(
+        "--sweep", metavar="PICTURE.png", help="draw memory and time over the batch, here and in other codes"
+    )
+    other.add_argument("--json", type=Path, help="with --sweep: write the figures too")
+    other.add_argument("--compare", type=Path, nargs="+", help="JSON of tools/bench_train.py: planned beside measured")
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher's
+    return parser
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    if arguments.here:
+        return _clusters_like_this(arguments)
+    names = ("gpu", "gpus", "hosts", "gpu_memory", "host_memory", "disk", "link", "network")
+    described = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    rates = Rates.read(arguments.rates, GPUS[arguments.gpu or "h200"][1]) if arguments.rates else None
+    return describe(rates=rates, **described)
+
+
+def _clusters_like_this(arguments: argparse.Namespace) -> Cluster:
+    """Return hosts like this machine, with the memory that is free on it now."""
+    from megaclip.engine.this_machine import this_machine
+
+    if measured := [name for name in ("gpu", "gpu_memory", "host_memory", "disk") if getattr(arguments, name)]:
+        raise ConfigError(f"--{measured[0].replace('_', '-')} describes another machine; remove it or --here")
+    here = torch.cuda.device_count()
+    if here and (arguments.gpus or 0) > here:
+        raise ConfigError(f"--gpus {arguments.gpus}: this machine has {here}; use --gpu instead of --here for another")
+    nvme = nvme_paths(load_training_config(arguments.deepspeed_config).zero)
+    cluster = this_machine(arguments.gpus or max(1, here), Path.cwd(), nvme)
+    rates = Rates.read(arguments.rates, cluster.rates) if arguments.rates else cluster.rates
+    given = {name: parse_size(value) for name in ("link", "network") if (value := getattr(arguments, name))}
+    return replace(cluster, hosts=arguments.hosts, rates=replace(rates, **given))
+
+
+def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
+    config = load_training_config(arguments.deepspeed_config)
+    if arguments.tensor_parallel is not None:
+        config = _with_tensor_parallel(config, arguments.tensor_parallel)
+    if arguments.batch or arguments.micro_batch:
+        replicas = max(1, cluster.gpus // config.megaclip.tensor_parallel_size)
+        config = _with_batch(config, arguments.batch, arguments.micro_batch, replicas)
+    rows = TrainArguments.model_fields["eval_batch_size"].default
+    evaluation = EvaluationSets(rows, pairs=arguments.val_num_samples) if arguments.val_num_samples else None
+    workload = Workload.of(
+        load_model_config(arguments.model),
+        config,
+        cluster.gpus,
+        image_unlocked=arguments.lock_image,
+        text_unlocked=arguments.lock_text,
+        workers=arguments.workers,
+        samples=arguments.train_num_samples,
+        evaluation=evaluation,
+        steps=arguments.train_steps,
+    )
+    saved = arguments.text_positions_saved
+    if saved is not None and not 0 <= saved < 1:
+        raise ConfigError(f"--text-positions-saved {saved} is not a share; use a number from 0 to less than 1")
+    if saved is not None and not cuts_captions(workload.megaclip.cut_captions, workload.model.text_cfg):
+        raise ConfigError(f"--text-positions-saved {saved} has no effect: this run cuts no captions; leave it out")
+    return replace(workload, text_positions_saved=saved)
+
+
+def _with_tensor_parallel(config: TrainingConfig, size: int) -> TrainingConfig:
+    """Return the settings with another tensor-parallel size, checked again. Batch sizes stay those of a replica."""
+    changed = dict(config.deepspeed, megaclip={**config.deepspeed.get("megaclip", {}), "tensor_parallel_size": size})
+    return replace(config, deepspeed=changed, megaclip=check_ds_config(changed).megaclip)
+
+
+def _with_batch(config: TrainingConfig, batch: int | None, micro_batch: int | None, replicas: int) -> TrainingConfig:
+    """Return the settings with another batch size or micro-batch size; the number of chunks follows."""
+    triple = {name: config.deepspeed.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu")}
+    accumulation = config.deepspeed.get("gradient_accumulation_steps")
+    total = batch or triple["train_batch_size"]
+    micro = micro_batch or triple["train_micro_batch_size_per_gpu"]
+    if micro is None and triple["train_batch_size"] and accumulation:
+        micro = max(1, triple["train_batch_size"] // (accumulation * replicas))
+    changed = {key: value for key, value in config.deepspeed.items() if key != "gradient_accumulation_steps"}
+    changed.update({"train_batch_size": total, "train_micro_batch_size_per_gpu": micro})
+    if total is None:
+        del changed["train_batch_size"]
+        changed["gradient_accumulation_steps"] = accumulation or 1
+    return replace(config, deepspeed=changed)
+
+
+def _plan(workload: Workload, cluster: Cluster) -> int:
+    plan, step, batch = plan_memory(workload, cluster), plan_time(workload, cluster), workload.batch
+    whole, split = workload.with_megaclip(tensor_parallel_size=1).total, ""
+    if workload.tensor_ranks > 1:
+        split = f", {workload.total / 1e6:.1f} M on each of {workload.tensor_ranks} tensor-parallel ranks"
+    print(
+        f"batch {batch.global_batch:,} = {batch.world_size} ranks x {batch.local_batch:,}; chunks of "
+        f"{batch.micro_batch} images and {batch.text_micro_batch} texts; {whole / 1e6:.1f} M "
+        f"parameters{split}, ZeRO-{workload.zero.stage}\n"
+        f"captions: {workload.text_positions:.1f} of {workload.model.text_cfg.context_length} token positions on "
+        "average for the step's time, all of them for memory\n"
+    )
+    sizes = loss_sizes(workload)
+    peers = {"open_clip (local loss, bf16 autocast)": open_clip_loss_bytes(sizes), "Inf-CL": inf_cl_loss_bytes(sizes)}
+    losses = loss_table(plan.workload, peers)
+    print(memory_table(plan, cluster), graphs_text(plan.workload), losses, time_table(step, cluster), sep="\n\n")
+    print(f"\nlargest batch that fits, all else the same: {largest_batch(workload, cluster):,}")
+    verdict = tensor_parallel_verdict(workload, cluster)
+    if not plan.refusals:
+        print("this run fits")
+        if verdict:
+            print(verdict)
+        elif workload.tensor_ranks > 1 and (best := fastest_without(workload, cluster)):
+            print(f"without tensor parallelism: {best.settings} at {best.seconds:.3g} s per step")
+        return 0
+    print("this run DOES NOT FIT: " + "; ".join(plan.refusals))
+    for change in advice(workload, cluster) or [advice_beyond_settings(workload)]:
+        print(f"  it would with {change}")
+    if verdict:
+        print(verdict)
+    return 2
+
+
+def _sweep(arguments: argparse.Namespace, workload: Workload, cluster: Cluster) -> int:
+    """Plan every power of two of chunks, for this project and the peers, with the graphs that the file asks for.
+
+    "auto" would fill the GPU at every batch; the picture shows the memory that a batch needs.
+    """
+    if workload.megaclip.keep_graphs == "auto":
+        workload = workload.with_megaclip(keep_graphs=0)
+    rows: list[dict[str, Any]] = []
+    quantum = workload.world_size * math.lcm(workload.batch.micro_batch, workload.batch.text_micro_batch)
+    for power in range(25):
+        batch = quantum * 2**power
+        if batch > 2**26:
+            break
+        sized = workload.with_batch(batch // workload.world_size)
+        whole = sized.with_megaclip(tensor_parallel_size=1)  # the peers have no tensor parallelism
+        plan = plan_memory(sized, cluster)
+        ours = {"method": "MegaCLIP", "gpu_bytes": plan.gpu_peak, "seconds": plan_time(sized, cluster).total}
+        rows.append({"batch": batch, **ours, "fits": not plan.refusals})
+        for method in PEERS:
+            size = peer_gpu_bytes(whole, method)
+            fits = size <= cluster.usable_gpu_memory
+            seconds = peer_step_seconds(whole, cluster, method)
+            rows.append({"batch": batch, "method": method, "gpu_bytes": size, "seconds": seconds, "fits": fits})
+    for method in _COLOURS:
+        largest = max((row["batch"] for row in rows if row["method"] == method and row["fits"]), default=0)
+        print(f"{method:26} largest batch of these that fits: {largest:,}")
+    title = f"{Path(arguments.model).stem} on {cluster.gpus} x {format_bytes(cluster.gpu_memory)}"
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"title": title, "results": rows}, indent=1))
+    _draw(rows, title, cluster, arguments.sweep)
+    return 0
+
+
+def _draw(rows: list[dict[str, Any]], title: str, cluster: Cluster, out: str) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--sweep needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (memory, time) = plt.subplots(1, 2, figsize=(11, 4.2))
+    for method, colour in _COLOURS.items():
+        own = [row for row in rows if row["method"] == method]
+        fitting = [row for row in own if row["fits"]]
+        batches = [row["batch"] for row in own]
+        memory.plot(batches, [row["gpu_bytes"] / 2**30 for row in own], color=colour, label=method)
+        time.plot(
+            [row["batch"] for row in fitting],
+            [row["seconds"] for row in fitting],
+            "o-",
+            ms=3,
+            color=colour,
+            label=method,
+        )
+    memory.axhline(cluster.usable_gpu_memory / 2**30, color="#b03030", ls="--", lw=1, label="usable memory of a GPU")
+    memory.set_ylabel("planned GiB per GPU")
+    memory.set_ylim(1, 20 * max(1.0, cluster.usable_gpu_memory / 2**30))
+    time.set_ylabel("planned seconds per step, where it fits")
+    for axis in (memory, time):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("contrastive batch")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, frameon=False)
+    figure.suptitle(f"{title}: planned by formulas, not measured", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
+    print(f"wrote {out}")
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """Print planned beside measured GPU peaks and steps, from the rows of tools/bench_train.py."""
+    print(f"{'run':58}{'planned':>10}{'measured':>10}{'ratio':>7}{'plan s':>8}{'s':>8}{'ratio':>7}  peak")
+    outside = 0
+    for path in arguments.compare:
+        try:
+            record = json.loads(path.read_text())
+            rows = [row for row in record["results"] if row["method"] == "megaclip" and row["peak_mib"]]
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"cannot read {str(path)!r}: {error!r}") from None
+        for row in rows:
+            outside += _compare_row(row)
+    print(f"{outside} peaks outside 10%")
+    return 1 if outside else 0
+
+
+def _compare_row(row: dict[str, Any]) -> int:
+    """Print one row; return 1 if its peak is more than a tenth off."""
+    ds_config, ranks = row["ds_config"], row["world_size"]
+    # Rows without `kept_graphs` were measured before graphs were kept.
+    section = {**ds_config.get("megaclip", {}), "keep_graphs": sum(row.get("kept_graphs", ()))}
+    config = TrainingConfig(path=Path("row"), deepspeed=ds_config, megaclip=MegaclipSection(**section))
+    # Synthetic samples are not decoded; with many workers the term of decoding vanishes.
+    workload = Workload.of(load_model_config(row["model"]), config, ranks, workers=1000)
+    # Rows without these figures are from versions that did not cut captions, let DeepSpeed check every gradient and
+    # compiled nothing by default.
+    workload = replace(workload, text_positions_saved=row.get("text_positions_saved", 0.0))
+    workload = workload.with_megaclip(compile=row.get("compiled", False))
+    if "update_ms" not in row:
+        workload = replace(workload, checks_gradients=True)
+    cluster = describe(gpus=ranks)
+    plan, step = plan_memory(workload, cluster), plan_time(workload, cluster)
+    measured = row["peak_mib"] * 2**20
+    ratio = plan.gpu_peak / measured
+    name = f"{Path(row['model']).stem} B={workload.batch.global_batch} W={ranks} ZeRO-{workload.zero.stage}"
+    name += f" {workload.batch.micro_batch}/{workload.batch.text_micro_batch}"
+    name += " checkpointing" if workload.checkpointing else ""
+    name += " offload" if workload.offload_optimizer != "none" else ""
+    name += f" tensor-parallel size {workload.tensor_ranks}" if workload.tensor_ranks > 1 else ""
+    kept = sum(workload.kept)
+    name += f" keep {kept}" if kept and workload.backward_passes > 1 else ""
+    name += " (first step)" if row.get("first_step", len(row.get("losses") or "..") == 1) else ""
+    sizes = f"{format_bytes(plan.gpu_peak):>10}{format_bytes(measured):>10}{ratio:7.3f}"
+    taken = row["step_s"] or float("nan")
+    print(f"{name:58}{sizes}{step.total:8.1f}{taken:8.1f}{step.total / taken:7.2f}  {plan.peak_phase}")
+    return int(not 0.9 <= ratio <= 1.1)
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    """Measure this machine; under a launcher, with all its ranks at once."""
+    from megaclip.engine.machine_rates import machine_name, measure_rates
+    from megaclip.engine.process_group import start_process_group
+
+    start_process_group()
+    model = load_model_config(arguments.model or "ViT-B-32")
+    gpu = torch.cuda.is_available()
+    out = Path(arguments.calibrate)
+    measured = measure_rates(model, arguments.micro_batch or (256 if gpu else 8), out.absolute().parent)
+    if dist.get_rank() == 0:
+        text = rates_json(machine_name(), measured)
+        out.write_text(text)
+        print(text)
+        missing = "network" if "link" in measured else "link (it needs several ranks) and network"
+        print(f"not measured: {missing}; with --rates they are those of --gpu, or of --link and --network")
+    dist.destroy_process_group()
+    return 0

@@ -1,0 +1,22 @@
+"""Train a CLIP model on every rank that the deepspeed launcher starts:
+
+deepspeed --module megaclip train --deepspeed_config zero3 --model ViT-B-32 --train-data 'shards/*.tar'
+"""
+
+import atexit
+import logging
+import os
+import sys
+
+from megaclip.engine import run
+
+
+def main() -> None:
+    """Run this rank's part of the training, and end the process with its exit code."""
+    exit_code = run.main(sys.argv[1:], other_ranks_delay_s=60.0)
+    atexit._run_exitfuncs()  # os._exit skips them, and monitors such as wandb need them
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: a communication thread that is still running when Python exits sometimes aborts a finished run.
+    os._exit(exit_code)

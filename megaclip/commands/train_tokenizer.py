@@ -1,0 +1,69 @@
+"""Train a sentencepiece tokenizer on the captions of a dataset.
+
+    megaclip tokenizer 'shards/{00000..00331}.tar' --vocab-size 16000 --out tokenizer.model
+
+reads the captions of any data that --train-data reads, cleans them as open_clip does, and writes tokenizer.model and
+tokenizer.vocab. Train with `--tokenizer tokenizer.model`. Exports contain the tokenizer in the form that open_clip
+loads. A unigram vocabulary is smaller than --vocab-size if the captions have too few pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from megaclip.data import DATASET_TYPES, PairDataset, open_pairs
+from megaclip.data.batch import BadSample
+from megaclip.data.tokenizers import train_sentencepiece
+from megaclip.errors import MegaclipError
+
+
+def read_captions(dataset: PairDataset, limit: int) -> Iterator[str]:
+    """Yield the captions of at most `limit` samples, evenly spread over the dataset. Bad samples are skipped."""
+    count = min(limit, len(dataset))
+    bad = 0
+    for sample_id in tqdm(np.linspace(0, len(dataset) - 1, count).astype(int).tolist(), unit=" captions"):
+        try:
+            yield from dataset.caption(sample_id).splitlines()
+        except BadSample:
+            bad += 1
+    if bad:
+        print(f"skipped {bad} samples without a caption", file=sys.stderr)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", nargs="+", help="patterns, folders or hf:NAME, as for --train-data")
+    parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
+    parser.add_argument("--caption-key", help="column of the captions, or their extension in tar shards")
+    parser.add_argument(
+        "--vocab-size", type=int, default=16_000, help="largest number of pieces (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-captions", type=int, default=2_000_000, help="largest number of samples to read (default: %(default)s)"
+    )
+    parser.add_argument("--model-type", choices=("unigram", "bpe"), default="unigram")
+    parser.add_argument("--out", type=Path, required=True, help="file to write, ending in .model")
+    arguments = parser.parse_args()
+    if arguments.out.suffix != ".model":
+        parser.error(f"--out is {arguments.out}; use a name that ends in .model")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    try:
+        dataset = open_pairs(arguments.data, dataset_type=arguments.dataset_type, caption_key=arguments.caption_key)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        captions = read_captions(dataset, arguments.max_captions)
+        tokenizer = train_sentencepiece(
+            captions, arguments.out, vocab_size=arguments.vocab_size, model_type=arguments.model_type
+        )
+    except MegaclipError as error:
+        sys.exit(f"error: {error}")
+    print(f"wrote {arguments.out}: {tokenizer.vocab_size} pieces")

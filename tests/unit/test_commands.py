@@ -1,0 +1,68 @@
+"""The command line `megaclip COMMAND`: every command starts, with the launcher's argument too, and so does its file."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaclip import commands
+from megaclip.commands import COMMANDS, evaluate, main
+from megaclip.config import load_training_config
+from megaclip.config.training import SHIPPED
+from megaclip.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_its_help(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["megaclip", name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    printed = capsys.readouterr().out
+    assert not end.value.code and "usage: " in printed and "--help" in printed
+
+
+def test_every_module_is_a_command():
+    modules = {path.stem for path in Path(commands.__file__).parent.glob("*.py")} - {"__init__"}
+    assert modules == {command.module for command in COMMANDS.values()}
+
+
+@pytest.mark.parametrize("folder", ["tools", "launch"])
+def test_the_files_of_a_checkout_start_the_command_that_they_name(folder):
+    modules = {command.module: name for name, command in COMMANDS.items()}
+    for path in (ROOT / folder).glob("*.py"):
+        if path.stem in modules:
+            text = path.read_text()
+            assert f"`megaclip {modules[path.stem]}`" in text
+            assert f"from megaclip.commands.{path.stem} import main\n" in text
+
+
+def test_the_launchers_rank_reaches_the_command(monkeypatch):
+    """deepspeed --module megaclip evaluate runs/x  starts  python -m megaclip --local_rank=1 evaluate runs/x."""
+    seen = []
+    monkeypatch.setattr(evaluate, "main", lambda: seen.append(sys.argv))
+    monkeypatch.setattr(sys, "argv", ["megaclip", "--local_rank=1", "evaluate", "runs/x"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code is None and seen == [["megaclip evaluate", "runs/x", "--local_rank=1"]]
+
+
+def test_an_unknown_command_is_refused_with_the_known_ones(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["megaclip", "trian"])
+    with pytest.raises(SystemExit, match="unknown command 'trian'; expected one of train, evaluate"):
+        main()
+
+
+def test_shipped_configurations_are_found_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("zero3_offload", "fastclip/fastclip_v3_cc12m"):
+        assert load_training_config(name).path.read_text() == (ROOT / "ds_configs" / f"{name}.json").read_text()
+    with pytest.raises(ConfigError, match=r"'zero4' is no file and no shipped configuration; .* zero2, zero3"):
+        load_training_config("zero4")
+
+
+def test_a_file_is_preferred_to_a_shipped_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero1").write_text((SHIPPED / "zero2.json").read_text())
+    assert load_training_config("zero1").zero_stage == 2
