@@ -18,8 +18,8 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 def first_order(loss: str) -> Callable[[Backward], Backward]:
     """Decorate the backward function of a loss: it runs without autograd, and refuses a second derivative.
 
-    loss: name of the loss, for the error. With `create_graph=True` the gradients require gradients. Differentiating
-    them raises RuntimeError.
+    loss: name of the loss, for the error. With `create_graph=True` the gradients depend on the upstream gradient and on
+    the saved tensors. Differentiating them raises RuntimeError.
     """
 
     def decorate(backward: Backward) -> Backward:
@@ -29,8 +29,9 @@ def first_order(loss: str) -> Callable[[Backward], Backward]:
                 return backward(ctx, *d_outputs)
             with torch.no_grad():
                 gradients = backward(ctx, *d_outputs)
+            sources = [t for t in (*d_outputs, *ctx.saved_tensors) if t is not None and t.requires_grad]
             return tuple(
-                None if gradient is None else _Refusal.apply(gradient.requires_grad_(), loss) for gradient in gradients
+                None if gradient is None else _Refusal.apply(loss, gradient, *sources) for gradient in gradients
             )
 
         return run
@@ -39,10 +40,10 @@ def first_order(loss: str) -> Callable[[Backward], Backward]:
 
 
 class _Refusal(torch.autograd.Function):
-    """The identity, which cannot be differentiated."""
+    """Gradient of a loss as a function of its sources, which cannot be differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, loss: str) -> Tensor:
+    def forward(ctx: Any, loss: str, gradient: Tensor, *sources: Tensor) -> Tensor:
         ctx.loss = loss
         return gradient.view_as(gradient)
 
