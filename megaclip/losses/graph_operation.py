@@ -139,11 +139,9 @@ def register_loss(name: str, loss_class: Callable[..., GraphLoss]) -> Any:
         arguments = (LossAndSums(d_loss, *sums), x, y, logit_scale, logit_bias)
         return *finish_gradients(d_loss, *arguments, torch.ops.megaclip.finish_gradient), None, None, None
 
-    operation = torch.library.custom_op(f"megaclip::{name}", run, mutates_args=(), tags=_TAGS)
+    # Ranks exchange messages through their hosts, which a CUDA graph cannot repeat. Older PyTorch has no such tag.
+    tags = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+    operation = torch.library.custom_op(f"megaclip::{name}", run, mutates_args=(), tags=tags)
     operation.register_fake(fake)
     operation.register_autograd(backward, setup_context=keep)
     return operation
-
-
-# The ranks exchange messages through their hosts, which a CUDA graph cannot repeat. PyTorch 2.8 has no such tag.
-_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
