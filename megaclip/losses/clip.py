@@ -112,7 +112,8 @@ def _forward_pass(x: Tensor, y: Tensor, alpha: Tensor, plan: Plan) -> _Forward:
 
 def _backward_pass(x: Tensor, y: Tensor, alpha: Tensor, forward: _Forward, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sums over the negatives dx, dy (b, D) and the weights of the positives (b,), without factor alpha."""
-    weight = 1 / (2 * len(x))  # W/(2B), with the factor W of the contract; alpha is multiplied in after the sums
+    # W/(2B), with the factor W of the contract; alpha is multiplied in after the sums
+    weight = alpha.new_full((), 1 / (2 * len(x)))
     row_full, col_full = forward.full_2b
     row = Terms(scale=alpha, shift=row_full, weight=weight)
     col = Terms(scale=alpha, shift=col_full, weight=weight)
