@@ -75,7 +75,7 @@ class ClipLoss(BatchLoss):
     ) -> LossAndSums:
         """Return the loss and, with `gradients`, the sums of its backward pass; see `GraphLoss`."""
         plan = self._checked_plan(x, y, logit_scale, ranks)
-        alpha = logit_scale.reshape(()).to(accumulation_dtype(x))
+        alpha = logit_scale.reshape(()).to(x.device, accumulation_dtype(x))
         forward = _forward_pass(x, y, alpha, plan)
         if not gradients:
             return LossAndSums(forward.loss, *(alpha,) * 6)  # the caller uses the loss alone

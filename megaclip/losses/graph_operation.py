@@ -121,7 +121,8 @@ def register_loss(name: str, loss_class: Callable[..., GraphLoss]) -> Any:
             return found.loss.clone(), *(found.loss.new_empty(0) for _ in range(6))  # type: ignore[return-value]
         # Results of an operation must not share memory with each other or with its arguments.
         loss, dx, dy, pull, *numbers = found
-        return loss.clone(), dx, dy, pull, *(number.clone() for number in numbers)  # type: ignore[return-value]
+        copies = (number.to(x.device, copy=True) for number in numbers)
+        return loss.clone(), dx, dy, pull, *copies  # type: ignore[return-value]
 
     def fake(x, y, logit_scale, logit_bias, settings, group, gradients):  # type: ignore[no-untyped-def]
         sums = x.new_empty((), dtype=accumulation_dtype(x))
