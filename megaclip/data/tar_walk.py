@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -31,6 +32,10 @@ ENTRY = np.dtype(
 )
 _MAX_EXTENSION_HEADER = 1 << 20
 _REGULAR_FILE = (b"0", b"\0", b"7")
+_OCTAL = re.compile(rb"[0-7]{0,12}")
+_PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+"""First bytes of compressed files, with the program that decompresses them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +103,8 @@ def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
         header = _read(file, place, BLOCK)
         if header.count(0) == BLOCK:
             return
+        if place == 0:
+            _refuse_compression(header)
         _check(header, place)
         kind, size = header[156:157], _number(header[124:136])
         place += BLOCK
@@ -123,6 +130,12 @@ def _read(file: BinaryIO, place: int, size: int) -> bytes:
     return content
 
 
+def _refuse_compression(first_bytes: bytes) -> None:
+    for magic, program in _COMPRESSED.items():
+        if first_bytes.startswith(magic):
+            raise _Damaged(f"the file is compressed with {program}; decompress it")
+
+
 def _check(header: bytes, place: int) -> None:
     """Verify the checksum of a header. The checksum field itself counts as eight spaces."""
     try:
@@ -134,13 +147,13 @@ def _check(header: bytes, place: int) -> None:
 
 
 def _number(field: bytes) -> int:
-    """Parse a size field: octal digits, or GNU's base 256 if the first bit is set."""
-    if field[0] & 0x80:
+    """Parse a size field: octal digits, or GNU's base 256 if the first bit is set. A size is never negative."""
+    if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
-    try:
-        return int(field.strip(b" \0") or b"0", 8)
-    except ValueError:
-        raise _Damaged(f"a size that is not a number: {field!r}") from None
+    digits = field.strip(b" \0")
+    if not _OCTAL.fullmatch(digits):  # int() alone accepts a sign, with which the walk would go back and never end
+        raise _Damaged(f"a size that is not a number: {field!r}")
+    return int(digits or b"0", 8)
 
 
 def _ustar_name(header: bytes) -> bytes:
@@ -151,14 +164,14 @@ def _ustar_name(header: bytes) -> bytes:
 
 def _pax(content: bytes) -> dict[bytes, bytes]:
     """Return the records "LENGTH KEY=VALUE\\n" of a pax header that change a member's name or size."""
-    records = {}
-    while content:
-        digits, space, _ = content.partition(b" ")
-        if not (space and digits.isdigit() and len(digits) < int(digits) <= len(content)):
+    records, place = {}, 0
+    while place < len(content):
+        found = _PAX_LENGTH.match(content, place)
+        length = int(found[1]) if found else 0
+        if found is None or not found.end() < place + length <= len(content):
             raise _Damaged("a pax header that cannot be read")
-        length = int(digits)
-        key, _, value = content[len(digits) + 1 : length - 1].partition(b"=")
+        key, _, value = content[found.end() : place + length - 1].partition(b"=")
         if key == b"path" or (key == b"size" and value.isdigit() and len(value) < 20):
             records[key] = value
-        content = content[length:]
+        place += length
     return records
