@@ -45,7 +45,10 @@ class TrainArguments(BaseModel):
         default="auto", description="format of --train-data and --val-data; 'auto' recognises it by their names"
     )
     image_key: str | None = Field(default=None, description="column or extension of the images")
-    caption_key: str | None = Field(default=None, description="column or extension of the captions")
+    caption_key: str | None = Field(
+        default=None,
+        description="column, extension or JSON field of the captions; json.FIELD is only the field",
+    )
     val_data: list[str] = Field(default=[], description="held-out image-text pairs for retrieval")
     group_captions: bool = Field(default=False, description="--val-data has several captions per image (COCO, Flickr)")
     zeroshot_data: str | None = Field(

@@ -27,10 +27,12 @@ ENTRY = np.dtype(
         ("image_size", "<i8"),
         ("caption_offset", "<i8"),
         ("caption_size", "<i8"),
+        ("caption_extension", "<i2"),
         ("key", f"S{KEY_BYTES}"),
     ]
 )
 _MAX_EXTENSION_HEADER = 1 << 20
+_MAX_OTHERS = 16
 _REGULAR_FILE = (b"0", b"\0", b"7")
 _OCTAL = re.compile(rb"[0-7]{0,12}")
 _PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
@@ -43,9 +45,12 @@ class ShardContents:
     """The samples of one shard."""
 
     entries: np.ndarray
-    """Offsets and sizes of n samples, (n,) ENTRY, in the order of the shard."""
+    """Offsets and sizes of n samples, (n,) ENTRY, in the order of the shard. `caption_extension` is an index into the
+    extensions that the caller gave."""
     damage: str
     """Reason why the walk ended early; empty for an undamaged shard."""
+    others: dict[str, tuple[int, int]]
+    """Offset and size of the first member with each other extension, of at most 16 extensions, for messages."""
 
 
 class _Damaged(Exception):
@@ -59,6 +64,7 @@ def walk_shard(path: Path | str, image_extensions: Sequence[str], caption_extens
     """
     samples: dict[bytes, dict[str, tuple[int, int]]] = {}
     wanted = {*image_extensions, *caption_extensions}
+    others: dict[str, tuple[int, int]] = {}
     damage = ""
     try:
         with open(path, "rb") as file:
@@ -66,10 +72,12 @@ def walk_shard(path: Path | str, image_extensions: Sequence[str], caption_extens
                 key, extension = _split_name(name)
                 if extension in wanted:
                     samples.setdefault(key, {}).setdefault(extension, (offset, size))
+                elif extension not in others and len(others) < _MAX_OTHERS:
+                    others[extension] = (offset, size)
     except _Damaged as error:
         damage = str(error)
     rows = [_entry(key, members, image_extensions, caption_extensions) for key, members in samples.items()]
-    return ShardContents(np.array(rows, dtype=ENTRY), damage)
+    return ShardContents(np.array(rows, dtype=ENTRY), damage, others)
 
 
 def _split_name(name: bytes) -> tuple[bytes, str]:
@@ -87,8 +95,9 @@ def _entry(
 ) -> tuple:
     absent = (0, MISSING)
     image = next((members[e] for e in image_extensions if e in members), absent)
-    caption = next((members[e] for e in caption_extensions if e in members), absent)
-    return (*image, *caption, key[-KEY_BYTES:])
+    found = next((number for number, e in enumerate(caption_extensions) if e in members), -1)
+    caption = members[caption_extensions[found]] if found >= 0 else absent
+    return (*image, *caption, found, key[-KEY_BYTES:])
 
 
 def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
