@@ -18,6 +18,7 @@ import io
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,12 +62,16 @@ class ImageTransform:
 
     def __post_init__(self) -> None:
         for name, values in (("mean", self.mean), ("std", self.std)):
-            if not isinstance(values, tuple) or len(values) != 3:
-                raise ConfigError(f"image {name} is {values!r}; use three numbers, one per channel")
-        if self.interpolation not in _RESAMPLING:
-            raise ConfigError(f"interpolation is {self.interpolation!r}; use one of {sorted(_RESAMPLING)}")
-        if self.resize_mode not in ("shortest", "squash"):
-            raise ConfigError(f"resize_mode is {self.resize_mode!r}; use 'shortest' or 'squash'")
+            if not isinstance(values, tuple) or len(values) != 3 or not all(map(_is_finite, values)):
+                raise ConfigError(f"image {name} is {shortened(repr(values))}; use three numbers, one per channel")
+        if min(self.std) <= 0:
+            raise ConfigError(f"image std is {self.std!r}; use three numbers greater than 0, one per channel")
+        for name, value, choices in (
+            ("interpolation", self.interpolation, sorted(_RESAMPLING)),
+            ("resize_mode", self.resize_mode, ["shortest", "squash"]),
+        ):
+            if value not in choices:  # a list of strings: a value from a model card may have any type
+                raise ConfigError(f"{name} is {shortened(repr(value))}; use one of {choices}")
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise ConfigError(f"the scale of the random crop is {self.scale}; use 0 < low <= high <= 1")
 
@@ -110,6 +115,11 @@ class ImageTransform:
             image = image.resize(new, filter_)
         left, top = round((new[0] - self.size) / 2), round((new[1] - self.size) / 2)
         return image.crop((left, top, left + self.size, top + self.size)).convert("RGB")
+
+
+def _is_finite(value: Any) -> bool:
+    """Return True for a finite number. Values of a model card may have any type."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
 
 @functools.lru_cache(maxsize=8)
