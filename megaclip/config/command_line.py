@@ -5,6 +5,7 @@ names the replacement (`open_clip_flags.py`). Batches, precision, optimizer and 
 """
 
 import argparse
+from pathlib import PurePath
 from typing import Annotated, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
@@ -159,6 +160,14 @@ class TrainArguments(BaseModel):
     @classmethod
     def _accept_latest(cls, resume: str | None) -> str | None:
         return "auto" if resume == "latest" else resume
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str | None) -> str | None:
+        path = PurePath(name or ".")
+        if name is not None and (not path.parts or path.is_absolute() or ".." in path.parts or not name.isprintable()):
+            raise ValueError("the run's folder would not be in --logs; use a name such as my-run or group/my-run")
+        return name
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "TrainArguments":

@@ -68,6 +68,17 @@ def test_a_mistake_is_one_line_that_names_the_flag(extra, expected):
     assert expected in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/../../b", "..", ".", "", "a\nb", "a\0b", "a/.."])
+def test_a_run_stays_in_the_folder_of_all_runs(name):
+    with pytest.raises(ConfigError, match=r"--name: the run's folder would not be in --logs"):
+        parse_arguments([*REQUIRED, "--name", name])
+
+
+@pytest.mark.parametrize("name", ["my-run", "group/my run", "..x", "$(touch x)", "grün;"])
+def test_other_names_are_accepted(name):
+    assert parse_arguments([*REQUIRED, "--name", name]).name == name
+
+
 def test_every_flag_of_open_clips_trainer_is_accepted_or_explained():
     """Compare with open_clip's source. The flags and settings that an explanation names must exist."""
     package = importlib.util.find_spec("open_clip_train")
