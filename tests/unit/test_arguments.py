@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import demo
 import pytest
 
 from megaclip.config import MegaclipSection
@@ -72,6 +73,14 @@ def test_a_mistake_is_one_line_that_names_the_flag(extra, expected):
 def test_a_run_stays_in_the_folder_of_all_runs(name):
     with pytest.raises(ConfigError, match=r"--name: the run's folder would not be in --logs"):
         parse_arguments([*REQUIRED, "--name", name])
+
+
+@pytest.mark.parametrize("name", ["../data", "/tmp", "..", "", "a/b"])
+def test_the_demo_deletes_only_folders_of_runs(monkeypatch, capsys, name):
+    monkeypatch.setattr("sys.argv", ["demo.py", "--name", name])
+    with pytest.raises(SystemExit):
+        demo.parse_arguments()
+    assert "is not the name of a folder in runs/" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["my-run", "group/my run", "..x", "$(touch x)", "grün;"])
