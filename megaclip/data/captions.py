@@ -44,6 +44,10 @@ class CaptionKeys:
         fields = tuple(part.removeprefix("json.") for part in parts)
         return cls((*texts, JSON), fields)
 
+    def name(self, extension: str) -> str:
+        """Return the extension as users write it, with its fields if it is JSON: ".txt" or "json.caption"."""
+        return f"json.{' or '.join(self.fields)}" if extension == JSON else f".{extension}"
+
     def decode(self, content: bytes, extension: str, key: str) -> tuple[str, ...]:
         """Return the caption or captions in a file with this extension. key: origin of the sample. Raises BadSample."""
         try:

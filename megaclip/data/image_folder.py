@@ -8,6 +8,7 @@ their names and sizes are collected when the folder is opened.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,16 @@ class ImageFolder:
         """Number of pictures without a caption file."""
         missing = sum(caption is None for _, caption in self._rows)
         return {"missing caption": missing} if missing else {}
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Extensions and JSON fields of images and captions, with the number of samples that have them."""
+        images = Counter(f".{_extension(image)}" for image, _ in self._rows)
+        captions = Counter(self._keys.name(_extension(caption)) for _, caption in self._rows if caption)
+        return {
+            what: ", ".join(f"{name} ({count:,})" for name, count in counts.most_common())
+            for what, counts in (("image", images), ("caption", captions))
+        }
 
     def manifest(self) -> list[list[Any]]:
         """Return [name, bytes, samples] per folder that holds pictures. Names are relative to the whole folder."""

@@ -78,7 +78,7 @@ class ImageTransform:
     def __call__(self, content: bytes, *, seeds: tuple[int, int, int] = (0, 0, 0)) -> torch.Tensor:
         """Decode and transform one image file. seeds: (seed, epoch, id), for the crop in training. Raises BadSample."""
         try:
-            image = _eight_bit(open_image(content))
+            image = eight_bit(open_image(content))
             image = self._random_crop(image, seeds) if self.training else self._resize_and_crop(image)
         except BadSample:
             raise
@@ -171,7 +171,7 @@ def _check_pixels(width: int, height: int, origin: str = "") -> None:
         raise BadSample("image too large", f"{origin}{width} x {height} pixels; expected at most {MAX_PIXELS:,}")
 
 
-def _eight_bit(image: Image.Image) -> Image.Image:
+def eight_bit(image: Image.Image) -> Image.Image:
     """Return the image with 8 bits per channel. 16-bit grey is scaled by its high byte, as Pillow scales 16-bit colour.
 
     Raises BadSample for 32-bit integers and floating-point numbers, whose range of values is not known.

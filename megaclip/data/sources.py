@@ -61,6 +61,10 @@ class Source(Protocol):
         """Return [name, bytes, samples] per file. A resumed run requires an equal manifest."""
 
     @property
+    def columns(self) -> dict[str, str]:
+        """Columns, extensions or fields that images ("image") and captions ("caption") come from, for a report."""
+
+    @property
     def problems(self) -> dict[str, int]:
         """Number of problems that were found when the source was opened, by kind."""
 
@@ -122,6 +126,11 @@ class PairDataset:
             for kind, count in source.problems.items():
                 totals[kind] = totals.get(kind, 0) + count
         return totals
+
+    @property
+    def columns(self) -> list[dict[str, str]]:
+        """Columns, extensions or fields that images and captions come from, per source."""
+        return [source.columns for source in self._sources]
 
     def manifest(self) -> dict[str, Any]:
         """Return the facts about the data that a resumed run requires to be equal, without absolute paths.

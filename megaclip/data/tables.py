@@ -87,6 +87,11 @@ class Table:
         """Return no problems: a table that cannot be read completely is not opened."""
         return {}
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """Names of the columns of images and captions."""
+        return {"image": self._image, "caption": self._caption}
+
     def manifest(self) -> list[list[Any]]:
         """Return [name, bytes, rows] per file. The first file has the rows of the whole table, the others have 0."""
         if not self._files:

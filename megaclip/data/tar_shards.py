@@ -21,6 +21,7 @@ import json
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,18 @@ class TarShards:
         """Number of problems that the walk found, by kind."""
         found = {"damaged shard": sum(bool(shard["damage"]) for shard in self.shards)}
         for what in ("image", "caption"):
-            found[f"missing {what}"] = len(self) - sum(shard[f"{what}s"] for shard in self.shards)
+            found[f"missing {what}"] = len(self) - sum(sum(shard[f"{what}s"].values()) for shard in self.shards)
         return {kind: count for kind, count in found.items() if count}
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Extensions and JSON fields of images and captions, with the number of samples that have them."""
+        chosen = {}
+        for what in ("image", "caption"):
+            counts = sum((Counter(shard[f"{what}s"]) for shard in self.shards), Counter[str]())
+            names = [(self._caption_keys.name(e) if what == "caption" else f".{e}", n) for e, n in counts.most_common()]
+            chosen[what] = ", ".join(f"{name} ({count:,})" for name, count in names)
+        return chosen
 
     def manifest(self) -> list[list[Any]]:
         """Return [name, bytes, samples] per shard. Names are relative to the common folder."""
@@ -288,8 +299,8 @@ def _write_index(index: Path, contents: list[ShardContents], names: list[str], s
             "name": name,
             "bytes": size,
             "samples": len(shard.entries),
-            "images": int((shard.entries["image_size"] != MISSING).sum()),
-            "captions": int((shard.entries["caption_size"] != MISSING).sum()),
+            "images": shard.images,
+            "captions": shard.captions,
             "damage": shard.damage,
             "others": shard.others,
         }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -49,6 +50,10 @@ class ShardContents:
     extensions that the caller gave."""
     damage: str
     """Reason why the walk ended early; empty for an undamaged shard."""
+    images: Counter[str]
+    """Number of samples whose image has an extension, by extension."""
+    captions: Counter[str]
+    """Number of samples whose caption has an extension, by extension."""
     others: dict[str, tuple[int, int]]
     """Offset and size of the first member with each other extension, of at most 16 extensions, for messages."""
 
@@ -76,8 +81,16 @@ def walk_shard(path: Path | str, image_extensions: Sequence[str], caption_extens
                     others[extension] = (offset, size)
     except _Damaged as error:
         damage = str(error)
-    rows = [_entry(key, members, image_extensions, caption_extensions) for key, members in samples.items()]
-    return ShardContents(np.array(rows, dtype=ENTRY), damage, others)
+    rows, images, captions = [], Counter[str](), Counter[str]()
+    absent = (0, MISSING)
+    for key, members in samples.items():
+        image = next((extension for extension in image_extensions if extension in members), "")
+        caption = next((extension for extension in caption_extensions if extension in members), "")
+        images[image] += bool(image)
+        captions[caption] += bool(caption)
+        number = caption_extensions.index(caption) if caption else -1
+        rows.append((*members.get(image, absent), *members.get(caption, absent), number, key[-KEY_BYTES:]))
+    return ShardContents(np.array(rows, dtype=ENTRY), damage, +images, +captions, others)
 
 
 def _split_name(name: bytes) -> tuple[bytes, str]:
@@ -88,16 +101,6 @@ def _split_name(name: bytes) -> tuple[bytes, str]:
     directory, slash, base = name.rpartition(b"/")
     stem, _, extension = base.partition(b".")
     return directory + slash + stem, extension.decode("utf-8", "replace").lower()
-
-
-def _entry(
-    key: bytes, members: dict[str, tuple[int, int]], image_extensions: Sequence[str], caption_extensions: Sequence[str]
-) -> tuple:
-    absent = (0, MISSING)
-    image = next((members[e] for e in image_extensions if e in members), absent)
-    found = next((number for number, e in enumerate(caption_extensions) if e in members), -1)
-    caption = members[caption_extensions[found]] if found >= 0 else absent
-    return (*image, *caption, found, key[-KEY_BYTES:])
 
 
 def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
