@@ -23,6 +23,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from megaclip.config import TrainArguments
+from megaclip.config.argument_types import integer, number
 from megaclip.data import DATASET_TYPES, ImageTransform, PairDataset, Tokenizer, TrainLoader, load_tokenizer, open_pairs
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.images import open_image
@@ -70,7 +71,7 @@ class Look:
         ids = np.linspace(0, len(dataset) - 1, min(limit, len(dataset))).astype(int).tolist()
         self._looked_at = len(ids)
         usable = []
-        for number, sample_id in enumerate(tqdm(ids, unit=" samples")):
+        for place, sample_id in enumerate(tqdm(ids, unit=" samples")):
             try:
                 raw = dataset.read(sample_id)
                 check_caption(raw)
@@ -80,7 +81,7 @@ class Look:
                 self._bad_examples.setdefault(error.kind, f"{error.detail} in {dataset.shard_name(sample_id)}")
                 continue
             usable.append(self._measure(raw))
-            if number * PICTURES // len(ids) >= len(self.pictures):
+            if place * PICTURES // len(ids) >= len(self.pictures):
                 self.pictures.append((raw.caption, Image.fromarray(pixels.permute(1, 2, 0).numpy())))
         places = sorted({round(place * (len(usable) - 1) / (SHOWN - 1)) for place in range(SHOWN)}) if usable else []
         self.shown = [usable[place] for place in places]
@@ -150,8 +151,8 @@ def print_report(report: dict[str, Any]) -> None:
     for name, value in report.items():
         label = name.replace("_", " ")
         if isinstance(value, list):
-            for number, entry in enumerate(value):
-                print(f"{label} {number}: {_on_one_line(entry)}")
+            for index, entry in enumerate(value):
+                print(f"{label} {index}: {_on_one_line(entry)}")
         elif name == "sample":
             print(f"{label}:")
             for part, content in value.items():
@@ -167,19 +168,6 @@ def _on_one_line(value: Any) -> str:
     return str(value)
 
 
-def _number(kind: type, least: float) -> Any:
-    """Return a type for argparse: a number that is at least `least`."""
-
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not least <= value < float("inf"):
-            raise ValueError
-        return value
-
-    parse.__name__ = f"{kind.__name__} of at least {least:g}"  # argparse: "invalid int of at least 1 value: '0'"
-    return parse
-
-
 def parse_arguments() -> argparse.Namespace:
     limit = TrainArguments.model_fields["max_bad_fraction"].default
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -188,18 +176,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--image-key", help="column of the images, or their extension in tar shards and folders")
     parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
     parser.add_argument("--tokenizer", default="clip", help="'clip' or a sentencepiece .model file")
-    parser.add_argument("--context-length", type=int, default=77)
+    parser.add_argument("--context-length", type=integer(2), default=77)
     parser.add_argument(
-        "--image-size", type=_number(int, 1), default=224, help="width and height in pixels (default: %(default)s)"
+        "--image-size", type=integer(1), default=224, help="width and height in pixels (default: %(default)s)"
     )
     parser.add_argument(
-        "--samples", type=_number(int, 0), default=1000, help="number of samples to decode (default: %(default)s)"
+        "--samples", type=integer(0), default=1000, help="number of samples to decode (default: %(default)s)"
     )
     parser.add_argument(
-        "--seconds", type=_number(float, 0), default=3.0, help="seconds to time the loader for (default: %(default)s)"
+        "--seconds", type=number(0), default=3.0, help="seconds to time the loader for (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-bad-fraction", type=_number(float, 0), default=limit, help="as in training (default: %(default)s)"
+        "--max-bad-fraction", type=number(0), default=limit, help="as in training (default: %(default)s)"
     )
     parser.add_argument("--pictures", metavar="FILE.png", help=f"draw {PICTURES} samples as the model sees them")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
