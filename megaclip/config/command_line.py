@@ -205,6 +205,10 @@ class TrainArguments(BaseModel):
         return self
 
 
+_MANY_UNKNOWN = "these arguments are not accepted (docs/from_open_clip.md):"
+"""First line of the only error of several lines: a line per argument can be read, thirteen arguments in a line cannot."""
+
+
 class _Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError, so that every rank ends in the same way."""
 
@@ -272,7 +276,8 @@ def parse_arguments(argv: list[str]) -> TrainArguments:
     if unknown:
         known = {option for action in parser._actions for option in action.option_strings}
         given = [word.split("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
-        raise ConfigError("; ".join(_describe_unknown(word, known) for word in given))
+        described = [_describe_unknown(word, known) for word in dict.fromkeys(given)]
+        raise ConfigError(described[0] if len(described) == 1 else "\n  ".join([_MANY_UNKNOWN, *described]))
     try:
         return TrainArguments(**vars(values))
     except ValidationError as error:
