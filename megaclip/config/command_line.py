@@ -206,7 +206,7 @@ class TrainArguments(BaseModel):
 
 
 _MANY_UNKNOWN = "these arguments are not accepted (docs/from_open_clip.md):"
-"""First line of the only error of several lines: a line per argument can be read, thirteen arguments in a line cannot."""
+"""First line of the only error of several lines: thirteen arguments in one line cannot be read."""
 
 
 class _Parser(argparse.ArgumentParser):
