@@ -34,8 +34,8 @@ def main() -> None:
     if not report.complete:
         print_differences(report)
         sys.exit(
-            f"error: {arguments.source} does not fit the model, so {arguments.out_dir} was not written; name the model "
-            "of these weights with --model"
+            f"error: {arguments.source} does not fit the model, so {arguments.out_dir} was not written; "
+            f"{report.advice}, and name it with --model"
         )
     print(f"wrote {arguments.out_dir}")
 

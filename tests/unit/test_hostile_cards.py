@@ -10,7 +10,7 @@ import import_open_clip
 import pytest
 
 from megaclip.checkpoint.model_card import CARD_NAME, OPENAI_PREPROCESS, read_model_card, write_model_card
-from megaclip.checkpoint.open_clip_weights import write_weights
+from megaclip.checkpoint.open_clip_weights import load_pretrained, write_weights
 from megaclip.data import ImageTransform
 from megaclip.errors import CheckpointError, ConfigError, MegaclipError
 from megaclip.models import build_model, load_model_config
@@ -198,6 +198,21 @@ def test_random_cards_only_raise_our_own_errors(directory):
             assert "\n" not in str(error)
             refused += 1
     assert accepted > 20 and refused > 300
+
+
+def test_weights_with_a_logit_bias_name_the_setting_that_they_require(tmp_path, config, run_import):
+    biased = config.replace(init_logit_bias=-10.0)
+    write_weights(tmp_path, build_model(biased).state_dict(), biased)
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps(config.to_open_clip()))
+    weights = tmp_path / "open_clip_model.safetensors"
+    assert "add init_logit_bias to the model's JSON (SigLIP: -10" in run_import(
+        weights, tmp_path / "out", "--model", model
+    )
+    with pytest.raises(CheckpointError, match=r"unexpected .*logit_bias.*add init_logit_bias to the model's JSON"):
+        load_pretrained(build_model(config), weights)
+    model.write_text(json.dumps(biased.to_open_clip()))
+    assert run_import(weights, tmp_path / "out", "--model", model) == ""
 
 
 def test_nothing_in_a_model_directory_is_run(tmp_path, directory, run_import):
