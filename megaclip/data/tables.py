@@ -16,7 +16,7 @@ from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import MAX_CAPTION_BYTES
 from megaclip.data.images import MAX_IMAGE_BYTES, read_image_file
 from megaclip.data.order import runs_of_rows
-from megaclip.errors import DataError, shortened
+from megaclip.errors import DataError, first_line, shortened
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -106,8 +106,8 @@ class Table:
 
     def read(self, row: int) -> RawSample:
         """Return the undecoded sample. Raises BadSample."""
-        record = self._rows[row]
         key = f"{Path(self._name).name}[{row}]"
+        record = _record(self._rows, row, key)
         captions = self._captions(record[self._caption], key)
         cell = record[self._image]
         image = self._content(cell, key)
@@ -118,7 +118,7 @@ class Table:
 
     def caption(self, row: int) -> str:
         """Return only the caption of a sample, or its captions, one per line. Raises BadSample."""
-        return "\n".join(self._captions(self._only_captions[row][self._caption], str(row)))
+        return "\n".join(self._captions(_record(self._only_captions, row, str(row))[self._caption], str(row)))
 
     @staticmethod
     def _captions(value: Any, key: str) -> tuple[str, ...]:
@@ -146,6 +146,19 @@ class Table:
         if self._folder is not None and os.path.exists(os.path.join(self._folder, path)):
             path = os.path.join(self._folder, path)
         return read_image_file(path, key, f" in {self._folder} or in the working directory" if self._folder else "")
+
+
+def _record(rows: Dataset, row: int, key: str) -> dict[str, Any]:
+    """Return one row. Raises BadSample if its text is not UTF-8, which is found only here, or if it cannot be read."""
+    try:
+        return rows[row]
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise BadSample(
+            "caption is not UTF-8", f"{key}: byte 0x{byte:02x} at position {error.start}; convert the table to UTF-8"
+        ) from error
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        raise BadSample("unreadable row", f"{key}: {first_line(error)}") from error
 
 
 def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: str | None) -> Table:
