@@ -27,7 +27,7 @@ EOF
 }
 
 fail() {
-  echo "multi_node.sh: $1" >&2
+  echo "multi_node.sh: $*" >&2
   exit 2
 }
 
@@ -48,12 +48,19 @@ done
 
 # Without a hostfile DeepSpeed only warns and trains on this host alone, so check it here.
 [[ -f $hostfile ]] || fail "no hostfile $hostfile: copy launch/hostfile.example and list your hosts, or pass --hostfile"
-if line=$(grep -nEv '^[[:space:]]*(#|$)|^[[:space:]]*[^[:space:]]+[[:space:]]+slots=[0-9]+' "$hostfile"); then
-  fail "$hostfile, line ${line%%$'\n'*}: expected HOST slots=RANKS"
+# Host names, the address, the port and the values of variables reach the shells of all hosts without quotes, or only in
+# "...". So everything that a shell could expand is refused before anything is started.
+host_line='[A-Za-z0-9_][A-Za-z0-9_.@-]*[[:space:]]+slots=[1-9][0-9]{0,3}'
+if line=$(grep -anEv "^[[:space:]]*($host_line[[:space:]]*)?(#|\$)" "$hostfile"); then
+  fail "$hostfile, line ${line%%$'\n'*}: expected HOST slots=RANKS, with HOST of letters, digits and . _ - @"
 fi
 mapfile -t hosts < <(awk '!/^[[:space:]]*(#|$)/ { print $1 }' "$hostfile")
 ((${#hosts[@]})) || fail "$hostfile lists no host: add lines HOST slots=RANKS"
 master_addr=${master_addr:-${hosts[0]#*@}}
+[[ $master_addr =~ ^[A-Za-z0-9_][A-Za-z0-9_.:-]*$ ]] ||
+  fail "--master_addr '$master_addr': expected a host name or an address of letters, digits and . : _ -"
+[[ $master_port =~ ^[1-9][0-9]{0,4}$ ]] && ((master_port < 65536)) ||
+  fail "--master_port '$master_port': expected a number from 1 to 65535"
 if ((${#hosts[@]} > 1)) && [[ $master_addr == localhost || $master_addr == 127.* ]]; then
   fail "--master_addr $master_addr: the other hosts cannot reach it; pass another address of the first host"
 fi
@@ -64,8 +71,17 @@ env_name=${DS_ENV_FILE:-.deepspeed_env}
 if [[ $env_name == /* ]]; then env_files=("$env_name"); else env_files=("$HOME/$env_name" "./$env_name"); fi
 for file in "${env_files[@]}"; do
   [[ -f $file ]] || continue
-  if line=$(grep -nEv '^[A-Za-z_][A-Za-z0-9_]*=' "$file"); then
+  if line=$(grep -anEv '^[A-Za-z_][A-Za-z0-9_]*=' "$file"); then
     fail "$file, line ${line%%$'\n'*}: expected NAME=VALUE; remove blank lines, comments and spaces before the ="
+  fi
+  if line=$(grep -anE '[[:cntrl:]]' "$file"); then
+    fail "$file, line ${line%%:*}: expected text without control characters; convert Windows line ends with dos2unix"
+  fi
+  $no_ssh && continue
+  # DeepSpeed sends them to the remote shells in "...".
+  if line=$(grep -anE '["$`\\]' "$file"); then
+    fail "$file, line ${line%%$'\n'*}: expected a value without \" \$ \` \\, which the remote shells would expand;" \
+      "change it, or use --no_ssh on every host"
   fi
 done
 
@@ -73,7 +89,7 @@ done
 launch=(setsid deepspeed --hostfile "$hostfile" --master_addr "$master_addr" --master_port "$master_port")
 
 if $no_ssh; then
-  [[ $node_rank =~ ^[0-9]+$ ]] && ((node_rank < ${#hosts[@]})) ||
+  [[ $node_rank =~ ^[0-9]+$ ]] && ((10#$node_rank < ${#hosts[@]})) ||
     fail "--node_rank '$node_rank': --no_ssh requires --node_rank 0 to $((${#hosts[@]} - 1)), the index in $hostfile"
   # DeepSpeed reads these files only when it uses pdsh.
   for file in "${env_files[@]}"; do
@@ -84,8 +100,19 @@ if $no_ssh; then
 else
   [[ -z $node_rank ]] || fail "--node_rank $node_rank requires --no_ssh"
   command -v pdsh >/dev/null || fail "pdsh is not installed: install it on this host, or use --no_ssh on every host"
-  [[ $root$PWD != *[[:space:]]* ]] ||
-    fail "pdsh does not support folders with spaces: $root, $PWD; rename them, or use --no_ssh on every host"
+  for folder in "$root" "$PWD" "$(command -v deepspeed)"; do
+    [[ $folder != *[[:space:][:cntrl:]\"\'\`\$\&\|\;\<\>\(\)\{\}\[\]\*\?\!\\%]* ]] ||
+      fail "pdsh does not support folders with spaces or characters of the shell: $folder; rename it, or use --no_ssh" \
+        "on every host"
+  done
+  # DeepSpeed sends these variables to the remote shells, too.
+  while IFS= read -r -d '' variable; do
+    name=${variable%%=*}
+    [[ $name =~ ^(MLFLOW|MV2|NCCL|PYTHON|UCX) ]] || continue
+    [[ $name =~ ^[A-Za-z0-9_]+$ && ${variable#*=} != *[[:cntrl:]\"\$\`\\]* ]] ||
+      fail "the environment variable $name: expected a value without \" \$ \` \\ and control characters, which the" \
+        "remote shells would expand; change or unset it"
+  done < <(env -0)
   export PDSH_RCMD_TYPE=ssh
   # Never wait at a password prompt. Detect within 30 s that a host is unreachable.
   liveness='-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3'

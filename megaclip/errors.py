@@ -1,8 +1,8 @@
 """Errors for the user of a run, and helpers that write their messages.
 
 The message of a `MegaclipError` is one line without a full stop: the setting and its value, what is accepted, what to
-do. The run logs it once and ends every rank with a non-zero exit code. Any other exception is a bug and keeps its
-traceback.
+do. (Only several unknown arguments are a list.) The run logs it once and ends every rank with a non-zero exit code. Any
+other exception is a bug and keeps its traceback.
 """
 
 import difflib

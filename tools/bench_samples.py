@@ -30,6 +30,7 @@ class SyntheticSource:
         """captions: POOL captions."""
         self._captions = captions
         self.problems: dict[str, int] = {}
+        self.columns = {"image": "memory", "caption": "memory"}
         self.shard_sizes = np.array([samples], dtype=np.int64)
 
     def __len__(self) -> int:

@@ -49,7 +49,8 @@ class ModelCard:
         """Return the model's tokenizer: "clip", or the path of the sentencepiece model beside the card.
 
         Raises:
-            CheckpointError: the model has its own tokenizer, and the directory does not hold exactly one *.model file.
+            CheckpointError: the model has its own tokenizer, and the directory does not hold exactly one *.model file,
+                or a link from it leads out of the directory.
         """
         if not self.config.text_cfg.hf_tokenizer_name:
             return "clip"
@@ -60,7 +61,25 @@ class ModelCard:
                 "model was trained with; put exactly that file there, or name it with --tokenizer if the command has "
                 "that flag"
             )
+        check_inside(models[0], self.directory)
         return str(models[0])
+
+
+def check_inside(path: Path, directory: Path) -> None:
+    """Raise CheckpointError if `path` is a link that leads out of a directory of unknown origin.
+
+    Its target would be copied to the run or the imported model. Links in the cache of Hugging Face's hub, from
+    snapshots/COMMIT to blobs, are followed.
+    """
+    root, target = directory.resolve(), path.resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise CheckpointError(
+            f"{path} is a link to {target}, outside of the directory; replace it with a copy of that file if it "
+            "belongs to the model, or remove it"
+        )
 
 
 def read_model_card(directory: str | Path, config: ModelConfig | None = None) -> ModelCard:

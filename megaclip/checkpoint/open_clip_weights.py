@@ -65,6 +65,16 @@ class LoadReport:
         """True if the model and the file have the same parameters with the same shapes."""
         return not (self.missing or self.unexpected or self.mismatched)
 
+    @property
+    def advice(self) -> str:
+        """How to make the weights fit, for an error."""
+        if "logit_bias" in self.unexpected:
+            return (
+                "the weights have a logit_bias, as SigLIP's: add init_logit_bias to the model's JSON (SigLIP: -10, "
+                "with init_logit_scale 2.303)"
+            )
+        return "use the model description that the weights were trained with"
+
     def __str__(self) -> str:
         """Return one line: the number of parameters of each kind, and the first name of each kind of difference."""
         parts = [f"{len(self.loaded)} parameters loaded"]
@@ -228,7 +238,7 @@ def load_pretrained(model: ClipModel, path_or_dir: str | Path) -> LoadReport:
 
 def _require_complete(report: LoadReport, problem: str) -> None:
     if not report.complete:
-        raise CheckpointError(f"{problem}: {report}; use the model description that the weights were trained with")
+        raise CheckpointError(f"{problem}: {report}; {report.advice}")
 
 
 def _weights_file(path: Path) -> Path:

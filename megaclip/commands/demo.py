@@ -57,7 +57,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--name", default="demo", help="name of the run's folder in runs/; an older run with this name is deleted"
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if Path(arguments.name).name != arguments.name or arguments.name in ("", ".."):
+        parser.error(f"--name {arguments.name!r} is not the name of a folder in runs/, which would be deleted")
+    return arguments
 
 
 def megaclip(*command: str | Path, capture: bool = False) -> str:

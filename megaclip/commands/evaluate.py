@@ -23,6 +23,7 @@ from PIL import Image
 
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.groups import group_rank, group_size
+from megaclip.config.argument_types import integer
 from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.data import DATASET_TYPES, LabelledDataset, PairDataset, open_labelled, open_pairs
 from megaclip.engine.process_group import start_process_group
@@ -90,9 +91,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="'clip' or a sentencepiece .model (default: from the model card)")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="precision of the forward pass")
     parser.add_argument(
-        "--batch-size", type=int, default=64, help="number of images, and of prompts, that a rank encodes at once"
+        "--batch-size",
+        type=integer(1),
+        default=64,
+        help="number of images, and of prompts, that a rank encodes at once",
     )
-    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, help="number of data worker processes per rank")
+    parser.add_argument(
+        "--workers", type=integer(0), default=DEFAULT_WORKERS, help="number of data worker processes per rank"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the scores to this file")
     parser.add_argument(
         "--pictures", type=Path, metavar="FOLDER", help="write similarity.png and retrieval.png to this folder"

@@ -14,13 +14,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, read_model_card, write_model_card
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, check_inside, read_model_card, write_model_card
 from megaclip.checkpoint.open_clip_weights import LoadReport, compare_weights, meta_model, read_weights, write_weights
 from megaclip.errors import MegaclipError
 from megaclip.models import load_model_config
 from megaclip.models.config import CARD_NAME
 
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model")
+MAX_TOKENIZER_BYTES = 256 << 20
 
 
 def main() -> None:
@@ -33,8 +34,8 @@ def main() -> None:
     if not report.complete:
         print_differences(report)
         sys.exit(
-            f"error: {arguments.source} does not fit the model, so {arguments.out_dir} was not written; name the model "
-            "of these weights with --model"
+            f"error: {arguments.source} does not fit the model, so {arguments.out_dir} was not written; "
+            f"{report.advice}, and name it with --model"
         )
     print(f"wrote {arguments.out_dir}")
 
@@ -65,10 +66,16 @@ def import_weights(source: Path, out_dir: Path, model: str | None) -> LoadReport
 
 
 def tokenizer_files(source: Path) -> list[Path]:
-    """Return the files of a directory that may belong to its tokenizer: small files other than the model card."""
+    """Return the files of a directory that may belong to its tokenizer: small files other than the model card.
+
+    Raises CheckpointError if a link leads out of the directory.
+    """
     if not source.is_dir():
         return []
-    return sorted(path for path in source.iterdir() if path.suffix in TOKENIZER_SUFFIXES and path.name != CARD_NAME)
+    files = [path for path in source.iterdir() if path.suffix in TOKENIZER_SUFFIXES and path.name != CARD_NAME]
+    for path in files:
+        check_inside(path, source)
+    return sorted(path for path in files if path.is_file() and path.stat().st_size <= MAX_TOKENIZER_BYTES)
 
 
 def print_differences(report: LoadReport) -> None:

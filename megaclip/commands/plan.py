@@ -23,6 +23,7 @@ import deepspeed.comm as dist
 import torch
 
 from megaclip.config import MegaclipSection, TrainArguments, TrainingConfig, load_training_config
+from megaclip.config.argument_types import integer
 from megaclip.config.checks import check_ds_config
 from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.errors import ConfigError, MegaclipError
@@ -85,14 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("run")
     what.add_argument("--deepspeed_config", "--deepspeed-config", help="ds_config.json")
     what.add_argument("--model", help="preset name or the path of a model JSON")
-    what.add_argument("--batch", type=int, help="contrastive batch, instead of train_batch_size")
-    what.add_argument("--micro-batch", type=int, help="instead of train_micro_batch_size_per_gpu")
-    what.add_argument("--tensor-parallel", type=int, help="instead of megaclip.tensor_parallel_size")
+    what.add_argument("--batch", type=integer(1), help="contrastive batch, instead of train_batch_size")
+    what.add_argument("--micro-batch", type=integer(1), help="instead of train_micro_batch_size_per_gpu")
+    what.add_argument("--tensor-parallel", type=integer(1), help="instead of megaclip.tensor_parallel_size")
     what.add_argument(
-        "--workers", type=int, default=DEFAULT_WORKERS, help="loader processes per rank (default %(default)s)"
+        "--workers", type=integer(0), default=DEFAULT_WORKERS, help="loader processes per rank (default %(default)s)"
     )
     what.add_argument(
-        "--train-num-samples", type=int, default=0, help="samples of the dataset, for the FastCLIP losses' state"
+        "--train-num-samples", type=integer(0), default=0, help="samples of the dataset, for the FastCLIP losses' state"
     )
     what.add_argument(
         "--text-positions-saved",
@@ -101,19 +102,25 @@ def _parser() -> argparse.ArgumentParser:
         help="share of token positions that cutting captions saves, as a run logs it (default: for captions of 8 to 77 "
         "tokens, docs/planning.md)",
     )
-    what.add_argument("--train-steps", type=int, help='steps of the run, for megaclip.compile "auto" (default: many)')
-    what.add_argument("--val-num-samples", type=int, default=0, help="image-caption pairs that the run is evaluated on")
     what.add_argument(
-        "--lock-image", type=int, nargs="?", const=0, help="freeze the image tower except its last N groups"
+        "--train-steps", type=integer(1), help='steps of the run, for megaclip.compile "auto" (default: many)'
     )
     what.add_argument(
-        "--lock-text", type=int, nargs="?", const=0, help="freeze the text tower except its last N layers"
+        "--val-num-samples", type=integer(0), default=0, help="image-caption pairs that the run is evaluated on"
+    )
+    what.add_argument(
+        "--lock-image", type=integer(0), nargs="?", const=0, help="freeze the image tower except its last N groups"
+    )
+    what.add_argument(
+        "--lock-text", type=integer(0), nargs="?", const=0, help="freeze the text tower except its last N layers"
     )
     where = parser.add_argument_group("machines")
     where.add_argument("--here", action="store_true", help="this machine: its GPUs, and the memory that is free now")
     where.add_argument("--gpu", help=f"{', '.join(GPUS)} (default h200)")
-    where.add_argument("--gpus", type=int, help="GPUs per host (default 8; with --here all of them, one rank on a CPU)")
-    where.add_argument("--hosts", type=int, default=1, help="hosts, all alike (default 1)")
+    where.add_argument(
+        "--gpus", type=integer(1), help="GPUs per host (default 8; with --here all of them, one rank on a CPU)"
+    )
+    where.add_argument("--hosts", type=integer(1), default=1, help="hosts, all alike (default 1)")
     where.add_argument("--gpu-memory", help="of one GPU, for example 80GiB")
     where.add_argument("--host-memory", help="free on one host (default 1000GiB)")
     where.add_argument("--disk", help="free on one host (default 4TB)")
@@ -152,7 +159,8 @@ def _clusters_like_this(arguments: argparse.Namespace) -> Cluster:
     nvme = nvme_paths(load_training_config(arguments.deepspeed_config).zero)
     cluster = this_machine(arguments.gpus or max(1, here), Path.cwd(), nvme)
     rates = Rates.read(arguments.rates, cluster.rates) if arguments.rates else cluster.rates
-    given = {name: parse_size(value) for name in ("link", "network") if (value := getattr(arguments, name))}
+    links = ("link", "network")
+    given = {name: parse_size(value, f"--{name}") for name in links if (value := getattr(arguments, name)) is not None}
     return replace(cluster, hosts=arguments.hosts, rates=replace(rates, **given))
 
 

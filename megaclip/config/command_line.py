@@ -5,6 +5,7 @@ names the replacement (`open_clip_flags.py`). Batches, precision, optimizer and 
 """
 
 import argparse
+from pathlib import PurePath
 from typing import Annotated, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
@@ -46,7 +47,10 @@ class TrainArguments(BaseModel):
         default="auto", description="format of --train-data and --val-data; 'auto' recognises it by their names"
     )
     image_key: str | None = Field(default=None, description="column or extension of the images")
-    caption_key: str | None = Field(default=None, description="column or extension of the captions")
+    caption_key: str | None = Field(
+        default=None,
+        description="column, extension or JSON field of the captions; json.FIELD is only the field",
+    )
     val_data: list[str] = Field(default=[], description="held-out image-text pairs for retrieval")
     group_captions: bool = Field(default=False, description="--val-data has several captions per image (COCO, Flickr)")
     zeroshot_data: str | None = Field(
@@ -158,6 +162,14 @@ class TrainArguments(BaseModel):
     def _accept_latest(cls, resume: str | None) -> str | None:
         return "auto" if resume == "latest" else resume
 
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str | None) -> str | None:
+        path = PurePath(name or ".")
+        if name is not None and (not path.parts or path.is_absolute() or ".." in path.parts or not name.isprintable()):
+            raise ValueError("the run's folder would not be in --logs; use a name such as my-run or group/my-run")
+        return name
+
     @model_validator(mode="after")
     def _check_combinations(self) -> "TrainArguments":
         if self.epochs and self.train_steps:
@@ -192,6 +204,10 @@ class TrainArguments(BaseModel):
         if self.val_data == [] and self.zeroshot_data is None and self.eval_every_steps:
             raise ValueError("--eval-every-steps requires --val-data or --zeroshot-data; set one of them")
         return self
+
+
+_MANY_UNKNOWN = "these arguments are not accepted (docs/from_open_clip.md):"
+"""First line of the only error of several lines: thirteen arguments in one line cannot be read."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -261,7 +277,8 @@ def parse_arguments(argv: list[str]) -> TrainArguments:
     if unknown:
         known = {option for action in parser._actions for option in action.option_strings}
         given = [word.split("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
-        raise ConfigError("; ".join(_describe_unknown(word, known) for word in given))
+        described = [_describe_unknown(word, known) for word in dict.fromkeys(given)]
+        raise ConfigError(described[0] if len(described) == 1 else "\n  ".join([_MANY_UNKNOWN, *described]))
     try:
         return TrainArguments(**vars(values))
     except ValidationError as error:

@@ -218,10 +218,10 @@ def load_training_config(name_or_path: str | Path) -> TrainingConfig:
         if not isinstance(config, dict):
             raise ConfigError(f"the file contains a {type(config).__name__}; write one JSON object")
         return TrainingConfig(path=path, deepspeed=config, megaclip=check_ds_config(config).megaclip)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:  # also integers of 5,000 digits, and thousands of nested brackets
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
 
 
 def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

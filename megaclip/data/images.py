@@ -5,7 +5,9 @@ evaluation transform equals open_clip's exactly (resize the shorter side, or squ
 Training takes a random resized crop in one Pillow call, `resize(box=..., reducing_gap=2.0)`, after JPEG draft decoding
 if the source is much larger than the target. The crop depends on (seed, epoch, id) only.
 
-Image files are untrusted: only raster formats are opened, and their size is checked before decoding.
+Image files are untrusted: only raster formats are opened, and their size is checked before decoding. As in open_clip,
+the orientation in EXIF data is ignored, and transparency is dropped: the colours of transparent pixels remain. Unlike
+in open_clip, 16-bit grey images are scaled to 8 bits, by the high byte; Pillow would clip them to white.
 """
 
 from __future__ import annotations
@@ -14,17 +16,25 @@ import dataclasses
 import functools
 import io
 import math
+import os
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
 from megaclip.data.batch import BadSample
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, shortened
 
 OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
-MAX_PIXELS = 128 << 20
+MAX_PIXELS = 64 << 20
+"""Largest number of pixels of an image file, and of an image after resizing: 67,108,864, as in 8,192 x 8,192. Decoding
+and resizing such a file takes about 0.5 GiB of a worker's memory and a few seconds."""
+MAX_IMAGE_BYTES = 256 << 20
+"""Largest size of an image file."""
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 _RATIO = (3 / 4, 4 / 3)
@@ -52,19 +62,23 @@ class ImageTransform:
 
     def __post_init__(self) -> None:
         for name, values in (("mean", self.mean), ("std", self.std)):
-            if not isinstance(values, tuple) or len(values) != 3:
-                raise ConfigError(f"image {name} is {values!r}; use three numbers, one per channel")
-        if self.interpolation not in _RESAMPLING:
-            raise ConfigError(f"interpolation is {self.interpolation!r}; use one of {sorted(_RESAMPLING)}")
-        if self.resize_mode not in ("shortest", "squash"):
-            raise ConfigError(f"resize_mode is {self.resize_mode!r}; use 'shortest' or 'squash'")
+            if not isinstance(values, tuple) or len(values) != 3 or not all(map(_is_finite, values)):
+                raise ConfigError(f"image {name} is {shortened(repr(values))}; use three numbers, one per channel")
+        if min(self.std) <= 0:
+            raise ConfigError(f"image std is {self.std!r}; use three numbers greater than 0, one per channel")
+        for name, value, choices in (
+            ("interpolation", self.interpolation, sorted(_RESAMPLING)),
+            ("resize_mode", self.resize_mode, ["shortest", "squash"]),
+        ):
+            if value not in choices:  # a list of strings: a value from a model card may have any type
+                raise ConfigError(f"{name} is {shortened(repr(value))}; use one of {choices}")
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise ConfigError(f"the scale of the random crop is {self.scale}; use 0 < low <= high <= 1")
 
     def __call__(self, content: bytes, *, seeds: tuple[int, int, int] = (0, 0, 0)) -> torch.Tensor:
         """Decode and transform one image file. seeds: (seed, epoch, id), for the crop in training. Raises BadSample."""
         try:
-            image = open_image(content)
+            image = eight_bit(open_image(content))
             image = self._random_crop(image, seeds) if self.training else self._resize_and_crop(image)
         except BadSample:
             raise
@@ -97,9 +111,15 @@ class ImageTransform:
         # As torchvision: the longer side is rounded down, and the crop's corner is rounded half to even.
         new = (int(self.size * width / short), int(self.size * height / short))
         if new != (width, height):
+            _check_pixels(*new, f"{width} x {height} pixels, resized to ")
             image = image.resize(new, filter_)
         left, top = round((new[0] - self.size) / 2), round((new[1] - self.size) / 2)
         return image.crop((left, top, left + self.size, top + self.size)).convert("RGB")
+
+
+def _is_finite(value: Any) -> bool:
+    """Return True for a finite number. Values of a model card may have any type."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
 
 
 @functools.lru_cache(maxsize=8)
@@ -115,6 +135,23 @@ def _constants(
     return *channels, torch.full((1,), 255.0, device=device)
 
 
+def read_image_file(path: str | os.PathLike, key: str, where: str = "") -> bytes:
+    """Return the bytes of an image file. Raises BadSample if it is missing, too large, or no regular file.
+
+    key, where: origin of the sample, and places that were searched, for the message.
+    """
+    name = shortened(os.fspath(path))
+    try:
+        if not os.path.isfile(path):  # a device or a pipe could block or never end
+            raise BadSample("missing image", f"{key}: {name!r} is not a file{where}")
+        size = os.path.getsize(path)
+        if size > MAX_IMAGE_BYTES:
+            raise BadSample("image too large", f"{key}: {size} bytes; expected at most {MAX_IMAGE_BYTES:,}")
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise BadSample("missing image", f"{key}: {error}") from error
+
+
 def open_image(content: bytes) -> Image.Image:
     """Open an image file without decoding it. Raises BadSample if its format is unknown or its size is too large."""
     if not content:
@@ -123,8 +160,27 @@ def open_image(content: bytes) -> Image.Image:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
     except UnidentifiedImageError as error:  # Pillow's message only has the address of a buffer
         raise BadSample("undecodable image", f"not a file of {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from error
-    if image.width * image.height > MAX_PIXELS:
-        raise BadSample("image too large", f"{image.width} x {image.height} pixels")
+    except Image.DecompressionBombError as error:  # Pillow's own limit, 179 megapixels
+        raise BadSample("image too large", f"{error}; expected at most {MAX_PIXELS:,}") from error
+    _check_pixels(image.width, image.height)
+    return image
+
+
+def _check_pixels(width: int, height: int, origin: str = "") -> None:
+    if width * height > MAX_PIXELS:
+        raise BadSample("image too large", f"{origin}{width} x {height} pixels; expected at most {MAX_PIXELS:,}")
+
+
+def eight_bit(image: Image.Image) -> Image.Image:
+    """Return the image with 8 bits per channel. 16-bit grey is scaled by its high byte, as Pillow scales 16-bit colour.
+
+    Raises BadSample for 32-bit integers and floating-point numbers, whose range of values is not known.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        return Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        found = f"{image.format} of {'32-bit integers' if image.mode == 'I' else 'floating-point numbers'}"
+        raise BadSample("unsupported pixel format", f"{found}; expected 8 or 16 bits per channel")
     return image
 
 

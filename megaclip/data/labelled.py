@@ -11,7 +11,9 @@ import re
 from pathlib import Path
 
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.tar_shards import IMAGE_EXTENSIONS, TarShards
+from megaclip.data.captions import CaptionKeys
+from megaclip.data.images import IMAGE_EXTENSIONS, read_image_file
+from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError
 
 CLASS_NAMES_FILE = "classnames.txt"
@@ -61,10 +63,7 @@ class _ImageFolder:
 
     def read(self, row: int) -> RawSample:
         path, label = self._files[row]
-        try:
-            return RawSample(path.read_bytes(), str(label), str(path))
-        except OSError as error:
-            raise BadSample("missing image", f"{path}: {error}") from error
+        return RawSample(read_image_file(path, str(path)), str(label), str(path))
 
     def shard_name(self, row: int) -> str:
         return str(self._files[row][0].parent)
@@ -91,7 +90,7 @@ def open_labelled(path: str | Path) -> LabelledDataset:
             raise DataError(
                 f"zero-shot data {folder}: tar shards require the file {CLASS_NAMES_FILE}; write one name per line"
             )
-        return LabelledDataset(TarShards(shards, caption_extensions=("cls",)), names, templates)
+        return LabelledDataset(TarShards(shards, caption_keys=CaptionKeys(("cls",), flag="")), names, templates)
     images = _ImageFolder(folder)
     if len(images) == 0:
         raise DataError(
@@ -121,4 +120,8 @@ def _by_number(path: Path) -> tuple[int, str]:
 def _lines(path: Path) -> list[str]:
     if not path.is_file():
         return []
-    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it to UTF-8") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]

@@ -73,7 +73,7 @@ class TrainLoader:
         self._micro_batch_size = micro_batch_size
         self._rank, self._world_size = rank, world_size
         self._taken = 0
-        self._log = BadSampleLog(max_bad_fraction, "a substitute is used")
+        self._log = BadSampleLog(max_bad_fraction, "a substitute is used", "--max-bad-fraction")
         self._order = order = dataset.order(seed=seed, shard_order=shard_order)
         reader = TrainReader(dataset, transform, tokenizer, seed)
         self._batches = map_in_workers(
@@ -94,7 +94,7 @@ class TrainLoader:
     def __next__(self) -> Batch:
         loaded = next(self._batches)
         if self._taken < self._micro_batches_per_step:  # the second reading meets the same bad samples
-            self._log.add(loaded.bad_samples, self._micro_batch_size)
+            self._log.add(loaded.bad_samples, loaded.reads)
         if loaded.fatal:
             raise DataError(loaded.fatal)
         self._taken += 1
@@ -186,7 +186,7 @@ class EvaluationLoader:
     def __iter__(self) -> Iterator[EvaluationBatch | LabelledBatch]:
         log = BadSampleLog(self._max_bad_fraction, "it is left out")
         for loaded in map_in_workers(self._reader.read, self._rank_ids(), num_workers=self._num_workers):
-            log.add(loaded.bad_samples, self._batch_size)
+            log.add(loaded.bad_samples, loaded.reads)
             self.bad_counts = dict(log.counts)
             yield loaded.batch
 

@@ -28,6 +28,9 @@ DEFAULT_WINDOW = 65_536
 MIXTURE_BLOCK = 1000
 """Number of positions per block of a mixture. Every block meets the weights to a thousandth."""
 
+ROWS_PER_SHARD = 1024
+"""Number of rows that are permuted together in a source without shards."""
+
 _SHARDS, _WINDOWS, _BLOCKS = range(3)
 
 
@@ -35,6 +38,12 @@ _SHARDS, _WINDOWS, _BLOCKS = range(3)
 def permutation(size: int, *seeds: int) -> np.ndarray:
     """Return a permutation of 0..size-1 that depends only on `size` and `seeds` (integers >= 0)."""
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds))).permutation(size)
+
+
+def runs_of_rows(rows: int) -> np.ndarray:
+    """Return the sizes of runs of rows, (S,) int64, which take the place of shards in a source that has none."""
+    full, rest = divmod(rows, ROWS_PER_SHARD)
+    return np.array([ROWS_PER_SHARD] * full + [rest] * bool(rest), dtype=np.int64)
 
 
 def rank_positions(step_start: int, micro_batch: int, micro_batch_size: int, rank: int, world_size: int) -> np.ndarray:

@@ -62,6 +62,9 @@ def expand_pattern(pattern: str) -> list[str]:
             f"{len(missing)} of {len(paths)} files are missing, first {missing[0]}" if missing else "no file matches"
         )
         raise DataError(f"data {pattern!r}: {problem} (working directory {os.getcwd()}){_advice(pattern)}")
+    special = next((path for path in paths if not (os.path.isfile(path) or os.path.isdir(path))), None)
+    if special is not None:  # reading a pipe or a device could block or never end
+        raise DataError(f"data {pattern!r}: {special} is neither a file nor a folder; copy the data to a file")
     return paths
 
 

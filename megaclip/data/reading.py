@@ -57,6 +57,8 @@ class Loaded:
     """Batch, or None if `fatal` is set."""
     bad_samples: list[BadSampleReport]
     """Bad samples that were met while the batch was read."""
+    reads: int = 0
+    """Number of samples that were read for the batch, bad ones and substitutes included."""
     fatal: str = ""
     """Reason why there is no batch."""
 
@@ -82,7 +84,7 @@ class TrainReader:
 
     def read(self, ids: np.ndarray, epochs: np.ndarray) -> Loaded:
         """Return the batch of `ids` (b,). Each sample is augmented by (seed, its epoch, its id)."""
-        images, captions, bad_samples = [], [], list[BadSampleReport]()
+        images, captions, bad_samples = list[torch.Tensor](), list[str](), list[BadSampleReport]()
         for sample_id, epoch in zip(ids.tolist(), epochs.tolist(), strict=True):
             pair = self._read_or_substitute(sample_id, epoch, bad_samples)
             if pair is None:
@@ -90,12 +92,15 @@ class TrainReader:
                 return Loaded(
                     None,
                     bad_samples,
-                    f"sample {sample_id} of {last.shard} and {SUBSTITUTE_TRIES} substitutes are bad, "
-                    f"last {last.kind} ({last.detail}); check the data with `megaclip inspect`",
+                    len(images) + len(bad_samples),
+                    f"sample {sample_id} of {last.shard} and {SUBSTITUTE_TRIES} substitutes for it are bad, last "
+                    f"{last.kind} ({last.detail}); a larger --max-bad-fraction does not help: check the data with "
+                    "`megaclip inspect`",
                 )
             images.append(pair[0])
             captions.append(pair[1])
-        return Loaded(Batch(torch.stack(images), self._tokenizer(captions)), bad_samples)
+        batch = Batch(torch.stack(images), self._tokenizer(captions))
+        return Loaded(batch, bad_samples, len(images) + len(bad_samples))
 
     def _read_or_substitute(
         self, sample_id: int, epoch: int, bad_samples: list[BadSampleReport]
@@ -163,29 +168,31 @@ class EvaluationReader:
                 captions[row], kept[row] = raw.caption, sample_id
             except BadSample as bad:
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(sample_id)))
-        kept_ids = torch.from_numpy(kept)
+        kept_ids, reads = torch.from_numpy(kept), int((ids != PADDING_ID).sum())
         if self._tokenizer is not None:
-            return Loaded(EvaluationBatch(images, self._tokenizer(captions), kept_ids), bad_samples)
+            return Loaded(EvaluationBatch(images, self._tokenizer(captions), kept_ids), bad_samples, reads)
         labels = torch.tensor([int(caption) if caption else PADDING_ID for caption in captions])
-        return Loaded(LabelledBatch(images, labels, kept_ids), bad_samples)
+        return Loaded(LabelledBatch(images, labels, kept_ids), bad_samples, reads)
 
 
 class BadSampleLog:
     """Count bad samples by kind, log the first of each kind, and stop the run if there are too many.
 
     limit: largest fraction of bad samples. consequence: words for the log, such as "a substitute is used".
+    setting: flag that sets the limit, for the error; "" if it is fixed.
     """
 
-    def __init__(self, limit: float, consequence: str) -> None:
+    def __init__(self, limit: float, consequence: str, setting: str = "") -> None:
         self.counts: Counter[str] = Counter()
         self._limit = limit
         self._consequence = consequence
-        self._seen = 0
+        self._setting = setting
+        self._read = 0
         self._shards: Counter[str] = Counter()
 
-    def add(self, bad_samples: list[BadSampleReport], rows: int) -> None:
-        """Count the bad samples among `rows` samples. Raises DataError, with the worst shards, above the limit."""
-        self._seen += rows
+    def add(self, bad_samples: list[BadSampleReport], reads: int) -> None:
+        """Count the bad samples among `reads` samples. Raises DataError, with the worst shards, above the limit."""
+        self._read += reads
         for bad in bad_samples:
             self.counts[bad.kind] += 1
             self._shards[bad.shard] += 1
@@ -194,10 +201,12 @@ class BadSampleLog:
                     "%s: %s, %s; %s; later ones are only counted", bad.kind, bad.detail, bad.shard, self._consequence
                 )
         total = self.counts.total()
-        if total > self._limit * max(self._seen, MIN_SAMPLES_FOR_LIMIT):
+        if total > self._limit * max(self._read, MIN_SAMPLES_FOR_LIMIT):
             worst = ", ".join(f"{name} ({count})" for name, count in self._shards.most_common(3))
             kinds = ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
+            limit = f"{self._setting or 'the limit'} {self._limit:g}"
             raise DataError(
-                f"{total} of {self._seen} samples are bad ({kinds}), over the limit of {self._limit:.2%}; most are in "
-                f"{worst}; repair the data or set a larger --max-bad-fraction"
+                f"{total} of the {self._read} samples read so far are bad ({kinds}), over {limit}; most are in "
+                f"{worst}; repair the data (tools/inspect_data.py lists the problems)"
+                + (f" or set a larger {self._setting}" if self._setting else "")
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,10 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from megaclip.data.batch import RawSample
+from megaclip.data.captions import CaptionKeys
+from megaclip.data.image_folder import ImageFolder
+from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
 from megaclip.data.patterns import expand_pattern
 from megaclip.data.tables import TABLE_TYPES, HubTable, Table, open_table
-from megaclip.data.tar_shards import CAPTION_EXTENSIONS, IMAGE_EXTENSIONS, TarShards
+from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError
 
 DATASET_TYPES = ("auto", "webdataset", *TABLE_TYPES)
@@ -32,6 +36,7 @@ _TYPE_OF_SUFFIX = {
     ".json": "json",
     ".jsonl": "json",
 }
+_COMPRESSED_TAR = re.compile(r"\.(tgz|tbz2|txz|tar\.(gz|bz2|xz|zst|lz4))$", re.IGNORECASE)
 
 
 class Source(Protocol):
@@ -54,6 +59,10 @@ class Source(Protocol):
 
     def manifest(self) -> list[list[Any]]:
         """Return [name, bytes, samples] per file. A resumed run requires an equal manifest."""
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Columns, extensions or fields that images ("image") and captions ("caption") come from, for a report."""
 
     @property
     def problems(self) -> dict[str, int]:
@@ -118,6 +127,11 @@ class PairDataset:
                 totals[kind] = totals.get(kind, 0) + count
         return totals
 
+    @property
+    def columns(self) -> list[dict[str, str]]:
+        """Columns, extensions or fields that images and captions come from, per source."""
+        return [source.columns for source in self._sources]
+
     def manifest(self) -> dict[str, Any]:
         """Return the facts about the data that a resumed run requires to be equal, without absolute paths.
 
@@ -148,7 +162,8 @@ def open_pairs(
     images with a metadata file, or saved by HF `datasets`), or `hf:NAME[:SPLIT[:CONFIG]]` for a hub dataset.
     weights: one per spec, for a mixture. Default: every sample comes once per epoch.
     dataset_type: one of DATASET_TYPES. "auto" recognises the type by file names.
-    image_key, caption_key: column names, or member extensions of tar shards ("jpg;png"). Default: the usual names.
+    image_key, caption_key: column names, or member extensions of tar shards ("jpg;png"); captions.py describes how the
+        captions of tar shards are found. Default: the usual names.
     Raises DataError if files are missing or cannot be read.
     """
     if not specs:
@@ -189,6 +204,7 @@ def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_ke
     if spec.startswith("hf:") or dataset_type == "hub":
         return Table(HubTable.parse(spec.removeprefix("hf:")).load(), spec, "hub", None, image_key, caption_key)
     paths = expand_pattern(spec)
+    _refuse_compressed_tars(spec, paths)
     if dataset_type == "auto":
         dataset_type, paths = _recognise(spec, paths)
     elif len(paths) == 1 and os.path.isdir(paths[0]) and dataset_type in _TYPE_OF_SUFFIX.values():
@@ -197,9 +213,35 @@ def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_ke
         return TarShards(
             paths,
             image_extensions=_extensions(image_key) or IMAGE_EXTENSIONS,
-            caption_extensions=_extensions(caption_key) or CAPTION_EXTENSIONS,
+            caption_keys=CaptionKeys.parse(caption_key),
+        )
+    if dataset_type == "imagefolder" and not _has_metadata(paths[0]):
+        return ImageFolder(
+            paths[0],
+            image_extensions=_extensions(image_key) or IMAGE_EXTENSIONS,
+            caption_keys=CaptionKeys.parse(caption_key),
         )
     return open_table(paths, dataset_type, image_key, caption_key)
+
+
+def _refuse_compressed_tars(spec: str, paths: Sequence[str]) -> None:
+    compressed = [path for path in paths if _COMPRESSED_TAR.search(path)]
+    if compressed:
+        raise DataError(
+            f"data {spec!r}: {compressed[0]} is compressed, and samples are read from their place in a tar file; "
+            "decompress the shards, for example with  gunzip shards/*.tar.gz  (images are compressed already)"
+        )
+
+
+def _has_metadata(folder: str) -> bool:
+    """Return True if the folder or a sub-folder has a table of its pictures, as `datasets` expects it."""
+    return any(Path(name).stem == "metadata" for _, _, names in os.walk(folder) for name in names)
+
+
+def _lie_beside_pictures(files: list[str]) -> bool:
+    """Return True if the first JSON file describes one picture, as in img2dataset's folders, and is no table."""
+    stem = os.path.splitext(files[0])[0]
+    return any(os.path.exists(f"{stem}.{extension}") for extension in IMAGE_EXTENSIONS)
 
 
 def _extensions(key: str | None) -> tuple[str, ...]:
@@ -215,8 +257,9 @@ def _recognise(spec: str, paths: list[str]) -> tuple[str, list[str]]:
         if not glob.glob(os.path.join(glob.escape(folder), "metadata.*")):
             for dataset_type in ("webdataset", "parquet", "json", "csv"):
                 files = _files_of_type(folder, dataset_type, may_be_empty=True)
-                if files:
+                if files and not (dataset_type == "json" and _lie_beside_pictures(files)):
                     return dataset_type, files
+            _refuse_compressed_tars(spec, sorted(os.listdir(folder)))
         return "imagefolder", paths
     types = {_TYPE_OF_SUFFIX.get(Path(path).suffix.lower()) for path in paths}
     found = types.pop() if len(types) == 1 else None
@@ -233,6 +276,7 @@ def _files_of_type(folder: str, dataset_type: str, *, may_be_empty: bool = False
         if _TYPE_OF_SUFFIX.get(Path(name).suffix.lower()) == dataset_type
     )
     if not files and not may_be_empty:
+        _refuse_compressed_tars(folder, sorted(os.listdir(folder)))
         suffixes = ", ".join(suffix for suffix, type_ in _TYPE_OF_SUFFIX.items() if type_ == dataset_type)
         raise DataError(f"data {folder!r}: the folder has no files of type {dataset_type}; expected {suffixes}")
     return files

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.errors import DataError, shortened
+from megaclip.data.captions import MAX_CAPTION_BYTES
+from megaclip.data.images import MAX_IMAGE_BYTES, read_image_file
+from megaclip.data.order import runs_of_rows
+from megaclip.errors import DataError, first_line, shortened
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 TABLE_TYPES = ("parquet", "csv", "json", "imagefolder", "saved", "hub")
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "img", "filepath", "file_path", "image_path", "file_name", "path")
 CAPTION_COLUMNS = ("caption", "text", "txt", "title", "captions", "sentence", "alt_text")
-ROWS_PER_SHARD = 1024
-"""Number of rows that are permuted together. A table has no shards, so runs of rows take their place."""
-MAX_IMAGE_BYTES = 256 << 20
 MAX_SHOWN = 200
 """Largest number of characters of a path in a message."""
 
@@ -79,8 +77,7 @@ class Table:
         self._only_captions = dataset.select_columns([self._caption])
         if len(dataset) == 0:
             raise DataError(f"data {name!r} has no rows; check the file")
-        full, rest = divmod(len(dataset), ROWS_PER_SHARD)
-        self.shard_sizes = np.array([ROWS_PER_SHARD] * full + [rest] * bool(rest), dtype=np.int64)
+        self.shard_sizes = runs_of_rows(len(dataset))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -89,6 +86,11 @@ class Table:
     def problems(self) -> dict[str, int]:
         """Return no problems: a table that cannot be read completely is not opened."""
         return {}
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Names of the columns of images and captions."""
+        return {"image": self._image, "caption": self._caption}
 
     def manifest(self) -> list[list[Any]]:
         """Return [name, bytes, rows] per file. The first file has the rows of the whole table, the others have 0."""
@@ -104,8 +106,8 @@ class Table:
 
     def read(self, row: int) -> RawSample:
         """Return the undecoded sample. Raises BadSample."""
-        record = self._rows[row]
         key = f"{Path(self._name).name}[{row}]"
+        record = _record(self._rows, row, key)
         captions = self._captions(record[self._caption], key)
         cell = record[self._image]
         image = self._content(cell, key)
@@ -116,7 +118,7 @@ class Table:
 
     def caption(self, row: int) -> str:
         """Return only the caption of a sample, or its captions, one per line. Raises BadSample."""
-        return "\n".join(self._captions(self._only_captions[row][self._caption], str(row)))
+        return "\n".join(self._captions(_record(self._only_captions, row, str(row))[self._caption], str(row)))
 
     @staticmethod
     def _captions(value: Any, key: str) -> tuple[str, ...]:
@@ -125,12 +127,16 @@ class Table:
         captions = tuple(" ".join(str(text).split()) for text in values if text is not None)
         if not captions:
             raise BadSample("missing caption", key)
+        if (size := sum(map(len, captions))) > MAX_CAPTION_BYTES:
+            raise BadSample("caption too large", f"{key}: {size} characters")
         return captions
 
     def _content(self, value: Any, key: str) -> bytes:
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes) and value:
+            if len(value) > MAX_IMAGE_BYTES:
+                raise BadSample("image too large", f"{key}: {len(value)} bytes; expected at most {MAX_IMAGE_BYTES:,}")
             return value
         if not isinstance(value, str) or not value:
             raise BadSample("missing image", key)
@@ -139,16 +145,20 @@ class Table:
     def _file(self, path: str, key: str) -> bytes:
         if self._folder is not None and os.path.exists(os.path.join(self._folder, path)):
             path = os.path.join(self._folder, path)
-        try:
-            if not os.path.isfile(path):  # a device could block or never end
-                where = f" in {self._folder} or in the working directory" if self._folder else ""
-                raise BadSample("missing image", f"{key}: {path[:MAX_SHOWN]!r} is not a file{where}")
-            size = os.path.getsize(path)
-            if size > MAX_IMAGE_BYTES:
-                raise BadSample("image too large", f"{key}: {size} bytes")
-            return Path(path).read_bytes()
-        except (OSError, ValueError) as error:
-            raise BadSample("missing image", f"{key}: {error}") from error
+        return read_image_file(path, key, f" in {self._folder} or in the working directory" if self._folder else "")
+
+
+def _record(rows: Dataset, row: int, key: str) -> dict[str, Any]:
+    """Return one row. Raises BadSample if its text is not UTF-8, which is found only here, or if it cannot be read."""
+    try:
+        return rows[row]
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise BadSample(
+            "caption is not UTF-8", f"{key}: byte 0x{byte:02x} at position {error.start}; convert the table to UTF-8"
+        ) from error
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        raise BadSample("unreadable row", f"{key}: {first_line(error)}") from error
 
 
 def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: str | None) -> Table:
@@ -157,11 +167,6 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
         return Table(_load_saved(paths[0]), paths[0], kind, None, image_key, caption_key)
     if kind == "imagefolder":
         dataset = _load("imagefolder", data_dir=paths[0], split="train", drop_labels=True)
-        if dataset.column_names == ["image"]:
-            raise DataError(
-                f"data {paths[0]!r}: the image folder has no captions; add a metadata.csv with the columns file_name "
-                "and text, or give a CSV with the paths of the images"
-            )
         return Table(dataset, paths[0], kind, None, image_key, caption_key)
     options: dict[str, Any] = {}
     if kind == "csv":

@@ -4,7 +4,7 @@ Opening a set of shards walks their headers once (tar_walk.py) and writes the in
 `.megaclip` in the common folder of the shards or, if that is read-only, in the user's cache:
 
     <fingerprint>.npy     one row per sample: offsets and sizes of its image and caption; memory-mapped by all processes
-    <fingerprint>.json    the manifest: shard names, sizes in bytes, sample counts, damage
+    <fingerprint>.json    the manifest: shard names, sizes in bytes, counts of samples, images and captions, damage
 
 The fingerprint covers the names, sizes and modification times of the shards and the extensions of the members, so a
 changed shard gets a new index. Each file is written under another name and then renamed, so that it is always complete.
@@ -21,6 +21,7 @@ import json
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,25 @@ import numpy as np
 from filelock import FileLock
 
 from megaclip.data.batch import BadSample, RawSample
+from megaclip.data.captions import (
+    JSON,
+    MAX_CAPTION_BYTES,
+    TEXT_FILES,
+    CaptionKeys,
+    check_fields,
+    json_record,
+    text_fields,
+)
+from megaclip.data.images import IMAGE_EXTENSIONS, MAX_IMAGE_BYTES
 from megaclip.data.tar_walk import ENTRY, MISSING, ShardContents, walk_shard
 from megaclip.errors import DataError
 from megaclip.logging import get_logger
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
-CAPTION_EXTENSIONS = ("txt", "caption", "text")
 INDEX_FOLDER = ".megaclip"
-MAX_BYTES = {"image": 256 << 20, "caption": 1 << 20}
-_FORMAT = 1
+_MAX_BYTES = {"image": MAX_IMAGE_BYTES, "caption": MAX_CAPTION_BYTES}
+_FORMAT = 2
+_ROWS_CHECKED, _JSON_CHECKED = 10_000, 16
+"""Numbers of first samples, and of JSON members among them, that are read to check that they have the fields."""
 _OPEN_SHARDS = 64
 _LOCK_POLL_S = 0.2
 
@@ -54,16 +65,20 @@ class TarShards:
         paths: Sequence[str | Path],
         *,
         image_extensions: Sequence[str] = IMAGE_EXTENSIONS,
-        caption_extensions: Sequence[str] = CAPTION_EXTENSIONS,
+        caption_keys: CaptionKeys = TEXT_FILES,
     ) -> None:
         self._paths = [Path(path).absolute() for path in paths]
-        self._index = _open_index(self._paths, tuple(image_extensions), tuple(caption_extensions))
+        self._image_extensions, self._caption_keys = tuple(image_extensions), caption_keys
+        self._index = _open_index(self._paths, self._image_extensions, caption_keys.extensions)
         manifest = json.loads(self._index.with_suffix(".json").read_text())
         self.shards: list[dict[str, Any]] = manifest["shards"]
         self.shard_sizes = np.array([shard["samples"] for shard in self.shards], dtype=np.int64)
         self._ends = np.cumsum(self.shard_sizes)
         self._files: dict[int, int] = {}
         self._report_damage()
+        self._check_members()
+        if caption_keys.fields:
+            self._check_fields()
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -80,8 +95,20 @@ class TarShards:
     @property
     def problems(self) -> dict[str, int]:
         """Number of problems that the walk found, by kind."""
-        damaged = sum(bool(shard["damage"]) for shard in self.shards)
-        return {"damaged shard": damaged} if damaged else {}
+        found = {"damaged shard": sum(bool(shard["damage"]) for shard in self.shards)}
+        for what in ("image", "caption"):
+            found[f"missing {what}"] = len(self) - sum(sum(shard[f"{what}s"].values()) for shard in self.shards)
+        return {kind: count for kind, count in found.items() if count}
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Extensions and JSON fields of images and captions, with the number of samples that have them."""
+        chosen = {}
+        for what in ("image", "caption"):
+            counts = sum((Counter(shard[f"{what}s"]) for shard in self.shards), Counter[str]())
+            names = [(self._caption_keys.name(e) if what == "caption" else f".{e}", n) for e, n in counts.most_common()]
+            chosen[what] = ", ".join(f"{name} ({count:,})" for name, count in names)
+        return chosen
 
     def manifest(self) -> list[list[Any]]:
         """Return [name, bytes, samples] per shard. Names are relative to the common folder."""
@@ -97,14 +124,16 @@ class TarShards:
         entry = self._entries[row]
         key = f"{self._paths[shard].name}/{entry['key'].decode('utf-8', 'replace')}"
         image = self._member(shard, int(entry["image_offset"]), int(entry["image_size"]), "image", key)
-        caption = self._member(shard, int(entry["caption_offset"]), int(entry["caption_size"]), "caption", key)
-        return RawSample(image, caption.decode("utf-8", "replace"), key)
+        captions = self._captions(shard, entry, key)
+        return RawSample(image, "\n".join(captions), key, captions if len(captions) > 1 else ())
 
     def caption(self, row: int) -> str:
-        """Return only the caption of a sample. Raises BadSample."""
-        entry = self._entries[row]
-        offset, size = int(entry["caption_offset"]), int(entry["caption_size"])
-        return self._member(self._shard_of(row), offset, size, "caption", str(row)).decode("utf-8", "replace")
+        """Return only the caption of a sample, or its captions, one per line. Raises BadSample."""
+        return "\n".join(self._captions(self._shard_of(row), self._entries[row], str(row)))
+
+    def _captions(self, shard: int, entry: np.void, key: str) -> tuple[str, ...]:
+        content = self._member(shard, int(entry["caption_offset"]), int(entry["caption_size"]), "caption", key)
+        return self._caption_keys.decode(content, self._caption_keys.extensions[entry["caption_extension"]], key)
 
     def _shard_of(self, row: int) -> int:
         return int(np.searchsorted(self._ends, row, side="right"))
@@ -112,7 +141,7 @@ class TarShards:
     def _member(self, shard: int, offset: int, size: int, what: str, key: str) -> bytes:
         if size == MISSING:
             raise BadSample(f"missing {what}", key)
-        if size > MAX_BYTES[what]:
+        if size > _MAX_BYTES[what]:
             raise BadSample(f"{what} too large", f"{key}: {size} bytes")
         try:
             content = os.pread(self._file(shard), size, offset)
@@ -143,6 +172,50 @@ class TarShards:
         if damaged:
             listed = ", ".join(f"{shard['name']} ({shard['damage']})" for shard in damaged[:3])
             _logger.warning("%d tar shards are damaged; their complete samples are used: %s", len(damaged), listed)
+
+    def _check_members(self) -> None:
+        """Raise DataError, with the extensions that the shards have, if no sample has an image or none a caption."""
+        wanted = (
+            ("image", "an image", self._image_extensions),
+            ("caption", "a caption", self._caption_keys.extensions),
+        )
+        for what, named, extensions in wanted:
+            if not any(shard[f"{what}s"] for shard in self.shards):
+                raise DataError(
+                    f"none of the {len(self)} samples in {len(self.shards)} tar shards, first {self._paths[0]}, has "
+                    f"{named} (a member .{' or .'.join(extensions)}){self._other_members(what)}"
+                )
+
+    def _other_members(self, what: str) -> str:
+        """Return advice on members that may hold the image or the caption, or "" if there are none."""
+        found = {extension: number for number, shard in enumerate(self.shards) for extension in shard["others"]}
+        if not found or not self._caption_keys.flag:
+            return ""
+        if what == "caption" and JSON in found:
+            number = found[JSON]
+            record = self._json(number, *self.shards[number]["others"][JSON])
+            fields = text_fields(record)
+            return f"; their .json members have {fields}: set --caption-key to one of them, as in json.caption"
+        return f"; they have .{', .'.join(sorted(found))} members: set --{what}-key to one of them"
+
+    def _check_fields(self) -> None:
+        """Raise DataError, with the fields that there are, if the first JSON captions have none of the wanted ones."""
+        first = self._entries["caption_extension"][:_ROWS_CHECKED]
+        rows = np.flatnonzero(first == self._caption_keys.extensions.index(JSON))[:_JSON_CHECKED].tolist()
+        records, names = [], []
+        for row in rows:
+            entry, shard = self._entries[row], self._shard_of(row)
+            records.append(self._json(shard, int(entry["caption_offset"]), int(entry["caption_size"])))
+            names.append(f"{self._paths[shard]}, {entry['key'].decode('utf-8', 'replace')}.json")
+        if rows:
+            check_fields(records, self._caption_keys, names[0])
+
+    def _json(self, shard: int, offset: int, size: int) -> dict[str, Any]:
+        """Return the JSON object in a member, or an empty one if it holds something else."""
+        try:
+            return json_record(self._member(shard, offset, size, "caption", "")) or {}
+        except BadSample:
+            return {}
 
 
 def _open_index(paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...]) -> Path:
@@ -222,7 +295,15 @@ def _write_index(index: Path, contents: list[ShardContents], names: list[str], s
         np.save(file, entries)
     os.replace(unfinished, index)
     shards = [
-        {"name": name, "bytes": size, "samples": len(shard.entries), "damage": shard.damage}
+        {
+            "name": name,
+            "bytes": size,
+            "samples": len(shard.entries),
+            "images": shard.images,
+            "captions": shard.captions,
+            "damage": shard.damage,
+            "others": shard.others,
+        }
         for name, size, shard in zip(names, sizes, contents, strict=True)
     ]
     # The manifest is written last, so that an index with a manifest is complete.

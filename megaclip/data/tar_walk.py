@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -26,11 +28,17 @@ ENTRY = np.dtype(
         ("image_size", "<i8"),
         ("caption_offset", "<i8"),
         ("caption_size", "<i8"),
+        ("caption_extension", "<i2"),
         ("key", f"S{KEY_BYTES}"),
     ]
 )
 _MAX_EXTENSION_HEADER = 1 << 20
+_MAX_OTHERS = 16
 _REGULAR_FILE = (b"0", b"\0", b"7")
+_OCTAL = re.compile(rb"[0-7]{0,12}")
+_PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+"""First bytes of compressed files, with the program that decompresses them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +46,16 @@ class ShardContents:
     """The samples of one shard."""
 
     entries: np.ndarray
-    """Offsets and sizes of n samples, (n,) ENTRY, in the order of the shard."""
+    """Offsets and sizes of n samples, (n,) ENTRY, in the order of the shard. `caption_extension` is an index into the
+    extensions that the caller gave."""
     damage: str
     """Reason why the walk ended early; empty for an undamaged shard."""
+    images: Counter[str]
+    """Number of samples whose image has an extension, by extension."""
+    captions: Counter[str]
+    """Number of samples whose caption has an extension, by extension."""
+    others: dict[str, tuple[int, int]]
+    """Offset and size of the first member with each other extension, of at most 16 extensions, for messages."""
 
 
 class _Damaged(Exception):
@@ -54,6 +69,7 @@ def walk_shard(path: Path | str, image_extensions: Sequence[str], caption_extens
     """
     samples: dict[bytes, dict[str, tuple[int, int]]] = {}
     wanted = {*image_extensions, *caption_extensions}
+    others: dict[str, tuple[int, int]] = {}
     damage = ""
     try:
         with open(path, "rb") as file:
@@ -61,10 +77,20 @@ def walk_shard(path: Path | str, image_extensions: Sequence[str], caption_extens
                 key, extension = _split_name(name)
                 if extension in wanted:
                     samples.setdefault(key, {}).setdefault(extension, (offset, size))
+                elif extension not in others and len(others) < _MAX_OTHERS:
+                    others[extension] = (offset, size)
     except _Damaged as error:
         damage = str(error)
-    rows = [_entry(key, members, image_extensions, caption_extensions) for key, members in samples.items()]
-    return ShardContents(np.array(rows, dtype=ENTRY), damage)
+    rows, images, captions = [], Counter[str](), Counter[str]()
+    absent = (0, MISSING)
+    for key, members in samples.items():
+        image = next((extension for extension in image_extensions if extension in members), "")
+        caption = next((extension for extension in caption_extensions if extension in members), "")
+        images[image] += bool(image)
+        captions[caption] += bool(caption)
+        number = caption_extensions.index(caption) if caption else -1
+        rows.append((*members.get(image, absent), *members.get(caption, absent), number, key[-KEY_BYTES:]))
+    return ShardContents(np.array(rows, dtype=ENTRY), damage, +images, +captions, others)
 
 
 def _split_name(name: bytes) -> tuple[bytes, str]:
@@ -75,15 +101,6 @@ def _split_name(name: bytes) -> tuple[bytes, str]:
     directory, slash, base = name.rpartition(b"/")
     stem, _, extension = base.partition(b".")
     return directory + slash + stem, extension.decode("utf-8", "replace").lower()
-
-
-def _entry(
-    key: bytes, members: dict[str, tuple[int, int]], image_extensions: Sequence[str], caption_extensions: Sequence[str]
-) -> tuple:
-    absent = (0, MISSING)
-    image = next((members[e] for e in image_extensions if e in members), absent)
-    caption = next((members[e] for e in caption_extensions if e in members), absent)
-    return (*image, *caption, key[-KEY_BYTES:])
 
 
 def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
@@ -98,6 +115,8 @@ def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
         header = _read(file, place, BLOCK)
         if header.count(0) == BLOCK:
             return
+        if place == 0:
+            _refuse_compression(header)
         _check(header, place)
         kind, size = header[156:157], _number(header[124:136])
         place += BLOCK
@@ -123,6 +142,12 @@ def _read(file: BinaryIO, place: int, size: int) -> bytes:
     return content
 
 
+def _refuse_compression(first_bytes: bytes) -> None:
+    for magic, program in _COMPRESSED.items():
+        if first_bytes.startswith(magic):
+            raise _Damaged(f"the file is compressed with {program}; decompress it")
+
+
 def _check(header: bytes, place: int) -> None:
     """Verify the checksum of a header. The checksum field itself counts as eight spaces."""
     try:
@@ -134,13 +159,13 @@ def _check(header: bytes, place: int) -> None:
 
 
 def _number(field: bytes) -> int:
-    """Parse a size field: octal digits, or GNU's base 256 if the first bit is set."""
-    if field[0] & 0x80:
+    """Parse a size field: octal digits, or GNU's base 256 if the first bit is set. A size is never negative."""
+    if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
-    try:
-        return int(field.strip(b" \0") or b"0", 8)
-    except ValueError:
-        raise _Damaged(f"a size that is not a number: {field!r}") from None
+    digits = field.strip(b" \0")
+    if not _OCTAL.fullmatch(digits):  # int() alone accepts a sign, with which the walk would go back and never end
+        raise _Damaged(f"a size that is not a number: {field!r}")
+    return int(digits or b"0", 8)
 
 
 def _ustar_name(header: bytes) -> bytes:
@@ -151,14 +176,14 @@ def _ustar_name(header: bytes) -> bytes:
 
 def _pax(content: bytes) -> dict[bytes, bytes]:
     """Return the records "LENGTH KEY=VALUE\\n" of a pax header that change a member's name or size."""
-    records = {}
-    while content:
-        digits, space, _ = content.partition(b" ")
-        if not (space and digits.isdigit() and len(digits) < int(digits) <= len(content)):
+    records, place = {}, 0
+    while place < len(content):
+        found = _PAX_LENGTH.match(content, place)
+        length = int(found[1]) if found else 0
+        if found is None or not found.end() < place + length <= len(content):
             raise _Damaged("a pax header that cannot be read")
-        length = int(digits)
-        key, _, value = content[len(digits) + 1 : length - 1].partition(b"=")
+        key, _, value = content[found.end() : place + length - 1].partition(b"=")
         if key == b"path" or (key == b"size" and value.isdigit() and len(value) < 20):
             records[key] = value
-        content = content[length:]
+        place += length
     return records

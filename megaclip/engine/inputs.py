@@ -77,6 +77,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     card = _find_model_card(arguments)
     model_config = _model_config(arguments.model, card)
     _check_settings(arguments, config.megaclip, model_config)
+    _check_locks(arguments, model_config)
     tokenizer_name = _tokenizer_name(arguments.tokenizer, card)
     tokenizer = load_tokenizer(tokenizer_name, model_config.text_cfg.context_length)
     model_config = model_config.replace(text_cfg=_text_settings(tokenizer, model_config))
@@ -144,6 +145,26 @@ def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_c
         )
     if not Path(arguments.data_offload_dir).is_dir():
         raise ConfigError(f"--data-offload-dir {arguments.data_offload_dir!r} is not a folder; create it first")
+
+
+def _check_locks(arguments: TrainArguments, model_config: ModelConfig) -> None:
+    """Raise for a lock that locks nothing; warn if both towers are locked entirely."""
+    image, text = arguments.lock_image_unlocked_groups, arguments.lock_text_unlocked_layers
+    for flag, unlocked, tower in (
+        ("--lock-image-unlocked-groups", image, model_config.vision_cfg),
+        ("--lock-text-unlocked-layers", text, model_config.text_cfg),
+    ):
+        groups = tower.layers + 2  # the stem, each block, the projection
+        if unlocked >= groups:
+            raise ConfigError(
+                f"{flag} {unlocked}: the tower has {groups} groups (stem, {tower.layers} blocks, projection), so "
+                f"nothing would be locked; use at most {groups - 1}, or leave out {flag.partition('-unlocked')[0]}"
+            )
+    if arguments.lock_image and arguments.lock_text and not image and not text:
+        logger.warning(
+            "--lock-image and --lock-text: both towers are locked, so only logit_scale (and logit_bias) is trained; "
+            "--lock-text-unlocked-layers 1 would train the text projection"
+        )
 
 
 def _check_cut(arguments: TrainArguments, section: MegaclipSection, model_config: ModelConfig) -> None:

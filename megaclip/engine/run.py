@@ -27,6 +27,7 @@ from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchPlan, TrainArguments, parse_arguments
 from megaclip.data import check_batch
 from megaclip.engine.build import build_engine
+from megaclip.engine.changed_settings import report_changed_settings
 from megaclip.engine.compilation import report_compilation
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.inputs import Inputs, read_inputs
@@ -212,7 +213,14 @@ class Run:
                 inputs.tokenizer.write_open_clip(card)
                 write_model_card(card, inputs.model_config, inputs.preprocess_cfg, inputs.tokenizer.files)
                 settings = {"arguments": self.arguments.model_dump(), "ds_config": inputs.config.deepspeed}
+                if self.step > 0:
+                    report_changed_settings(self._resumed_folder() / "settings.json", settings)
                 store.write_atomically(self.folder / "settings.json", json.dumps(settings, indent=1))
+
+    def _resumed_folder(self) -> Path:
+        """Return the folder of the run whose checkpoint --resume names."""
+        wanted = self.arguments.resume or "auto"
+        return self.folder if wanted == "auto" else store.locate(Path(wanted))[0].parent
 
     def is_finished(self) -> bool:
         """Return whether nothing is left to do.

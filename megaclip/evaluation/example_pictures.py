@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 
 from megaclip.data.batch import PADDING_ID, BadSample
-from megaclip.data.images import open_image
+from megaclip.data.images import eight_bit, open_image
 from megaclip.evaluation.captions import PairSource
 from megaclip.evaluation.examples import RetrievalExamples
 from megaclip.evaluation.pictures import RetrievedRow, retrieval_grid, similarity_heatmap
@@ -55,7 +55,7 @@ def _read(dataset: PairSource, pair: int) -> tuple[str, Image.Image | None]:
         return "", None
     caption = next((line.strip() for line in sample.caption.splitlines() if line.strip()), "")
     try:
-        image = open_image(sample.image)
+        image = eight_bit(open_image(sample.image))
         image.draft("RGB", (_LARGEST_SIDE, _LARGEST_SIDE))
         image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
         return caption, image.convert("RGB")

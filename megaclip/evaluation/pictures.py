@@ -1,6 +1,6 @@
-"""Draw two pictures for TensorBoard: a similarity heat map and a grid of retrieved images.
+"""Draw a similarity heat map and a grid of retrieved images for TensorBoard, and a contact sheet of a dataset.
 
-They are drawn with Pillow and numpy on the rank that writes the log. Both functions return RGB uint8 (3, H, W), the
+They are drawn with Pillow and numpy on the rank that writes the log. All functions return RGB uint8 (3, H, W), the
 layout of `SummaryWriter.add_image`. Their data comes from `examples.retrieval_examples`.
 """
 
@@ -104,6 +104,26 @@ def retrieval_grid(rows: Sequence[RetrievedRow]) -> np.ndarray:
         for column, (image, similarity) in enumerate(zip(row.images, row.similarities, strict=True)):
             corner = (left + column * (_THUMBNAIL + _GAP), upper)
             _draw_hit(canvas, image, similarity, corner, is_correct=column == row.correct)
+    return _channels_first(canvas)
+
+
+def contact_sheet(title: str, samples: Sequence[tuple[str, Image.Image | None]], *, columns: int = 6) -> np.ndarray:
+    """Draw images in rows, each with its caption below it.
+
+    samples: captions with their images, None for an image that cannot be read. Returns (3, H, W) uint8.
+    """
+    cell, height, top = _THUMBNAIL + 32, _THUMBNAIL + 84, 62
+    rows = -(-len(samples) // columns)
+    canvas = Image.new("RGB", (2 * _MARGIN + columns * (cell + _GAP) - _GAP, top + max(1, rows) * height), _PAPER)
+    draw = ImageDraw.Draw(canvas)
+    draw.text(
+        (_MARGIN, 16), _shortened(title, _font(20, bold=True), canvas.width - 2 * _MARGIN), _INK, _font(20, bold=True)
+    )
+    for index, (caption, image) in enumerate(samples):
+        x, y = _MARGIN + index % columns * (cell + _GAP), top + index // columns * height
+        canvas.paste(_thumbnail(image, cell), (x, y))
+        for number, line in enumerate(_wrapped(caption, _font(12), cell, most_lines=2)):
+            draw.text((x, y + cell + 6 + number * 16), line, _INK, font=_font(12))
     return _channels_first(canvas)
 
 

@@ -11,7 +11,7 @@ import difflib
 import json
 import math
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,6 +19,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megaclip.errors import ConfigError, config_error, shortened
 
 CARD_NAME = "open_clip_config.json"
+
+# Upper bounds, far above every published model. A description is built before its weights are compared with it, so that
+# a card from a stranger with a billion layers would occupy the program for hours.
+_MAX_LAYERS = 1_000
+_MAX_WIDTH = 1 << 17
+_MAX_RATIO = 100
+_MAX_PIXELS = 1 << 14
+_MAX_TOKENS = 1 << 16
+_MAX_VOCABULARY = 1 << 24
+
+_TOKENIZER_ARGUMENTS = {"clean": str, "language": str, "strip_sep_token": bool}
+"""Arguments of open_clip's tokenizer that a card may set. It passes all others on to transformers, where some of them
+load code or files."""
 
 # open_clip's other keys, each with the value that turns its feature off. Only that value is accepted.
 _NOT_SUPPORTED: dict[str, dict[str, Any]] = {
@@ -55,17 +68,17 @@ class _Section(BaseModel):
 class VisionConfig(_Section):
     """The image tower: a pre-norm vision transformer (open_clip's `vision_cfg`)."""
 
-    image_size: int = Field(224, gt=0)
+    image_size: int = Field(224, gt=0, le=_MAX_PIXELS)
     """Height and width of the square input, in pixels."""
     patch_size: int = Field(16, gt=0)
     """Height and width of one patch, in pixels."""
-    layers: int = Field(12, gt=0)
+    layers: int = Field(12, gt=0, le=_MAX_LAYERS)
     """Number of transformer blocks."""
-    width: int = Field(768, gt=0)
+    width: int = Field(768, gt=0, le=_MAX_WIDTH)
     """Number of channels C of every token."""
     head_width: int = Field(64, gt=0)
     """Number of channels per attention head; the number of heads is width / head_width."""
-    mlp_ratio: float = Field(4.0, gt=0)
+    mlp_ratio: float = Field(4.0, gt=0, le=_MAX_RATIO)
     """Ratio of the MLP's hidden width to `width`; the hidden width is int(width * mlp_ratio)."""
     ls_init_value: float | None = None
     """Initial value of LayerScale; None: the blocks have no LayerScale."""
@@ -92,23 +105,23 @@ class VisionConfig(_Section):
 class TextConfig(_Section):
     """The text tower and its tokenizer (open_clip's `text_cfg`)."""
 
-    context_length: int = Field(77, gt=0)
+    context_length: int = Field(77, gt=0, le=_MAX_TOKENS)
     """Number of tokens per caption, after truncation and padding."""
-    vocab_size: int = Field(49408, gt=0)
+    vocab_size: int = Field(49408, gt=0, le=_MAX_VOCABULARY)
     """Number of token ids."""
     hf_tokenizer_name: str | None = None
     """Hugging Face name or path of the tokenizer; None: CLIP's own tokenizer."""
     tokenizer_mode: str | None = None
     """open_clip's tokenizer mode."""
     tokenizer_kwargs: dict[str, Any] | None = None
-    """Arguments that open_clip passes to the tokenizer."""
-    width: int = Field(512, gt=0)
+    """Arguments of open_clip's tokenizer: clean, language, strip_sep_token."""
+    width: int = Field(512, gt=0, le=_MAX_WIDTH)
     """Number of channels C of every token."""
     heads: int = Field(8, gt=0)
     """Number of attention heads."""
-    layers: int = Field(12, gt=0)
+    layers: int = Field(12, gt=0, le=_MAX_LAYERS)
     """Number of transformer blocks."""
-    mlp_ratio: float = Field(4.0, gt=0)
+    mlp_ratio: float = Field(4.0, gt=0, le=_MAX_RATIO)
     """Ratio of the MLP's hidden width to `width`; the hidden width is int(width * mlp_ratio)."""
     ls_init_value: float | None = None
     """Initial value of LayerScale; None: the blocks have no LayerScale."""
@@ -125,7 +138,7 @@ class TextConfig(_Section):
 class ModelConfig(_Section):
     """A dual encoder; `vision_cfg` and `text_cfg` as in open_clip's JSON."""
 
-    embed_dim: int = Field(gt=0)
+    embed_dim: int = Field(gt=0, le=_MAX_WIDTH)
     """Number of channels D of the shared embedding."""
     vision_cfg: VisionConfig
     """Image tower."""
@@ -252,6 +265,7 @@ def _belongs_to_unused_feature(key: str, given: dict[str, Any]) -> bool:
 
 def _check_consistent(config: ModelConfig, source: str) -> None:
     vision, text = config.vision_cfg, config.text_cfg
+    _check_tokenizer(text, source)
     if vision.width % vision.head_width:
         raise ConfigError(
             f"{source}: vision_cfg.width {vision.width} must be a multiple of vision_cfg.head_width {vision.head_width}"
@@ -270,6 +284,23 @@ def _check_consistent(config: ModelConfig, source: str) -> None:
     if config.vision_position_init == "sin_cos_2d" and vision.width % 4:
         raise ConfigError(
             f"{source}: vision_cfg.width {vision.width} must be a multiple of 4 with vision_position_init 'sin_cos_2d'"
+        )
+
+
+def _check_tokenizer(text: TextConfig, source: str) -> None:
+    """Raise for a tokenizer whose loading in open_clip could run code or read files outside of the model's folder."""
+    for name, value in (text.tokenizer_kwargs or {}).items():
+        expected = _TOKENIZER_ARGUMENTS.get(name)
+        if expected is None or not isinstance(value, expected):
+            raise ConfigError(
+                f"{source}: text_cfg.tokenizer_kwargs has {shortened(f'{name} {value!r}')}; expected only "
+                f"{', '.join(_TOKENIZER_ARGUMENTS)}, because open_clip passes others on to code that loads files"
+            )
+    name = text.hf_tokenizer_name or ""
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts or not name.isprintable():
+        raise ConfigError(
+            f"{source}: text_cfg.hf_tokenizer_name {shortened(repr(name))} is a path to another folder; expected a "
+            "name of Hugging Face's hub, and the tokenizer's files beside the card"
         )
 
 

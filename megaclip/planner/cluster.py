@@ -1,6 +1,7 @@
 """The machines that a plan is for: their memory and their rates, by name (`GPUS`), by flags, or measured (`Rates`)."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,7 +19,7 @@ from megaclip.planner.constants import (
     OUTSIDE_ALLOCATOR,
 )
 
-_UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _LINKS = ("link", "network")
 
@@ -168,31 +169,32 @@ def describe(
     if gpus < 1 or hosts < 1:
         raise ConfigError(f"--gpus {gpus} --hosts {hosts}: give at least one GPU and one host")
     memory, preset = GPUS[gpu.lower()]
-    memory = memory if gpu_memory is None else parse_size(gpu_memory)
+    memory = memory if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
     chosen = rates or preset
     if link is not None:
-        chosen = replace(chosen, link=parse_size(link))
+        chosen = replace(chosen, link=parse_size(link, "--link"))
     if network is not None:
-        chosen = replace(chosen, network=parse_size(network))
+        chosen = replace(chosen, network=parse_size(network, "--network"))
     return Cluster(
         name=gpu.lower(),
         gpus_per_host=gpus,
         hosts=hosts,
         gpu_memory=memory,
         gpu_total_memory=memory,
-        host_memory=parse_size(host_memory),
-        disk=parse_size(disk),
+        host_memory=parse_size(host_memory, "--host-memory"),
+        disk=parse_size(disk, "--disk"),
         rates=chosen,
     )
 
 
-def parse_size(text: str) -> float:
-    """Return the bytes of "80GiB", "141 GB", "4TB" or a bare number of bytes. Raises ConfigError."""
-    match = re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)(/s)?\s*", text)
+def parse_size(text: str, flag: str) -> float:
+    """Return the bytes of "80GiB", "141 GB" or "4TB", or bytes per second of "300GB/s".
+
+    Raises ConfigError, which names the flag, for anything else. A number without a unit, such as "24", is refused.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)(/s)?\s*", text)
     unit = match and _UNITS.get(match.group(2).upper())
-    try:
-        if match and unit:
-            return float(match.group(1)) * unit
-    except ValueError:
-        pass
-    raise ConfigError(f"{text!r} is not a size; write for example 80GiB, 141GB or 4TB")
+    size = float(match.group(1)) * unit if match and unit else 0.0
+    if not 0 < size < math.inf:
+        raise ConfigError(f"{flag} {text!r} is not a size with its unit; write for example 80GiB, 141GB or 4TB")
+    return size

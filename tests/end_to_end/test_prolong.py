@@ -18,8 +18,10 @@ def test_a_prolonged_run_equals_the_long_run(tiny_run: Path, tmp_path: Path) -> 
         command("prolonged", 4, **const),
         command("prolonged", 6, **const, resume="auto"),
     ]
-    for ends in run_in_ranks(commands):
+    *_, resumed = ended = run_in_ranks(commands)
+    for ends in ended:
         assert all(end.exit_code == 0 for end in ends), ends[0].output
+    assert "resumed with changed settings: --train-steps from 4 to 6\n" in resumed[0].output
     prolonged, long = scalars(tmp_path / "prolonged"), scalars(tmp_path / "long")
     for name in ("loss", "learning_rate", "gradient_norm"):
         assert sorted(long[f"train/{name}"]) == list(range(1, 7))

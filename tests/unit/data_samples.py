@@ -46,6 +46,17 @@ def write_shards(folder: Path, sizes: Iterable[int]) -> list[Path]:
     return paths
 
 
+def write_folder_of_pairs(folder):
+    """Write a .txt file beside each picture, in folders of different depth."""
+    for number, text in enumerate(f"caption {n}" for n in range(5)):
+        place = folder / ("deep/er" if number > 2 else "")
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.JPG").write_bytes(picture(number))
+        (place / f"{number}.txt").write_text(text)
+    (folder / ".hidden.jpg").write_bytes(b"")
+    return str(folder)
+
+
 class CountingTokenizer:
     """Replaces a tokenizer where tokens do not matter. The first token is the number in "caption 17", -1 if empty."""
 

@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 
+from megaclip.commands import demo
 from megaclip.config import MegaclipSection
 from megaclip.config.command_line import TrainArguments, build_parser, parse_arguments
 from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
@@ -40,7 +41,6 @@ def test_resume_latest_means_auto_as_in_open_clip():
         (["--batch-size", "64"], "--batch-size is set in ds_config.json: train_micro_batch_size_per_gpu"),
         (["--batch_size", "64"], "--batch_size is set in ds_config.json: train_micro_batch_size_per_gpu"),
         (["--imagenet-val", "x"], "--imagenet-val is not a flag here; use --zeroshot-data"),
-        (["--horovod", "--warmpu", "5"], "see docs/multi_node.md); unknown argument '--warmpu'; did you mean"),
         (["surplus", "--seed", "1", "more"], "unknown argument 'more'"),
         (["--lr=1"], "--lr is set in ds_config.json"),
         (["--warmup", "many"], "--warmup: "),
@@ -66,6 +66,36 @@ def test_a_mistake_is_one_line_that_names_the_flag(extra, expected):
     with pytest.raises(ConfigError) as error:
         parse_arguments([*REQUIRED, *extra])
     assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+def test_several_unknown_flags_are_listed_one_per_line():
+    """A command line of open_clip has many of them."""
+    extra = ["--batch-size", "64", "--horovod", "--lr=1e-3", "--warmpu", "5", "--wd", "0.2", "--lr", "2"]
+    with pytest.raises(ConfigError) as error:
+        parse_arguments([*REQUIRED, *extra])
+    first, *lines = str(error.value).split("\n")
+    assert first.startswith("these arguments are not accepted")
+    assert [line.split()[0] for line in lines if "unknown" not in line] == ["--batch-size", "--horovod", "--lr", "--wd"]
+    assert "  unknown argument '--warmpu'; did you mean '--warmup'?" in lines
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/../../b", "..", ".", "", "a\nb", "a\0b", "a/.."])
+def test_a_run_stays_in_the_folder_of_all_runs(name):
+    with pytest.raises(ConfigError, match=r"--name: the run's folder would not be in --logs"):
+        parse_arguments([*REQUIRED, "--name", name])
+
+
+@pytest.mark.parametrize("name", ["../data", "/tmp", "..", "", "a/b"])
+def test_the_demo_deletes_only_folders_of_runs(monkeypatch, capsys, name):
+    monkeypatch.setattr("sys.argv", ["demo.py", "--name", name])
+    with pytest.raises(SystemExit):
+        demo.parse_arguments()
+    assert "is not the name of a folder in runs/" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["my-run", "group/my run", "..x", "$(touch x)", "grün;"])
+def test_other_names_are_accepted(name):
+    assert parse_arguments([*REQUIRED, "--name", name]).name == name
 
 
 def test_every_flag_of_open_clips_trainer_is_accepted_or_explained():

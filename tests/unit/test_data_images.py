@@ -1,12 +1,15 @@
 """Images: evaluation equals open_clip's transform, crops have torchvision's distribution, unsafe files are errors."""
 
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
 import torch
 from data_samples import picture
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.data import OPENAI_MEAN, OPENAI_STD, ImageTransform
@@ -164,3 +167,102 @@ def test_unknown_settings_are_errors():
     for wrong in ({"interpolation": "nearest"}, {"resize_mode": "longest"}, {"scale": (0.0, 1.0)}):
         with pytest.raises(ConfigError):
             ImageTransform(16, **wrong)
+
+
+# ------------------------------------------------------------------------------------------------ hostile, unusual
+
+
+def png(width, height, bit_depth, colour_type, rows=None):
+    """Return a PNG made by hand: Pillow cannot write 16-bit colour. rows: raw bytes of each row; default zeros."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    if rows is None:
+        channels = {0: 1, 2: 3, 6: 4}[colour_type]
+        rows = [bytes(-(-width * channels * bit_depth // 8))] * height
+    header = struct.pack(">IIBBBBB", width, height, bit_depth, colour_type, 0, 0, 0)
+    packed = zlib.compressobj(9)
+    content = b"".join(packed.compress(b"\0" + row) for row in rows) + packed.flush()
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", content) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("width", "height"),
+    [
+        (8200, 8200),  # just above the limit
+        (11400, 11400),  # 130 megapixels in a small file; decoding it took 1 GiB and 10 s
+        (60000, 60000),  # Pillow itself refuses it as a decompression bomb
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_images_of_too_many_pixels_are_refused_before_they_are_decoded(width, height, training, monkeypatch):
+    content = png(width, height, 1, 0, rows=[b""])  # the header counts, nothing is decoded
+    monkeypatch.setattr(PngImageFile, "load", lambda *_: pytest.fail("the image was decoded"))
+    with pytest.raises(BadSample, match=r"pixels.*; expected at most 67,108,864") as caught:
+        ImageTransform(24, training=training)(content)
+    assert caught.value.kind == "image too large"
+
+
+def test_a_long_thin_image_is_not_enlarged_to_gigabytes():
+    """open_clip resizes the shorter side to the target: 1 x 60,000 pixels become 224 x 13,440,000."""
+    content = png(60000, 1, 8, 0)
+    with pytest.raises(BadSample, match=r"60000 x 1 pixels, resized to 13440000 x 224 pixels") as caught:
+        ImageTransform(224)(content)
+    assert caught.value.kind == "image too large"
+    for transform in (ImageTransform(224, training=True), ImageTransform(224, resize_mode="squash")):
+        assert transform(content).shape == (3, 224, 224)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_16_bit_grey_images_equal_the_same_image_in_16_bit_colour(kind, training):
+    """Pillow reads 16-bit colour PNGs correctly, by the high byte, but clips 16-bit grey to white."""
+    grey = np.linspace(0, 65535, 30 * 20).astype(np.uint16).reshape(20, 30)
+    colour = png(30, 20, 16, 2, [np.repeat(row, 3).astype(">u2").tobytes() for row in grey])
+    buffer = io.BytesIO()
+    Image.fromarray(grey).save(buffer, kind)
+    transform = ImageTransform(16, training=training)
+    theirs = import_open_clip().image_transform(16, is_train=False)(Image.open(io.BytesIO(colour)))
+    if not training:
+        assert torch.equal(model_input(transform, colour), theirs)
+    assert torch.equal(transform(buffer.getvalue()), transform(colour))
+    assert 120 < transform(colour).float().mean() < 135
+
+
+@pytest.mark.parametrize("pixels", [np.full((8, 8), 0.5, np.float32), np.full((8, 8), 70000, np.int32)])
+def test_images_without_a_known_range_of_values_are_bad_samples(pixels):
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "TIFF")
+    for training in (True, False):
+        with pytest.raises(BadSample, match=r"unsupported pixel format: .*8 or 16 bits per channel"):
+            ImageTransform(16, training=training)(buffer.getvalue())
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_exif_orientation_is_ignored_as_in_open_clip(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(smooth(40, 30))).save(buffer, "JPEG", exif=exif, quality=95)
+    plain = io.BytesIO()
+    Image.open(io.BytesIO(smooth(40, 30))).save(plain, "JPEG", quality=95)
+    theirs = import_open_clip().image_transform(16, is_train=False)
+    ours = model_input(ImageTransform(16), buffer.getvalue())
+    assert torch.equal(ours, theirs(Image.open(io.BytesIO(buffer.getvalue()))))
+    assert torch.equal(ours, model_input(ImageTransform(16), plain.getvalue()))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_transparency_is_dropped_as_in_open_clip(mode):
+    """The colours under transparent pixels show; they are not blended with a background."""
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, len(mode)), dtype=np.uint8)
+    pixels[:10, :, -1] = 0
+    buffer, opaque = io.BytesIO(), io.BytesIO()
+    Image.fromarray(pixels, mode).save(buffer, "PNG")
+    Image.fromarray(pixels[..., :-1].squeeze()).save(opaque, "PNG")
+    theirs = import_open_clip().image_transform(20, is_train=False)
+    ours = model_input(ImageTransform(20), buffer.getvalue())
+    assert torch.equal(ours, theirs(Image.open(io.BytesIO(buffer.getvalue()))))
+    training = ImageTransform(20, training=True, scale=(1.0, 1.0))
+    assert torch.equal(training(buffer.getvalue()), training(opaque.getvalue()))

@@ -295,12 +295,14 @@ def test_too_many_bad_samples_are_an_error_that_names_the_shard(tmp_path):
     broken = {n: [(f"{n}.png", b"broken"), (f"{n}.txt", b"caption")] for n in range(30)}
     loader = loader_of(make_bad(tmp_path, broken), max_bad_fraction=0.01, num_workers=1)
     with pytest.raises(
-        DataError, match=r"samples are bad \(\d+ undecodable image\), over the limit of 1\.00%.*/0\.tar"
+        DataError,
+        match=r"samples read so far are bad \(\d+ undecodable image\), over --max-bad-fraction 0\.01; .*/0\.tar.*"
+        r"or set a larger --max-bad-fraction",
     ):
         for _ in range(5):
             next(loader)
     loader = loader_of(make_bad(tmp_path, {3: broken[3]}), max_bad_fraction=0.0)
-    with pytest.raises(DataError, match="limit of 0"):
+    with pytest.raises(DataError, match="over --max-bad-fraction 0; "):
         for _ in range(5):
             next(loader)
 
@@ -308,8 +310,30 @@ def test_too_many_bad_samples_are_an_error_that_names_the_shard(tmp_path):
 def test_a_dataset_of_bad_samples_only_is_an_error(tmp_path):
     broken = {n: [(f"{n}.png", b"broken"), (f"{n}.txt", b"caption")] for n in range(60)}
     loader = loader_of(make_bad(tmp_path, broken), max_bad_fraction=1.0)
-    with pytest.raises(DataError, match="16 substitutes are bad, last undecodable image"):
+    with pytest.raises(DataError, match="16 substitutes for it are bad, last undecodable image"):
         next(loader)
+    loader = loader_of(make_bad(tmp_path, broken), max_bad_fraction=0.01)
+    with pytest.raises(DataError, match=r"^17 of the 17 samples read so far are bad"):  # once 17 of 12
+        next(loader)
+
+
+def test_bad_samples_are_counted_among_all_that_were_read(tmp_path):
+    """Half of the data is bad: about half of the reads, substitutes included, are bad, never more than all."""
+    broken = {n: [(f"{n}.png", b"broken"), (f"{n}.txt", b"caption")] for n in range(0, 60, 2)}
+    log = reading_module.BadSampleLog(1.0, "")
+    loader = loader_of(make_bad(tmp_path, broken), max_bad_fraction=1.0)
+    loader._log = log
+    for _ in range(20):
+        next(loader)
+    assert 0.35 < log.counts.total() / log._read < 0.65
+
+
+def test_the_error_of_an_evaluation_names_no_flag_that_it_does_not_have(tmp_path):
+    broken = {n: [(f"{n}.png", b"broken"), (f"{n}.txt", b"caption")] for n in range(30)}
+    loader = EvaluationLoader(make_bad(tmp_path, broken), ImageTransform(8), CountingTokenizer(), batch_size=50)
+    with pytest.raises(DataError, match=r"^30 of the 50 samples read so far are bad .*over the limit 0\.01;") as caught:
+        list(loader)
+    assert "--max-bad-fraction" not in str(caught.value)
 
 
 # ---------------------------------------------------------------- evaluation

@@ -4,12 +4,12 @@ import csv
 import json
 
 import pytest
-from data_samples import pair_members, picture, write_shards, write_tar
+from data_samples import pair_members, picture, write_folder_of_pairs, write_shards, write_tar
 
 from megaclip.data import check_manifest, open_labelled, open_pairs, patterns
 from megaclip.data.batch import BadSample
+from megaclip.data.order import ROWS_PER_SHARD
 from megaclip.data.patterns import expand_braces, expand_pattern
-from megaclip.data.tables import ROWS_PER_SHARD
 from megaclip.errors import DataError
 
 COUNT = 5
@@ -127,6 +127,7 @@ def _write_pictures(folder):
         make_image_folder,
         make_saved,
         make_hub,
+        write_folder_of_pairs,
     ],
 )
 def test_every_source_yields_equal_pairs(tmp_path, make):
@@ -188,7 +189,7 @@ def test_files_with_different_columns_are_an_error_that_names_them(tmp_path):
 
 def test_the_error_for_images_without_captions_names_the_file_to_add(tmp_path):
     _write_pictures(tmp_path)
-    with pytest.raises(DataError, match=r"has no captions; add a metadata.csv"):
+    with pytest.raises(DataError, match=r"has no captions; put a text file .* or add a metadata.csv"):
         open_pairs([str(tmp_path)])
 
 

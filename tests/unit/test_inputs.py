@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaclip.checkpoint.model_card import write_model_card
-from megaclip.checkpoint.open_clip_weights import write_weights
+from megaclip.checkpoint.open_clip_weights import meta_model, write_weights
 from megaclip.config import parse_arguments
 from megaclip.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from megaclip.engine import resume
@@ -123,6 +123,26 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     caplog.set_level(logging.WARNING)
     return caplog
+
+
+@pytest.mark.parametrize(("tower", "unit"), [("image", "groups"), ("text", "layers")])
+def test_locks_that_lock_nothing_are_refused(folder: Path, tower: str, unit: str) -> None:
+    """The largest accepted number of groups locks at least one parameter, the next one none."""
+    flags = [f"--lock-{tower}", f"--lock-{tower}-unlocked-{unit}"]
+    model = meta_model(load_model_config("demo-tiny"))
+    part = {"image": model.visual, "text": model.text}[tower]
+    most = len(part.trainable_groups()) - 1
+    assert read(folder, "--model", folder / "exported", *flags, most).model_config is not None
+    with pytest.raises(ConfigError, match=rf"{flags[1]} {most + 1}: .* use at most {most}, or leave out {flags[0]}$"):
+        read(folder, "--model", folder / "exported", *flags, most + 1)
+
+
+def test_two_locked_towers_give_a_warning(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
+    for unlocked, expected in (("0", True), ("1", False)):
+        warnings.clear()
+        flags = ("--lock-image", "--lock-text", "--lock-text-unlocked-layers", unlocked)
+        read(folder, "--model", folder / "exported", *flags)
+        assert ("only logit_scale" in warnings.text) == expected
 
 
 def test_flags_override_the_card_with_a_warning(folder: Path, warnings: pytest.LogCaptureFixture) -> None:

@@ -273,3 +273,100 @@ def test_slurm_starts_one_launcher_per_node(bench: Bench) -> None:
     assert option(arguments, "--node_rank") == "1"
     assert after_script(arguments) == ["--train-data", "{0..3}.tar", "--name", "a b"]
     assert not list(bench.folder.glob("hostfile-*"))
+
+
+# ------------------------------------------------------------------------------------------------ hostile input
+
+PAYLOADS = {
+    "semicolon": "x;touch EVIDENCE",
+    "substitution": "$(touch EVIDENCE)",
+    "backtick": "`touch EVIDENCE`",
+    "pipe": "x|touch EVIDENCE",
+    "and": "x&touch EVIDENCE",
+    "quotes": "x';touch EVIDENCE;'",
+    "double quotes": 'x";touch EVIDENCE;"',
+    "newline": "x\ntouch EVIDENCE\n",
+    "variable": "${IFS}touch${IFS}EVIDENCE",
+    "option": "-oProxyCommand=touch${IFS}EVIDENCE",
+    "backslash": "x\\",
+}
+"""Texts that create the file EVIDENCE if a shell parses them without quotes, in '...' or in "..."."""
+# A pdsh that runs the command like the shell of a host, and a deepspeed that passes on what PDSHRunner does.
+REMOTE_PDSH = '#!/bin/bash\n[[ $1 == -w ]] || exit 1\nshift 2\nbash -c "$*"\n'
+REMOTE_DEEPSPEED = """#!/bin/bash
+touch "$RECORDS/started"
+exports=""
+for file in "$HOME/.deepspeed_env"; do
+  while IFS= read -r line || [[ $line ]]; do exports+="export ${line%%=*}=\\"${line#*=}\\"; "; done <"$file"
+done
+while IFS= read -r -d '' line; do exports+="export ${line%%=*}=\\"${line#*=}\\"; "; done < <(env -0 | grep -z ^PYTHON)
+pdsh -w hosts "$exports cd $PWD; echo $*"
+exit 1
+"""
+
+
+@pytest.fixture
+def remote(bench: Bench) -> Bench:
+    """Return a bench whose pdsh runs what it receives in a shell, in a folder where EVIDENCE can be seen."""
+    bench.stub("pdsh", REMOTE_PDSH)
+    bench.stub("deepspeed", REMOTE_DEEPSPEED)
+    (bench.folder / ".deepspeed_env").write_text("A=b c\n")
+    return bench
+
+
+def evidence(bench: Bench) -> bool:
+    return any(bench.folder.rglob("EVIDENCE*")) or any(Path.cwd().glob("EVIDENCE*"))
+
+
+@pytest.mark.parametrize("where", ["hostfile", "slots", "--master_addr", "--master_port", ".deepspeed_env", "PYTHONX"])
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_text_for_the_remote_shell_is_refused_before_anything_starts(remote: Bench, where: str, name: str) -> None:
+    payload, arguments = PAYLOADS[name], ["--hostfile", remote.hostfile]
+    if where == "hostfile":
+        remote.hostfile.write_text(f"node-0 slots=1\n{payload.replace(' ', '${IFS}')} slots=1\n")
+    elif where == "slots":
+        remote.hostfile.write_text(f"node-0 slots=1{payload}\n")
+    elif where == ".deepspeed_env":
+        (remote.folder / ".deepspeed_env").write_text(f"A=b\nC={payload}\n")
+    elif where == "PYTHONX":
+        remote.environment["PYTHONX"] = payload
+    else:
+        arguments += [where, payload]
+    done = remote.run("multi_node.sh", *arguments, *TRAINING)
+    quoted = where in (".deepspeed_env", "PYTHONX") and name in ("semicolon", "pipe", "and", "quotes")
+    assert not evidence(remote)
+    assert (remote.records / "started").exists() == quoted  # inside "..." these texts mean nothing
+    if not quoted:
+        assert done.returncode == 2 and "multi_node.sh: " in done.stderr and "expected" in done.stderr
+
+
+def test_a_folder_with_characters_of_the_shell_is_refused(remote: Bench) -> None:
+    odd = remote.folder / "a;touch EVIDENCE"
+    odd.mkdir()
+    command = [str(LAUNCH / "multi_node.sh"), "--hostfile", str(remote.hostfile), *TRAINING]
+    done = subprocess.run(command, cwd=odd, env=remote.environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "characters of the shell: " in done.stderr and not evidence(remote)
+
+
+@pytest.mark.parametrize("text", ["A=b\r\nC=d\r\n", "A=b\0c\n", "A=\x1b[2Jb\n"])
+def test_control_characters_in_the_environment_file_are_refused(remote: Bench, text: str) -> None:
+    (remote.folder / ".deepspeed_env").write_text(text)
+    for arguments in ([], ["--no_ssh", "--node_rank", "0"]):
+        done = remote.run("multi_node.sh", "--hostfile", remote.hostfile, *arguments, *TRAINING)
+        assert done.returncode == 2 and ".deepspeed_env, line 1: expected text without control" in done.stderr
+
+
+def test_without_ssh_values_are_passed_on_and_nothing_is_run(bench: Bench) -> None:
+    lines = [f"V{number}={text}" for number, text in enumerate(PAYLOADS.values()) if "\n" not in text]
+    (bench.folder / ".deepspeed_env").write_text("\n".join(lines))
+    bench.multi_node("--no_ssh", "--node_rank", "00", *TRAINING)
+    assert set(lines) <= set((bench.records / "environment").read_text().splitlines())
+    assert not evidence(bench)
+
+
+@pytest.mark.parametrize(
+    "line", ["user@gpu-01.example.org slots=8", "10.0.0.1 slots=4 # rack 2", "\tnode_1  slots=16\t"]
+)
+def test_ordinary_hosts_are_accepted(bench: Bench, line: str) -> None:
+    bench.hostfile.write_text(f"{line}\r\n")
+    assert option(bench.multi_node(*TRAINING), "--master_addr") == line.split()[0].rpartition("@")[2]

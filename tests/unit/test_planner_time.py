@@ -172,10 +172,25 @@ def test_a_step_store_on_disk_is_written_once_and_read_twice(tmp_path: Path) -> 
 
 
 def test_sizes_and_rates_are_read_or_refused(tmp_path: Path) -> None:
-    assert parse_size("80GiB") == 80 * GIB and parse_size("141 GB") == 141e9 and parse_size("512") == 512
-    for wrong in ("", "GiB", "80 apples", "1.2.3GB"):
-        with pytest.raises(ConfigError, match="is not a size"):
-            parse_size(wrong)
+    assert parse_size("80GiB", "--disk") == 80 * GIB and parse_size("141 GB", "--disk") == 141e9
+    assert parse_size("24gb", "--disk") == 24e9 and parse_size("0.5TB/s", "--disk") == 5e11
+    # Before, "24" was 24 bytes.
+    wrong_sizes = (
+        "",
+        "GiB",
+        "24",
+        "24e9",
+        "80 apples",
+        "1.2.3GB",
+        "0GB",
+        "-1GB",
+        "infGB",
+        "\u0663GB",
+        "9" * 400 + "TB",
+    )
+    for wrong in wrong_sizes:
+        with pytest.raises(ConfigError, match=r"--gpu-memory .* is not a size with its unit; write for example 80GiB"):
+            describe(gpu_memory=wrong)
     with pytest.raises(ConfigError, match="is unknown"):
         describe(gpu="h2000")
     path = tmp_path / "rates.json"

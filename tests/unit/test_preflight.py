@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -48,7 +49,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lines: list[str] = []
 
     def run(
-        gpu_memory: str,
+        gpu_memory: str | None,
         *flags: str,
         host_memory: str = "900GiB",
         gpu: str = "h200",
@@ -101,12 +102,12 @@ def test_the_check_can_be_skipped(start) -> None:
 
 
 def test_a_run_on_a_cpu_is_only_warned(start) -> None:
-    *_, warning, line = start("0", host_memory="8GiB", gpu="cpu")
+    *_, warning, line = start(None, host_memory="8GiB", gpu="cpu")
     assert warning.startswith("warning this run does not fit: a host would need") and line.startswith("info plan for")
 
 
-@pytest.mark.parametrize(("gpu", "gpu_memory"), [("h200", "139GiB"), ("cpu", "0")])
-def test_images_that_fit_nowhere_are_refused(start, gpu: str, gpu_memory: str) -> None:
+@pytest.mark.parametrize(("gpu", "gpu_memory"), [("h200", "139GiB"), ("cpu", None)])
+def test_images_that_fit_nowhere_are_refused(start, gpu: str, gpu_memory: str | None) -> None:
     with pytest.raises(ConfigError, match=r"of disk and has 80 MiB to use.*--data-offload-dir.*\"reread\""):
         start(gpu_memory, host_memory="1GiB", disk="100MiB", gpu=gpu)
 
@@ -118,10 +119,10 @@ CHUNK = 512 * (3 * 224 * 224 + 8 * 77 + 8)  # pixels, tokens and numbers of ViT-
 def test_shared_memory_too_small_for_what_the_workers_hold_is_refused(start, gpu: str) -> None:
     dockers = {"gpu": gpu, "shared_memory": 64 * 2**20}
     with pytest.raises(ConfigError, match="up to 369 MiB") as refused:
-        start("139GiB" if gpu == "h200" else "0", "--workers", "2", **dockers)
+        start("139GiB" if gpu == "h200" else None, "--workers", "2", **dockers)
     assert "docker run --shm-size" in str(refused.value) and "64 MiB are free" in str(refused.value)
     for flags in (("--workers", "0"), ("--no-plan",)):
-        start("139GiB" if gpu == "h200" else "0", *flags, **dockers)
+        start("139GiB" if gpu == "h200" else None, *flags, **dockers)
 
 
 def test_shared_memory_holds_two_chunks_a_worker_one_in_hand_and_the_evaluations(start) -> None:
@@ -176,7 +177,6 @@ def test_flags_that_describe_another_machine_are_refused_with_here(flag: str) ->
         ("2", 0, "megaclip.tensor_parallel_size 2: ZeRO-1 without it fits too"),
         ("3", 1, "megaclip.tensor_parallel_size 3 does not divide the 16 attention heads of a tower"),
         ("8", 1, "megaclip.tensor_parallel_size 8 does not divide the 20 attention heads of a tower"),
-        ("0", 1, "tensor_parallel_size"),
     ],
 )
 def test_tensor_parallelism_is_planned_or_refused(
@@ -188,6 +188,21 @@ def test_tensor_parallelism_is_planned_or_refused(
     assert plan.main() == code
     printed = capsys.readouterr()
     assert text in (printed.err if code else printed.out)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--batch", "0"), ("--micro-batch", "-8"), ("--gpus", "x"), ("--hosts", "1.5"), ("--workers", "-1")],
+)
+def test_numbers_that_no_run_has_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, value: str
+) -> None:
+    """Before, --batch 0 was ignored."""
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--deepspeed_config", "c.json", "--model", "ViT-B-32", flag, value])
+    with pytest.raises(SystemExit) as caught:
+        plan.main()
+    assert caught.value.code == 2
+    assert re.search(rf"argument {flag}: '{value}' is not an integer of at least [01]", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

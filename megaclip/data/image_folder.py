@@ -1,0 +1,160 @@
+"""Read pictures in a folder and its sub-folders, each with its caption in a file beside it.
+
+`cat.jpg` has its caption in `cat.txt`, or in a field of `cat.json` (captions.py). img2dataset writes this layout with
+`--output_format files`. Folders with a metadata file are tables (tables.py). Files are read when a sample is, so only
+their names and sizes are collected when the folder is opened.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megaclip.data.batch import BadSample, RawSample
+from megaclip.data.captions import (
+    JSON,
+    MAX_CAPTION_BYTES,
+    TEXT_FILES,
+    CaptionKeys,
+    check_fields,
+    json_record,
+    text_fields,
+)
+from megaclip.data.images import IMAGE_EXTENSIONS, read_image_file
+from megaclip.data.order import runs_of_rows
+from megaclip.errors import DataError
+
+_JSON_CHECKED = 16
+
+
+class ImageFolder:
+    """Pictures of a folder, in the order of their sorted paths. `read(row)` accepts any row of 0..len-1."""
+
+    kind = "imagefolder"
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        image_extensions: Sequence[str] = IMAGE_EXTENSIONS,
+        caption_keys: CaptionKeys = TEXT_FILES,
+    ) -> None:
+        self._keys = caption_keys
+        self._rows: list[tuple[str, str | None]] = []
+        """Paths of the picture and of its caption file."""
+        self._manifest: list[list[Any]] = []
+        for place, _, names in sorted(os.walk(folder)):
+            rows = list(_pairs(place, names, tuple(image_extensions), caption_keys.extensions))
+            if rows:
+                size = sum(os.stat(path).st_size for row in rows for path in row if path and os.path.exists(path))
+                self._manifest.append([os.path.relpath(place, folder), size, len(rows)])
+                self._rows += rows
+        self.shard_sizes = runs_of_rows(len(self._rows))
+        self._check(folder)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def problems(self) -> dict[str, int]:
+        """Number of pictures without a caption file."""
+        missing = sum(caption is None for _, caption in self._rows)
+        return {"missing caption": missing} if missing else {}
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Extensions and JSON fields of images and captions, with the number of samples that have them."""
+        images = Counter(f".{_extension(image)}" for image, _ in self._rows)
+        captions = Counter(self._keys.name(_extension(caption)) for _, caption in self._rows if caption)
+        return {
+            what: ", ".join(f"{name} ({count:,})" for name, count in counts.most_common())
+            for what, counts in (("image", images), ("caption", captions))
+        }
+
+    def manifest(self) -> list[list[Any]]:
+        """Return [name, bytes, samples] per folder that holds pictures. Names are relative to the whole folder."""
+        return self._manifest
+
+    def shard_name(self, row: int) -> str:
+        """Return the folder that holds `row`."""
+        return os.path.dirname(self._rows[row][0])
+
+    def read(self, row: int) -> RawSample:
+        """Return the undecoded sample. Raises BadSample if a file is missing, too large or unreadable."""
+        path, _ = self._rows[row]
+        captions = self._captions(row)
+        return RawSample(read_image_file(path, path), "\n".join(captions), path, captions if len(captions) > 1 else ())
+
+    def caption(self, row: int) -> str:
+        """Return only the caption of a sample, or its captions, one per line. Raises BadSample."""
+        return "\n".join(self._captions(row))
+
+    def _captions(self, row: int) -> tuple[str, ...]:
+        path, caption = self._rows[row]
+        if caption is None:
+            raise BadSample("missing caption", path)
+        return self._keys.decode(_content(caption), _extension(caption), caption)
+
+    def _check(self, folder: str) -> None:
+        """Raise DataError if the folder holds no pictures, or none with a caption, or JSON files without the fields."""
+        if not self._rows:
+            raise DataError(f"data {folder!r}: the folder holds no pictures (.{', .'.join(IMAGE_EXTENSIONS)})")
+        captions = [caption for _, caption in self._rows if caption]
+        if not captions:
+            wanted = f".{' or .'.join(self._keys.extensions)}"
+            raise DataError(
+                f"data {folder!r}: the image folder has no captions; put a text file ({wanted}) with the same name "
+                "beside each picture, or add a metadata.csv with the columns file_name and text, or give a CSV with "
+                f"the paths of the images{self._json_advice()}"
+            )
+        in_json = [path for path in captions if _extension(path) == JSON][:_JSON_CHECKED]
+        if in_json and self._keys.fields:
+            check_fields([_record(path) for path in in_json], self._keys, in_json[0])
+
+    def _json_advice(self) -> str:
+        beside = os.path.splitext(self._rows[0][0])[0] + ".json"
+        if not os.path.isfile(beside):
+            return ""
+        return f"; {beside} has {text_fields(_record(beside))}: set --caption-key to one of them, as in json.caption"
+
+
+def _pairs(
+    place: str, names: list[str], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...]
+) -> list[tuple[str, str | None]]:
+    """Return the paths of the pictures in one folder, each with that of its caption file."""
+    stems: dict[str, dict[str, str]] = {}
+    for name in sorted(names):
+        if not name.startswith("."):
+            stems.setdefault(os.path.splitext(name)[0], {}).setdefault(_extension(name), os.path.join(place, name))
+    pairs = []
+    for files in stems.values():
+        picture = next((files[extension] for extension in image_extensions if extension in files), None)
+        if picture is not None:
+            pairs.append((picture, next((files[e] for e in caption_extensions if e in files), None)))
+    return pairs
+
+
+def _extension(path: str) -> str:
+    return os.path.splitext(path)[1].removeprefix(".").lower()
+
+
+def _content(path: str) -> bytes:
+    """Return the bytes of a caption file. Raises BadSample."""
+    try:
+        if not os.path.isfile(path):  # a device or a pipe could block or never end
+            raise BadSample("missing caption", f"{path} is not a file")
+        if (size := os.path.getsize(path)) > MAX_CAPTION_BYTES:
+            raise BadSample("caption too large", f"{path}: {size} bytes")
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise BadSample("missing caption", f"{path}: {error}") from error
+
+
+def _record(path: str) -> dict[str, Any]:
+    try:
+        return json_record(_content(path)) or {}
+    except BadSample:
+        return {}

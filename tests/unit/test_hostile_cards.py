@@ -1,0 +1,228 @@
+"""Model cards and model directories from strangers: bounded sizes, no code, no files from elsewhere."""
+
+import json
+import os
+import random
+import sys
+import time
+
+import pytest
+
+from megaclip.checkpoint.model_card import CARD_NAME, OPENAI_PREPROCESS, read_model_card, write_model_card
+from megaclip.checkpoint.open_clip_weights import load_pretrained, write_weights
+from megaclip.commands import import_open_clip
+from megaclip.data import ImageTransform
+from megaclip.errors import CheckpointError, ConfigError, MegaclipError
+from megaclip.models import build_model, load_model_config
+from megaclip.models.config import ModelConfig
+
+
+@pytest.fixture(scope="module")
+def config():
+    return load_model_config("demo-tiny").replace(text_cfg={"vocab_size": 64})
+
+
+@pytest.fixture
+def directory(tmp_path, config):
+    """Return an open_clip directory with a tokenizer."""
+    place = tmp_path / "downloaded"
+    write_model_card(place, config.replace(text_cfg={"hf_tokenizer_name": "sentencepiece"}), OPENAI_PREPROCESS)
+    write_weights(place, build_model(config).state_dict(), config)
+    (place / "tokenizer.json").write_text("{}")
+    (place / "tokenizer.model").write_bytes(b"x")
+    return place
+
+
+def change_card(directory, change):
+    path = directory / CARD_NAME
+    card = json.loads(path.read_text())
+    change(card)
+    path.write_text(json.dumps(card))
+
+
+@pytest.fixture
+def run_import(monkeypatch):
+    """Return a function that runs `megaclip import` in this process and returns its error, or ""."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["import_open_clip.py", *map(str, arguments)])
+        try:
+            import_open_clip.main()
+        except SystemExit as error:
+            return str(error.code)
+        return ""
+
+    return run
+
+
+SIZES = [
+    ("vision_cfg", "layers", 10**9),
+    ("text_cfg", "layers", 10**9),
+    ("vision_cfg", "width", 64 * 10**9),
+    ("text_cfg", "width", 8 * 10**12),
+    ("vision_cfg", "image_size", 10**9),
+    ("vision_cfg", "mlp_ratio", 1e15),
+    ("text_cfg", "mlp_ratio", 1e300),
+    ("text_cfg", "vocab_size", 10**18),
+    ("text_cfg", "context_length", 10**12),
+]
+
+
+@pytest.mark.parametrize(("section", "key", "value"), [*SIZES, ("", "embed_dim", 10**30)])
+def test_sizes_that_no_model_has_are_refused_at_once(config, section, key, value):
+    description = config.to_open_clip()
+    (description[section] if section else description)[key] = value
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"card: {section}\.?{key}: Input should be less than or equal to"):
+        ModelConfig.from_dict(description, source="card")
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.timeout(60)
+def test_importing_a_card_with_a_billion_layers_ends_in_one_line(tmp_path, directory, run_import):
+    change_card(directory, lambda card: card["model_cfg"]["vision_cfg"].update(layers=10**9))
+    assert "vision_cfg.layers" in run_import(directory, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["secret.json", "notes.txt", "tokenizer.model"])
+def test_import_copies_no_files_from_outside_the_directory(tmp_path, directory, run_import, name):
+    secret = tmp_path / "secret"
+    secret.write_text("a private key")
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to("../secret")
+    error = run_import(directory, tmp_path / "out")
+    assert f"{name} is a link to {secret}, outside of the directory" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_training_with_a_card_reads_no_tokenizer_from_outside_the_directory(tmp_path, directory):
+    (tmp_path / "elsewhere.model").write_bytes(b"x")
+    (directory / "tokenizer.model").unlink()
+    (directory / "tokenizer.model").symlink_to(tmp_path / "elsewhere.model")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model is a link to .*elsewhere\.model, outside"):
+        read_model_card(directory).tokenizer()
+
+
+def test_links_of_the_hugging_face_cache_and_inside_the_directory_are_followed(tmp_path, directory, run_import):
+    """The cache keeps files in blobs/ and links to them from snapshots/COMMIT/."""
+    cache = tmp_path / "models--a--b"
+    snapshot = cache / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for number, path in enumerate(sorted(directory.iterdir())):
+        path.rename(cache / "blobs" / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    (snapshot / "vocab.json").symlink_to("tokenizer.json")
+    (snapshot / "folder.json").mkdir()
+    assert run_import(snapshot, tmp_path / "out") == ""
+    copied = {"tokenizer.json", "tokenizer.model", "vocab.json", CARD_NAME, "open_clip_model.safetensors"}
+    assert set(os.listdir(tmp_path / "out")) == copied
+    assert not any((tmp_path / "out" / name).is_symlink() for name in copied)
+
+
+@pytest.mark.parametrize("arguments", [{"trust_remote_code": True}, {"tokenizer_file": "/etc/passwd"}, {"clean": []}])
+def test_tokenizer_arguments_that_load_code_or_files_are_refused(directory, arguments):
+    """open_clip passes them to transformers, when it loads the exported model."""
+    change_card(directory, lambda card: card["model_cfg"]["text_cfg"].update(tokenizer_kwargs=arguments))
+    with pytest.raises(ConfigError, match=r"text_cfg\.tokenizer_kwargs.*clean, language, strip_sep_token"):
+        read_model_card(directory)
+
+
+@pytest.mark.parametrize("name", ["/etc", "../../elsewhere", "a/../../b", "a\0b"])
+def test_tokenizer_names_are_no_paths_to_elsewhere(directory, name):
+    change_card(directory, lambda card: card["model_cfg"]["text_cfg"].update(hf_tokenizer_name=name))
+    with pytest.raises(ConfigError, match=r"text_cfg\.hf_tokenizer_name"):
+        read_model_card(directory)
+
+
+PIXELS = [
+    {"mean": ["a", "b", "c"]},
+    {"mean": [float("nan"), 0, 0]},
+    {"std": [0, 1, 1]},
+    {"std": [-1, 1, 1]},
+    {"std": [True, True, True]},
+    {"std": {"a": 1}},
+    {"mean": [[1], [1], [1]]},
+    {"interpolation": {"a": 1}},
+    {"interpolation": ["bicubic"]},
+    {"resize_mode": {"a": 1}},
+    {"resize_mode": 3},
+]
+
+
+@pytest.mark.parametrize("wrong", PIXELS)
+def test_pixel_settings_that_are_no_settings_are_refused(directory, wrong):
+    change_card(directory, lambda card: card["preprocess_cfg"].update(wrong))
+    with pytest.raises(ConfigError):
+        ImageTransform(16, **read_model_card(directory).pixel_settings)
+
+
+def random_value(draw, depth=0):
+    scalars = [None, True, 0, -1, 10**40, 0.5, 1e308, float("nan"), "", "x", "../x", "\0", "é" * 300]
+    kinds = [lambda: draw.choice(scalars)] * 6
+    if depth < 3:
+        kinds.append(lambda: [random_value(draw, depth + 1) for _ in range(draw.randrange(4))])
+        kinds.append(
+            lambda: {str(random_value(draw, 3)): random_value(draw, depth + 1) for _ in range(draw.randrange(4))}
+        )
+    return draw.choice(kinds)()
+
+
+@pytest.mark.timeout(120)
+def test_random_cards_only_raise_our_own_errors(directory):
+    """Every card either gives a transform and a model description or raises one line of ours."""
+    draw = random.Random(3)
+    original = json.loads((directory / CARD_NAME).read_text())
+    accepted = refused = 0
+    for _ in range(1000):
+        card = json.loads(json.dumps(original))
+        for _ in range(draw.randrange(1, 3)):
+            place = card
+            while True:
+                key = draw.choice([*place, "unknown"])
+                if isinstance(place.get(key), dict) and draw.random() < 0.8:
+                    place = place[key]
+                    continue
+                place[key] = random_value(draw)
+                break
+            if not all(isinstance(card.get(name), dict) for name in ("model_cfg", "preprocess_cfg")):
+                break
+        (directory / CARD_NAME).write_text(json.dumps(card if draw.random() < 0.98 else random_value(draw)))
+        try:
+            found = read_model_card(directory)
+            ImageTransform(found.config.vision_cfg.image_size, **found.pixel_settings)
+            found.tokenizer()
+            accepted += 1
+        except MegaclipError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert accepted > 20 and refused > 300
+
+
+def test_weights_with_a_logit_bias_name_the_setting_that_they_require(tmp_path, config, run_import):
+    biased = config.replace(init_logit_bias=-10.0)
+    write_weights(tmp_path, build_model(biased).state_dict(), biased)
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps(config.to_open_clip()))
+    weights = tmp_path / "open_clip_model.safetensors"
+    assert "add init_logit_bias to the model's JSON (SigLIP: -10" in run_import(
+        weights, tmp_path / "out", "--model", model
+    )
+    with pytest.raises(CheckpointError, match=r"unexpected .*logit_bias.*add init_logit_bias to the model's JSON"):
+        load_pretrained(build_model(config), weights)
+    model.write_text(json.dumps(biased.to_open_clip()))
+    assert run_import(weights, tmp_path / "out", "--model", model) == ""
+
+
+def test_nothing_in_a_model_directory_is_run(tmp_path, directory, run_import):
+    """Python files and remote code in a directory are neither imported nor copied."""
+    evidence = tmp_path / "evidence"
+    code = f"import os; os.mkdir({str(evidence)!r})"
+    for name in ("tokenization_evil.py", "__init__.py", "setup.py", "sitecustomize.py"):
+        (directory / name).write_text(code)
+    auto_map = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["tokenization_evil.Evil", None]}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(auto_map))
+    assert run_import(directory, tmp_path / "out") == ""
+    assert not evidence.exists() and not list((tmp_path / "out").glob("*.py"))
+    assert sys.path.count(str(directory)) == 0
