@@ -48,6 +48,10 @@ class StepMetrics:
     """Mean number of tokens of this rank's captions before padding. None: captions are not cut."""
     text_positions_saved: float = 0.0
     """Share of this rank's token positions that cutting the captions saves the text tower."""
+    skipped_steps: int = 0
+    """Number of steps since the process started whose update was left out because it was not finite."""
+    loss_spike: float | None = None
+    """Distance of the loss above its running level in standard deviations, if the step is part of a loss spike."""
 
 
 def peak_memory_mib() -> float:

@@ -31,6 +31,7 @@ from megaclip.engine.compilation import report_compilation
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
+from megaclip.engine.loss_watch import LossLevel, SkippedSteps
 from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.preflight import MEASURED_STEPS, check_fit, keep_more_graphs, report_peak
@@ -41,7 +42,7 @@ from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import chosen_schedule, chosen_warmup
 from megaclip.engine.step_store import StepStore, open_step_store
 from megaclip.engine.stop import StopSignals
-from megaclip.errors import CheckpointError, ConfigError, DataError, MegaclipError
+from megaclip.errors import CheckpointError, ConfigError, DataError, MegaclipError, NonFiniteError
 from megaclip.evaluation import (
     CaptionGroups,
     ModelEncoder,
@@ -186,6 +187,8 @@ class Run:
         """Step of the newest checkpoint."""
         self._first_step = 0
         """Number of steps that were done when this process started."""
+        self.skipped_steps = SkippedSteps(arguments.skips_in_a_row)
+        self.loss_level = LossLevel()
         self.scores: dict[str, float] = {}
         """Scores of the last evaluation."""
         self.bad_samples: dict[str, int] = {}
@@ -302,29 +305,23 @@ class Run:
     def train_step(self, batch: StepStore) -> StepMetrics:
         """Take one optimizer step on all ranks, and advance `batch`, `step` and `samples_consumed`.
 
+        A step whose loss or gradient norm is not finite changes nothing else, if --on-nonfinite allows to skip it.
+
         Raises:
             DataError, NonFiniteError: on every rank, before the parameters are updated.
         """
-        section = self.inputs.config.megaclip
-        with report_compilation(section.compile, self.step + 1) if self.memory_plan.compiles else nullcontext():
-            loss = accumulate_gradients(
-                self.engine,
-                self.loss.bind(batch.ids, self.length.epoch_at(self.step)),
-                batch,
-                self.logit_scale.read(),
-                RandomState(self.arguments.seed, self.step, self.replica),
-                logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
-                coalesce=section.coalesce_gradient_reduction,
-                kept=self.memory_plan.workload.kept,
-                accumulation_dtype=torch.bfloat16 if self.inputs.config.accumulates_in_bf16 else torch.float32,
-                embeddings_on_cpu=self.memory_plan.embeddings_on_cpu,
-            )
-        captions = batch.captions()
-        batch.next_step()
         learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)
         set_learning_rate(self.engine, learning_rate)
-        gradient_norm = update(self.engine)
-        self.loss.update(self.step)
+        loss = gradient_norm = math.nan
+        try:
+            loss = self._accumulate(batch)
+            gradient_norm = update(self.engine, self.step)
+            self.loss.update(self.step)
+            self.skipped_steps.updated()
+        except NonFiniteError as error:  # on every rank, and nothing has changed
+            self.skipped_steps.skip(error)
+        captions = batch.captions()
+        batch.next_step()
         self.step += 1
         self.samples_consumed += self.batch_plan.global_batch
         if self.step == self._first_step + MEASURED_STEPS:
@@ -338,7 +335,27 @@ class Run:
             gradient_norm,
             tokens_per_caption=captions.mean_tokens,
             text_positions_saved=captions.saved_share,
+            skipped_steps=self.skipped_steps.total,
+            loss_spike=self.loss_level.spike(self.step, loss),
         )
+
+    def _accumulate(self, batch: StepStore) -> float:
+        """Leave the gradients of the step in the engine and return its loss."""
+        section = self.inputs.config.megaclip
+        with report_compilation(section.compile, self.step + 1) if self.memory_plan.compiles else nullcontext():
+            return accumulate_gradients(
+                self.engine,
+                self.loss.bind(batch.ids, self.length.epoch_at(self.step)),
+                batch,
+                self.logit_scale.read(),
+                RandomState(self.arguments.seed, self.step, self.replica),
+                logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
+                coalesce=section.coalesce_gradient_reduction,
+                kept=self.memory_plan.workload.kept,
+                accumulation_dtype=torch.bfloat16 if self.inputs.config.accumulates_in_bf16 else torch.float32,
+                embeddings_on_cpu=self.memory_plan.embeddings_on_cpu,
+                check_loss=self.loss.check,
+            )
 
     def _is_save_due(self) -> bool:
         return self.length.is_due(self.step, self.arguments.save_every_steps, self.arguments.save_frequency)
