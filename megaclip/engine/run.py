@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.model_card import write_model_card
-from megaclip.comm.collectives import gather_objects, raise_on_all_ranks, sum_counts, wait_for_all_ranks
+from megaclip.comm.collectives import gather_objects, sum_counts, wait_for_all_ranks
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchPlan, TrainArguments, parse_arguments
 from megaclip.data import check_batch
@@ -30,6 +29,7 @@ from megaclip.engine.build import build_engine
 from megaclip.engine.compilation import report_compilation
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.inputs import Inputs, read_inputs
+from megaclip.engine.launcher import end_with_launcher
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
 from megaclip.engine.loss_watch import LossLevel, SkippedSteps
 from megaclip.engine.metrics import Metrics, StepMetrics
@@ -37,12 +37,14 @@ from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.preflight import MEASURED_STEPS, check_fit, keep_more_graphs, report_peak
 from megaclip.engine.process_group import start_process_group
 from megaclip.engine.resume import describe_run, resume
+from megaclip.engine.run_folder import report_write_errors, run_folder
 from megaclip.engine.run_length import RunLength
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import chosen_schedule, chosen_warmup
 from megaclip.engine.step_store import StepStore, open_step_store
 from megaclip.engine.stop import StopSignals
-from megaclip.errors import CheckpointError, ConfigError, DataError, MegaclipError, NonFiniteError
+from megaclip.engine.watchdog import Watchdog
+from megaclip.errors import ConfigError, DataError, MegaclipError, NonFiniteError
 from megaclip.evaluation import (
     CaptionGroups,
     ModelEncoder,
@@ -56,7 +58,7 @@ from megaclip.planner import MemoryPlan
 logger = get_logger(__name__)
 
 
-def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
+def main(argv: list[str], *, other_ranks_delay_s: float | None = None, launcher: int | None = None) -> int:
     """Run this rank's part of the training that `argv` specifies; return the exit code of the process.
 
     A `MegaclipError` is logged as one line, by the first rank of each host.
@@ -66,7 +68,9 @@ def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
         other_ranks_delay_s: delay in seconds before the other ranks log their own errors. A launcher ends all ranks
             when one exits, so the delay lets the first rank log its error before that. An error that only another rank
             has is still logged. None: the other ranks log nothing.
+        launcher: process id of the launcher, as for `end_with_launcher`.
     """
+    end_with_launcher(launcher)
     arguments: TrainArguments | None = None
     exit_code = 0
     try:
@@ -100,47 +104,20 @@ def train(arguments: TrainArguments) -> int:
     batch_plan = inputs.config.batch_plan(dist.get_world_size())
     check_batch(batch_plan.global_batch, len(inputs.train))
     memory_plan = check_fit(arguments, inputs)
-    folder = _prepare_folder(arguments)
-
-    run = Run(arguments, inputs, batch_plan, folder, memory_plan)
-    run.resume()
-    run.write_description()  # after resume(): a checkpoint that is refused must leave the old description unchanged
-    if run.is_finished():
-        source = folder if arguments.resume == "auto" else arguments.resume
-        logger.info("nothing left to train: %s has all %d steps", source, run.last_step)
-        return 0
-    stop_signal = run.train_to_end()
-    report_peak(run.memory_plan)
-    if stop_signal is None:
-        return 0
-    wait_for_all_ranks()  # until they have saved and logged: a launcher ends the others when the first one exits
-    return 128 + stop_signal
-
-
-def _prepare_folder(arguments: TrainArguments) -> Path:
-    """Create the run's folder and its subfolder `checkpoints` on the first rank; return the path on every rank."""
-    folder = Path()
-    with _report_write_errors():
-        if dist.get_rank() == 0:
-            name = arguments.name or f"{Path(arguments.model).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-            folder = Path(arguments.logs) / name
-            checkpoints = folder / "checkpoints"
-            if arguments.resume is None and (checkpoints / store.LATEST).exists():
-                raise CheckpointError(
-                    f"{str(folder)!r} holds a run already; add --resume auto to resume it, or choose another --name"
-                )
-            checkpoints.mkdir(parents=True, exist_ok=True)
-    return gather_objects(folder)[0]
-
-
-@contextlib.contextmanager
-def _report_write_errors() -> Iterator[None]:
-    """Raise errors of the body on all ranks; an OSError becomes a ConfigError. The body writes on the first rank."""
-    with raise_on_all_ranks():
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(f"cannot write to the run's folder: {error}; choose another --logs") from error
+    with run_folder(arguments) as folder:
+        run = Run(arguments, inputs, batch_plan, folder, memory_plan)
+        run.resume()
+        run.write_description()  # after resume(): a checkpoint that is refused must leave the old description unchanged
+        if run.is_finished():
+            source = folder if arguments.resume == "auto" else arguments.resume
+            logger.info("nothing left to train: %s has all %d steps", source, run.last_step)
+            return 0
+        stop_signal = run.train_to_end()
+        report_peak(run.memory_plan)
+        if stop_signal is None:
+            return 0
+        wait_for_all_ranks()  # until they have saved and logged: a launcher ends the others when the first one exits
+        return 128 + stop_signal
 
 
 class Run:
@@ -187,6 +164,7 @@ class Run:
         """Step of the newest checkpoint."""
         self._first_step = 0
         """Number of steps that were done when this process started."""
+        self.watchdog = Watchdog(folder, arguments.hang_timeout)
         self.skipped_steps = SkippedSteps(arguments.skips_in_a_row)
         self.loss_level = LossLevel()
         self.scores: dict[str, float] = {}
@@ -207,7 +185,7 @@ class Run:
 
     def write_description(self) -> None:
         """Write the model card and the tokenizer, which an export copies, and settings.json, on the first rank."""
-        with _report_write_errors():
+        with report_write_errors():
             if self.rank == 0:
                 card = self.checkpoints / store.MODEL_CARD
                 card.mkdir(exist_ok=True)
@@ -244,7 +222,7 @@ class Run:
             self.batch_plan.text_micro_batch,
             len(self.inputs.train),
         )
-        with StopSignals() as signals, self._open_metrics() as metrics, self.open_data() as batch:
+        with StopSignals() as signals, self.watchdog, self._open_metrics() as metrics, self.open_data() as batch:
             try:
                 stop_signal = self._train_steps(batch, metrics, signals)
             except DataError as error:  # on every rank, and before an update, so the last step is complete
@@ -263,6 +241,7 @@ class Run:
         """Run the training loop: step, save and evaluate until the last step or a stop signal."""
         while self.step < self.last_step:
             step_metrics = self.train_step(batch)
+            self.watchdog.step_done(self.step)
             metrics.record_step(self.step, step_metrics)
             is_last = self.step == self.last_step
             stop_signal = None if is_last else signals.received_by_any_rank()
@@ -365,9 +344,12 @@ class Run:
 
     def _evaluate(self, metrics: Metrics) -> None:
         """Evaluate on all ranks, if the command line names evaluation data, and record the scores."""
+        if self.inputs.validation is not None or self.inputs.labelled is not None:
+            with self.watchdog.phase("an evaluation"):
+                self._record_evaluation(metrics)
+
+    def _record_evaluation(self, metrics: Metrics) -> None:
         inputs = self.inputs
-        if inputs.validation is None and inputs.labelled is None:
-            return
         encode = ModelEncoder(
             self.engine,
             inputs.evaluation_transform.normalise,
@@ -386,7 +368,7 @@ class Run:
                 tokenizer=inputs.tokenizer,
                 batch_size=self.arguments.eval_batch_size,
                 num_workers=self.arguments.workers,
-                progress=metrics.progress,
+                progress=lambda batches, name: self.watchdog.watched(metrics.progress(batches, name)),
             )
         finally:
             self.engine.train()
@@ -406,6 +388,10 @@ class Run:
 
     def _save(self) -> None:
         """Write a checkpoint on all ranks."""
+        with self.watchdog.phase("a checkpoint"):
+            self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
         state = {"step": self.step, "samples_consumed": self.samples_consumed, **self.identity}
         loss_scale = self.loss.log_scale
         if loss_scale is not None:  # an export reads the model's logit_scale

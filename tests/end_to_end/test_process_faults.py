@@ -1,0 +1,201 @@
+"""Faults of processes while a run trains: a rank that stands still, a data worker or a launcher that is killed.
+
+The ranks of the harness end themselves; its report shows how. The test at the end uses the deepspeed launcher.
+"""
+
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megaclip.data import workers
+from megaclip.engine import watchdog
+from megaclip.engine.metrics import Metrics
+from megaclip.engine.run import Run, main
+from megaclip.engine.watchdog import HANG_EXIT_CODE
+from tests.distributed import harness
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.end_to_end.training_runs import (
+    WORLD_SIZE,
+    Finished,
+    flags,
+    run_here,
+)
+
+FAULT_AFTER = 6
+RECORDS = {"TORCH_FR_BUFFER_SIZE": "100"}  # a run sets it; the harness has joined the ranks before
+
+
+def faulty(command: list[str], log: str, faults: dict[int, Callable[[], Any]]) -> Finished:
+    """Call `main(command)` in this rank. Its fault, if it has one, happens after step FAULT_AFTER was reported.
+
+    log: file to which a rank writes its standard error, because a rank that ends itself returns nothing.
+    """
+    # A rank of the harness is a daemon, which may not have data workers.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    rank, record = int(os.environ["RANK"]), Metrics.record_step
+    os.dup2(os.open(f"{log}_{rank}", os.O_WRONLY | os.O_CREAT), 2)
+
+    def recording(metrics: Metrics, step: int, *arguments: Any) -> None:
+        record(metrics, step, *arguments)
+        if step == FAULT_AFTER and rank in faults:
+            faults[rank]()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Metrics, "record_step", recording)
+        exit_code = main(command)
+    sys.stderr.flush()
+    return Finished(exit_code, Path(f"{log}_{rank}").read_text())
+
+
+def stop_this_rank() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stand_still() -> None:
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(("stands", "fault"), [(1, stop_this_rank), (0, stand_still)])
+def test_a_hang_ends_with_stacks_and_the_name_of_the_rank_that_did_not_arrive(
+    tiny_run, tmp_path, monkeypatch, stands, fault
+):
+    monkeypatch.setattr(harness, "_GRACE_S", 5.0)
+    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, workers=1, train_steps=500, hang_timeout=3)
+    log = str(tmp_path / "log")
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(faulty, WORLD_SIZE, command, log, {stands: fault}, environment=RECORDS)
+    answers = [0, 1] if fault is stand_still else [1 - stands]
+    for rank in answers:
+        assert f"--- rank {rank} ---\nended without a report, exit code {HANG_EXIT_CODE}" in str(failure.value)
+    stacks = {rank: tmp_path / "run" / "stacks" / f"rank_{rank}.txt" for rank in (0, 1)}
+    assert [rank for rank, path in stacks.items() if path.exists()] == answers
+    waits = stacks[1 - stands].read_text()
+    assert f"after step {FAULT_AFTER}" in waits
+    for thread in ("in _fill", "in _watch", "in _train_steps"):  # of the data, of the watchdog, and the main thread
+        assert thread in waits, waits
+    assert "data worker 0, process" in waits and "in _worker_loop" in waits
+    assert "the newest last:" in waits and "gloo:" in waits
+    time_outs = {int(seconds) for seconds in re.findall(r"time-out (\d+) s", waits)}
+    assert min(time_outs) > watchdog.SHORTEST_DEFAULT_S, "a collective would end before the watchdog"
+    logged = "".join((tmp_path / f"log_{rank}").read_text() for rank in answers)
+    verdict = re.findall(r"rank (\d) has not arrived: (.*)", logged)
+    reason = "it has entered" if fault is stand_still else "it does not answer"
+    assert [(int(rank), text.startswith(reason)) for rank, text in verdict] == [(stands, True)], logged
+    assert "--hang-timeout" in logged and f"exit code {HANG_EXIT_CODE}" in logged
+
+
+def slow_everything(command: list[str], store: str) -> Finished:
+    """Call `main(command)`; the first step, an evaluation and a checkpoint take longer than --hang-timeout.
+
+    Only rank 0 is slow in the evaluation; the other rank waits for it in the next step.
+    """
+    rank, first, evaluate, write = os.environ["RANK"], Run._accumulate, Run._record_evaluation, Run._write_checkpoint
+
+    def slow_first_step(run: Run, *arguments: Any) -> float:
+        time.sleep(4.0 if run.step == 0 else 0.0)
+        return first(run, *arguments)
+
+    def slow_evaluation(run: Run, *arguments: Any) -> None:
+        evaluate(run, *arguments)
+        time.sleep(4.0 if rank == "0" else 0.0)
+
+    def slow_checkpoint(run: Run) -> None:
+        time.sleep(4.0)
+        write(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_accumulate", slow_first_step)
+        patch.setattr(Run, "_record_evaluation", slow_evaluation)
+        patch.setattr(Run, "_write_checkpoint", slow_checkpoint)
+        return run_here(command, Path(store))
+
+
+def test_a_slow_first_step_evaluation_and_checkpoint_are_no_hang(tiny_run, tmp_path):
+    evaluation = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16, "eval_every_steps": 5}
+    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=8, hang_timeout=2, **evaluation)
+    ends = run_ranks(slow_everything, WORLD_SIZE, command, str(tmp_path / "store"))
+    assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
+    assert not (tmp_path / "run" / "stacks").exists()
+
+
+def kill_a_worker() -> None:
+    (worker,) = psutil.Process().children()
+    worker.kill()
+
+
+def test_a_killed_data_worker_ends_all_ranks_with_one_error_and_a_checkpoint(tiny_run, tmp_path):
+    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, workers=1, train_steps=500)
+    ends = run_ranks(faulty, WORLD_SIZE, command, str(tmp_path / "log"), {1: kill_a_worker})
+    assert [end.exit_code for end in ends] == [1] * WORLD_SIZE, ends[0].output
+    assert len(ends[0].errors) == 1 and "a data worker died" in ends[0].errors[0], ends[0].output
+    assert re.search(r"reading sample \d+ of .*\.tar", ends[0].errors[0])
+    saved = int((tmp_path / "run" / "checkpoints" / "latest").read_text().removeprefix("step_"))
+    # Batches that were read before the worker died are trained.
+    assert FAULT_AFTER <= saved <= FAULT_AFTER + 5
+
+
+@pytest.mark.parametrize("hang_timeout_s", [None, 3.0, 5000.0])
+def test_data_workers_time_out_before_the_watchdog(hang_timeout_s, monkeypatch):
+    monkeypatch.setattr(workers, "_timeout_s", workers.WORKER_TIMEOUT_S)
+    watched = watchdog.Watchdog(Path("nowhere"), hang_timeout_s)
+    assert workers._timeout_s < watched.step_limit_s()
+    assert workers._timeout_s <= workers.WORKER_TIMEOUT_S
+
+
+def test_the_default_limit_follows_the_median_step(monkeypatch):
+    watched, now = watchdog.Watchdog(Path("nowhere"), None), [0.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    assert watched.step_limit_s() == watchdog.SHORTEST_DEFAULT_S
+    for step in range(1, 10):
+        now[0] += 500.0 if step == 3 else 60.0  # the third step compiles
+        watched.step_done(step)
+    assert watched.step_limit_s() == watchdog.STEPS_OF_DEFAULT * 60.0
+
+
+def watch_with(answers: dict[int, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> dict[int, str] | None:
+    """Return the verdict of rank 0 of several, which stands still, for the heartbeats before and after it waits."""
+    monkeypatch.setattr(watchdog.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(watchdog.dist, "get_world_size", lambda: len(answers))
+    dog = watchdog.Watchdog(Path("nowhere"), 0.01)
+    dog._set_timer = lambda: None  # type: ignore[method-assign]
+    dog._beat = lambda: True  # type: ignore[method-assign]
+    moments = iter([0, 1])
+
+    def heartbeats() -> dict[int, dict[str, Any]]:
+        moment = next(moments)
+        return {rank: states[moment] for rank, states in answers.items() if states}
+
+    dog._heartbeats = heartbeats  # type: ignore[method-assign]
+    return dog._verdict(True)
+
+
+def states(beats: tuple[int, int] = (1, 4), collectives: int = 9, phase: str = "a step", late: bool = True) -> list:
+    return [{"beats": beat, "step": 5, "phase": phase, "collectives": collectives, "late": late} for beat in beats]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({0: states(), 1: states(collectives=8)}, {1: "it has entered 8 collectives since the start, others 9"}),
+        ({0: states(), 1: states(), 2: states((3, 3))}, {2: watchdog.SILENT}),
+        ({0: states(), 1: states(), 2: []}, {2: watchdog.SILENT}),
+        ({0: states(), 1: states(phase="an evaluation", late=False)}, None),
+        ({0: states(), 1: states((3, 3), phase="an evaluation", late=False)}, {1: watchdog.SILENT}),
+        ({0: states(), 1: states(collectives=8, phase="an evaluation")}, {1: "it has entered 8"}),
+        ({0: states(), 1: states()}, {0: "all have entered the same", 1: "all have entered the same"}),
+    ],
+)
+def test_the_verdict_on_a_hang(answers, expected, monkeypatch):
+    verdict = watch_with(answers, monkeypatch)
+    assert (verdict is None) == (expected is None)
+    for rank, text in (expected or {}).items():
+        assert verdict is not None and verdict.keys() == expected.keys() and verdict[rank].startswith(text)
