@@ -143,15 +143,21 @@ def test_a_killed_data_worker_ends_all_ranks_with_one_error_and_a_checkpoint(tin
     assert FAULT_AFTER <= saved <= FAULT_AFTER + 5
 
 
+@pytest.fixture
+def without_ranks(monkeypatch) -> None:
+    monkeypatch.setattr(watchdog.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(watchdog.dist, "get_world_size", lambda: 3)
+
+
 @pytest.mark.parametrize("hang_timeout_s", [None, 3.0, 5000.0])
-def test_data_workers_time_out_before_the_watchdog(hang_timeout_s, monkeypatch):
+def test_data_workers_time_out_before_the_watchdog(hang_timeout_s, without_ranks, monkeypatch):
     monkeypatch.setattr(workers, "_timeout_s", workers.WORKER_TIMEOUT_S)
     watched = watchdog.Watchdog(Path("nowhere"), hang_timeout_s)
     assert workers._timeout_s < watched.step_limit_s()
     assert workers._timeout_s <= workers.WORKER_TIMEOUT_S
 
 
-def test_the_default_limit_follows_the_median_step(monkeypatch):
+def test_the_default_limit_follows_the_median_step(without_ranks, monkeypatch):
     watched, now = watchdog.Watchdog(Path("nowhere"), None), [0.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     assert watched.step_limit_s() == watchdog.SHORTEST_DEFAULT_S
