@@ -3,11 +3,16 @@
 The ranks of the harness end themselves; its report shows how. The test at the end uses the deepspeed launcher.
 """
 
+import contextlib
 import multiprocessing
 import os
+import random
 import re
 import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +25,19 @@ from megaclip.data import workers
 from megaclip.engine import watchdog
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.run import Run, main
+from megaclip.engine.run_lock import LOCK
 from megaclip.engine.watchdog import HANG_EXIT_CODE
 from tests.distributed import harness
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.end_to_end.training_runs import (
+    ROOT,
     WORLD_SIZE,
     Finished,
     flags,
+    launcher_command,
+    launcher_environment,
     run_here,
+    run_in_ranks,
 )
 
 FAULT_AFTER = 6
@@ -205,3 +215,87 @@ def test_the_verdict_on_a_hang(answers, expected, monkeypatch):
     assert (verdict is None) == (expected is None)
     for rank, text in (expected or {}).items():
         assert verdict is not None and verdict.keys() == expected.keys() and verdict[rank].startswith(text)
+
+
+def drill_workers(commands: list[list[str]], stores: str) -> list[tuple[Finished, int]]:
+    """Train with each command; a data worker of one rank is killed at a random time. Return the steps trained too."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    rank, record, results = int(os.environ["RANK"]), Metrics.record_step, []
+    for trial, command in enumerate(commands):
+        generator, steps = random.Random(trial), [0]
+        victim, after, delay_s = generator.randrange(WORLD_SIZE), generator.randrange(1, 8), generator.uniform(0, 0.2)
+
+        def recording(
+            metrics: Metrics,
+            step: int,
+            *arguments: Any,
+            steps: list[int] = steps,
+            kills: tuple[int, int, float] = (victim, after, delay_s),
+        ) -> None:
+            record(metrics, step, *arguments)
+            steps[0] = step
+            if (rank, step) == kills[:2]:
+                threading.Timer(kills[2], kill_a_worker).start()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Metrics, "record_step", recording)
+            results.append((run_here(command, Path(f"{stores}/{trial}")), steps[0]))
+    return results
+
+
+@pytest.mark.long
+def test_data_workers_killed_at_random_times_lose_no_step(tiny_run, tmp_path):
+    trials = range(20)
+    options = {"workers": 2, "train_steps": 500, "save_every_steps": 5}
+    commands = [flags(tiny_run, tiny_run / "zero1.json", tmp_path, name=f"run{trial}", **options) for trial in trials]
+    stores = tmp_path / "stores"
+    stores.mkdir()
+    per_rank = run_ranks(drill_workers, WORLD_SIZE, commands, str(stores))
+    for trial in trials:
+        (first, steps), (second, _) = (results[trial] for results in per_rank)
+        assert (first.exit_code, second.exit_code) == (1, 1), (trial, first.output, second.output)
+        assert "a data worker died" in first.errors[0] and "Traceback" not in first.output + second.output
+        latest = (tmp_path / f"run{trial}" / "checkpoints" / "latest").read_text()
+        assert latest == f"step_{steps:08d}", trial
+
+
+@pytest.mark.long
+def test_a_killed_launcher_leaves_no_rank_and_no_lost_step(tiny_run, tmp_path):
+    """The `deepspeed` command then exits with 0, which the project does not control."""
+    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=5000, save_every_steps=1000)
+    launched = subprocess.Popen(
+        launcher_command(command),
+        cwd=ROOT,
+        env=launcher_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert launched.stdout is not None
+    try:
+        lines = iter(launched.stdout.readline, "")
+        assert any("step 3/5000" in line for line in lines)
+        (launcher,) = psutil.Process(launched.pid).children()
+        ranks = launcher.children()
+        assert len(ranks) == WORLD_SIZE
+        (second,) = run_in_ranks([command])
+        assert [end.exit_code for end in second] == [1] * WORLD_SIZE
+        assert f"in use by another run: host {socket.gethostname()}, process {ranks[0].pid}" in second[0].errors[0]
+        launcher.kill()
+        assert launched.wait(60) == 0
+        _, alive = psutil.wait_procs(ranks, timeout=60)
+        assert alive == []
+        output = launched.stdout.read()
+        assert f"the launcher, process {launcher.pid}, has ended" in output
+        stopped = re.search(r"stopped by SIGTERM after step (\d+)", output)
+        assert stopped is not None, output
+        latest = (tmp_path / "run" / "checkpoints" / "latest").read_text()
+        assert latest == f"step_{int(stopped[1]):08d}"
+        assert not (tmp_path / "run" / LOCK).exists()
+    finally:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid != os.getpid() and os.getsid(process.pid) == launched.pid:
+                    process.kill()
+        launched.communicate()
