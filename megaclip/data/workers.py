@@ -207,10 +207,10 @@ class WorkerResults:
             time.sleep(0.02)
         rows = [text for n in dead or range(len(self.workers)) if (text := self.reading(n))]
         where = f"; {'it was' if len(rows) == 1 else 'they were'} reading {', '.join(rows[:3])}" if rows else ""
-        return DataError(
-            f"a data worker died or hangs ({type(error).__name__}: {first_line(error)}){where}; if memory ran out, set "
-            "fewer --workers"
-        )
+        reason = first_line(error)
+        if not reason.startswith("DataLoader"):  # the message of torch for a worker that is dead or timed out
+            reason = f"{type(error).__name__}: {reason}"
+        return DataError(f"a data worker died or hangs ({reason}){where}; if memory ran out, set fewer --workers")
 
 
 def worker_stacks() -> str:

@@ -74,7 +74,9 @@ def stand_still() -> None:
     time.sleep(600)
 
 
-@pytest.mark.parametrize(("stands", "fault"), [(1, stop_this_rank), (0, stand_still)])
+@pytest.mark.parametrize(
+    ("stands", "fault"), [(1, stop_this_rank), pytest.param(0, stand_still, marks=pytest.mark.long)]
+)
 def test_a_hang_ends_with_stacks_and_the_name_of_the_rank_that_did_not_arrive(
     tiny_run, tmp_path, monkeypatch, stands, fault
 ):
