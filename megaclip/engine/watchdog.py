@@ -55,8 +55,8 @@ STEPS_OF_DEFAULT = 20.0
 """The default of --hang-timeout in median steps."""
 _WARM_UP_STEPS = 3
 """Number of first steps of the process that may compile, build and allocate."""
-_LONG_FACTOR, _SHORTEST_LONG_S = 12.0, 7200.0
-"""Limit of work without steps: 12 times the limit of a step, at least two hours."""
+_LONG_FACTOR, _SHORTEST_LONG_S = 4.0, 3600.0
+"""Limit of work without steps: four times the limit of a step, at least an hour."""
 _HEARTBEAT_S = 5.0
 _MISSED_HEARTBEATS = 3
 """A rank is alive if its heartbeat changes within this number of heartbeats."""
@@ -158,7 +158,7 @@ class Watchdog:
     def _watch(self) -> None:
         """Run in the thread."""
         timeouts_are_for = None
-        while not self._ends.wait(self._heartbeat_s):
+        while not self._wait():
             self._set_timer()
             answers = self._beat()
             # A loss creates groups in the first step, and the limit grows with the duration of the steps.
@@ -177,6 +177,19 @@ class Watchdog:
         store = shared.clone() if hasattr(shared, "clone") else shared
         store.set_timeout(datetime.timedelta(seconds=_MISSED_HEARTBEATS * self._heartbeat_s))
         return store
+
+    def _wait(self) -> bool:
+        """Wait for the next heartbeat; return whether the training has ended.
+
+        If this process was stopped meanwhile, that time does not count. A scheduler may suspend all ranks of a job. If
+        only this rank was stopped, the others have found the hang.
+        """
+        began = time.monotonic()
+        has_ended = self._ends.wait(self._heartbeat_s)
+        paused_s = time.monotonic() - began - self._heartbeat_s
+        if paused_s > _MISSED_HEARTBEATS * self._heartbeat_s + 1.0:
+            self._progress_at += paused_s
+        return has_ended
 
     def _set_timer(self) -> None:
         timeout_s = max(self.step_limit_s(), SHORTEST_DEFAULT_S)

@@ -139,6 +139,21 @@ def test_a_slow_first_step_evaluation_and_checkpoint_are_no_hang(tiny_run, tmp_p
     assert not (tmp_path / "run" / "stacks").exists()
 
 
+def pause_this_rank() -> None:
+    """Stop this rank for longer than --hang-timeout, as a scheduler does that suspends a job."""
+    continues = subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    continues.wait()
+
+
+@pytest.mark.long
+def test_a_job_that_is_suspended_goes_on(tiny_run, tmp_path):
+    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=60, hang_timeout=3)
+    faults = dict.fromkeys(range(WORLD_SIZE), pause_this_rank)
+    ends = run_ranks(faulty, WORLD_SIZE, command, str(tmp_path / "log"), faults)
+    assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
+
+
 def kill_a_worker() -> None:
     (worker,) = psutil.Process().children()
     worker.kill()
