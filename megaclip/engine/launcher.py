@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 
+import megaclip
 from megaclip.comm.groups import ranks_of_this_node
 from megaclip.logging import get_logger
 
@@ -18,15 +19,15 @@ logger = get_logger(__name__)
 _POLL_S = 1.0
 
 
-def end_with_launcher(launcher: int | None) -> None:
-    """Start a thread that sends this process SIGTERM when its launcher has ended.
+def end_with_launcher() -> None:
+    """Start a thread that sends this process SIGTERM when its launcher, its first parent, has ended.
 
     It has no effect without a launcher: a rank that a shell has started may outlive the shell.
-    launcher: process id of the launcher. None: the parent of this process.
     """
     if ranks_of_this_node() is not None:
-        process = os.getppid() if launcher is None else launcher
-        threading.Thread(target=_watch, args=(process,), name="launcher", daemon=True).start()
+        process, parent = megaclip.PROCESS_AND_PARENT
+        launcher = parent if process == os.getpid() else os.getppid()
+        threading.Thread(target=_watch, args=(launcher,), name="launcher", daemon=True).start()
 
 
 def _watch(launcher: int) -> None:

@@ -58,7 +58,7 @@ from megaclip.planner import MemoryPlan
 logger = get_logger(__name__)
 
 
-def main(argv: list[str], *, other_ranks_delay_s: float | None = None, launcher: int | None = None) -> int:
+def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
     """Run this rank's part of the training that `argv` specifies; return the exit code of the process.
 
     A `MegaclipError` is logged as one line, by the first rank of each host.
@@ -68,9 +68,8 @@ def main(argv: list[str], *, other_ranks_delay_s: float | None = None, launcher:
         other_ranks_delay_s: delay in seconds before the other ranks log their own errors. A launcher ends all ranks
             when one exits, so the delay lets the first rank log its error before that. An error that only another rank
             has is still logged. None: the other ranks log nothing.
-        launcher: process id of the launcher, as for `end_with_launcher`.
     """
-    end_with_launcher(launcher)
+    end_with_launcher()
     arguments: TrainArguments | None = None
     exit_code = 0
     try:
@@ -88,6 +87,8 @@ def main(argv: list[str], *, other_ranks_delay_s: float | None = None, launcher:
     # Skipped after any other exception: the other ranks may be in a collective, and this call would wait for them.
     if dist.is_initialized():
         dist.destroy_process_group()
+    if exit_code == 0 and (completed := os.environ.get("MEGACLIP_COMPLETED_FILE")):
+        Path(completed).write_text("0\n")  # launch/multi_node.sh does not trust an exit code of 0 without it
     return exit_code
 
 
@@ -233,8 +234,10 @@ class Run:
             if stop_signal:
                 flags = f"--name {self.folder.name} --resume auto"
                 logger.info("stopped by %s after step %d; resume with %s", stop_signal.name, self.step, flags)
-            elif self.rank == 0:
-                self._write_summary(metrics)
+            else:
+                with report_write_errors():
+                    if self.rank == 0:
+                        self._write_summary(metrics)
         return stop_signal
 
     def _train_steps(self, batch: StepStore, metrics: Metrics, signals: StopSignals) -> signal.Signals | None:

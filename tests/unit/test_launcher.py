@@ -15,14 +15,13 @@ LAUNCHER = """
 import os, sys, time
 
 kind = sys.argv[1]
-launcher = os.getpid()
 from megaclip.engine import launcher as launched
 from megaclip.engine import stop
 
 launched._POLL_S = 0.05
 reader, writer = os.pipe()
 if os.fork() == 0:
-    launched.end_with_launcher(launcher)
+    launched.end_with_launcher()
     stop.gather_integers = lambda own: [own]
     if kind == "trains":
         with stop.StopSignals() as signals:
