@@ -14,8 +14,8 @@ Then every rank writes its stacks (`megaclip.engine.stacks`), the rank that has 
 exit code 75. Nothing is saved: a checkpoint needs all ranks.
 
 Python code cannot run while another thread is in a C call that does not release the interpreter lock. So the thread
-also sets, again and again, a timer of `faulthandler`, which writes the stacks to standard error and ends the process
-with exit code 1 if it is not set again in time.
+also sets, again and again, a timer of `faulthandler`, which writes the stacks to standard error if it is not set again
+in time. For the other ranks, such a rank does not answer.
 
 Time-outs are ordered, so that the error that says most comes first: data workers, this watchdog, collectives.
 """
@@ -98,7 +98,7 @@ class Watchdog:
             return self
         self._store = self._connect()
         set_collective_timeout(2 * self._longest_s() + 600)
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         return self
 
@@ -106,7 +106,6 @@ class Watchdog:
         self._ends.set()
         if self._store is not None:
             self._thread.join()
-            faulthandler.cancel_dump_traceback_later()
 
     def step_done(self, step: int) -> None:
         """Record that step number `step` is done."""
@@ -136,7 +135,7 @@ class Watchdog:
         """Return the seconds after which a step counts as hanging."""
         if self._hang_timeout_s:
             return self._hang_timeout_s
-        median = statistics.median(self._durations) if self._durations else 0.0
+        median = statistics.median(list(self._durations)) if self._durations else 0.0
         return max(SHORTEST_DEFAULT_S, STEPS_OF_DEFAULT * median)
 
     def _longest_s(self) -> float:
@@ -155,8 +154,16 @@ class Watchdog:
     def _limit_s(self) -> float:
         return self.step_limit_s() if self._phase == _STEP else self._longest_s()
 
+    def _run(self) -> None:
+        """Run in the thread. A fault of the watchdog itself does not end the run."""
+        try:
+            self._watch()
+        except Exception:
+            logger.exception("the watchdog has failed; the run goes on without it")
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
     def _watch(self) -> None:
-        """Run in the thread."""
         timeouts_are_for = None
         while not self._wait():
             self._set_timer()
@@ -193,7 +200,7 @@ class Watchdog:
 
     def _set_timer(self) -> None:
         timeout_s = max(self.step_limit_s(), SHORTEST_DEFAULT_S)
-        faulthandler.dump_traceback_later(timeout_s, exit=True, file=2)
+        faulthandler.dump_traceback_later(timeout_s, file=2)
 
     def _beat(self) -> bool:
         """Send a heartbeat; return whether the store, which is in the process of rank 0, answers."""
@@ -296,4 +303,5 @@ def set_collective_timeout(seconds: float) -> None:
     """Set the time-out of the collectives of all process groups of this process."""
     for group in list(distributed_c10d._world.pg_map):
         if group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
-            distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+            with contextlib.suppress(ValueError):  # a group without this rank
+                distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)

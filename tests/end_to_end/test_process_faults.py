@@ -155,8 +155,7 @@ def test_a_job_that_is_suspended_goes_on(tiny_run, tmp_path):
 
 
 def kill_a_worker() -> None:
-    (worker,) = psutil.Process().children()
-    worker.kill()
+    random.choice(psutil.Process().children()).kill()
 
 
 def test_a_killed_data_worker_ends_all_ranks_with_one_error_and_a_checkpoint(tiny_run, tmp_path):
