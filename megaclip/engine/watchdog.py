@@ -62,6 +62,8 @@ _MISSED_HEARTBEATS = 3
 """A rank is alive if its heartbeat changes within this number of heartbeats."""
 _REPORT_S = 10.0
 """Seconds that the other ranks have to write their stacks after one has found the hang."""
+_NAMED_RANKS = 16
+"""Largest number of ranks that the log names."""
 _STEP = "a step"
 SILENT = "it does not answer: its process is stopped or gone, or its host cannot be reached"
 
@@ -90,8 +92,7 @@ class Watchdog:
         self._beats = 0
         self._ends = threading.Event()
         self._store: Any = None
-        if hang_timeout_s != 0:
-            set_worker_timeout(min(WORKER_TIMEOUT_S, (hang_timeout_s or math.inf) / 2))
+        set_worker_timeout(min(WORKER_TIMEOUT_S, (hang_timeout_s or math.inf) / 2))
 
     def __enter__(self) -> "Watchdog":
         if self._hang_timeout_s == 0:
@@ -274,8 +275,10 @@ class Watchdog:
         except OSError as error:
             logger.error("the stacks of rank %d cannot be written: %s", self._rank, error)
         if verdict is not None:
-            for rank, reason in verdict.items():
+            for rank, reason in list(verdict.items())[:_NAMED_RANKS]:
                 logger.error("rank %d has not arrived: %s", rank, reason)
+            if len(verdict) > _NAMED_RANKS:
+                logger.error("%d more ranks have not arrived", len(verdict) - _NAMED_RANKS)
             logger.error(
                 "the run hangs: %s, longer than the limit of %.0f s (--hang-timeout); the stacks of the ranks are in "
                 "%s; the run ends with exit code %d without saving: resume it with --resume auto",

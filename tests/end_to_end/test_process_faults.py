@@ -169,6 +169,12 @@ def test_a_killed_data_worker_ends_all_ranks_with_one_error_and_a_checkpoint(tin
     assert FAULT_AFTER <= saved <= FAULT_AFTER + 5
 
 
+@pytest.fixture(autouse=True)
+def worker_timeout_kept(monkeypatch) -> None:
+    """Keep the time-out of this process's data workers, which a watchdog sets."""
+    monkeypatch.setattr(workers, "_timeout_s", workers.WORKER_TIMEOUT_S)
+
+
 @pytest.fixture
 def without_ranks(monkeypatch) -> None:
     monkeypatch.setattr(watchdog.dist, "get_rank", lambda: 0)
@@ -176,8 +182,7 @@ def without_ranks(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("hang_timeout_s", [None, 3.0, 5000.0])
-def test_data_workers_time_out_before_the_watchdog(hang_timeout_s, without_ranks, monkeypatch):
-    monkeypatch.setattr(workers, "_timeout_s", workers.WORKER_TIMEOUT_S)
+def test_data_workers_time_out_before_the_watchdog(hang_timeout_s, without_ranks):
     watched = watchdog.Watchdog(Path("nowhere"), hang_timeout_s)
     assert workers._timeout_s < watched.step_limit_s()
     assert workers._timeout_s <= workers.WORKER_TIMEOUT_S
