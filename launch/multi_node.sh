@@ -97,6 +97,9 @@ if $no_ssh; then
     while IFS= read -r line || [[ $line ]]; do export "${line?}"; done <"$file"
   done
   launch+=(--no_ssh --node_rank "$node_rank" "$root/launch/train.py" "$@")
+  # `deepspeed` exits with 0 when the launcher of the ranks was killed. The ranks report a complete run themselves.
+  MEGACLIP_COMPLETED_FILE=$(mktemp)
+  export MEGACLIP_COMPLETED_FILE
 else
   [[ -z $node_rank ]] || fail "--node_rank $node_rank requires --no_ssh"
   command -v pdsh >/dev/null || fail "pdsh is not installed: install it on this host, or use --no_ssh on every host"
@@ -189,6 +192,11 @@ wait_for_launcher() {
   while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
   wait "$launcher" || code=$? # bash keeps the exit code
   [[ $code =~ ^(0|$stop_codes)$ ]] || failed
+  if $no_ssh; then
+    [[ $code != 0 || -s $MEGACLIP_COMPLETED_FILE ]] || code=1
+    rm -f "$MEGACLIP_COMPLETED_FILE"
+    ((code != 1)) || echo "multi_node.sh: the launcher of the ranks was killed; they save and end" >&2
+  fi
   exit "$code"
 }
 

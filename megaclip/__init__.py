@@ -5,6 +5,7 @@ neither of them. `ClipLoss`, `SigLipLoss` and `FastClipLoss` are imported from `
 used, which imports both.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from megaclip.ops.registration import register_operations
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = ["ClipLoss", "FastClipLoss", "SigLipLoss", "__version__"]
+
+PROCESS_AND_PARENT = (os.getpid(), os.getppid())
+"""This process and the one that has started it: a rank and its launcher. The launcher may end while a rank imports
+PyTorch, which takes seconds (`megaclip.engine.launcher`)."""
 
 register_operations()
 

@@ -5,6 +5,7 @@ names the replacement (`open_clip_flags.py`). Batches, precision, optimizer and 
 """
 
 import argparse
+import re
 from pathlib import PurePath
 from typing import Annotated, Literal, NoReturn, get_args, get_origin
 
@@ -21,8 +22,12 @@ LONGEST_DEFAULT_WARMUP = 10_000
 DEFAULT_WORKERS = 4
 """Number of data worker processes per rank, also in the planner and in tools."""
 
+DEFAULT_SKIPS_IN_A_ROW = 10
+"""Largest number of consecutive steps that --on-nonfinite skip leaves out."""
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
+NotNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 class TrainArguments(BaseModel):
@@ -153,6 +158,16 @@ class TrainArguments(BaseModel):
         description="number of steps, counted from the start of the run, after which it saves and stops; the schedule "
         "is that of the whole run",
     )
+    on_nonfinite: str = Field(
+        default="stop",
+        description="what to do when the loss or the gradient norm is infinite or NaN: 'stop', or 'skip' or 'skip:N' "
+        f"to leave out the update of such a step, at most N in a row (default of N: {DEFAULT_SKIPS_IN_A_ROW})",
+    )
+    hang_timeout: NotNegativeFloat | None = Field(
+        default=None,
+        description="seconds without a finished step after which a run writes its stacks and ends; 0 turns this off "
+        "(default: 20 times the median step, at least 900)",
+    )
     no_plan: bool = Field(default=False, description="start even if the planner computes that the run does not fit")
     debug_traceback: bool = Field(default=False, description="print the traceback of configuration and data errors")
     local_rank: int = Field(default=-1, description="rank on this host; set by the deepspeed launcher")
@@ -169,6 +184,19 @@ class TrainArguments(BaseModel):
         if name is not None and (not path.parts or path.is_absolute() or ".." in path.parts or not name.isprintable()):
             raise ValueError("the run's folder would not be in --logs; use a name such as my-run or group/my-run")
         return name
+
+    @field_validator("on_nonfinite")
+    @classmethod
+    def _check_on_nonfinite(cls, value: str) -> str:
+        if not re.fullmatch(r"stop|skip(:[1-9]\d{0,5})?", value):
+            raise ValueError("expected stop, skip or skip:N with N from 1 to 999999; write one of them")
+        return value
+
+    @property
+    def skips_in_a_row(self) -> int:
+        """Largest number of consecutive steps whose update may be left out because it is not finite; 0 with "stop"."""
+        policy, _, limit = self.on_nonfinite.partition(":")
+        return 0 if policy == "stop" else int(limit or DEFAULT_SKIPS_IN_A_ROW)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "TrainArguments":

@@ -81,6 +81,7 @@ class TrainLoader:
             _schedule(samples_consumed, self._step_size, micro_batches_per_step, reread_from),
             num_workers=num_workers,
             pin_memory=pin_memory,
+            describe_row=functools.partial(_describe_row, dataset),
         )
 
     @property
@@ -119,6 +120,10 @@ class TrainLoader:
     def close(self) -> None:
         """End the worker processes. Iterating afterwards stops at once."""
         self._batches.close()
+
+
+def _describe_row(dataset: ReadableSet, row: int) -> str:
+    return f"sample {row} of {dataset.shard_name(row)}"
 
 
 def check_batch(contrastive_batch: int, samples: int) -> None:
@@ -170,6 +175,7 @@ class EvaluationLoader:
         num_workers: int = 0,
         max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
     ) -> None:
+        self._dataset = dataset
         self._reader = EvaluationReader(dataset, transform, tokenizer)
         self._samples = len(dataset)
         self._batch_size = batch_size
@@ -185,9 +191,16 @@ class EvaluationLoader:
 
     def __iter__(self) -> Iterator[EvaluationBatch | LabelledBatch]:
         log = BadSampleLog(self._max_bad_fraction, "it is left out")
-        for loaded in map_in_workers(self._reader.read, self._rank_ids(), num_workers=self._num_workers):
+        for loaded in map_in_workers(
+            self._reader.read,
+            self._rank_ids(),
+            num_workers=self._num_workers,
+            describe_row=functools.partial(_describe_row, self._dataset),
+        ):
             log.add(loaded.bad_samples, loaded.reads)
             self.bad_counts = dict(log.counts)
+            if loaded.fatal:
+                raise DataError(loaded.fatal)
             yield loaded.batch
 
     def _rank_ids(self) -> Iterator[np.ndarray]:

@@ -20,7 +20,8 @@ from megaclip.data.batch import PADDING_ID, BadSample, Batch, EvaluationBatch, L
 from megaclip.data.images import ImageTransform
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
-from megaclip.errors import DataError
+from megaclip.data.workers import note_row
+from megaclip.errors import DataError, first_line
 from megaclip.logging import get_logger
 
 SUBSTITUTE_TRIES = 16
@@ -86,7 +87,10 @@ class TrainReader:
         """Return the batch of `ids` (b,). Each sample is augmented by (seed, its epoch, its id)."""
         images, captions, bad_samples = list[torch.Tensor](), list[str](), list[BadSampleReport]()
         for sample_id, epoch in zip(ids.tolist(), epochs.tolist(), strict=True):
-            pair = self._read_or_substitute(sample_id, epoch, bad_samples)
+            try:
+                pair = self._read_or_substitute(sample_id, epoch, bad_samples)
+            except Exception as error:
+                return Loaded(None, bad_samples, fatal=_unreadable(self._dataset, sample_id, error))
             if pair is None:
                 last = bad_samples[-1]
                 return Loaded(
@@ -107,6 +111,7 @@ class TrainReader:
     ) -> tuple[torch.Tensor, str] | None:
         first, count = self._dataset.siblings(sample_id)
         for candidate in itertools.chain([sample_id], _substitutes(self._seed, sample_id, first, count)):
+            note_row(candidate)
             try:
                 raw = self._dataset.read(candidate)
                 check_caption(raw)
@@ -116,6 +121,15 @@ class TrainReader:
                 # Substitutes are drawn uniformly, so counting the bad ones does not bias the rate.
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(candidate)))
         return None
+
+
+def _unreadable(dataset: ReadableSet, sample_id: int, error: Exception) -> str:
+    """Return the reason why a sample that caused an unexpected error ends the run; log the traceback."""
+    place = f"sample {sample_id} of {dataset.shard_name(sample_id)}"
+    _logger.error("cannot read %s", place, exc_info=error)
+    return (
+        f"cannot read {place}: {type(error).__name__}: {first_line(error)}; check the data with tools/inspect_data.py"
+    )
 
 
 def _substitutes(seed: int, sample_id: int, first: int, count: int) -> Iterator[int]:
@@ -161,6 +175,7 @@ class EvaluationReader:
         for row, sample_id in enumerate(ids.tolist()):
             if sample_id == PADDING_ID:
                 continue
+            note_row(sample_id)
             try:
                 raw = self._dataset.read(sample_id)
                 check_caption(raw)
@@ -168,6 +183,8 @@ class EvaluationReader:
                 captions[row], kept[row] = raw.caption, sample_id
             except BadSample as bad:
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(sample_id)))
+            except Exception as error:
+                return Loaded(None, bad_samples, fatal=_unreadable(self._dataset, sample_id, error))
         kept_ids, reads = torch.from_numpy(kept), int((ids != PADDING_ID).sum())
         if self._tokenizer is not None:
             return Loaded(EvaluationBatch(images, self._tokenizer(captions), kept_ids), bad_samples, reads)

@@ -8,6 +8,7 @@ Opening a set of shards walks their headers once (tar_walk.py) and writes the in
 
 The fingerprint covers the names, sizes and modification times of the shards and the extensions of the members, so a
 changed shard gets a new index. Each file is written under another name and then renamed, so that it is always complete.
+A damaged file is noticed by its size, and the index is made again.
 If several processes open the same shards, one walks them and the others wait for it.
 """
 
@@ -228,15 +229,39 @@ def _open_index(paths: list[Path], image_extensions: tuple[str, ...], caption_ex
     fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
     folders = _index_folders(root)
     for folder in folders:
-        if (folder / f"{fingerprint}.json").exists():
+        if _is_complete(folder / f"{fingerprint}.npy"):
             return folder / f"{fingerprint}.npy"
     folder = next(folder for folder in folders if _writable(folder))
     index = folder / f"{fingerprint}.npy"
     with _locked(index.with_suffix(".lock")):
-        if not index.with_suffix(".json").exists():  # false if another process has made the index meanwhile
+        if not _is_complete(index):  # it is if another process has made the index meanwhile
             contents = _walk_all(paths, image_extensions, caption_extensions)
             _write_index(index, contents, names, [stat.st_size for stat in stats])
     return index
+
+
+def _is_complete(index: Path) -> bool:
+    """Return whether both files of an index exist and fit together; log a warning if they exist and do not.
+
+    An array that is shorter than its header states would be mapped into memory, and reading behind its end would kill
+    the process (SIGBUS). A disk that was full, or a copy that was interrupted, leaves such a file.
+    """
+    manifest = index.with_suffix(".json")
+    if not manifest.exists():
+        return False
+    try:
+        samples = sum(int(shard["samples"]) for shard in json.loads(manifest.read_text())["shards"])
+        with index.open("rb") as file:
+            if np.lib.format.read_magic(file) != (1, 0):
+                raise ValueError("the version of its array is not 1.0")
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            expected = file.tell() + samples * ENTRY.itemsize
+        if (shape, dtype) != ((samples,), ENTRY) or index.stat().st_size != expected:
+            raise ValueError(f"it has {index.stat().st_size} bytes, expected {expected} for {samples} samples")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _logger.warning("the index %s is damaged and is made again: %s", index, error)
+        return False
+    return True
 
 
 def _index_folders(root: Path) -> list[Path]:

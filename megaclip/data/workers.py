@@ -4,16 +4,27 @@ On Linux the workers are forked: they start in milliseconds, import nothing and 
 dies, only the thread that waits for data gets a DataError. torch's own SIGCHLD handler would raise in the middle of a
 training step, while the other ranks wait in a collective.
 
+A worker notes the row that it reads (`note_row`), so that the error can name it. It writes its Python stacks when it
+receives SIGUSR2 (`worker_stacks`).
+
 Results travel in shared memory (/dev/shm on Linux). A worker moves them there before it hands them to torch's queue.
 The queue would drop a result that does not fit, and the main process would wait until the timeout.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import fcntl
+import functools
+import multiprocessing
+import os
 import signal
 import sys
 import threading
+import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,17 +34,43 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from megaclip.errors import DataError, first_line
 
 WORKER_TIMEOUT_S = 600.0
-"""Seconds without a result after which a worker counts as dead."""
+"""Largest number of seconds without a result after which a worker counts as dead."""
 SHARED_MEMORY_ADVICE = (
     "enlarge /dev/shm (docker run --shm-size=16g), or set a smaller train_micro_batch_size_per_gpu, fewer --workers "
     "or --workers 0"
 )
 
+_STACK_SIGNAL = signal.SIGUSR2
+_STACKS_WAIT_S = 1.0
+"""Seconds that a worker has to write its stacks."""
+_DEATH_WAIT_S = 1.0
+"""Seconds within which a worker that has broken its connection is seen to be dead."""
+_RAISED_BY_FUNCTION = "in DataLoader worker process"
+"""torch's words in the message of an exception that the function raised in a worker."""
+
+_timeout_s = WORKER_TIMEOUT_S
 _handler_installed = False
 _main_thread_waits = False
 """True while the main thread waits for data. The SIGCHLD handler may only raise then."""
-_deaths: list[DataError] = []
+_deaths: list[RuntimeError] = []
 """Deaths of this process's workers that the SIGCHLD handler has recorded."""
+_running: weakref.WeakSet[WorkerResults] = weakref.WeakSet()
+_stack_file: int | None = None
+"""File descriptor of the file in memory to which the workers of this process write their stacks."""
+_own_row: Any = None
+"""In a worker: the shared place for the row that it reads, a function that sets it."""
+
+
+def set_worker_timeout(seconds: float) -> None:
+    """Set the time without a result after which workers that are started later count as dead."""
+    global _timeout_s
+    _timeout_s = seconds
+
+
+def note_row(row: int) -> None:
+    """Note the row that this process is about to read. It has no effect outside of a worker."""
+    if _own_row is not None:
+        _own_row(row)
 
 
 class _FunctionDataset(Dataset):
@@ -64,24 +101,30 @@ def map_in_workers(
     *,
     num_workers: int,
     pin_memory: bool = False,
+    describe_row: Callable[[int], str] = str,
 ) -> WorkerResults:
     """Return an iterator over `function(item)` for each item, in order.
 
     `num_workers` processes compute the results ahead of time; 0 computes them in this process. Results with a method
     `share_memory_` (tensors, `Loaded`) are moved to shared memory with it. Call this function in the main thread; any
     one thread may then take the results.
+
+    describe_row: words for a row that a worker has noted, for the error if it dies.
     """
     parallel: dict[str, Any] = {}
+    rows: Any = []
     if num_workers > 0:
         context = "fork" if sys.platform == "linux" else None
-        parallel = {"timeout": WORKER_TIMEOUT_S, "multiprocessing_context": context}
+        parallel = {"timeout": _timeout_s, "multiprocessing_context": context}
+        rows = multiprocessing.get_context(context).RawArray("q", [-1] * num_workers)
+        _open_stack_file()
     loader: DataLoader = DataLoader(
         _FunctionDataset(function),
         batch_size=None,
         sampler=items,
         num_workers=num_workers,
         collate_fn=_identity,
-        worker_init_fn=_start_worker,
+        worker_init_fn=functools.partial(_start_worker, rows),
         pin_memory=pin_memory,
         generator=torch.Generator(),  # without it torch draws from the global generator, which changes the training run
         **parallel,
@@ -89,15 +132,24 @@ def map_in_workers(
     batches = iter(loader)
     if num_workers > 0:
         _install_handler()
-    return WorkerResults(batches)
+    return WorkerResults(batches, rows, describe_row)
 
 
 class WorkerResults:
-    """Iterator over the results of the workers."""
+    """Iterator over the results of the workers.
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    rows: the row that each worker has noted last, -1 for none; empty without workers. describe_row: as for
+    `map_in_workers`.
+    """
+
+    def __init__(self, batches: Iterator[Any], rows: Any, describe_row: Callable[[int], str]) -> None:
         self._batches = batches
+        self._rows = rows
+        self._describe_row = describe_row
+        self.workers: list[Any] = list(getattr(batches, "_workers", []))
+        """Worker processes."""
         self._deaths_before = len(_deaths)
+        _running.add(self)
 
     def __iter__(self) -> WorkerResults:
         return self
@@ -110,40 +162,106 @@ class WorkerResults:
         """
         global _main_thread_waits
         self.check()
-        in_main_thread = threading.current_thread() is threading.main_thread()
         try:
-            if in_main_thread:
-                _main_thread_waits = True
-            result = next(self._batches)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader"):  # torch's prefix for a dead worker; others are exceptions
+            result = self._take()
+        except Exception as error:
+            _main_thread_waits = False
+            if isinstance(error, StopIteration) or not self.workers or _RAISED_BY_FUNCTION in str(error):
                 raise
-            raise _worker_died(error) from error
-        finally:
-            if in_main_thread:
-                _main_thread_waits = False
+            # A worker that is killed while it sends or receives causes errors of many types in this process.
+            raise self._failed(error) from error
         if isinstance(result, _SharedMemoryFull):
             raise DataError(f"shared memory is full: a batch does not fit ({result.reason}); {SHARED_MEMORY_ADVICE}")
         return result
 
+    def _take(self) -> Any:
+        global _main_thread_waits
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        try:
+            _main_thread_waits = in_main_thread or _main_thread_waits
+            return next(self._batches)
+        finally:
+            if in_main_thread:
+                _main_thread_waits = False
+
     def check(self) -> None:
         """Raise DataError if a worker has died. A main thread calls this while another thread takes the results."""
         if len(_deaths) > self._deaths_before:
-            raise _deaths[-1]
+            raise self._failed(_deaths[-1]) from _deaths[-1]
 
     def close(self) -> None:
         """End the worker processes. Iterating afterwards stops at once."""
         self._batches = iter(())
 
+    def reading(self, worker: int) -> str:
+        """Return words for the row that a worker has noted last, or "" if it has noted none."""
+        row = int(self._rows[worker])
+        return self._describe_row(row) if row >= 0 else ""
 
-def _worker_died(error: RuntimeError) -> DataError:
-    return DataError(f"a data worker died or hangs ({first_line(error)}); if memory ran out, set fewer --workers")
+    def _failed(self, error: Exception) -> DataError:
+        """Return the error of a worker that died or hangs; it names the rows that such workers were reading."""
+        deadline = time.monotonic() + _DEATH_WAIT_S
+        while not (dead := [n for n, worker in enumerate(self.workers) if worker.exitcode is not None]):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        rows = [text for n in dead or range(len(self.workers)) if (text := self.reading(n))]
+        where = f"; {'it was' if len(rows) == 1 else 'they were'} reading {', '.join(rows[:3])}" if rows else ""
+        reason = first_line(error)
+        if not reason.startswith("DataLoader"):  # the message of torch for a worker that is dead or timed out
+            reason = f"{type(error).__name__}: {reason}"
+        return DataError(f"a data worker died or hangs ({reason}){where}; if memory ran out, set fewer --workers")
+
+
+def worker_stacks() -> str:
+    """Return the Python stacks of all workers of this process, of all their threads."""
+    if _stack_file is None:
+        return ""
+    texts = []
+    for results in list(_running):
+        for number, worker in enumerate(results.workers):
+            if worker.exitcode is not None:
+                continue
+            row, start = results.reading(number), os.fstat(_stack_file).st_size
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, _STACK_SIGNAL)
+            stacks = _written_after(start) or "it does not answer: it is stopped, or waits for a disk\n"
+            texts.append(f"data worker {number}, process {worker.pid}{', last row: ' * bool(row)}{row}\n{stacks}")
+    return "\n".join(texts)
+
+
+def kill_workers() -> None:
+    """Kill all workers of this process, for a process that is about to end without closing its loaders."""
+    for results in list(_running):
+        for worker in results.workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGKILL)
+
+
+def _open_stack_file() -> None:
+    global _stack_file
+    if _stack_file is None and hasattr(os, "memfd_create"):
+        _stack_file = os.memfd_create("worker-stacks")
+        fcntl.fcntl(_stack_file, fcntl.F_SETFL, fcntl.fcntl(_stack_file, fcntl.F_GETFL) | os.O_APPEND)
+
+
+def _written_after(start: int) -> str:
+    """Return the text in the stack file behind byte `start`, when a worker has written it completely."""
+    assert _stack_file is not None
+    deadline, before = time.monotonic() + _STACKS_WAIT_S, start
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        size = os.fstat(_stack_file).st_size
+        if size == before > start:
+            break
+        before = size
+    return os.pread(_stack_file, 1 << 20, start).decode("utf-8", "replace")
 
 
 def _install_handler() -> None:
     """Wrap torch's SIGCHLD handler, which raises a RuntimeError at any point of the main thread.
 
-    The wrapper records the error. It raises a DataError only while the main thread waits for data.
+    The wrapper records the error. It raises it only while the main thread waits for data.
     """
     global _handler_installed
     if _handler_installed or threading.current_thread() is not threading.main_thread():
@@ -156,14 +274,18 @@ def _install_handler() -> None:
             if callable(torch_handler):
                 torch_handler(number, frame)
         except RuntimeError as error:
-            _deaths.append(_worker_died(error))
+            _deaths.append(error)
             if _main_thread_waits:
-                raise _deaths[-1] from error
+                raise
 
     signal.signal(signal.SIGCHLD, handler)
 
 
-def _start_worker(_: int) -> None:
+def _start_worker(rows: Any, number: int) -> None:
+    global _own_row
+    _own_row = functools.partial(rows.__setitem__, number)
+    if _stack_file is not None:
+        faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True)
     # Ctrl-C reaches every process of the terminal, and SIGUSR1 every process with the rank's command line. The main
     # process ends the workers itself, with SIGTERM.
     for number in (signal.SIGINT, signal.SIGUSR1):

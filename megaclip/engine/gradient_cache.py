@@ -69,6 +69,7 @@ def accumulate_gradients(
     kept: KeptGraphs | None = None,
     accumulation_dtype: torch.dtype = torch.float32,
     embeddings_on_cpu: bool = False,
+    check_loss: Callable[[], None] = lambda: None,
 ) -> float:
     """Leave the gradient of one whole contrastive batch in the engine, ready for `engine.step()`.
 
@@ -86,12 +87,14 @@ def accumulate_gradients(
         kept: chunks whose graphs are kept, the same on every rank. None: those of megaclip.keep_graphs 0.
         accumulation_dtype: dtype in which coalesced gradients add up over chunks, before they are rounded.
         embeddings_on_cpu: keep embeddings and their gradients in host memory while the towers run.
+        check_loss: called after the loss's own backward pass; raises NonFiniteError, on every rank, if the update of
+            the loss's own parameters and state would not be finite.
 
     Returns:
         the global mean loss, the same on every rank.
 
     Raises:
-        NonFiniteError: the loss is infinite or NaN; nothing was back-propagated.
+        NonFiniteError: the loss is infinite or NaN, or `check_loss` raised; nothing was back-propagated to the towers.
         DataError: the data of a rank failed; the caller must not update.
     """
     embeddings_device = torch.device("cpu") if embeddings_on_cpu else engine.device
@@ -100,7 +103,9 @@ def accumulate_gradients(
     batch.agree()
     scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
     orders = {tower: batch.order(tower) for tower in Tower}
-    loss, cached = _loss_and_gradients(loss_function, features, orders, scalars, engine.device, random_state.step)
+    loss, cached = _loss_and_gradients(
+        loss_function, features, orders, scalars, engine.device, random_state.step, check_loss
+    )
     with engine.coalesce_grad_reduction() if coalesce else nullcontext():
         sums = _GradientSums(engine.module, accumulation_dtype) if coalesce and passes.count > 1 else None
         passes.back_propagate(cached, sums)
@@ -355,6 +360,7 @@ def _loss_and_gradients(
     scalars: Sequence[Tensor],
     device: torch.device,
     step: int,
+    check_loss: Callable[[], None],
 ) -> tuple[float, _Cached]:
     """Evaluate the loss on `device`; empty `features`, so that only their gradients are held, on the same devices.
 
@@ -368,11 +374,9 @@ def _loss_and_gradients(
     value = float(loss.detach())
     if not np.isfinite(value):
         scale = float(log_scale.detach().exp())
-        raise NonFiniteError(
-            f"step {step}: the loss is {value} at logit scale {scale:.4g}; the update was not made. "
-            "Lower the learning rate or lengthen --warmup, and resume from the last checkpoint"
-        )
+        raise NonFiniteError(f"step {step}: the loss is {value} at logit scale {scale:.4g}, so the update was not made")
     loss.backward()  # not autograd.grad, which would not leave gradients in a loss's own parameters
+    check_loss()
     gradients = {}
     for tower in Tower:
         gradient = _chunk_order(_gradient(leaves.pop(tower)), orders[tower])

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 from deepspeed.accelerator import get_accelerator
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from megaclip.engine.curves import Curves
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -48,6 +48,10 @@ class StepMetrics:
     """Mean number of tokens of this rank's captions before padding. None: captions are not cut."""
     text_positions_saved: float = 0.0
     """Share of this rank's token positions that cutting the captions saves the text tower."""
+    skipped_steps: int = 0
+    """Number of steps since the process started whose update was left out because it was not finite."""
+    loss_spike: float | None = None
+    """Distance of the loss above its running level in standard deviations, if the step is part of a loss spike."""
 
 
 def peak_memory_mib() -> float:
@@ -84,8 +88,7 @@ class Metrics:
         self._global_batch = global_batch
         self._log_every = log_every
         self._total_steps = total_steps
-        self._monitor = monitor
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1) if first_rank else None
+        self._curves = Curves(folder / "tensorboard", start_step, monitor) if first_rank else None
         on_terminal = first_rank and sys.stderr.isatty()
         self._bar = tqdm(
             total=total_steps, initial=start_step, unit="step", disable=not on_terminal, dynamic_ncols=True
@@ -108,8 +111,8 @@ class Metrics:
     ) -> None:
         self._bar.close()
         self._on_exit.close()
-        if self._writer:
-            self._writer.close()
+        if self._curves:
+            self._curves.close()
 
     def progress(self, batches: Iterable[T], description: str) -> Iterable[T]:
         """Return an iterable over the same batches that, on a terminal, shows a temporary progress bar."""
@@ -152,8 +155,10 @@ class Metrics:
                 text = " ".join(f"{key} {value}" for key, value in texts.items())
                 left = f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
                 logger.info("step %d/%d %s, %s left", step, self._total_steps, text, left)
-            scalars = {**asdict(metrics), "samples_per_s": samples_per_s, "peak_mib": peak_mib}
+            scalars = {**asdict(metrics), "loss_spike": None, "samples_per_s": samples_per_s, "peak_mib": peak_mib}
             self._write(step, {f"train/{name}": value for name, value in scalars.items() if value is not None})
+        if metrics.loss_spike is not None:
+            self._write(step, {"train/loss_spike": metrics.loss_spike})
 
     def _is_log_overdue(self, now: float) -> bool:
         return self._last_logged_at is None or now - self._last_logged_at >= LONGEST_LOG_INTERVAL_S
@@ -175,10 +180,9 @@ class Metrics:
         if left_out:
             logger.warning("bad samples left out of the evaluation: %s", _listed(left_out))
         self._write(step, {f"evaluation/{name}": value for name, value in scores.items()})
-        assert self._writer is not None
-        for name, picture in pictures.items():
-            self._writer.add_image(f"evaluation/{name}", picture, step)
-        self._writer.flush()
+        assert self._curves is not None
+        self._curves.write_pictures(step, {f"evaluation/{name}": picture for name, picture in pictures.items()})
+        self._curves.flush()
 
     def record_bad_samples(self, step: int, counts: dict[str, int]) -> None:
         """Report the number of bad samples that all ranks have replaced since the process started, by kind."""
@@ -189,15 +193,12 @@ class Metrics:
             logger.warning("bad samples replaced until step %d: %s", step, _listed(counts))
         self._bad_samples = total
         self._write(step, {"train/bad_samples": total})
-        assert self._writer is not None
-        self._writer.flush()  # this follows a checkpoint, and a run that resumes from it needs the history before it
+        assert self._curves is not None
+        self._curves.flush()  # this follows a checkpoint, and a run that resumes from it needs the history before it
 
     def _write(self, step: int, scalars: dict[str, float]) -> None:
-        assert self._writer is not None
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-        if self._monitor is not None and self._monitor.enabled:
-            self._monitor.write_events([(name, value, step) for name, value in scalars.items()])
+        assert self._curves is not None
+        self._curves.write(step, scalars)
 
 
 def _listed(counts: dict[str, int]) -> str:

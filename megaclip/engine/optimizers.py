@@ -1,5 +1,8 @@
 """Parameter groups, the learning rate, and the update that refuses non-finite gradients.
 
+A refused update leaves parameters, optimizer states and gradients as if its step had not begun: DeepSpeed then takes
+the path of a float16 overflow, which discards the gradients.
+
 DeepSpeed builds most optimizers from ds_config.json; Lion and LAMB are timm's. This module chooses the parameters that
 receive weight decay, and takes the optimizer step. `logit_scale` and `logit_bias` have parameter groups of their own,
 so that each float32 master is one tensor at every ZeRO stage.
@@ -8,6 +11,7 @@ so that each float32 master is one tensor at every ZeRO stage.
 import math
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
@@ -15,6 +19,7 @@ from torch import Tensor
 from megaclip.checkpoint.open_clip_package import import_torchvision
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.config.optimizers import Optimizer
+from megaclip.engine.deepspeed_update import TESTED_VERSION
 from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import ClipModel
 from megaclip.models.layers import split_dim
@@ -72,35 +77,42 @@ def set_learning_rate(engine: DeepSpeedEngine, learning_rate: float) -> None:
 def guard_gradients(engine: DeepSpeedEngine) -> None:
     """Make the optimizer refuse an update whose global gradient norm is infinite or NaN.
 
-    DeepSpeed takes such a step in bf16 at ZeRO-1 and 2, or skips it silently if bf16.check_grad_overflow is true
-    (`update` reports it). The hook runs inside `engine.step()`, on every rank with the same global norm, before any
-    parameter changes.
+    DeepSpeed 0.19 does so at ZeRO-3 and in float32. In bf16 at ZeRO-1 and 2 it does so only together with a check of
+    every gradient alone (bf16.check_grad_overflow). Here it checks the norm, and the other check only if requested.
+    Other versions of DeepSpeed may take such a step, so a hook ends the run before the optimizer does.
     """
-    checked: Tensor | None = None  # DeepSpeed steps once per parameter group; reading the norm waits for the GPU
+    optimizer = engine.optimizer
+    if getattr(optimizer, "check_grad_overflow", None) is False:
+        optimizer.check_grad_overflow = True
+        optimizer.check_overflow = lambda **_: None
+    if not deepspeed.__version__.startswith(TESTED_VERSION):
 
-    def refuse(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-        nonlocal checked
-        norm = getattr(engine.optimizer, "_global_grad_norm", None)
-        if norm is not None and norm is not checked:
-            _check_norm(float(norm), engine.global_steps)
-            checked = norm
+        def refuse(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+            norm = getattr(engine.optimizer, "_global_grad_norm", None)
+            if norm is not None:
+                _check_norm(float(norm), engine.global_steps)
 
-    engine.basic_optimizer.register_step_pre_hook(refuse)
+        engine.basic_optimizer.register_step_pre_hook(refuse)
 
 
-def update(engine: DeepSpeedEngine) -> float:
+def update(engine: DeepSpeedEngine, step: int | None = None) -> float:
     """Take the optimizer step at the end of an accumulation and return the gradient's global norm before clipping.
 
+    step: number of steps before this one, for the error. None: as DeepSpeed counts them.
+
     Raises:
-        NonFiniteError: the norm is infinite or NaN (raised on every rank; no parameter has changed).
+        NonFiniteError: the norm is infinite or NaN (raised on every rank; no parameter and no optimizer state has
+            changed, and the gradients are discarded).
     """
+    step = engine.global_steps if step is None else step
     if engine.optimizer is engine.basic_optimizer:  # ZeRO-0, where it has no norm of its own
         engine._global_grad_norm = _gradient_norm(engine.module)
-        _check_norm(float(engine._global_grad_norm), engine.global_steps)
-    steps_before = engine.global_steps
+        if not math.isfinite(norm := float(engine._global_grad_norm)):
+            engine.zero_grad()
+        _check_norm(norm, step)
     engine.step()
     if getattr(engine.optimizer, "overflow", False):
-        _check_norm(math.inf, steps_before)
+        _check_norm(math.inf, step)
     return float(engine.get_global_grad_norm())
 
 
@@ -117,7 +129,4 @@ def _gradient_norm(model: ClipModel) -> Tensor:
 
 def _check_norm(norm: float, step: int) -> None:
     if not math.isfinite(norm):
-        raise NonFiniteError(
-            f"step {step}: the gradient norm is {norm}, so the update was not made; lower the learning rate, lengthen "
-            "--warmup or set gradient_clipping, and resume from the last checkpoint"
-        )
+        raise NonFiniteError(f"step {step}: the gradient norm is {norm}, so the update was not made")

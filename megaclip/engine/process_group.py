@@ -25,6 +25,7 @@ def start_process_group() -> None:
         # DeepSpeed would choose 9.0a on Hopper GPUs, for which its ops do not compile.
         major, minor = torch.cuda.get_device_capability()
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record the last collectives (`megaclip.engine.stacks`)
     init_distributed()
     wait_for_all_ranks()  # a rank that exited now would break the connection of a peer that is still connecting
 

@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.model_card import write_model_card
-from megaclip.comm.collectives import gather_objects, raise_on_all_ranks, sum_counts, wait_for_all_ranks
+from megaclip.comm.collectives import gather_objects, sum_counts, wait_for_all_ranks
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchPlan, TrainArguments, parse_arguments
 from megaclip.data import check_batch
@@ -31,18 +30,22 @@ from megaclip.engine.changed_settings import report_changed_settings
 from megaclip.engine.compilation import report_compilation
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.inputs import Inputs, read_inputs
+from megaclip.engine.launcher import end_with_launcher
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
+from megaclip.engine.loss_watch import LossLevel, SkippedSteps
 from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.preflight import MEASURED_STEPS, check_fit, keep_more_graphs, report_peak
 from megaclip.engine.process_group import start_process_group
 from megaclip.engine.resume import describe_run, resume
+from megaclip.engine.run_folder import report_write_errors, run_folder
 from megaclip.engine.run_length import RunLength
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import chosen_schedule, chosen_warmup
 from megaclip.engine.step_store import StepStore, open_step_store
 from megaclip.engine.stop import StopSignals
-from megaclip.errors import CheckpointError, ConfigError, DataError, MegaclipError
+from megaclip.engine.watchdog import Watchdog
+from megaclip.errors import ConfigError, DataError, MegaclipError, NonFiniteError
 from megaclip.evaluation import (
     CaptionGroups,
     ModelEncoder,
@@ -67,6 +70,7 @@ def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
             when one exits, so the delay lets the first rank log its error before that. An error that only another rank
             has is still logged. None: the other ranks log nothing.
     """
+    end_with_launcher()
     arguments: TrainArguments | None = None
     exit_code = 0
     try:
@@ -84,6 +88,8 @@ def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
     # Skipped after any other exception: the other ranks may be in a collective, and this call would wait for them.
     if dist.is_initialized():
         dist.destroy_process_group()
+    if exit_code == 0 and (completed := os.environ.get("MEGACLIP_COMPLETED_FILE")):
+        Path(completed).write_text("0\n")  # launch/multi_node.sh does not trust an exit code of 0 without it
     return exit_code
 
 
@@ -100,47 +106,20 @@ def train(arguments: TrainArguments) -> int:
     batch_plan = inputs.config.batch_plan(dist.get_world_size())
     check_batch(batch_plan.global_batch, len(inputs.train))
     memory_plan = check_fit(arguments, inputs)
-    folder = _prepare_folder(arguments)
-
-    run = Run(arguments, inputs, batch_plan, folder, memory_plan)
-    run.resume()
-    run.write_description()  # after resume(): a checkpoint that is refused must leave the old description unchanged
-    if run.is_finished():
-        source = folder if arguments.resume == "auto" else arguments.resume
-        logger.info("nothing left to train: %s has all %d steps", source, run.last_step)
-        return 0
-    stop_signal = run.train_to_end()
-    report_peak(run.memory_plan)
-    if stop_signal is None:
-        return 0
-    wait_for_all_ranks()  # until they have saved and logged: a launcher ends the others when the first one exits
-    return 128 + stop_signal
-
-
-def _prepare_folder(arguments: TrainArguments) -> Path:
-    """Create the run's folder and its subfolder `checkpoints` on the first rank; return the path on every rank."""
-    folder = Path()
-    with _report_write_errors():
-        if dist.get_rank() == 0:
-            name = arguments.name or f"{Path(arguments.model).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-            folder = Path(arguments.logs) / name
-            checkpoints = folder / "checkpoints"
-            if arguments.resume is None and (checkpoints / store.LATEST).exists():
-                raise CheckpointError(
-                    f"{str(folder)!r} holds a run already; add --resume auto to resume it, or choose another --name"
-                )
-            checkpoints.mkdir(parents=True, exist_ok=True)
-    return gather_objects(folder)[0]
-
-
-@contextlib.contextmanager
-def _report_write_errors() -> Iterator[None]:
-    """Raise errors of the body on all ranks; an OSError becomes a ConfigError. The body writes on the first rank."""
-    with raise_on_all_ranks():
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(f"cannot write to the run's folder: {error}; choose another --logs") from error
+    with run_folder(arguments) as folder:
+        run = Run(arguments, inputs, batch_plan, folder, memory_plan)
+        run.resume()
+        run.write_description()  # after resume(): a checkpoint that is refused must leave the old description unchanged
+        if run.is_finished():
+            source = folder if arguments.resume == "auto" else arguments.resume
+            logger.info("nothing left to train: %s has all %d steps", source, run.last_step)
+            return 0
+        stop_signal = run.train_to_end()
+        report_peak(run.memory_plan)
+        if stop_signal is None:
+            return 0
+        wait_for_all_ranks()  # until they have saved and logged: a launcher ends the others when the first one exits
+        return 128 + stop_signal
 
 
 class Run:
@@ -187,6 +166,9 @@ class Run:
         """Step of the newest checkpoint."""
         self._first_step = 0
         """Number of steps that were done when this process started."""
+        self.watchdog = Watchdog(folder, arguments.hang_timeout)
+        self.skipped_steps = SkippedSteps(arguments.skips_in_a_row)
+        self.loss_level = LossLevel()
         self.scores: dict[str, float] = {}
         """Scores of the last evaluation."""
         self.bad_samples: dict[str, int] = {}
@@ -205,7 +187,7 @@ class Run:
 
     def write_description(self) -> None:
         """Write the model card and the tokenizer, which an export copies, and settings.json, on the first rank."""
-        with _report_write_errors():
+        with report_write_errors():
             if self.rank == 0:
                 card = self.checkpoints / store.MODEL_CARD
                 card.mkdir(exist_ok=True)
@@ -249,7 +231,7 @@ class Run:
             self.batch_plan.text_micro_batch,
             len(self.inputs.train),
         )
-        with StopSignals() as signals, self._open_metrics() as metrics, self.open_data() as batch:
+        with StopSignals() as signals, self.watchdog, self._open_metrics() as metrics, self.open_data() as batch:
             try:
                 stop_signal = self._train_steps(batch, metrics, signals)
             except DataError as error:  # on every rank, and before an update, so the last step is complete
@@ -260,14 +242,17 @@ class Run:
             if stop_signal:
                 flags = f"--name {self.folder.name} --resume auto"
                 logger.info("stopped by %s after step %d; resume with %s", stop_signal.name, self.step, flags)
-            elif self.rank == 0:
-                self._write_summary(metrics)
+            else:
+                with report_write_errors():
+                    if self.rank == 0:
+                        self._write_summary(metrics)
         return stop_signal
 
     def _train_steps(self, batch: StepStore, metrics: Metrics, signals: StopSignals) -> signal.Signals | None:
         """Run the training loop: step, save and evaluate until the last step or a stop signal."""
         while self.step < self.last_step:
             step_metrics = self.train_step(batch)
+            self.watchdog.step_done(self.step)
             metrics.record_step(self.step, step_metrics)
             is_last = self.step == self.last_step
             stop_signal = None if is_last else signals.received_by_any_rank()
@@ -310,29 +295,23 @@ class Run:
     def train_step(self, batch: StepStore) -> StepMetrics:
         """Take one optimizer step on all ranks, and advance `batch`, `step` and `samples_consumed`.
 
+        A step whose loss or gradient norm is not finite changes nothing else, if --on-nonfinite allows to skip it.
+
         Raises:
             DataError, NonFiniteError: on every rank, before the parameters are updated.
         """
-        section = self.inputs.config.megaclip
-        with report_compilation(section.compile, self.step + 1) if self.memory_plan.compiles else nullcontext():
-            loss = accumulate_gradients(
-                self.engine,
-                self.loss.bind(batch.ids, self.length.epoch_at(self.step)),
-                batch,
-                self.logit_scale.read(),
-                RandomState(self.arguments.seed, self.step, self.replica),
-                logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
-                coalesce=section.coalesce_gradient_reduction,
-                kept=self.memory_plan.workload.kept,
-                accumulation_dtype=torch.bfloat16 if self.inputs.config.accumulates_in_bf16 else torch.float32,
-                embeddings_on_cpu=self.memory_plan.embeddings_on_cpu,
-            )
-        captions = batch.captions()
-        batch.next_step()
         learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)
         set_learning_rate(self.engine, learning_rate)
-        gradient_norm = update(self.engine)
-        self.loss.update(self.step)
+        loss = gradient_norm = math.nan
+        try:
+            loss = self._accumulate(batch)
+            gradient_norm = update(self.engine, self.step)
+            self.loss.update(self.step)
+            self.skipped_steps.updated()
+        except NonFiniteError as error:  # on every rank, and nothing has changed
+            self.skipped_steps.skip(error)
+        captions = batch.captions()
+        batch.next_step()
         self.step += 1
         self.samples_consumed += self.batch_plan.global_batch
         if self.step == self._first_step + MEASURED_STEPS:
@@ -346,7 +325,27 @@ class Run:
             gradient_norm,
             tokens_per_caption=captions.mean_tokens,
             text_positions_saved=captions.saved_share,
+            skipped_steps=self.skipped_steps.total,
+            loss_spike=self.loss_level.spike(self.step, loss),
         )
+
+    def _accumulate(self, batch: StepStore) -> float:
+        """Leave the gradients of the step in the engine and return its loss."""
+        section = self.inputs.config.megaclip
+        with report_compilation(section.compile, self.step + 1) if self.memory_plan.compiles else nullcontext():
+            return accumulate_gradients(
+                self.engine,
+                self.loss.bind(batch.ids, self.length.epoch_at(self.step)),
+                batch,
+                self.logit_scale.read(),
+                RandomState(self.arguments.seed, self.step, self.replica),
+                logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
+                coalesce=section.coalesce_gradient_reduction,
+                kept=self.memory_plan.workload.kept,
+                accumulation_dtype=torch.bfloat16 if self.inputs.config.accumulates_in_bf16 else torch.float32,
+                embeddings_on_cpu=self.memory_plan.embeddings_on_cpu,
+                check_loss=self.loss.check,
+            )
 
     def _is_save_due(self) -> bool:
         return self.length.is_due(self.step, self.arguments.save_every_steps, self.arguments.save_frequency)
@@ -356,9 +355,12 @@ class Run:
 
     def _evaluate(self, metrics: Metrics) -> None:
         """Evaluate on all ranks, if the command line names evaluation data, and record the scores."""
+        if self.inputs.validation is not None or self.inputs.labelled is not None:
+            with self.watchdog.phase("an evaluation"):
+                self._record_evaluation(metrics)
+
+    def _record_evaluation(self, metrics: Metrics) -> None:
         inputs = self.inputs
-        if inputs.validation is None and inputs.labelled is None:
-            return
         encode = ModelEncoder(
             self.engine,
             inputs.evaluation_transform.normalise,
@@ -377,7 +379,7 @@ class Run:
                 tokenizer=inputs.tokenizer,
                 batch_size=self.arguments.eval_batch_size,
                 num_workers=self.arguments.workers,
-                progress=metrics.progress,
+                progress=lambda batches, name: self.watchdog.watched(metrics.progress(batches, name)),
             )
         finally:
             self.engine.train()
@@ -397,6 +399,10 @@ class Run:
 
     def _save(self) -> None:
         """Write a checkpoint on all ranks."""
+        with self.watchdog.phase("a checkpoint"):
+            self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
         state = {"step": self.step, "samples_consumed": self.samples_consumed, **self.identity}
         loss_scale = self.loss.log_scale
         if loss_scale is not None:  # an export reads the model's logit_scale

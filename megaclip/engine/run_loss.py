@@ -70,6 +70,11 @@ class RunLoss:
 
         return evaluate
 
+    def check(self) -> None:
+        """Raise NonFiniteError, on every rank, if `update` would; call it after the loss's own backward pass."""
+        if self._global is not None:
+            self._global.check_step()
+
     def update(self, step: int) -> None:
         """Update the loss's own parameters and state, after the model's. step: number of steps before this one."""
         if self._global is not None:

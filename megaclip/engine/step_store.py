@@ -35,6 +35,7 @@ from megaclip.engine.caption_chunks import CaptionChunks, DivideCaptions, divisi
 from megaclip.engine.image_slots import WINDOW, ImageSlots
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.step_batch import DeviceFeed, Tower
+from megaclip.errors import DataError, MegaclipError, first_line
 from megaclip.logging import get_logger
 from megaclip.planner.rules import ImagePlace
 
@@ -143,7 +144,7 @@ class StepStore:
         """Number of chunks read since the start of the run."""
         self._released = 0
         """Number of chunks whose slots are free again."""
-        self._failure: Exception | None = None
+        self._failure: MegaclipError | None = None
         """Error that ended the background thread."""
         self.waited_s = 0.0
         """Seconds that the towers have waited for chunks since the start of the run."""
@@ -173,10 +174,11 @@ class StepStore:
         self._loader.close()
 
     def next_step(self) -> None:
-        """Proceed to the next step, after both passes over this one."""
+        """Proceed to the next step, after both passes over this one. A skipped step makes only the first pass."""
         self.bad_counts = self._bad_counts_read[self._step % 2]
         self._step += 1
         self._captions = None
+        self._release(self._first_chunk - 1)
 
     def ids(self) -> Tensor:
         """Return the sample ids of this step, (b,) int64, in the order of the rows."""
@@ -254,7 +256,7 @@ class StepStore:
                 self._changed.wait(_POLL_S)
                 try:
                     self._loader.check_workers()
-                except Exception as error:  # `agree` raises it on every rank
+                except DataError as error:  # `agree` raises it on every rank
                     self._failure = error
             here = self._filled > number
             self._missed |= not here
@@ -287,5 +289,17 @@ class StepStore:
                     self._changed.notify_all()
         except BaseException as error:  # also a tokenizer's Rust panic; `agree` raises it on every rank
             with self._changed:
-                self._failure = error if isinstance(error, Exception) else RuntimeError(f"the loader ended: {error!r}")
+                self._failure = _data_error(error)
                 self._changed.notify_all()
+
+
+def _data_error(error: BaseException) -> MegaclipError:
+    """Return `error` if it is written for users, else a DataError, after logging its traceback.
+
+    A run saves a checkpoint before a DataError ends it.
+    """
+    if isinstance(error, MegaclipError):
+        return error
+    logger.error("the training data cannot be read", exc_info=error)
+    reason = f"{type(error).__name__}: {first_line(error)}"
+    return DataError(f"the training data cannot be read: {reason}; see the traceback in the output of this rank")

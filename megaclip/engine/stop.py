@@ -45,6 +45,7 @@ class StopSignals:
     def __init__(self) -> None:
         self._first_signal = 0
         """Number of the first stop signal that this rank has received; 0: none."""
+        self._launcher = os.getppid()
         self._run_is_ending = False
         """True once the run is about to save and exit, or has trained to its end."""
 
@@ -89,20 +90,23 @@ class StopSignals:
                 if number not in STOP_SIGNALS:
                     continue
                 is_second = number in seen and number != signal.SIGUSR1
-                if is_second or (number == signal.SIGTERM and _is_a_local_rank_missing()):
+                if is_second or (number == signal.SIGTERM and _is_a_local_rank_missing(self._launcher)):
                     os._exit(128 + number)
                 if not seen and not self._run_is_ending:
                     logger.info("%s: saving and stopping after this step", signal.Signals(number).name)
                 seen.add(number)
 
 
-def _is_a_local_rank_missing() -> bool:
-    """Return whether a rank of this host has exited: its parent, the launcher, has fewer children than it started."""
+def _is_a_local_rank_missing(launcher: int) -> bool:
+    """Return whether a rank of this host has exited: its parent, the launcher, has fewer children than it started.
+
+    If the launcher itself is gone, the ranks save (`megaclip.engine.launcher`), so the answer is False.
+    """
     ranks = ranks_of_this_node()
-    if ranks is None:
+    if ranks is None or os.getppid() != launcher:
         return False
     try:
-        children = psutil.Process(os.getppid()).children()
+        children = psutil.Process(launcher).children()
         return sum(child.status() != psutil.STATUS_ZOMBIE for child in children) < ranks
     except psutil.NoSuchProcess:  # a child exited during this check
         return True

@@ -209,9 +209,8 @@ class FastClipLoss(BatchLoss):
             steps_done=steps_done,
             total_steps=total_steps,
         )
+        self.check_step()
         self._pending = None
-        with raise_on_all_ranks(group=self.state.ranks):
-            self._check_finite(step)
         sent = [step.log_u] if step.temperature_gradient is None else [step.log_u, step.temperature_gradient]
 
         def merge(held: Tensor, received: Tensor, inverse: Tensor) -> Tensor:
@@ -235,6 +234,21 @@ class FastClipLoss(BatchLoss):
             self.temperature.step(rate, chosen.temperature_betas, chosen.temperature_eps)
         elif self.individual:
             self.temperature.log_scale.copy_(step.mean_log_scale)
+
+    def check_step(self) -> None:
+        """Raise NonFiniteError, on all ranks, if `step()` would; the pending step is then abandoned.
+
+        Every rank calls it after the backward pass. A trainer calls it before it updates the model. `step()` does not
+        repeat the check.
+        """
+        step = self._pending
+        if step is None or step.is_checked:
+            return
+        step.is_checked = True
+        self._pending = None
+        with raise_on_all_ranks(group=self.state.ranks):
+            self._check_finite(step)
+        self._pending = step
 
     def _check_finite(self, step: "_Step") -> None:
         """Raise NonFiniteError if an estimate or a gradient of a temperature of this rank is infinite or NaN."""
@@ -308,6 +322,7 @@ class _Step:
         self.log_u: Tensor = self.old_log_u
         self.mean_log_scale: Tensor = torch.zeros(1)
         self.ran_backward = False
+        self.is_checked = False
         self.temperature_gradient: Tensor | None = None  # (b, 2), for per-sample temperatures
 
     def mixed(self, log_g: Tensor) -> Tensor:

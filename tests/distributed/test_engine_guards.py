@@ -140,7 +140,7 @@ def test_nan_or_infinity_on_one_rank_ends_every_rank_before_the_update(results, 
         got = rank_results[name]
         assert isinstance(got, Guarded), got
         loss, gradient = got.refusals
-        assert loss.startswith("step 1: the loss is nan at logit scale 8;")
+        assert loss.startswith("step 1: the loss is nan at logit scale 8, so the update was not made")
         assert gradient.startswith("step 1: the gradient norm is ")
         assert got.changed == []
 

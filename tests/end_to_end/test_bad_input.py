@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaclip.engine.run_lock import RunLock
 from megaclip.models import ModelConfig, build_model
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, launch, run_in_ranks
 
@@ -95,6 +97,7 @@ MISTAKES = {
     "resumed with a tower locked": Mistake(
         ["written with locked.image None, and this run has 0"], {"resume": "MADE/runs/run", "lock_image": []}
     ),
+    "a folder in use": Mistake(["in use by another run: host", "process", "since"], {"logs": "MADE/locked"}),
     "a damaged checkpoint": Mistake(["cannot load checkpoint"], {"resume": "MADE/damaged/run"}),
 }
 LAUNCHED = ("a glob that matches nothing", "a corrupt shard")
@@ -147,7 +150,18 @@ def write_shard_of(source: Path, target: Path, scenes: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def ends(tiny_run, made) -> dict[str, list[Finished]]:
+def locked(made) -> Iterator[None]:
+    """This process holds the lock on the run of MADE/locked."""
+    folder = made / "locked" / "run"
+    folder.mkdir(parents=True)
+    lock = RunLock(folder)
+    lock.take()
+    yield
+    lock.release()
+
+
+@pytest.fixture(scope="module")
+def ends(tiny_run, made, locked) -> dict[str, list[Finished]]:
     """Exit code and output of each rank, by the name of the mistake."""
     commands = [mistake.command(number, tiny_run, made) for number, mistake in enumerate(MISTAKES.values())]
     return dict(zip(MISTAKES, run_in_ranks(commands), strict=True))

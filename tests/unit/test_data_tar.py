@@ -3,6 +3,8 @@
 import errno
 import fcntl
 import io
+import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -14,7 +16,7 @@ from data_samples import pair_members, picture, write_shards, write_tar
 
 from megaclip.data import tar_shards
 from megaclip.data.batch import BadSample
-from megaclip.data.tar_shards import TarShards
+from megaclip.data.tar_shards import INDEX_FOLDER, TarShards
 from megaclip.data.tar_walk import walk_shard
 from megaclip.errors import DataError
 
@@ -163,6 +165,33 @@ def test_the_index_is_reused_until_a_shard_changes(tmp_path, monkeypatch):
 
 def _must_not_walk(*_, **__):
     raise AssertionError("the shards were walked again")
+
+
+@pytest.mark.parametrize(
+    "damaged", ["truncated.npy", "empty.npy", "no.npy", "longer.npy", "truncated.json", "other.json"]
+)
+def test_a_damaged_index_is_made_again(tmp_path, caplog, monkeypatch, damaged):
+    """A truncated array would be mapped into memory, and reading it would kill the process."""
+    write_shards(tmp_path, [40, 50])
+    paths = sorted(tmp_path.glob("*.tar"))
+    expected = [TarShards(paths).read(row) for row in range(90)]
+    (array,), (manifest,) = (list((tmp_path / INDEX_FOLDER).glob(f"*.{suffix}")) for suffix in ("npy", "json"))
+    whole, text = array.read_bytes(), manifest.read_text()
+    content = {
+        "truncated.npy": whole[: len(whole) // 3],
+        "empty.npy": b"",
+        "no.npy": None,
+        "longer.npy": whole + b"0",
+        "truncated.json": text[: len(text) // 2].encode(),
+        "other.json": text.replace('"samples": 40', '"samples": 41').encode(),
+    }[damaged]
+    file = array if damaged.endswith("npy") else manifest
+    file.unlink() if content is None else file.write_bytes(content)
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    shards = TarShards(paths)
+    assert "is damaged and is made again" in caplog.text
+    assert [shards.read(row) for row in range(90)] == expected
+    assert array.read_bytes() == whole and json.loads(manifest.read_text()) == json.loads(text)
 
 
 def test_the_index_of_a_read_only_folder_is_in_the_users_cache(tmp_path, monkeypatch):

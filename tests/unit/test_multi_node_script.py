@@ -13,6 +13,7 @@ import pytest
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 # A stub program that writes its arguments, one per line, to a file with its name.
 RECORDER = '#!/bin/bash\nprintf "%s\\n" "$@" >"$RECORDS/${0##*/}"\nenv >"$RECORDS/environment"\n'
+RECORDER += '[[ -z ${MEGACLIP_COMPLETED_FILE-} ]] || echo 0 >"$MEGACLIP_COMPLETED_FILE"\n'  # as a complete run does
 TRAINING = ["--deepspeed_config", "zero3.json", "--model", "ViT-B-32"]
 
 
@@ -113,6 +114,16 @@ def test_a_failed_run_ends_its_ranks_and_reports_the_failure(bench: Bench) -> No
     ended = (bench.records / "pdsh").read_text().splitlines()
     assert option(ended, "-w") == "me@node-0,node-1"
     assert "--master_addr=node-0 --master_port=29500 " in ended[-1]
+
+
+def test_without_ssh_an_exit_code_of_0_counts_only_if_the_ranks_report_a_complete_run(bench: Bench) -> None:
+    """`deepspeed` exits with 0 if the launcher of its ranks is killed."""
+    arguments = ("--hostfile", bench.hostfile, "--no_ssh", "--node_rank", 0, *TRAINING)
+    assert bench.run("multi_node.sh", *arguments).returncode == 0
+    bench.stub("deepspeed", "#!/bin/bash\nexit 0\n")
+    done = bench.run("multi_node.sh", *arguments)
+    assert done.returncode == 1
+    assert "the launcher of the ranks was killed" in done.stderr
 
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1

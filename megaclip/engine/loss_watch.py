@@ -1,0 +1,91 @@
+"""Steps that go wrong: updates that are not finite, and losses far above their running level.
+
+`SkippedSteps` decides what a run does after a `NonFiniteError`. The error is raised on every rank of the same step,
+before anything was updated, so all ranks decide alike. `LossLevel` reports loss spikes; it changes nothing.
+"""
+
+import math
+from collections import deque
+
+import numpy as np
+
+from megaclip.errors import NonFiniteError
+from megaclip.logging import get_logger
+
+logger = get_logger(__name__)
+
+_WINDOW = 100
+"""Number of recent losses that give the running level."""
+_FEWEST = 20
+"""Number of losses before which no spike is reported."""
+_SPIKE = 10.0
+"""Distance of a spike from the level, in standard deviations."""
+_SMALLEST_SPREAD = 0.01
+"""Smallest standard deviation that counts, as a share of the level. Rounding is not a spike."""
+
+
+class SkippedSteps:
+    """Count of the steps whose update was left out because it was not finite (--on-nonfinite).
+
+    limit: largest number of such steps in a row; 0 ends the run at the first one.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.total = 0
+        """Number of skipped steps since the process started."""
+        self._in_a_row = 0
+
+    def skip(self, error: NonFiniteError) -> None:
+        """Count a step that raised `error`. Raises NonFiniteError, with advice, if the step may not be skipped."""
+        if self._in_a_row == self._limit:
+            row = f" (after {self._limit} skipped steps in a row, the limit of --on-nonfinite)" if self._limit else ""
+            cure = "" if self._limit else ", or add --on-nonfinite skip"
+            raise NonFiniteError(
+                f"{error}{row}; resuming with the same settings repeats it: set a lower optimizer.params.lr, a longer "
+                "--warmup or a smaller gradient_clipping and resume from an earlier checkpoint "
+                f"(--resume RUN/checkpoints/step_N){cure}"
+            ) from error
+        self._in_a_row += 1
+        self.total += 1
+        logger.warning("%s; skipped, %d in a row, %d in all", error, self._in_a_row, self.total)
+
+    def updated(self) -> None:
+        """Record that a step was not skipped."""
+        self._in_a_row = 0
+
+
+class LossLevel:
+    """The running level of the loss: the median of the last 100 finite losses, and their spread around it."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._in_spike = False
+
+    def spike(self, step: int, loss: float) -> float | None:
+        """Return how far the loss is above its level in standard deviations if that is a spike, else None.
+
+        The first step of a spike is logged. A spike is a finite loss that is 10 standard deviations above the level.
+        """
+        if not math.isfinite(loss):
+            return None
+        known = np.array(self._losses)
+        self._losses.append(loss)
+        if len(known) < _FEWEST:
+            return None
+        level = float(np.median(known))
+        # 1.4826 times the median distance is the standard deviation of a normal distribution.
+        spread = max(1.4826 * float(np.median(np.abs(known - level))), _SMALLEST_SPREAD * abs(level), 1e-6)
+        height = (loss - level) / spread
+        is_spike = height > _SPIKE
+        if is_spike and not self._in_spike:
+            logger.warning(
+                "loss spike: %.4g at step %d, %.0f standard deviations above the level of the last %d steps, %.4g",
+                loss,
+                step,
+                height,
+                len(known),
+                level,
+            )
+        self._in_spike = is_spike
+        return height if is_spike else None

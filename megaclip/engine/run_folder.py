@@ -1,0 +1,53 @@
+"""The folder of a run: created and locked by the first rank, and known to every rank.
+
+Other modules write its files: checkpoints, TensorBoard's files, settings.json, metrics.json and the stacks of a hang.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import deepspeed.comm as dist
+
+from megaclip.checkpoint import store
+from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
+from megaclip.config import TrainArguments
+from megaclip.engine.run_lock import RunLock
+from megaclip.errors import CheckpointError, ConfigError
+
+
+@contextlib.contextmanager
+def run_folder(arguments: TrainArguments) -> Iterator[Path]:
+    """Create the run's folder and its subfolder `checkpoints` on the first rank; return the path on every rank.
+
+    The first rank holds the lock on the folder until the context ends.
+    """
+    folder, lock = Path(), None
+    try:
+        with report_write_errors():
+            if dist.get_rank() == 0:
+                name = arguments.name or f"{Path(arguments.model).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+                folder = Path(arguments.logs) / name
+                checkpoints = folder / "checkpoints"
+                checkpoints.mkdir(parents=True, exist_ok=True)
+                lock = RunLock(folder)
+                lock.take()
+                if arguments.resume is None and (checkpoints / store.LATEST).exists():
+                    raise CheckpointError(
+                        f"{str(folder)!r} holds a run already; add --resume auto to resume it, or choose another --name"
+                    )
+        yield gather_objects(folder)[0]
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+@contextlib.contextmanager
+def report_write_errors() -> Iterator[None]:
+    """Raise errors of the body on all ranks; an OSError becomes a ConfigError. The body writes on the first rank."""
+    with raise_on_all_ranks():
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(f"cannot write to the run's folder: {error}; choose another --logs") from error

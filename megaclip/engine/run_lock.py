@@ -1,0 +1,197 @@
+"""One run per folder: the file `lock.json` in the run's folder names the run that uses it.
+
+The first rank takes the lock before it changes anything in the folder, and holds it until the run ends. The file has
+the host, process and start of its holder, and a number that a thread increases every 5 s. Another run decides by these
+rules whether the holder still exists:
+
+- On the same host: the process exists, and it is the same process (it has the same start time), and it has not exited.
+  A killed holder gives up the lock at once.
+- On another host: the number changes within 30 s. No clocks are compared. A holder that has vanished with its host
+  gives up the lock after these 30 s.
+
+A holder that was only frozen (SIGSTOP, a network that was cut) finds a foreign record when it continues. It ends at
+once, without saving, because the other run now owns the folder.
+
+Two runs that look at the file at the same moment exclude each other by a lock of the operating system on `.lock.guard`.
+If the file system has no such locks, both may write their record. The one that is overwritten ends within 5 s.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock
+
+from megaclip.errors import ConfigError
+from megaclip.logging import get_logger
+
+logger = get_logger(__name__)
+
+LOCK = "lock.json"
+_GUARD = ".lock.guard"
+HEARTBEAT_S = 5.0
+"""Seconds between two heartbeats of the holder."""
+SILENCE_S = 30.0
+"""Seconds without a heartbeat after which a holder on another host counts as gone."""
+_RECORD_BYTES = 1024
+"""Size of the file. A record is overwritten in place, so that a full disk does not end the heartbeat."""
+
+
+class RunLock:
+    """The lock on a run's folder. `take` it before the folder changes; `release` it when the run has ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK
+        self._record = {**_this_process(), "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "id": uuid.uuid4().hex}
+        self._beats = 0
+        self._is_released = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> None:
+        """Take the lock. The folder must exist.
+
+        Raises:
+            ConfigError: another run holds it. The message names its host, its process and its start.
+            OSError: the folder cannot be written to.
+        """
+        if (holder := _read(self._path)) is not None and not _is_gone(holder, self._path):
+            raise _in_use(self._path.parent, holder)
+        with _guarded(self._path.with_name(_GUARD)):
+            now = _read(self._path)
+            if now is not None and (holder is None or now["id"] != holder["id"]):  # another run was faster
+                raise _in_use(self._path.parent, now)
+            self._write()
+        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Delete the file, unless another run has taken the lock."""
+        self._is_released.set()
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        holder = _read(self._path)
+        if holder is not None and holder["id"] == self._record["id"]:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+    def _write(self) -> None:
+        text = json.dumps({**self._record, "beats": self._beats}).ljust(_RECORD_BYTES - 1) + "\n"
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.pwrite(descriptor, text.encode(), 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _beat(self) -> None:
+        """Run in the thread: increase the number, and end this process if another run owns the folder."""
+        while not self._is_released.wait(HEARTBEAT_S):
+            holder = _read(self._path)
+            if holder is not None and holder["id"] != self._record["id"]:
+                logger.error("%s; this run ends without saving", _in_use(self._path.parent, holder))
+                os._exit(1)
+            self._beats += 1
+            with contextlib.suppress(OSError):  # a folder that cannot be written to for a while
+                if holder is not None:
+                    self._write()
+
+
+def _this_process() -> dict[str, Any]:
+    """Return the facts by which another process finds this one."""
+    return {
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "pid": os.getpid(),
+        "started": _start_of(os.getpid()),
+    }
+
+
+def _machine() -> str:
+    """Return an identifier of this start of the operating system and of this container's process numbers."""
+    facts = []
+    with contextlib.suppress(OSError):
+        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        facts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(facts) or f"{socket.gethostname()} {psutil.boot_time()}"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return the record of the holder, or None if there is no lock or its file is damaged."""
+    expected = {"host": str, "machine": str, "pid": int, "started": str, "since": str, "id": str, "beats": int}
+    for _ in range(10):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except OSError:
+            return None
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and all(isinstance(record.get(key), kind) for key, kind in expected.items()):
+            return record
+        time.sleep(0.1)  # another host may see a record that is half written
+    return None
+
+
+def _is_gone(holder: dict[str, Any], path: Path) -> bool:
+    """Return whether the holder of the lock no longer exists, by the rules at the top of this module."""
+    if holder["machine"] == _machine():
+        return _start_of(holder["pid"]) != holder["started"]
+    logger.info(
+        "%s was locked by process %d on host %s; waiting up to %.0f s for its next heartbeat",
+        path.parent,
+        holder["pid"],
+        holder["host"],
+        SILENCE_S,
+    )
+    deadline = time.monotonic() + SILENCE_S
+    while time.monotonic() < deadline:
+        time.sleep(0.5)
+        now = _read(path)
+        if now is None:
+            return True  # released
+        if (now["id"], now["beats"]) != (holder["id"], holder["beats"]):
+            return False
+    return True
+
+
+def _start_of(pid: int) -> str:
+    """Return when a process of this machine started, in a form that no clock adjustment changes; "" if it is gone."""
+    try:
+        if not Path("/proc/self/stat").exists():
+            return str(psutil.Process(pid).create_time())
+        # "PID (NAME) STATE ...": the name may contain anything. The start is field 22, in clock ticks after the boot.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else fields[18]
+    except (OSError, psutil.Error):
+        return ""
+
+
+def _in_use(folder: Path, holder: dict[str, Any]) -> ConfigError:
+    return ConfigError(
+        f"{str(folder)!r} is in use by another run: host {holder['host']}, process {holder['pid']}, since "
+        f"{holder['since']}; wait until it ends, end it with  kill -USR1 {holder['pid']}  on that host, or choose "
+        "another --name"
+    )
+
+
+@contextlib.contextmanager
+def _guarded(path: Path) -> Iterator[None]:
+    """Hold a lock of the operating system on `path`, or none where the file system has none."""
+    lock = FileLock(path, timeout=SILENCE_S, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except (OSError, TimeoutError) as error:
+        logger.info("cannot lock %s (%s): two runs that start at the same moment may end each other", path, error)
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,310 @@
+"""End a run that hangs, with the stacks that explain the hang.
+
+A thread of every rank watches how long ago the rank has finished a step, and sends a heartbeat through the store of the
+process group: its step, its phase, and the number of collectives that it has entered. The thread works while the main
+thread is blocked in a collective. If the rank has stood still longer than its limit, the thread looks at the heartbeats
+of the other ranks:
+
+- A rank whose heartbeat does not change is stopped, or its process or host is gone.
+- If a rank that is alive does work without steps (it starts, evaluates, saves, or takes its first steps, which
+  compile), the others wait for it. That is no hang before that rank has reached its own limit.
+- Else the run hangs. The ranks that have entered the fewest collectives are those that the others wait for.
+
+Then every rank writes its stacks (`megaclip.engine.stacks`), the rank that has found the hang logs it, and all end with
+exit code 75. Nothing is saved: a checkpoint needs all ranks.
+
+Python code cannot run while another thread is in a C call that does not release the interpreter lock. So the thread
+also sets, again and again, a timer of `faulthandler`, which writes the stacks to standard error if it is not set again
+in time. For the other ranks, such a rank does not answer.
+
+Time-outs are ordered, so that the error that says most comes first: data workers, this watchdog, collectives.
+"""
+
+import contextlib
+import datetime
+import faulthandler
+import json
+import logging
+import math
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import deepspeed.comm as dist
+import torch
+from torch.distributed import distributed_c10d
+
+from megaclip.data.workers import WORKER_TIMEOUT_S, kill_workers, set_worker_timeout
+from megaclip.engine.stacks import collectives_entered, write_stacks
+from megaclip.logging import get_logger
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+HANG_EXIT_CODE = 75
+"""Exit code of a run that the watchdog has ended."""
+SHORTEST_DEFAULT_S = 900.0
+"""Smallest default of --hang-timeout. It is larger than `WORKER_TIMEOUT_S`."""
+STEPS_OF_DEFAULT = 20.0
+"""The default of --hang-timeout in median steps."""
+_WARM_UP_STEPS = 3
+"""Number of first steps of the process that may compile, build and allocate."""
+_LONG_FACTOR, _SHORTEST_LONG_S = 4.0, 3600.0
+"""Limit of work without steps: four times the limit of a step, at least an hour."""
+_HEARTBEAT_S = 5.0
+_MISSED_HEARTBEATS = 3
+"""A rank is alive if its heartbeat changes within this number of heartbeats."""
+_REPORT_S = 10.0
+"""Seconds that the other ranks have to write their stacks after one has found the hang."""
+_NAMED_RANKS = 16
+"""Largest number of ranks that the log names."""
+_STEP = "a step"
+SILENT = "it does not answer: its process is stopped or gone, or its host cannot be reached"
+
+
+class Watchdog:
+    """Context manager around the training of a run, and the record of its progress.
+
+    Every rank of the job opens it at the same time. The main thread calls `step_done` and `phase`.
+    """
+
+    def __init__(self, folder: Path, hang_timeout_s: float | None) -> None:
+        """
+        Args:
+            folder: the run's folder, shared by all hosts; stacks are written to its subfolder `stacks`.
+            hang_timeout_s: value of --hang-timeout. None: from the measured duration of the steps. 0: do nothing.
+        """
+        self._folder = folder / "stacks"
+        self._hang_timeout_s = hang_timeout_s
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._heartbeat_s = min(_HEARTBEAT_S, (hang_timeout_s or math.inf) / 10)
+        self._durations: deque[float] = deque(maxlen=100)
+        self._steps = 0
+        self._phase = "the start of training"
+        self._last_step = 0
+        self._progress_at = time.monotonic()
+        self._beats = 0
+        self._ends = threading.Event()
+        self._store: Any = None
+        set_worker_timeout(min(WORKER_TIMEOUT_S, (hang_timeout_s or math.inf) / 2))
+
+    def __enter__(self) -> "Watchdog":
+        if self._hang_timeout_s == 0:
+            return self
+        self._store = self._connect()
+        set_collective_timeout(2 * self._longest_s() + 600)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        if self._store is not None:
+            self._thread.join()
+
+    def step_done(self, step: int) -> None:
+        """Record that step number `step` is done."""
+        now = time.monotonic()
+        self._steps += 1
+        if self._steps > 1 and self._phase == _STEP:
+            self._durations.append(now - self._progress_at)
+        self._phase = _STEP if self._steps >= _WARM_UP_STEPS else "one of the first steps"
+        self._last_step, self._progress_at = step, now
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Mark the body of a `with` statement as work without steps. name: for the log, such as "an evaluation"."""
+        before, self._phase, self._progress_at = self._phase, name, time.monotonic()
+        try:
+            yield
+        finally:
+            self._phase, self._progress_at = before, time.monotonic()
+
+    def watched(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of a phase; each of them counts as progress."""
+        for batch in batches:
+            self._progress_at = time.monotonic()
+            yield batch
+
+    def step_limit_s(self) -> float:
+        """Return the seconds after which a step counts as hanging."""
+        if self._hang_timeout_s:
+            return self._hang_timeout_s
+        median = statistics.median(list(self._durations)) if self._durations else 0.0
+        return max(SHORTEST_DEFAULT_S, STEPS_OF_DEFAULT * median)
+
+    def _longest_s(self) -> float:
+        return max(_SHORTEST_LONG_S, _LONG_FACTOR * self.step_limit_s())
+
+    def _state(self) -> dict[str, Any]:
+        """Return this rank's heartbeat."""
+        return {
+            "beats": self._beats,
+            "step": self._last_step,
+            "phase": self._phase,
+            "collectives": collectives_entered(),
+            "late": time.monotonic() - self._progress_at > self._limit_s(),
+        }
+
+    def _limit_s(self) -> float:
+        return self.step_limit_s() if self._phase == _STEP else self._longest_s()
+
+    def _run(self) -> None:
+        """Run in the thread. A fault of the watchdog itself does not end the run."""
+        try:
+            self._watch()
+        except Exception:
+            logger.exception("the watchdog has failed; the run goes on without it")
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        timeouts_are_for = None
+        while not self._wait():
+            self._set_timer()
+            answers = self._beat()
+            # A loss creates groups in the first step, and the limit grows with the duration of the steps.
+            needed = (len(distributed_c10d._world.pg_map), round(math.log(self._longest_s()), 1))
+            if needed != timeouts_are_for:
+                timeouts_are_for = needed
+                set_collective_timeout(2 * self._longest_s() + 600)
+            if answers and self._others_have_found_a_hang():
+                self._report(None)
+            elif self._state()["late"] and (verdict := self._verdict(answers)) is not None:
+                self._report(verdict)
+
+    def _connect(self) -> Any:
+        """Return a connection to the store of the process group; the main thread may block another one."""
+        shared: Any = distributed_c10d._get_default_store()
+        store = shared.clone() if hasattr(shared, "clone") else shared
+        store.set_timeout(datetime.timedelta(seconds=_MISSED_HEARTBEATS * self._heartbeat_s))
+        return store
+
+    def _wait(self) -> bool:
+        """Wait for the next heartbeat; return whether the training has ended.
+
+        If this process was stopped meanwhile, that time does not count. A scheduler may suspend all ranks of a job. If
+        only this rank was stopped, the others have found the hang.
+        """
+        began = time.monotonic()
+        has_ended = self._ends.wait(self._heartbeat_s)
+        paused_s = time.monotonic() - began - self._heartbeat_s
+        if paused_s > _MISSED_HEARTBEATS * self._heartbeat_s + 1.0:
+            self._progress_at += paused_s
+        return has_ended
+
+    def _set_timer(self) -> None:
+        timeout_s = max(self.step_limit_s(), SHORTEST_DEFAULT_S)
+        faulthandler.dump_traceback_later(timeout_s, file=2)
+
+    def _beat(self) -> bool:
+        """Send a heartbeat; return whether the store, which is in the process of rank 0, answers."""
+        self._beats += 1
+        try:
+            self._store.set(f"watchdog/{self._rank}", json.dumps(self._state()))
+            return True
+        except RuntimeError:  # torch's errors of a store that does not answer in time, or whose connection is broken
+            with contextlib.suppress(RuntimeError):
+                self._store = self._connect()
+            return False
+
+    def _others_have_found_a_hang(self) -> bool:
+        with contextlib.suppress(RuntimeError):
+            return bool(self._store.check(["watchdog/hang"]))
+        return False
+
+    def _heartbeats(self) -> dict[int, dict[str, Any]]:
+        """Return the newest heartbeat of each rank that has sent one."""
+        found = {}
+        for rank in range(self._world_size):
+            with contextlib.suppress(RuntimeError):
+                if self._store.check([f"watchdog/{rank}"]):
+                    found[rank] = json.loads(self._store.get(f"watchdog/{rank}"))
+        return found
+
+    def _verdict(self, answers: bool) -> dict[int, str] | None:
+        """Return the ranks that the others wait for, with the reason, or None if the run does not hang."""
+        progress_at = self._progress_at
+        if not answers:
+            return {0: SILENT}
+        before = self._heartbeats()
+        for _ in range(_MISSED_HEARTBEATS):
+            if self._ends.wait(self._heartbeat_s):
+                return None
+            self._set_timer()
+            if not self._beat():
+                break
+        now = self._heartbeats()
+        if self._progress_at != progress_at:
+            return None
+        silent = {
+            rank: SILENT
+            for rank in range(self._world_size)
+            if rank != self._rank and now.get(rank, {}).get("beats") == before.get(rank, {}).get("beats")
+        }
+        alive = {rank: state for rank, state in now.items() if rank not in silent}
+        if not silent and any(state["phase"] != _STEP and not state["late"] for state in alive.values()):
+            return None  # the others wait for a rank that evaluates or saves
+        if silent:
+            return silent
+        fewest = min(state["collectives"] for state in alive.values())
+        most = max(state["collectives"] for state in alive.values())
+        behind = {
+            rank: f"it has entered {fewest} collectives since the start, others {most}"
+            for rank, state in alive.items()
+            if state["collectives"] == fewest < most
+        }
+        return behind or dict.fromkeys(alive, "all have entered the same collectives")
+
+    def _report(self, verdict: dict[int, str] | None) -> None:
+        """Write the stacks, log the verdict unless another rank has found the hang, and end the process."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.add("watchdog/hang", 1) > 1:
+                verdict = None
+        state = self._state()
+        standing_s = time.monotonic() - self._progress_at
+        header = f"rank {self._rank}: in {state['phase']}, {standing_s:.0f} s after step {state['step']}"
+        try:
+            write_stacks(self._folder, self._rank, header)
+        except OSError as error:
+            logger.error("the stacks of rank %d cannot be written: %s", self._rank, error)
+        if verdict is not None:
+            for rank, reason in list(verdict.items())[:_NAMED_RANKS]:
+                logger.error("rank %d has not arrived: %s", rank, reason)
+            if len(verdict) > _NAMED_RANKS:
+                logger.error("%d more ranks have not arrived", len(verdict) - _NAMED_RANKS)
+            logger.error(
+                "the run hangs: %s, longer than the limit of %.0f s (--hang-timeout); the stacks of the ranks are in "
+                "%s; the run ends with exit code %d without saving: resume it with --resume auto",
+                header,
+                self._limit_s(),
+                self._folder,
+                HANG_EXIT_CODE,
+            )
+        self._wait_for_reports(verdict or {})
+        kill_workers()
+        logging.shutdown()
+        os._exit(HANG_EXIT_CODE)
+
+    def _wait_for_reports(self, verdict: dict[int, str]) -> None:
+        """Wait until the other ranks have written their stacks: a launcher ends all when the first one exits."""
+        keys = [f"watchdog/reported/{rank}" for rank in range(self._world_size) if verdict.get(rank) != SILENT]
+        deadline = time.monotonic() + _REPORT_S
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"watchdog/reported/{self._rank}", "1")
+            while time.monotonic() < deadline and not self._store.check(keys):
+                time.sleep(0.2)
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """Set the time-out of the collectives of all process groups of this process."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
+            with contextlib.suppress(ValueError):  # a group without this rank
+                distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)

@@ -1,0 +1,191 @@
+"""A step that is skipped because it is not finite leaves everything as if its update had never been attempted.
+
+Two ranks take a good step, bad steps, and another good step. A second engine takes the two good steps only. Working
+parameters, float32 masters, optimizer states, and the state and temperature of FastCLIP are equal to the last bit.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import deepspeed.comm as dist
+import numpy as np
+import pytest
+import torch
+
+from megaclip.config import MegaclipSection
+from megaclip.engine.loss_watch import SkippedSteps
+from megaclip.engine.optimizers import set_learning_rate, update
+from megaclip.engine.run_loss import RunLoss
+from megaclip.engine.step_batch import DeviceFeed
+from megaclip.errors import NonFiniteError
+from tests.distributed import engine_cases
+from tests.distributed.engine_cases import LEARNING_RATES, WORLD_SIZE, Case
+from tests.distributed.harness import or_traceback, run_ranks
+from tests.distributed.memory_batch import MemoryBatch
+from tests.distributed.test_engine_fastclip import SAMPLES, ids_of
+
+CASES = {
+    **{f"zero{stage}": Case(stage, 3, clipping=0.1) for stage in (0, 2, 3)},
+    "zero1 bf16": Case(1, 3, bf16=True),
+    "zero1 bf16 offloaded": Case(1, 3, bf16=True, offload="optimizer", clipping=0.1),
+}
+MORE_CASES = {
+    "zero1": Case(1, 3, clipping=0.1),
+    **{f"zero{stage} bf16": Case(stage, 3, bf16=True) for stage in (2, 3)},
+    "zero2 bf16 checked": Case(2, 3, bf16=True, check_overflow=True),
+    "zero2 offloaded": Case(2, 3, offload="optimizer"),
+    "zero3 offloaded": Case(3, 3, bf16=True, grad_accum_dtype="fp32", offload="all"),
+    "zero1 coalesced": Case(1, 3, bf16=True, coalesce=True),
+    "zero3 coalesced": Case(3, 3, coalesce=True),
+    "zero0 kept graphs": Case(0, 3, keep=3),
+    "zero2 kept graphs": Case(2, 3, keep=3, patch_dropout=0.5),
+    "zero3 kept graphs": Case(3, 3, keep=3, checkpointing="plain"),
+    "zero3 one chunk": Case(3, 1),
+    "zero1 locked": Case(1, 3, locked="image"),
+}
+FASTCLIP = {"fastclip_v2 zero3": Case(3, 3, loss="fastclip_v2", exchange="all_gather")}
+MORE_FASTCLIP = {"fastclip_v3 zero1": Case(1, 3, loss="fastclip_v3")}
+FAULTS = ("loss", "gradient", "loss")
+
+
+def state_of(engine: Any) -> dict[str, np.ndarray]:
+    """Return this rank's parameters, masters and optimizer states by name, as bytes that distinguish -0 and NaN."""
+    state = {f"parameter {name}": value for name, value in engine_cases.whole_parameters(engine).items()}
+    optimizer = engine.basic_optimizer
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    for number, tensor in enumerate(tensors):
+        state[f"master {number}"] = tensor.detach().cpu().clone().numpy()
+        for name, value in optimizer.state[tensor].items():
+            state[f"{name} {number}"] = torch.as_tensor(value).detach().cpu().clone().numpy()
+    return state
+
+
+def differences(case: Case) -> list[str]:
+    """Return the names of the states in which a run with skipped steps differs from one without these steps."""
+    last_rank = dist.get_rank() == WORLD_SIZE - 1
+
+    def trained(skips: bool) -> tuple[dict[str, np.ndarray], int]:
+        engine = engine_cases.start_engine(case)
+        skipped = SkippedSteps(limit=3)
+        for step in (0, 1):
+            for fault in FAULTS if skips and step == 1 else ():
+                set_learning_rate(engine, 1.0)
+                try:
+                    if fault == "loss":
+                        engine_cases.backpropagate(engine, case, 5, batch=poisoned(case, step))
+                    else:
+                        faulty = replace(case, feature_fault=math.nan) if last_rank else case
+                        engine_cases.backpropagate(engine, case, 6, engine_cases.loss_of(faulty), batch_of(case, step))
+                        update(engine)
+                except NonFiniteError as error:
+                    skipped.skip(error)
+            engine_cases.backpropagate(engine, case, step)
+            set_learning_rate(engine, LEARNING_RATES[step])
+            assert math.isfinite(update(engine))
+        return state_of(engine), skipped.total
+
+    (without, _), (after, count) = trained(skips=False), trained(skips=True)
+    assert count == len(FAULTS), f"{count} steps were skipped"
+    assert without.keys() == after.keys() and len(without) > 10
+    return [name for name, value in without.items() if value.tobytes() != after[name].tobytes()]
+
+
+def poisoned(case: Case, step: int) -> MemoryBatch:
+    """Return this rank's part of the batch; one normalised image of the last rank is NaN."""
+    images, tokens = engine_cases.share_of(step, dist.get_rank())
+
+    def normalise(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        inputs = engine_cases.TRANSFORM.normalise(pixels, dtype)
+        if dist.get_rank() == WORLD_SIZE - 1:
+            inputs[-1] = math.nan
+        return inputs
+
+    feed = DeviceFeed(torch.device("cpu"), torch.bfloat16 if case.bf16 else torch.float32, normalise)
+    return MemoryBatch(images.chunk(case.accumulation), tokens, feed, text_chunks=case.accumulation)
+
+
+def batch_of(case: Case, step: int) -> Any:
+    return engine_cases.batch_of(case, step, dist.get_rank())
+
+
+def fastclip_differences(case: Case) -> list[str]:
+    """As `differences`. In one of the bad steps only the gradient of a temperature is NaN, on the last rank."""
+
+    def trained(skips: bool) -> tuple[dict[str, np.ndarray], int]:
+        engine = engine_cases.start_engine(case)
+        settings = {"temperature_learning_rate": 0.01, "rho": 6.5}
+        section = MegaclipSection.model_validate({"loss": case.loss, "exchange": case.exchange, "fastclip": settings})
+        loss = RunLoss(section, samples=SAMPLES, epochs=2.0, total_steps=4, warmup=0, device=engine.device)
+        skipped = SkippedSteps(limit=3)
+        for step in (0, 1):
+            own_ids = ids_of(step)[dist.get_rank() :: WORLD_SIZE]
+            for fault in ("loss", "gradient", "temperature") if skips and step == 1 else ():
+                bound = loss.bind(lambda ids=own_ids: ids, 0.6)
+                try:
+                    batch = poisoned(case, step) if fault == "loss" else batch_of(case, step)
+                    take_step(engine, loss, case, bound, batch, 1.0, fault)
+                except NonFiniteError as error:
+                    skipped.skip(error)
+            bound = loss.bind(lambda ids=own_ids: ids, 0.6 * step)
+            take_step(engine, loss, case, bound, batch_of(case, step), LEARNING_RATES[step])
+        own = {"u": loss._loss.state.values.numpy(), "log_scale": loss._loss.log_scale.numpy()}
+        own |= {f"temperature {k}": np.array(v) for k, v in loss._loss.temperature.state_dict().items()}
+        return state_of(engine) | own, skipped.total
+
+    (without, _), (after, count) = trained(skips=False), trained(skips=True)
+    assert count == 3, f"{count} steps were skipped"
+    return [name for name, value in without.items() if value.tobytes() != after[name].tobytes()]
+
+
+def take_step(
+    engine: Any, loss: RunLoss, case: Case, bound: Any, batch: Any, learning_rate: float, fault: str = ""
+) -> None:
+    """Take a step as a run does. fault: what is NaN on the last rank."""
+    fault = fault if dist.get_rank() == WORLD_SIZE - 1 else ""
+
+    def function(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return bound(engine_cases._Scaled.apply(x, math.nan if fault == "gradient" else 1.0), y, scale)
+
+    def check() -> None:
+        pending = loss._loss._pending
+        if fault == "temperature" and pending.temperature_gradient is not None:
+            pending.temperature_gradient[0, 0] = math.nan
+        elif fault == "temperature":
+            loss._loss.temperature.log_scale.grad.fill_(math.nan)
+        loss.check()
+
+    engine_cases.accumulate_gradients(
+        engine,
+        function,
+        batch,
+        engine_cases.LogitScale(engine, 100.0).read(),
+        engine_cases.RandomState(0, 0, dist.get_rank()),
+        coalesce=case.coalesce,
+        check_loss=check,
+    )
+    set_learning_rate(engine, learning_rate)
+    update(engine)
+    loss.update(0)
+
+
+def run_all(cases: dict[str, Case], fastclip: dict[str, Case]) -> dict[str, list[str] | str]:
+    results: dict[str, list[str] | str] = {name: or_traceback(differences, case) for name, case in cases.items()}
+    return results | {name: or_traceback(fastclip_differences, case) for name, case in fastclip.items()}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_ranks(run_all, WORLD_SIZE, CASES, FASTCLIP)
+
+
+@pytest.mark.parametrize("name", [*CASES, *FASTCLIP])
+def test_a_skipped_step_changes_nothing(results, name):
+    for rank_results in results:
+        assert rank_results[name] == []
+
+
+@pytest.mark.long
+def test_a_skipped_step_changes_nothing_with_other_settings():
+    for rank_results in run_ranks(run_all, WORLD_SIZE, MORE_CASES, MORE_FASTCLIP):
+        assert {name: found for name, found in rank_results.items() if found} == {}

@@ -1,0 +1,105 @@
+"""Runs with a NaN loss: they stop with advice, or skip the step and go on as if its update had never been attempted.
+
+The reference is a run whose step raises the error before anything is read or computed. Its weights are equal to the
+last bit. The images of a step are kept in memory, or read again; the second reading of a skipped step does not happen.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaclip.checkpoint.consolidate import consolidated_weights
+from megaclip.engine.run import Run
+from megaclip.engine.run_loss import RunLoss
+from megaclip.errors import NonFiniteError
+from tests.distributed.harness import run_ranks
+from tests.end_to_end.training_runs import DS_CONFIG, WORLD_SIZE, Finished, flags, run_here, scalars
+
+STEPS, BAD = 8, (3, 4)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cpu": {"data_offload": "cpu"},
+    "reread": {"data_offload": "reread"},
+    "fastclip": {"loss": "fastclip_v3", "reduction": "scalar"},
+}
+
+
+@dataclass
+class Ends:
+    """The ends of the runs of each rank, by name, and their folder."""
+
+    logs: Path
+    by_name: dict[str, list[Finished]]
+
+
+def with_bad_steps(command: list[str], store: str, kind: str) -> Finished:
+    """Call `main(command)` in this rank. The loss of the bad steps is NaN, or they raise at once."""
+    bind, accumulate = RunLoss.bind, Run._accumulate
+    current = [0]
+
+    def note_step(run: Run, *arguments: Any) -> float:
+        current[0] = run.step
+        if kind == "raises" and run.step in BAD:
+            raise NonFiniteError("raised before anything is computed")
+        return accumulate(run, *arguments)
+
+    def spoil(loss: RunLoss, *arguments: Any) -> Any:
+        bound, factor = bind(loss, *arguments), math.nan if kind == "nan" and current[0] in BAD else 1.0
+        return lambda *features: factor * bound(*features)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_accumulate", note_step)
+        patch.setattr(RunLoss, "bind", spoil)
+        return run_here(command, Path(store))
+
+
+def all_runs(commands: dict[str, tuple[list[str], str]], stores: str) -> dict[str, Finished]:
+    return {name: with_bad_steps(line, f"{stores}/store {name}", kind) for name, (line, kind) in commands.items()}
+
+
+@pytest.fixture(scope="module")
+def ends(tiny_run, tmp_path_factory) -> Ends:
+    logs = tmp_path_factory.mktemp("nonfinite")
+    commands = {}
+    for name, section in SETTINGS.items():
+        config = logs / f"{name}.json"
+        zero = {"zero_optimization": {"stage": 1}}
+        config.write_text(json.dumps(DS_CONFIG | zero | {"megaclip": DS_CONFIG["megaclip"] | section}))
+        for kind in ("nan", "raises"):
+            changes = {"train_steps": STEPS, "on_nonfinite": "skip:2", "save_every_steps": 4, "keep_last": 9}
+            commands[f"{name} {kind}"] = (flags(tiny_run, config, logs, name=f"{name}_{kind}", **changes), kind)
+    config, changes = logs / "cpu.json", {"train_steps": STEPS, "save_every_steps": 1}
+    commands["stop"] = (flags(tiny_run, config, logs, name="stop", **changes), "nan")
+    commands["limit"] = (flags(tiny_run, config, logs, name="limit", on_nonfinite="skip:1", **changes), "nan")
+    per_rank = run_ranks(all_runs, WORLD_SIZE, commands, str(logs))
+    return Ends(logs, {name: [results[name] for results in per_rank] for name in commands})
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_run_with_skipped_steps_equals_one_in_which_they_never_happened(ends, name):
+    for kind in ("nan", "raises"):
+        assert [end.exit_code for end in ends.by_name[f"{name} {kind}"]] == [0] * WORLD_SIZE, ends.by_name
+    skipped, reference = (ends.logs / f"{name}_{kind}" for kind in ("nan", "raises"))
+    for tag in ("step_00000004", f"step_{STEPS:08d}"):
+        weights, expected = (consolidated_weights(run / "checkpoints", tag) for run in (skipped, reference))
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    curves, wanted = scalars(skipped), scalars(reference)
+    assert curves["train/skipped_steps"] == wanted["train/skipped_steps"]
+    assert list(curves["train/skipped_steps"].values()) == [0, 0, 0, 1, 2, 2, 2, 2]
+    good = [step for step in range(1, STEPS + 1) if step - 1 not in BAD]
+    assert [curves["train/loss"][step] for step in good] == [wanted["train/loss"][step] for step in good]
+    assert math.isnan(curves["train/loss"][BAD[0] + 1])
+    first = ends.by_name[f"{name} nan"][0]
+    assert "step 3: the loss is nan" in first.output and "skipped, 2 in a row, 2 in all" in first.output
+
+
+@pytest.mark.parametrize(("name", "done"), [("stop", 3), ("limit", 4)])
+def test_a_run_that_stops_gives_advice_that_does_not_repeat_the_step(ends, name, done):
+    assert [end.exit_code for end in ends.by_name[name]] == [1] * WORLD_SIZE
+    (error,) = ends.by_name[name][0].errors
+    assert f"step {done}: the loss is nan" in error and "resuming with the same settings repeats it" in error
+    assert (ends.logs / name / "checkpoints" / "latest").read_text() == f"step_{done:08d}"

@@ -1,0 +1,322 @@
+"""Faults of processes while a run trains: a rank that stands still, a data worker or a launcher that is killed.
+
+The ranks of the harness end themselves; its report shows how. The test at the end uses the deepspeed launcher.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megaclip.data import workers
+from megaclip.engine import watchdog
+from megaclip.engine.metrics import Metrics
+from megaclip.engine.run import Run, main
+from megaclip.engine.run_lock import LOCK
+from megaclip.engine.watchdog import HANG_EXIT_CODE
+from tests.distributed import harness
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.end_to_end.training_runs import (
+    ROOT,
+    WORLD_SIZE,
+    Finished,
+    flags,
+    launcher_command,
+    launcher_environment,
+    run_here,
+    run_in_ranks,
+)
+
+FAULT_AFTER = 6
+RECORDS = {"TORCH_FR_BUFFER_SIZE": "100"}  # a run sets it; the harness has joined the ranks before
+
+
+def faulty(command: list[str], log: str, faults: dict[int, Callable[[], Any]]) -> Finished:
+    """Call `main(command)` in this rank. Its fault, if it has one, happens after step FAULT_AFTER was reported.
+
+    log: file to which a rank writes its standard error, because a rank that ends itself returns nothing.
+    """
+    # A rank of the harness is a daemon, which may not have data workers.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    rank, record = int(os.environ["RANK"]), Metrics.record_step
+    os.dup2(os.open(f"{log}_{rank}", os.O_WRONLY | os.O_CREAT), 2)
+
+    def recording(metrics: Metrics, step: int, *arguments: Any) -> None:
+        record(metrics, step, *arguments)
+        if step == FAULT_AFTER and rank in faults:
+            faults[rank]()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Metrics, "record_step", recording)
+        exit_code = main(command)
+    sys.stderr.flush()
+    return Finished(exit_code, Path(f"{log}_{rank}").read_text())
+
+
+def stop_this_rank() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stand_still() -> None:
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("stands", "fault"), [(1, stop_this_rank), pytest.param(0, stand_still, marks=pytest.mark.long)]
+)
+def test_a_hang_ends_with_stacks_and_the_name_of_the_rank_that_did_not_arrive(
+    tiny_run, tmp_path, monkeypatch, stands, fault
+):
+    monkeypatch.setattr(harness, "_GRACE_S", 5.0)
+    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, workers=1, train_steps=500, hang_timeout=3)
+    log = str(tmp_path / "log")
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(faulty, WORLD_SIZE, command, log, {stands: fault}, environment=RECORDS)
+    answers = [0, 1] if fault is stand_still else [1 - stands]
+    for rank in answers:
+        assert f"--- rank {rank} ---\nended without a report, exit code {HANG_EXIT_CODE}" in str(failure.value)
+    stacks = {rank: tmp_path / "run" / "stacks" / f"rank_{rank}.txt" for rank in (0, 1)}
+    assert [rank for rank, path in stacks.items() if path.exists()] == answers
+    waits = stacks[1 - stands].read_text()
+    assert f"after step {FAULT_AFTER}" in waits
+    for thread in ("in _fill", "in _watch", "in _train_steps"):  # of the data, of the watchdog, and the main thread
+        assert thread in waits, waits
+    assert "data worker 0, process" in waits and "in _worker_loop" in waits
+    assert "the newest last:" in waits and "gloo:" in waits
+    time_outs = {int(seconds) for seconds in re.findall(r"time-out (\d+) s", waits)}
+    assert min(time_outs) > watchdog.SHORTEST_DEFAULT_S, "a collective would end before the watchdog"
+    logged = "".join((tmp_path / f"log_{rank}").read_text() for rank in answers)
+    verdict = re.findall(r"rank (\d) has not arrived: (.*)", logged)
+    reason = "it has entered" if fault is stand_still else "it does not answer"
+    assert [(int(rank), text.startswith(reason)) for rank, text in verdict] == [(stands, True)], logged
+    assert "--hang-timeout" in logged and f"exit code {HANG_EXIT_CODE}" in logged
+
+
+def slow_everything(command: list[str], store: str) -> Finished:
+    """Call `main(command)`; the first step, an evaluation and a checkpoint take longer than --hang-timeout.
+
+    Only rank 0 is slow in the evaluation; the other rank waits for it in the next step.
+    """
+    rank, first, evaluate, write = os.environ["RANK"], Run._accumulate, Run._record_evaluation, Run._write_checkpoint
+
+    def slow_first_step(run: Run, *arguments: Any) -> float:
+        time.sleep(4.0 if run.step == 0 else 0.0)
+        return first(run, *arguments)
+
+    def slow_evaluation(run: Run, *arguments: Any) -> None:
+        evaluate(run, *arguments)
+        time.sleep(4.0 if rank == "0" else 0.0)
+
+    def slow_checkpoint(run: Run) -> None:
+        time.sleep(4.0)
+        write(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_accumulate", slow_first_step)
+        patch.setattr(Run, "_record_evaluation", slow_evaluation)
+        patch.setattr(Run, "_write_checkpoint", slow_checkpoint)
+        return run_here(command, Path(store))
+
+
+def test_a_slow_first_step_evaluation_and_checkpoint_are_no_hang(tiny_run, tmp_path):
+    evaluation = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16, "eval_every_steps": 5}
+    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=8, hang_timeout=2, **evaluation)
+    ends = run_ranks(slow_everything, WORLD_SIZE, command, str(tmp_path / "store"))
+    assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
+    assert not (tmp_path / "run" / "stacks").exists()
+
+
+def pause_this_rank() -> None:
+    """Stop this rank for longer than --hang-timeout, as a scheduler does that suspends a job."""
+    continues = subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    continues.wait()
+
+
+@pytest.mark.long
+def test_a_job_that_is_suspended_goes_on(tiny_run, tmp_path):
+    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=60, hang_timeout=3)
+    faults = dict.fromkeys(range(WORLD_SIZE), pause_this_rank)
+    ends = run_ranks(faulty, WORLD_SIZE, command, str(tmp_path / "log"), faults)
+    assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
+
+
+def kill_a_worker() -> None:
+    random.choice(psutil.Process().children()).kill()
+
+
+def test_a_killed_data_worker_ends_all_ranks_with_one_error_and_a_checkpoint(tiny_run, tmp_path):
+    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, workers=1, train_steps=500)
+    ends = run_ranks(faulty, WORLD_SIZE, command, str(tmp_path / "log"), {1: kill_a_worker})
+    assert [end.exit_code for end in ends] == [1] * WORLD_SIZE, ends[0].output
+    assert len(ends[0].errors) == 1 and "a data worker died" in ends[0].errors[0], ends[0].output
+    assert re.search(r"reading sample \d+ of .*\.tar", ends[0].errors[0])
+    saved = int((tmp_path / "run" / "checkpoints" / "latest").read_text().removeprefix("step_"))
+    # Batches that were read before the worker died are trained.
+    assert FAULT_AFTER <= saved <= FAULT_AFTER + 5
+
+
+@pytest.fixture(autouse=True)
+def worker_timeout_kept(monkeypatch) -> None:
+    """Keep the time-out of this process's data workers, which a watchdog sets."""
+    monkeypatch.setattr(workers, "_timeout_s", workers.WORKER_TIMEOUT_S)
+
+
+@pytest.fixture
+def without_ranks(monkeypatch) -> None:
+    monkeypatch.setattr(watchdog.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(watchdog.dist, "get_world_size", lambda: 3)
+
+
+@pytest.mark.parametrize("hang_timeout_s", [None, 3.0, 5000.0])
+def test_data_workers_time_out_before_the_watchdog(hang_timeout_s, without_ranks):
+    watched = watchdog.Watchdog(Path("nowhere"), hang_timeout_s)
+    assert workers._timeout_s < watched.step_limit_s()
+    assert workers._timeout_s <= workers.WORKER_TIMEOUT_S
+
+
+def test_the_default_limit_follows_the_median_step(without_ranks, monkeypatch):
+    watched, now = watchdog.Watchdog(Path("nowhere"), None), [0.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    assert watched.step_limit_s() == watchdog.SHORTEST_DEFAULT_S
+    for step in range(1, 10):
+        now[0] += 500.0 if step == 3 else 60.0  # the third step compiles
+        watched.step_done(step)
+    assert watched.step_limit_s() == watchdog.STEPS_OF_DEFAULT * 60.0
+
+
+def watch_with(answers: dict[int, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> dict[int, str] | None:
+    """Return the verdict of rank 0 of several, which stands still, for the heartbeats before and after it waits."""
+    monkeypatch.setattr(watchdog.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(watchdog.dist, "get_world_size", lambda: len(answers))
+    dog = watchdog.Watchdog(Path("nowhere"), 0.01)
+    dog._set_timer = lambda: None  # type: ignore[method-assign]
+    dog._beat = lambda: True  # type: ignore[method-assign]
+    moments = iter([0, 1])
+
+    def heartbeats() -> dict[int, dict[str, Any]]:
+        moment = next(moments)
+        return {rank: states[moment] for rank, states in answers.items() if states}
+
+    dog._heartbeats = heartbeats  # type: ignore[method-assign]
+    return dog._verdict(True)
+
+
+def states(beats: tuple[int, int] = (1, 4), collectives: int = 9, phase: str = "a step", late: bool = True) -> list:
+    return [{"beats": beat, "step": 5, "phase": phase, "collectives": collectives, "late": late} for beat in beats]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({0: states(), 1: states(collectives=8)}, {1: "it has entered 8 collectives since the start, others 9"}),
+        ({0: states(), 1: states(), 2: states((3, 3))}, {2: watchdog.SILENT}),
+        ({0: states(), 1: states(), 2: []}, {2: watchdog.SILENT}),
+        ({0: states(), 1: states(phase="an evaluation", late=False)}, None),
+        ({0: states(), 1: states((3, 3), phase="an evaluation", late=False)}, {1: watchdog.SILENT}),
+        ({0: states(), 1: states(collectives=8, phase="an evaluation")}, {1: "it has entered 8"}),
+        ({0: states(), 1: states()}, {0: "all have entered the same", 1: "all have entered the same"}),
+    ],
+)
+def test_the_verdict_on_a_hang(answers, expected, monkeypatch):
+    verdict = watch_with(answers, monkeypatch)
+    assert (verdict is None) == (expected is None)
+    for rank, text in (expected or {}).items():
+        assert verdict is not None and verdict.keys() == expected.keys() and verdict[rank].startswith(text)
+
+
+def drill_workers(commands: list[list[str]], stores: str) -> list[tuple[Finished, int]]:
+    """Train with each command; a data worker of one rank is killed at a random time. Return the steps trained too."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    rank, record, results = int(os.environ["RANK"]), Metrics.record_step, []
+    for trial, command in enumerate(commands):
+        generator, steps = random.Random(trial), [0]
+        victim, after, delay_s = generator.randrange(WORLD_SIZE), generator.randrange(1, 8), generator.uniform(0, 0.2)
+
+        def recording(
+            metrics: Metrics,
+            step: int,
+            *arguments: Any,
+            steps: list[int] = steps,
+            kills: tuple[int, int, float] = (victim, after, delay_s),
+        ) -> None:
+            record(metrics, step, *arguments)
+            steps[0] = step
+            if (rank, step) == kills[:2]:
+                threading.Timer(kills[2], kill_a_worker).start()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Metrics, "record_step", recording)
+            results.append((run_here(command, Path(f"{stores}/{trial}")), steps[0]))
+    return results
+
+
+@pytest.mark.long
+def test_data_workers_killed_at_random_times_lose_no_step(tiny_run, tmp_path):
+    trials = range(20)
+    options = {"workers": 2, "train_steps": 500, "save_every_steps": 5}
+    commands = [flags(tiny_run, tiny_run / "zero1.json", tmp_path, name=f"run{trial}", **options) for trial in trials]
+    stores = tmp_path / "stores"
+    stores.mkdir()
+    per_rank = run_ranks(drill_workers, WORLD_SIZE, commands, str(stores))
+    for trial in trials:
+        (first, steps), (second, _) = (results[trial] for results in per_rank)
+        assert (first.exit_code, second.exit_code) == (1, 1), (trial, first.output, second.output)
+        assert "a data worker died" in first.errors[0] and "Traceback" not in first.output + second.output
+        latest = (tmp_path / f"run{trial}" / "checkpoints" / "latest").read_text()
+        assert latest == f"step_{steps:08d}", trial
+
+
+@pytest.mark.long
+def test_a_killed_launcher_leaves_no_rank_and_no_lost_step(tiny_run, tmp_path):
+    """The `deepspeed` command then exits with 0, which the project does not control."""
+    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=5000, save_every_steps=1000)
+    launched = subprocess.Popen(
+        launcher_command(command),
+        cwd=ROOT,
+        env=launcher_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert launched.stdout is not None
+    try:
+        lines = iter(launched.stdout.readline, "")
+        assert any("step 3/5000" in line for line in lines)
+        (launcher,) = psutil.Process(launched.pid).children()
+        ranks = launcher.children()
+        assert len(ranks) == WORLD_SIZE
+        (second,) = run_in_ranks([command])
+        assert [end.exit_code for end in second] == [1] * WORLD_SIZE
+        assert f"in use by another run: host {socket.gethostname()}, process {ranks[0].pid}" in second[0].errors[0]
+        launcher.kill()
+        assert launched.wait(60) == 0
+        _, alive = psutil.wait_procs(ranks, timeout=60)
+        assert alive == []
+        output = launched.stdout.read()
+        assert f"the launcher, process {launcher.pid}, has ended" in output
+        stopped = re.search(r"stopped by SIGTERM after step (\d+)", output)
+        assert stopped is not None, output
+        latest = (tmp_path / "run" / "checkpoints" / "latest").read_text()
+        assert latest == f"step_{int(stopped[1]):08d}"
+        assert not (tmp_path / "run" / LOCK).exists()
+    finally:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid != os.getpid() and os.getsid(process.pid) == launched.pid:
+                    process.kill()
+        launched.communicate()

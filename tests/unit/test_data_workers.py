@@ -1,0 +1,156 @@
+"""Workers that are killed: always one DataError, which names the row. Stacks of workers that stand still."""
+
+import ctypes
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data_samples import CountingTokenizer, write_shards
+
+from megaclip.data import EvaluationLoader, ImageTransform, TrainLoader, open_pairs
+from megaclip.data.reading import TrainReader
+from megaclip.data.sources import PairDataset
+from megaclip.data.workers import map_in_workers, note_row, set_worker_timeout, worker_stacks
+from megaclip.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> PairDataset:
+    folder = tmp_path_factory.mktemp("pairs")
+    write_shards(folder, [7, 20, 3, 30])
+    return open_pairs([str(folder / "*.tar")])
+
+
+class Breaking:
+    """A result that breaks the connection when the main process receives it, as a worker does that is killed then."""
+
+    def __init__(self, kills: bool) -> None:
+        self._kills = kills
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _break_connection, (os.getpid() if self._kills else 0,)
+
+
+def _break_connection(process: int) -> None:
+    if process:
+        os.kill(process, signal.SIGKILL)
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+@pytest.mark.parametrize("kills", [True, False])
+def test_a_broken_connection_to_a_worker_is_a_data_error_that_names_the_row(kills):
+    def read(item: int) -> Any:
+        note_row(item)
+        return Breaking(kills)
+
+    results = map_in_workers(read, [17], num_workers=1, describe_row=lambda row: f"sample {row} of 3.tar")
+    with pytest.raises(DataError, match=r"data worker died or hangs.*reading sample 17 of 3\.tar; if memory"):
+        next(results)
+
+
+def test_a_killed_worker_of_a_loader_is_named_with_sample_and_shard(pairs, monkeypatch):
+    """The worker is killed while it reads; the signal reaches the main thread at once."""
+
+    def dies(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(PairDataset, "read", dies)
+    loader = TrainLoader(
+        pairs, ImageTransform(8, training=True), CountingTokenizer(), micro_batch_size=6, num_workers=1, seed=5
+    )
+    sample = int(loader.ids_of_step(0)[0])
+    with pytest.raises(DataError, match=f"reading sample {sample} of {pairs.shard_name(sample)}"):
+        next(loader)
+
+
+def kill_a_worker_at_random(trial: int) -> str:
+    """Return the type of the exception that ends the reading when a worker is killed at a random time."""
+    generator = random.Random(trial)
+    workers = generator.choice([1, 2, 3])
+    results = map_in_workers(lambda item: torch.full((1000,), item), range(10**6), num_workers=workers)
+    next(results)
+    victim = generator.choice(results.workers)
+    kill_after = time.monotonic() + generator.uniform(0, 0.05)
+    try:
+        while True:
+            next(results)
+            if victim is not None and time.monotonic() > kill_after:
+                os.kill(victim.pid, signal.SIGKILL)
+                victim = None
+    except Exception as error:
+        return type(error).__name__
+    finally:
+        results.close()
+
+
+def test_a_worker_killed_at_a_random_time_is_always_a_data_error():
+    assert {trial: kill_a_worker_at_random(trial) for trial in range(8)} == dict.fromkeys(range(8), "DataError")
+
+
+@pytest.mark.long
+def test_workers_killed_at_many_random_times_are_always_data_errors():
+    trials = range(100, 200)
+    assert {trial: kill_a_worker_at_random(trial) for trial in trials} == dict.fromkeys(trials, "DataError")
+
+
+def test_an_unexpected_error_of_a_source_is_a_data_error_that_names_sample_and_shard(pairs, monkeypatch):
+    def fails(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(PairDataset, "read", fails)
+    expected = r"cannot read sample 9 of .*00001.tar: OSError: .*Input/output error"
+    loaded = TrainReader(pairs, ImageTransform(8, training=True), CountingTokenizer(), 0).read(
+        np.array([9]), np.array([0])
+    )
+    assert loaded.batch is None
+    with pytest.raises(DataError, match=expected):
+        raise DataError(loaded.fatal)
+    evaluation = EvaluationLoader(pairs, ImageTransform(8), None, batch_size=4)
+    with pytest.raises(DataError, match=r"cannot read sample 0 of .*00000.tar: OSError"):
+        next(iter(evaluation))
+
+
+def test_the_stacks_of_workers_show_where_they_stand():
+    """The first worker is in a C call that does not return. The second one is stopped and cannot answer."""
+
+    reader, _ = os.pipe()
+
+    def stands(item: int) -> int:
+        note_row(item)
+        if item > 1:
+            ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
+        return item
+
+    results = map_in_workers(stands, range(9), num_workers=2, describe_row=lambda row: f"sample {row} of 3.tar")
+    assert [next(results), next(results)] == [0, 1]
+    first, second = results.workers
+    deadline = time.monotonic() + 30
+    while min(results._rows) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(second.pid, signal.SIGSTOP)
+    try:
+        stacks = worker_stacks()
+        assert f"data worker 0, process {first.pid}, last row: sample 2 of 3.tar" in stacks
+        assert "in stands" in stacks and "Current thread" in stacks
+        of_second = stacks.split(f"data worker 1, process {second.pid}, last row: sample 3 of 3.tar")[1]
+        assert of_second.strip().startswith("it does not answer")
+    finally:
+        for worker in results.workers:
+            os.kill(worker.pid, signal.SIGKILL)
+
+
+def test_a_worker_that_hangs_is_a_data_error_after_the_timeout_that_was_set():
+    set_worker_timeout(1.0)
+    try:
+        results = map_in_workers(lambda _: time.sleep(600), [0], num_workers=1)
+    finally:
+        set_worker_timeout(600.0)
+    began = time.monotonic()
+    with pytest.raises(DataError, match="timed out after 1"):
+        next(results)
+    assert time.monotonic() - began < 60
