@@ -15,13 +15,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megaclip.checkpoint import store
+from megaclip.checkpoint import manifest, store
+from megaclip.checkpoint.durable import make_folders, write_atomically
 from megaclip.checkpoint.model_card import write_model_card
+from megaclip.checkpoint.search import MODEL_CARD
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks, sum_counts, wait_for_all_ranks
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchPlan, TrainArguments, parse_arguments
@@ -35,13 +38,13 @@ from megaclip.engine.metrics import Metrics, StepMetrics
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.preflight import MEASURED_STEPS, check_fit, keep_more_graphs, report_peak
 from megaclip.engine.process_group import start_process_group
-from megaclip.engine.resume import describe_run, resume
+from megaclip.engine.resume import describe_run, require_own_folder, resume
 from megaclip.engine.run_length import RunLength
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import chosen_schedule, chosen_warmup
 from megaclip.engine.step_store import StepStore, open_step_store
 from megaclip.engine.stop import StopSignals
-from megaclip.errors import CheckpointError, ConfigError, DataError, MegaclipError
+from megaclip.errors import ConfigError, DataError, MegaclipError
 from megaclip.evaluation import (
     CaptionGroups,
     ModelEncoder,
@@ -124,11 +127,8 @@ def _prepare_folder(arguments: TrainArguments) -> Path:
             name = arguments.name or f"{Path(arguments.model).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
             folder = Path(arguments.logs) / name
             checkpoints = folder / "checkpoints"
-            if arguments.resume is None and (checkpoints / store.LATEST).exists():
-                raise CheckpointError(
-                    f"{str(folder)!r} holds a run already; add --resume auto to resume it, or choose another --name"
-                )
-            checkpoints.mkdir(parents=True, exist_ok=True)
+            require_own_folder(folder, arguments.resume)
+            make_folders(checkpoints)
     return gather_objects(folder)[0]
 
 
@@ -184,6 +184,8 @@ class Run:
         """Number of samples that these steps took, over all ranks."""
         self.saved_step = 0
         """Step of the newest checkpoint."""
+        self.run_id = ""
+        """Identifier that this run's checkpoints record; only the first rank's is used."""
         self._first_step = 0
         """Number of steps that were done when this process started."""
         self.scores: dict[str, float] = {}
@@ -197,22 +199,26 @@ class Run:
         Raises:
             CheckpointError, DataError: on every rank: there is no such checkpoint, or it cannot continue as this run.
         """
-        self.step, self.samples_consumed = resume(
-            self.engine, self.loss, self.identity, arguments=self.arguments, checkpoints=self.checkpoints
-        )
+        progress = resume(self.engine, self.loss, self.identity, arguments=self.arguments, checkpoints=self.checkpoints)
+        self.step, self.samples_consumed, self.run_id = progress.step, progress.samples_consumed, progress.run
         self.saved_step = self._first_step = self.step
 
     def write_description(self) -> None:
         """Write the model card and the tokenizer, which an export copies, and settings.json, on the first rank."""
         with _report_write_errors():
             if self.rank == 0:
-                card = self.checkpoints / store.MODEL_CARD
+                card = self.checkpoints / MODEL_CARD
                 card.mkdir(exist_ok=True)
                 inputs = self.inputs
+                (card / manifest.MANIFEST).unlink(missing_ok=True)
                 inputs.tokenizer.write_open_clip(card)
                 write_model_card(card, inputs.model_config, inputs.preprocess_cfg, inputs.tokenizer.files)
-                settings = {"arguments": self.arguments.model_dump(), "ds_config": inputs.config.deepspeed}
-                store.write_atomically(self.folder / "settings.json", json.dumps(settings, indent=1))
+                manifest.write(card)
+                write_atomically(self.folder / "settings.json", json.dumps(self._settings(), indent=1))
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the command line and ds_config.json, in JSON types."""
+        return {"arguments": self.arguments.model_dump(), "ds_config": self.inputs.config.deepspeed}
 
     def is_finished(self) -> bool:
         """Return whether nothing is left to do.
@@ -389,12 +395,22 @@ class Run:
 
     def _save(self) -> None:
         """Write a checkpoint on all ranks."""
-        state = {"step": self.step, "samples_consumed": self.samples_consumed, **self.identity}
+        progress = {"step": self.step, "samples_consumed": self.samples_consumed}
+        state = {**progress, **self.identity, "settings": self._settings()}
         loss_scale = self.loss.log_scale
         if loss_scale is not None:  # an export reads the model's logit_scale
             self.logit_scale.write(loss_scale)
         loss_state = self.loss.checkpoint_state()
-        tag = store.save(self.engine, self.checkpoints, self.step, state, self.arguments.keep_last, loss_state)
+        tag = store.save(
+            self.engine,
+            self.checkpoints,
+            self.step,
+            state,
+            self.arguments.keep_last,
+            loss_state,
+            keep_every=self.arguments.keep_every_steps,
+            run=self.run_id,
+        )
         self.saved_step = self.step
         logger.info("saved %s", self.checkpoints / tag)
 
@@ -411,4 +427,4 @@ class Run:
         summary = {**finite, "steps": self.step, "bad_samples": self.bad_samples}
         if metrics.samples_per_s:  # zero if the resumed run had only to evaluate
             summary["samples_per_s"] = metrics.samples_per_s
-        store.write_atomically(self._summary, json.dumps(summary, indent=1))
+        write_atomically(self._summary, json.dumps(summary, indent=1))

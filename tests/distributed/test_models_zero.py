@@ -21,6 +21,7 @@ from megaclip.checkpoint import store
 from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_weights import load_pretrained, write_weights
+from megaclip.checkpoint.search import MODEL_CARD
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
 from tests.distributed.checks import assert_passed, run_checks
@@ -110,7 +111,7 @@ def check_export(stage, bf16, folder):
     assert bf16 or "logit_scale" in moved
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
-        write_model_card(folder / store.MODEL_CARD, CONFIG, OPENAI_PREPROCESS)
+        write_model_card(folder / MODEL_CARD, CONFIG, OPENAI_PREPROCESS)
     dist.barrier()
     masters = {}
     if stage:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.checkpoint.open_clip_weights import (
@@ -313,7 +314,7 @@ def test_import_keeps_the_card_and_the_tokenizer_of_a_directory(tmp_path, export
     (exported / "tokenizer.json").write_text("{}")
     done = run_import(exported, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(exported))
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([*os.listdir(exported), MANIFEST])
     assert load_model_config(tmp_path / "out") == config.replace(vision_position_init="normal")
     assert json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["preprocess_cfg"]["mean"] == [0.5] * 3
     fresh = build_model(config)

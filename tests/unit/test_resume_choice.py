@@ -37,7 +37,8 @@ def load(
     """Resume from a checkpoint whose state is `saved` and return how it was loaded."""
     arguments = parse_arguments([*REQUIRED, "--resume", "there", *flags])
     taken: list[str] = []
-    monkeypatch.setattr(resume.store, "locate", lambda path: (path, "step_00000004"))
+    monkeypatch.setattr(resume.search, "locate", lambda path: (path, "step_00000004"))
+    monkeypatch.setattr(resume.search, "require_whole", lambda *_: None)
     monkeypatch.setattr(resume.store, "read_state", lambda *_: {"step": 4, "samples_consumed": 128, **saved})
     monkeypatch.setattr(resume.store, "read_loss_states", lambda *_: iter(()))
     monkeypatch.setattr(resume, "check_manifest", lambda *_: None)
@@ -46,7 +47,8 @@ def load(
     engine: Any = None
     loss: Any = Loss()
     loss.length_dependent_setting = loss_setting
-    assert resume.resume(engine, loss, IDENTITY, arguments=arguments, checkpoints=Path("runs")) == (4, 128)
+    progress = resume.resume(engine, loss, IDENTITY, arguments=arguments, checkpoints=Path("runs"))
+    assert (progress.step, progress.samples_consumed) == (4, 128)
     return taken
 
 
