@@ -40,6 +40,7 @@ from megaclip.checkpoint.durable import (
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.search import LATEST, STATE, STATE_FORMAT, all_tags, is_complete, read_latest, run_of, step_of
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
+from megaclip.comm.groups import group_rank
 from megaclip.errors import CheckpointError, first_line
 from megaclip.logging import get_logger
 
@@ -80,14 +81,14 @@ def save(
         CheckpointError: on every rank, if any rank cannot write.
     """
     tag = f"step_{step:08d}"
-    is_first_rank = dist.get_rank() == 0
+    is_first_rank = group_rank() == 0
     with _writing(folder):
         if is_first_rank:
             _clear(folder, tag, run)
     files = _write_engine(engine, folder, tag)
     with _writing(folder):
         if loss_state is not None:
-            path = folder / tag / f"{LOSS_STATE}{dist.get_rank():05d}.pt"
+            path = folder / tag / f"{LOSS_STATE}{group_rank():05d}.pt"
             files[path.name] = save_tensors(loss_state, path)
     all_files = {name: record for records in gather_objects(files) for name, record in records.items()}
     with _writing(folder):
@@ -125,7 +126,7 @@ def _write_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> dict[str, 
             raise first_error
         offloaded = folder / tag / _OFFLOADED
         if offloaded.is_dir():
-            own_part = f"{_OFFLOADED}/rank{dist.get_rank():02d}"
+            own_part = f"{_OFFLOADED}/rank{group_rank():02d}"
             records |= {f"{own_part}/{name}": record for name, record in sync_files(folder / tag / own_part).items()}
             sync_folder(offloaded)
         sync_folder(folder / tag)

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,39 +12,7 @@ from megaclip.checkpoint import search, store
 from megaclip.checkpoint.durable import write_atomically
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.errors import CheckpointError
-
-
-class Killed(BaseException):
-    """Simulates the end of the process: the store must not catch it."""
-
-
-class Engine:
-    """Engine that writes two files, as DeepSpeed would; both hold `label`."""
-
-    def __init__(self, label: str, dies: bool = False) -> None:
-        self.label = label
-        self.dies = dies
-        self.checkpoint_engine: Any = None
-
-    def save_checkpoint(self, folder: str, tag: str, save_latest: bool) -> None:
-        assert not save_latest, "DeepSpeed's own `latest` is not atomic"
-        (Path(folder) / tag).mkdir(parents=True, exist_ok=True)
-        self.checkpoint_engine.save({"label": self.label}, str(Path(folder) / tag / "model.pt"))
-        if self.dies:
-            raise Killed
-        self.checkpoint_engine.save({"label": self.label}, str(Path(folder) / tag / "optimizer.pt"))
-
-
-@pytest.fixture(autouse=True)
-def _one_rank(monkeypatch):
-    monkeypatch.setattr(store, "dist", SimpleNamespace(get_rank=lambda: 0))
-
-
-def save(
-    folder: Path, step: int, label: str = "", *, dies: bool = False, keep_last: int = 2, run: str = "", **options: Any
-) -> str:
-    engine: Any = Engine(label, dies)
-    return store.save(engine, folder, step, {"step": step, "label": label}, keep_last, run=run, **options)
+from tests.unit.saved_checkpoints import Killed, save
 
 
 def assert_complete(folder: Path, tag: str | None, label: str) -> None:
