@@ -6,6 +6,7 @@ DeepSpeed itself read and write in this way.
 """
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,10 @@ def read_file(path: Path, **options: Any) -> dict[str, Any]:
 
 
 def _reason(error: pickle.UnpicklingError) -> str:
-    """Return the line of torch's message that names the refused object, without its advice to trust the file."""
-    for line in str(error).splitlines():
-        if "Unsupported" in line or "WeightsUnpickler error" in line:
-            return first_line(Exception(line.split("WeightsUnpickler error:")[-1].strip().rstrip(".")))
-    return first_line(error)
+    """Return the name that torch's message refuses, or the message without its advice to trust the file."""
+    if name := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it uses {name[1]}"
+    return first_line(Exception(str(error).split("WeightsUnpickler error:")[-1]))
 
 
 class CheckedFiles(CheckpointEngine):
