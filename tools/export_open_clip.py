@@ -18,10 +18,10 @@ from pathlib import Path
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.consolidate import consolidated_weights
-from megaclip.checkpoint.durable import sync_files
+from megaclip.checkpoint.durable import make_folders, sync_files
 from megaclip.checkpoint.model_card import ModelCard, read_model_card
 from megaclip.checkpoint.open_clip_weights import assigned_model, write_weights
-from megaclip.checkpoint.output import prepare_output
+from megaclip.checkpoint.output import check_output
 from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
 from megaclip.checkpoint.verify import TOLERANCE, verify
 from megaclip.data.tokenizers import load_tokenizer
@@ -59,11 +59,13 @@ def export(source: Path, out_dir: Path, tag: str | None, *, overwrite: bool = Fa
     overwrite: OUT_DIR may hold files; those of the export are replaced.
     """
     folder, tag = locate(source, tag)
-    prepare_output(out_dir, folder, overwrite=overwrite)
+    check_output(out_dir, folder, overwrite=overwrite)
     require_whole(folder, tag)
     manifest.require_whole(folder / MODEL_CARD)
     card = read_model_card(folder / MODEL_CARD)
     weights = consolidated_weights(folder, tag)
+    make_folders(out_dir)
+    (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # until it describes the new files
     names = [path.name for path in card.directory.iterdir() if path.is_file() and path.name != manifest.MANIFEST]
     for name in names:
         shutil.copyfile(card.directory / name, out_dir / name)

@@ -18,7 +18,7 @@ from megaclip.checkpoint import manifest
 from megaclip.checkpoint.durable import sync_files
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, read_model_card, write_model_card
 from megaclip.checkpoint.open_clip_weights import LoadReport, compare_weights, meta_model, read_weights, write_weights
-from megaclip.checkpoint.output import prepare_output
+from megaclip.checkpoint.output import check_output
 from megaclip.errors import MegaclipError
 from megaclip.models import load_model_config
 from megaclip.models.config import CARD_NAME
@@ -56,6 +56,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite: bool = False) -> LoadReport:
     """Compare the weights of SOURCE with its model, and write OUT_DIR if they fit."""
+    check_output(out_dir, source, overwrite=overwrite)
     manifest.require_whole(source)
     config, preprocess = None if model is None else load_model_config(model), OPENAI_PREPROCESS
     if config is None or (source / CARD_NAME).is_file():
@@ -65,7 +66,7 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
     report = compare_weights(meta_model(config), state_dict)
     if report.complete:
         files = tokenizer_files(source)
-        prepare_output(out_dir, source, overwrite=overwrite)
+        (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # until it describes the new files
         write_model_card(out_dir, config, preprocess, files)
         weights = write_weights(out_dir, state_dict, config)
         names = [CARD_NAME, weights.name, *(path.name for path in files)]

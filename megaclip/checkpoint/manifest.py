@@ -5,6 +5,7 @@ once. `find_damage` reads the files again and names those that are missing or ha
 by one rank (`find_damage_on_all_ranks`).
 """
 
+import contextlib
 import datetime
 import json
 import zlib
@@ -50,15 +51,19 @@ def write(folder: Path, files: Mapping[str, FileRecord] | None = None, *, run: s
         run: identifier of the run that wrote the folder.
     """
     if files is None:
-        (folder / MANIFEST).unlink(missing_ok=True)
-        files = sync_files(folder)
+        files = {name: record for name, record in sync_files(folder).items() if name != MANIFEST}
     content = Manifest(
         saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
         run=run,
         versions={name: _version(name) for name in _PACKAGES},
         files=dict(sorted(files.items())),
-    ).model_dump()
-    write_atomically(folder / MANIFEST, json.dumps({**content, "crc32": _crc32_of(content)}, indent=1))
+    )
+    with contextlib.suppress(CheckpointError):  # writing the same files again leaves the manifest as it is
+        before = read(folder)
+        if content == before.model_copy(update={"saved_at": content.saved_at}):
+            content = before
+    values = content.model_dump()
+    write_atomically(folder / MANIFEST, json.dumps({**values, "crc32": _crc32_of(values)}, indent=1))
     sync_folder(folder.parent)
 
 

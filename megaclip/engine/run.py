@@ -210,7 +210,6 @@ class Run:
                 card = self.checkpoints / MODEL_CARD
                 card.mkdir(exist_ok=True)
                 inputs = self.inputs
-                (card / manifest.MANIFEST).unlink(missing_ok=True)
                 inputs.tokenizer.write_open_clip(card)
                 write_model_card(card, inputs.model_config, inputs.preprocess_cfg, inputs.tokenizer.files)
                 manifest.write(card)
