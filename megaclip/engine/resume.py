@@ -19,7 +19,7 @@ from megaclip.data import check_manifest
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import default_warmup
-from megaclip.errors import CheckpointError
+from megaclip.errors import CheckpointError, MegaclipError, first_line
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -96,8 +96,16 @@ def resume(
     state: dict[str, Any] = {}
     with raise_on_all_ranks():
         state = {"tensor_parallel_size": 1, **store.read_state(*found)}  # older checkpoints do not record it
-        _check_same_run(state, identity)
-        _check_length(state, identity, arguments, loss)
+        try:
+            _check_same_run(state, identity)
+            _check_length(state, identity, arguments, loss)
+        except MegaclipError:
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{str(found[0] / found[1])!r} has a {search.STATE} with other content than MegaCLIP writes "
+                f"({first_line(error)}); choose another checkpoint"
+            ) from None
         run = _run_after(*found, checkpoints, arguments.resume)
     if _same_partitioning(state, identity):
         store.load(engine, *found)
@@ -109,7 +117,7 @@ def resume(
     with raise_on_all_ranks():
         loss.load(store.read_loss_states(*found))
     logger.info("resumed from %s at step %d", found[0] / found[1], state["step"])
-    return Progress(int(state["step"]), int(state["samples_consumed"]), run)
+    return Progress(state["step"], state["samples_consumed"], run)
 
 
 def require_own_folder(folder: Path, wanted: str | None) -> None:
@@ -205,6 +213,9 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
             f"the checkpoint does not record {', '.join(missing)}, because an earlier version of MegaCLIP wrote it; "
             "export it with tools/export_open_clip.py and start from the export with --pretrained"
         )
+    for name in ("step", "samples_consumed", "total_steps"):
+        if type(state.get(name)) is not int or state[name] < 0:
+            raise CheckpointError(f"the checkpoint's {name} is {state.get(name)!r}; choose another checkpoint")
     check_manifest(state["data"], identity["data"])
     for key, now in json.loads(json.dumps(identity)).items():
         if key in ("data", "total_steps", *_PARTITIONING) or (was := state[key]) == now:
@@ -244,6 +255,6 @@ def _check_length(state: dict[str, Any], identity: dict[str, Any], arguments: Tr
 def _first_difference(name: str, was: Any, now: Any) -> str:
     """Describe the first value in which `was` and `now` differ, at any depth of nested dictionaries."""
     if isinstance(was, dict) and isinstance(now, dict):
-        key = next(key for key in sorted({*was, *now}) if was.get(key) != now.get(key))
+        key = next(key for key in sorted({*was, *now}) if (key in was, was.get(key)) != (key in now, now.get(key)))
         return _first_difference(f"{name}.{key}", was.get(key), now.get(key))
     return f"{name} {was!r}, and this run has {now!r}"
