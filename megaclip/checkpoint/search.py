@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.manifest import MANIFEST
+from megaclip.comm.collectives import gather_objects
 from megaclip.comm.groups import group_rank
 from megaclip.errors import CheckpointError
 from megaclip.logging import get_logger
@@ -168,7 +169,8 @@ def find_damage(folder: Path, tag: str) -> list[str]:
 
     A checkpoint of an earlier version without a manifest is accepted, with a warning.
     """
-    if _TAG.fullmatch(tag) and not (folder / tag / MANIFEST).exists() and _is_format_1(folder / tag):
+    unchecked = _TAG.fullmatch(tag) and not (folder / tag / MANIFEST).exists() and _is_format_1(folder / tag)
+    if all(gather_objects(bool(unchecked))):  # all ranks must decide alike
         if group_rank() == 0:
             logger.warning("%s cannot be checked: an earlier version wrote it without a manifest", folder / tag)
         return []
