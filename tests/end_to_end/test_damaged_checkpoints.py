@@ -18,8 +18,10 @@ import torch
 
 from megaclip.checkpoint import manifest, search
 from megaclip.checkpoint.open_clip_weights import load_pretrained, read_weights
+from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import CheckpointError
 from megaclip.models import ModelConfig, build_model
+from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import DS_CONFIG, MODEL, WORLD_SIZE, Finished, flags, run_in_ranks, scalars
 from tools import check_checkpoint, evaluate, export_open_clip, inspect_estimators
 
@@ -234,3 +236,25 @@ def test_export_refuses_folders_with_other_content(root, tmp_path):
     (tmp_path / "notes.txt").write_text("changed")
     assert manifest.find_damage(tmp_path) == []
     assert search.find_damage(run / "checkpoints", TAGS[STEPS]) == []
+
+
+def load_on_ranks(runs: list[str]) -> list[str]:
+    """Load the model of each run in this rank; return the number of parameters, or the error, of each."""
+    results = []
+    for run in runs:
+        try:
+            results.append(str(len(list(load_saved_model(Path(run)).model.parameters()))))
+        except CheckpointError as error:
+            results.append(str(error))
+    return results
+
+
+def test_ranks_that_evaluate_find_the_same_damage(root, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(root / "whole" / "checkpoints", run / "checkpoints")
+    for name in (MODEL_FILE, OPTIMIZER_FILE):  # each rank reads one of them
+        flip_a_bit(run / "checkpoints" / TAGS[STEPS] / name)
+    first, second = run_ranks(load_on_ranks, WORLD_SIZE, [str(root / "whole"), str(run)])
+    assert first == second
+    assert int(first[0]) > 10
+    assert f"{MODEL_FILE} has changed" in first[1] and f"{OPTIMIZER_FILE} has changed" in first[1]
