@@ -159,8 +159,8 @@ def require_complete(folder: Path, tag: str) -> None:
     """Raise CheckpointError unless checkpoint `tag` exists and is complete."""
     if not is_complete(folder, tag):
         raise CheckpointError(
-            f"checkpoint {str(folder / tag)!r} does not exist or is incomplete: it has no {MANIFEST}; choose another "
-            f"one, which  python tools/check_checkpoint.py {folder}  lists"
+            f"checkpoint {str(folder / tag)!r} does not exist or is incomplete: it has no {MANIFEST}; choose a whole "
+            f"one, run  python tools/check_checkpoint.py {folder}  to list them"
         )
 
 
@@ -184,6 +184,6 @@ def require_whole(folder: Path, tag: str) -> None:
     """
     if problems := find_damage(folder, tag):
         raise CheckpointError(
-            f"checkpoint {str(folder / tag)!r} is damaged: {manifest.summary(problems)}; choose another one, which  "
-            f"python tools/check_checkpoint.py {folder}  lists"
+            f"checkpoint {str(folder / tag)!r} is damaged: {manifest.summary(problems)}; choose a whole one, run  "
+            f"python tools/check_checkpoint.py {folder}  to list them"
         )

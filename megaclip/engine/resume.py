@@ -169,9 +169,9 @@ def _newest_whole(folder: Path, tags: list[str]) -> tuple[Path, str] | None:
     if not tags:
         return None
     raise CheckpointError(
-        f"{str(folder)!r} holds no whole checkpoint up to the latest ({first_problem}); restore it from a copy, resume "
-        f"from another one, which  python tools/check_checkpoint.py {folder}  lists, or choose another --name to start "
-        "from the beginning"
+        f"{str(folder)!r} holds no whole checkpoint up to the latest ({first_problem}); restore it from a copy, give "
+        f"--resume the folder of a later one (run  python tools/check_checkpoint.py {folder}  to list them), or choose "
+        "another --name to start from the beginning"
     )
 
 
