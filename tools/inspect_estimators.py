@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaclip.checkpoint.store import locate, read_loss_states
+from megaclip.checkpoint.search import locate, require_whole
+from megaclip.checkpoint.store import read_loss_states
 from megaclip.data import Batch, EvaluationLoader, open_pairs
 from megaclip.engine.saved_model import SavedModel, load_saved_model
 from megaclip.errors import CheckpointError, MegaclipError
@@ -65,6 +66,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def read_state(run: Path, tag: str | None) -> tuple[Tensor, float, int]:
     """Return log u (n, 2) float64 by sample, the temperature, and n. Raise CheckpointError for another kind of loss."""
     folder, tag = locate(run, tag)
+    require_whole(folder, tag)
     log_u, temperature = torch.empty(0, 2), math.nan
     for part in read_loss_states(folder, tag):
         rows = part["samples"]

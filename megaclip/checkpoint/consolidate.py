@@ -3,8 +3,7 @@
 With ZeRO the weights are the float32 masters. Without ZeRO they are the weights of the forward pass, which are float32
 too, because bfloat16 training requires ZeRO. Frozen parameters have no masters; their working copies are converted.
 
-DeepSpeed's files are unpickled without restriction. Consolidate only runs that you trust; read weights from untrusted
-sources in open_clip's format (`megaclip.checkpoint.open_clip_weights`).
+Nothing in the files is executed (`megaclip.checkpoint.deepspeed_files`).
 """
 
 from pathlib import Path

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaclip.checkpoint.store import write_atomically
+from megaclip.checkpoint.durable import write_atomically
 from megaclip.errors import CheckpointError
 from megaclip.models.config import CARD_NAME, ModelConfig, model_description, read_json_object
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from megaclip.checkpoint.manifest import require_whole
 from megaclip.errors import CheckpointError, first_line
 from megaclip.logging import get_logger
 from megaclip.models.clip import ClipModel
@@ -100,8 +101,11 @@ def write_weights(directory: str | Path, state_dict: StateDict, config: ModelCon
     _require_complete(compare_weights(meta_model(config), state_dict), "the weights do not fit the model in the card")
     tensors = {name: value.float().contiguous() for name, value in to_open_clip(state_dict, config).items()}
     path = Path(directory) / WEIGHTS_NAME
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.touch()
+    mode = temporary.stat().st_mode  # as the umask sets it; safetensors lets only the owner read
     save_file(tensors, temporary, metadata={"format": "pt"})
+    temporary.chmod(mode)
     os.replace(temporary, path)
     return path
 
@@ -224,8 +228,9 @@ def load_pretrained(model: ClipModel, path_or_dir: str | Path) -> LoadReport:
             the context length of the model.
 
     Raises:
-        CheckpointError: the file cannot be read or does not fit the model. The model is then unchanged.
+        CheckpointError: the file cannot be read, is damaged or does not fit the model. The model is then unchanged.
     """
+    require_whole(Path(path_or_dir))
     state_dict = adapt_weights(read_weights(path_or_dir), model)
     report = compare_weights(model, state_dict)
     _require_complete(report, f"{path_or_dir} does not fit the model")

@@ -8,7 +8,7 @@ With tensor parallelism, T groups of files hold one part each of the parameters 
 `megaclip.models.layers.split_dim` names, and equal copies of the others. The number of tensor-parallel ranks that
 read does not have to be the number that wrote.
 
-DeepSpeed's files are unpickled without restriction, as DeepSpeed does it. Read only runs that you trust.
+Nothing in the files is executed (`megaclip.checkpoint.deepspeed_files`).
 """
 
 import copy
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from megaclip.checkpoint.deepspeed_files import read_file
 from megaclip.comm.groups import RankGroup
 from megaclip.errors import CheckpointError
 from megaclip.models.layers import split_dim
@@ -245,6 +246,4 @@ def _require_ranks(folder: Path, found: list[int], ranks: int) -> None:
 
 def _map(path: Path) -> dict[str, Any]:
     """Open one of DeepSpeed's files; its tensors stay on the disk until they are read."""
-    loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    assert isinstance(loaded, dict)
-    return loaded
+    return read_file(path, map_location="cpu", mmap=True)

@@ -24,6 +24,7 @@ COMMANDS = {
     "train": Command("train", "train a model; on several GPUs: deepspeed --module megaclip train ..."),
     "evaluate": Command("evaluate", "zero-shot classification and retrieval, of a run or an exported model"),
     "export": Command("export_open_clip", "write a checkpoint in open_clip's format"),
+    "check": Command("check_checkpoint", "check that checkpoints or an export are whole"),
     "import": Command("import_open_clip", "convert open_clip's weights to a directory for --pretrained"),
     "inspect": Command("inspect_data", "report the contents, problems and loading speed of a dataset"),
     "plan": Command("plan", "memory, largest batch and step time of a run before it starts"),

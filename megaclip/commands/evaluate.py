@@ -50,8 +50,8 @@ def main() -> None:
 def evaluate_saved(arguments: argparse.Namespace) -> None:
     """Load the model and the data, evaluate, and report. Raises the same MegaclipError on every rank."""
     started = time.monotonic()
+    loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer)
     with raise_on_all_ranks():
-        loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer)
         pairs, labelled = open_data(arguments)
     device, dtype = torch.device(get_accelerator().current_device_name()), PRECISIONS[arguments.precision]
     encode = ModelEncoder(

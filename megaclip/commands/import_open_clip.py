@@ -14,8 +14,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from megaclip.checkpoint import manifest
+from megaclip.checkpoint.durable import sync_files
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, check_inside, read_model_card, write_model_card
 from megaclip.checkpoint.open_clip_weights import LoadReport, compare_weights, meta_model, read_weights, write_weights
+from megaclip.checkpoint.output import check_output
 from megaclip.errors import MegaclipError
 from megaclip.models import load_model_config
 from megaclip.models.config import CARD_NAME
@@ -27,7 +30,7 @@ MAX_TOKENIZER_BYTES = 256 << 20
 def main() -> None:
     arguments = parse_arguments()
     try:
-        report = import_weights(arguments.source, arguments.out_dir, arguments.model)
+        report = import_weights(arguments.source, arguments.out_dir, arguments.model, overwrite=arguments.overwrite)
     except MegaclipError as error:
         sys.exit(f"error: {error}")
     print(report)
@@ -45,14 +48,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="open_clip directory or weights file")
     parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="directory to write")
     parser.add_argument("--model", help="preset or model JSON (default: the model card of SOURCE)")
+    parser.add_argument("--overwrite", action="store_true", help="write to OUT_DIR even if it is not empty")
     arguments = parser.parse_args()
     if arguments.model is None and not (arguments.source / CARD_NAME).is_file():
         parser.error(f"{arguments.source} has no {CARD_NAME}; name its model with --model")
     return arguments
 
 
-def import_weights(source: Path, out_dir: Path, model: str | None) -> LoadReport:
+def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite: bool = False) -> LoadReport:
     """Compare the weights of SOURCE with its model, and write OUT_DIR if they fit."""
+    check_output(out_dir, source, overwrite=overwrite)
+    manifest.require_whole(source)
     config, preprocess = None if model is None else load_model_config(model), OPENAI_PREPROCESS
     if config is None or (source / CARD_NAME).is_file():
         card = read_model_card(source, config)
@@ -60,19 +66,25 @@ def import_weights(source: Path, out_dir: Path, model: str | None) -> LoadReport
     state_dict = read_weights(source)
     report = compare_weights(meta_model(config), state_dict)
     if report.complete:
-        write_model_card(out_dir, config, preprocess, tokenizer_files(source))
-        write_weights(out_dir, state_dict, config)
+        files = tokenizer_files(source)
+        (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # until it describes the new files
+        write_model_card(out_dir, config, preprocess, files)
+        weights = write_weights(out_dir, state_dict, config)
+        names = [CARD_NAME, weights.name, *(path.name for path in files)]
+        manifest.write(out_dir, sync_files(out_dir, names))
     return report
 
 
 def tokenizer_files(source: Path) -> list[Path]:
-    """Return the files of a directory that may belong to its tokenizer: small files other than the model card.
+    """Return the files of a directory that may belong to its tokenizer: small files other than the model card and the
+    manifest.
 
     Raises CheckpointError if a link leads out of the directory.
     """
     if not source.is_dir():
         return []
-    files = [path for path in source.iterdir() if path.suffix in TOKENIZER_SUFFIXES and path.name != CARD_NAME]
+    others = (CARD_NAME, manifest.MANIFEST)
+    files = [path for path in source.iterdir() if path.suffix in TOKENIZER_SUFFIXES and path.name not in others]
     for path in files:
         check_inside(path, source)
     return sorted(path for path in files if path.is_file() and path.stat().st_size <= MAX_TOKENIZER_BYTES)

@@ -144,6 +144,9 @@ class TrainArguments(BaseModel):
         default=None, description="steps between checkpoints, instead of --save-frequency"
     )
     keep_last: Positive = Field(default=3, description="number of latest checkpoints to keep")
+    keep_every_steps: Positive | None = Field(
+        default=None, description="also keep the first checkpoint at or after each multiple of this number of steps"
+    )
     val_frequency: NotNegative = Field(default=1, description="epochs between evaluations; 0 evaluates only at the end")
     eval_every_steps: Positive | None = Field(
         default=None, description="steps between evaluations (replaces --val-frequency)"

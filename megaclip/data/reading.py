@@ -127,9 +127,7 @@ def _unreadable(dataset: ReadableSet, sample_id: int, error: Exception) -> str:
     """Return the reason why a sample that caused an unexpected error ends the run; log the traceback."""
     place = f"sample {sample_id} of {dataset.shard_name(sample_id)}"
     _logger.error("cannot read %s", place, exc_info=error)
-    return (
-        f"cannot read {place}: {type(error).__name__}: {first_line(error)}; check the data with tools/inspect_data.py"
-    )
+    return f"cannot read {place}: {type(error).__name__}: {first_line(error)}; check the data with `megaclip inspect`"
 
 
 def _substitutes(seed: int, sample_id: int, first: int, count: int) -> Iterator[int]:

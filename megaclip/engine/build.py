@@ -25,7 +25,7 @@ from megaclip.config import TrainArguments, TrainingConfig
 from megaclip.config.optimizers import TIMM_OPTIMIZERS
 from megaclip.engine.compilation import compile_model
 from megaclip.engine.deepspeed_update import group_kernels
-from megaclip.engine.optimizers import guard_gradients, parameter_groups, timm_optimizer
+from megaclip.engine.optimizers import guard_gradients, parameter_groups, step_without_history, timm_optimizer
 from megaclip.errors import ConfigError, config_error
 from megaclip.logging import get_logger
 from megaclip.models import ClipModel, ModelConfig, build_model
@@ -92,6 +92,7 @@ def build_engine(
     compiled = compile_model(model, config) if compiles else ""
     group_kernels(engine)
     guard_gradients(engine)
+    step_without_history(engine)
     if config.checks_each_gradient:
         logger.warning(
             "bf16.check_grad_overflow checks every gradient alone, which slows the update down; leave it out: the run "

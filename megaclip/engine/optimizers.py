@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
@@ -93,6 +94,32 @@ def guard_gradients(engine: DeepSpeedEngine) -> None:
                 _check_norm(float(norm), engine.global_steps)
 
         engine.basic_optimizer.register_step_pre_hook(refuse)
+
+
+def step_without_history(engine: DeepSpeedEngine) -> None:
+    """Make an update of DeepSpeed's Adam on the CPU depend on its arguments only, so that resuming keeps every bit.
+
+    The compiled optimizer keeps beta ** step and multiplies it by beta in each step. After a restart it computes the
+    power at once, which rounds differently in float32. An update of no elements with step number 0 makes it compute the
+    power at once in every step. The CUDA kernels and PyTorch's optimizers always do.
+    """
+    optimizer = engine.basic_optimizer
+    empty = torch.empty(0)
+
+    def forget(optimizer: Any, args: tuple, kwargs: dict) -> None:
+        group = optimizer.param_groups[0]
+        lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+        if isinstance(optimizer, DeepSpeedCPUAdam):
+            settings = (lr, *betas, eps, decay, group["bias_correction"])
+            optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 0, *settings, empty, empty, empty, empty)
+        else:
+            mode, correction = optimizer.adam_w_mode, int(group["bias_correction"])
+            settings = (lr, *betas, eps, 0, mode, correction, decay)
+            optimizer.multi_tensor_adam(1, optimizer._dummy_overflow_buf, [[empty]] * 4, *settings)
+
+    on_cpu = engine.device.type == "cpu" and isinstance(optimizer, FusedAdam)
+    if on_cpu or isinstance(optimizer, DeepSpeedCPUAdam):
+        optimizer.register_step_pre_hook(forget)
 
 
 def update(engine: DeepSpeedEngine, step: int | None = None) -> float:

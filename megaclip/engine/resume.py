@@ -1,21 +1,25 @@
 """Resume a run: find the checkpoint that `--resume` names, check that it belongs to this run, and load it."""
 
 import json
+import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megaclip.checkpoint import store
+from megaclip.checkpoint import search, store
+from megaclip.checkpoint.manifest import summary
 from megaclip.checkpoint.reshard import load_resharded
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
+from megaclip.comm.groups import group_rank
 from megaclip.config import BatchPlan, TrainArguments
 from megaclip.data import check_manifest
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import default_warmup
-from megaclip.errors import CheckpointError
+from megaclip.errors import CheckpointError, MegaclipError, first_line
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -52,6 +56,17 @@ def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPla
     }
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is when it starts to train."""
+
+    step: int
+    """Number of optimizer steps taken."""
+    samples_consumed: int
+    run: str
+    """Identifier that the run's checkpoints record. A resumed run keeps that of its latest checkpoint."""
+
+
 def resume(
     engine: DeepSpeedEngine,
     loss: RunLoss,
@@ -59,8 +74,8 @@ def resume(
     *,
     arguments: TrainArguments,
     checkpoints: Path,
-) -> tuple[int, int]:
-    """Load the checkpoint that --resume names into `engine` and `loss`, on every rank.
+) -> Progress:
+    """Load the checkpoint that --resume names into `engine` and `loss`, on every rank, after every file was checked.
 
     Args:
         engine: receives the parameters and the optimizer state.
@@ -70,22 +85,28 @@ def resume(
         checkpoints: the folder of this run's checkpoints, where "auto" searches.
 
     Returns:
-        The optimizer steps already taken and the samples already consumed; zeros if there is no checkpoint to resume.
+        The progress of the checkpoint, or that of a new run if there is no checkpoint to resume.
 
     Raises:
         CheckpointError, DataError: the checkpoint is missing, damaged or of another run (raised on every rank).
     """
-    found: tuple[Path, str] | None = None
+    found = _find_checkpoint(arguments.resume, checkpoints)
+    if found is None:
+        return Progress(0, 0, uuid.uuid4().hex)
     state: dict[str, Any] = {}
     with raise_on_all_ranks():
-        found = _find_checkpoint(arguments.resume, checkpoints)
-        if found is not None:
-            state = {"tensor_parallel_size": 1, **store.read_state(*found)}  # older checkpoints do not record it
+        state = {"tensor_parallel_size": 1, **store.read_state(*found)}  # older checkpoints do not record it
+        try:
             _check_same_run(state, identity)
             _check_length(state, identity, arguments, loss)
-    _check_all_found_the_same(found)
-    if found is None:
-        return 0, 0
+        except MegaclipError:
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{str(found[0] / found[1])!r} has a {search.STATE} with other content than MegaCLIP writes "
+                f"({first_line(error)}); choose another checkpoint"
+            ) from None
+        run = _run_after(*found, checkpoints, arguments.resume)
     if _same_partitioning(state, identity):
         store.load(engine, *found)
     else:
@@ -96,17 +117,76 @@ def resume(
     with raise_on_all_ranks():
         loss.load(store.read_loss_states(*found))
     logger.info("resumed from %s at step %d", found[0] / found[1], state["step"])
-    return int(state["step"]), int(state["samples_consumed"])
+    return Progress(state["step"], state["samples_consumed"], run)
+
+
+def require_own_folder(folder: Path, wanted: str | None) -> None:
+    """Raise CheckpointError if the run's `folder` holds checkpoints that --resume does not continue.
+
+    wanted: value of --resume.
+    """
+    checkpoints = folder / "checkpoints"
+    if wanted == "auto" or not search.holds_checkpoints(checkpoints):
+        return
+    if wanted is None or search.locate(Path(wanted))[0].resolve() != checkpoints.resolve():
+        raise CheckpointError(
+            f"{str(folder)!r} holds a run already; use --resume auto to resume it, or choose another --name"
+        )
 
 
 def _find_checkpoint(wanted: str | None, checkpoints: Path) -> tuple[Path, str] | None:
-    """Return (folder of checkpoints, name of one) for the value of --resume, or None to start from the beginning."""
+    """Return (folder of checkpoints, name of a whole one) for the value of --resume, or None to start at step 0.
+
+    "auto" takes the newest whole checkpoint, with a warning for each damaged one that it leaves out. Every rank must
+    call it.
+    """
     if wanted is None:
         return None
+    folder, tags = checkpoints, list[str]()
+    with raise_on_all_ranks():
+        if wanted == "auto":
+            tags = search.candidates(checkpoints)
+        else:
+            folder, tag = search.locate(Path(wanted))
+            tags = [tag]
+    _check_all_found_the_same(tags)
     if wanted != "auto":
-        return store.locate(Path(wanted))
-    latest = store.find_latest(checkpoints)
-    return (checkpoints, latest) if latest else None
+        search.require_whole(folder, tags[0])
+        return folder, tags[0]
+    return _newest_whole(folder, tags)
+
+
+def _newest_whole(folder: Path, tags: list[str]) -> tuple[Path, str] | None:
+    """Return (`folder`, the first of `tags` that is whole), or None if there are no tags."""
+    first_problem = ""
+    for tag in tags:
+        problems = search.find_damage(folder, tag)
+        if not problems:
+            return folder, tag
+        first_problem = first_problem or f"{tag}: {summary(problems)}"
+        if group_rank() == 0:
+            logger.warning("checkpoint %s is damaged, trying the one before it: %s", folder / tag, summary(problems))
+    if not tags:
+        return None
+    raise CheckpointError(
+        f"{str(folder)!r} holds no whole checkpoint up to the latest ({first_problem}); restore it from a copy, give "
+        f"--resume the folder of a later one (run  megaclip check {folder}  to list them), or choose "
+        "another --name to start from the beginning"
+    )
+
+
+def _run_after(folder: Path, tag: str, checkpoints: Path, wanted: str | None) -> str:
+    """Return the identifier of the run that continues checkpoint `tag`.
+
+    It is a new one if the run leaves the checkpoint's folder, or goes back to an earlier checkpoint than the latest.
+    The run then does not delete the checkpoints that are there.
+    """
+    same_folder = folder.resolve() == checkpoints.resolve()
+    if same_folder and (wanted == "auto" or search.read_latest(folder) == tag):
+        return search.run_of(folder, tag) or uuid.uuid4().hex
+    if same_folder and group_rank() == 0:
+        logger.warning("the checkpoints after %s are kept until you delete them", folder / tag)
+    return uuid.uuid4().hex
 
 
 def _same_partitioning(state: dict[str, Any], identity: dict[str, Any]) -> bool:
@@ -117,12 +197,12 @@ def _same_partitioning(state: dict[str, Any], identity: dict[str, Any]) -> bool:
     return all(state[key] == identity[key] for key in _PARTITIONING)
 
 
-def _check_all_found_the_same(found: tuple[Path, str] | None) -> None:
-    """Raise on every rank unless all ranks found the checkpoint of the same step. Their paths may differ."""
-    names = sorted({name or "nothing" for name in gather_objects(found and found[1])})
-    if len(names) > 1:
+def _check_all_found_the_same(tags: list[str]) -> None:
+    """Raise on every rank unless all ranks found the checkpoints of the same steps. Their paths may differ."""
+    found = sorted({" ".join(names) or "nothing" for names in gather_objects(tags)})
+    if len(found) > 1:
         raise CheckpointError(
-            f"ranks found different checkpoints ({', '.join(names)}); set --logs to a folder that all hosts share"
+            f"ranks found different checkpoints ({', '.join(found)}); set --logs to a folder that all hosts share"
         )
 
 
@@ -133,6 +213,9 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
             f"the checkpoint does not record {', '.join(missing)}, because an earlier version of MegaCLIP wrote it; "
             "export it with `megaclip export` and start from the export with --pretrained"
         )
+    for name in ("step", "samples_consumed", "total_steps"):
+        if type(state.get(name)) is not int or state[name] < 0:
+            raise CheckpointError(f"the checkpoint's {name} is {state.get(name)!r}; choose another checkpoint")
     check_manifest(state["data"], identity["data"])
     for key, now in json.loads(json.dumps(identity)).items():
         if key in ("data", "total_steps", *_PARTITIONING) or (was := state[key]) == now:
@@ -172,6 +255,6 @@ def _check_length(state: dict[str, Any], identity: dict[str, Any], arguments: Tr
 def _first_difference(name: str, was: Any, now: Any) -> str:
     """Describe the first value in which `was` and `now` differ, at any depth of nested dictionaries."""
     if isinstance(was, dict) and isinstance(now, dict):
-        key = next(key for key in sorted({*was, *now}) if was.get(key) != now.get(key))
+        key = next(key for key in sorted({*was, *now}) if (key in was, was.get(key)) != (key in now, now.get(key)))
         return _first_difference(f"{name}.{key}", was.get(key), now.get(key))
     return f"{name} {was!r}, and this run has {now!r}"

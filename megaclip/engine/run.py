@@ -14,13 +14,16 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megaclip.checkpoint import store
+from megaclip.checkpoint import manifest, store
+from megaclip.checkpoint.durable import write_atomically
 from megaclip.checkpoint.model_card import write_model_card
+from megaclip.checkpoint.search import MODEL_CARD, locate
 from megaclip.comm.collectives import gather_objects, sum_counts, wait_for_all_ranks
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchPlan, TrainArguments, parse_arguments
@@ -164,6 +167,8 @@ class Run:
         """Number of samples that these steps took, over all ranks."""
         self.saved_step = 0
         """Step of the newest checkpoint."""
+        self.run_id = ""
+        """Identifier that this run's checkpoints record; only the first rank's is used."""
         self._first_step = 0
         """Number of steps that were done when this process started."""
         self.watchdog = Watchdog(folder, arguments.hang_timeout)
@@ -180,29 +185,33 @@ class Run:
         Raises:
             CheckpointError, DataError: on every rank: there is no such checkpoint, or it cannot continue as this run.
         """
-        self.step, self.samples_consumed = resume(
-            self.engine, self.loss, self.identity, arguments=self.arguments, checkpoints=self.checkpoints
-        )
+        progress = resume(self.engine, self.loss, self.identity, arguments=self.arguments, checkpoints=self.checkpoints)
+        self.step, self.samples_consumed, self.run_id = progress.step, progress.samples_consumed, progress.run
         self.saved_step = self._first_step = self.step
 
     def write_description(self) -> None:
         """Write the model card and the tokenizer, which an export copies, and settings.json, on the first rank."""
         with report_write_errors():
             if self.rank == 0:
-                card = self.checkpoints / store.MODEL_CARD
+                card = self.checkpoints / MODEL_CARD
                 card.mkdir(exist_ok=True)
                 inputs = self.inputs
                 inputs.tokenizer.write_open_clip(card)
                 write_model_card(card, inputs.model_config, inputs.preprocess_cfg, inputs.tokenizer.files)
-                settings = {"arguments": self.arguments.model_dump(), "ds_config": inputs.config.deepspeed}
+                manifest.write(card)
+                settings = self._settings()
                 if self.step > 0:
                     report_changed_settings(self._resumed_folder() / "settings.json", settings)
-                store.write_atomically(self.folder / "settings.json", json.dumps(settings, indent=1))
+                write_atomically(self.folder / "settings.json", json.dumps(settings, indent=1))
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the command line and ds_config.json, in JSON types."""
+        return {"arguments": self.arguments.model_dump(), "ds_config": self.inputs.config.deepspeed}
 
     def _resumed_folder(self) -> Path:
         """Return the folder of the run whose checkpoint --resume names."""
         wanted = self.arguments.resume or "auto"
-        return self.folder if wanted == "auto" else store.locate(Path(wanted))[0].parent
+        return self.folder if wanted == "auto" else locate(Path(wanted))[0].parent
 
     def is_finished(self) -> bool:
         """Return whether nothing is left to do.
@@ -403,12 +412,22 @@ class Run:
             self._write_checkpoint()
 
     def _write_checkpoint(self) -> None:
-        state = {"step": self.step, "samples_consumed": self.samples_consumed, **self.identity}
+        progress = {"step": self.step, "samples_consumed": self.samples_consumed}
+        state = {**progress, **self.identity, "settings": self._settings()}
         loss_scale = self.loss.log_scale
         if loss_scale is not None:  # an export reads the model's logit_scale
             self.logit_scale.write(loss_scale)
         loss_state = self.loss.checkpoint_state()
-        tag = store.save(self.engine, self.checkpoints, self.step, state, self.arguments.keep_last, loss_state)
+        tag = store.save(
+            self.engine,
+            self.checkpoints,
+            self.step,
+            state,
+            self.arguments.keep_last,
+            loss_state,
+            keep_every=self.arguments.keep_every_steps,
+            run=self.run_id,
+        )
         self.saved_step = self.step
         logger.info("saved %s", self.checkpoints / tag)
 
@@ -425,4 +444,4 @@ class Run:
         summary = {**finite, "steps": self.step, "bad_samples": self.bad_samples}
         if metrics.samples_per_s:  # zero if the resumed run had only to evaluate
             summary["samples_per_s"] = metrics.samples_per_s
-        store.write_atomically(self._summary, json.dumps(summary, indent=1))
+        write_atomically(self._summary, json.dumps(summary, indent=1))

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import deepspeed.comm as dist
 
-from megaclip.checkpoint import store
+from megaclip.checkpoint.durable import make_folders
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.config import TrainArguments
+from megaclip.engine.resume import require_own_folder
 from megaclip.engine.run_lock import RunLock
-from megaclip.errors import CheckpointError, ConfigError
+from megaclip.errors import ConfigError
 
 
 @contextlib.contextmanager
@@ -30,13 +31,10 @@ def run_folder(arguments: TrainArguments) -> Iterator[Path]:
                 name = arguments.name or f"{Path(arguments.model).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
                 folder = Path(arguments.logs) / name
                 checkpoints = folder / "checkpoints"
-                checkpoints.mkdir(parents=True, exist_ok=True)
+                make_folders(checkpoints)
                 lock = RunLock(folder)
                 lock.take()
-                if arguments.resume is None and (checkpoints / store.LATEST).exists():
-                    raise CheckpointError(
-                        f"{str(folder)!r} holds a run already; add --resume auto to resume it, or choose another --name"
-                    )
+                require_own_folder(folder, arguments.resume)
         yield gather_objects(folder)[0]
     finally:
         if lock is not None:

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaclip.checkpoint import manifest
 from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.model_card import read_model_card
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights
-from megaclip.checkpoint.store import MODEL_CARD, locate
+from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
+from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.data import ImageTransform, Tokenizer, load_tokenizer
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import ClipModel
@@ -25,28 +27,42 @@ class SavedModel:
 
 
 def load_saved_model(source: Path, *, tag: str | None = None, tokenizer: str | None = None) -> SavedModel:
-    """Load a model for evaluation.
+    """Load a model for evaluation, after its files were checked. Every rank must call it.
 
     Args:
-        source: an exported open_clip directory, or a path of a run that `store.locate` accepts.
+        source: an exported open_clip directory, or a path of a run that `search.locate` accepts.
         tag: name of a checkpoint of the run, such as "step_00000100"; None selects the latest.
         tokenizer: "clip" or the path of a sentencepiece .model; None selects the tokenizer of the model card.
 
     Raises:
         ConfigError: a tag was given for an exported directory, or the model card or the tokenizer cannot be read.
-        CheckpointError: `source` holds no model, or an incomplete one.
+        CheckpointError: `source` holds no model, or an incomplete or damaged one.
     """
-    if (source / CARD_NAME).is_file():
-        if tag is not None:
-            raise ConfigError(f"--tag {tag} selects a checkpoint of a run, but {source} is an exported model; omit it")
-        card, weights = read_model_card(source), read_weights(source)
-    elif source.is_file():
-        raise CheckpointError(
-            f"{source} is a file without a model card; convert it to a directory with `megaclip import`"
-        )
+    folder: Path | None = None
+    with raise_on_all_ranks():
+        if (source / CARD_NAME).is_file():
+            if tag is not None:
+                raise ConfigError(
+                    f"--tag {tag} selects a checkpoint of a run, but {source} is an exported model; omit it"
+                )
+        elif source.is_file():
+            raise CheckpointError(
+                f"{source} is a file without a model card; convert it to a directory with `megaclip import`"
+            )
+        else:
+            folder, tag = locate(source, tag)
+    if folder is None:
+        manifest.require_whole(source)
     else:
-        folder, tag = locate(source, tag)
-        card, weights = read_model_card(folder / MODEL_CARD), consolidated_weights(folder, tag)
-    transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
-    words = load_tokenizer(tokenizer or card.tokenizer(), card.config.text_cfg.context_length)
-    return SavedModel(assigned_model(card.config, weights), transform, words)
+        assert tag is not None
+        require_whole(folder, tag)
+        manifest.require_whole(folder / MODEL_CARD)
+    with raise_on_all_ranks():
+        if folder is None or tag is None:
+            card, weights = read_model_card(source), read_weights(source)
+        else:
+            card, weights = read_model_card(folder / MODEL_CARD), consolidated_weights(folder, tag)
+        transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
+        words = load_tokenizer(tokenizer or card.tokenizer(), card.config.text_cfg.context_length)
+        loaded = SavedModel(assigned_model(card.config, weights), transform, words)
+    return loaded

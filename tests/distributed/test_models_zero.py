@@ -19,8 +19,10 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.consolidate import consolidated_weights
+from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_weights import load_pretrained, write_weights
+from megaclip.checkpoint.search import MODEL_CARD
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
 from tests.distributed.checks import assert_passed, run_checks
@@ -110,7 +112,7 @@ def check_export(stage, bf16, folder):
     assert bf16 or "logit_scale" in moved
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
-        write_model_card(folder / store.MODEL_CARD, CONFIG, OPENAI_PREPROCESS)
+        write_model_card(folder / MODEL_CARD, CONFIG, OPENAI_PREPROCESS)
     dist.barrier()
     masters = {}
     if stage:
@@ -168,7 +170,7 @@ def test_export_command_writes_a_directory_that_open_clip_verifies(root, outcome
     words = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert_close(float(words["export_max_abs_diff"]), 0.0, EXPORT, size=1)  # features have length 1
     assert words["export_captions_differing"] == "0 of 5"
-    assert sorted(os.listdir(tmp_path / "out")) == ["open_clip_config.json", "open_clip_model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "out")) == [MANIFEST, "open_clip_config.json", "open_clip_model.safetensors"]
 
 
 def test_incomplete_or_missing_checkpoint_is_refused_in_one_line(root, outcomes, tmp_path):
@@ -176,7 +178,7 @@ def test_incomplete_or_missing_checkpoint_is_refused_in_one_line(root, outcomes,
     next(broken.glob("step_*/*rank_1*optim_states.pt")).unlink()
     done = run_export(broken, tmp_path / "out")
     assert done.returncode == 1
-    assert "is incomplete: 2 ranks wrote it" in done.stderr.splitlines()[-1]
+    assert "optim_states.pt is missing" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match="does not exist"):

@@ -98,7 +98,9 @@ MISTAKES = {
         ["written with locked.image None, and this run has 0"], {"resume": "MADE/runs/run", "lock_image": []}
     ),
     "a folder in use": Mistake(["in use by another run: host", "process", "since"], {"logs": "MADE/locked"}),
-    "a damaged checkpoint": Mistake(["cannot load checkpoint"], {"resume": "MADE/damaged/run"}),
+    "a damaged checkpoint": Mistake(
+        ["is damaged", "rank_1_mp_rank_00_optim_states.pt has 7 bytes"], {"resume": "MADE/damaged/run"}
+    ),
 }
 LAUNCHED = ("a glob that matches nothing", "a corrupt shard")
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megaclip.checkpoint import manifest
+from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.checkpoint.open_clip_weights import (
@@ -23,6 +25,7 @@ from megaclip.checkpoint.open_clip_weights import (
     write_weights,
 )
 from megaclip.checkpoint.verify import TOLERANCE, verify
+from megaclip.commands import import_open_clip as import_command
 from megaclip.data.tokenizers import load_tokenizer, train_sentencepiece
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
@@ -313,7 +316,7 @@ def test_import_keeps_the_card_and_the_tokenizer_of_a_directory(tmp_path, export
     (exported / "tokenizer.json").write_text("{}")
     done = run_import(exported, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert sorted(os.listdir(tmp_path / "out")) == sorted(os.listdir(exported))
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([*os.listdir(exported), MANIFEST])
     assert load_model_config(tmp_path / "out") == config.replace(vision_position_init="normal")
     assert json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["preprocess_cfg"]["mean"] == [0.5] * 3
     fresh = build_model(config)
@@ -330,3 +333,20 @@ def test_import_for_a_different_model_lists_the_differences_and_writes_nothing(t
     assert "shape       visual.proj: the model has [96, 32], the file has [96, 64]" in done.stdout
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_import_refuses_a_directory_with_other_files(tmp_path, exported):
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointError, match="belongs to"):
+            import_command.import_weights(exported, exported, None, overwrite=overwrite)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is not empty; choose another directory, or add --overwrite"):
+        import_command.import_weights(exported, out, None)
+    assert os.listdir(out) == ["mine.txt"]
+    assert import_command.import_weights(exported, out, None, overwrite=True).complete
+    assert manifest.find_damage(out) == [] and (out / "mine.txt").read_text() == "mine"
+    (exported / "file.txt").touch()
+    with pytest.raises(CheckpointError, match="choose another directory"):
+        import_command.import_weights(exported, exported / "file.txt", None)

@@ -1,12 +1,19 @@
-"""timm's optimizers, where DeepSpeed's of the same names differ. Whole updates: tests/distributed/test_engine.py."""
+"""timm's optimizers, where DeepSpeed's of the same names differ, and the bits of DeepSpeed's Adam after a restart.
 
+Whole updates: tests/distributed/test_engine.py.
+"""
+
+import copy
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from megaclip.config.optimizers import Optimizer
-from megaclip.engine.optimizers import timm_optimizer
+from megaclip.engine.optimizers import step_without_history, timm_optimizer
 from megaclip.errors import ConfigError
 
 
@@ -46,3 +53,31 @@ def test_a_missing_timm_is_one_line_that_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm.optim", None)
     with pytest.raises(ConfigError, match=r"Lion requires timm.*pip install timm"):
         timm_optimizer(settings("Lion", lr=0.1), [])
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam])
+def test_adam_on_the_cpu_continues_with_the_same_bits(kind):
+    """Bits are equal on the same machine. Without the hook they differ from the second step after the restart on."""
+
+    def start() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(torch.randn(1000))
+        optimizer = kind([parameter], lr=0.01, betas=(0.9, 0.98), weight_decay=0.1)
+        engine: Any = SimpleNamespace(basic_optimizer=optimizer, device=torch.device("cpu"))
+        step_without_history(engine)
+        return parameter, optimizer
+
+    def train(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            parameter.grad = torch.randn(1000, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+
+    whole, optimizer = start()
+    train(whole, optimizer, range(3))
+    saved, state = whole.detach().clone(), copy.deepcopy(optimizer.state_dict())
+    train(whole, optimizer, range(3, 12))
+    resumed, optimizer = start()
+    resumed.data.copy_(saved)
+    optimizer.load_state_dict(state)
+    train(resumed, optimizer, range(3, 12))
+    assert torch.equal(resumed, whole)

@@ -7,7 +7,7 @@ import pytest
 
 from megaclip.config import parse_arguments
 from megaclip.engine import resume
-from megaclip.errors import CheckpointError
+from megaclip.errors import CheckpointError, MegaclipError
 
 IDENTITY: dict[str, Any] = {
     "world_size": 2,
@@ -37,7 +37,8 @@ def load(
     """Resume from a checkpoint whose state is `saved` and return how it was loaded."""
     arguments = parse_arguments([*REQUIRED, "--resume", "there", *flags])
     taken: list[str] = []
-    monkeypatch.setattr(resume.store, "locate", lambda path: (path, "step_00000004"))
+    monkeypatch.setattr(resume.search, "locate", lambda path: (path, "step_00000004"))
+    monkeypatch.setattr(resume.search, "require_whole", lambda *_: None)
     monkeypatch.setattr(resume.store, "read_state", lambda *_: {"step": 4, "samples_consumed": 128, **saved})
     monkeypatch.setattr(resume.store, "read_loss_states", lambda *_: iter(()))
     monkeypatch.setattr(resume, "check_manifest", lambda *_: None)
@@ -46,7 +47,8 @@ def load(
     engine: Any = None
     loss: Any = Loss()
     loss.length_dependent_setting = loss_setting
-    assert resume.resume(engine, loss, IDENTITY, arguments=arguments, checkpoints=Path("runs")) == (4, 128)
+    progress = resume.resume(engine, loss, IDENTITY, arguments=arguments, checkpoints=Path("runs"))
+    assert (progress.step, progress.samples_consumed) == (4, 128)
     return taken
 
 
@@ -74,6 +76,32 @@ def test_other_locks_and_incomplete_states_are_refused(monkeypatch):
         CheckpointError, match="does not record locked, because an earlier version of MegaCLIP wrote it"
     ):
         load(monkeypatch, {key: value for key, value in IDENTITY.items() if key != "locked"})
+
+
+JUNK: list[Any] = [None, -1, 0.5, True, "x", [], {}, [[]], {"sources": 3}, {"sources": [{}], "weights": None}]
+
+
+@pytest.mark.parametrize("key", ["step", "samples_consumed", *IDENTITY])
+def test_prepared_state_ends_in_one_readable_error(monkeypatch, key):
+    """Any content of state.json is accepted or refused as an error for users, before anything is loaded."""
+    monkeypatch.setattr(resume, "_find_checkpoint", lambda *_: (Path("runs"), "step_00000004"))
+    monkeypatch.setattr(resume, "_same_partitioning", lambda *_: True)
+    loss: Any = Loss()
+    engine: Any = None
+    identity = {**IDENTITY, "data": {"sources": [{"type": "tar", "files": [["a", 1, 1]]}], "weights": None}}
+    arguments = parse_arguments([*REQUIRED, "--resume", "there"])
+    refused = 0
+    for junk in JUNK:
+        state = {"step": 4, "samples_consumed": 128, **identity, key: junk}
+        monkeypatch.setattr(resume.store, "read_state", lambda *_, state=state: state)
+        monkeypatch.setattr(resume.store, "load", lambda *_: None)
+        monkeypatch.setattr(resume.store, "read_loss_states", lambda *_: iter(()))
+        try:
+            resume.resume(engine, loss, identity, arguments=arguments, checkpoints=Path("runs"))
+        except MegaclipError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused >= len(JUNK) - 1 or key in resume._PARTITIONING  # those may differ in any way
 
 
 CONST = ("--lr-scheduler", "const")

@@ -4,50 +4,21 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from megaclip.checkpoint import store
+from megaclip.checkpoint import search, store
+from megaclip.checkpoint.durable import write_atomically
+from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.errors import CheckpointError
-
-
-class Killed(BaseException):
-    """Simulates the end of the process: the store must not catch it."""
-
-
-class Engine:
-    """Engine that writes two files, as DeepSpeed would; their content is `label`."""
-
-    def __init__(self, label: str, dies: bool = False) -> None:
-        self.label = label
-        self.dies = dies
-        self.checkpoint_engine = SimpleNamespace(save=None)
-
-    def save_checkpoint(self, folder: str, tag: str, save_latest: bool) -> None:
-        assert not save_latest, "DeepSpeed's own `latest` is not atomic"
-        (Path(folder) / tag).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / tag / "model").write_text(self.label)
-        if self.dies:
-            raise Killed
-        (Path(folder) / tag / "optimizer").write_text(self.label)
-
-
-@pytest.fixture(autouse=True)
-def _one_rank(monkeypatch):
-    monkeypatch.setattr(store, "dist", SimpleNamespace(get_rank=lambda: 0))
-
-
-def save(folder: Path, step: int, label: str = "", *, dies: bool = False, keep_last: int = 2) -> str:
-    engine: Any = Engine(label, dies)
-    return store.save(engine, folder, step, {"step": step, "label": label}, keep_last)
+from tests.unit.saved_checkpoints import Engine, Killed, save
 
 
 def assert_complete(folder: Path, tag: str | None, label: str) -> None:
     assert tag is not None
-    assert (folder / tag / "model").read_text() == (folder / tag / "optimizer").read_text() == label
+    assert search.find_damage(folder, tag) == []
+    assert all(torch.load(folder / tag / name) == {"label": label} for name in ("model.pt", "optimizer.pt"))
     assert store.read_state(folder, tag)["label"] == label
 
 
@@ -74,16 +45,13 @@ def file_operations(monkeypatch, limit: float) -> list[str]:
 def test_save_cut_off_anywhere_keeps_a_complete_latest(tmp_path, monkeypatch):
     """Cut off a save before each of its file operations. It replaces a half-written folder and deletes an old one."""
 
-    def prepared(name: str) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        save(folder, 1, "one")
-        save(folder, 2, "two")
-        (folder / "step_00000003").mkdir()
-        (folder / "step_00000003" / "model").write_text("half")
-        return folder
-
-    folder = prepared("whole")
+    before = tmp_path / "before"
+    before.mkdir()
+    save(before, 1, "one")
+    save(before, 2, "two")
+    (before / "step_00000003").mkdir()
+    (before / "step_00000003" / "model.pt").write_text("half")
+    folder = shutil.copytree(before, tmp_path / "whole")
     with monkeypatch.context() as patch:
         operations = file_operations(patch, limit=float("inf"))
         save(folder, 3, "three")
@@ -91,16 +59,16 @@ def test_save_cut_off_anywhere_keeps_a_complete_latest(tmp_path, monkeypatch):
 
     seen = []
     for limit in range(len(operations)):
-        folder = prepared(f"cut_{limit}")
+        folder = shutil.copytree(before, tmp_path / f"cut_{limit}")
         with monkeypatch.context() as patch:
             file_operations(patch, limit)
             with pytest.raises(Killed):
                 save(folder, 3, "three")
-        tag = store.find_latest(folder)
+        tag = search.find_latest(folder)
         assert_complete(folder, tag, {"step_00000002": "two", "step_00000003": "three"}[str(tag)])
         seen.append(tag)
         save(folder, 3, "again")  # the resumed run replaces the remains
-        assert_complete(folder, store.find_latest(folder), "again")
+        assert_complete(folder, search.find_latest(folder), "again")
     assert set(seen) == {"step_00000002", "step_00000003"}
 
 
@@ -108,13 +76,13 @@ def test_crash_while_deepspeed_writes_keeps_the_previous_checkpoint(tmp_path):
     save(tmp_path, 1, "one")
     with pytest.raises(Killed):
         save(tmp_path, 2, "two", dies=True)
-    assert_complete(tmp_path, store.find_latest(tmp_path), "one")
+    assert_complete(tmp_path, search.find_latest(tmp_path), "one")
     with pytest.raises(CheckpointError, match="is incomplete"):
-        store.locate(tmp_path / "step_00000002")
+        search.locate(tmp_path / "step_00000002")
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
-    (tmp_path / store.MODEL_CARD).mkdir()
+    (tmp_path / search.MODEL_CARD).mkdir()
     for step in (1, 2, 30):
         save(tmp_path, step, keep_last=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "model", "step_00000002", "step_00000030"]
@@ -138,7 +106,7 @@ def test_run_resumed_from_an_earlier_step_keeps_its_own_checkpoint(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step, "first", keep_last=3)
     save(tmp_path, 2, "second", keep_last=1)
-    assert store.find_latest(tmp_path) == "step_00000002"
+    assert search.find_latest(tmp_path) == "step_00000002"
     assert_complete(tmp_path, "step_00000002", "second")
 
 
@@ -146,11 +114,11 @@ def test_crash_while_the_latest_is_overwritten_keeps_an_earlier_checkpoint(tmp_p
     """After --resume from an earlier step, a run may save again at the step that `latest` names."""
     for step in (1, 2, 3, 4):
         save(tmp_path, step, f"first {step}", keep_last=9)
-    (tmp_path / store.LATEST).write_text("step_00000003")  # step 4 is from an earlier run
-    (tmp_path / "step_00000002" / store.STATE).unlink()
+    (tmp_path / search.LATEST).write_text("step_00000003")  # step 4 is from an earlier run
+    (tmp_path / "step_00000002" / MANIFEST).unlink()
     with pytest.raises(Killed):
         save(tmp_path, 3, "second 3", dies=True)
-    assert_complete(tmp_path, store.find_latest(tmp_path), "first 1")
+    assert_complete(tmp_path, search.find_latest(tmp_path), "first 1")
 
 
 def test_full_disk_raises_a_checkpoint_error(tmp_path, monkeypatch):
@@ -160,7 +128,7 @@ def test_full_disk_raises_a_checkpoint_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match=r"No space left on device; free space at .* or fix permissions"):
         save(tmp_path, 1)
-    assert store.find_latest(tmp_path) is None
+    assert search.find_latest(tmp_path) is None
 
 
 def test_locate_accepts_a_step_a_checkpoints_folder_or_a_run(tmp_path):
@@ -168,12 +136,12 @@ def test_locate_accepts_a_step_a_checkpoints_folder_or_a_run(tmp_path):
     checkpoints.mkdir(parents=True)
     for step in (1, 2):
         save(checkpoints, step)
-    assert store.locate(checkpoints / "step_00000001") == (checkpoints, "step_00000001")
-    assert store.locate(checkpoints) == (checkpoints, "step_00000002")
-    assert store.locate(tmp_path / "run") == (checkpoints, "step_00000002")
+    assert search.locate(checkpoints / "step_00000001") == (checkpoints, "step_00000001")
+    assert search.locate(checkpoints) == (checkpoints, "step_00000002")
+    assert search.locate(tmp_path / "run") == (checkpoints, "step_00000002")
     for nothing in (tmp_path, tmp_path / "nowhere", checkpoints / "step_00000009"):
         with pytest.raises(CheckpointError, match=r"no checkpoint at .*expected a step_N folder"):
-            store.locate(nothing)
+            search.locate(nothing)
 
 
 def test_tag_selects_a_checkpoint_from_any_folder_of_the_run(tmp_path):
@@ -183,38 +151,38 @@ def test_tag_selects_a_checkpoint_from_any_folder_of_the_run(tmp_path):
         save(checkpoints, step)
     first = (checkpoints, "step_00000001")
     for path in (tmp_path / "run", checkpoints, checkpoints / first[1]):
-        assert store.locate(path, first[1]) == first
+        assert search.locate(path, first[1]) == first
     (checkpoints / "latest").write_text("step_00000003")  # does not exist, and is not requested
-    assert store.locate(tmp_path / "run", first[1]) == first
+    assert search.locate(tmp_path / "run", first[1]) == first
     with pytest.raises(CheckpointError, match="it has step_00000001, step_00000002"):
-        store.locate(tmp_path / "run", "step_00000009")
+        search.locate(tmp_path / "run", "step_00000009")
     with pytest.raises(CheckpointError, match="is one checkpoint"):
-        store.locate(checkpoints / first[1], "step_00000002")
+        search.locate(checkpoints / first[1], "step_00000002")
     with pytest.raises(CheckpointError, match="no checkpoint at"):
-        store.locate(tmp_path / "nowhere", first[1])
-    (checkpoints / first[1] / store.STATE).unlink()
+        search.locate(tmp_path / "nowhere", first[1])
+    (checkpoints / first[1] / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="is incomplete"):
-        store.locate(tmp_path / "run", first[1])
+        search.locate(tmp_path / "run", first[1])
 
 
 def test_incomplete_and_damaged_checkpoints_are_refused(tmp_path):
-    assert store.find_latest(tmp_path) is None
+    assert search.find_latest(tmp_path) is None
     tag = save(tmp_path, 7)
-    state = tmp_path / tag / store.STATE
+    state = tmp_path / tag / search.STATE
     for text, message in (("{", "cannot read"), ("[1]", "does not hold a JSON object")):
         state.write_text(text)
         with pytest.raises(CheckpointError, match=message):
             store.read_state(tmp_path, tag)
-    state.unlink()
+    (tmp_path / tag / MANIFEST).unlink()
     for names in (tag, "step_00000008", "../elsewhere", ""):
-        (tmp_path / store.LATEST).write_text(names)
+        (tmp_path / search.LATEST).write_text(names)
         with pytest.raises(CheckpointError, match="does not exist or is incomplete"):
-            store.find_latest(tmp_path)
+            search.find_latest(tmp_path)
 
 
 def test_atomic_write_shows_the_old_or_the_new_text(tmp_path, monkeypatch):
     path = tmp_path / "file.json"
-    store.write_atomically(path, "old")
+    write_atomically(path, "old")
     seen = []
     original = os.replace
 
@@ -223,7 +191,7 @@ def test_atomic_write_shows_the_old_or_the_new_text(tmp_path, monkeypatch):
         original(*arguments)
 
     monkeypatch.setattr(os, "replace", replace)
-    store.write_atomically(path, json.dumps({"n": 1}))
+    write_atomically(path, json.dumps({"n": 1}))
     assert seen == ["old"] and json.loads(path.read_text()) == {"n": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
 
@@ -237,3 +205,20 @@ def test_error_names_the_damaged_loss_state(tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot read .*loss_rank_00001\.pt"):
         list(store.read_loss_states(tmp_path, folder.name))
     assert list(store.read_loss_states(tmp_path, "step_00000002")) == []
+
+
+def test_files_that_deepspeed_copies_from_nvme_are_in_the_manifest(tmp_path, monkeypatch):
+    original = Engine.save_checkpoint
+
+    def offloading(engine: Engine, folder: str, tag: str, save_latest: bool) -> None:
+        original(engine, folder, tag, save_latest)
+        path = Path(folder, tag, "offloaded_tensors", "rank00", "optimizer", "0.swp")
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"state")
+
+    monkeypatch.setattr(Engine, "save_checkpoint", offloading)
+    tag = save(tmp_path, 1)
+    assert search.find_damage(tmp_path, tag) == []
+    (tmp_path / tag / "offloaded_tensors" / "rank00" / "optimizer" / "0.swp").write_bytes(b"stale")
+    (problem,) = search.find_damage(tmp_path, tag)
+    assert problem.startswith("offloaded_tensors/rank00/optimizer/0.swp has changed")

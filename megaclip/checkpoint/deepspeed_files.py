@@ -1,0 +1,89 @@
+"""Write and read DeepSpeed's checkpoint files: with checksums, and without executing anything from a file.
+
+DeepSpeed's files are pickles, and DeepSpeed reads them without restriction. Here they are read with
+`weights_only=True`, which builds tensors, plain Python values and the classes of `_ALLOWED` only. `CheckedFiles` makes
+DeepSpeed itself read and write in this way.
+"""
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from megaclip.checkpoint.durable import FileRecord, save_tensors
+from megaclip.errors import CheckpointError, first_line
+
+_ALLOWED = [LossScaler, ZeroStageEnum, fragment_address]
+"""Classes in DeepSpeed's files. They hold numbers, and creating or loading one calls nothing else."""
+
+
+def read_file(path: Path, **options: Any) -> dict[str, Any]:
+    """Return the content of one of DeepSpeed's files.
+
+    Args:
+        path: the file.
+        options: `map_location` and `mmap` of torch.load.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds objects of other classes.
+    """
+    try:
+        with torch.serialization.safe_globals(_ALLOWED):
+            content = torch.load(path, weights_only=True, **options)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{str(path)!r} holds more than tensors and numbers, or is damaged ({_reason(error)}); it is not read, "
+            "because that could run code; use a checkpoint that MegaCLIP has written"
+        ) from None
+    except Exception as error:  # a damaged file can cause any exception inside torch.load
+        raise CheckpointError(f"{str(path)!r} cannot be read: {first_line(error)}; choose another checkpoint") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{str(path)!r} does not hold a dictionary; choose another checkpoint")
+    return content
+
+
+def _reason(error: pickle.UnpicklingError) -> str:
+    """Return the name that torch's message refuses, or the message without its advice to trust the file."""
+    if name := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it uses {name[1]}"
+    return first_line(Exception(str(error).split("WeightsUnpickler error:")[-1]))
+
+
+class CheckedFiles(CheckpointEngine):
+    """Checkpoint engine for DeepSpeed, which records what this rank writes.
+
+    `save` stores its first error instead of raising it: DeepSpeed's save contains collectives, so a rank that cannot
+    write must still take part in all of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = type(self).__name__
+        self.records: dict[Path, FileRecord] = {}
+        """Files that this rank has written."""
+        self.error: Exception | None = None
+        """First error of `save`."""
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Do nothing: a save needs no preparation."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write a file that survives a power cut."""
+        try:
+            self.records[Path(path)] = save_tensors(state_dict, Path(path))
+        except (OSError, RuntimeError) as problem:
+            self.error = self.error or problem
+
+    def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
+        """Read a file without executing anything from it. Raises CheckpointError."""
+        return read_file(Path(path), map_location=map_location)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Return True: `save` has written everything."""
+        return True

@@ -1,0 +1,173 @@
+"""Manifests: a file in a checkpoint or an export that records size and checksum of every other file.
+
+`write` makes all files survive a power cut first and writes the manifest last, so a folder with a manifest was complete
+once. `find_damage` reads the files again and names those that are missing or have changed. On N ranks each file is read
+by one rank (`find_damage_on_all_ranks`).
+"""
+
+import contextlib
+import datetime
+import json
+import zlib
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megaclip.checkpoint.durable import FileRecord, checksum, sync_files, sync_folder, write_atomically
+from megaclip.comm.collectives import gather_objects
+from megaclip.comm.groups import group_rank, group_size
+from megaclip.errors import CheckpointError, first_line
+
+MANIFEST = "megaclip_manifest.json"
+"""Name of the manifest in its folder."""
+_PACKAGES = ("megaclip", "torch", "deepspeed")
+
+
+class Manifest(BaseModel):
+    """Content of a manifest."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    format: Literal[1] = 1
+    saved_at: str
+    """Time in UTC, in ISO 8601 with microseconds, so that the order of texts is the order of times."""
+    run: str = ""
+    """Identifier of the run that wrote the checkpoint. A run deletes only its own checkpoints."""
+    versions: dict[str, str]
+    """Installed versions by package."""
+    files: dict[str, FileRecord]
+    """Path relative to the folder, with slashes -> size and checksum."""
+
+
+def write(folder: Path, files: Mapping[str, FileRecord] | None = None, *, run: str = "") -> None:
+    """Write the manifest of `folder`, last and atomically.
+
+    Args:
+        folder: the folder; its other files must not change any more.
+        files: records of files that are on the disk already. None: all files are made to survive a power cut and read.
+        run: identifier of the run that wrote the folder.
+    """
+    if files is None:
+        files = {name: record for name, record in sync_files(folder).items() if name != MANIFEST}
+    content = Manifest(
+        saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
+        run=run,
+        versions={name: _version(name) for name in _PACKAGES},
+        files=dict(sorted(files.items())),
+    )
+    with contextlib.suppress(CheckpointError):  # writing the same files again leaves the manifest as it is
+        before = read(folder)
+        if content == before.model_copy(update={"saved_at": content.saved_at}):
+            content = before
+    values = content.model_dump()
+    write_atomically(folder / MANIFEST, json.dumps({**values, "crc32": _crc32_of(values)}, indent=1))
+    sync_folder(folder.parent)
+
+
+def read(folder: Path) -> Manifest:
+    """Return the manifest of `folder`.
+
+    Raises:
+        CheckpointError: the manifest is missing, damaged or of a format that this version does not know.
+    """
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.pop("crc32", None) != _crc32_of(content):
+            raise CheckpointError(f"{MANIFEST} has changed: its checksum differs from its content")
+        return Manifest.model_validate(content)
+    except FileNotFoundError:
+        raise CheckpointError(f"{MANIFEST} is missing") from None
+    except ValidationError as error:
+        raise CheckpointError(f"{MANIFEST} is not a manifest of format 1: {error.errors()[0]['msg']}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{MANIFEST} cannot be read: {first_line(error)}") from None
+
+
+def find_damage(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
+    """Check the files of `folder` against its manifest; return one text per damaged file, empty if there is none.
+
+    Args:
+        folder: a checkpoint or an export.
+        part: index of the caller's share of the files.
+        parts: number of shares, each with about as many bytes. Sizes are checked in the shares too.
+    """
+    try:
+        files = read(folder).files
+    except CheckpointError as error:
+        return [str(error)]
+    unlisted = sorted(path.name for path in folder.glob("*.pt") if path.name not in files)
+    problems = [f"{name} is not listed in {MANIFEST}" for name in unlisted] if part == 0 else []
+    for name in _share(files, part, parts):
+        if problem := _problem(folder, name, files[name]):
+            problems.append(problem)
+    return problems
+
+
+def find_damage_on_all_ranks(folder: Path) -> list[str]:
+    """Check the files of `folder`, each on one rank; return the damage on every rank. All ranks must call it."""
+    own = find_damage(folder, part=group_rank(), parts=group_size())
+    return list(dict.fromkeys(problem for problems in gather_objects(own) for problem in problems))
+
+
+def require_whole(folder: Path) -> None:
+    """Raise CheckpointError unless every file of an export or a model card's folder is as its manifest records it.
+
+    A folder without a manifest is accepted: open_clip and earlier versions of MegaCLIP write none. All ranks must call
+    it.
+    """
+    present = any(gather_objects((folder / MANIFEST).exists()))
+    if present and (problems := find_damage_on_all_ranks(folder)):
+        raise CheckpointError(
+            f"{str(folder)!r} is damaged: {summary(problems)}; write or copy it again. If the files were changed on "
+            f"purpose, delete its {MANIFEST}"
+        )
+
+
+def summary(problems: list[str]) -> str:
+    """Return the first three problems, and the number of the others."""
+    more = f"; and {len(problems) - 3} more files" if len(problems) > 3 else ""
+    return "; ".join(problems[:3]) + more
+
+
+def _problem(folder: Path, name: str, expected: FileRecord) -> str | None:
+    """Return the damage of one file. The name comes from a file, so it must not lead out of the folder."""
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts:
+        return f"{name!r} in {MANIFEST} leads out of the folder"
+    path = folder / pure
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        if (size := path.stat().st_size) != expected.size:
+            return f"{name} has {size} bytes instead of {expected.size}"
+        if (found := checksum(path)) != expected:
+            return f"{name} has changed: its CRC-32 is {found.crc32} instead of {expected.crc32}"
+    except (OSError, ValueError) as error:
+        return f"{name} cannot be read: {first_line(error)}"
+    return None
+
+
+def _share(files: Mapping[str, FileRecord], part: int, parts: int) -> list[str]:
+    """Return the names of one share: each file, the largest first, goes to the share with the fewest bytes."""
+    loads, chosen = [0] * parts, []
+    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+        index = loads.index(min(loads))
+        loads[index] += files[name].size + 1
+        if index == part:
+            chosen.append(name)
+    return chosen
+
+
+def _crc32_of(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"

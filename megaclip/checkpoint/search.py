@@ -1,0 +1,189 @@
+"""Find the checkpoints of a run, and check that they are whole.
+
+A checkpoint is *complete* if it was written to its end: its manifest, which is written last, is there. It is *whole* if
+every file still is as the manifest records it. `latest` names the newest complete checkpoint.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from megaclip.checkpoint import manifest
+from megaclip.checkpoint.manifest import MANIFEST
+from megaclip.comm.collectives import gather_objects
+from megaclip.comm.groups import group_rank
+from megaclip.errors import CheckpointError
+from megaclip.logging import get_logger
+
+logger = get_logger(__name__)
+
+LATEST = "latest"
+STATE = "state.json"
+MODEL_CARD = "model"
+STATE_FORMAT = 2
+"""Value of "format" in state.json. Checkpoints of format 1 have neither this entry nor a manifest."""
+_TAG = re.compile(r"step_\d{8,}")
+
+
+def all_tags(folder: Path) -> list[str]:
+    """Return the names of all step_N folders, complete or not, oldest first."""
+    return sorted(path.name for path in folder.iterdir() if _TAG.fullmatch(path.name))
+
+
+def step_of(tag: str) -> int:
+    """Return the number of optimizer steps of checkpoint `tag`."""
+    return int(tag.removeprefix("step_"))
+
+
+def is_complete(folder: Path, tag: str) -> bool:
+    """Return whether checkpoint `tag` was written to its end. `find_damage` tells whether it still is whole."""
+    if not _TAG.fullmatch(tag):
+        return False
+    return (folder / tag / MANIFEST).is_file() or _is_format_1(folder / tag)
+
+
+def _is_format_1(checkpoint: Path) -> bool:
+    """Return whether a version of MegaCLIP without manifests has written the checkpoint."""
+    try:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(state, dict) and "format" not in state
+
+
+def newest_first(folder: Path) -> list[str]:
+    """Return the tags of all complete checkpoints in `folder`, the one that was saved last first."""
+
+    def saved(tag: str) -> tuple[str, str]:
+        try:
+            return manifest.read(folder / tag).saved_at, tag
+        except CheckpointError:
+            return "", tag
+
+    if not folder.is_dir():
+        return []
+    return sorted((tag for tag in all_tags(folder) if is_complete(folder, tag)), key=saved, reverse=True)
+
+
+def run_of(folder: Path, tag: str) -> str | None:
+    """Return the identifier of the run that wrote a checkpoint, None if it cannot be read or has none."""
+    try:
+        return manifest.read(folder / tag).run
+    except CheckpointError:
+        return None
+
+
+def holds_checkpoints(folder: Path) -> bool:
+    """Return whether `folder` holds a complete checkpoint, or a file `latest`."""
+    return (folder / LATEST).exists() or bool(newest_first(folder))
+
+
+def find_latest(folder: Path) -> str | None:
+    """Return the tag of the newest complete checkpoint in `folder`, or None if it holds none.
+
+    It is the one that `latest` names. If there is no such file, it is the one that was saved last, with a warning.
+
+    Raises:
+        CheckpointError: `latest` names a checkpoint that does not exist or is incomplete.
+    """
+    tag = read_latest(folder)
+    if tag is None:
+        return _warn_of_missing_latest(folder, newest_first(folder))
+    require_complete(folder, tag)
+    return tag
+
+
+def candidates(folder: Path) -> list[str]:
+    """Return the checkpoints that --resume auto tries, in this order.
+
+    They are the one that `latest` names and the earlier ones, the one that was saved last first. If there is no file
+    `latest`, they are all complete ones, with a warning.
+    """
+    tag, complete = read_latest(folder), newest_first(folder)
+    if tag is None or not _TAG.fullmatch(tag):
+        _warn_of_missing_latest(folder, complete)
+        return complete
+    return [tag, *(earlier for earlier in complete if step_of(earlier) < step_of(tag))]
+
+
+def read_latest(folder: Path) -> str | None:
+    """Return the content of `latest`, None if there is no such file or it cannot be read."""
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+
+
+def _warn_of_missing_latest(folder: Path, complete: list[str]) -> str | None:
+    """Warn if `folder` has complete checkpoints; return the first of them."""
+    if not complete:
+        return None
+    if group_rank() == 0:
+        logger.warning("%s is missing or damaged; using the checkpoint that was saved last", folder / LATEST)
+    return complete[0]
+
+
+def locate(path: Path, tag: str | None = None) -> tuple[Path, str]:
+    """Return the checkpoints folder and the tag for a path that a user gave.
+
+    Args:
+        path: a step's folder, a checkpoints folder, or the folder of a run.
+        tag: name of a checkpoint, such as "step_00000100"; None selects the latest.
+
+    Raises:
+        CheckpointError: `path` is none of the three, or does not hold that checkpoint, or the checkpoint is incomplete.
+    """
+    if _TAG.fullmatch(path.name) and path.is_dir():
+        if tag not in (None, path.name):
+            raise CheckpointError(
+                f"{str(path)!r} is one checkpoint; give the run's folder to select {tag!r} by its tag"
+            )
+        require_complete(path.parent, path.name)
+        return path.parent, path.name
+    for folder in (path, path / "checkpoints"):
+        if tag is None:
+            latest = find_latest(folder)
+            if latest is not None:
+                return folder, latest
+        elif folder.is_dir() and (tags := all_tags(folder)):
+            if tag not in tags:
+                raise CheckpointError(f"no checkpoint {tag!r} in {str(folder)!r}; it has {', '.join(tags[-5:])}")
+            require_complete(folder, tag)
+            return folder, tag
+    raise CheckpointError(
+        f"no checkpoint at {str(path)!r}; expected a step_N folder, or a folder with a file '{LATEST}'"
+    )
+
+
+def require_complete(folder: Path, tag: str) -> None:
+    """Raise CheckpointError unless checkpoint `tag` exists and is complete."""
+    if not is_complete(folder, tag):
+        raise CheckpointError(
+            f"checkpoint {str(folder / tag)!r} does not exist or is incomplete: it has no {MANIFEST}; choose a whole "
+            f"one, run  megaclip check {folder}  to list them"
+        )
+
+
+def find_damage(folder: Path, tag: str) -> list[str]:
+    """Check checkpoint `tag` against its manifest; return one text per damaged file. All ranks must call it.
+
+    A checkpoint of an earlier version without a manifest is accepted, with a warning.
+    """
+    unchecked = _TAG.fullmatch(tag) and not (folder / tag / MANIFEST).exists() and _is_format_1(folder / tag)
+    if all(gather_objects(bool(unchecked))):  # all ranks must decide alike
+        if group_rank() == 0:
+            logger.warning("%s cannot be checked: an earlier version wrote it without a manifest", folder / tag)
+        return []
+    return manifest.find_damage_on_all_ranks(folder / tag)
+
+
+def require_whole(folder: Path, tag: str) -> None:
+    """Raise CheckpointError, which names the damaged files, unless checkpoint `tag` is whole.
+
+    All ranks must call it.
+    """
+    if problems := find_damage(folder, tag):
+        raise CheckpointError(
+            f"checkpoint {str(folder / tag)!r} is damaged: {manifest.summary(problems)}; choose a whole one, run  "
+            f"megaclip check {folder}  to list them"
+        )

@@ -1,0 +1,90 @@
+"""Check that checkpoints or an export are whole: every file has the size and the checksum of its manifest.
+
+    megaclip check runs/NAME            # all checkpoints of a run, and its model card
+    megaclip check runs/NAME/checkpoints/step_00000100
+    megaclip check exported
+
+prints one line per folder, with its step, the time at which it was saved, its size, and the damaged files. The exit
+code is 1 if a complete checkpoint or an export is damaged, or if there is no whole one. A checkpoint whose save was cut
+off is incomplete: it is shown, and is no error if the run has a whole one. Files are read in blocks, and nothing in
+them is executed.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaclip.checkpoint import manifest, search
+from megaclip.checkpoint.manifest import MANIFEST
+from megaclip.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Row:
+    """Result for one folder."""
+
+    name: str
+    saved_at: str
+    """Time in UTC, to the second."""
+    mib: str
+    """Size of all files in MiB."""
+    state: str
+    """"whole", "damaged", "incomplete" or "no manifest"."""
+    problems: tuple[str, ...] = ()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="run, its checkpoints, one checkpoint or an export")
+    folder = parser.parse_args(argv).folder
+    try:
+        rows = check(folder)
+    except (CheckpointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{'folder':<16} {'saved at (UTC)':<20} {'MiB':>10}  state")
+    for row in rows:
+        print(f"{row.name:<16} {row.saved_at:<20} {row.mib:>10}  {row.state}")
+        for problem in row.problems:
+            print(f"{'':<16} {problem}")
+    states = {row.state for row in rows}
+    return int("damaged" in states or not states & {"whole", "no manifest"})
+
+
+def check(folder: Path) -> list[Row]:
+    """Return one row per checkpoint in `folder`, or one for `folder` itself.
+
+    Raises:
+        CheckpointError: there is nothing to check.
+    """
+    if (folder / MANIFEST).is_file() or (folder.is_dir() and search.is_complete(folder.parent, folder.name)):
+        return [check_one(folder)]
+    for checkpoints in (folder, folder / "checkpoints"):
+        if not checkpoints.is_dir() or not (tags := search.all_tags(checkpoints)):
+            continue
+        rows = [check_one(checkpoints / tag) for tag in tags]
+        latest = search.read_latest(checkpoints)
+        if latest not in tags:
+            problem = f"latest names {latest!r}, which is not here" if latest is not None else "latest is missing"
+            rows.append(Row(search.LATEST, "", "", "damaged", (problem,)))
+        card = checkpoints / search.MODEL_CARD
+        return [*rows, check_one(card)] if (card / MANIFEST).is_file() else rows
+    raise CheckpointError(
+        f"{str(folder)!r} holds no checkpoint and no {MANIFEST}; expected a run, its checkpoints, a step_N folder or "
+        "an export"
+    )
+
+
+def check_one(folder: Path) -> Row:
+    """Read every file that the manifest of `folder` lists."""
+    if not (folder / MANIFEST).exists():
+        complete = search.is_complete(folder.parent, folder.name)
+        return Row(folder.name, "", "", "no manifest" if complete else "incomplete")
+    problems = tuple(manifest.find_damage(folder))
+    try:
+        content = manifest.read(folder)
+    except CheckpointError:
+        return Row(folder.name, "", "", "damaged", problems)
+    mib = sum(record.size for record in content.files.values()) / 2**20
+    return Row(folder.name, content.saved_at[:19], f"{mib:.1f}", "damaged" if problems else "whole", problems)

@@ -1,0 +1,261 @@
+"""A run never trains on a damaged checkpoint, never deletes another run's, and never executes code from one.
+
+One run is trained on two ranks. Its checkpoints folder is then copied, and each copy is damaged or prepared in another
+way before a run resumes from it. Files with code have a correct manifest, because an attacker can write one.
+"""
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaclip.checkpoint import manifest, search
+from megaclip.checkpoint.open_clip_weights import load_pretrained, read_weights
+from megaclip.commands import check_checkpoint, evaluate, export_open_clip
+from megaclip.engine.saved_model import load_saved_model
+from megaclip.errors import CheckpointError
+from megaclip.models import ModelConfig, build_model
+from tests.distributed.harness import run_ranks
+from tests.end_to_end.training_runs import DS_CONFIG, MODEL, WORLD_SIZE, Finished, flags, run_in_ranks, scalars
+from tools import inspect_estimators
+
+STEPS, EVERY, LAST = 8, 2, 6
+SCHEDULE = {"train_steps": STEPS, "save_every_steps": EVERY, "keep_last": 9}
+TAGS = {step: f"step_{step:08d}" for step in range(EVERY, STEPS + 1, EVERY)}
+MODEL_FILE, OPTIMIZER_FILE = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+class Malicious:
+    """Object whose unpickling creates a folder."""
+
+    def __init__(self, evidence: Path) -> None:
+        self.evidence = evidence
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return os.mkdir, (str(self.evidence),)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def plant_code(path: Path) -> None:
+    """Put code into one of DeepSpeed's files, and make the manifest fit. The evidence is RUN/executed."""
+    content = torch.load(path, weights_only=False)  # our own file
+    torch.save({"code": Malicious(path.parents[2] / "executed"), **content}, path)
+    manifest.write(path.parent, run=str(search.run_of(path.parent.parent, path.parent.name)))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What happens to a copy of the checkpoints, and how a run resumes from it."""
+
+    damage: Callable[[Path], None]
+    """Called with the checkpoints folder of the copy."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Flags; in texts, COPY stands for the folder of the copy."""
+    config: str = "zero1.json"
+    exit_code: int = 1
+
+
+AUTO = {"resume": "auto"}
+TRIALS = {
+    "a flipped bit": Trial(lambda folder: flip_a_bit(folder / TAGS[LAST] / OPTIMIZER_FILE), AUTO, exit_code=0),
+    "a missing latest": Trial(lambda folder: (folder / "latest").unlink(), AUTO, exit_code=0),
+    "back to an earlier step": Trial(
+        lambda folder: None,
+        {"resume": f"COPY/checkpoints/{TAGS[2]}", "keep_last": 1, "stop_after_steps": 4},
+        exit_code=0,
+    ),
+    "a damaged one by its name": Trial(lambda folder: flip_a_bit(folder / TAGS[LAST] / MODEL_FILE), {"resume": "COPY"}),
+    "code": Trial(lambda folder: plant_code(folder / TAGS[LAST] / MODEL_FILE), AUTO),
+    "code at another stage": Trial(lambda folder: plant_code(folder / TAGS[LAST] / OPTIMIZER_FILE), AUTO, "zero3.json"),
+    "no --resume and a missing latest": Trial(lambda folder: (folder / "latest").unlink()),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the whole run `whole`, and the copies before their runs: NAME/checkpoints up to step LAST."""
+    root = tmp_path_factory.mktemp("damaged")
+    (root / "zero1.json").write_text(json.dumps(DS_CONFIG | {"zero_optimization": {"stage": 1}}))
+    (root / "zero3.json").write_text(json.dumps(DS_CONFIG | {"zero_optimization": {"stage": 3}}))
+    (ends,) = run_in_ranks([flags(tiny_run, root / "zero1.json", root, name="whole", **SCHEDULE)])
+    assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
+    for name, trial in TRIALS.items():
+        folder = shutil.copytree(root / "whole" / "checkpoints", root / name / "checkpoints")
+        shutil.rmtree(folder / TAGS[STEPS])
+        (folder / "latest").write_text(TAGS[LAST])
+        trial.damage(folder)
+    return root
+
+
+@pytest.fixture(scope="module")
+def ends(root: Path, tiny_run: Path) -> dict[str, list[Finished]]:
+    """Exit code and output of each rank, by trial."""
+
+    def command(name: str, trial: Trial) -> list[str]:
+        changes = {key: str(value).replace("COPY", str(root / name)) for key, value in trial.changes.items()}
+        return flags(tiny_run, root / trial.config, root, name=name, **{**SCHEDULE, **changes})
+
+    return dict(zip(TRIALS, run_in_ranks([command(*trial) for trial in TRIALS.items()]), strict=True))
+
+
+@pytest.mark.parametrize("name", TRIALS)
+def test_every_rank_ends_in_the_same_way_without_a_traceback(ends, name):
+    assert [end.exit_code for end in ends[name]] == [TRIALS[name].exit_code] * WORLD_SIZE, ends[name][0].output
+    assert len(ends[name][0].errors) == TRIALS[name].exit_code
+    assert not any("Traceback" in end.output for end in ends[name])
+
+
+def test_a_damaged_checkpoint_is_left_out_and_the_losses_are_the_same(ends, root):
+    output = ends["a flipped bit"][0].output
+    assert f"{TAGS[LAST]} is damaged, trying the one before it: {OPTIMIZER_FILE} has changed" in output
+    assert f"{TAGS[4]} at step 4" in output
+    expected = {step: loss for step, loss in scalars(root / "whole")["train/loss"].items() if step > 4}
+    assert scalars(root / "a flipped bit")["train/loss"] == expected
+    for tag in TAGS.values():  # the damaged one was written again
+        assert search.find_damage(root / "a flipped bit" / "checkpoints", tag) == []
+
+
+def test_a_missing_latest_resumes_from_the_newest_checkpoint(ends, root):
+    output = ends["a missing latest"][0].output
+    assert "latest is missing or damaged; using the checkpoint that was saved last" in output
+    assert f"{TAGS[LAST]} at step {LAST}" in output
+    assert (root / "a missing latest" / "checkpoints" / "latest").read_text() == TAGS[STEPS]
+
+
+def test_without_resume_the_checkpoints_without_latest_are_refused_and_kept(ends, root):
+    name = "no --resume and a missing latest"
+    assert "holds a run already; use --resume auto" in ends[name][0].errors[0]
+    for step in range(EVERY, LAST + 1, EVERY):
+        assert search.find_damage(root / name / "checkpoints", TAGS[step]) == []
+
+
+def test_a_run_that_goes_back_keeps_the_later_checkpoints(ends, root):
+    folder = root / "back to an earlier step" / "checkpoints"
+    assert "are kept until you delete them" in ends["back to an earlier step"][0].output
+    whole = {path.name for path in folder.glob("step_*") if manifest.find_damage(path) == []}
+    assert whole == {TAGS[2], TAGS[4], f"{TAGS[4]}.old1", TAGS[6]}
+    assert search.run_of(folder, TAGS[6]) == search.run_of(folder, f"{TAGS[4]}.old1") != search.run_of(folder, TAGS[4])
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused(ends):
+    (error,) = ends["a damaged one by its name"][0].errors
+    assert TAGS[LAST] in error and f"{MODEL_FILE} has changed" in error and "`megaclip check`" in error
+
+
+@pytest.mark.parametrize("name", [name for name in TRIALS if name.startswith("code")])
+def test_code_in_a_checkpoint_is_not_executed_by_resuming(ends, root, name):
+    (error,) = ends[name][0].errors
+    assert "states.pt' holds more than tensors and numbers" in error and "it uses posix.mkdir" in error
+    assert not (root / name / "executed").exists()
+
+
+def test_the_planted_code_works(root):
+    """Without restriction, loading the file executes the code: the tests above could fail."""
+    evidence = root / "code" / "executed"
+    torch.load(root / "code" / "checkpoints" / TAGS[LAST] / MODEL_FILE, weights_only=False)
+    assert evidence.is_dir()
+    evidence.rmdir()
+
+
+@pytest.mark.parametrize("name", [name for name in TRIALS if name.startswith("code")])
+def test_code_in_a_checkpoint_is_not_executed_by_a_tool(root, name, tmp_path, monkeypatch, capsys):
+    run = root / name
+    with pytest.raises(CheckpointError, match="holds more than tensors and numbers"):
+        export_open_clip.export(run, tmp_path / "out", None)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(run), "--val-data", "none.tar"])
+    with pytest.raises(SystemExit, match="holds more than tensors and numbers"):
+        evaluate.main()
+    assert inspect_estimators.main([str(run), "--train-data", "none.tar"]) == 1
+    assert check_checkpoint.main([str(run)]) == 0  # its files are as they were written
+    capsys.readouterr()
+    assert not (run / "executed").exists()
+
+
+@pytest.mark.parametrize("damaged", [f"{TAGS[LAST]}/{MODEL_FILE}", "model/tokenizer.json"])
+def test_tools_refuse_a_damaged_checkpoint(root, damaged, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(root / "code at another stage" / "checkpoints", run / "checkpoints")
+    flip_a_bit(run / "checkpoints" / damaged)
+    expected = f"is damaged: {Path(damaged).name} has changed"
+    with pytest.raises(CheckpointError, match=expected):
+        export_open_clip.export(run, tmp_path / "out", None)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(run), "--val-data", "none.tar"])
+    with pytest.raises(SystemExit, match=expected):
+        evaluate.main()
+
+
+def test_a_damaged_export_is_refused(root, tmp_path, monkeypatch):
+    exported = tmp_path / "exported"
+    export_open_clip.export(root / "whole", exported, None)
+    assert {path.stat().st_mode & 0o777 for path in exported.iterdir()} == {0o666 & ~current_umask()}
+    assert check_checkpoint.main([str(exported)]) == 0
+    flip_a_bit(exported / "open_clip_model.safetensors")
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(exported), "--val-data", "none.tar"])
+    with pytest.raises(SystemExit, match=r"is damaged: open_clip_model\.safetensors has changed"):
+        evaluate.main()
+    with pytest.raises(CheckpointError, match=r"is damaged: open_clip_model\.safetensors has changed"):
+        load_pretrained(build_model(ModelConfig.from_dict(MODEL)), exported)
+
+
+def current_umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def test_code_in_pretrained_weights_is_not_executed(tmp_path):
+    torch.save({"state_dict": {"visual.proj": Malicious(tmp_path / "executed")}}, tmp_path / "weights.pt")
+    with pytest.raises(CheckpointError, match="holds more than tensors"):
+        read_weights(tmp_path / "weights.pt")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_export_refuses_folders_with_other_content(root, tmp_path):
+    run = root / "whole"
+    for out_dir in (run, run / "checkpoints", run / "checkpoints" / "model", run / "checkpoints" / "new"):
+        for overwrite in (False, True):
+            with pytest.raises(CheckpointError, match=r"belongs to .*, or holds a run; choose another directory"):
+                export_open_clip.export(run, out_dir, None, overwrite=overwrite)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is not empty; choose another directory, or add --overwrite"):
+        export_open_clip.export(run, tmp_path, None)
+    for _ in range(2):
+        export_open_clip.export(run, tmp_path, None, overwrite=True)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    (tmp_path / "notes.txt").write_text("changed")
+    assert manifest.find_damage(tmp_path) == []
+    assert search.find_damage(run / "checkpoints", TAGS[STEPS]) == []
+
+
+def load_on_ranks(runs: list[str]) -> list[str]:
+    """Load the model of each run in this rank; return the number of parameters, or the error, of each."""
+    results = []
+    for run in runs:
+        try:
+            results.append(str(len(list(load_saved_model(Path(run)).model.parameters()))))
+        except CheckpointError as error:
+            results.append(str(error))
+    return results
+
+
+def test_ranks_that_evaluate_find_the_same_damage(root, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(root / "whole" / "checkpoints", run / "checkpoints")
+    for name in (MODEL_FILE, OPTIMIZER_FILE):  # each rank reads one of them
+        flip_a_bit(run / "checkpoints" / TAGS[STEPS] / name)
+    first, second = run_ranks(load_on_ranks, WORLD_SIZE, [str(root / "whole"), str(run)])
+    assert first == second
+    assert int(first[0]) > 10
+    assert f"{MODEL_FILE} has changed" in first[1] and f"{OPTIMIZER_FILE} has changed" in first[1]
