@@ -100,6 +100,12 @@ ENGINE = {
     # smaller, and Adam's eps of 5e-2 keeps it from magnifying them.
     "parameters": Bound("engine parameters", rounding(F32, 2, 2.66 / 4.4e-3)),
 }
+# Captions of several lengths. Token embeddings have entries of 0.02, and the first layer norm divides by their size, so
+# their gradients have addends of up to 8. The scale multiplies the roundings of the addends. Where addends cancel, Adam
+# turns a rounding into learning rate / eps = 0.2 of it. The largest moves are 1.3e-2.
+CAPTION_ENGINE = ENGINE | {
+    "parameters": Bound("caption engine parameters", rounding(F32, _LOGITS, 14.3 * 8 * 0.2 / 1.3e-2))
+}
 # Gradient norms of one model computed in two ways, both from float64 sums. DeepSpeed rounds the sum of squares, its
 # root and the norm over the parameter groups to float32.
 SAME_NORM = Bound("same gradient norm", rounding(F32, 3))

@@ -107,6 +107,15 @@ def row(name: str, counts: dict[str, int], comparisons: list[dict[str, Any]]) ->
     return f"{name:40} {counts['passed']:6} {counts['failed']:6} {counts['skipped']:7}  {share:40} {margin}"
 
 
+def near_bounds(comparisons: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each test and bound with a comparison that uses more than a third of the bound."""
+    near = {}
+    for entry in sorted(comparisons, key=lambda entry: entry["share"]):
+        if not entry["fault"] and entry["share"] > 1 / 3:
+            near[entry["test"], entry["bound"]] = f"{entry['share']:.2f} of {entry['bound']}: {entry['test']}"
+    return list(near.values())
+
+
 def version_of(python: str) -> str:
     code = "import platform; print(platform.python_version())"
     return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
@@ -130,6 +139,7 @@ def main() -> int:
             print(f"--- {label}", flush=True)
             counts, comparisons = run(SETTINGS[name], python, tests)
             rows.append(row(label, counts, comparisons))
+            print("".join(f"{line}\n" for line in near_bounds(comparisons)), end="")
             print(rows[-1], flush=True)  # the table at the end is lost if the command is interrupted
             failed = failed or counts["failed"] > 0 or not counts["passed"]
     print(f"{'setting':40} {'passed':>6} {'failed':>6} {'skipped':>7}  {'largest share of a bound':40} smallest margin")

@@ -20,6 +20,9 @@ from deepspeed.accelerator import get_accelerator
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
 
+_ALL_RANKS = "all ranks"
+_NO_MEMBER = "not a member"
+
 _logger = get_logger(__name__)
 
 
@@ -108,6 +111,22 @@ def resolve(group: Any = None) -> RankGroup:
             "pass each rank a group that contains it"
         )
     return RankGroup(handle=group, rank=rank, size=dist.get_world_size(group))
+
+
+def name_of(group: Any = None) -> str:
+    """Return a name from which `named` finds this group in this process. Compiled graphs hold names, not groups."""
+    handle = group.handle if isinstance(group, RankGroup) else group
+    return _ALL_RANKS if handle is None else getattr(handle, "group_name", _NO_MEMBER)
+
+
+def named(name: str) -> RankGroup:
+    """Return the `RankGroup` of a name from `name_of`. Raises ValueError as `resolve` does."""
+    if name == _ALL_RANKS:
+        return resolve(None)
+    if name == _NO_MEMBER:
+        return resolve(torch.distributed.GroupMember.NON_GROUP_MEMBER)
+    # The look-up of PyTorch's own compiled collectives.
+    return resolve(torch.distributed.distributed_c10d._resolve_process_group(name))  # type: ignore[arg-type]
 
 
 def by_node(ranks: RankGroup) -> RankGroup:

@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from megaclip.comm.groups import RankGroup
+from megaclip.comm.groups import RankGroup, name_of
 from megaclip.errors import config_error
 from megaclip.losses.costs import LossCost
 from megaclip.losses.plan import Plan, make_plan
@@ -49,6 +49,7 @@ class BatchLoss(nn.Module):
         except ValidationError as error:
             raise config_error(error) from None
         self.group = group
+        self.group_name, self.settings_json = name_of(group), self.settings.model_dump_json()  # for compiled graphs
         self.tiles = TileOptions(self.settings.precision, self.settings.implementation, self.settings.tile_budget_mib)
 
     def __init_subclass__(cls, **arguments: Any) -> None:

@@ -9,19 +9,20 @@ returns `W * dL/d(local features)`. Every rank has logit_scale, so each returns 
 exact after averaging.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megaclip.comm.collectives import sum_over_ranks
-from megaclip.comm.groups import resolve
+from megaclip.comm.groups import RankGroup, resolve
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss, as_scalar
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
+from megaclip.losses.first_order import first_order
+from megaclip.losses.graph_operation import LossAndSums, in_graph, register_loss
 from megaclip.losses.plan import Plan
 from megaclip.ops.rows import finish_gradient, paired_products
 from megaclip.ops.tiles import Terms, accumulation_dtype
@@ -52,14 +53,81 @@ class ClipLoss(BatchLoss):
         Every rank must call it. Raises DataError, a ValueError, on all ranks if features do not fit together, on one
         rank or between ranks.
         """
-        ranks = resolve(self.group)
         logit_scale = as_scalar(logit_scale, image_features)
-        check_features(image_features, text_features, logit_scale, ranks=ranks)
-        plan = self.plan(image_features, ranks, LOSS_COSTS["clip"])
-        loss = _InfoNCE.apply(image_features, text_features, logit_scale, plan)
+        if torch.compiler.is_compiling():
+            loss = in_graph(self, clip_loss, image_features, text_features, logit_scale, None)
+        else:
+            plan = self._checked_plan(image_features, text_features, logit_scale, resolve(self.group))
+            loss = _InfoNCE.apply(image_features, text_features, logit_scale, plan)
         if isinstance(logit_bias, Tensor):
             loss = loss + 0.0 * logit_bias.sum()
         return {"contrastive_loss": loss} if output_dict else loss
+
+    def evaluate(
+        self,
+        x: Tensor,
+        y: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        *,
+        ranks: RankGroup,
+        gradients: bool,
+    ) -> LossAndSums:
+        """Return the loss and, with `gradients`, the sums of its backward pass; see `GraphLoss`."""
+        plan = self._checked_plan(x, y, logit_scale, ranks)
+        alpha = logit_scale.reshape(()).to(x.device, accumulation_dtype(x))
+        forward = _forward_pass(x, y, alpha, plan)
+        if not gradients:
+            return LossAndSums(forward.loss, *(alpha,) * 6)  # the caller uses the loss alone
+        dx, dy, pull = _backward_pass(x, y, alpha, forward, plan)
+        _, dots = finish_gradient(dx, x, y, pull, alpha)
+        return LossAndSums(forward.loss, dx, dy, pull, alpha, _d_alpha(dots, plan), torch.zeros_like(alpha))
+
+    def _checked_plan(self, x: Tensor, y: Tensor, logit_scale: Tensor, ranks: RankGroup) -> Plan:
+        check_features(x, y, logit_scale, ranks=ranks)
+        return self.plan(x, ranks, LOSS_COSTS["clip"])
+
+
+clip_loss = register_loss("clip_loss", ClipLoss)
+
+
+class _Forward(NamedTuple):
+    """Results of the statistics pass."""
+
+    loss: Tensor  # ()
+    y_all: Tensor | None  # (B, D), the columns of all ranks, with the all_gather exchange
+    gap_2b: Tensor  # log-sum-exp of the negatives minus the logit of the positive, for rows and columns
+    full_2b: Tensor  # log-sum-exp of all, for rows and columns
+
+
+def _forward_pass(x: Tensor, y: Tensor, alpha: Tensor, plan: Plan) -> _Forward:
+    y_all = gather_columns(y, plan)
+    row_lse, col_lse = distributed_stats(x, y, alpha, alpha, plan=plan, y_all=y_all)
+    positive = alpha * paired_products(x, y)
+    gap_2b = torch.stack((row_lse, col_lse)) - positive
+    terms_2b = F.softplus(gap_2b, threshold=50)  # PyTorch's default threshold, 20, is not exact in float64
+    loss = sum_over_ranks(terms_2b.sum(), group=plan.ranks) / (2 * len(x) * plan.ranks.size)
+    return _Forward(loss, y_all, gap_2b, positive + terms_2b)
+
+
+def _backward_pass(x: Tensor, y: Tensor, alpha: Tensor, forward: _Forward, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums over the negatives dx, dy (b, D) and the weights of the positives (b,), without factor alpha."""
+    # W/(2B), with the factor W of the contract; alpha is multiplied in after the sums
+    weight = alpha.new_full((), 1 / (2 * len(x)))
+    row_full, col_full = forward.full_2b
+    row = Terms(scale=alpha, shift=row_full, weight=weight)
+    col = Terms(scale=alpha, shift=col_full, weight=weight)
+    negatives = distributed_grads(x, y, row, col, plan=plan, y_all=forward.y_all)
+    # Weight of the positive, 1 - p_ii, as a sigmoid: the difference loses all digits when p_ii is near 1.
+    return negatives.dx, negatives.dy, weight * torch.sigmoid(forward.gap_2b).sum(0)
+
+
+def _d_alpha(dots: Tensor, plan: Plan) -> Tensor:
+    """Return dL/d(alpha), (). dots: (b,) `<x_i, dx_i>` without the factor alpha.
+
+    L is a function of alpha*x, so alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>.
+    """
+    return sum_over_ranks(dots.sum() / plan.ranks.size, group=plan.ranks)
 
 
 class _InfoNCE(torch.autograd.Function):
@@ -68,33 +136,19 @@ class _InfoNCE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, logit_scale: Tensor, plan: Plan) -> Tensor:
         alpha = logit_scale.reshape(()).to(accumulation_dtype(x))
-        y_all = gather_columns(y, plan)
-        row_lse, col_lse = distributed_stats(x, y, alpha, alpha, plan=plan, y_all=y_all)
-        positive = alpha * paired_products(x, y)
-        # Log-sum-exp of the negatives minus the logit of the positive, for rows and columns.
-        gap_2b = torch.stack((row_lse, col_lse)) - positive
-        terms_2b = F.softplus(gap_2b, threshold=50)  # PyTorch's default threshold, 20, is not exact in float64
+        forward = _forward_pass(x, y, alpha, plan)
         ctx.plan = plan
-        ctx.save_for_backward(x, y, y_all, logit_scale, gap_2b, positive + terms_2b)
-        return sum_over_ranks(terms_2b.sum(), group=plan.ranks) / (2 * len(x) * plan.ranks.size)
+        ctx.save_for_backward(x, y, logit_scale, *forward[1:])
+        return forward.loss
 
     @staticmethod
-    @once_differentiable
+    @first_order("ClipLoss")
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        plan: Plan = ctx.plan
-        x, y, y_all, logit_scale, gap_2b, (row_full, col_full) = ctx.saved_tensors
-        alpha = logit_scale.reshape(()).to(gap_2b.dtype)
-        weight = 1 / (2 * len(x))  # W/(2B), with the factor W of the contract; alpha is multiplied in after the sums
-        row = Terms(scale=alpha, shift=row_full, weight=weight)
-        col = Terms(scale=alpha, shift=col_full, weight=weight)
-        negatives = distributed_grads(x, y, row, col, plan=plan, y_all=y_all)
-
-        # Weight of the positive, 1 - p_ii, as a sigmoid: the difference loses all digits when p_ii is near 1.
-        pull = weight * torch.sigmoid(gap_2b).sum(0)
+        x, y, logit_scale, *forward = ctx.saved_tensors
+        alpha = logit_scale.reshape(()).to(accumulation_dtype(x))
+        dx, dy, pull = _backward_pass(x, y, alpha, _Forward(d_loss, *forward), ctx.plan)
         factor = alpha * d_loss
-        dx, dots = finish_gradient(negatives.dx, x, y, pull, factor)
-        dy, _ = finish_gradient(negatives.dy, y, x, pull, factor)
-        # L is a function of alpha*x: alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>. The dots are without the factor alpha.
-        local_d_alpha = dots.sum() / plan.ranks.size
-        d_alpha = sum_over_ranks(local_d_alpha, group=plan.ranks) * d_loss
+        dx, dots = finish_gradient(dx, x, y, pull, factor)
+        dy, _ = finish_gradient(dy, y, x, pull, factor)
+        d_alpha = _d_alpha(dots, ctx.plan) * d_loss
         return dx, dy, d_alpha.to(logit_scale.dtype).reshape(logit_scale.shape), None

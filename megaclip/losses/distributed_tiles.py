@@ -31,7 +31,7 @@ from torch import Tensor
 from megaclip.comm.collectives import gather_rows, reduce_scatter_log_sum_exp, reduce_scatter_rows
 from megaclip.comm.ring import Carried, Tensors, circulate
 from megaclip.losses.plan import Plan
-from megaclip.ops.tiles import Scalars, Terms, accumulation_dtype, tile_grads, tile_stats
+from megaclip.ops.tiles import Scalars, Terms, tile_grads, tile_stats
 
 
 class BatchGrads(NamedTuple):
@@ -93,14 +93,15 @@ def _as_sent(x: Tensor, y: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def _ring_stats(x: Tensor, y: Tensor, row_scale: Scalars, values: _PerSample, plan: Plan) -> tuple[Tensor, Tensor]:
     """Send y and its scale round the ring; the log-sum-exp of each column travels with them, back to its owner."""
-    row_lse = torch.full((len(x),), -torch.inf, dtype=accumulation_dtype(x), device=x.device)
+    row_lse: Tensor | None = None
     col_lse = Carried(_merge_log_sum_exp, group=plan.ranks)
     for owner, (y_block, *moved) in circulate((y, *values.vectors), **transfer_arguments(plan)):
         (col_scale,) = values.joined(moved)
         diagonal = 0 if owner == plan.ranks.rank else None
         row_part, col_part = tile_stats(x, y_block, row_scale, col_scale, diagonal=diagonal, options=plan.tiles)
-        row_lse = torch.logaddexp(row_lse, row_part)
+        row_lse = row_part if row_lse is None else torch.logaddexp(row_lse, row_part)
         col_lse.add((col_part,))
+    assert row_lse is not None, "a ring has at least one block"
     return row_lse, col_lse.home()[0]
 
 

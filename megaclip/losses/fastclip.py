@@ -42,7 +42,6 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megaclip.comm.collectives import raise_on_all_ranks, sum_over_ranks
 from megaclip.comm.groups import resolve
@@ -53,6 +52,7 @@ from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.estimators import SampleState, Ticket, mean_per_row
 from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.losses.first_order import first_order
 from megaclip.losses.plan import Plan
 from megaclip.losses.settings import StandaloneFastClipSettings
 from megaclip.losses.temperature import (
@@ -158,6 +158,11 @@ class FastClipLoss(BatchLoss):
         Every rank must call it. Raises DataError, a ValueError, on all ranks for ids, features or an epoch that do not
         fit. float16 features are refused, because gradients at a low temperature are below the smallest float16.
         """
+        if torch.compiler.is_compiling():  # the step that follows reads what this call keeps
+            from megaclip.losses.outside_graph import call  # imports the compiler
+
+            options = {"ids": ids, "epoch": epoch, "output_dict": output_dict}
+            return call(self.forward, image_features, text_features, logit_scale, **options)
         ranks = resolve(self.group)
         own_scale = self.temperature.log_scale.detach().exp()
         check_features(image_features, text_features, own_scale, ranks=ranks)
@@ -347,7 +352,7 @@ class _GlobalContrastive(torch.autograd.Function):
         return totals[0] / batch
 
     @staticmethod
-    @once_differentiable
+    @first_order("FastClipLoss")
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         plan: Plan = ctx.plan
         step: _Step = ctx.step

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from megaclip.comm.groups import NodeGroup, RankGroup, by_node
-from megaclip.comm.machine import CPU, Machine, machine_of
+from megaclip.comm.machine import CPU as CPU  # for the planner
+from megaclip.comm.machine import Machine, machine_of
 from megaclip.logging import get_logger, log_once
 from megaclip.losses.costs import LossCost, Sizes
 from megaclip.ops.tiles import TileOptions, accumulation_dtype
@@ -85,7 +86,9 @@ def make_plan(
     """Return the plan for local features (b, D) on each of `ranks`; log once how "auto" was resolved."""
     wire = PAYLOADS[payload]
     ranks = by_node(ranks)
-    if "auto" in (exchange, reduction):
+    if ranks.size == 1:
+        exchange, reduction = (ways[0] for ways in _open_ways(exchange, reduction))
+    elif "auto" in (exchange, reduction):
         exchange, reduction = _measure_and_choose(features, ranks, exchange, reduction, wire, cost)
     if exchange == "ring" and isinstance(ranks, NodeGroup):
         inside = f"inside each of {ranks.outer.size} hosts, and " if ranks.inner.size > 1 else ""
@@ -113,8 +116,7 @@ def choose_way(
         machine: link speed, rate of matrix products and free memory.
         hides_exchanges: True if a ring's exchanges take no additional time while tiles are computed.
     """
-    exchanges = EXCHANGES if exchange == "auto" else (exchange,)
-    reductions = REDUCTIONS if reduction == "auto" else (reduction,)
+    exchanges, reductions = _open_ways(exchange, reduction)
     gathered = sizes.world_size * sizes.batch * sizes.embedding * (held_bytes + sizes.sum_bytes)
     if sizes.world_size == 1:  # ranks exchange nothing, and "feature" needs the fewest products
         return Choice(exchanges[0], reductions[0], {}, gathered)
@@ -126,6 +128,14 @@ def choose_way(
     return Choice(*min(seconds, key=lambda way: seconds[way]), seconds, gathered)
 
 
+def _open_ways(exchange: str, reduction: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the exchanges and the reductions that the settings leave open. One rank takes the first of each."""
+    return (
+        EXCHANGES if exchange == "auto" else (exchange,),
+        REDUCTIONS if reduction == "auto" else (reduction,),
+    )
+
+
 def _measure_and_choose(
     features: Tensor,
     ranks: RankGroup,
@@ -134,8 +144,8 @@ def _measure_and_choose(
     payload: torch.dtype | None,
     cost: LossCost,
 ) -> tuple[str, str]:
-    """Return `choose_way` of this group and its machines; log its estimates once."""
-    machine = machine_of(ranks, features.device) if ranks.size > 1 else CPU  # one rank has no link to measure
+    """Return `choose_way` of this group of several ranks and its machines; log its estimates once."""
+    machine = machine_of(ranks, features.device)
     sum_dtype = accumulation_dtype(features)
     choice = choose_way(
         exchange,
@@ -153,14 +163,13 @@ def _measure_and_choose(
         machine=machine,
         hides_exchanges=isinstance(ranks, NodeGroup) or features.device.type == "cpu",
     )
-    if choice.seconds:
-        estimates = ", ".join(f"{' + '.join(way)} {1000 * value:.3g} ms" for way, value in choice.seconds.items())
-        log_once(
-            _logger.info,
-            f"loss: {choice.exchange} + {choice.reduction} (estimates: {estimates}; links "
-            f"{machine.link_bytes_per_s / 1e9:.3g} GB/s, products {machine.flops_per_s / 1e12:.3g} TFLOP/s; gathering "
-            f"takes {choice.gathered_bytes / 2**20:.0f} MiB, {machine.free_bytes / 2**20:.0f} MiB are free)",
-        )
+    estimates = ", ".join(f"{' + '.join(way)} {1000 * value:.3g} ms" for way, value in choice.seconds.items())
+    log_once(
+        _logger.info,
+        f"loss: {choice.exchange} + {choice.reduction} (estimates: {estimates}; links "
+        f"{machine.link_bytes_per_s / 1e9:.3g} GB/s, products {machine.flops_per_s / 1e12:.3g} TFLOP/s; gathering "
+        f"takes {choice.gathered_bytes / 2**20:.0f} MiB, {machine.free_bytes / 2**20:.0f} MiB are free)",
+    )
     return choice.exchange, choice.reduction
 
 

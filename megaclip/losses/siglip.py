@@ -14,16 +14,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megaclip.comm.collectives import sum_over_ranks
-from megaclip.comm.groups import resolve
+from megaclip.comm.groups import RankGroup, resolve
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss, as_scalar
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_sigmoid import distributed_sigmoid
+from megaclip.losses.first_order import first_order
+from megaclip.losses.graph_operation import LossAndSums, finish_gradients, in_graph, register_loss
 from megaclip.losses.plan import Plan
-from megaclip.ops.rows import finish_gradient, paired_products
+from megaclip.ops.rows import paired_products
 from megaclip.ops.tiles import accumulation_dtype
 
 
@@ -45,13 +46,55 @@ class SigLipLoss(BatchLoss):
 
         Arguments and errors are those of `ClipLoss`, except logit_bias: beta as (), (1,) or a number; None is 0.
         """
-        ranks = resolve(self.group)
         logit_scale = as_scalar(logit_scale, image_features)
         logit_bias = as_scalar(0.0 if logit_bias is None else logit_bias, image_features)
-        check_features(image_features, text_features, logit_scale, logit_bias, ranks=ranks)
-        plan = self.plan(image_features, ranks, LOSS_COSTS["siglip"])
-        loss = _Sigmoid.apply(image_features, text_features, logit_scale, logit_bias, plan)
+        if torch.compiler.is_compiling():
+            loss = in_graph(self, siglip_loss, image_features, text_features, logit_scale, logit_bias)
+        else:
+            plan = self._checked_plan(image_features, text_features, logit_scale, logit_bias, resolve(self.group))
+            loss = _Sigmoid.apply(image_features, text_features, logit_scale, logit_bias, plan)
         return {"contrastive_loss": loss} if output_dict else loss
+
+    def evaluate(
+        self,
+        x: Tensor,
+        y: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None,
+        *,
+        ranks: RankGroup,
+        gradients: bool,
+    ) -> LossAndSums:
+        """Return the loss and the sums of its backward pass; see `GraphLoss`."""
+        assert logit_bias is not None, "forward makes a tensor of it"
+        plan = self._checked_plan(x, y, logit_scale, logit_bias, ranks)
+        return _evaluate(x, y, logit_scale, logit_bias, plan)
+
+    def _checked_plan(self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor, ranks: RankGroup) -> Plan:
+        check_features(x, y, logit_scale, logit_bias, ranks=ranks)
+        return self.plan(x, ranks, LOSS_COSTS["siglip"])
+
+
+siglip_loss = register_loss("siglip_loss", SigLipLoss)
+
+
+def _evaluate(x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor, plan: Plan) -> LossAndSums:
+    dtype, b = accumulation_dtype(x), len(x)
+    alpha, beta = logit_scale.reshape(()).to(dtype), logit_bias.reshape(()).to(dtype)
+    negatives = distributed_sigmoid(x, y, alpha, beta, plan=plan)
+    s_ii = paired_products(x, y)
+    z_ii = alpha * s_ii + beta
+    pull = torch.sigmoid(-z_ii)
+    local_sums = torch.stack(
+        [
+            (negatives.row_loss + F.softplus(-z_ii, threshold=50)).sum(),
+            (negatives.row_dot - pull * s_ii).sum(),
+            (negatives.row_sum - pull).sum(),
+        ]
+    )
+    loss, d_alpha, d_beta = (sum_over_ranks(local_sums, group=plan.ranks) / (b * plan.ranks.size)).unbind()
+    # The factor is W/B, with the factor W of the contract.
+    return LossAndSums(loss, negatives.dx, negatives.dy, pull, alpha / b, d_alpha, d_beta)
 
 
 class _Sigmoid(torch.autograd.Function):
@@ -59,33 +102,12 @@ class _Sigmoid(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor, plan: Plan) -> Tensor:
-        dtype, b = accumulation_dtype(x), len(x)
-        alpha, beta = logit_scale.reshape(()).to(dtype), logit_bias.reshape(()).to(dtype)
-        negatives = distributed_sigmoid(x, y, alpha, beta, plan=plan)
-        s_ii = paired_products(x, y)
-        z_ii = alpha * s_ii + beta
-        pull = torch.sigmoid(-z_ii)
-        local_sums = torch.stack(
-            [
-                (negatives.row_loss + F.softplus(-z_ii, threshold=50)).sum(),
-                (negatives.row_dot - pull * s_ii).sum(),
-                (negatives.row_sum - pull).sum(),
-            ]
-        )
-        loss, d_alpha, d_beta = (sum_over_ranks(local_sums, group=plan.ranks) / (b * plan.ranks.size)).unbind()
-        ctx.save_for_backward(
-            x, y, negatives.dx, negatives.dy, pull, alpha / b, d_alpha, d_beta, logit_scale, logit_bias
-        )
+        loss, *sums = _evaluate(x, y, logit_scale, logit_bias, plan)
+        ctx.save_for_backward(x, y, logit_scale, logit_bias, *sums)
         return loss.clone()  # not a view, because trainers divide losses in place
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-        x, y, dx, dy, pull, weight, d_alpha, d_beta, logit_scale, logit_bias = ctx.saved_tensors
-        factor = weight * d_loss  # W/B, with the factor W of the contract
-        d_features = (finish_gradient(*terms, pull, factor)[0] for terms in ((dx, x, y), (dy, y, x)))
-        d_scalars = (
-            (gradient * d_loss).to(scalar.dtype).reshape(scalar.shape)
-            for gradient, scalar in ((d_alpha, logit_scale), (d_beta, logit_bias))
-        )
-        return *d_features, *d_scalars, None
+    @first_order("SigLipLoss")
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, logit_scale, logit_bias, *sums = ctx.saved_tensors
+        return *finish_gradients(d_loss, LossAndSums(d_loss, *sums), x, y, logit_scale, logit_bias), None

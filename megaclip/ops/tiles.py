@@ -196,13 +196,18 @@ def accumulation_dtype(features: Tensor) -> torch.dtype:
     return torch.float64 if features.dtype == torch.float64 else torch.float32
 
 
+def _plain_arithmetic(x: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Turn autograd and autocast off. Each is left only where it is on, because that takes microseconds."""
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if not autocast and not torch.is_grad_enabled():
+        return contextlib.nullcontext()
+    return _left(x.device.type if autocast else None)
+
+
 @contextlib.contextmanager
-def _plain_arithmetic(x: Tensor) -> Iterator[None]:
-    """Turn autograd and autocast off. Autocast is left only where it is on, because that takes microseconds."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        if torch.is_autocast_enabled(x.device.type):
-            stack.enter_context(torch.autocast(x.device.type, enabled=False))
+def _left(autocast: str | None) -> Iterator[None]:
+    """Leave autograd, and autocast of this device type."""
+    with torch.no_grad(), torch.autocast(autocast, enabled=False) if autocast else contextlib.nullcontext():
         yield
 
 
@@ -252,7 +257,7 @@ def _vector(value: Scalars, name: str, features: Tensor, dtype: torch.dtype) -> 
     if not isinstance(value, Tensor):
         # Filled on the device, because a copy from the host would wait for the device.
         return features.new_full((1,), value, dtype=dtype).expand(count)
-    vector = torch.as_tensor(value, dtype=dtype, device=features.device).detach()
+    vector = value.to(features.device, dtype).detach()
     if vector.numel() == 1:
         return vector.reshape(1).expand(count)
     if vector.shape != (count,):

@@ -1,7 +1,8 @@
 """The tile operations as `torch.ops.megaclip.*`, so that `torch.compile` keeps them in its graph.
 
-Each operation calls the function of that name in `megaclip.ops.tiles`. Its schema fits a graph: numbers are tensors
-with one element, and every result is computed. The fake implementations return shapes and dtypes without computing.
+Each operation calls the function of that name in `megaclip.ops.tiles` or `megaclip.ops.rows`. Its schema fits a graph:
+numbers are tensors with one element, and every result is computed. The fake implementations return shapes and dtypes
+without computing.
 
 No operation has a gradient formula, and backward through one is an error. `tile_grads` is the gradient of `tile_stats`,
 and `tile_sigmoid` returns its own gradients; a loss multiplies them in, as `megaclip.losses` does.
@@ -10,7 +11,7 @@ and `tile_sigmoid` returns its own gradients; a loss multiplies them in, as `meg
 import torch
 from torch import Tensor
 
-from megaclip.ops import tiles
+from megaclip.ops import rows, tiles
 from megaclip.ops.tiles import DEFAULT_OPTIONS, Terms, TileOptions
 
 
@@ -85,6 +86,19 @@ def tile_sigmoid(
 @tile_sigmoid.register_fake
 def _(x, y, *scalars_diagonal_and_options, **others):
     return _row_values(x), _feature_values(x), _feature_values(y), _row_values(x), _row_values(x)
+
+
+@torch.library.custom_op("megaclip::finish_gradient", mutates_args=())
+def finish_gradient(
+    total: Tensor, features: Tensor, partners: Tensor, pull: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of features (m, D) and `<features_i, d_i>` (m,); see `megaclip.ops.rows.finish_gradient`."""
+    return rows.finish_gradient(total, features, partners, pull, factor)
+
+
+@finish_gradient.register_fake
+def _(total, features, *partners_pull_and_factor):
+    return torch.empty_like(features, memory_format=torch.contiguous_format), _row_values(features)
 
 
 def _options(precision: str, implementation: str, tile_budget_mib: float) -> TileOptions:

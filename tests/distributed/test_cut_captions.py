@@ -22,12 +22,11 @@ from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.step_batch import DeviceFeed
 from megaclip.losses import ClipLoss
 from megaclip.models import ClipModel, build_model
-from tests.distributed import engine_cases
+from tests.distributed import engine_cases, test_engine
 from tests.distributed.engine_cases import BATCH, CAPTION_MODEL, SEED, TRANSFORM, Case, Outcome, oracle
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.memory_batch import MemoryBatch
-from tests.distributed.test_engine import comparisons
-from tests.tolerances import TOWER_GRADIENT, assert_close, exceeded, unnoticed
+from tests.tolerances import CAPTION_ENGINE, TOWER_GRADIENT, Comparison, assert_close, exceeded, unnoticed
 
 CUT = Case(accumulation=3, captions="cut")
 SHORT = {f"zero{stage}": replace(CUT, stage=stage) for stage in range(4)}
@@ -93,6 +92,10 @@ def train_all(cases: dict[str, Case]) -> dict[str, Outcome | str]:
     """Return the outcome of every case on this rank, or its traceback."""
     ranks = dist.get_world_size()
     return {name: or_traceback(engine_cases.train, replace(case, ranks=ranks)) for name, case in cases.items()}
+
+
+def comparisons(got: Outcome | str, expected: Outcome) -> dict[str, Comparison]:
+    return test_engine.comparisons(got, expected, CAPTION_ENGINE)
 
 
 def problems(outcomes: list[dict[str, Outcome | str]], cases: dict[str, Case]) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import WORLD_SIZE, Case, Outcome, oracle, train
 from tests.distributed.harness import or_traceback, run_ranks
-from tests.tolerances import ENGINE, Comparison, compare, exceeded, unnoticed
+from tests.tolerances import ENGINE, Bound, Comparison, compare, exceeded, unnoticed
 
 WAYS = {
     "ring": {"exchange": "ring", "reduction": "feature"},
@@ -85,19 +85,19 @@ def trained() -> list[dict[str, Outcome | str]]:
     return run_ranks(train_all, WORLD_SIZE, {**CASES, **FAULTS})
 
 
-def comparisons(got: Outcome | str, expected: Outcome) -> dict[str, Comparison]:
+def comparisons(got: Outcome | str, expected: Outcome, bounds: dict[str, Bound] = ENGINE) -> dict[str, Comparison]:
     """Compare each measured quantity. Differences of parameters are relative to their largest move."""
     assert isinstance(got, Outcome), got
     assert got.parameters.keys() == expected.parameters.keys()
-    bound, size = ENGINE["parameters"], expected.largest_move
+    bound, size = bounds["parameters"], expected.largest_move
     parameters = [compare(got.parameters[n], p, bound, n, size=size) for n, p in expected.parameters.items()]
     norms = [norm / wanted for norm, wanted in zip(got.norms, expected.norms, strict=True)]
     return {
         "parameters": max(parameters, key=lambda comparison: comparison.share),
-        "loss": compare(got.losses, expected.losses, ENGINE["loss"], "losses"),
-        "norm": compare(norms, [1.0] * len(norms), ENGINE["norm"], "gradient norms"),
+        "loss": compare(got.losses, expected.losses, bounds["loss"], "losses"),
+        "norm": compare(norms, [1.0] * len(norms), bounds["norm"], "gradient norms"),
         "scale_gradient": compare(
-            got.scale_gradients, expected.scale_gradients, ENGINE["scale_gradient"], "logit_scale gradients"
+            got.scale_gradients, expected.scale_gradients, bounds["scale_gradient"], "logit_scale gradients"
         ),
     }
 

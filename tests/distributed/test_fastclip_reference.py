@@ -123,6 +123,7 @@ def both_step(ours: FastClipLoss, theirs: Released, x: Tensor, y: Tensor, ids: T
 def test_sixteen_steps_equal_those_of_the_published_code() -> None:
     """With an eps that is negligible beside u: gradients, estimates and temperatures."""
     samples, batch = 24, 12
+    bound = FASTCLIP.magnified(0.3 / TAU_V2)  # the exponents are larger than at the temperature of the other tests
     ours, theirs = published_v2(samples, eps=1e-100)
     generator = torch.Generator().manual_seed(3)
     for step in range(16):
@@ -136,7 +137,7 @@ def test_sixteen_steps_equal_those_of_the_published_code() -> None:
             ("u", ours.state.values[seen, :2].exp(), theirs.u[seen]),
             ("tau", ours.state.values[:, 2:4], theirs.tau),
         ):
-            assert_close(got, wanted, FASTCLIP, f"{name} in step {step}")
+            assert_close(got, wanted, bound, f"{name} in step {step}")
 
 
 def test_eps_counts_more_in_the_published_code() -> None:

@@ -58,8 +58,8 @@ def test_the_script_trains_on_the_whole_batch(folder, expected, script, ranks):
                    "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
     command = [sys.executable, *launcher, script]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    # When Python exits, a thread of gloo that releases a tensor sometimes aborts the process, in PyTorch's own code. The
-    # script has ended by then.
+    # When Python exits, a thread of gloo that releases a tensor sometimes aborts the process. The script has ended by
+    # then, and the code is PyTorch's own.
     assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
     losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+)$", done.stdout, re.MULTILINE)]
     assert_close(losses, expected, RUN["loss"])

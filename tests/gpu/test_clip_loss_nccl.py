@@ -18,7 +18,9 @@ from tests.tolerances import NCCL_GRADIENT, NCCL_TEMPERATURE, NCCL_VALUE, assert
 pytestmark = pytest.mark.gpu
 
 
-def check(batch: int, embedding: int, dtype: torch.dtype, implementation: str) -> None:
+def check(batch: int, embedding: int, dtype: torch.dtype, implementation: str, mode: str | None = None) -> None:
+    """Check every exchange and reduction. mode: of torch.compile; None does not compile the loss."""
+    torch._dynamo.reset()
     size, rank, device = group_size(), group_rank(), torch.device("cuda")
     generator = torch.Generator().manual_seed(batch)
     base, noise = torch.randn(2, batch * size, embedding, generator=generator, dtype=torch.float64).to(device)
@@ -31,6 +33,8 @@ def check(batch: int, embedding: int, dtype: torch.dtype, implementation: str) -
         loss_function = ClipLoss(
             exchange=exchange, reduction=reduction, implementation=implementation, tile_budget_mib=8
         )
+        if mode is not None:
+            loss_function = torch.compile(loss_function, mode=mode, fullgraph=True)
         for _ in range(3):  # consecutive steps without a pause, which reuse buffers
             x.grad = y.grad = alpha.grad = None
             loss = loss_function(x, y, alpha)
@@ -54,6 +58,8 @@ def check_everything() -> None:
     ):
         for implementation in ("auto", "torch"):
             check(batch, embedding, dtype, implementation)
+    for mode in ("default", "reduce-overhead"):
+        check(1000, 512, torch.bfloat16, "auto", mode)
     features = torch.randn(4 + (group_rank() == group_size() - 1), 8, device="cuda")
     if group_size() > 1:
         with pytest.raises(ValueError, match="same local batch"):

@@ -93,6 +93,18 @@ def test_schemas_fakes_and_results(dtype: torch.dtype) -> None:
             assert_close(result, wanted, VALUE[dtype], operation._qualified_op_name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_last_step_of_a_gradient(dtype: torch.dtype) -> None:
+    x, y = batch(8, 0, dtype).T, batch(8, 1, dtype)  # a matrix whose columns are not adjacent
+    total, pull = torch.randn(8, 8, dtype=tiles.accumulation_dtype(x)), torch.rand(8, dtype=tiles.accumulation_dtype(x))
+    operation, arguments = torch.ops.megaclip.finish_gradient, (total, x, y, pull, 3 * pull[0])
+    torch.library.opcheck(operation, arguments, test_utils=("test_schema", "test_faketensor"))
+    d = total.double() - pull.double()[:, None] * y.double()
+    gradient, dots = operation(*arguments)
+    assert_close(gradient, 3 * pull[0] * d, GRADIENT[dtype])
+    assert_close(dots, (x.double() * d).sum(1), VALUE[dtype])
+
+
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
 def test_a_compiled_step_is_one_graph(loss: str) -> None:
     """Compile towers, tiles and the gradient in one function. `fullgraph` raises at any graph break."""

@@ -1,0 +1,148 @@
+"""A loss as one operation of a graph, `torch.ops.megaclip.clip_loss` or `siglip_loss`, for `torch.compile`.
+
+torch.compile cannot trace the look-up of process groups, the choice of a plan or a ring of messages. So while it traces
+a loss, the loss adds a single operation to the graph (`in_graph`). The operation runs the plain code when the graph
+runs: it looks up the group by its name, checks the features of all ranks, and makes the plan.
+
+The shapes of an operation's results must be known before it runs. So it returns the gradients' sums, as
+`LossAndSums`, and not the columns of all ranks, which exist with one exchange only. Its backward pass finishes the
+gradients and communicates nothing.
+"""
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megaclip.comm.groups import RankGroup, named
+from megaclip.losses.first_order import first_order
+from megaclip.ops.rows import finish_gradient
+from megaclip.ops.tiles import accumulation_dtype
+
+
+class LossAndSums(NamedTuple):
+    """The loss and everything that its backward pass needs besides its arguments. All in the dtype of sums."""
+
+    loss: Tensor
+    """() the mean over the whole batch."""
+    dx: Tensor
+    """(b, D) sum over the negatives of this rank's images, without `factor`."""
+    dy: Tensor
+    """(b, D) sum over the negatives of this rank's texts, without `factor`."""
+    pull: Tensor
+    """(b,) weight of each positive, without `factor`."""
+    factor: Tensor
+    """() factor of the gradients of the features."""
+    d_alpha: Tensor
+    """() gradient of logit_scale."""
+    d_beta: Tensor
+    """() gradient of logit_bias."""
+
+
+class GraphLoss(Protocol):
+    """Attributes of a loss that can be an operation of a graph."""
+
+    group_name: str
+    """Name of its process group, from `megaclip.comm.groups.name_of`."""
+    settings_json: str
+    """Keyword arguments of its constructor, without the group."""
+
+    def evaluate(
+        self,
+        x: Tensor,
+        y: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None,
+        *,
+        ranks: RankGroup,
+        gradients: bool,
+    ) -> LossAndSums:
+        """Check the arguments, and return the loss and its sums. gradients: False if only the loss is used."""
+
+
+def in_graph(
+    loss: GraphLoss, operation: Any, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None
+) -> Tensor:
+    """Return the loss () as one operation of the graph that is being traced.
+
+    operation: the result of `register_loss`. x, y: local features (b, D).
+    """
+    tensors = (x, y, logit_scale) if logit_bias is None else (x, y, logit_scale, logit_bias)
+    gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return operation(x, y, logit_scale, logit_bias, loss.settings_json, loss.group_name, gradients)[0]
+
+
+def finish_gradients(
+    d_loss: Tensor,
+    sums: LossAndSums,
+    x: Tensor,
+    y: Tensor,
+    logit_scale: Tensor,
+    logit_bias: Tensor | None,
+    finish: Callable[..., tuple[Tensor, Tensor]] = finish_gradient,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of x, y (b, D), logit_scale and logit_bias, in their dtypes and shapes.
+
+    d_loss: (), the upstream gradient. sums: its field `loss` is not used.
+    """
+    factor = sums.factor * d_loss
+    dx, _ = finish(sums.dx, x, y, sums.pull, factor)
+    dy, _ = finish(sums.dy, y, x, sums.pull, factor)
+    d_scale = (sums.d_alpha * d_loss).to(logit_scale.dtype).reshape(logit_scale.shape)
+    if logit_bias is None:
+        return dx, dy, d_scale, None
+    return dx, dy, d_scale, (sums.d_beta * d_loss).to(logit_bias.dtype).reshape(logit_bias.shape)
+
+
+def register_loss(name: str, loss_class: Callable[..., GraphLoss]) -> Any:
+    """Register `torch.ops.megaclip.NAME`, which computes a loss of this class, and return it.
+
+    loss_class: a class whose `settings_json` are the arguments of its constructor.
+    """
+
+    @functools.cache
+    def construct(settings: str) -> GraphLoss:
+        return loss_class(**json.loads(settings))
+
+    def run(
+        x: Tensor,
+        y: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None,
+        settings: str,
+        group: str,
+        gradients: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        found = construct(settings).evaluate(x, y, logit_scale, logit_bias, ranks=named(group), gradients=gradients)
+        if not gradients:
+            return found.loss.clone(), *(found.loss.new_empty(0) for _ in range(6))  # type: ignore[return-value]
+        # Results of an operation must not share memory with each other or with its arguments.
+        loss, dx, dy, pull, *numbers = found
+        copies = (number.to(x.device, copy=True) for number in numbers)
+        return loss.clone(), dx, dy, pull, *copies  # type: ignore[return-value]
+
+    def fake(x, y, logit_scale, logit_bias, settings, group, gradients):  # type: ignore[no-untyped-def]
+        sums = x.new_empty((), dtype=accumulation_dtype(x))
+        shapes = (x.shape, y.shape, x.shape[:1], (), (), ()) if gradients else ((0,),) * 6
+        return sums, *(sums.new_empty(shape) for shape in shapes)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:4], *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @first_order(loss_class.__name__)
+    def backward(ctx: Any, d_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        x, y, logit_scale, logit_bias, *sums = ctx.saved_tensors
+        arguments = (LossAndSums(d_loss, *sums), x, y, logit_scale, logit_bias)
+        return *finish_gradients(d_loss, *arguments, torch.ops.megaclip.finish_gradient), None, None, None
+
+    # Ranks exchange messages through their hosts, which a CUDA graph cannot repeat. Older PyTorch has no such tag.
+    tags = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+    operation = torch.library.custom_op(f"megaclip::{name}", run, mutates_args=(), tags=tags)
+    operation.register_fake(fake)
+    operation.register_autograd(backward, setup_context=keep)
+    return operation

@@ -1,0 +1,303 @@
+"""Compare compiled losses with plain ones, bit by bit, and with one process on the whole batch, on 1, 2 and 3 ranks.
+
+The first call of every launch is a compiled one. `fullgraph=True` raises at any graph break. The backend "aot_eager"
+traces both passes as inductor does, and then runs the graphs without compiling them; the long test uses inductor.
+"""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import deepspeed.comm as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
+
+from megaclip.comm.groups import group_rank, group_size
+from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
+from megaclip.ops.reference import info_nce
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_clip_loss import Towers, expect_same_error, random_batch
+from tests.distributed.test_siglip_loss import oracle
+from tests.tolerances import GRADIENT, VALUE, compare, exceeded
+
+REPOSITORY = Path(__file__).parents[2]
+WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar")))
+SCALE, BIAS = 9.0, -3.0
+
+
+class Evaluated(NamedTuple):
+    """A loss and its gradients with respect to the features of this rank, logit_scale and logit_bias."""
+
+    loss: Tensor
+    d_image: Tensor
+    d_text: Tensor
+    d_scale: Tensor
+    d_bias: Tensor
+
+
+def compiled(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Callable[..., Any]:
+    """Return the function compiled as one graph, without earlier compilations: PyTorch limits those per function."""
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def evaluate(loss: Callable[..., Tensor], whole: tuple[Tensor, Tensor], group: Any = None) -> Evaluated:
+    """Return the loss times 3 and its gradients on this rank's part of the batch."""
+    sums = torch.float64 if whole[0].dtype == torch.float64 else torch.float32
+    features = [part.chunk(group_size(group))[group_rank(group)].clone() for part in whole]
+    scalars = [torch.tensor([SCALE], dtype=sums), torch.tensor(BIAS, dtype=sums)]
+    leaves = [tensor.requires_grad_() for tensor in (*features, *scalars)]
+    value = 3 * loss(*leaves)
+    return Evaluated(value.detach(), *torch.autograd.grad(value, leaves))
+
+
+def expected(loss_class: type, whole: tuple[Tensor, Tensor], group: Any = None) -> Evaluated:
+    """Return `evaluate` by one process in float64."""
+    if loss_class is ClipLoss:
+        found = (*info_nce(*whole, SCALE), torch.zeros(()))
+    else:
+        found = oracle(*whole, torch.tensor(SCALE), torch.tensor(BIAS))
+    loss, d_image, d_text, d_scale, d_bias = (3 * part for part in found)
+    mine = (group_size(group) * part.chunk(group_size(group))[group_rank(group)] for part in (d_image, d_text))
+    return Evaluated(loss, *mine, d_scale.reshape(1), d_bias)
+
+
+def differences(loss_class: type, *batches: tuple[Tensor, Tensor], group: Any = None, **settings: Any) -> list[str]:
+    """Compare the compiled loss with the plain one and with the whole batch, for one batch after the other."""
+    loss = loss_class(group=group, **settings)
+    step = compiled(loss)
+    found = []
+    for whole in batches:
+        dtype, case = whole[0].dtype, f"{loss} {settings} W={group_size(group)} {tuple(whole[0].shape)}"
+        got = evaluate(step, whole, group)
+        plain = evaluate(loss, whole, group)
+        found += [
+            f"{name} is not that of the plain loss, {case}"
+            for name, ours, theirs in zip(Evaluated._fields, got, plain, strict=True)
+            if not torch.equal(ours, theirs) or ours.dtype != theirs.dtype
+        ]
+        sums = torch.promote_types(dtype, torch.float32)
+        bounds = (VALUE[dtype], GRADIENT[dtype], GRADIENT[dtype], GRADIENT[sums], GRADIENT[sums])
+        # The gradients of scale and bias are means of addends of size 3, which cancel.
+        sizes = (None, None, None, 3.0, 3.0)
+        found += exceeded(
+            compare(ours, theirs, bound, f"{name} {case}", size=size)
+            for name, ours, theirs, bound, size in zip(
+                Evaluated._fields, got, expected(loss_class, whole, group), bounds, sizes, strict=True
+            )
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------------ cases, run on every rank
+
+
+def check_first_calls() -> list[str]:
+    """Check the first call of a process, whose compiled code creates groups and plans, and then other shapes."""
+    batches = [random_batch(batch * group_size(), 7, torch.float64) for batch in (5, 7, 8)]
+    return [problem for loss in (SigLipLoss, ClipLoss) for problem in differences(loss, *batches)]
+
+
+def check_every_way() -> list[str]:
+    whole = random_batch(6 * group_size(), 8, torch.bfloat16)
+    found = []
+    for exchange, reduction in WAYS:
+        found += differences(ClipLoss, whole, exchange=exchange, reduction=reduction)
+    return found + differences(SigLipLoss, whole, exchange="ring", reduction="scalar")
+
+
+def check_without_gradients() -> list[str]:
+    """Check an evaluation: no gradients are computed, and numbers instead of tensors are accepted."""
+    x, y = (part.chunk(group_size())[group_rank()] for part in random_batch(5 * group_size(), 6, torch.float32))
+    found = []
+    for loss in (ClipLoss(), SigLipLoss()):
+        step = compiled(loss)
+        for scale in (2.0, 3.5):
+            outputs = step(x, y, scale, output_dict=True)
+            if not torch.equal(outputs["contrastive_loss"], loss(x, y, scale)):
+                found.append(f"{loss} at scale {scale}: {outputs}")
+    return found
+
+
+def check_errors() -> list[str]:
+    """Check that a mistake on the last rank raises the error of the plain loss on all ranks."""
+    last, scale = group_rank() == group_size() - 1, torch.tensor(1.0)
+    found = []
+    for loss in (ClipLoss(), SigLipLoss()):
+        step = compiled(loss, dynamic=False)
+        features = torch.randn(4, 5)
+        other = torch.randn(4, 6 if last else 5)
+        found += expect_same_error(lambda: step(features, other, scale), "shapes (4, 5) and (4, 6) on rank")  # noqa: B023
+    return found
+
+
+class TowersAndLoss(nn.Module):
+    """Training step as one module: towers, then the loss."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.towers, self.loss = Towers(), loss
+
+    def forward(self, images: Tensor, texts: Tensor) -> Tensor:
+        return self.loss(*self.towers(images, texts))
+
+
+class PlainLoss(nn.Module):
+    """Loss of one rank in plain PyTorch, to count the graph breaks of DDP itself."""
+
+    def forward(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        return F.cross_entropy(scale * x @ y.T, torch.arange(len(x)))
+
+
+def step_around(loss: nn.Module, backend: str) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """Return a parallel model, and a compiled step that calls it and then the loss. DDP's own code breaks the graph."""
+    model = DistributedDataParallel(Towers())
+    torch._dynamo.reset()
+    return model, torch.compile(lambda images, texts: loss(*model(images, texts)), backend=backend)
+
+
+def step_inside(loss: nn.Module, backend: str) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """Return a parallel model whose module is towers and loss, compiled as one graph, and its call."""
+    model = DistributedDataParallel(compiled(TowersAndLoss(loss), backend))
+    return model, model
+
+
+def one_process(loss: nn.Module, x: Tensor, y: Tensor, alpha: Tensor) -> Tensor:
+    """Return the loss of the whole batch, in plain PyTorch."""
+    logits, labels = alpha * x @ y.T, torch.arange(len(x))
+    if isinstance(loss, SigLipLoss):
+        return -F.logsigmoid((2 * torch.eye(len(x), dtype=x.dtype) - 1) * logits).sum() / len(x)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+
+
+def data_parallel_steps(backend: str) -> list[str]:
+    """Compare compiled training steps under DDP with one process on the whole batch."""
+    images, texts = torch.randn(2, 4 * group_size(), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    mine = [part.chunk(group_size())[group_rank()] for part in (images, texts)]
+    found = []
+    for loss, build in ((ClipLoss(), step_around), (ClipLoss(), step_inside), (SigLipLoss(), step_inside)):
+        whole = Towers()
+        model, step = build(loss, backend)
+        optimizers = [torch.optim.SGD(towers.parameters(), lr=0.1) for towers in (whole, model)]
+        for number in range(2):
+            what = f"step {number} of {build.__name__} {loss}, {backend}"
+            values = one_process(loss, *whole(images, texts)), step(*mine)
+            found += exceeded([compare(values[1], values[0], VALUE[torch.float64], what)])
+            for value, optimizer in zip(values, optimizers, strict=True):
+                optimizer.zero_grad()
+                value.backward()
+            for (name, ours), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
+                found += exceeded([compare(ours.grad, theirs.grad, GRADIENT[torch.float64], f"{name}, {what}")])
+            for optimizer in optimizers:
+                optimizer.step()
+    return found
+
+
+def check_that_breaks_are_those_of_data_parallel() -> list[str]:
+    """Check that a compiled step around a DDP model has no more graph breaks with our losses than with a plain one."""
+    images, texts = torch.randn(2, 4, 6, dtype=torch.float64)
+    breaks = []
+    for loss in (PlainLoss(), ClipLoss()):
+        counters.clear()
+        step_around(loss, "aot_eager")[1](images, texts).backward()
+        breaks.append((sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]))
+    return [] if breaks[0] == breaks[1] else [f"breaks and graphs: {breaks}"]
+
+
+def check_steps_under_data_parallel() -> list[str]:
+    return data_parallel_steps("aot_eager")
+
+
+def check_fastclip() -> list[str]:
+    """Check steps of FastClipLoss in a compiled function: equal to plain ones, with one graph break."""
+    counters.clear()
+    weight = torch.randn(6, 5, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    images, texts = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(group_rank()))
+    ids = torch.arange(4) + 4 * group_rank()
+
+    def value_of(loss: FastClipLoss, epoch: float) -> Tensor:
+        x, y = F.normalize(images @ weight, dim=1), F.normalize(texts @ weight, dim=1)
+        return 2 * loss(x, y, ids=ids, epoch=epoch)
+
+    found = []
+    for variant in ("fastclip_v3", "isogclr"):
+        losses = [FastClipLoss(variant, samples=12) for _ in range(2)]
+        torch._dynamo.reset()
+        before = counters["stats"]["unique_graphs"]
+        steps = [torch.compile(value_of, backend="aot_eager", dynamic=True), value_of]
+        for epoch in (0.0, 0.0, 0.0):
+            values = [step(loss, epoch) for step, loss in zip(steps, losses, strict=True)]
+            gradients = []
+            for value, loss in zip(values, losses, strict=True):
+                weight.grad = None
+                value.backward()
+                gradients.append(weight.grad)
+                loss.step()
+            if not (torch.equal(*values) and torch.equal(*gradients)):
+                found.append(f"{variant}: {values}, {gradients}")
+        graphs = counters["stats"]["unique_graphs"] - before
+        if graphs != 2:
+            found.append(f"{variant}: {graphs} graphs, not one before the loss and one after it")
+    return found
+
+
+def check_values() -> list[str]:
+    return check_first_calls() + check_every_way()
+
+
+def check_steps() -> list[str]:
+    checks = (
+        check_steps_under_data_parallel,
+        check_that_breaks_are_those_of_data_parallel,
+        check_without_gradients,
+        check_errors,
+        check_fastclip,
+    )
+    return [problem for check in checks for problem in check()]
+
+
+def check_a_subgroup() -> list[str]:
+    """Check a group of ranks 0 and 2 of three. Rank 1 gets an error."""
+    group = dist.new_group([0, 2])
+    whole = random_batch(10, 7, torch.float64)
+    if dist.get_rank() == 1:
+        return expect_same_error(lambda: compiled(ClipLoss(group=group))(*whole, torch.tensor(1.0)), "not a member")
+    return [problem for loss in (ClipLoss, SigLipLoss) for problem in differences(loss, whole, group=group)]
+
+
+def check_inductor() -> list[str]:
+    found = data_parallel_steps("inductor")
+    whole = random_batch(6 * group_size(), 8, torch.bfloat16)
+    for loss in (ClipLoss(), SigLipLoss()):
+        for mode in ("default", "reduce-overhead", "max-autotune-no-cudagraphs"):
+            got = evaluate(compiled(loss, "inductor", mode=mode), whole)
+            pairs = zip(Evaluated._fields, got, evaluate(loss, whole), strict=True)
+            found += [f"{loss} {mode}: {name}" for name, ours, theirs in pairs if not torch.equal(ours, theirs)]
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_equals_the_plain_loss_and_the_whole_batch(world_size: int) -> None:
+    assert run_ranks(check_values, world_size) == [[]] * world_size
+
+
+def test_in_compiled_training_steps() -> None:
+    assert run_ranks(check_steps, 2) == [[]] * 2
+
+
+def test_a_subgroup_of_ranks() -> None:
+    assert run_ranks(check_a_subgroup, 3) == [[]] * 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_with_inductor(world_size: int) -> None:
+    assert run_ranks(check_inductor, world_size) == [[]] * world_size

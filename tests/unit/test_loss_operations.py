@@ -1,0 +1,120 @@
+"""Losses as graph operations on one rank, second derivatives of losses, and the names under which losses are found."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import megaclip
+from megaclip import losses
+from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def batch(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    x, y = torch.randn(2, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return [F.normalize(features, dim=1).to(dtype).requires_grad_() for features in (x, y)]
+
+
+def fastclip(variant: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    loss = FastClipLoss(variant, samples=9)
+    return lambda x, y, scale: loss(x, y, scale, ids=torch.arange(6), epoch=0.5)
+
+
+LOSSES = {
+    "ClipLoss": ClipLoss,
+    "SigLipLoss": SigLipLoss,
+    "FastClipLoss": lambda: fastclip("fastclip_v3"),
+    "FastClipLoss per sample": lambda: fastclip("isogclr"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrt"),
+    # FastClipLoss does not use the scale.
+    [(name, wrt) for name in LOSSES for wrt in range(3) if wrt < 2 or not name.startswith("FastClipLoss")],
+)
+def test_a_second_derivative_is_refused(name: str, wrt: int) -> None:
+    """Take a gradient penalty, which silently had no gradient with PyTorch's once_differentiable."""
+    leaves = [*batch(), torch.tensor([4.0], dtype=torch.float64, requires_grad=True)]
+    loss = LOSSES[name]()
+    (plain,) = torch.autograd.grad(loss(*leaves), leaves[wrt])
+    value = loss(*leaves)
+    (gradient,) = torch.autograd.grad(value, leaves[wrt], create_graph=True)
+    assert torch.equal(gradient, plain)
+    penalty = value + gradient.square().sum()
+    error = f"gradient of {name.split()[0]} was differentiated again.*: compute"
+    with pytest.raises(RuntimeError, match=error):
+        penalty.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=error):
+        torch.autograd.grad(penalty, leaves, allow_unused=True)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_second_derivative_of_a_function_of_the_loss_is_refused(name: str) -> None:
+    leaves = [*batch(), torch.tensor([4.0], dtype=torch.float64, requires_grad=True)]
+    (gradient,) = torch.autograd.grad(LOSSES[name]()(*leaves).square(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated again"):
+        torch.autograd.grad(gradient.sum(), leaves[0])
+
+
+def test_the_graph_may_be_created_and_used_once() -> None:
+    """`create_graph=True` alone is no second derivative, and the kept graph gives the same gradient again."""
+    x, y = batch()
+    loss = ClipLoss()(x, y, 4.0)
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("backend", "error"),
+    [("eager", "differentiated again"), ("aot_eager", "create_graph|double backward")],  # the second: PyTorch's own
+)
+def test_a_second_derivative_of_a_compiled_loss_is_refused(backend: str, error: str) -> None:
+    x, y = batch()
+    loss = torch.compile(ClipLoss(), backend=backend, fullgraph=True)
+    with pytest.raises(RuntimeError, match=error):
+        (gradient,) = torch.autograd.grad(loss(x, y, 4.0), x, create_graph=True)
+        torch.autograd.grad(gradient.sum(), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss", [ClipLoss(tile_budget_mib=0.01), SigLipLoss(precision="auto")], ids=str)
+def test_operations(loss: ClipLoss | SigLipLoss, dtype: torch.dtype) -> None:
+    """Run PyTorch's checks of an operation: schema, shared memory, fake results, and the trace of both passes."""
+    sums = torch.promote_types(dtype, torch.float32)
+    scale, bias = (torch.tensor(number, dtype=sums, requires_grad=True) for number in (4.0, -1.0))
+    operation = torch.ops.megaclip.clip_loss if isinstance(loss, ClipLoss) else torch.ops.megaclip.siglip_loss
+    for gradients in (True, False):
+        leaves = [tensor if gradients else tensor.detach() for tensor in (*batch(dtype), scale, bias)]
+        torch.library.opcheck(operation, (*leaves, loss.settings_json, loss.group_name, gradients))
+
+
+def test_losses_of_equal_settings_share_a_compilation() -> None:
+    """Compile more losses than PyTorch compiles of one function: their settings and groups are plain strings."""
+    x, y = batch()
+    for _ in range(torch._dynamo.config.recompile_limit + 1):
+        torch.compile(ClipLoss(exchange="ring"), backend="eager", fullgraph=True)(x, y, 4.0)
+
+
+def test_the_package_has_the_losses() -> None:
+    for name in ("ClipLoss", "SigLipLoss", "FastClipLoss"):
+        assert getattr(megaclip, name) is getattr(losses, name) and name in dir(megaclip)
+    with pytest.raises(AttributeError, match="has no attribute 'OtherLoss'"):
+        megaclip.OtherLoss  # noqa: B018
+
+
+def test_the_first_call_of_a_process_is_compiled() -> None:
+    code = (
+        "import torch\nfrom megaclip import ClipLoss\nx = torch.eye(3).requires_grad_()\n"
+        "torch.compile(ClipLoss(), fullgraph=True, backend='aot_eager')(x, x, 1.0).backward()\nprint(x.grad.norm() > 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    assert done.stdout.split() == ["tensor(True)"], done.stderr
