@@ -26,6 +26,10 @@ def folder(tmp_path_factory):
     for name, block in zip(["towers.py", *SCRIPTS.values()], blocks, strict=True):
         assert name in PAGE.read_text()
         (folder / name).write_text(block)
+    # Trainer and Lightning import torchvision if they find it, which fails with PyTorch's CPU build
+    # (megaclip/checkpoint/open_clip_package.py). This imports it beforehand, as that module does.
+    start = "from megaclip.checkpoint.open_clip_package import import_torchvision\n\nimport_torchvision()\n"
+    (folder / "sitecustomize.py").write_text(start)
     return folder
 
 
@@ -54,8 +58,17 @@ def expected(folder):
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_the_script_trains_on_the_whole_batch(folder, expected, script, ranks):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
-                   "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
     command = [sys.executable, *launcher, script]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     # When Python exits, a thread of gloo that releases a tensor sometimes aborts the process. The script has ended by
