@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -14,6 +15,7 @@ from megaclip.commands import COMMANDS
 from megaclip.config.command_line import build_parser
 from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
 from megaclip.config.section import MegaclipSection
+from megaclip.engine.metrics import StepMetrics
 from megaclip.losses.estimators import SampleIndex
 from megaclip.losses.fastclip import FastClipLoss
 from megaclip.losses.fastclip_variants import VARIANTS
@@ -74,6 +76,11 @@ def section(page: str, heading: str) -> str:
     text = (ROOT / page).read_text()
     assert f"\n{heading}\n" in text, f"{page} has no heading {heading!r}"
     return re.split(rf"^#{{1,{level}}} ", text.split(f"\n{heading}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def test_the_list_of_curves_has_every_figure_of_a_step():
+    listed = set(re.findall(r"`train/(\w+)`", (ROOT / "docs/run_folder.md").read_text()))
+    assert listed == {field.name for field in fields(StepMetrics)} | {"samples_per_s", "peak_mib", "bad_samples"}
 
 
 def table_rows(text: str) -> list[list[str]]:
