@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, read_model_card, write_model_card
-from megaclip.checkpoint.open_clip_weights import LoadReport, compare_weights, meta_model, read_weights, write_weights
+from megaclip.checkpoint.open_clip_weights import LoadReport, compare_weights, read_weights, write_weights
 from megaclip.errors import MegaclipError
-from megaclip.models import load_model_config
+from megaclip.models import load_model_config, meta_model
 from megaclip.models.config import CARD_NAME
 
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model")
@@ -56,7 +56,7 @@ def import_weights(source: Path, out_dir: Path, model: str | None) -> LoadReport
     if config is None or (source / CARD_NAME).is_file():
         card = read_model_card(source, config)
         config, preprocess = card.config, card.preprocess_cfg
-    state_dict = read_weights(source)
+    state_dict = read_weights(source, config)
     report = compare_weights(meta_model(config), state_dict)
     if report.complete:
         write_model_card(out_dir, config, preprocess, tokenizer_files(source))

@@ -13,7 +13,9 @@ from typing import Any
 
 from megaclip.checkpoint.store import write_atomically
 from megaclip.errors import CheckpointError
-from megaclip.models.config import CARD_NAME, ModelConfig, model_description, read_json_object
+from megaclip.models import ModelDescription, OpenClipConfig
+from megaclip.models.config import CARD_NAME, read_json_object
+from megaclip.models.descriptions import TOWERS_KEY, Towers, describe, model_description
 
 OPENAI_PREPROCESS: dict[str, Any] = {
     "mean": (0.48145466, 0.4578275, 0.40821073),
@@ -30,7 +32,7 @@ class ModelCard:
 
     directory: Path
     """Directory of the card. It also holds the tokenizer's files and, for an exported model, the weights."""
-    config: ModelConfig
+    config: ModelDescription
     """Model description."""
     preprocess_cfg: dict[str, Any]
     """Every preprocessing setting of the card, with open_clip's defaults for those it leaves out."""
@@ -63,10 +65,13 @@ class ModelCard:
         return str(models[0])
 
 
-def read_model_card(directory: str | Path, config: ModelConfig | None = None) -> ModelCard:
+def read_model_card(
+    directory: str | Path, config: ModelDescription | None = None, towers: Towers | None = None
+) -> ModelCard:
     """Read the card in `directory`.
 
     config: replaces the card's own model description, which is then not checked.
+    towers: implementation that runs the model. None: the one that the card names; a run's checkpoints have its names.
 
     Raises:
         ConfigError: the card cannot be read, or describes a model that MegaCLIP does not build.
@@ -76,7 +81,8 @@ def read_model_card(directory: str | Path, config: ModelConfig | None = None) ->
     path = directory / CARD_NAME
     content = read_json_object(path)
     if config is None:
-        config = ModelConfig.from_dict(model_description(content), source=str(path))
+        recorded: Towers = "open_clip" if content.get(TOWERS_KEY) == "open_clip" else "auto"
+        config = describe(model_description(content), str(path), towers or recorded)
     preprocess = content.get("preprocess_cfg") or {}
     if not isinstance(preprocess, dict):
         raise CheckpointError(f"{path}: preprocess_cfg is a {type(preprocess).__name__}, expected a JSON object")
@@ -87,7 +93,7 @@ def read_model_card(directory: str | Path, config: ModelConfig | None = None) ->
 
 def write_model_card(
     directory: str | Path,
-    config: ModelConfig,
+    config: ModelDescription,
     preprocess_cfg: dict[str, Any],
     tokenizer_files: Iterable[str | Path] = (),
 ) -> None:
@@ -104,5 +110,7 @@ def write_model_card(
     for file in map(Path, tokenizer_files):
         if file.resolve().parent != directory.resolve():
             shutil.copyfile(file, directory / file.name)
-    card = {"model_cfg": config.to_open_clip(), "preprocess_cfg": preprocess_cfg}
+    card: dict[str, Any] = {"model_cfg": config.to_open_clip(), "preprocess_cfg": preprocess_cfg}
+    if isinstance(config, OpenClipConfig):
+        card[TOWERS_KEY] = "open_clip"
     write_atomically(directory / CARD_NAME, json.dumps(card, indent=2) + "\n")

@@ -8,6 +8,7 @@ contradicts the card, the flag is used, with a warning.
 """
 
 import filecmp
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,10 @@ from megaclip.data import (
 )
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.logging import get_logger
-from megaclip.models import ModelConfig, list_models, load_model_config
+from megaclip.models import ModelDescription, OpenClipConfig, list_models, load_model_config
 from megaclip.models.config import CARD_NAME
+from megaclip.models.descriptions import Towers
+from megaclip.models.open_clip_config import open_clip_descriptions
 from megaclip.models.text import reason_not_to_cut
 
 logger = get_logger(__name__)
@@ -45,7 +48,7 @@ class Inputs:
 
     config: TrainingConfig
     """Settings of ds_config.json."""
-    model_config: ModelConfig
+    model_config: ModelDescription
     """Model description, with the text tower fitted to the tokenizer."""
     tokenizer: Tokenizer
     train: PairDataset
@@ -74,8 +77,9 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     """Read and check everything that the command line names. Raises MegaclipError."""
     config = load_training_config(arguments.deepspeed_config)
     _check_that_weights_exist(arguments)
-    card = _find_model_card(arguments)
-    model_config = _model_config(arguments.model, card)
+    towers = config.megaclip.towers
+    card = _find_model_card(arguments, towers)
+    model_config = _model_config(arguments.model, card, towers)
     _check_settings(arguments, config.megaclip, model_config)
     tokenizer_name = _tokenizer_name(arguments.tokenizer, card)
     tokenizer = load_tokenizer(tokenizer_name, model_config.text_cfg.context_length)
@@ -114,7 +118,7 @@ def _transform(card: ModelCard | None, **settings: Any) -> ImageTransform:
         raise ConfigError(f"{card.path}: {error}; override it with {flags}") from None
 
 
-def _text_settings(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
+def _text_settings(tokenizer: Tokenizer, config: ModelDescription) -> dict[str, Any]:
     """Return the settings of `text_cfg` with which the text tower fits the tokenizer, in MegaCLIP and in open_clip."""
     with tempfile.TemporaryDirectory() as folder:
         settings = tokenizer.write_open_clip(folder)
@@ -123,13 +127,15 @@ def _text_settings(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
     return settings
 
 
-def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_config: ModelConfig) -> None:
+def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_config: ModelDescription) -> None:
     """Raise if the command line, ds_config.json and the model contradict each other."""
     if section.loss == "siglip" and model_config.init_logit_bias is None:
         raise ConfigError(
             f'--model {arguments.model} has no init_logit_bias, which megaclip.loss "siglip" requires; add '
             "init_logit_bias to the model's JSON (SigLIP has -10, with init_logit_scale 2.303)"
         )
+    if isinstance(model_config, OpenClipConfig):
+        _check_open_clip_settings(arguments, section)
     if section.is_global and "logit_scale_max" in arguments.model_fields_set:
         raise ConfigError(
             f"--logit-scale-max has no effect with megaclip.loss {section.loss!r}; set "
@@ -146,7 +152,23 @@ def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_c
         raise ConfigError(f"--data-offload-dir {arguments.data_offload_dir!r} is not a folder; create it first")
 
 
-def _check_cut(arguments: TrainArguments, section: MegaclipSection, model_config: ModelConfig) -> None:
+def _check_open_clip_settings(arguments: TrainArguments, section: MegaclipSection) -> None:
+    """Raise for settings that require MegaCLIP's own towers, if open_clip's modules run the model."""
+    settings: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+        ("tensor_parallel_size", section.tensor_parallel_size, (1,)),
+        ("layer_norm", section.layer_norm, ("torch",)),
+        ("compile", section.compile, (False, "auto")),
+    )
+    for setting, value, accepted in settings:
+        if value not in accepted:
+            raise ConfigError(
+                f"megaclip.{setting} {json.dumps(value)} requires MegaCLIP's own towers, and open_clip's modules run "
+                f"--model {arguments.model}; use {' or '.join(map(json.dumps, accepted))}, or a model that "
+                "docs/models.md lists with MegaCLIP's own towers"
+            )
+
+
+def _check_cut(arguments: TrainArguments, section: MegaclipSection, model_config: ModelDescription) -> None:
     """Raise if the captions of a text tower whose features depend on the padding are to be cut."""
     reason = reason_not_to_cut(model_config.text_cfg)
     if section.cut_captions is True and reason is not None:
@@ -172,7 +194,7 @@ def _check_that_weights_exist(arguments: TrainArguments) -> None:
         )
 
 
-def _find_model_card(arguments: TrainArguments) -> ModelCard | None:
+def _find_model_card(arguments: TrainArguments, towers: Towers) -> ModelCard | None:
     """Return the model card of --pretrained, else that of --model, or None if neither has a card."""
     directories = []
     if arguments.pretrained is not None:
@@ -181,29 +203,29 @@ def _find_model_card(arguments: TrainArguments) -> ModelCard | None:
     if (own := _card_directory(arguments.model)) is not None:
         directories.append(own)
     found = next((directory for directory in directories if (directory / CARD_NAME).is_file()), None)
-    return None if found is None else read_model_card(found)
+    return None if found is None else read_model_card(found, towers=towers)
 
 
 def _card_directory(model: str) -> Path | None:
     """Return the directory in which --model would have a model card, or None for a preset."""
-    if model in list_models():
+    if model in list_models() or model in open_clip_descriptions():
         return None
     path = Path(model)
     return path.parent if path.name == CARD_NAME else path
 
 
-def _model_config(model: str, card: ModelCard | None) -> ModelConfig:
+def _model_config(model: str, card: ModelCard | None, towers: Towers) -> ModelDescription:
     """Return the description that --model names; warn if the model of the weights' card computes other features."""
     own = _card_directory(model)
     if card is not None and own is not None and own.resolve() == card.directory.resolve():
         return card.config
-    config = load_model_config(model)
+    config = load_model_config(model, towers)
     if card is None:
         return config
     ours, theirs = config.model_dump(), card.config.model_dump()
     settings = [("quick_gelu", ours["quick_gelu"], theirs["quick_gelu"])]
     for section, names in _SETTINGS_WITHOUT_SHAPE.items():
-        settings += [(f"{section}.{name}", ours[section][name], theirs[section][name]) for name in names]
+        settings += [(f"{section}.{name}", ours[section].get(name), theirs[section].get(name)) for name in names]
     for name, here, there in settings:
         if here != there:
             logger.warning(

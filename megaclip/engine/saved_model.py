@@ -9,7 +9,7 @@ from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights
 from megaclip.checkpoint.store import MODEL_CARD, locate
 from megaclip.data import ImageTransform, Tokenizer, load_tokenizer
 from megaclip.errors import CheckpointError, ConfigError
-from megaclip.models import ClipModel
+from megaclip.models import DualEncoder
 from megaclip.models.config import CARD_NAME
 
 
@@ -17,7 +17,7 @@ from megaclip.models.config import CARD_NAME
 class SavedModel:
     """Model with the preprocessing of its images and captions."""
 
-    model: ClipModel
+    model: DualEncoder
     """The model, float32, on the CPU, in evaluation mode."""
     transform: ImageTransform
     """Image preprocessing of the model card."""
@@ -39,7 +39,8 @@ def load_saved_model(source: Path, *, tag: str | None = None, tokenizer: str | N
     if (source / CARD_NAME).is_file():
         if tag is not None:
             raise ConfigError(f"--tag {tag} selects a checkpoint of a run, but {source} is an exported model; omit it")
-        card, weights = read_model_card(source), read_weights(source)
+        card = read_model_card(source)
+        weights = read_weights(source, card.config)
     elif source.is_file():
         raise CheckpointError(
             f"{source} is a file without a model card; convert it to a directory with tools/import_open_clip.py"

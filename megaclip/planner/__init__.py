@@ -5,7 +5,8 @@
 
 `workload.py` describes the run, `cluster.py` the machines. `rules.py` has the decisions that a run and its plan share.
 `towers.py`, `tower_time.py`, `states.py`, `phases.py`, `losses.py`, `captions.py` and `traffic.py` are the formulas,
-`memory.py` and `step_time.py` combine them, `compilation.py` estimates torch.compile, `search.py` finds what fits, `tensor_parallel.py` whether tensor parallelism pays, and `report.py` prints the plan.
+`memory.py` and `step_time.py` combine them, `compilation.py` estimates torch.compile, `search.py` finds what fits,
+`tensor_parallel.py` whether tensor parallelism pays, and `report.py` prints the plan.
 `constants.py` has the measured numbers, with their sources.
 """
 

@@ -1,0 +1,118 @@
+"""Training open_clip's towers through the engine equals plain PyTorch on the whole batch, for every family and stage.
+
+Two ranks take two steps with two chunks per tower. Dropout, stochastic depth and batch norms are on where the family
+has them.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.harness import or_traceback, run_ranks
+from tests.distributed.open_clip_cases import Case, Outcome, oracle, train
+from tests.distributed.engine_cases import WORLD_SIZE
+from tests.open_clip_families import FAMILIES, WITH_BATCH_NORM
+from tests.tolerances import OPEN_CLIP_ENGINE, compare, exceeded, unnoticed
+
+# One stage for each family in the short form; every stage in the long one.
+QUICK = {f"{name} zero{index % 4}": Case(name, index % 4) for index, name in enumerate(FAMILIES)}
+QUICK |= {
+    "roberta zero3 text x 1": Case("roberta", 3, text_chunks=1),
+    "mobileclip zero2 kept": Case("mobileclip", 2, keep=3, checkpointing="plain"),
+    "mt5 zero3 checkpointing": Case("mt5", 3, checkpointing="plain"),
+}
+GRID = {
+    f"{name} zero{stage}": Case(name, stage)
+    for name in FAMILIES
+    for stage in range(4)
+    if f"{name} zero{stage}" not in QUICK
+}
+for _name in FAMILIES:
+    GRID[f"{_name} zero3 checkpointing"] = Case(_name, 3, checkpointing="plain")
+    GRID[f"{_name} zero3 kept"] = Case(_name, 3, keep=3, text_chunks=1)
+
+
+def train_all(cases: dict[str, Case], folder: Path) -> dict[str, Outcome | str]:
+    """Return the outcome of every case on this rank, or the traceback of its exception."""
+    return {
+        name: or_traceback(train, case, folder, folder / "runs" / name.replace(" ", "-"))
+        for name, case in cases.items()
+    }
+
+
+def prepared(folder: Path, cases: dict[str, Case]) -> Path:
+    """Return `folder` with an empty folder of checkpoints for every case."""
+    for name in cases:
+        (folder / "runs" / name.replace(" ", "-")).mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("open_clip"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> list[dict[str, Outcome | str]]:
+    """Outcomes by the name of the case, one dictionary per rank."""
+    return run_ranks(train_all, WORLD_SIZE, QUICK, folder)
+
+
+def differences(got: Outcome | str, expected: Outcome) -> dict:
+    """Compare losses, norms, parameters (relative to the largest move) and statistics."""
+    assert isinstance(got, Outcome), got
+    assert got.parameters.keys() == expected.parameters.keys()
+    size, bounds = expected.largest_move, OPEN_CLIP_ENGINE
+    parameters = [
+        compare(got.parameters[n], p, bounds["parameters"], n, size=size) for n, p in expected.parameters.items()
+    ]
+    assert got.statistics.keys() == expected.statistics.keys()
+    statistics = [compare(got.statistics[n], s, bounds["statistics"], n) for n, s in expected.statistics.items()]
+    norms = [norm / wanted for norm, wanted in zip(got.norms, expected.norms, strict=True)]
+    found = {
+        "parameters": max(parameters, key=lambda comparison: comparison.share),
+        "loss": compare(got.losses, expected.losses, bounds["loss"], "losses"),
+        "norm": compare(norms, [1.0] * len(norms), bounds["norm"], "norms"),
+    }
+    if statistics:
+        found["statistics"] = max(statistics, key=lambda comparison: comparison.share)
+    return found
+
+
+def check(outcomes: list[dict[str, Outcome | str]], name: str, case: Case, folder: Path) -> None:
+    """Compare every rank with the oracle, and the resumed engine with the one that ran through."""
+    expected = oracle(case, folder)
+    for rank, of_rank in enumerate(outcomes):
+        got = of_rank[name]
+        assert exceeded(differences(got, expected).values()) == [], f"rank {rank}"
+        assert isinstance(got, Outcome)
+        for key, value in (got.parameters | got.statistics).items():
+            assert (got.resumed[key] == value).all(), f"rank {rank}: {key} after resume"
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_two_steps_equal_one_process_on_the_whole_batch(trained, folder, name):
+    check(trained, name, QUICK[name], folder)
+
+
+@pytest.mark.long
+def test_every_family_at_every_stage(tmp_path):
+    outcomes = run_ranks(train_all, WORLD_SIZE, GRID, prepared(tmp_path, GRID), time_limit_s=1100)
+    failed = {}
+    for name, case in GRID.items():
+        try:
+            check(outcomes, name, case, tmp_path)
+        except AssertionError as error:
+            failed[name] = str(error)
+    assert not failed, "\n".join(f"{name}: {error}" for name, error in failed.items())
+
+
+def test_the_comparison_detects_other_dropout_and_statistics(trained, folder):
+    """An oracle with one of these mistakes is far away, so the comparison depends on both contracts."""
+    case = QUICK["roberta zero3 text x 1"]
+    found = differences(trained[0]["roberta zero3 text x 1"], oracle(replace(case, fault="dropout"), folder))
+    assert unnoticed([found["parameters"]], "dropout") == []
+    (name,) = [name for name in QUICK if name.startswith(WITH_BATCH_NORM[0])]
+    found = differences(trained[0][name], oracle(replace(QUICK[name], fault="statistics"), folder))
+    assert unnoticed([found["statistics"]], "statistics") == []
