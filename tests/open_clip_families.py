@@ -13,7 +13,7 @@ from typing import Any
 from megaclip.models import OpenClipConfig
 from megaclip.open_clip_package import import_open_clip
 
-IMAGE_SIZE = 32
+IMAGE_SIZE = 64
 CONTEXT_LENGTH = 6
 VOCAB_SIZE = 64
 EMBED_DIM = 16
@@ -27,7 +27,7 @@ _TEXT: dict[str, Any] = {
     "eos_id": 2,
     "pool_type": "eos",
 }
-_VISION: dict[str, Any] = {"image_size": IMAGE_SIZE, "layers": 2, "width": 32, "head_width": 8, "patch_size": 8}
+_VISION: dict[str, Any] = {"image_size": IMAGE_SIZE, "layers": 2, "width": 32, "head_width": 8, "patch_size": 16}
 
 HUGGING_FACE: dict[str, dict[str, Any]] = {
     "roberta": {
@@ -117,11 +117,11 @@ def _register() -> None:
     from timm.models import convnext, eva, fastvit, register_model, vision_transformer
 
     def small_vit(pretrained: bool = False, **kwargs: Any) -> Any:
-        settings = {"img_size": IMAGE_SIZE, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+        settings = {"img_size": IMAGE_SIZE, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 4}
         return vision_transformer._create_vision_transformer("small_vit", **{**settings, **kwargs})
 
     def small_siglip(pretrained: bool = False, **kwargs: Any) -> Any:
-        settings = {"img_size": IMAGE_SIZE, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+        settings = {"img_size": IMAGE_SIZE, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 4}
         settings |= {"class_token": False, "global_pool": "map"}
         return vision_transformer._create_vision_transformer("small_siglip", **{**settings, **kwargs})
 
@@ -130,7 +130,7 @@ def _register() -> None:
         return convnext._create_convnext("small_convnext", **{**settings, **kwargs})
 
     def small_eva(pretrained: bool = False, **kwargs: Any) -> Any:
-        settings = {"img_size": IMAGE_SIZE, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+        settings = {"img_size": IMAGE_SIZE, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 4}
         settings |= {"qkv_fused": False, "mlp_ratio": 2, "swiglu_mlp": True, "scale_mlp": True}
         settings |= {"scale_attn_inner": True, "use_rot_pos_emb": True, "ref_feat_shape": (4, 4)}
         settings["global_pool"] = kwargs.pop("global_pool", "token")

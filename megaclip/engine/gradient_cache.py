@@ -308,8 +308,7 @@ class _Passes:
         unchanged: list[Tensor] = []
         if with_graph and encoded in self._with_other_tower:
             other = Tower(1 - encoded.towers[0])
-            blank = self._batch.blank(other)
-            by_tower[other] = blank.expand(model.blank_rows, *blank.shape[1:])
+            by_tower[other] = model.blank(self._batch.blank(other))
             unchanged = model.statistics((model.visual, model.text)[other])
         with torch.set_grad_enabled(with_graph), _restored(unchanged):
             return self._engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT))

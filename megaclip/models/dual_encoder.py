@@ -48,8 +48,6 @@ class DualEncoder(nn.Module, abc.ABC):
     before_text: Callable[[], None] | None = None
     """Function that `forward` calls between the towers if it encodes images and captions, or None. The gradient cache
     seeds the text tower's random numbers with it."""
-    blank_rows: int = 1
-    """Number of rows of a batch whose features are multiplied by zero."""
 
     def forward(
         self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
@@ -76,6 +74,13 @@ class DualEncoder(nn.Module, abc.ABC):
     def _encode(self, tower: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         features = tower(gather_rows(inputs, group=self.tensor))
         return _unit_length(own_rows(features, self.tensor))
+
+    def blank(self, row: torch.Tensor) -> torch.Tensor:
+        """Return input for a tower that must take part in a pass, and whose features are multiplied by zero.
+
+        row: one row of zeros, (1, ...), images or tokens. The features of the returned rows are finite.
+        """
+        return row
 
     @abc.abstractmethod
     def cut_captions(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -59,13 +59,21 @@ class OpenClipModel(DualEncoder):
         self._norms = [module for module in self.modules() if isinstance(module, _BatchNorm)]
         for norm in self._norms:
             norm.__class__ = _with_float32_statistics(type(norm))
-        if self._norms:
-            self.blank_rows = 2  # one value per channel has no deviation
 
     def _encode(self, tower: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         if inputs.is_floating_point():
             inputs = inputs.to(self.logit_scale.dtype)
         return super()._encode(tower, inputs)
+
+    def blank(self, row: torch.Tensor) -> torch.Tensor:
+        """Return rows from which the towers compute finite features.
+
+        One value per channel has no deviation for batch norms, and a caption of padding only has no mean token.
+        """
+        if row.is_floating_point():
+            return row.expand(2, *row.shape[1:]) if self._norms else row
+        padding = getattr(getattr(self.text, "config", None), "pad_token_id", None)
+        return torch.full_like(row, 1) if padding == 0 else torch.zeros_like(row)
 
     def cut_captions(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the tokens unchanged: open_clip's text towers take captions of the context length."""
@@ -96,13 +104,18 @@ class OpenClipModel(DualEncoder):
             self.text.lock(unlocked_layers)  # type: ignore[operator]
 
     def blocks_gathered_at_once(self) -> list[tuple[nn.Module, bool]]:
-        """Return the blocks of both towers. Trained blocks of a tower with locked parameters are gathered in parts."""
+        """Return the blocks of both towers.
+
+        Trained blocks are gathered in parts in a tower with locked parameters, and where they read the images.
+        """
         blocks: list[tuple[nn.Module, bool]] = []
         for tower in (self.visual, self.text):
             trained = all(parameter.requires_grad for parameter in tower.parameters())
+            first = next(tower.parameters())
             for block in _blocks(tower):
                 locked = not any(parameter.requires_grad for parameter in block.parameters())
-                blocks.append((block, locked or trained))
+                reads_images = any(parameter is first for parameter in block.parameters())
+                blocks.append((block, locked or (trained and not reads_images)))
         return blocks
 
     def compile_towers(self, whole_image_tower: bool, where: Callable[[nn.Module], bool]) -> str:
