@@ -26,6 +26,10 @@ OPENAI_PREPROCESS: dict[str, Any] = {
 """Preprocessing of OpenAI's models. open_clip uses these values for every setting that a card leaves out."""
 
 
+OWN_TOKENIZER = "sentencepiece"
+"""text_cfg.hf_tokenizer_name of a model with a sentencepiece model of tools/train_tokenizer.py."""
+
+
 @dataclass(frozen=True)
 class ModelCard:
     """Content and location of a model card."""
@@ -48,13 +52,17 @@ class ModelCard:
         return {name: self.preprocess_cfg[name] for name in OPENAI_PREPROCESS}
 
     def tokenizer(self) -> str:
-        """Return the model's tokenizer: "clip", or the path of the sentencepiece model beside the card.
+        """Return the model's tokenizer: "clip", the path of the sentencepiece model beside the card, or the card's
+        directory, which holds the files of a Hugging Face tokenizer.
 
         Raises:
-            CheckpointError: the model has its own tokenizer, and the directory does not hold exactly one *.model file.
+            CheckpointError: the model has its own tokenizer, and the directory holds neither.
         """
-        if not self.config.text_cfg.hf_tokenizer_name:
+        name = self.config.text_cfg.hf_tokenizer_name
+        if not name:
             return "clip"
+        if name != OWN_TOKENIZER and (self.directory / "tokenizer_config.json").is_file():
+            return str(self.directory)
         models = sorted(self.directory.glob("*.model"))
         if len(models) != 1:
             raise CheckpointError(

@@ -8,7 +8,8 @@ Here nothing is converted. Every rank memory-maps the files of all ranks that sa
 partition. It puts them into the state dict that its fresh optimizer would save, and DeepSpeed loads this state dict.
 Values are copied, never computed, so the result is exact.
 
-Buffers (running statistics of batch norms) are whole and equal on every rank. Optimizer state on NVMe is stored in files of another format and is refused.
+Buffers (running statistics of batch norms) are whole and equal on every rank. Optimizer state on NVMe is stored in
+files of another format and is refused.
 """
 
 from collections.abc import Iterator

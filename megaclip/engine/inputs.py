@@ -25,11 +25,13 @@ from megaclip.data import (
     open_labelled,
     open_pairs,
 )
+from megaclip.data.hugging_face_tokenizer import CACHED, HuggingFaceTokenizer
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.logging import get_logger
 from megaclip.models import ModelDescription, OpenClipConfig, list_models, load_model_config
 from megaclip.models.config import CARD_NAME
 from megaclip.models.descriptions import Towers
+from megaclip.models.hugging_face import configuration
 from megaclip.models.open_clip_config import open_clip_descriptions
 from megaclip.models.text import reason_not_to_cut
 
@@ -81,8 +83,9 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     card = _find_model_card(arguments, towers)
     model_config = _model_config(arguments.model, card, towers)
     _check_settings(arguments, config.megaclip, model_config)
-    tokenizer_name = _tokenizer_name(arguments.tokenizer, card)
-    tokenizer = load_tokenizer(tokenizer_name, model_config.text_cfg.context_length)
+    tokenizer_name = _tokenizer_name(arguments, card, model_config)
+    tokenizer = load_tokenizer(tokenizer_name, **model_config.tokenizer_settings())
+    _check_vocabulary(tokenizer, tokenizer_name, model_config)
     model_config = model_config.replace(text_cfg=_text_settings(tokenizer, model_config))
     _check_cut(arguments, config.megaclip, model_config)
     preprocess = _preprocess(arguments, card)
@@ -122,9 +125,32 @@ def _text_settings(tokenizer: Tokenizer, config: ModelDescription) -> dict[str, 
     """Return the settings of `text_cfg` with which the text tower fits the tokenizer, in MegaCLIP and in open_clip."""
     with tempfile.TemporaryDirectory() as folder:
         settings = tokenizer.write_open_clip(folder)
-    if config.text_cfg.pool_type == "eos":
+    if isinstance(tokenizer, HuggingFaceTokenizer):  # a name makes open_clip read the files beside the card
+        settings["hf_tokenizer_name"] = config.text_cfg.hf_tokenizer_name or "hugging face"
+    elif config.text_cfg.pool_type == "eos":
         settings["eos_id"] = tokenizer.eos_id
     return settings
+
+
+def _check_vocabulary(tokenizer: Tokenizer, name: str, config: ModelDescription) -> None:
+    """Raise if the text tower has no embedding for some of the tokenizer's ids and cannot be given more."""
+    text = config.text_cfg
+    if isinstance(config, OpenClipConfig) and config.text_cfg.hf_model_name is not None:
+        kind, rows = "text_cfg.hf_model_name", int(configuration(config.text_cfg.hf_model_name).vocab_size)
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise ConfigError(
+                f"--tokenizer {name} is not the tokenizer of {kind} {config.text_cfg.hf_model_name!r}; give a "
+                "directory with the files of that model's tokenizer"
+            )
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
+        kind, rows = "text_cfg.vocab_size", text.vocab_size
+    else:
+        return  # the text tower gets as many embeddings as the tokenizer has ids
+    if tokenizer.vocab_size > rows:
+        raise ConfigError(
+            f"--tokenizer {name} has {tokenizer.vocab_size} ids, and the text tower has {rows} embeddings ({kind}); "
+            "use the tokenizer of the model, or set text_cfg.vocab_size in a copy of the model's JSON"
+        )
 
 
 def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_config: ModelDescription) -> None:
@@ -239,10 +265,14 @@ def _model_config(model: str, card: ModelCard | None, towers: Towers) -> ModelDe
     return config
 
 
-def _tokenizer_name(given: str | None, card: ModelCard | None) -> str:
-    """Return "clip" or the path of a sentencepiece model: from --tokenizer, else from the card, else "clip"."""
+def _tokenizer_name(arguments: TrainArguments, card: ModelCard | None, config: ModelDescription) -> str:
+    """Return the tokenizer, as `load_tokenizer` takes it: from --tokenizer, else from the card, else the model's."""
+    given = arguments.tokenizer
     if card is None:
-        return given or "clip"
+        own_name = config.text_cfg.hf_tokenizer_name
+        if given is not None or not own_name:
+            return given or "clip"
+        return own_name if Path(own_name).is_dir() else CACHED + own_name
     try:
         own = card.tokenizer()
     except CheckpointError:

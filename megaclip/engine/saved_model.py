@@ -30,7 +30,7 @@ def load_saved_model(source: Path, *, tag: str | None = None, tokenizer: str | N
     Args:
         source: an exported open_clip directory, or a path of a run that `store.locate` accepts.
         tag: name of a checkpoint of the run, such as "step_00000100"; None selects the latest.
-        tokenizer: "clip" or the path of a sentencepiece .model; None selects the tokenizer of the model card.
+        tokenizer: as `load_tokenizer` takes it; None selects the tokenizer of the model card.
 
     Raises:
         ConfigError: a tag was given for an exported directory, or the model card or the tokenizer cannot be read.
@@ -49,5 +49,5 @@ def load_saved_model(source: Path, *, tag: str | None = None, tokenizer: str | N
         folder, tag = locate(source, tag)
         card, weights = read_model_card(folder / MODEL_CARD), consolidated_weights(folder, tag)
     transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
-    words = load_tokenizer(tokenizer or card.tokenizer(), card.config.text_cfg.context_length)
+    words = load_tokenizer(tokenizer or card.tokenizer(), **card.config.tokenizer_settings())
     return SavedModel(assigned_model(card.config, weights), transform, words)

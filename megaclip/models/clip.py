@@ -86,6 +86,11 @@ class ClipModel(DualEncoder):
                 locked_below = locked_below and locked
         return blocks
 
+    def tower_blocks(self, tower: nn.Module) -> list[nn.Module]:
+        """Return the residual blocks of a tower."""
+        assert isinstance(tower, VisionTower | TextTower)
+        return list(tower.transformer.resblocks)
+
     def compile_towers(self, whole_image_tower: bool, where: Callable[[nn.Module], bool]) -> str:
         """Compile the image tower as one graph or by blocks, and the blocks of the text tower."""
         if whole_image_tower:

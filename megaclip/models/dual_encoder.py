@@ -116,6 +116,10 @@ class DualEncoder(nn.Module, abc.ABC):
         """
 
     @abc.abstractmethod
+    def tower_blocks(self, tower: nn.Module) -> list[nn.Module]:
+        """Return the blocks of a tower that activation checkpointing recomputes, from input to output."""
+
+    @abc.abstractmethod
     def compile_towers(self, whole_image_tower: bool, where: Callable[[nn.Module], bool]) -> str:
         """Let torch.compile run the towers in training; return what it compiles, for the log.
 

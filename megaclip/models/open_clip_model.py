@@ -94,12 +94,12 @@ class OpenClipModel(DualEncoder):
                 block.checkpoint_fn = checkpoint_fn  # type: ignore[assignment]
 
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
-        """Freeze the image tower as open_clip's --lock-image does; timm's trunks keep their projection trainable."""
+        """Freeze the image tower as open_clip's --lock-image does; timm's trunks keep a trained projection."""
         with _as_config_error(f"--lock-image-unlocked-groups {unlocked_groups}", self.visual):
             self.visual.lock(unlocked_groups=unlocked_groups)  # type: ignore[operator]
 
     def lock_text_tower(self, unlocked_layers: int = 0) -> None:
-        """Freeze the text tower as open_clip's --lock-text does; Hugging Face models keep their projection trainable."""
+        """Freeze the text tower as open_clip's --lock-text does; Hugging Face models keep a trained projection."""
         with _as_config_error(f"--lock-text-unlocked-layers {unlocked_layers}", self.text):
             self.text.lock(unlocked_layers)  # type: ignore[operator]
 
@@ -117,6 +117,10 @@ class OpenClipModel(DualEncoder):
                 reads_images = any(parameter is first for parameter in block.parameters())
                 blocks.append((block, locked or (trained and not reads_images)))
         return blocks
+
+    def tower_blocks(self, tower: nn.Module) -> list[nn.Module]:
+        """Return the outermost repeated blocks of a tower."""
+        return _blocks(tower)
 
     def compile_towers(self, whole_image_tower: bool, where: Callable[[nn.Module], bool]) -> str:
         """Raise ConfigError: open_clip's modules run as plain PyTorch."""

@@ -60,6 +60,8 @@ class Case:
     keep: int = 0
     """megaclip.keep_graphs."""
     checkpointing: str = ""
+    resumes: bool = True
+    """Repeat the last step in a new engine that loads the checkpoint of the one before."""
     locked: bool = False
     """Lock both towers, except their last two groups."""
     fault: str = ""
@@ -94,7 +96,8 @@ def start_engine(case: Case, folder: Path) -> DeepSpeedEngine:
     quiet_deepspeed()
     flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--seed", str(SEED)]
     if case.locked:
-        flags += ["--lock-image", "--lock-image-unlocked-groups", "2", "--lock-text", "--lock-text-unlocked-layers", "2"]
+        flags += ["--lock-image", "--lock-image-unlocked-groups", "2"]
+        flags += ["--lock-text", "--lock-text-unlocked-layers", "2"]
     settings = engine_cases.Case(case.stage, CHUNKS, checkpointing=case.checkpointing)
     return build_engine(training_config(settings), parse_arguments(flags), family(case.family, folder))
 
@@ -126,15 +129,15 @@ def statistics_of(model: DualEncoder) -> dict[str, np.ndarray]:
     return {name: w.numpy().copy() for name, w in model.named_weights().items() if name not in parameters}
 
 
-def train(case: Case, folder: Path, checkpoints: Path | None = None) -> Outcome:
-    """Train two steps. checkpoints: also save after each step, load the first one into a new engine, and repeat."""
+def train(case: Case, folder: Path, checkpoints: Path) -> Outcome:
+    """Train two steps and save the last one, or both if the case resumes from the first one."""
     engine, outcome = start_engine(case, folder), Outcome()
     for step in range(STEPS):
         take_step(engine, case, step, outcome)
-        if checkpoints is not None:
+        if case.resumes or step == STEPS - 1:
             store.save(engine, checkpoints, step + 1, {"step": step + 1}, STEPS, None)
     outcome.parameters, outcome.statistics = whole_parameters(engine), statistics_of(engine.module)
-    if checkpoints is not None:
+    if case.resumes:
         resumed = start_engine(case, folder)
         store.load(resumed, checkpoints, "step_00000001")
         take_step(resumed, case, 1, Outcome())

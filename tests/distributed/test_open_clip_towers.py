@@ -8,19 +8,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from megaclip.checkpoint.consolidate import consolidated_weights
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
+from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
+from megaclip.checkpoint.verify import TOLERANCE, verify
+from tests.distributed.engine_cases import STEPS, WORLD_SIZE
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.open_clip_cases import Case, Outcome, oracle, train
-from tests.distributed.engine_cases import WORLD_SIZE
-from tests.open_clip_families import FAMILIES, WITH_BATCH_NORM
+from tests.open_clip_families import FAMILIES, WITH_BATCH_NORM, family
 from tests.tolerances import OPEN_CLIP_ENGINE, compare, exceeded, unnoticed
 
 # One stage for each family in the short form; every stage in the long one.
-QUICK = {f"{name} zero{index % 4}": Case(name, index % 4) for index, name in enumerate(FAMILIES)}
+QUICK = {
+    f"{name} zero{index % 4}": Case(name, index % 4, resumes=name in ("resnet", "convnext"))
+    for index, name in enumerate(FAMILIES)
+}
 QUICK |= {
-    "roberta zero3 text x 1": Case("roberta", 3, text_chunks=1),
-    "mobileclip zero2 kept": Case("mobileclip", 2, keep=3, checkpointing="plain"),
-    "mt5 zero3 checkpointing": Case("mt5", 3, checkpointing="plain"),
+    "roberta zero3 text x 1": Case("roberta", 3, text_chunks=1, resumes=False),
+    "mobileclip zero2 kept": Case("mobileclip", 2, keep=3, checkpointing="plain", resumes=False),
+    "mt5 zero3 checkpointing": Case("mt5", 3, checkpointing="plain", resumes=False),
 }
 GRID = {
     f"{name} zero{stage}": Case(name, stage)
@@ -35,16 +43,18 @@ for _name in FAMILIES:
 
 def train_all(cases: dict[str, Case], folder: Path) -> dict[str, Outcome | str]:
     """Return the outcome of every case on this rank, or the traceback of its exception."""
-    return {
-        name: or_traceback(train, case, folder, folder / "runs" / name.replace(" ", "-"))
-        for name, case in cases.items()
-    }
+    return {name: or_traceback(train, case, folder, checkpoints_of(folder, name)) for name, case in cases.items()}
+
+
+def checkpoints_of(folder: Path, name: str) -> Path:
+    """Return the folder of a case's checkpoints."""
+    return folder / "runs" / name.replace(" ", "-")
 
 
 def prepared(folder: Path, cases: dict[str, Case]) -> Path:
     """Return `folder` with an empty folder of checkpoints for every case."""
     for name in cases:
-        (folder / "runs" / name.replace(" ", "-")).mkdir(parents=True)
+        checkpoints_of(folder, name).mkdir(parents=True)
     return folder
 
 
@@ -87,8 +97,22 @@ def check(outcomes: list[dict[str, Outcome | str]], name: str, case: Case, folde
         got = of_rank[name]
         assert exceeded(differences(got, expected).values()) == [], f"rank {rank}"
         assert isinstance(got, Outcome)
-        for key, value in (got.parameters | got.statistics).items():
+        for key, value in (got.parameters | got.statistics).items() if case.resumes else ():
             assert (got.resumed[key] == value).all(), f"rank {rank}: {key} after resume"
+    check_export(outcomes[0][name], name, case, folder)
+
+
+def check_export(got: Outcome | str, name: str, case: Case, folder: Path) -> None:
+    """Export the last checkpoint; its values are those of the run, and open_clip computes equal features from it."""
+    assert isinstance(got, Outcome)
+    checkpoints, exported = checkpoints_of(folder, name), folder / "exported" / name.replace(" ", "-")
+    weights, config = consolidated_weights(checkpoints, f"step_{STEPS:08d}"), family(case.family, folder)
+    trained = got.parameters | got.statistics
+    assert weights.keys() == trained.keys()
+    assert all((weights[key].detach().numpy() == value).all() for key, value in trained.items())
+    write_model_card(exported, config, OPENAI_PREPROCESS)
+    write_weights(exported, weights, config)
+    assert verify(exported, assigned_model(config, read_weights(exported, config))).max_abs_diff <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -106,6 +130,16 @@ def test_every_family_at_every_stage(tmp_path):
         except AssertionError as error:
             failed[name] = str(error)
     assert not failed, "\n".join(f"{name}: {error}" for name, error in failed.items())
+
+
+def test_exports_are_compared_with_open_clips_own_forward(trained, folder):
+    """A changed weight is found, so the comparison of the other test depends on the exported values."""
+    name = "convnext zero3"
+    check(trained, name, QUICK[name], folder)
+    config, exported = family("convnext", folder), folder / "exported" / name.replace(" ", "-")
+    changed = read_weights(exported, config)
+    changed["visual.head.proj.weight"] += 0.1 * torch.randn_like(changed["visual.head.proj.weight"])
+    assert verify(exported, assigned_model(config, changed)).max_abs_diff > 3 * TOLERANCE
 
 
 def test_the_comparison_detects_other_dropout_and_statistics(trained, folder):

@@ -22,7 +22,8 @@ from megaclip.checkpoint.open_clip_weights import (
     write_weights,
 )
 from megaclip.checkpoint.verify import TOLERANCE, verify
-from megaclip.data.tokenizers import load_tokenizer, train_sentencepiece
+from megaclip.data import load_tokenizer
+from megaclip.data.tokenizers import train_sentencepiece
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.open_clip_keys import to_open_clip
