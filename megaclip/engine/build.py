@@ -62,6 +62,11 @@ def build_engine(
     torch.manual_seed(arguments.seed)
     parallel = parallel_groups(config.megaclip.tensor_parallel_size)
     model = _construct(config, arguments, model_config, parallel)
+    if model.statistics(model.visual) and config.batch_plan(dist.get_world_size()).micro_batch == 1:
+        raise ConfigError(
+            "train_micro_batch_size_per_gpu 1 cannot be used with the batch norms of this image tower, which normalise "
+            "a chunk by its own mean and deviation; use 2 or more"
+        )
     if arguments.pretrained:
         logger.info("%s", load_pretrained(model, arguments.pretrained))
     if arguments.lock_image:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from megaclip.errors import ConfigError
 from megaclip.models.config import CARD_NAME, ModelConfig, list_models, presets, read_json_object, reason_not_own
 from megaclip.models.dual_encoder import ModelDescription
-from megaclip.models.open_clip_config import OpenClipConfig, open_clip_descriptions
+from megaclip.models.open_clip_config import OpenClipConfig, open_clip_descriptions, reason_refused
 
 Towers = Literal["auto", "own", "open_clip"]
 """Implementation of the towers: MegaCLIP's, open_clip's, or MegaCLIP's where the description fits them."""
@@ -52,13 +52,16 @@ def describe(description: Any, source: str, towers: Towers = "auto") -> ModelDes
     Raises:
         ConfigError: the model cannot be trained, or not by the implementation that `towers` chooses.
     """
-    foreign = reason_not_own(description) if isinstance(description, dict) else None
+    is_object = isinstance(description, dict)
+    if is_object and reason_refused(description) is not None:
+        return OpenClipConfig.from_dict(description, source)  # which raises
+    foreign = reason_not_own(description) if is_object else None
     if towers == "own" and foreign is not None:
         raise ConfigError(
             f'{source}: {foreign} is an open_clip feature, and megaclip.towers is "own"; expected "auto" or '
             '"open_clip", which run open_clip\'s modules'
         )
-    if isinstance(description, dict) and (foreign is not None or towers == "open_clip"):
+    if is_object and (foreign is not None or towers == "open_clip"):
         return OpenClipConfig.from_dict(description, source)
     return ModelConfig.from_dict(description, source)
 
