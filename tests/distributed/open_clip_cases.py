@@ -91,10 +91,10 @@ def whole_batch(step: int) -> tuple[Tensor, Tensor]:
     return images, torch.cat([words, torch.full((BATCH, 1), 2)], dim=1)
 
 
-def start_engine(case: Case, folder: Path) -> DeepSpeedEngine:
-    """Build the engine as a run does."""
+def start_engine(case: Case, folder: Path, *more: str) -> DeepSpeedEngine:
+    """Build the engine as a run does. more: flags."""
     quiet_deepspeed()
-    flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--seed", str(SEED)]
+    flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--seed", str(SEED), *more]
     if case.locked:
         flags += ["--lock-image", "--lock-image-unlocked-groups", "2"]
         flags += ["--lock-text", "--lock-text-unlocked-layers", "2"]

@@ -7,16 +7,18 @@ has them.
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
+from megaclip.checkpoint.reshard import load_resharded
 from megaclip.checkpoint.verify import TOLERANCE, verify
-from tests.distributed.engine_cases import STEPS, WORLD_SIZE
+from tests.distributed.engine_cases import STEPS, WORLD_SIZE, whole_parameters
 from tests.distributed.harness import or_traceback, run_ranks
-from tests.distributed.open_clip_cases import Case, Outcome, oracle, train
+from tests.distributed.open_clip_cases import Case, Outcome, oracle, start_engine, statistics_of, train
 from tests.open_clip_families import FAMILIES, WITH_BATCH_NORM, family
 from tests.tolerances import OPEN_CLIP_ENGINE, compare, exceeded, unnoticed
 
@@ -150,3 +152,27 @@ def test_the_comparison_detects_other_dropout_and_statistics(trained, folder):
     (name,) = [name for name in QUICK if name.startswith(WITH_BATCH_NORM[0])]
     found = differences(trained[0][name], oracle(replace(QUICK[name], fault="statistics"), folder))
     assert unnoticed([found["statistics"]], "statistics") == []
+
+
+def reload(checkpoints: Path, exported: Path, folder: Path) -> list[dict[str, np.ndarray]]:
+    """Return weights at ZeRO-3 that came from an export, and from a checkpoint of ZeRO-1."""
+    case, results = Case("mobileclip", 3), []
+    engine = start_engine(case, folder, "--pretrained", str(exported))
+    results.append(whole_parameters(engine) | statistics_of(engine.module))
+    engine = start_engine(case, folder)
+    load_resharded(engine, checkpoints / f"step_{STEPS:08d}")
+    results.append(whole_parameters(engine) | statistics_of(engine.module))
+    return results
+
+
+@pytest.mark.long
+def test_exports_and_other_stages_start_from_the_same_weights_and_statistics(trained, folder):
+    name = "mobileclip zero1"
+    check(trained, name, QUICK[name], folder)
+    exported = folder / "exported" / name.replace(" ", "-")
+    got = trained[0][name]
+    expected = got.parameters | got.statistics
+    for of_rank in run_ranks(reload, WORLD_SIZE, checkpoints_of(folder, name), exported, folder):
+        for weights in of_rank:
+            assert weights.keys() == expected.keys()
+            assert all((weights[key] == value).all() for key, value in expected.items())
