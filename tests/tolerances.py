@@ -109,6 +109,11 @@ OPEN_CLIP_ENGINE = {
     "parameters": Bound("open_clip engine parameters", 2 * ENGINE["parameters"].limit),
     "statistics": Bound("open_clip engine statistics", rounding(F32, 2 * _LOGITS, 2)),
 }
+# The same in bfloat16. Each of some 60 operations rounds its result.
+OPEN_CLIP_BF16 = {
+    "loss": Bound("open_clip bfloat16 loss", stored(torch.bfloat16, 60)),
+    "statistics": Bound("open_clip bfloat16 statistics", stored(torch.bfloat16, 60)),
+}
 # Bytes that tracing finds over those of the formulas, which leave out small tensors (features, class tokens): 0.6 %.
 TRACED = Bound("traced over calculated bytes", 0.02)
 # Gradient norms of one model computed in two ways, both from float64 sums. DeepSpeed rounds the sum of squares, its

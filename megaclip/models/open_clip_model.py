@@ -56,9 +56,16 @@ class OpenClipModel(DualEncoder):
         self.logit_scale = nn.Parameter(torch.full((1,), config.init_logit_scale))
         bias = config.init_logit_bias
         self.logit_bias = None if bias is None else nn.Parameter(torch.full((1,), bias))
+        for module in self.text.modules():
+            if type(module).__name__.endswith("SinusoidalPositionalEmbedding"):
+                module.register_forward_hook(self._in_the_parameters_dtype)
         self._norms = [module for module in self.modules() if isinstance(module, _BatchNorm)]
         for norm in self._norms:
             norm.__class__ = _with_float32_statistics(type(norm))
+
+    def _in_the_parameters_dtype(self, _: nn.Module, arguments: Any, positions: torch.Tensor) -> torch.Tensor:
+        """Return positions, from a buffer that stays float32, in the dtype of the embeddings they are added to."""
+        return positions.to(self.logit_scale.dtype)
 
     def _encode(self, tower: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         if inputs.is_floating_point():

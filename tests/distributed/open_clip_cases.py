@@ -60,6 +60,9 @@ class Case:
     keep: int = 0
     """megaclip.keep_graphs."""
     checkpointing: str = ""
+    bf16: bool = False
+    offload: str = ""
+    """As for `engine_cases.Case`."""
     resumes: bool = True
     """Repeat the last step in a new engine that loads the checkpoint of the one before."""
     locked: bool = False
@@ -98,7 +101,9 @@ def start_engine(case: Case, folder: Path, *more: str) -> DeepSpeedEngine:
     if case.locked:
         flags += ["--lock-image", "--lock-image-unlocked-groups", "2"]
         flags += ["--lock-text", "--lock-text-unlocked-layers", "2"]
-    settings = engine_cases.Case(case.stage, CHUNKS, checkpointing=case.checkpointing)
+    settings = engine_cases.Case(
+        case.stage, CHUNKS, checkpointing=case.checkpointing, bf16=case.bf16, offload=case.offload
+    )
     return build_engine(training_config(settings), parse_arguments(flags), family(case.family, folder))
 
 
@@ -106,7 +111,7 @@ def take_step(engine: DeepSpeedEngine, case: Case, step: int, outcome: Outcome) 
     """Take one optimizer step on this rank, together with the other rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     images, tokens = (whole[rank::ranks] for whole in whole_batch(step))
-    feed = DeviceFeed(torch.device("cpu"), torch.float32, TRANSFORM.normalise)
+    feed = DeviceFeed(torch.device("cpu"), torch.bfloat16 if case.bf16 else torch.float32, TRANSFORM.normalise)
     bias, model = engine.module.logit_bias, engine.module
     loss = accumulate_gradients(
         engine,

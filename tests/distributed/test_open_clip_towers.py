@@ -20,7 +20,7 @@ from tests.distributed.engine_cases import STEPS, WORLD_SIZE, whole_parameters
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.open_clip_cases import Case, Outcome, oracle, start_engine, statistics_of, train
 from tests.open_clip_families import FAMILIES, WITH_BATCH_NORM, family
-from tests.tolerances import OPEN_CLIP_ENGINE, compare, exceeded, unnoticed
+from tests.tolerances import OPEN_CLIP_BF16, OPEN_CLIP_ENGINE, compare, exceeded, unnoticed
 
 # One stage for each family in the short form; every stage in the long one.
 QUICK = {
@@ -40,7 +40,11 @@ GRID = {
 }
 for _name in FAMILIES:
     GRID[f"{_name} zero3 checkpointing"] = Case(_name, 3, checkpointing="plain")
+    GRID[f"{_name} zero3 locked offloaded"] = Case(_name, 3, locked=_name != "resnet", offload="all", resumes=False)
     GRID[f"{_name} zero3 kept"] = Case(_name, 3, keep=3, text_chunks=1)
+
+
+BF16 = {f"{name} zero{2 + index % 2}": Case(name, 2 + index % 2, bf16=True) for index, name in enumerate(FAMILIES)}
 
 
 def train_all(cases: dict[str, Case], folder: Path) -> dict[str, Outcome | str]:
@@ -163,6 +167,20 @@ def reload(checkpoints: Path, exported: Path, folder: Path) -> list[dict[str, np
     load_resharded(engine, checkpoints / f"step_{STEPS:08d}")
     results.append(whole_parameters(engine) | statistics_of(engine.module))
     return results
+
+
+@pytest.mark.long
+def test_bfloat16_is_near_float64_and_resumes(tmp_path):
+    outcomes = run_ranks(train_all, WORLD_SIZE, BF16, prepared(tmp_path, BF16))
+    for name, case in BF16.items():
+        got, expected = outcomes[0][name], oracle(case, tmp_path)
+        assert isinstance(got, Outcome), got
+        found = [compare(got.losses, expected.losses, OPEN_CLIP_BF16["loss"], name)]
+        for key, values in expected.statistics.items():
+            found.append(compare(got.statistics[key], values, OPEN_CLIP_BF16["statistics"], f"{name} {key}"))
+        assert exceeded(found) == []
+        for key, value in (got.parameters | got.statistics).items():
+            assert (got.resumed[key] == value).all(), f"{name}: {key} after resume"
 
 
 @pytest.mark.long
