@@ -80,6 +80,8 @@ _TIMM = {
 
 WITH_BATCH_NORM = ("resnet", "mobileclip")
 FAMILIES = ("open_clip", *_TIMM, "resnet", *HUGGING_FACE)
+BOTH_RANDOM = "vit with roberta"
+"""Both towers draw random numbers."""
 
 
 @functools.cache
@@ -98,6 +100,9 @@ def family(name: str, folder: Path) -> OpenClipConfig:
         if name == "siglip":
             description["embed_dim"] = 32
             description |= {"init_logit_bias": -3.0, "init_logit_scale": 1.0}
+    elif name == BOTH_RANDOM:
+        vision, text = family("vit", folder), family("roberta", folder)
+        return vision.replace(text_cfg=text.text_cfg.own_settings())
     else:
         path = folder / name
         path.mkdir(parents=True, exist_ok=True)
