@@ -106,6 +106,22 @@ ENGINE = {
 CAPTION_ENGINE = ENGINE | {
     "parameters": Bound("caption engine parameters", rounding(F32, _LOGITS, 14.3 * 8 * 0.2 / 1.3e-2))
 }
+# The same two steps with open_clip's small towers, with some 60 operations per block and gradient norms up to 120. The
+# parameters are rounded to float32 as above. Batch norms divide by the deviation of 12 values in the smallest maps,
+# which magnifies roundings twice.
+OPEN_CLIP_ENGINE = {
+    "loss": Bound("open_clip engine loss", 2 * ENGINE["loss"].limit),
+    "norm": Bound("open_clip engine norm", 2 * ENGINE["norm"].limit),
+    "parameters": Bound("open_clip engine parameters", 2 * ENGINE["parameters"].limit),
+    "statistics": Bound("open_clip engine statistics", rounding(F32, 2 * _LOGITS, 2)),
+}
+# The same in bfloat16. Each of some 60 operations rounds its result.
+OPEN_CLIP_BF16 = {
+    "loss": Bound("open_clip bfloat16 loss", stored(torch.bfloat16, 60)),
+    "statistics": Bound("open_clip bfloat16 statistics", stored(torch.bfloat16, 60)),
+}
+# Bytes that tracing finds over those of the formulas, which leave out small tensors (features, class tokens): 0.6 %.
+TRACED = Bound("traced over calculated bytes", 0.02)
 # Gradient norms of one model computed in two ways, both from float64 sums. DeepSpeed rounds the sum of squares, its
 # root and the norm over the parameter groups to float32.
 SAME_NORM = Bound("same gradient norm", rounding(F32, 3))

@@ -32,7 +32,6 @@ from bench_methods import Case, Clock, case_arguments, case_inputs, free_memory
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.comm.collectives import gather_objects
 from megaclip.config import TrainingConfig
 from megaclip.data import Batch, TrainLoader
@@ -40,6 +39,7 @@ from megaclip.engine.inputs import Inputs
 from megaclip.errors import ConfigError
 from megaclip.models import build_model
 from megaclip.models.open_clip_keys import to_open_clip
+from megaclip.open_clip_package import import_open_clip
 
 Chunk = tuple[Tensor, Tensor]
 """Normalised pixels and tokens of one chunk, on the device."""

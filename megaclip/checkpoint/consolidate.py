@@ -17,7 +17,7 @@ from megaclip.models.open_clip_keys import StateDict
 
 
 def consolidated_weights(folder: Path, tag: str) -> StateDict:
-    """Return MegaCLIP's state dict of a checkpoint, float32 on the CPU.
+    """Return MegaCLIP's state dict of a checkpoint, parameters in float32, on the CPU.
 
     Args:
         folder: RUN/checkpoints.
@@ -31,7 +31,8 @@ def consolidated_weights(folder: Path, tag: str) -> StateDict:
         raise CheckpointError(f"{step} does not exist; expected a directory saved by training")
     try:
         saved = SavedStates.open(step)
-        return {name: _whole(saved, name) for name in saved.shapes}
+        weights = {name: _whole(saved, name) for name in saved.shapes}
+        return weights | {name: buffer.clone() for name, buffer in saved.buffers.items()}
     except CheckpointError:
         raise
     except Exception as error:  # a damaged file can cause any exception inside torch.load

@@ -13,7 +13,9 @@ from typing import Any
 
 from megaclip.checkpoint.durable import write_atomically
 from megaclip.errors import CheckpointError
-from megaclip.models.config import CARD_NAME, ModelConfig, model_description, read_json_object
+from megaclip.models import ModelDescription, OpenClipConfig
+from megaclip.models.config import CARD_NAME, read_json_object
+from megaclip.models.descriptions import TOWERS_KEY, Towers, describe, model_description
 
 OPENAI_PREPROCESS: dict[str, Any] = {
     "mean": (0.48145466, 0.4578275, 0.40821073),
@@ -24,13 +26,17 @@ OPENAI_PREPROCESS: dict[str, Any] = {
 """Preprocessing of OpenAI's models. open_clip uses these values for every setting that a card leaves out."""
 
 
+OWN_TOKENIZER = "sentencepiece"
+"""text_cfg.hf_tokenizer_name of a model with a sentencepiece model of `megaclip tokenizer`."""
+
+
 @dataclass(frozen=True)
 class ModelCard:
     """Content and location of a model card."""
 
     directory: Path
     """Directory of the card. It also holds the tokenizer's files and, for an exported model, the weights."""
-    config: ModelConfig
+    config: ModelDescription
     """Model description."""
     preprocess_cfg: dict[str, Any]
     """Every preprocessing setting of the card, with open_clip's defaults for those it leaves out."""
@@ -46,14 +52,18 @@ class ModelCard:
         return {name: self.preprocess_cfg[name] for name in OPENAI_PREPROCESS}
 
     def tokenizer(self) -> str:
-        """Return the model's tokenizer: "clip", or the path of the sentencepiece model beside the card.
+        """Return the model's tokenizer: "clip", the path of the sentencepiece model beside the card, or the card's
+        directory, which holds the files of a Hugging Face tokenizer.
 
         Raises:
-            CheckpointError: the model has its own tokenizer, and the directory does not hold exactly one *.model file,
-                or a link from it leads out of the directory.
+            CheckpointError: the model has its own tokenizer, and the directory holds neither, or a link from it leads
+                out of the directory.
         """
-        if not self.config.text_cfg.hf_tokenizer_name:
+        name = self.config.text_cfg.hf_tokenizer_name
+        if not name:
             return "clip"
+        if name != OWN_TOKENIZER and (self.directory / "tokenizer_config.json").is_file():
+            return str(self.directory)
         models = sorted(self.directory.glob("*.model"))
         if len(models) != 1:
             raise CheckpointError(
@@ -82,10 +92,13 @@ def check_inside(path: Path, directory: Path) -> None:
         )
 
 
-def read_model_card(directory: str | Path, config: ModelConfig | None = None) -> ModelCard:
+def read_model_card(
+    directory: str | Path, config: ModelDescription | None = None, towers: Towers | None = None
+) -> ModelCard:
     """Read the card in `directory`.
 
     config: replaces the card's own model description, which is then not checked.
+    towers: implementation that runs the model. None: the one that the card names; a run's checkpoints have its names.
 
     Raises:
         ConfigError: the card cannot be read, or describes a model that MegaCLIP does not build.
@@ -95,7 +108,8 @@ def read_model_card(directory: str | Path, config: ModelConfig | None = None) ->
     path = directory / CARD_NAME
     content = read_json_object(path)
     if config is None:
-        config = ModelConfig.from_dict(model_description(content), source=str(path))
+        recorded: Towers = "open_clip" if content.get(TOWERS_KEY) == "open_clip" else "auto"
+        config = describe(model_description(content), str(path), towers or recorded)
     preprocess = content.get("preprocess_cfg") or {}
     if not isinstance(preprocess, dict):
         raise CheckpointError(f"{path}: preprocess_cfg is a {type(preprocess).__name__}, expected a JSON object")
@@ -106,7 +120,7 @@ def read_model_card(directory: str | Path, config: ModelConfig | None = None) ->
 
 def write_model_card(
     directory: str | Path,
-    config: ModelConfig,
+    config: ModelDescription,
     preprocess_cfg: dict[str, Any],
     tokenizer_files: Iterable[str | Path] = (),
 ) -> None:
@@ -123,5 +137,7 @@ def write_model_card(
     for file in map(Path, tokenizer_files):
         if file.resolve().parent != directory.resolve():
             shutil.copyfile(file, directory / file.name)
-    card = {"model_cfg": config.to_open_clip(), "preprocess_cfg": preprocess_cfg}
+    card: dict[str, Any] = {"model_cfg": config.to_open_clip(), "preprocess_cfg": preprocess_cfg}
+    if isinstance(config, OpenClipConfig):
+        card[TOWERS_KEY] = "open_clip"
     write_atomically(directory / CARD_NAME, json.dumps(card, indent=2) + "\n")

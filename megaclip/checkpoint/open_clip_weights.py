@@ -10,6 +10,7 @@ converted or copied before its shape has been checked.
 import math
 import os
 import pickle
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from megaclip.checkpoint.manifest import require_whole
 from megaclip.errors import CheckpointError, first_line
 from megaclip.logging import get_logger
-from megaclip.models.clip import ClipModel
-from megaclip.models.config import ModelConfig
+from megaclip.models import ClipModel, DualEncoder, ModelDescription, OpenClipConfig, build_model, meta_model
 from megaclip.models.layers import own_part, whole_shape
 from megaclip.models.open_clip_keys import StateDict, from_open_clip, to_open_clip
 
@@ -89,7 +90,7 @@ class LoadReport:
         return ", ".join(parts)
 
 
-def write_weights(directory: str | Path, state_dict: StateDict, config: ModelConfig) -> Path:
+def write_weights(directory: str | Path, state_dict: StateDict, config: ModelDescription) -> Path:
     """Write MegaCLIP's state dict to `open_clip_model.safetensors`, with open_clip's names, in float32.
 
     Returns:
@@ -98,8 +99,10 @@ def write_weights(directory: str | Path, state_dict: StateDict, config: ModelCon
     Raises:
         CheckpointError: the parameters or their shapes differ from those of the model that `config` describes.
     """
-    _require_complete(compare_weights(meta_model(config), state_dict), "the weights do not fit the model in the card")
-    tensors = {name: value.float().contiguous() for name, value in to_open_clip(state_dict, config).items()}
+    model = meta_model(config)
+    _require_complete(compare_weights(model, state_dict), "the weights do not fit the model in the card")
+    exact = {name: state_dict[name].to(weight.dtype) for name, weight in model.named_weights().items()}
+    tensors = {name: value.contiguous() for name, value in to_open_clip(exact, config).items()}
     path = Path(directory) / WEIGHTS_NAME
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.touch()
@@ -110,12 +113,13 @@ def write_weights(directory: str | Path, state_dict: StateDict, config: ModelCon
     return path
 
 
-def read_weights(path_or_dir: str | Path) -> StateDict:
+def read_weights(path_or_dir: str | Path, config: ModelDescription | None = None) -> StateDict:
     """Return weights in open_clip's format under MegaCLIP's names, on the CPU, with the dtypes of the file.
 
     Args:
         path_or_dir: a safetensors file; a PyTorch file that holds a state dict, or one under "state_dict" as
             open_clip's trainer writes it, with or without `module.` prefixes; or a directory that holds such a file.
+        config: description of the model that gets the weights. None: one of MegaCLIP's own towers.
 
     Raises:
         CheckpointError: the file does not exist, is not a weights file, or is a pickle that holds more than tensors.
@@ -133,33 +137,33 @@ def read_weights(path_or_dir: str | Path) -> StateDict:
         name = _without_wrappers(str(name))
         if name in _NOT_PARAMETERS:
             continue
-        if not _is_dense_float_tensor(value):
+        if not _is_dense_tensor(value) or not (value.is_floating_point() or _is_counter(name, value, config)):
             raise CheckpointError(f"{path}: entry {name!r} is a {_kind(value)}, expected a floating-point tensor")
         tensors[name] = value
-    return from_open_clip(tensors)
+    return from_open_clip(tensors, config)
 
 
-def meta_model(config: ModelConfig) -> ClipModel:
-    """Return the model on the meta device: it has names and shapes, and tensors can be assigned as its parameters."""
-    with torch.device("meta"):
-        return ClipModel(config)
-
-
-def assigned_model(config: ModelConfig, state_dict: StateDict) -> ClipModel:
+def assigned_model(config: ModelDescription, state_dict: StateDict) -> DualEncoder:
     """Return a float32 model in evaluation mode whose parameters are the (converted) tensors of `state_dict`.
 
     Raises:
         CheckpointError: the parameters or their shapes differ from those of the model that `config` describes.
     """
+    problem = "the weights do not fit the model in the card"
+    if isinstance(config, OpenClipConfig):  # its constants, such as masks, are not in the state dict: none on meta
+        built = build_model(config)
+        _require_complete(compare_weights(built, state_dict), problem)
+        built.load_state_dict(state_dict)
+        return built.eval()
     model = meta_model(config)
-    _require_complete(compare_weights(model, state_dict), "the weights do not fit the model in the card")
+    _require_complete(compare_weights(model, state_dict), problem)
     model.load_state_dict({name: value.float() for name, value in state_dict.items()}, assign=True)
     return model.eval()
 
 
-def compare_weights(model: ClipModel, state_dict: StateDict) -> LoadReport:
+def compare_weights(model: DualEncoder, state_dict: StateDict) -> LoadReport:
     """Compare a state dict with a model. Nothing is loaded; `loaded` lists the names that can be loaded."""
-    shapes = {name: tuple(whole_shape(name, p, model.tensor)) for name, p in model.named_parameters()}
+    shapes = {name: tuple(whole_shape(name, p, model.tensor)) for name, p in model.named_weights().items()}
     common = [name for name in shapes if name in state_dict]
     return LoadReport(
         loaded=tuple(name for name in common if shapes[name] == tuple(state_dict[name].shape)),
@@ -173,7 +177,7 @@ def compare_weights(model: ClipModel, state_dict: StateDict) -> LoadReport:
     )
 
 
-def adapt_weights(state_dict: StateDict, model: ClipModel) -> StateDict:
+def adapt_weights(state_dict: StateDict, model: DualEncoder) -> StateDict:
     """Return weights adapted to `model` in image size, context length and `logit_bias`; every change is logged.
 
     Position embeddings are interpolated as open_clip does when it loads: bicubic (antialiased) over the grid of
@@ -181,6 +185,17 @@ def adapt_weights(state_dict: StateDict, model: ClipModel) -> StateDict:
     model's initial value; open_clip takes 0. All other entries are returned unchanged, even if they do not fit.
     """
     adapted, config = dict(state_dict), model.config
+    if isinstance(model, ClipModel):
+        _adapt_positions(adapted, model)
+    if config.init_logit_bias is not None and "logit_bias" not in adapted:
+        adapted["logit_bias"] = torch.full((1,), float(config.init_logit_bias))
+        logger.info("the weights have no logit_bias; it starts at init_logit_bias %g", config.init_logit_bias)
+    return adapted
+
+
+def _adapt_positions(adapted: StateDict, model: ClipModel) -> None:
+    """Interpolate the position embeddings in `adapted` that differ from the model's in their number."""
+    config = model.config
     name, grid = "visual.positional_embedding", config.vision_cfg.grid_size
     if _differs_in_length(adapted.get(name), model.visual.positional_embedding):
         old_grid = math.isqrt(len(adapted[name]) - 1)
@@ -194,10 +209,6 @@ def adapt_weights(state_dict: StateDict, model: ClipModel) -> StateDict:
     if _differs_in_length(adapted.get(name), model.text.positional_embedding):
         logger.info("interpolated positions of %d tokens to %d", len(adapted[name]), length)
         adapted[name] = F.interpolate(adapted[name].float().T[None], length, mode="linear")[0].T
-    if config.init_logit_bias is not None and "logit_bias" not in adapted:
-        adapted["logit_bias"] = torch.full((1,), float(config.init_logit_bias))
-        logger.info("the weights have no logit_bias; it starts at init_logit_bias %g", config.init_logit_bias)
-    return adapted
 
 
 def _differs_in_length(table: torch.Tensor | None, parameter: torch.Tensor) -> bool:
@@ -216,7 +227,7 @@ def _differs_in_length(table: torch.Tensor | None, parameter: torch.Tensor) -> b
 
 
 @torch.no_grad()
-def load_pretrained(model: ClipModel, path_or_dir: str | Path) -> LoadReport:
+def load_pretrained(model: DualEncoder, path_or_dir: str | Path) -> LoadReport:
     """Copy weights in open_clip's format into `model`; call it before `deepspeed.initialize`.
 
     Parameters may be whole or partitioned by `deepspeed.zero.Init`. If they are partitioned, this is a collective:
@@ -231,13 +242,15 @@ def load_pretrained(model: ClipModel, path_or_dir: str | Path) -> LoadReport:
         CheckpointError: the file cannot be read, is damaged or does not fit the model. The model is then unchanged.
     """
     require_whole(Path(path_or_dir))
-    state_dict = adapt_weights(read_weights(path_or_dir), model)
+    state_dict = adapt_weights(read_weights(path_or_dir, model.config), model)
     report = compare_weights(model, state_dict)
     _require_complete(report, f"{path_or_dir} does not fit the model")
-    parameters = dict(model.named_parameters())
+    weights = model.named_weights()
     for name in report.loaded:
-        with deepspeed.zero.GatheredParameters(parameters[name], modifier_rank=0):
-            parameters[name].copy_(own_part(name, state_dict[name], model.tensor))
+        weight = weights[name]
+        partitioned = isinstance(weight, nn.Parameter)  # buffers are whole on every rank
+        with deepspeed.zero.GatheredParameters(weight, modifier_rank=0) if partitioned else nullcontext():
+            weight.copy_(own_part(name, state_dict[name], model.tensor))
     return report
 
 
@@ -276,13 +289,14 @@ def _read_pickle(path: Path) -> Any:
         raise CheckpointError(f"{path} is not a PyTorch weights file: {first_line(error)}") from None
 
 
-def _is_dense_float_tensor(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and value.layout == torch.strided
-        and value.device.type == "cpu"
-    )
+def _is_dense_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+
+
+def _is_counter(name: str, value: torch.Tensor, config: ModelDescription | None) -> bool:
+    """Return whether the entry is the number of batches that a batch norm has seen."""
+    counts = name.endswith("num_batches_tracked") and value.dtype == torch.int64
+    return isinstance(config, OpenClipConfig) and counts
 
 
 def _kind(value: Any) -> str:

@@ -8,7 +8,8 @@ Here nothing is converted. Every rank memory-maps the files of all ranks that sa
 partition. It puts them into the state dict that its fresh optimizer would save, and DeepSpeed loads this state dict.
 Values are copied, never computed, so the result is exact.
 
-The model has no buffers. Optimizer state on NVMe is stored in files of another format and is refused.
+Buffers (running statistics of batch norms) are whole and equal on every rank. Optimizer state on NVMe is stored in
+files of another format and is refused.
 """
 
 from collections.abc import Iterator
@@ -66,6 +67,7 @@ def _fill_partition(engine: DeepSpeedEngine, folder: Path) -> dict[str, int]:
     saved = SavedStates.open(folder, [slot.name for group in groups for slot in group.slots])
     _fill(engine, groups, saved)
     _fill_frozen(engine, saved)
+    _fill_buffers(engine, saved)
     return saved.counters
 
 
@@ -156,6 +158,13 @@ def _fill_frozen(engine: DeepSpeedEngine, saved: SavedStates) -> None:
             part, shape, start = parameter.data, parameter.shape, 0
         slot = _Slot(name, shape, start, 0, max(0, min(part.numel(), shape.numel() - start)))
         part.data.copy_(_gather(engine, saved, _FlatGroup(part, [slot]), WORKING))
+
+
+def _fill_buffers(engine: DeepSpeedEngine, saved: SavedStates) -> None:
+    """Copy the saved values into the model's buffers."""
+    buffers = dict(engine.module.named_buffers())
+    for name, value in saved.buffers.items():
+        buffers[name].copy_(value)
 
 
 def _gather(engine: DeepSpeedEngine, saved: SavedStates, group: _FlatGroup, kind: str) -> torch.Tensor:

@@ -55,6 +55,8 @@ class SavedStates:
     """name -> entries of the parameter's optimizer state that are numbers ("step")."""
     counters: dict[str, int] = field(default_factory=dict)
     """Counters of the engine, such as global_steps."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """name -> buffer of the model, such as running statistics of a batch norm; equal on all ranks."""
     _pieces: dict[tuple[str, str, int], list[_Piece]] = field(default_factory=dict)
     """(name, kind, tensor-parallel rank) -> pieces in order. kind: FP32, WORKING, or an optimizer state ("exp_avg")."""
 
@@ -80,6 +82,7 @@ class SavedStates:
         first = _map(model_files[min(model_files)])
         saved = cls(tensor_ranks=int(first["mp_world_size"]))
         ranks = int(first["dp_world_size"])
+        saved.buffers = {name: first["module"][name] for name in first.get("buffer_names") or ()}
         saved.counters = {name: first[name] for name in ("global_steps", "global_samples", "skipped_steps")}
         for tensor_rank in range(saved.tensor_ranks):
             found = [rank for tensor, rank in model_files if tensor == tensor_rank]
@@ -162,6 +165,8 @@ class SavedStates:
     ) -> None:
         """Add a tensor-parallel rank's files at ZeRO-0 to 2. The model file holds the working copies of all weights."""
         for name, value in model["module"].items():
+            if name in self.buffers:
+                continue
             self.shapes[name] = value.shape
             self._add(name, WORKING, tensor_rank, _Piece(value.reshape(-1), 0, value.numel()))
         for optimizer in optimizers:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.errors import CheckpointError
-from megaclip.models.clip import ClipModel
-from megaclip.models.config import TextConfig
+from megaclip.models import DualEncoder
+from megaclip.models.hugging_face import known_configurations
+from megaclip.open_clip_package import import_open_clip
 
 TOLERANCE = 1e-5
 """Largest allowed difference of unit-length float32 features. Both models use float32, but sum in a different order."""
@@ -48,7 +48,7 @@ class Verification:
 
 
 @torch.no_grad()
-def verify(directory: str | Path, model: ClipModel, tokenize: Tokenize | None = None) -> Verification:
+def verify(directory: str | Path, model: DualEncoder, tokenize: Tokenize | None = None) -> Verification:
     """Compare `model` (float32, CPU, evaluation mode) with the model that open_clip loads from `directory`.
 
     Args:
@@ -62,15 +62,16 @@ def verify(directory: str | Path, model: ClipModel, tokenize: Tokenize | None = 
     open_clip = import_open_clip()
     source = f"local-dir:{directory}"
     try:
-        theirs = open_clip.create_model_from_pretrained(source, return_transform=False).eval()
+        with known_configurations():
+            theirs = open_clip.create_model_from_pretrained(source, return_transform=False).eval()
         tokenizer = open_clip.get_tokenizer(source) if tokenize is not None else None
     except Exception as error:  # open_clip does not document the exceptions that it raises
         raise CheckpointError(f"open_clip cannot load {directory}: {' '.join(str(error).split())[:300]}") from None
 
-    vision, text = model.config.vision_cfg, model.config.text_cfg
+    vision = model.config.vision_cfg
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2, 3, vision.image_size, vision.image_size, generator=generator)
-    tokens, differing = _random_tokens(text, generator), 0
+    tokens, differing = _random_tokens(model, generator), 0
     if tokenize is not None and tokenizer is not None:
         tokens = tokenize(list(CAPTIONS))
         their_tokens = tokenizer(list(CAPTIONS)).to(tokens.dtype)
@@ -92,8 +93,9 @@ def verify(directory: str | Path, model: ClipModel, tokenize: Tokenize | None = 
     )
 
 
-def _random_tokens(text: TextConfig, generator: torch.Generator) -> torch.Tensor:
-    tokens = torch.randint(text.vocab_size, (2, text.context_length), generator=generator)
+def _random_tokens(model: DualEncoder, generator: torch.Generator) -> torch.Tensor:
+    text = model.config.text_cfg
+    tokens = torch.randint(model.vocab_size, (2, text.context_length), generator=generator)
     if text.pool_type == "eos":
         tokens[0, text.context_length // 2] = text.eos_id
     return tokens

@@ -74,6 +74,19 @@ def sum_over_ranks(values: Tensor, *, group: Any = None) -> Tensor:
     return total
 
 
+def average_over_ranks(tensors: list[Tensor], *, group: Any = None) -> None:
+    """Replace the values of tensors by their mean over ranks, in place. Integers, equal on all ranks, stay.
+
+    All ranks must pass tensors of the same shapes and dtypes, in the same order.
+    """
+    ranks, averaged = resolve(group), [tensor for tensor in tensors if tensor.is_floating_point()]
+    if ranks.size == 1 or not averaged:
+        return
+    flat = sum_over_ranks(torch.cat([tensor.flatten() for tensor in averaged]), group=ranks) / ranks.size
+    for tensor, mean in zip(averaged, flat.split([tensor.numel() for tensor in averaged]), strict=True):
+        tensor.copy_(mean.view_as(tensor))
+
+
 def gather_integers(values: list[int], *, group: Any = None) -> list[list[int]]:
     """Gather a few integers of each rank: returns one list per rank, on every rank's host.
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "import": Command("import_open_clip", "convert open_clip's weights to a directory for --pretrained"),
     "inspect": Command("inspect_data", "report the contents, problems and loading speed of a dataset"),
     "plan": Command("plan", "memory, largest batch and step time of a run before it starts"),
+    "models": Command("list_models", "the models of the installed open_clip, and what runs each"),
     "tokenizer": Command("train_tokenizer", "train a sentencepiece tokenizer on the captions of a dataset"),
     "report": Command("ds_report", "DeepSpeed's environment report with MegaCLIP's op and optional packages"),
     "build-ops": Command("build_ops", "compile DeepSpeed's CPU ops before the first run"),

@@ -24,7 +24,7 @@ from megaclip.checkpoint.open_clip_weights import assigned_model, write_weights
 from megaclip.checkpoint.output import check_output
 from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
 from megaclip.checkpoint.verify import TOLERANCE, verify
-from megaclip.data.tokenizers import load_tokenizer
+from megaclip.data import load_tokenizer
 from megaclip.errors import MegaclipError
 from megaclip.models.open_clip_keys import StateDict
 
@@ -76,7 +76,7 @@ def export(source: Path, out_dir: Path, tag: str | None, *, overwrite: bool = Fa
 
 def check(card: ModelCard, weights: StateDict) -> bool:
     """Compare the exported directory of `card` with `weights` and print the differences; return True if it passed."""
-    tokenizer = load_tokenizer(card.tokenizer(), card.config.text_cfg.context_length)
+    tokenizer = load_tokenizer(card.tokenizer(), **card.config.tokenizer_settings())
     result = verify(card.directory, assigned_model(card.config, weights), tokenizer)
     print(f"export_max_abs_diff {result.max_abs_diff:.3g}")
     print(f"export_captions_differing {result.captions_differing} of {result.captions_compared}")

@@ -17,10 +17,10 @@ from pathlib import Path
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.durable import sync_files
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, check_inside, read_model_card, write_model_card
-from megaclip.checkpoint.open_clip_weights import LoadReport, compare_weights, meta_model, read_weights, write_weights
+from megaclip.checkpoint.open_clip_weights import LoadReport, compare_weights, read_weights, write_weights
 from megaclip.checkpoint.output import check_output
 from megaclip.errors import MegaclipError
-from megaclip.models import load_model_config
+from megaclip.models import load_model_config, meta_model
 from megaclip.models.config import CARD_NAME
 
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model")
@@ -63,7 +63,7 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
     if config is None or (source / CARD_NAME).is_file():
         card = read_model_card(source, config)
         config, preprocess = card.config, card.preprocess_cfg
-    state_dict = read_weights(source)
+    state_dict = read_weights(source, config)
     report = compare_weights(meta_model(config), state_dict)
     if report.complete:
         files = tokenizer_files(source)

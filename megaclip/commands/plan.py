@@ -27,7 +27,7 @@ from megaclip.config.argument_types import integer
 from megaclip.config.checks import check_ds_config
 from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.errors import ConfigError, MegaclipError
-from megaclip.models import load_model_config
+from megaclip.models import ModelConfig, load_model_config
 from megaclip.planner import (
     Cluster,
     Rates,
@@ -174,7 +174,7 @@ def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
     rows = TrainArguments.model_fields["eval_batch_size"].default
     evaluation = EvaluationSets(rows, pairs=arguments.val_num_samples) if arguments.val_num_samples else None
     workload = Workload.of(
-        load_model_config(arguments.model),
+        load_model_config(arguments.model, config.megaclip.towers),
         config,
         cluster.gpus,
         image_unlocked=arguments.lock_image,
@@ -341,7 +341,7 @@ def _compare_row(row: dict[str, Any]) -> int:
     section = {**ds_config.get("megaclip", {}), "keep_graphs": sum(row.get("kept_graphs", ()))}
     config = TrainingConfig(path=Path("row"), deepspeed=ds_config, megaclip=MegaclipSection(**section))
     # Synthetic samples are not decoded; with many workers the term of decoding vanishes.
-    workload = Workload.of(load_model_config(row["model"]), config, ranks, workers=1000)
+    workload = Workload.of(load_model_config(row["model"], section.get("towers", "auto")), config, ranks, workers=1000)
     # Rows without these figures are from versions that did not cut captions, let DeepSpeed check every gradient and
     # compiled nothing by default.
     workload = replace(workload, text_positions_saved=row.get("text_positions_saved", 0.0))
@@ -372,7 +372,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from megaclip.engine.process_group import start_process_group
 
     start_process_group()
-    model = load_model_config(arguments.model or "ViT-B-32")
+    model = load_model_config(arguments.model or "ViT-B-32", "own")
+    assert isinstance(model, ModelConfig), "the measured shapes are those of MegaCLIP's towers"
     gpu = torch.cuda.is_available()
     out = Path(arguments.calibrate)
     measured = measure_rates(model, arguments.micro_batch or (256 if gpu else 8), out.absolute().parent)

@@ -65,8 +65,8 @@ class TrainArguments(BaseModel):
     )
     tokenizer: str | None = Field(
         default=None,
-        description="'clip' or path of a sentencepiece model (default: the tokenizer in the model card of --pretrained "
-        "or --model, if there is one, otherwise 'clip')",
+        description="'clip', path of a sentencepiece model, or directory of a Hugging Face tokenizer (default: the "
+        "tokenizer in the model card of --pretrained or --model, else the one that the model names, else 'clip')",
     )
     workers: NotNegative = Field(default=DEFAULT_WORKERS, description="number of data worker processes per rank")
     shard_order: Literal["shuffled", "sequential"] = Field(

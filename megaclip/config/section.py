@@ -26,6 +26,11 @@ class MegaclipSection(LossSettings):
     fastclip: FastClipSettings = FastClipSettings()
     """Settings of the global losses."""
 
+    towers: Literal["auto", "own", "open_clip"] = "auto"
+    """Implementation of the towers. "own" is MegaCLIP's, which is faster and can be tensor parallel; it refuses models
+    that it does not have. "open_clip" runs open_clip's modules (timm trunks, Hugging Face text models, ...). "auto":
+    MegaCLIP's towers for every description that they have, open_clip's for all others."""
+
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Number of ranks that each layer of the towers is split over. Requires megatron-core. The batch sizes of
     ds_config.json are then those of a replica of this many ranks."""

@@ -66,13 +66,6 @@ class Tokenizer(abc.ABC):
         """Write the files that open_clip's `local-dir:` requires. Returns the keys and values for `text_cfg`."""
 
 
-def load_tokenizer(spec: str, context_length: int) -> Tokenizer:
-    """Load a tokenizer. spec: "clip" or the path of a sentencepiece .model file. Raises ConfigError."""
-    if context_length < 2:
-        raise ConfigError(f"the context length is {context_length}; use at least 2")
-    return ClipTokenizer(context_length) if spec == "clip" else SentencePieceTokenizer(spec, context_length)
-
-
 class ClipTokenizer(Tokenizer):
     """CLIP's 49,408 byte-pair tokens, for lower-cased text. The ids equal those of open_clip's SimpleTokenizer."""
 

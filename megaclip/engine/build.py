@@ -1,11 +1,13 @@
 """Build the model, and the DeepSpeed engine that trains it, from a checked configuration."""
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
@@ -20,7 +22,7 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from megaclip.checkpoint.open_clip_weights import load_pretrained
 from megaclip.comm.collectives import raise_on_all_ranks
-from megaclip.comm.parallelism import parallel_groups
+from megaclip.comm.parallelism import Parallelism, parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
 from megaclip.config.optimizers import TIMM_OPTIMIZERS
 from megaclip.engine.compilation import compile_model
@@ -28,7 +30,7 @@ from megaclip.engine.deepspeed_update import group_kernels
 from megaclip.engine.optimizers import guard_gradients, parameter_groups, step_without_history, timm_optimizer
 from megaclip.errors import ConfigError, config_error
 from megaclip.logging import get_logger
-from megaclip.models import ClipModel, ModelConfig, build_model
+from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model
 from megaclip.models.layers import require_apex, whole_shape
 
 logger = get_logger(__name__)
@@ -40,9 +42,9 @@ _MANY_CHUNKS = 32
 
 
 def build_engine(
-    config: TrainingConfig, arguments: TrainArguments, model_config: ModelConfig, *, compiles: bool = False
+    config: TrainingConfig, arguments: TrainArguments, model_config: ModelDescription, *, compiles: bool = False
 ) -> DeepSpeedEngine:
-    """Build the model (partitioned from the start at ZeRO-3), load pretrained weights and start DeepSpeed's engine.
+    """Build the model (partitioned at ZeRO-3), load pretrained weights and start DeepSpeed's engine.
 
     Every rank calls it with the same arguments, after the process group exists. compiles: torch.compile runs the towers
     (`MemoryPlan.compiles`).
@@ -59,17 +61,11 @@ def build_engine(
     _warn_of_locks()
     torch.manual_seed(arguments.seed)
     parallel = parallel_groups(config.megaclip.tensor_parallel_size)
-    with deepspeed.zero.Init(
-        config_dict_or_path=config.for_deepspeed,
-        enabled=config.zero_stage == 3,
-        data_parallel_group=parallel.data.handle,
-        mpu=parallel.mpu,
-    ):
-        model = build_model(
-            model_config,
-            patch_dropout=arguments.force_patch_dropout,
-            tensor=parallel.tensor,
-            layer_norm=config.megaclip.layer_norm,
+    model = _construct(config, arguments, model_config, parallel)
+    if model.statistics(model.visual) and config.batch_plan(dist.get_world_size()).micro_batch == 1:
+        raise ConfigError(
+            "train_micro_batch_size_per_gpu 1 cannot be used with the batch norms of this image tower, which normalise "
+            "a chunk by its own mean and deviation; use 2 or more"
         )
     if arguments.pretrained:
         logger.info("%s", load_pretrained(model, arguments.pretrained))
@@ -104,6 +100,41 @@ def build_engine(
     return engine
 
 
+def _construct(
+    config: TrainingConfig, arguments: TrainArguments, model_config: ModelDescription, parallel: Parallelism
+) -> DualEncoder:
+    """Return the model with its initial values, partitioned at ZeRO-3."""
+    partition = functools.partial(
+        deepspeed.zero.Init,
+        config_dict_or_path=config.for_deepspeed,
+        enabled=config.zero_stage == 3,
+        data_parallel_group=parallel.data.handle,
+        mpu=parallel.mpu,
+    )
+    from_the_start = isinstance(model_config, ModelConfig)
+    with partition() if from_the_start else contextlib.nullcontext():
+        model = build_model(
+            model_config,
+            patch_dropout=arguments.force_patch_dropout,
+            tensor=parallel.tensor,
+            layer_norm=config.megaclip.layer_norm,
+        )
+    if from_the_start:
+        logger.info("towers: MegaCLIP's own")
+        return model
+    logger.info("towers: open_clip's modules %s and %s", type(model.visual).__name__, type(model.text).__name__)
+    if config.zero_stage == 3:
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        logger.info(
+            "the model was built whole in the host memory of every rank, %.1f GB, and is partitioned now: its "
+            "libraries set initial values after deepspeed.zero.Init would have partitioned them",
+            nbytes / 1e9,
+        )
+        partition(module=model)
+        model.move_buffers(torch.device(get_accelerator().current_device_name()))
+    return model
+
+
 def _warn_of_locks() -> None:
     """Warn of lock files left by runs that were killed while compiling: PyTorch waits for them for ever, silently."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
@@ -118,19 +149,13 @@ def _warn_of_locks() -> None:
                 )
 
 
-def _gather_whole_blocks(model: ClipModel) -> None:
+def _gather_whole_blocks(model: DualEncoder) -> None:
     """Make ZeRO-3 gather each block's parameters at once instead of one projection or norm at a time.
 
-    DeepSpeed's hooks take longer than small matrix products. The first trained block above locked ones is excepted:
-    DeepSpeed reduces a whole block's gradients when the gradient of its input is ready. If the input has no gradient,
-    DeepSpeed takes the backward pass for finished before it has begun.
+    DeepSpeed's hooks take longer than small matrix products. `blocks_gathered_at_once` documents the exception.
     """
-    for tower in (model.visual, model.text):
-        locked_below = not tower.positional_embedding.requires_grad
-        for block in tower.transformer.resblocks:
-            locked = not any(parameter.requires_grad for parameter in block.parameters())
-            deepspeed.utils.set_z3_leaf_module(block, locked or not locked_below)
-            locked_below = locked_below and locked
+    for block, at_once in model.blocks_gathered_at_once():
+        deepspeed.utils.set_z3_leaf_module(block, at_once)
 
 
 def _check_offload_to_disk(config: TrainingConfig) -> None:
@@ -154,16 +179,16 @@ def _check_quantized_collectives(config: TrainingConfig) -> None:
 # PyTorch's checkpoint is used because both of DeepSpeed's fail here: deepspeed.checkpointing.checkpoint loses the
 # gradients of a block whose input has none (locked towers), and non_reentrant_checkpoint fails on parameters that
 # ZeRO-3 has partitioned.
-def _checkpoint(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    return checkpoint(function, *tensors, use_reentrant=False)
+def _checkpoint(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return checkpoint(function, *arguments, use_reentrant=False, **options)
 
 
-def _checkpoint_on_cpu(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+def _checkpoint_on_cpu(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return _checkpoint(function, *tensors)
+        return _checkpoint(function, *arguments, **options)
 
 
-def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: ClipModel, compiled: str) -> None:
+def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: DualEncoder, compiled: str) -> None:
     sizes = [(getattr(p, "ds_numel", p.numel()), bool(getattr(p, "ds_persist", False))) for p in model.parameters()]
     total = sum(size for size, _ in sizes)
     partitioned = sum(size for size, persistent in sizes if not persistent) if config.zero_stage == 3 else 0

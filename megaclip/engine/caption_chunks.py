@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megaclip.comm.groups import RankGroup
 from megaclip.logging import get_logger
-from megaclip.models import TextConfig
+from megaclip.models import OpenClipText, TextConfig
 from megaclip.models.text import caption_lengths, cut_lengths, reason_not_to_cut
 from megaclip.planner.rules import cuts_captions
 
@@ -87,12 +87,12 @@ DivideCaptions = Callable[[Tensor, int], CaptionChunks]
 """Function that divides a step's captions: (tokens (b, L), number of chunks) -> their chunks."""
 
 
-def division_of_captions(setting: bool | str, text: TextConfig, tensor: RankGroup) -> DivideCaptions:
+def division_of_captions(setting: bool | str, text: TextConfig | OpenClipText, tensor: RankGroup) -> DivideCaptions:
     """Return the function that divides the captions of every step of a run. If it does not cut them, log why.
 
     setting: megaclip.cut_captions. tensor: as for `CaptionChunks.cut`.
     """
-    if cuts_captions(setting, text):
+    if isinstance(text, TextConfig) and cuts_captions(setting, text):
         return functools.partial(CaptionChunks.cut, config=text, tensor=tensor)
     reason = "megaclip.cut_captions is false" if setting is False else reason_not_to_cut(text)
     logger.info("captions are encoded with their padding, %d tokens each: %s", text.context_length, reason)

@@ -12,26 +12,20 @@ from torch import nn
 from megaclip.config import TrainingConfig
 from megaclip.errors import ConfigError, first_line
 from megaclip.logging import get_logger
-from megaclip.models import ClipModel
-from megaclip.models.compilation import compiled_body
+from megaclip.models import DualEncoder
 from megaclip.planner import rules
 
 logger = get_logger(__name__)
 
 
-def compile_model(model: ClipModel, config: TrainingConfig) -> str:
+def compile_model(model: DualEncoder, config: TrainingConfig) -> str:
     """Let torch.compile run the towers; return what it compiles, for the log. They are compiled in the first step."""
     whole = rules.compiles_whole_tower(
         config.zero_stage,
         checkpointing=config.activation_checkpointing,
         coalesces=config.megaclip.coalesce_gradient_reduction,
     )
-    if whole:
-        model.visual.use_compiled(compiled_body(type(model.visual)))
-    else:
-        model.visual.transformer.compile_blocks(_is_gathered_at_once)
-    model.text.transformer.compile_blocks(_is_gathered_at_once)
-    return "compiled image tower and text blocks" if whole else "compiled blocks"
+    return model.compile_towers(whole, _is_gathered_at_once)
 
 
 def _is_gathered_at_once(block: nn.Module) -> bool:

@@ -11,6 +11,9 @@ The result is the gradient of the whole batch, not of the chunks. It does not de
 tower runs after the other, so a step without kept graphs holds the activations of one chunk in one tower only. A tower
 without trainable parameters runs once.
 
+Batch norms normalise a chunk by its own mean and deviation, in both encodings. Their running statistics change once per
+chunk, in the first encoding, and are averaged over the ranks at the end of the step, so they are equal on every rank.
+
 Scale. DeepSpeed averages parameter gradients over the W data-parallel ranks. The losses therefore return feature
 gradients that are W times those of the global mean loss. They return the whole gradients of the scale and the bias on
 every rank. So the surrogate is not divided by the number of chunks.
@@ -18,8 +21,9 @@ every rank. So the surrogate is not divided by the number of chunks.
 Shapes: b rows of this rank, D embedding.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,9 +33,10 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
+from megaclip.comm.collectives import average_over_ranks
 from megaclip.engine.step_batch import StepBatch, Tower
 from megaclip.errors import NonFiniteError
-from megaclip.models import ClipModel
+from megaclip.models import DualEncoder
 from megaclip.planner.rules import KeptGraphs, encodes_together, kept_graphs
 
 ContrastiveLoss = Callable[..., Tensor]  # (image features, text features, scale[, logit_bias]) -> loss
@@ -51,7 +56,7 @@ class RandomState:
         torch.manual_seed(int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
 
-def trained_towers(model: ClipModel) -> list[Tower]:
+def trained_towers(model: DualEncoder) -> list[Tower]:
     """Return the towers with trainable parameters."""
     modules = {Tower.IMAGE: model.visual, Tower.TEXT: model.text}
     return [tower for tower, module in modules.items() if any(p.requires_grad for p in module.parameters())]
@@ -74,7 +79,7 @@ def accumulate_gradients(
     """Leave the gradient of one whole contrastive batch in the engine, ready for `engine.step()`.
 
     Args:
-        engine: a DeepSpeed engine around a `ClipModel`.
+        engine: a DeepSpeed engine around a `DualEncoder`.
         loss_function: (image features (b, D), text features (b, D), scale (1,), and logit_bias (1,) if the model has
             one) -> global mean loss, under the reduction contract of `megaclip.losses`; rows in the order of the
             batch. Other arguments of a loss (sample ids, the epoch) are bound to it; the gradients of its own
@@ -106,10 +111,13 @@ def accumulate_gradients(
     loss, cached = _loss_and_gradients(
         loss_function, features, orders, scalars, engine.device, random_state.step, check_loss
     )
-    with engine.coalesce_grad_reduction() if coalesce else nullcontext():
+    model: DualEncoder = engine.module
+    statistics = [*model.statistics(model.visual), *model.statistics(model.text)]
+    with engine.coalesce_grad_reduction() if coalesce else nullcontext(), _restored(statistics):
         sums = _GradientSums(engine.module, accumulation_dtype) if coalesce and passes.count > 1 else None
         passes.back_propagate(cached, sums)
     engine.set_gradient_accumulation_boundary(True)  # coalesce_grad_reduction put the flag back as it was
+    average_over_ranks(statistics)
     batch.agree()
     return loss
 
@@ -124,7 +132,7 @@ class _Cached:
     """Gradients of the log scale and, if the model has one, of the logit bias, each (1,)."""
 
 
-_Outputs = tuple[Tensor | None, ...]  # features by tower, then the scalars, as `ClipModel.forward` returns them
+_Outputs = tuple[Tensor | None, ...]  # features by tower, then the scalars, as `DualEncoder.forward` returns them
 
 
 class _Pass(NamedTuple):
@@ -295,15 +303,19 @@ class _Passes:
     def _forward(self, encoded: _Pass, inputs: Sequence[Tensor], *, with_graph: bool) -> _Outputs:
         """Encode chunks with their random numbers.
 
-        The model runs the image tower first, and the text tower draws no random numbers, so the random numbers are the
-        same with and without the other tower.
+        The model runs the image tower first and then calls `before_text`, so each tower draws the same numbers with
+        and without the other. Blank rows do not change running statistics.
         """
+        model: DualEncoder = self._engine.module
         self._random_state.reseed(encoded.towers[0], encoded.chunk)
+        model.before_text = functools.partial(self._random_state.reseed, Tower.TEXT, encoded.chunk)
         by_tower = dict(zip(encoded.towers, inputs, strict=True))
+        unchanged: list[Tensor] = []
         if with_graph and encoded in self._with_other_tower:
             other = Tower(1 - encoded.towers[0])
-            by_tower[other] = self._batch.blank(other)
-        with torch.set_grad_enabled(with_graph):
+            by_tower[other] = model.blank(self._batch.blank(other))
+            unchanged = model.statistics((model.visual, model.text)[other])
+        with torch.set_grad_enabled(with_graph), _restored(unchanged):
             return self._engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT))
 
     def _store(self, features: dict[Tower, Tensor], tower: Tower, index: int, chunk: Tensor | None) -> None:
@@ -319,7 +331,16 @@ class _Passes:
         return slice(index * count, (index + 1) * count)
 
 
-def _gradients_to_come(model: ClipModel) -> dict[nn.Module, int]:
+@contextmanager
+def _restored(statistics: list[Tensor]) -> Iterator[None]:
+    """Give running statistics the values back that they had before the body of the `with` statement."""
+    before = [values.clone() for values in statistics]
+    yield
+    for values, kept in zip(statistics, before, strict=True):
+        values.data.copy_(kept)  # data, because graphs that are kept hold the running statistics, which nothing reads
+
+
+def _gradients_to_come(model: DualEncoder) -> dict[nn.Module, int]:
     """Return the counts that the forward pass has left in the modules (`_Graph.gradients_to_come`)."""
     return {module: count for module in model.modules() if (count := vars(module).get("ds_grads_remaining"))}
 
@@ -331,7 +352,7 @@ class _GradientSums:
     Gradients stay in the tensors that autograd made, because a parameter partitioned by ZeRO-3 accepts no other.
     """
 
-    def __init__(self, model: ClipModel, dtype: torch.dtype) -> None:
+    def __init__(self, model: DualEncoder, dtype: torch.dtype) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.dtype != dtype]
         self._dtype = dtype
         self._sums: dict[Tensor, Tensor] = {}

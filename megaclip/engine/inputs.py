@@ -8,6 +8,7 @@ contradicts the card, the flag is used, with a warning.
 """
 
 import filecmp
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +25,14 @@ from megaclip.data import (
     open_labelled,
     open_pairs,
 )
+from megaclip.data.hugging_face_tokenizer import CACHED, HuggingFaceTokenizer
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.logging import get_logger
-from megaclip.models import ModelConfig, list_models, load_model_config
+from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, list_models, load_model_config
 from megaclip.models.config import CARD_NAME
+from megaclip.models.descriptions import Towers
+from megaclip.models.hugging_face import configuration
+from megaclip.models.open_clip_config import open_clip_descriptions
 from megaclip.models.text import reason_not_to_cut
 
 logger = get_logger(__name__)
@@ -45,7 +50,7 @@ class Inputs:
 
     config: TrainingConfig
     """Settings of ds_config.json."""
-    model_config: ModelConfig
+    model_config: ModelDescription
     """Model description, with the text tower fitted to the tokenizer."""
     tokenizer: Tokenizer
     train: PairDataset
@@ -74,12 +79,15 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     """Read and check everything that the command line names. Raises MegaclipError."""
     config = load_training_config(arguments.deepspeed_config)
     _check_that_weights_exist(arguments)
-    card = _find_model_card(arguments)
-    model_config = _model_config(arguments.model, card)
+    towers = config.megaclip.towers
+    card = _find_model_card(arguments, towers)
+    model_config = _model_config(arguments.model, card, towers)
     _check_settings(arguments, config.megaclip, model_config)
-    _check_locks(arguments, model_config)
-    tokenizer_name = _tokenizer_name(arguments.tokenizer, card)
-    tokenizer = load_tokenizer(tokenizer_name, model_config.text_cfg.context_length)
+    if isinstance(model_config, ModelConfig):
+        _check_locks(arguments, model_config)
+    tokenizer_name = _tokenizer_name(arguments, card, model_config)
+    tokenizer = load_tokenizer(tokenizer_name, **model_config.tokenizer_settings())
+    _check_vocabulary(tokenizer, tokenizer_name, model_config)
     model_config = model_config.replace(text_cfg=_text_settings(tokenizer, model_config))
     _check_cut(arguments, config.megaclip, model_config)
     preprocess = _preprocess(arguments, card)
@@ -115,22 +123,47 @@ def _transform(card: ModelCard | None, **settings: Any) -> ImageTransform:
         raise ConfigError(f"{card.path}: {error}; override it with {flags}") from None
 
 
-def _text_settings(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
+def _text_settings(tokenizer: Tokenizer, config: ModelDescription) -> dict[str, Any]:
     """Return the settings of `text_cfg` with which the text tower fits the tokenizer, in MegaCLIP and in open_clip."""
     with tempfile.TemporaryDirectory() as folder:
         settings = tokenizer.write_open_clip(folder)
-    if config.text_cfg.pool_type == "eos":
+    if isinstance(tokenizer, HuggingFaceTokenizer):  # a name makes open_clip read the files beside the card
+        settings["hf_tokenizer_name"] = config.text_cfg.hf_tokenizer_name or "hugging face"
+    elif config.text_cfg.pool_type == "eos":
         settings["eos_id"] = tokenizer.eos_id
     return settings
 
 
-def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_config: ModelConfig) -> None:
+def _check_vocabulary(tokenizer: Tokenizer, name: str, config: ModelDescription) -> None:
+    """Raise if the text tower has no embedding for some of the tokenizer's ids and cannot be given more."""
+    text = config.text_cfg
+    if isinstance(config, OpenClipConfig) and config.text_cfg.hf_model_name is not None:
+        kind, rows = "text_cfg.hf_model_name", int(configuration(config.text_cfg.hf_model_name).vocab_size)
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise ConfigError(
+                f"--tokenizer {name} is not the tokenizer of {kind} {config.text_cfg.hf_model_name!r}; give a "
+                "directory with the files of that model's tokenizer"
+            )
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
+        kind, rows = "text_cfg.vocab_size", text.vocab_size
+    else:
+        return  # the text tower gets as many embeddings as the tokenizer has ids
+    if tokenizer.vocab_size > rows:
+        raise ConfigError(
+            f"--tokenizer {name} has {tokenizer.vocab_size} ids, and the text tower has {rows} embeddings ({kind}); "
+            "use the tokenizer of the model, or set text_cfg.vocab_size in a copy of the model's JSON"
+        )
+
+
+def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_config: ModelDescription) -> None:
     """Raise if the command line, ds_config.json and the model contradict each other."""
     if section.loss == "siglip" and model_config.init_logit_bias is None:
         raise ConfigError(
             f'--model {arguments.model} has no init_logit_bias, which megaclip.loss "siglip" requires; add '
             "init_logit_bias to the model's JSON (SigLIP has -10, with init_logit_scale 2.303)"
         )
+    if isinstance(model_config, OpenClipConfig):
+        _check_open_clip_settings(arguments, section)
     if section.is_global and "logit_scale_max" in arguments.model_fields_set:
         raise ConfigError(
             f"--logit-scale-max has no effect with megaclip.loss {section.loss!r}; set "
@@ -167,7 +200,23 @@ def _check_locks(arguments: TrainArguments, model_config: ModelConfig) -> None:
         )
 
 
-def _check_cut(arguments: TrainArguments, section: MegaclipSection, model_config: ModelConfig) -> None:
+def _check_open_clip_settings(arguments: TrainArguments, section: MegaclipSection) -> None:
+    """Raise for settings that require MegaCLIP's own towers, if open_clip's modules run the model."""
+    settings: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+        ("tensor_parallel_size", section.tensor_parallel_size, (1,)),
+        ("layer_norm", section.layer_norm, ("torch",)),
+        ("compile", section.compile, (False, "auto")),
+    )
+    for setting, value, accepted in settings:
+        if value not in accepted:
+            raise ConfigError(
+                f"megaclip.{setting} {json.dumps(value)} requires MegaCLIP's own towers, and open_clip's modules run "
+                f"--model {arguments.model}; use {' or '.join(map(json.dumps, accepted))}, or a model that "
+                "docs/models.md lists with MegaCLIP's own towers"
+            )
+
+
+def _check_cut(arguments: TrainArguments, section: MegaclipSection, model_config: ModelDescription) -> None:
     """Raise if the captions of a text tower whose features depend on the padding are to be cut."""
     reason = reason_not_to_cut(model_config.text_cfg)
     if section.cut_captions is True and reason is not None:
@@ -193,7 +242,7 @@ def _check_that_weights_exist(arguments: TrainArguments) -> None:
         )
 
 
-def _find_model_card(arguments: TrainArguments) -> ModelCard | None:
+def _find_model_card(arguments: TrainArguments, towers: Towers) -> ModelCard | None:
     """Return the model card of --pretrained, else that of --model, or None if neither has a card."""
     directories = []
     if arguments.pretrained is not None:
@@ -202,29 +251,29 @@ def _find_model_card(arguments: TrainArguments) -> ModelCard | None:
     if (own := _card_directory(arguments.model)) is not None:
         directories.append(own)
     found = next((directory for directory in directories if (directory / CARD_NAME).is_file()), None)
-    return None if found is None else read_model_card(found)
+    return None if found is None else read_model_card(found, towers=towers)
 
 
 def _card_directory(model: str) -> Path | None:
     """Return the directory in which --model would have a model card, or None for a preset."""
-    if model in list_models():
+    if model in list_models() or model in open_clip_descriptions():
         return None
     path = Path(model)
     return path.parent if path.name == CARD_NAME else path
 
 
-def _model_config(model: str, card: ModelCard | None) -> ModelConfig:
+def _model_config(model: str, card: ModelCard | None, towers: Towers) -> ModelDescription:
     """Return the description that --model names; warn if the model of the weights' card computes other features."""
     own = _card_directory(model)
     if card is not None and own is not None and own.resolve() == card.directory.resolve():
         return card.config
-    config = load_model_config(model)
+    config = load_model_config(model, towers)
     if card is None:
         return config
     ours, theirs = config.model_dump(), card.config.model_dump()
     settings = [("quick_gelu", ours["quick_gelu"], theirs["quick_gelu"])]
     for section, names in _SETTINGS_WITHOUT_SHAPE.items():
-        settings += [(f"{section}.{name}", ours[section][name], theirs[section][name]) for name in names]
+        settings += [(f"{section}.{name}", ours[section].get(name), theirs[section].get(name)) for name in names]
     for name, here, there in settings:
         if here != there:
             logger.warning(
@@ -238,10 +287,14 @@ def _model_config(model: str, card: ModelCard | None) -> ModelConfig:
     return config
 
 
-def _tokenizer_name(given: str | None, card: ModelCard | None) -> str:
-    """Return "clip" or the path of a sentencepiece model: from --tokenizer, else from the card, else "clip"."""
+def _tokenizer_name(arguments: TrainArguments, card: ModelCard | None, config: ModelDescription) -> str:
+    """Return the tokenizer, as `load_tokenizer` takes it: from --tokenizer, else from the card, else the model's."""
+    given = arguments.tokenizer
     if card is None:
-        return given or "clip"
+        own_name = config.text_cfg.hf_tokenizer_name
+        if given is not None or not own_name:
+            return given or "clip"
+        return own_name if Path(own_name).is_dir() else CACHED + own_name
     try:
         own = card.tokenizer()
     except CheckpointError:

@@ -28,7 +28,7 @@ from megaclip.data import ImageTransform
 from megaclip.models import ModelConfig
 from megaclip.ops.tiles import Terms, tile_grads, tile_stats
 from megaclip.planner.tower_time import attention_operations
-from megaclip.planner.towers import Tower, image_tower
+from megaclip.planner.towers import Tower, own_image_tower
 
 _DECODED_IMAGES = 64
 _WRITTEN_BYTES = 2**29
@@ -47,7 +47,7 @@ def measure_rates(model_config: ModelConfig, micro_batch: int, folder: Path) -> 
     device = torch.device(get_accelerator().current_device_name())
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
-    tower = image_tower(model_config)
+    tower = own_image_tower(model_config)
     measured = dict(
         product_flops=_product(device, dtype, 8192 if gpu else 1024),
         attention_flops=_attention(tower, micro_batch, device, dtype),

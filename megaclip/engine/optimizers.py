@@ -17,16 +17,16 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from megaclip.checkpoint.open_clip_package import import_torchvision
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.config.optimizers import Optimizer
 from megaclip.engine.deepspeed_update import TESTED_VERSION
 from megaclip.errors import ConfigError, NonFiniteError
-from megaclip.models import ClipModel
+from megaclip.models import DualEncoder
 from megaclip.models.layers import split_dim
+from megaclip.open_clip_package import import_torchvision
 
 
-def parameter_groups(model: ClipModel, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: DualEncoder, weight_decay: float) -> list[dict[str, Any]]:
     """Return the trainable parameters as optimizer groups: with weight decay, without, and one per scalar of the loss.
 
     Empty groups are left out. Parameters are chosen by name, not by shape, because ZeRO-3 changes the shapes.
@@ -143,7 +143,7 @@ def update(engine: DeepSpeedEngine, step: int | None = None) -> float:
     return float(engine.get_global_grad_norm())
 
 
-def _gradient_norm(model: ClipModel) -> Tensor:
+def _gradient_norm(model: DualEncoder) -> Tensor:
     """Return the norm, (), of all gradients of a model that ZeRO has not partitioned, parts on other ranks included."""
     whole: list[Tensor] = []
     parts: list[Tensor] = []

@@ -27,6 +27,7 @@ from megaclip.engine.run_length import RunLength
 from megaclip.engine.this_machine import this_machine
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
+from megaclip.models import OpenClipConfig
 from megaclip.planner import (
     Cluster,
     MemoryPlan,
@@ -160,6 +161,13 @@ def _log_compilation(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> 
     """Log whether torch.compile runs the towers, with the estimate that "auto" depends on."""
     setting = workload.megaclip.compile
     estimate = compile_estimate(workload, cluster)
+    if isinstance(workload.model, OpenClipConfig):
+        logger.info("torch.compile: off: open_clip's modules run as plain PyTorch")
+        logger.info(
+            "plan: open_clip's towers are traced on the meta device; the workspaces of convolution kernels are not "
+            "planned, and the time of everything but matrix products and convolutions is a rough estimate"
+        )
+        return
     if setting != "auto" or not cluster.gpu_memory:
         reason = f"megaclip.compile is {json.dumps(setting)}" + (" and training runs on the CPU" * (setting == "auto"))
     elif not estimate.pays and estimate.saved > estimate.startup:

@@ -21,6 +21,8 @@ from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import default_warmup
 from megaclip.errors import CheckpointError, MegaclipError, first_line
 from megaclip.logging import get_logger
+from megaclip.models import ModelDescription, OpenClipConfig
+from megaclip.models.descriptions import TOWERS_KEY
 
 logger = get_logger(__name__)
 
@@ -49,11 +51,16 @@ def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPla
         "global_batch": batch_plan.global_batch,
         "total_steps": total_steps,
         "optimizer": inputs.config.optimizer.type,
-        "model": inputs.model_config.to_open_clip(),
+        "model": inputs.model_config.to_open_clip() | _implementation(inputs.model_config),
         "tokenizer": inputs.tokenizer.identity,
         "preprocess": inputs.preprocess_cfg,
         "data": inputs.train.manifest(),
     }
+
+
+def _implementation(model: ModelDescription) -> dict[str, str]:
+    """Return the implementation that gives the parameters their names, if it is not MegaCLIP's own."""
+    return {TOWERS_KEY: "open_clip"} if isinstance(model, OpenClipConfig) else {}
 
 
 @dataclass(frozen=True)

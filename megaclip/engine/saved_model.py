@@ -11,7 +11,7 @@ from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.data import ImageTransform, Tokenizer, load_tokenizer
 from megaclip.errors import CheckpointError, ConfigError
-from megaclip.models import ClipModel
+from megaclip.models import DualEncoder
 from megaclip.models.config import CARD_NAME
 
 
@@ -19,7 +19,7 @@ from megaclip.models.config import CARD_NAME
 class SavedModel:
     """Model with the preprocessing of its images and captions."""
 
-    model: ClipModel
+    model: DualEncoder
     """The model, float32, on the CPU, in evaluation mode."""
     transform: ImageTransform
     """Image preprocessing of the model card."""
@@ -32,7 +32,7 @@ def load_saved_model(source: Path, *, tag: str | None = None, tokenizer: str | N
     Args:
         source: an exported open_clip directory, or a path of a run that `search.locate` accepts.
         tag: name of a checkpoint of the run, such as "step_00000100"; None selects the latest.
-        tokenizer: "clip" or the path of a sentencepiece .model; None selects the tokenizer of the model card.
+        tokenizer: as `load_tokenizer` takes it; None selects the tokenizer of the model card.
 
     Raises:
         ConfigError: a tag was given for an exported directory, or the model card or the tokenizer cannot be read.
@@ -59,10 +59,11 @@ def load_saved_model(source: Path, *, tag: str | None = None, tokenizer: str | N
         manifest.require_whole(folder / MODEL_CARD)
     with raise_on_all_ranks():
         if folder is None or tag is None:
-            card, weights = read_model_card(source), read_weights(source)
+            card = read_model_card(source)
+            weights = read_weights(source, card.config)
         else:
             card, weights = read_model_card(folder / MODEL_CARD), consolidated_weights(folder, tag)
         transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
-        words = load_tokenizer(tokenizer or card.tokenizer(), card.config.text_cfg.context_length)
+        words = load_tokenizer(tokenizer or card.tokenizer(), **card.config.tokenizer_settings())
         loaded = SavedModel(assigned_model(card.config, weights), transform, words)
     return loaded

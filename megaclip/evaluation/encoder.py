@@ -28,7 +28,7 @@ class Encode(Protocol):
 
 
 class ModelEncoder:
-    """`Encode` with a `ClipModel`, or with the DeepSpeed engine of one; features are float32.
+    """`Encode` with a `DualEncoder`, or with the DeepSpeed engine of one; features are float32.
 
     The model is called without gradients. The caller sets its training or evaluation mode.
 
@@ -38,7 +38,7 @@ class ModelEncoder:
         device: device of the model; inputs are moved there.
         image_dtype: dtype of the image tower's input (the engine's precision).
         cut_captions: cuts the padding of tokens (b, L) that no caption of the batch needs, such as
-            `ClipModel.cut_captions`. None: the padding is encoded too.
+            `DualEncoder.cut_captions`. None: the padding is encoded too.
     """
 
     def __init__(

@@ -1,6 +1,23 @@
-"""The dual encoder and its configuration: `load_model_config`, `build_model`, `ClipModel`."""
+"""The dual encoder and its description: `load_model_config`, `build_model`, `DualEncoder`."""
 
-from megaclip.models.clip import ClipModel, build_model
-from megaclip.models.config import ModelConfig, TextConfig, VisionConfig, list_models, load_model_config
+from megaclip.models.build import build_model, meta_model
+from megaclip.models.clip import ClipModel
+from megaclip.models.config import ModelConfig, TextConfig, VisionConfig, list_models
+from megaclip.models.descriptions import load_model_config
+from megaclip.models.dual_encoder import DualEncoder, ModelDescription
+from megaclip.models.open_clip_config import OpenClipConfig, OpenClipText
 
-__all__ = ["ClipModel", "ModelConfig", "TextConfig", "VisionConfig", "build_model", "list_models", "load_model_config"]
+__all__ = [
+    "ClipModel",
+    "DualEncoder",
+    "ModelConfig",
+    "ModelDescription",
+    "OpenClipConfig",
+    "OpenClipText",
+    "TextConfig",
+    "VisionConfig",
+    "build_model",
+    "list_models",
+    "load_model_config",
+    "meta_model",
+]

@@ -14,6 +14,7 @@ Shapes: b batch, L tokens, Q queries (L, or 1), C width, H heads (of this rank),
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +23,9 @@ from megaclip.models.attention import attend
 from megaclip.models.compilation import CompilablePart, compiled_body
 from megaclip.models.layers import LayerFactory
 
-CheckpointFunction = Callable[..., torch.Tensor]
-"""checkpoint_fn(function, *arguments) returns function(*arguments), and recomputes it in the backward pass."""
+CheckpointFunction = Callable[..., Any]
+"""checkpoint_fn(function, *arguments, **options) returns function(*arguments, **options), and recomputes it in the
+backward pass."""
 
 Part = nn.Module | nn.Parameter
 """Module or parameter that is locked or unlocked as a unit."""

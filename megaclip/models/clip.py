@@ -1,37 +1,36 @@
-"""The dual encoder: an image tower, a text tower, the logarithm of the logit scale, and optionally a logit bias.
+"""MegaCLIP's own dual encoder: its image tower, its text tower, and the scalars of the loss."""
 
-`build_model(config)` builds one. Training uses the parameters only through `ClipModel.forward`, because under ZeRO-3 a
-parameter has its value only inside the forward of its own module.
-
-Shapes: b batch, L text length, D embedding.
-"""
+from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from megaclip.comm.collectives import gather_rows
 from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import ConfigError
 from megaclip.models.blocks import CheckpointFunction, Part
+from megaclip.models.compilation import compiled_body
 from megaclip.models.config import ModelConfig
+from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.initialise import initialise
-from megaclip.models.layers import LayerFactory, own_rows
+from megaclip.models.layers import LayerFactory
 from megaclip.models.text import TextTower, caption_lengths, cut_lengths, is_cut_exact
 from megaclip.models.vision import VisionTower
 
 
-class ClipModel(nn.Module):
-    """Encode images and captions as unit-length embeddings.
+class ClipModel(DualEncoder):
+    """Dual encoder of pre-norm transformers, which can be tensor parallel.
 
     The parameters are uninitialised until `initialise` is called or weights are loaded.
-
 
     tensor: tensor-parallel group. Each of its T ranks holds a part of every block. Each rank passes b rows of its own,
     the towers run on the rows of all T ranks, and each rank receives the features of its own rows.
     layer_norm: implementation of the layer norms, "torch" or "apex".
     """
+
+    config: ModelConfig
+    visual: VisionTower
+    text: TextTower
 
     def __init__(self, config: ModelConfig, tensor: RankGroup = ONE_RANK, layer_norm: str = "torch") -> None:
         super().__init__()
@@ -43,30 +42,6 @@ class ClipModel(nn.Module):
         # Shape (1,), because DeepSpeed cannot initialise with 0-d parameters.
         self.logit_scale = nn.Parameter(torch.empty(1))
         self.logit_bias = None if config.init_logit_bias is None else nn.Parameter(torch.empty(1))
-
-    def forward(
-        self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Encode images, captions or both.
-
-        Args:
-            images: (b, 3, image_size, image_size), normalised pixels, or None.
-            tokens: (b, L) int64, or None. L is the context length, or less (`cut_captions`).
-
-        Returns:
-            image features (b, D) or None, text features (b, D) or None, the log of the logit scale (1,) float32, and,
-            if the model has it, the logit bias (1,) float32. Features have unit length and the parameters' dtype; they
-            are normalised in float32 or higher precision.
-        """
-        image_features = None if images is None else self._encode(self.visual, images)
-        text_features = None if tokens is None else self._encode(self.text, tokens)
-        # Copies, because under ZeRO-3 a returned parameter is partitioned again before the caller reads it.
-        scalars = [self.logit_scale] if self.logit_bias is None else [self.logit_scale, self.logit_bias]
-        return image_features, text_features, *(_at_least_float32(scalar.clone()) for scalar in scalars)
-
-    def _encode(self, tower: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        features = tower(gather_rows(inputs, group=self.tensor))
-        return _unit_length(own_rows(features, self.tensor))
 
     def cut_captions(self, tokens: torch.Tensor) -> torch.Tensor:
         """Cut the padding that no caption of the batch needs: (b, context_length) -> (b, L), with the same features.
@@ -100,27 +75,33 @@ class ClipModel(nn.Module):
         """Freeze the text tower, except its last `unlocked_layers` groups; the groups are as in the image tower."""
         _lock(self.text, self.text.trainable_groups(), unlocked_layers)
 
-    def no_weight_decay_names(self) -> set[str]:
-        """Return the names of the parameters that open_clip trains without weight decay.
+    def blocks_gathered_at_once(self) -> list[tuple[nn.Module, bool]]:
+        """Return the blocks of both towers; only the first trained block above locked ones is gathered in parts."""
+        blocks: list[tuple[nn.Module, bool]] = []
+        for tower in (self.visual, self.text):
+            locked_below = not tower.positional_embedding.requires_grad
+            for block in tower.transformer.resblocks:
+                locked = not any(parameter.requires_grad for parameter in block.parameters())
+                blocks.append((block, locked or not locked_below))
+                locked_below = locked_below and locked
+        return blocks
 
-        These are vectors, norms, biases and the logit scale.
-        """
-        return {
-            name
-            for name, parameter in self.named_parameters()
-            # ds_shape is the whole shape of a parameter that ZeRO-3 has partitioned.
-            if len(getattr(parameter, "ds_shape", parameter.shape)) < 2
-            or any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
-        }
+    def tower_blocks(self, tower: nn.Module) -> list[nn.Module]:
+        """Return the residual blocks of a tower."""
+        assert isinstance(tower, VisionTower | TextTower)
+        return list(tower.transformer.resblocks)
+
+    def compile_towers(self, whole_image_tower: bool, where: Callable[[nn.Module], bool]) -> str:
+        """Compile the image tower as one graph or by blocks, and the blocks of the text tower."""
+        if whole_image_tower:
+            self.visual.use_compiled(compiled_body(type(self.visual)))
+        else:
+            self.visual.transformer.compile_blocks(where)
+        self.text.transformer.compile_blocks(where)
+        return "compiled image tower and text blocks" if whole_image_tower else "compiled blocks"
 
 
-def build_model(
-    config: ModelConfig,
-    *,
-    patch_dropout: float | None = None,
-    tensor: RankGroup = ONE_RANK,
-    layer_norm: str = "torch",
-) -> ClipModel:
+def build_own_model(config: ModelConfig, *, tensor: RankGroup = ONE_RANK, layer_norm: str = "torch") -> ClipModel:
     """Build a model with open_clip's distributions of initial values, drawn from torch's global seed.
 
     The same `torch.manual_seed` gives the same values with and without `deepspeed.zero.Init`. With it, every rank must
@@ -128,28 +109,14 @@ def build_model(
 
     Args:
         config: model description.
-        patch_dropout: replaces `config.vision_cfg.patch_dropout`.
         tensor: tensor-parallel group; the values do not depend on its size.
         layer_norm: implementation of the layer norms, "torch" or "apex".
-
-    Raises:
-        ConfigError: patch_dropout is outside [0, 1).
     """
-    if patch_dropout is not None:
-        config = config.replace(vision_cfg={"patch_dropout": patch_dropout})
     # The seed is drawn before construction, which uses the generator differently under deepspeed.zero.Init.
     seed = int(torch.randint(2**62, (1,), device="cpu"))
     model = ClipModel(config, tensor, layer_norm)
     initialise(model, config, seed)
     return model
-
-
-def _unit_length(features: torch.Tensor) -> torch.Tensor:
-    return F.normalize(_at_least_float32(features), dim=-1).to(features.dtype)
-
-
-def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _lock(tower: nn.Module, groups: list[list[Part]], unlocked_groups: int) -> None:

@@ -1,17 +1,15 @@
-"""Model descriptions: the typed form of open_clip's model JSON, read from a preset, a file or a model card.
+"""Descriptions of MegaCLIP's own towers: the typed form of the part of open_clip's model JSON that they have.
 
-`load_model_config("ViT-B-32")` reads `presets/ViT-B-32.json`. A path reads that JSON file instead: either a bare model
-description, or a model card (`open_clip_config.json`), which holds the description under "model_cfg". Names, meanings
-and defaults are open_clip's, so open_clip loads the same description and computes the same features. Features of
-open_clip that MegaCLIP does not have are refused by name. One key is MegaCLIP's own: `vision_position_init` sets only
-the starting values of training, and is left out of every exported card.
+Names, meanings and defaults are open_clip's, so open_clip loads the same description and computes the same features.
+`reason_not_own` names the feature of open_clip that MegaCLIP's towers do not have. One key is MegaCLIP's own:
+`vision_position_init` sets only the starting values of training, and is left out of every exported card.
 """
 
 import difflib
 import json
 import math
 from importlib import resources
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -186,34 +184,41 @@ class ModelConfig(_Section):
         description["text_cfg"].update(text_cfg or {})
         return ModelConfig.from_dict({**description, **top})
 
+    def tokenizer_settings(self) -> dict[str, Any]:
+        """Return the settings of the tokenizer, as `megaclip.data.load_tokenizer` takes them."""
+        text = self.text_cfg
+        return {
+            "context_length": text.context_length,
+            "mode": text.tokenizer_mode,
+            "options": text.tokenizer_kwargs,
+        }
+
     def to_open_clip(self) -> dict[str, Any]:
         """Return the `model_cfg` of an exported card: every key that open_clip requires, and no other key."""
         return self.model_dump(exclude_none=True, exclude={"vision_position_init"})
 
 
+def reason_not_own(description: dict[str, Any]) -> str | None:
+    """Return the setting of `description` that only open_clip's towers have, such as "vision_cfg.timm_model_name ..."
+
+    None: MegaCLIP's own towers have all settings, or the description is not valid.
+    """
+    for name in _NOT_SUPPORTED:
+        section = description.get(name) if name else description
+        if not isinstance(section, dict):
+            continue
+        for key, off in _NOT_SUPPORTED[name].items():
+            if key in section and section[key] != off:
+                return f"{name}.{key}".lstrip(".") + " " + shortened(json.dumps(section[key], default=str))
+    vision = description.get("vision_cfg")
+    if isinstance(vision, dict) and isinstance(vision.get("layers"), list):
+        return f"vision_cfg.layers {vision['layers']} (a ResNet)"
+    return None
+
+
 def list_models() -> list[str]:
     """Return the names of the presets."""
-    return sorted(entry.name[: -len(".json")] for entry in _presets().iterdir() if entry.name.endswith(".json"))
-
-
-def load_model_config(name_or_path: str | Path) -> ModelConfig:
-    """Read a preset by name, or a model JSON, model card or exported directory by path.
-
-    Raises:
-        ConfigError: the preset or file does not exist, is not a JSON object, or describes a model that MegaCLIP does
-            not build.
-    """
-    name = str(name_or_path)
-    path: Any = _presets() / f"{name}.json" if name in list_models() else Path(name)
-    if path.is_dir():
-        path = path / CARD_NAME
-    if not path.is_file():
-        nearest = difflib.get_close_matches(name, list_models(), n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"unknown model {name!r}; expected a file, a directory with {CARD_NAME}, or a preset, the nearest of which "
-            f"is {nearest!r} (all: {', '.join(list_models())})"
-        )
-    return ModelConfig.from_dict(model_description(read_json_object(path)), source=name)
+    return sorted(entry.name[: -len(".json")] for entry in presets().iterdir() if entry.name.endswith(".json"))
 
 
 def read_json_object(path: Any) -> dict[str, Any]:
@@ -229,12 +234,8 @@ def read_json_object(path: Any) -> dict[str, Any]:
     return content
 
 
-def model_description(content: dict[str, Any]) -> Any:
-    """Return the model description in the content of a model card or of a bare model JSON."""
-    return content.get("model_cfg", content)
-
-
-def _presets() -> Any:
+def presets() -> Any:
+    """Return the folder of the presets."""
     return resources.files("megaclip.models") / "presets"
 
 

@@ -6,13 +6,16 @@ MegaCLIP uses open_clip's names, with three differences:
 - The text tower is under `text.`. In open_clip's CLIP it is at the top level, in its CustomTextCLIP under `text.`;
   `config.custom_text` selects one of them.
 - `logit_scale` and `logit_bias` have shape (1,) instead of ().
+
+The parameters of open_clip's own modules (`OpenClipModel`) have the last two differences only.
 """
 
 import re
 
 import torch
 
-from megaclip.models.config import ModelConfig
+from megaclip.models.dual_encoder import ModelDescription
+from megaclip.models.open_clip_config import OpenClipConfig
 
 StateDict = dict[str, torch.Tensor]
 
@@ -23,12 +26,14 @@ _SEPARATE = re.compile(r"(.*\.attn\.)q_proj\.(weight|bias)")
 _FUSED = re.compile(r"(.*\.attn\.)in_proj_(weight|bias)")
 
 
-def to_open_clip(state_dict: StateDict, config: ModelConfig) -> StateDict:
+def to_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
     """Return MegaCLIP's state dict with open_clip's names and layouts; values and dtypes are unchanged.
 
     Raises:
         KeyError: a q projection has no k and v projection.
     """
+    if isinstance(config, OpenClipConfig):
+        return _modules_to_open_clip(state_dict, config)
     result = {}
     for name, value in state_dict.items():
         if any(f".{projection}." in name for projection in _PROJECTIONS):
@@ -46,13 +51,16 @@ def to_open_clip(state_dict: StateDict, config: ModelConfig) -> StateDict:
     return result
 
 
-def from_open_clip(state_dict: StateDict) -> StateDict:
-    """Return the state dict of open_clip's CLIP or CustomTextCLIP with MegaCLIP's names; keep unknown entries."""
+def from_open_clip(state_dict: StateDict, config: ModelDescription | None = None) -> StateDict:
+    """Return the state dict of open_clip's CLIP or CustomTextCLIP with MegaCLIP's names; keep unknown entries.
+
+    config: description of the model that gets the values. None: one of MegaCLIP's own towers.
+    """
     result = {}
     for name, value in state_dict.items():
         if name.startswith(_TEXT_ROOTS):
             name = f"text.{name}"
-        match = _FUSED.fullmatch(name)
+        match = None if isinstance(config, OpenClipConfig) else _FUSED.fullmatch(name)
         if match is not None and value.ndim > 0 and len(value) % 3 == 0:
             stem, kind = match.groups()
             for projection, part in zip(_PROJECTIONS, value.chunk(3), strict=True):
@@ -60,3 +68,13 @@ def from_open_clip(state_dict: StateDict) -> StateDict:
         else:
             result[name] = value.reshape(1) if name in _SCALARS and value.numel() == 1 else value
     return result
+
+
+def _modules_to_open_clip(state_dict: StateDict, config: OpenClipConfig) -> StateDict:
+    shape = (1,) if config.nonscalar_logit_scale else ()
+    return {
+        name if config.has_text_prefix else name.removeprefix("text."): value.reshape(shape)
+        if name in _SCALARS
+        else value
+        for name, value in state_dict.items()
+    }

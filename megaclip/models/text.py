@@ -18,6 +18,7 @@ from megaclip.models.blocks import Part, Position, Transformer
 from megaclip.models.compilation import CompilablePart
 from megaclip.models.config import TextConfig
 from megaclip.models.layers import LayerFactory
+from megaclip.models.open_clip_config import OpenClipText
 
 CUT_MULTIPLE = 8
 """Captions are cut at a multiple of this many tokens, or at the context length. 8 bfloat16 numbers are the 16 bytes to
@@ -34,7 +35,7 @@ def pooled_position(tokens: torch.Tensor, config: TextConfig) -> Position:
     return 0 if config.pool_type == "first" else -1
 
 
-def is_cut_exact(config: TextConfig) -> bool:
+def is_cut_exact(config: TextConfig | OpenClipText) -> bool:
     """Return whether the tokens behind the pooled one cannot change the caption's feature.
 
     Attention must be causal, and the pooled token must be found by its id, so that its position stays the same.
@@ -42,8 +43,10 @@ def is_cut_exact(config: TextConfig) -> bool:
     return reason_not_to_cut(config) is None
 
 
-def reason_not_to_cut(config: TextConfig) -> str | None:
-    """Return the property of the text tower that makes its features depend on the padding, or None."""
+def reason_not_to_cut(config: TextConfig | OpenClipText) -> str | None:
+    """Return the property of the text tower because of which captions cannot be cut with equal features, or None."""
+    if isinstance(config, OpenClipText):
+        return "open_clip's text towers take captions of the context length"
     if config.no_causal_mask:
         return "the text tower's attention is not causal"
     if config.pool_type not in ("argmax", "eos"):

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from megaclip.models import OpenClipConfig, OpenClipText
 from megaclip.planner import rules
 from megaclip.planner.captions import chunk_positions
 from megaclip.planner.cluster import Cluster
@@ -31,6 +32,8 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
     gradient cache.
     """
     section = workload.megaclip
+    if isinstance(workload.model, OpenClipConfig):  # open_clip's modules run as plain PyTorch
+        return CompileEstimate(0.0, 0.0, False)
     plain, compiled = (
         tower_seconds(workload.with_megaclip(compile=setting), cluster.rates) for setting in (False, True)
     )
@@ -58,6 +61,6 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
 def _text_shapes(workload: Workload) -> int:
     """Return the number of lengths of captions that text blocks are compiled for."""
     text = workload.model.text_cfg
-    if not rules.cuts_captions(workload.megaclip.cut_captions, text):
+    if isinstance(text, OpenClipText) or not rules.cuts_captions(workload.megaclip.cut_captions, text):
         return 1
     return len(set(chunk_positions(workload.batch.text_chunks, text)))

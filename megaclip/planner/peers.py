@@ -24,7 +24,7 @@ from megaclip.planner import Cluster, Workload
 from megaclip.planner.constants import CUBLAS_WORKSPACES
 from megaclip.planner.losses import LossSizes
 from megaclip.planner.tower_time import tower_seconds
-from megaclip.planner.towers import towers
+from megaclip.planner.towers import Tower, towers
 
 OPEN_CLIP = "open_clip"
 OPEN_CLIP_ACCUMULATING = "open_clip --accum-freq"
@@ -69,6 +69,7 @@ def peer_gpu_bytes(workload: Workload, method: str, *, autocast: bool = True) ->
     method: one of PEERS. autocast: open_clip's precision amp_bf16, else pure_bf16.
     """
     image, text = towers(workload)
+    assert isinstance(image, Tower), "the peers' formulas are those of MegaCLIP's towers"
     width = 4 if autocast else 2
     buckets = width if workload.world_size > 1 else 0
     parameters = workload.total * (4 * width + buckets + (2 if autocast else 0))

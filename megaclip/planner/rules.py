@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megaclip.models import TextConfig
+from megaclip.models import OpenClipText, TextConfig
 from megaclip.models.text import is_cut_exact
 from megaclip.planner.constants import EMBEDDINGS_SHARE, LEAST_KEPT_SHARE
 
@@ -82,7 +82,7 @@ def _graphs(chunks: Sequence[int], trained: Sequence[bool]) -> list[int]:
     return [count if is_trained else 0 for count, is_trained in zip(chunks, trained, strict=True)]
 
 
-def cuts_captions(setting: bool | str, text: TextConfig) -> bool:
+def cuts_captions(setting: bool | str, text: TextConfig | OpenClipText) -> bool:
     """Return whether each chunk of captions is cut at its longest caption. setting: megaclip.cut_captions."""
     return setting is not False and is_cut_exact(text)
 

@@ -30,6 +30,7 @@ from megaclip.planner.constants import (
     TEXT_FACTOR,
 )
 from megaclip.planner.towers import Tower, compiled_time, towers
+from megaclip.planner.traced_towers import TracedTower
 from megaclip.planner.workload import Workload
 
 
@@ -51,7 +52,11 @@ def tower_seconds(workload: Workload, rates: Rates) -> tuple[PassSeconds, PassSe
     return image.times(image_time), text.times(TEXT_FACTOR * text_time)
 
 
-def _pass_seconds(tower: Tower, rates: Rates, compute_bytes: int) -> PassSeconds:
+def _pass_seconds(tower: Tower | TracedTower, rates: Rates, compute_bytes: int) -> PassSeconds:
+    if isinstance(tower, TracedTower):
+        traced = tower.trace(compute_bytes)
+        products, activations = traced.operations / (rates.product_flops * PRODUCT_SHARE), traced.kept / rates.memory
+        return PassSeconds(forward=products + 2 * activations, backward=2 * products + 3 * activations)
     products = tower.product_operations() / (rates.product_flops * PRODUCT_SHARE)
     attention = attention_operations(tower) / rates.attention_flops
     moved = moved_numbers(tower)

@@ -1,5 +1,7 @@
 """Costs of one micro-batch through one tower: bytes that autograd keeps for the backward pass, and operations.
 
+The formulas are those of MegaCLIP's own towers. open_clip's towers are traced (`planner.traced_towers`).
+
 A pre-norm block of width C and MLP width r C keeps, per token and in units of C numbers: its input, the norms' outputs
 (2), queries, keys and values (3), attention's output, the sum after attention, and the MLP's two hidden layers (2 r):
 8 + 2 r. QuickGELU keeps its sigmoid too (r), LayerScale its two inputs (2). Where one token stands for the sample, the
@@ -20,8 +22,9 @@ blocks' inputs are kept, and one block is run again.
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megaclip.models import ModelConfig
+from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig
 from megaclip.planner.constants import COMPILED_TIME
+from megaclip.planner.traced_towers import TracedTower, traced_image_tower, traced_text_tower
 from megaclip.planner.workload import Parameters, Workload
 
 
@@ -147,8 +150,18 @@ class Tower:
         return self.tensor_ranks * self.tokens * (numbers * self.width * compute_bytes + blocks * statistics)
 
 
-def image_tower(model: ModelConfig, tensor_ranks: int = 1) -> Tower:
-    """Return the image tower's sizes in training, where patch dropout removes patches."""
+def image_tower(model: ModelDescription, tensor_ranks: int = 1) -> Tower | TracedTower:
+    """Return the image tower's costs in training, where patch dropout removes patches."""
+    return traced_image_tower(model) if isinstance(model, OpenClipConfig) else own_image_tower(model, tensor_ranks)
+
+
+def text_tower(model: ModelDescription, tensor_ranks: int = 1) -> Tower | TracedTower:
+    """Return the text tower's costs."""
+    return traced_text_tower(model) if isinstance(model, OpenClipConfig) else own_text_tower(model, tensor_ranks)
+
+
+def own_image_tower(model: ModelConfig, tensor_ranks: int = 1) -> Tower:
+    """Return the sizes of MegaCLIP's image tower in training, where patch dropout removes patches."""
     vision = model.vision_cfg
     patches = vision.grid_size**2
     kept = max(1, int(patches * (1 - vision.patch_dropout))) if vision.patch_dropout else patches
@@ -173,8 +186,8 @@ def image_tower(model: ModelConfig, tensor_ranks: int = 1) -> Tower:
     )
 
 
-def text_tower(model: ModelConfig, tensor_ranks: int = 1) -> Tower:
-    """Return the text tower's sizes."""
+def own_text_tower(model: ModelConfig, tensor_ranks: int = 1) -> Tower:
+    """Return the sizes of MegaCLIP's text tower."""
     text = model.text_cfg
     return Tower(
         name="text",
@@ -199,7 +212,7 @@ def text_tower(model: ModelConfig, tensor_ranks: int = 1) -> Tower:
 class TowerWork(NamedTuple):
     """A tower, its parameters, and its chunks per step."""
 
-    tower: Tower
+    tower: Tower | TracedTower
     parameters: Parameters
     micro_batch: int
     chunks: int
@@ -226,14 +239,16 @@ def compiled_time(workload: Workload) -> tuple[float, float]:
     return COMPILED_TIME["towers" if workload.compiles_image_tower else "blocks"]
 
 
-def towers(workload: Workload, *, mean: bool = False) -> tuple[Tower, Tower]:
+def towers(workload: Workload, *, mean: bool = False) -> tuple[Tower | TracedTower, Tower | TracedTower]:
     """Return the sizes of the image tower and of the text tower.
 
     mean: captions have the mean length after cutting, which time and traffic depend on. Default: the full length, which
     a chunk with a long caption has, and which memory is planned for.
     """
+    if isinstance(workload.model, OpenClipConfig):
+        return traced_image_tower(workload.model), traced_text_tower(workload.model)
     ranks = workload.tensor_ranks
-    pair = image_tower(workload.model, ranks), text_tower(workload.model, ranks)
+    pair = own_image_tower(workload.model, ranks), own_text_tower(workload.model, ranks)
     if mean:
         pair = pair[0], replace(pair[1], tokens=workload.text_positions)
     if workload.megaclip.compile is True:  # the compiler computes QuickGELU's sigmoid again instead of keeping it

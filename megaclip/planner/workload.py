@@ -17,9 +17,9 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from megaclip.config import BatchPlan, MegaclipSection, TrainingConfig
 from megaclip.config.command_line import DEFAULT_WORKERS
+from megaclip.errors import ConfigError
 from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.models import ModelConfig
-from megaclip.models.clip import ClipModel
+from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, OpenClipText, meta_model
 from megaclip.models.layers import check_split, split_dim
 from megaclip.planner import rules
 from megaclip.planner.captions import mean_positions
@@ -56,7 +56,7 @@ class EvaluationSets:
 class Workload:
     """One training step on every rank of a job."""
 
-    model: ModelConfig
+    model: ModelDescription
     megaclip: MegaclipSection
     zero: DeepSpeedZeroConfig
     batch: BatchPlan
@@ -92,7 +92,7 @@ class Workload:
     @classmethod
     def of(
         cls,
-        model: ModelConfig,
+        model: ModelDescription,
         config: TrainingConfig,
         world_size: int,
         *,
@@ -108,8 +108,14 @@ class Workload:
         Raises ConfigError if the batch of `config` does not divide among them, or tensor parallelism cannot split a
         tower.
         """
-        for tower in (model.vision_cfg, model.text_cfg):
-            check_split(config.megaclip.tensor_parallel_size, tower.heads, int(tower.width * tower.mlp_ratio))
+        if isinstance(model, ModelConfig):
+            for tower in (model.vision_cfg, model.text_cfg):
+                check_split(config.megaclip.tensor_parallel_size, tower.heads, int(tower.width * tower.mlp_ratio))
+        elif config.megaclip.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"megaclip.tensor_parallel_size {config.megaclip.tensor_parallel_size} requires MegaCLIP's own towers, "
+                "and open_clip's modules run this model; use 1"
+            )
         checkpoints_to = "cpu" if config.cpu_checkpointing else "gpu"
         accumulate = config.grad_accum_dtype
         return cls(
@@ -253,7 +259,7 @@ class Workload:
         """Mean number of token positions per caption that the text tower computes: the context length if captions are
         not cut."""
         text = self.model.text_cfg
-        if not rules.cuts_captions(self.megaclip.cut_captions, text):
+        if isinstance(text, OpenClipText) or not rules.cuts_captions(self.megaclip.cut_captions, text):
             return text.context_length
         if self.text_positions_saved is None:
             return mean_positions(self.batch.text_chunks, text)
@@ -270,7 +276,7 @@ class Workload:
     def parameters(self) -> tuple[Parameters, Parameters]:
         """Sizes of the image tower's and the text tower's parameters on one rank, without the loss's scalars."""
         return tower_parameters(
-            self.model.model_dump_json(), self.image_unlocked, self.text_unlocked, self.tensor_ranks
+            type(self.model), self.model.model_dump_json(), self.image_unlocked, self.text_unlocked, self.tensor_ranks
         )
 
     @property
@@ -295,11 +301,14 @@ def nvme_paths(zero: DeepSpeedZeroConfig) -> list[Path]:
 
 @functools.lru_cache(maxsize=64)
 def tower_parameters(
-    model_json: str, image_unlocked: int | None, text_unlocked: int | None, tensor_ranks: int = 1
+    kind: type[ModelConfig] | type[OpenClipConfig],
+    model_json: str,
+    image_unlocked: int | None,
+    text_unlocked: int | None,
+    tensor_ranks: int = 1,
 ) -> tuple[Parameters, Parameters]:
     """Count both towers' parameters on one of the tensor-parallel ranks, on the model itself, built without values."""
-    with torch.device("meta"):
-        model = ClipModel(ModelConfig.model_validate_json(model_json))
+    model = meta_model(kind.model_validate_json(model_json))
     if image_unlocked is not None:
         model.lock_image_tower(image_unlocked)
     if text_unlocked is not None:

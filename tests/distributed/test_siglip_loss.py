@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.losses import ClipLoss, SigLipLoss
 from megaclip.losses.costs import LOSS_COSTS
+from megaclip.open_clip_package import import_open_clip
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_clip_loss import Towers, expect_same_error, random_batch
 from tests.tolerances import GRADIENT, VALUE, Comparison, assert_close, compare, exceeded, unnoticed

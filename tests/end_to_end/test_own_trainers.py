@@ -27,8 +27,8 @@ def folder(tmp_path_factory):
         assert name in PAGE.read_text()
         (folder / name).write_text(block)
     # Trainer and Lightning import torchvision if they find it, which fails with PyTorch's CPU build
-    # (megaclip/checkpoint/open_clip_package.py). This imports it beforehand, as that module does.
-    start = "from megaclip.checkpoint.open_clip_package import import_torchvision\n\nimport_torchvision()\n"
+    # (megaclip/open_clip_package.py). This imports it beforehand, as that module does.
+    start = "from megaclip.open_clip_package import import_torchvision\n\nimport_torchvision()\n"
     (folder / "sitecustomize.py").write_text(start)
     return folder
 

@@ -11,12 +11,12 @@ from data_samples import picture
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
-from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.data import OPENAI_MEAN, OPENAI_STD, ImageTransform
 from megaclip.data import images as images_module
 from megaclip.data.batch import BadSample
 from megaclip.data.images import random_box
 from megaclip.errors import ConfigError
+from megaclip.open_clip_package import import_open_clip
 from tests.tolerances import WRITTEN, assert_close
 
 SIZES = [(24, 24), (31, 57), (57, 31), (224, 100), (9, 9), (5, 40), (300, 301)]

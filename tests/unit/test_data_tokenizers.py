@@ -9,11 +9,11 @@ import pytest
 import tokenizers
 import torch
 
-from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.data import load_tokenizer
 from megaclip.data.text_cleaning import clean_caption
 from megaclip.data.tokenizers import ClipTokenizer, train_sentencepiece
 from megaclip.errors import ConfigError
+from megaclip.open_clip_package import import_open_clip
 
 HARD = [
     "a CAT &amp;amp; a dog &lt;b&gt;",

@@ -13,11 +13,12 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "megaclip"
 
-FOUNDATION = {"errors", "logging"}
+FOUNDATION = {"errors", "logging", "open_clip_package"}
 ENGINE = FOUNDATION | {"config", "ops", "comm", "data", "losses", "models", "checkpoint", "evaluation", "planner"}
 MAY_IMPORT = {
     "errors": set(),
     "logging": set(),
+    "open_clip_package": {"errors"},
     "ops": FOUNDATION,
     "comm": FOUNDATION,
     "data": FOUNDATION,

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.errors import ConfigError
 from megaclip.models import ClipModel, ModelConfig, list_models, load_model_config
+from megaclip.open_clip_package import import_open_clip
 
 OWN_PRESETS = {"demo-tiny", "ViT-5B-14", "ViT-18B-14"}
 

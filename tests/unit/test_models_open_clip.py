@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 
-from megaclip.checkpoint.open_clip_package import import_open_clip
-from megaclip.checkpoint.open_clip_weights import meta_model
-from megaclip.models import ClipModel, ModelConfig, build_model, load_model_config
+from megaclip.models import ClipModel, ModelConfig, build_model, load_model_config, meta_model
 from megaclip.models.open_clip_keys import from_open_clip, to_open_clip
+from megaclip.open_clip_package import import_open_clip
 from tests.tolerances import FEATURES, POSITIONS, TOWER_GRADIENT, assert_close, assert_far
 
 SMALL = {

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
-from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.checkpoint.open_clip_weights import (
     assigned_model,
     compare_weights,
@@ -26,10 +25,12 @@ from megaclip.checkpoint.open_clip_weights import (
 )
 from megaclip.checkpoint.verify import TOLERANCE, verify
 from megaclip.commands import import_open_clip as import_command
-from megaclip.data.tokenizers import load_tokenizer, train_sentencepiece
+from megaclip.data import load_tokenizer
+from megaclip.data.tokenizers import train_sentencepiece
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.open_clip_keys import to_open_clip
+from megaclip.open_clip_package import import_open_clip
 from tests.tolerances import EXPORT, POSITIONS, assert_close, assert_far
 
 REPOSITORY = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megaclip.checkpoint.open_clip_package import import_open_clip
 from megaclip.losses import ClipLoss, SigLipLoss
+from megaclip.open_clip_package import import_open_clip
 from tests.tolerances import TRAINER, assert_close
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"

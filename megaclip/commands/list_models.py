@@ -1,0 +1,92 @@
+"""List every model description of the installed open_clip: which towers run it, or why it is refused.
+
+    megaclip models                      # all, as the table of docs/models.md
+    megaclip models RN50 ViT-B-32        # some
+    megaclip models --write docs/models.md
+
+A model is listed as running if its towers can be built and take a forward and a backward pass on the meta device, where
+tensors have shapes and no values. --write replaces the table in a page, between its markers.
+"""
+
+import argparse
+import logging
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from megaclip.errors import ConfigError, MegaclipError
+from megaclip.models import ModelConfig, load_model_config, meta_model
+from megaclip.models.open_clip_config import open_clip_descriptions
+from megaclip.planner.traced_towers import trace_tower
+
+BEGIN, END = "<!-- begin: megaclip models -->", "<!-- end -->"
+HEADER = "| model | towers | parameters, M | text length | tokenizer |\n| --- | --- | --- | --- | --- |\n"
+OWN, OPEN_CLIP = "MegaCLIP", "open_clip"
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    logging.disable(logging.WARNING)  # open_clip and timm log what they build
+    try:
+        names = arguments.names or list(open_clip_descriptions())
+        if not names:
+            raise ConfigError("open_clip is not installed; run  pip install 'megaclip[open-clip]'")
+        text = table(names)
+        if arguments.write is None:
+            print(text, end="")
+        else:
+            write(Path(arguments.write), text)
+    except MegaclipError as error:
+        sys.exit(f"error: {error}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="models (default: all of open_clip's)")
+    parser.add_argument("--write", metavar="PAGE", help="page whose table is replaced")
+    return parser.parse_args()
+
+
+def table(names: list[str]) -> str:
+    """Return the table of these models in Markdown, below a line that counts them."""
+    rows = [row(name) for name in names]
+    running = {towers: sum(f"| {towers} |" in line for line in rows) for towers in (OWN, OPEN_CLIP)}
+    counts = (
+        f"{sum(running.values())} of the {len(names)} descriptions of open_clip {metadata.version('open_clip_torch')} "
+        f"run: {running[OWN]} with MegaCLIP's own towers, {running[OPEN_CLIP]} with open_clip's.\n\n"
+    )
+    return counts + HEADER + "".join(rows)
+
+
+def row(name: str) -> str:
+    """Return a model's row: the towers that run it and their sizes, or the reason why it is refused."""
+    try:
+        config = load_model_config(name)
+        model = meta_model(config).train()
+        for tower in ("image", "text"):
+            trace_tower(model, tower, samples=2)
+    except MegaclipError as error:
+        return f"| {name} | refused: {str(error).removeprefix(f'{name}: ').partition(';')[0]} | | | |\n"
+    except (RuntimeError, NotImplementedError) as error:
+        return f"| {name} | refused: {type(error).__name__}: {str(error).splitlines()[0]} | | | |\n"
+    towers = OWN if isinstance(config, ModelConfig) else OPEN_CLIP
+    parameters = sum(parameter.numel() for parameter in model.parameters() if isinstance(parameter, torch.Tensor))
+    text = config.text_cfg
+    tokenizer = text.hf_tokenizer_name or "CLIP's"
+    return f"| {name} | {towers} | {parameters / 1e6:,.1f} | {text.context_length} | {tokenizer} |\n"
+
+
+def table_of(page: Path) -> str:
+    """Return the table in a page. Raises ConfigError if the page has no markers."""
+    text = page.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise ConfigError(f"{page} has no table; write the lines {BEGIN!r} and {END!r} where it belongs")
+    return text.partition(BEGIN)[2].partition(END)[0].strip("\n") + "\n"
+
+
+def write(page: Path, text: str) -> None:
+    """Replace the table in a page."""
+    before = table_of(page)
+    page.write_text(page.read_text(encoding="utf-8").replace(before.strip("\n"), text.strip("\n")), encoding="utf-8")

@@ -1,0 +1,71 @@
+"""Find a model's description, and choose the implementation that runs it.
+
+`load_model_config("ViT-B-32")` reads the preset of that name, or open_clip's description of that name if there is no
+preset. A path reads that JSON file instead: either a bare model description, or a model card
+(`open_clip_config.json`), which holds the description under "model_cfg".
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+from megaclip.errors import ConfigError
+from megaclip.models.config import CARD_NAME, ModelConfig, list_models, presets, read_json_object, reason_not_own
+from megaclip.models.dual_encoder import ModelDescription
+from megaclip.models.open_clip_config import OpenClipConfig, open_clip_descriptions, reason_refused
+
+Towers = Literal["auto", "own", "open_clip"]
+"""Implementation of the towers: MegaCLIP's, open_clip's, or MegaCLIP's where the description fits them."""
+
+TOWERS_KEY = "towers"
+"""Key of a model card with the implementation whose parameter names the weights have, if it is open_clip's."""
+
+
+def load_model_config(name_or_path: str | Path, towers: Towers = "auto") -> ModelDescription:
+    """Read a preset or one of open_clip's descriptions by name, or a model JSON, model card or directory by path.
+
+    Raises:
+        ConfigError: the description does not exist, is not a JSON object, or describes a model that cannot be trained.
+    """
+    name = str(name_or_path)
+    if name in list_models():
+        path: Any = presets() / f"{name}.json"
+    else:
+        path = open_clip_descriptions().get(name, Path(name))
+    if path.is_dir():
+        path = path / CARD_NAME
+    if not path.is_file():
+        names = sorted({*list_models(), *open_clip_descriptions()})
+        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"unknown model {name!r}; expected a file, a directory with {CARD_NAME}, or a preset, the nearest of which "
+            f"is {nearest!r} (all: {', '.join(names)})"
+        )
+    return describe(model_description(read_json_object(path)), name, towers)
+
+
+def describe(description: Any, source: str, towers: Towers = "auto") -> ModelDescription:
+    """Return the typed description of the implementation that runs it.
+
+    source: name of the description for error messages.
+
+    Raises:
+        ConfigError: the model cannot be trained, or not by the implementation that `towers` chooses.
+    """
+    is_object = isinstance(description, dict)
+    if is_object and reason_refused(description) is not None:
+        return OpenClipConfig.from_dict(description, source)  # which raises
+    foreign = reason_not_own(description) if is_object else None
+    if towers == "own" and foreign is not None:
+        raise ConfigError(
+            f'{source}: {foreign} is an open_clip feature, and megaclip.towers is "own"; expected "auto" or '
+            '"open_clip", which run open_clip\'s modules'
+        )
+    if is_object and (foreign is not None or towers == "open_clip"):
+        return OpenClipConfig.from_dict(description, source)
+    return ModelConfig.from_dict(description, source)
+
+
+def model_description(content: dict[str, Any]) -> Any:
+    """Return the model description in the content of a model card or of a bare model JSON."""
+    return content.get("model_cfg", content)

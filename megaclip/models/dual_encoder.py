@@ -1,0 +1,173 @@
+"""The interface of a dual encoder: everything that training, evaluation, export, locks and planner ask of a model.
+
+`DualEncoder` has two implementations: `ClipModel` (MegaCLIP's own towers, `megaclip.models.clip`), and `OpenClipModel`
+(open_clip's modules, `megaclip.models.open_clip_model`). Both have an image tower `visual` and a text tower `text`,
+which map inputs to embeddings that are not yet of unit length, and the scalars of the loss. Image size, context length
+and the reason why captions cannot be cut are properties of the model's description, `config`. Mean and deviation of the
+pixels belong to the model card (`megaclip.checkpoint.model_card`).
+
+Training uses the parameters only through `forward`, because under ZeRO-3 a parameter has its value only inside the
+forward of its own module.
+
+Shapes: b batch, L text length, D embedding.
+"""
+
+import abc
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megaclip.comm.collectives import gather_rows
+from megaclip.comm.groups import RankGroup
+from megaclip.models.blocks import CheckpointFunction
+from megaclip.models.config import ModelConfig
+from megaclip.models.layers import own_rows
+from megaclip.models.open_clip_config import OpenClipConfig
+
+ModelDescription = ModelConfig | OpenClipConfig
+"""Description of a model: of MegaCLIP's own towers, or of open_clip's."""
+
+
+class DualEncoder(nn.Module, abc.ABC):
+    """Encode images and captions as unit-length embeddings."""
+
+    config: ModelDescription
+    """Description of the model."""
+    tensor: RankGroup
+    """Tensor-parallel group; a group of one rank if the towers are whole."""
+    visual: nn.Module
+    """Image tower: (b, 3, image_size, image_size) -> (b, D)."""
+    text: nn.Module
+    """Text tower: tokens (b, L) int64 -> (b, D)."""
+    logit_scale: nn.Parameter
+    """Logarithm of the logit scale, (1,)."""
+    logit_bias: nn.Parameter | None
+    """Bias of the sigmoid loss's logits, (1,), or None."""
+    before_text: Callable[[], None] | None = None
+    """Function that `forward` calls between the towers if it encodes images and captions, or None. The gradient cache
+    seeds the text tower's random numbers with it."""
+
+    def forward(
+        self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Encode images, captions or both.
+
+        Args:
+            images: (b, 3, image_size, image_size), normalised pixels, or None.
+            tokens: (b, L) int64, or None. L is the context length, or less (`cut_captions`).
+
+        Returns:
+            image features (b, D) or None, text features (b, D) or None, the log of the logit scale (1,) float32, and,
+            if the model has it, the logit bias (1,) float32. Features have unit length and the parameters' dtype; they
+            are normalised in float32 or higher precision.
+        """
+        image_features = None if images is None else self._encode(self.visual, images)
+        if image_features is not None and tokens is not None and self.before_text is not None:
+            self.before_text()
+        text_features = None if tokens is None else self._encode(self.text, tokens)
+        # Copies, because under ZeRO-3 a returned parameter is partitioned again before the caller reads it.
+        scalars = [self.logit_scale] if self.logit_bias is None else [self.logit_scale, self.logit_bias]
+        return image_features, text_features, *(_at_least_float32(scalar.clone()) for scalar in scalars)
+
+    def _encode(self, tower: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        features = tower(gather_rows(inputs, group=self.tensor))
+        return _unit_length(own_rows(features, self.tensor))
+
+    def blank(self, row: torch.Tensor) -> torch.Tensor:
+        """Return input for a tower that must take part in a pass, and whose features are multiplied by zero.
+
+        row: one row of zeros, (1, ...), images or tokens. The features of the returned rows are finite.
+        """
+        return row
+
+    @abc.abstractmethod
+    def cut_captions(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Cut the padding that no caption of the batch needs: (b, context_length) -> (b, L), with the same features.
+
+        The tokens are returned unchanged if the text tower's features depend on their padding. With tensor parallelism
+        all ranks of a replica call it together and get the same L, because they encode their rows together.
+        """
+
+    @abc.abstractmethod
+    def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
+        """Run every block as `checkpoint_fn(block, x)` while gradients are enabled; None turns it off.
+
+        If lower layers are locked, the function must be non-reentrant. A reentrant checkpoint computes no gradients
+        for the parameters of a block whose input requires none.
+        """
+
+    @abc.abstractmethod
+    def lock_image_tower(self, unlocked_groups: int = 0) -> None:
+        """Freeze the image tower, except its last `unlocked_groups` groups. Raises ConfigError if it has no groups."""
+
+    @abc.abstractmethod
+    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
+        """Freeze the text tower, except its last `unlocked_layers` groups. Raises ConfigError if it has no groups."""
+
+    @abc.abstractmethod
+    def blocks_gathered_at_once(self) -> list[tuple[nn.Module, bool]]:
+        """Return the blocks of both towers, and whether ZeRO-3 may gather the parameters of each at once.
+
+        DeepSpeed reduces the gradients of a block that is gathered at once when the gradient of its input is ready. If
+        the input has no gradient, DeepSpeed takes the backward pass for finished before it has begun. So the first
+        trained block above locked parameters is gathered module by module.
+        """
+
+    @abc.abstractmethod
+    def tower_blocks(self, tower: nn.Module) -> list[nn.Module]:
+        """Return the blocks of a tower that activation checkpointing recomputes, from input to output."""
+
+    @abc.abstractmethod
+    def compile_towers(self, whole_image_tower: bool, where: Callable[[nn.Module], bool]) -> str:
+        """Let torch.compile run the towers in training; return what it compiles, for the log.
+
+        whole_image_tower: compile the image tower as one graph, else block by block. where: returns False for blocks
+        that must not be compiled.
+
+        Raises:
+            ConfigError: the towers cannot be compiled.
+        """
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids of the text tower."""
+        return self.config.text_cfg.vocab_size
+
+    def named_weights(self) -> dict[str, torch.Tensor]:
+        """Return the parameters, and the buffers that a checkpoint and an export hold, by name."""
+        saved = self.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self.named_buffers() if name in saved}
+        return {**dict(self.named_parameters()), **buffers}
+
+    def move_buffers(self, device: torch.device) -> None:
+        """Move the buffers, but no parameters, to a device."""
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+
+    def statistics(self, tower: nn.Module) -> list[torch.Tensor]:
+        """Return the running statistics that the forward passes of a tower in training change; none by default."""
+        return []
+
+    def no_weight_decay_names(self) -> set[str]:
+        """Return the names of the parameters that open_clip trains without weight decay.
+
+        These are vectors, norms, biases and the logit scale.
+        """
+        return {
+            name
+            for name, parameter in self.named_parameters()
+            # ds_shape is the whole shape of a parameter that ZeRO-3 has partitioned.
+            if len(getattr(parameter, "ds_shape", parameter.shape)) < 2
+            or any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
+        }
+
+
+def _unit_length(features: torch.Tensor) -> torch.Tensor:
+    return F.normalize(_at_least_float32(features), dim=-1).to(features.dtype)
+
+
+def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

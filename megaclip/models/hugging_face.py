@@ -1,0 +1,55 @@
+"""Configurations of the Hugging Face text models that open_clip's descriptions name, so that no network is needed.
+
+open_clip reads the configuration of `text_cfg.hf_model_name` from the Hugging Face hub. `known_configurations` lets it
+read, in this order: a local directory with a config.json, the file `hugging_face_configs.json` beside this module, and
+the local cache of the hub. The file holds the values of the models' own config.json that differ from transformers'
+defaults for the model type.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from megaclip.errors import ConfigError, first_line
+
+
+@contextmanager
+def known_configurations() -> Iterator[None]:
+    """Let open_clip find configurations of Hugging Face models without the network, inside a `with` statement."""
+    from open_clip import hf_model
+
+    with mock.patch.object(hf_model, "AutoConfig", SimpleNamespace(from_pretrained=configuration), create=True):
+        yield
+
+
+def known_names() -> list[str]:
+    """Return the names of the text models whose configurations are known."""
+    return sorted(_known())
+
+
+def configuration(name: str) -> Any:
+    """Return the configuration of a Hugging Face model. Raises ConfigError if it is not on this machine."""
+    from transformers import AutoConfig
+
+    if not Path(name).is_dir() and name in _known():
+        settings = dict(_known()[name])
+        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=True)
+    except Exception as error:  # transformers does not document the exceptions that it raises
+        raise ConfigError(
+            f"text_cfg.hf_model_name {name!r} is neither a directory with a config.json, nor in the cache of the "
+            f"Hugging Face hub ({first_line(error)}), nor one of {', '.join(known_names())}; download its config.json "
+            "into a directory, and name that directory"
+        ) from None
+
+
+def _known() -> dict[str, dict[str, Any]]:
+    text = (resources.files("megaclip.models") / "hugging_face_configs.json").read_text(encoding="utf-8")
+    known: dict[str, dict[str, Any]] = json.loads(text)
+    return known

@@ -1,0 +1,178 @@
+"""Descriptions of open_clip's towers: open_clip's model JSON, with the settings that MegaCLIP reads typed.
+
+All other settings are kept as they are and passed to open_clip, which has the meaning and the default of each. Models
+that the loss or the engine cannot use are refused by name (`reason_refused`).
+"""
+
+import dataclasses
+import difflib
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megaclip.errors import ConfigError, config_error
+from megaclip.open_clip_package import import_open_clip
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
+
+    def own_settings(self) -> dict[str, Any]:
+        """Return the settings that the description contains."""
+        return self.model_dump(exclude_unset=True, exclude_none=True)
+
+
+class OpenClipVision(_Section):
+    """The image tower (open_clip's `vision_cfg`)."""
+
+    image_size: int = Field(224, gt=0)
+    """Height and width of the square input, in pixels."""
+    patch_dropout: float = Field(0.0, ge=0, lt=1)
+    """Fraction of patches left out of every training image."""
+
+
+class OpenClipText(_Section):
+    """The text tower and its tokenizer (open_clip's `text_cfg`)."""
+
+    context_length: int = Field(77, gt=0)
+    """Number of tokens per caption, after truncation and padding."""
+    vocab_size: int = Field(49408, gt=0)
+    """Number of token ids. Hugging Face models have their own, `DualEncoder.vocab_size`."""
+    hf_tokenizer_name: str | None = None
+    """Hugging Face name or path of the tokenizer; None: CLIP's own tokenizer."""
+    tokenizer_mode: str | None = None
+    """open_clip's tokenizer mode."""
+    tokenizer_kwargs: dict[str, Any] | None = None
+    """Arguments that open_clip passes to the tokenizer."""
+    hf_model_name: str | None = None
+    """Hugging Face name or path of the text model; None: open_clip's text transformer."""
+    pool_type: str = "argmax"
+    """Position of the caption's feature in open_clip's text transformer."""
+    eos_id: int = Field(2, ge=0)
+    """Id of the end-of-text token, for pool_type "eos"."""
+    pad_id: int = Field(0, ge=0)
+    """Id of the padding token."""
+
+
+class OpenClipConfig(_Section):
+    """A dual encoder of open_clip."""
+
+    embed_dim: int = Field(gt=0)
+    """Number of channels D of the shared embedding."""
+    vision_cfg: OpenClipVision
+    """Image tower."""
+    text_cfg: OpenClipText
+    """Text tower and tokenizer."""
+    quick_gelu: bool = False
+    """True: the activation of open_clip's transformers is x * sigmoid(1.702 x) instead of GELU."""
+    init_logit_scale: float = math.log(1 / 0.07)
+    """Initial value of the natural logarithm of the logit scale."""
+    init_logit_bias: float | None = None
+    """Initial value of the bias that the sigmoid loss adds to its logits; None: no bias."""
+    nonscalar_logit_scale: bool = False
+    """True: exported scalars have shape (1,) instead of ()."""
+    custom_text: bool = False
+    """True: exported weights have the text tower's names under `text.`."""
+
+    @classmethod
+    def from_dict(cls, description: dict[str, Any], source: str = "model config") -> "OpenClipConfig":
+        """Check `description` (open_clip's schema) and return it.
+
+        source: name of the description for error messages, such as the path of its file.
+
+        Raises:
+            ConfigError: the model is refused, a key is unknown, a value is not valid, or open_clip is not installed.
+        """
+        if (reason := reason_refused(description)) is not None:
+            raise ConfigError(f"{source}: {reason}; choose another model (docs/models.md lists them)")
+        _check_keys(description, source)
+        try:
+            return cls.model_validate(description)
+        except ValidationError as error:
+            raise config_error(error, lambda key: f"{source}: {key}") from None
+
+    def replace(
+        self, *, vision_cfg: dict[str, Any] | None = None, text_cfg: dict[str, Any] | None = None, **top: Any
+    ) -> "OpenClipConfig":
+        """Return a checked copy with some keys changed, such as `replace(vision_cfg={"patch_dropout": 0.5})`."""
+        description = self.own_settings()
+        description["vision_cfg"].update(vision_cfg or {})
+        description["text_cfg"].update(text_cfg or {})
+        return OpenClipConfig.from_dict({**description, **top})
+
+    def tokenizer_settings(self) -> dict[str, Any]:
+        """Return the settings of the tokenizer, as `megaclip.data.load_tokenizer` takes them."""
+        text = self.text_cfg
+        return {
+            "context_length": text.context_length,
+            "mode": text.tokenizer_mode,
+            "options": text.tokenizer_kwargs,
+        }
+
+    def to_open_clip(self) -> dict[str, Any]:
+        """Return the `model_cfg` of an exported card: the settings of the description."""
+        return self.own_settings()
+
+    @property
+    def has_text_prefix(self) -> bool:
+        """True if open_clip's parameter names have the text tower under `text.`."""
+        return self.custom_text or self.text_cfg.hf_model_name is not None
+
+
+def reason_refused(description: dict[str, Any]) -> str | None:
+    """Return why no implementation trains the model, or None."""
+    vision, text = (description.get(name) or {} for name in ("vision_cfg", "text_cfg"))
+    if description.get("multimodal_cfg") is not None:
+        return "multimodal_cfg describes a captioning model (CoCa), whose decoder needs a loss that MegaCLIP lacks"
+    for key, kind in {"audio_cfg": "an audio tower", "genlip_cfg": "a generative model (GenLIP)"}.items():
+        if description.get(key) is not None:
+            return f"{key} describes {kind}, and MegaCLIP trains image-text models with a contrastive loss"
+    if not isinstance(vision, dict) or not isinstance(text, dict):
+        return None
+    if "naflex" in str(vision.get("timm_model_name", "")).lower():
+        return "NaFlex image towers take images of several shapes in one batch, and the loader makes one shape"
+    size = vision.get("image_size", 224)
+    if isinstance(size, list):
+        return f"vision_cfg.image_size {size} is not square, and the loader makes square images"
+    for name, section in (("vision_cfg", vision), ("text_cfg", text)):
+        if section.get("output_tokens"):
+            return f"{name}.output_tokens true makes the tower return tokens, which only a captioning head (CoCa) reads"
+    return None
+
+
+def open_clip_descriptions() -> dict[str, Path]:
+    """Return the model descriptions of the installed open_clip, by name; none if it is not installed."""
+    found = importlib.util.find_spec("open_clip")
+    if found is None or found.origin is None:
+        return {}
+    folder = Path(found.origin).parent / "model_configs"
+    return {path.stem: path for path in sorted(folder.glob("*.json"))}
+
+
+def _check_keys(description: dict[str, Any], source: str) -> None:
+    """Raise ConfigError for keys that open_clip does not have: it would fail, or ignore them."""
+    package = import_open_clip()
+    sections: dict[str, tuple[Any, set[str]]] = {
+        "": (description, set(OpenClipConfig.model_fields) | {"multimodal_cfg"}),
+        "vision_cfg.": (description.get("vision_cfg"), _fields(package.CLIPVisionCfg)),
+        "text_cfg.": (description.get("text_cfg"), _fields(package.CLIPTextCfg)),
+    }
+    for prefix, (given, known) in sections.items():
+        for key in given if isinstance(given, dict) else ():
+            if key not in known:
+                nearest = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.0)[0]
+                raise ConfigError(f"{source}: unknown key {prefix}{key}; the nearest valid key is {prefix}{nearest}")
+    vision = description.get("vision_cfg")
+    if isinstance(vision, dict) and isinstance(vision.get("layers"), list) and vision.get("patch_dropout"):
+        raise ConfigError(
+            f"{source}: vision_cfg.patch_dropout {json.dumps(vision['patch_dropout'])} has no effect on a ResNet; set "
+            "it to 0"
+        )
+
+
+def _fields(section: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(section)}

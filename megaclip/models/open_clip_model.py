@@ -1,0 +1,243 @@
+"""open_clip's own modules as a `DualEncoder`: timm trunks, Hugging Face text models, ResNets, every open_clip tower.
+
+The modules compute what open_clip computes, and have open_clip's parameter names. They are not tensor parallel.
+
+Libraries set initial values in their constructors, after the values of submodules. `deepspeed.zero.Init` would have
+partitioned these by then, so the modules are built whole on the CPU and partitioned afterwards.
+
+Batch norms normalise a training chunk by the mean and deviation of that chunk on that rank. Their running statistics,
+which evaluation uses, are float32 also if the parameters are bfloat16: in bfloat16 the moving average would lose most
+of its updates. The gradient cache decides which passes change them (`DualEncoder.statistics`).
+
+Shapes: b batch, D embedding.
+"""
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from megaclip.comm.parallelism import ONE_RANK
+from megaclip.errors import ConfigError, first_line
+from megaclip.models.blocks import CheckpointFunction
+from megaclip.models.dual_encoder import DualEncoder
+from megaclip.models.hugging_face import known_configurations
+from megaclip.models.open_clip_config import OpenClipConfig
+from megaclip.open_clip_package import import_open_clip
+
+_BLOCK_CLASS = re.compile(r".*(Block\w*|Layer|Bottleneck)$")
+"""Names of classes that are blocks of a tower if they are elements of a list or of a sequence of modules."""
+
+
+class OpenClipModel(DualEncoder):
+    """Dual encoder of open_clip's modules, with the initial values of their libraries.
+
+    The values are drawn from torch's global seed. Under `torch.device("meta")` the parameters get no values.
+
+    Raises:
+        ConfigError: open_clip, timm or transformers cannot build the model.
+        CheckpointError: open_clip is not installed.
+    """
+
+    config: OpenClipConfig
+
+    def __init__(self, config: OpenClipConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tensor = ONE_RANK
+        built = _build(config)
+        self.visual, self.text = built.visual, built.text
+        # Shape (1,), because DeepSpeed cannot initialise with 0-d parameters.
+        self.logit_scale = nn.Parameter(torch.full((1,), config.init_logit_scale))
+        bias = config.init_logit_bias
+        self.logit_bias = None if bias is None else nn.Parameter(torch.full((1,), bias))
+        for module in self.text.modules():
+            if type(module).__name__.endswith("SinusoidalPositionalEmbedding"):
+                module.register_forward_hook(self._in_the_parameters_dtype)
+        self._norms = [module for module in self.modules() if isinstance(module, _BatchNorm)]
+        for norm in self._norms:
+            norm.__class__ = _with_float32_statistics(type(norm))
+
+    def _in_the_parameters_dtype(self, _: nn.Module, arguments: Any, positions: torch.Tensor) -> torch.Tensor:
+        """Return positions, from a buffer that stays float32, in the dtype of the embeddings they are added to."""
+        return positions.to(self.logit_scale.dtype)
+
+    def _encode(self, tower: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        if inputs.is_floating_point():
+            inputs = inputs.to(self.logit_scale.dtype)
+        return super()._encode(tower, inputs)
+
+    def blank(self, row: torch.Tensor) -> torch.Tensor:
+        """Return rows from which the towers compute finite features.
+
+        One value per channel has no deviation for batch norms, and a caption of padding only has no mean token.
+        """
+        if row.is_floating_point():
+            return row.expand(2, *row.shape[1:]) if self._norms else row
+        padding = getattr(getattr(self.text, "config", None), "pad_token_id", None)
+        return torch.full_like(row, 1) if padding == 0 else torch.zeros_like(row)
+
+    def cut_captions(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the tokens unchanged: open_clip's text towers take captions of the context length."""
+        return tokens
+
+    def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
+        """Run every block through `checkpoint_fn`, as `DualEncoder` documents it."""
+        for name, tower in (("image", self.visual), ("text", self.text)):
+            blocks = _blocks(tower)
+            if not blocks and checkpoint_fn is not None:
+                raise ConfigError(
+                    f"activation_checkpointing: the {name} tower {type(tower).__name__} has no blocks to checkpoint; "
+                    "leave activation_checkpointing out"
+                )
+            for block in blocks:
+                if not hasattr(block, "checkpoint_fn"):
+                    block.__class__ = _checkpointed(type(block))
+                block.checkpoint_fn = checkpoint_fn  # type: ignore[assignment]
+
+    def lock_image_tower(self, unlocked_groups: int = 0) -> None:
+        """Freeze the image tower as open_clip's --lock-image does; timm's trunks keep a trained projection."""
+        with _as_config_error(f"--lock-image-unlocked-groups {unlocked_groups}", self.visual):
+            self.visual.lock(unlocked_groups=unlocked_groups)  # type: ignore[operator]
+
+    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
+        """Freeze the text tower as open_clip's --lock-text does; Hugging Face models keep a trained projection."""
+        with _as_config_error(f"--lock-text-unlocked-layers {unlocked_layers}", self.text):
+            self.text.lock(unlocked_layers)  # type: ignore[operator]
+
+    def blocks_gathered_at_once(self) -> list[tuple[nn.Module, bool]]:
+        """Return the blocks of both towers.
+
+        Trained blocks are gathered in parts in a tower with locked parameters, and where they read the images.
+        """
+        blocks: list[tuple[nn.Module, bool]] = []
+        for tower in (self.visual, self.text):
+            trained = all(parameter.requires_grad for parameter in tower.parameters())
+            first = next(tower.parameters())
+            for block in _blocks(tower):
+                locked = not any(parameter.requires_grad for parameter in block.parameters())
+                reads_images = any(parameter is first for parameter in block.parameters())
+                blocks.append((block, locked or (trained and not reads_images)))
+        return blocks
+
+    def tower_blocks(self, tower: nn.Module) -> list[nn.Module]:
+        """Return the outermost repeated blocks of a tower."""
+        return _blocks(tower)
+
+    def compile_towers(self, whole_image_tower: bool, where: Callable[[nn.Module], bool]) -> str:
+        """Raise ConfigError: open_clip's modules run as plain PyTorch."""
+        raise ConfigError(
+            "megaclip.compile true requires MegaCLIP's own towers, and open_clip's modules run this model; set "
+            'megaclip.compile to "auto" or false'
+        )
+
+    def statistics(self, tower: nn.Module) -> list[torch.Tensor]:
+        """Return the buffers of the tower's batch norms."""
+        return [buffer for module in tower.modules() if isinstance(module, _BatchNorm) for buffer in module.buffers()]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids of the text tower."""
+        return int(self.text.vocab_size)  # type: ignore[arg-type]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "OpenClipModel":
+        """Apply `fn`, which casts or moves, to all tensors, but cast running statistics to no less than float32."""
+        exact = [(norm, name, getattr(norm, name)) for norm in self._norms for name in ("running_mean", "running_var")]
+        super()._apply(fn, recurse)
+        for norm, name, before in exact:
+            after = getattr(norm, name)
+            if before is not None and after.dtype != torch.promote_types(after.dtype, torch.float32):
+                setattr(norm, name, before.to(after.device))
+        return self
+
+
+def _build(config: OpenClipConfig) -> Any:
+    """Return open_clip's model, whose towers and scalars are used; it is built without pretrained weights."""
+    package = import_open_clip()
+    description = config.to_open_clip()
+    if config.text_cfg.hf_model_name is not None:
+        try:
+            import transformers  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"text_cfg.hf_model_name {config.text_cfg.hf_model_name!r} requires transformers, which cannot be "
+                f"imported ({error}); run  pip install 'megaclip[open-clip]'"
+            ) from None
+    try:
+        with known_configurations():
+            # CustomTextCLIP also builds the towers of open_clip's class CLIP, whose text tower has no module of its own
+            return package.CustomTextCLIP(
+                embed_dim=config.embed_dim,
+                vision_cfg={**description["vision_cfg"], "timm_model_pretrained": False},
+                text_cfg={**description["text_cfg"], "hf_model_pretrained": False},
+                quick_gelu=config.quick_gelu,
+            )
+    except ConfigError:
+        raise
+    except Exception as error:  # the libraries do not document what they raise
+        raise ConfigError(
+            f"open_clip cannot build the model: {type(error).__name__}: {first_line(error)}; correct vision_cfg and "
+            "text_cfg, or install the versions of open_clip, timm and transformers that have its parts"
+        ) from error
+
+
+def _blocks(tower: nn.Module) -> list[nn.Module]:
+    """Return the outermost repeated blocks of a tower, from input to output."""
+    found: list[nn.Module] = []
+    for child in tower.children():
+        is_element = isinstance(tower, nn.ModuleList | nn.Sequential)
+        if is_element and _BLOCK_CLASS.fullmatch(_library_class(child).__name__):
+            found.append(child)
+        else:
+            found += _blocks(child)
+    return found
+
+
+def _library_class(module: nn.Module) -> type:
+    return getattr(type(module), "library_class", type(module))
+
+
+def _checkpointed(block_class: type) -> type:
+    """Return a subclass whose calls go through `checkpoint_fn`, including the hooks of the module."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = block_class.__call__.__get__(self)
+        if self.checkpoint_fn is None or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        return self.checkpoint_fn(call, *args, **kwargs)
+
+    return type(block_class.__name__, (block_class,), {"__call__": __call__, "library_class": block_class})
+
+
+def _with_float32_statistics(norm_class: type) -> type:
+    """Return a subclass of a batch norm that computes in float32, or higher precision, and returns its input's dtype.
+
+    PyTorch's kernels take running statistics in float32 only together with float32 weights.
+    """
+
+    def wide(name: str) -> property:
+        def get(self: Any) -> torch.Tensor | None:
+            value = self._parameters[name]
+            return None if value is None else value.to(torch.promote_types(value.dtype, torch.float32))
+
+        return property(get)
+
+    return type(norm_class.__name__, (norm_class,), {"weight": wide("weight"), "bias": wide("bias")})
+
+
+@contextlib.contextmanager
+def _as_config_error(setting: str, tower: nn.Module) -> Iterator[None]:
+    """Raise what open_clip raises for groups that a tower does not have as ConfigError; print nothing."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # open_clip prints the number of unlocked layers
+            yield
+    except Exception as error:  # open_clip does not document the exceptions that it raises
+        raise ConfigError(
+            f"{setting}: open_clip cannot lock {type(tower).__name__} so: {type(error).__name__}: {first_line(error)}; "
+            "use 0, or a smaller number"
+        ) from None

@@ -1,0 +1,245 @@
+"""Costs of one chunk through one of open_clip's towers, traced instead of calculated by formulas.
+
+The tower is built on the meta device, where tensors have shapes and no values, and runs once without a graph and once
+forward and backward, with two numbers of samples. `_LiveBytes` follows every storage from its creation to its end, so
+the peaks are those of eager PyTorch. Bytes per sample are the slope between the two.
+
+Attention counts as one fused kernel, which keeps queries, keys, values, its output and a float32 log-sum-exp. On the
+meta device PyTorch would take the plain kernels, which keep the whole score matrix. Workspaces of convolution kernels
+are unknown, and so is the time of everything that is not a product: it is taken as the time of reading the kept
+activations twice forward and three times backward.
+"""
+
+import functools
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from megaclip.models import DualEncoder, OpenClipConfig, meta_model
+
+_FEW, _MANY = 512, 1024
+"""Samples of the two traces: so many that activations outweigh the gradient of any one parameter."""
+
+
+class Traced(NamedTuple):
+    """Costs of one sample."""
+
+    operations: float
+    """Operations of products in a forward pass; a multiply-add is two."""
+    forward_peak: float
+    """Peak bytes of a forward pass without a graph, with the input."""
+    kept: float
+    """Bytes that a graph keeps until its backward pass, without the input."""
+    backward_peak: float
+    """Peak bytes of a forward and backward pass, with the input, without gradients of parameters."""
+    block_inputs: float
+    """Bytes of all blocks' inputs."""
+
+
+@dataclass(frozen=True)
+class TracedTower:
+    """One of open_clip's towers; the methods are those of `planner.towers.Tower`."""
+
+    name: str
+    model: OpenClipConfig
+    layers: int
+    """Number of blocks."""
+    tokens: float
+    """Tokens per caption; 0 for an image tower."""
+    input_bytes: int
+    """Bytes of one sample in the step store: uint8 pixels, int32 tokens."""
+    tensor_ranks: int = 1
+
+    def trace(self, compute_bytes: int, checkpointing: str = "") -> Traced:
+        """Return the costs of one sample."""
+        description = json.dumps(self.model.to_open_clip(), sort_keys=True)
+        return _trace(description, self.name, compute_bytes, bool(checkpointing))
+
+    def saved_bytes(self, samples: int, compute_bytes: int) -> float:
+        """Return what autograd keeps of a forward pass without checkpointing, without the tower's input."""
+        return samples * self.trace(compute_bytes).kept
+
+    def graph_bytes(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
+        """Return the bytes on the GPU that a graph keeps until its backward pass, without the tower's input."""
+        traced = self.trace(compute_bytes, checkpointing)
+        return samples * (traced.kept - (traced.block_inputs if checkpointing == "cpu" else 0.0))
+
+    def backward_peak(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
+        """Return the peak of input, activations and their gradients during the backward pass."""
+        traced = self.trace(compute_bytes, checkpointing)
+        return samples * (traced.backward_peak - (traced.block_inputs if checkpointing == "cpu" else 0.0))
+
+    def forward_peak(self, samples: int, compute_bytes: int) -> float:
+        """Return the peak of a forward pass without graph."""
+        return samples * self.trace(compute_bytes).forward_peak
+
+    def block_input_bytes(self, samples: int, compute_bytes: int) -> float:
+        """Return the bytes of all blocks' inputs, which are what activation checkpointing keeps."""
+        return samples * self.trace(compute_bytes).block_inputs
+
+    def summed_numbers(self, forward: float, backward: int) -> float:
+        """Return 0: these towers are not tensor parallel."""
+        return 0.0
+
+    def product_operations(self) -> float:
+        """Return the operations of one sample in a forward pass; a multiply-add is two. Attention is included."""
+        return self.trace(4).operations
+
+
+def traced_image_tower(model: OpenClipConfig) -> TracedTower:
+    """Return the image tower, in training."""
+    layers, _ = _layers(json.dumps(model.to_open_clip(), sort_keys=True))
+    return TracedTower("image", model, layers, 0.0, 3 * model.vision_cfg.image_size**2)
+
+
+def traced_text_tower(model: OpenClipConfig) -> TracedTower:
+    """Return the text tower."""
+    _, layers = _layers(json.dumps(model.to_open_clip(), sort_keys=True))
+    length = model.text_cfg.context_length
+    return TracedTower("text", model, layers, length, 4 * length)
+
+
+@functools.lru_cache(maxsize=64)
+def _layers(description: str) -> tuple[int, int]:
+    """Return the number of blocks of the image tower and of the text tower."""
+    model = meta_model(OpenClipConfig.from_dict(json.loads(description)))
+    image, text = model.tower_blocks(model.visual), model.tower_blocks(model.text)
+    return len(image), len(text)
+
+
+@functools.lru_cache(maxsize=64)
+def _trace(description: str, name: str, compute_bytes: int, checkpointing: bool) -> Traced:
+    config = OpenClipConfig.from_dict(json.loads(description))
+    model = meta_model(config).train()
+    if compute_bytes == 2:
+        for parameter in model.parameters():  # as DeepSpeed casts a model: buffers stay
+            parameter.data = parameter.data.bfloat16()
+    if checkpointing:
+        model.set_activation_checkpointing(functools.partial(checkpoint, use_reentrant=False))
+    few, many = (trace_tower(model, name, samples) for samples in (_FEW, _MANY))
+    return Traced(*((large - small) / (_MANY - _FEW) for small, large in zip(few, many, strict=True)))
+
+
+def trace_tower(model: DualEncoder, name: str, samples: int) -> Traced:
+    """Return the costs of a chunk of `samples` in a tower of a model on the meta device, in training mode."""
+    tower = model.visual if name == "image" else model.text
+    dtype = model.logit_scale.dtype
+    block_inputs = 0
+
+    def count(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        nonlocal block_inputs
+        first = arguments[0] if arguments else options["hidden_states"]
+        block_inputs += first.numel() * first.element_size()
+
+    def freed(parameter: torch.Tensor) -> None:
+        parameter.grad = None  # the planner counts the gradients of parameters itself
+
+    hooks = [block.register_forward_pre_hook(count, with_kwargs=True) for block in model.tower_blocks(tower)]
+    hooks += [p.register_post_accumulate_grad_hook(freed) for p in tower.parameters() if p.requires_grad]
+    trained = [parameter for parameter in tower.parameters() if parameter.requires_grad]
+    try:
+        tower.requires_grad_(False)  # FlopCounterMode follows the gradients of everything that requires one
+        with _fused_attention() as attention, FlopCounterMode(display=False) as flops, _LiveBytes() as live:
+            tower(_inputs(model, name, samples, dtype))
+        forward_peak = live.peak
+        operations, inputs_of_blocks = flops.get_total_flops() + attention.operations, block_inputs
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        with _fused_attention(), _LiveBytes() as live:
+            inputs = _inputs(model, name, samples, dtype)
+            features = tower(inputs)
+            kept = live.now - inputs.numel() * inputs.element_size()
+            features.sum().backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Traced(operations, forward_peak, kept, live.peak, inputs_of_blocks)
+
+
+def _inputs(model: DualEncoder, name: str, samples: int, dtype: torch.dtype) -> torch.Tensor:
+    if name == "image":
+        size = model.config.vision_cfg.image_size
+        return torch.empty(samples, 3, size, size, dtype=dtype, device="meta")
+    return torch.empty(samples, model.config.text_cfg.context_length, dtype=torch.int64, device="meta")
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of the storages that operations have made inside the `with` statement and that still exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return True  # transformers asks whether a caption has no padding
+        outputs = func(*args, **(kwargs or {}))
+        known = {id(x.untyped_storage()) for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for output in tree_iter(outputs):
+            if isinstance(output, torch.Tensor) and id(output.untyped_storage()) not in known:
+                self._add(output.untyped_storage())
+        return outputs
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = id(storage), storage.nbytes()
+        if key in self._seen:
+            return
+
+        def end(_: Any) -> None:
+            self.now -= nbytes
+            del self._seen[key]
+
+        self._seen[key] = weakref.ref(storage, end)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
+class _Attention:
+    """The operations of fused attention."""
+
+    operations = 0.0
+
+
+@contextmanager
+def _fused_attention() -> Iterator[_Attention]:
+    """Replace PyTorch's attention by a function with the memory of a fused kernel; count its operations."""
+    counted = _Attention()
+
+    def attend(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        counted.operations += 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        return _Fused.apply(query, key, value)
+
+    replacement: Callable[..., Any] = attend
+    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", replacement):
+        yield counted
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out = _as_kernels_return(query, value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        return tuple(_as_kernels_return(part, part.shape[-1]) for part in (query, key, value))
+
+
+def _as_kernels_return(like: torch.Tensor, channels: int) -> torch.Tensor:
+    """Return an empty (.., H, L, channels) in the memory order (.., L, H, channels), which flattens without a copy."""
+    *outer, heads, length, _ = like.shape
+    return like.new_empty(*outer, length, heads, channels).transpose(-2, -3)

@@ -1,0 +1,198 @@
+"""Training open_clip's towers through the engine equals plain PyTorch on the whole batch, for every family and stage.
+
+Two ranks take two steps with two chunks per tower. Dropout, stochastic depth and batch norms are on where the family
+has them.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megaclip.checkpoint.consolidate import consolidated_weights
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
+from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
+from megaclip.checkpoint.reshard import load_resharded
+from megaclip.checkpoint.verify import TOLERANCE, verify
+from tests.distributed.engine_cases import STEPS, WORLD_SIZE, whole_parameters
+from tests.distributed.harness import or_traceback, run_ranks
+from tests.distributed.open_clip_cases import Case, Outcome, oracle, start_engine, statistics_of, train
+from tests.open_clip_families import BOTH_RANDOM, FAMILIES, WITH_BATCH_NORM, family
+from tests.tolerances import OPEN_CLIP_BF16, OPEN_CLIP_ENGINE, compare, exceeded, unnoticed
+
+# One stage for each family in the short form; every stage in the long one.
+QUICK = {
+    f"{name} zero{index % 4}": Case(name, index % 4, resumes=name in ("resnet", "convnext"))
+    for index, name in enumerate(FAMILIES)
+}
+QUICK |= {
+    # The first or the last pass over one tower runs the other one too, with blank rows.
+    "both random zero2 offloaded": Case(BOTH_RANDOM, 2, offload="optimizer", resumes=False),
+    "mobileclip zero2 kept": Case("mobileclip", 2, keep=3, checkpointing="plain", resumes=False),
+    "mt5 zero3 checkpointing": Case("mt5", 3, checkpointing="plain", resumes=False),
+}
+GRID = {
+    f"{name} zero{stage}": Case(name, stage)
+    for name in FAMILIES
+    for stage in range(4)
+    if f"{name} zero{stage}" not in QUICK
+}
+GRID["both random zero3 kept"] = Case(BOTH_RANDOM, 3, keep=3, text_chunks=1)
+for _name in FAMILIES:
+    GRID[f"{_name} zero3 checkpointing"] = Case(_name, 3, checkpointing="plain")
+    GRID[f"{_name} zero3 locked offloaded"] = Case(_name, 3, locked=_name != "resnet", offload="all", resumes=False)
+    GRID[f"{_name} zero3 kept"] = Case(_name, 3, keep=3, text_chunks=1)
+
+
+BF16 = {f"{name} zero{2 + index % 2}": Case(name, 2 + index % 2, bf16=True) for index, name in enumerate(FAMILIES)}
+
+
+def train_all(cases: dict[str, Case], folder: Path) -> dict[str, Outcome | str]:
+    """Return the outcome of every case on this rank, or the traceback of its exception."""
+    return {name: or_traceback(train, case, folder, checkpoints_of(folder, name)) for name, case in cases.items()}
+
+
+def checkpoints_of(folder: Path, name: str) -> Path:
+    """Return the folder of a case's checkpoints."""
+    return folder / "runs" / name.replace(" ", "-")
+
+
+def prepared(folder: Path, cases: dict[str, Case]) -> Path:
+    """Return `folder` with an empty folder of checkpoints for every case."""
+    for name in cases:
+        checkpoints_of(folder, name).mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("open_clip"), QUICK)
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> list[dict[str, Outcome | str]]:
+    """Outcomes by the name of the case, one dictionary per rank."""
+    return run_ranks(train_all, WORLD_SIZE, QUICK, folder)
+
+
+def differences(got: Outcome | str, expected: Outcome) -> dict:
+    """Compare losses, norms, parameters (relative to the largest move) and statistics."""
+    assert isinstance(got, Outcome), got
+    assert got.parameters.keys() == expected.parameters.keys()
+    size, bounds = expected.largest_move, OPEN_CLIP_ENGINE
+    parameters = [
+        compare(got.parameters[n], p, bounds["parameters"], n, size=size) for n, p in expected.parameters.items()
+    ]
+    assert got.statistics.keys() == expected.statistics.keys()
+    statistics = [compare(got.statistics[n], s, bounds["statistics"], n) for n, s in expected.statistics.items()]
+    norms = [norm / wanted for norm, wanted in zip(got.norms, expected.norms, strict=True)]
+    found = {
+        "parameters": max(parameters, key=lambda comparison: comparison.share),
+        "loss": compare(got.losses, expected.losses, bounds["loss"], "losses"),
+        "norm": compare(norms, [1.0] * len(norms), bounds["norm"], "norms"),
+    }
+    if statistics:
+        found["statistics"] = max(statistics, key=lambda comparison: comparison.share)
+    return found
+
+
+def check(outcomes: list[dict[str, Outcome | str]], name: str, case: Case, folder: Path) -> None:
+    """Compare every rank with the oracle, and the resumed engine with the one that ran through."""
+    expected = oracle(case, folder)
+    for rank, of_rank in enumerate(outcomes):
+        got = of_rank[name]
+        assert exceeded(differences(got, expected).values()) == [], f"rank {rank}"
+        assert isinstance(got, Outcome)
+        for key, value in (got.parameters | got.statistics).items() if case.resumes else ():
+            assert (got.resumed[key] == value).all(), f"rank {rank}: {key} after resume"
+    check_export(outcomes[0][name], name, case, folder)
+
+
+def check_export(got: Outcome | str, name: str, case: Case, folder: Path) -> None:
+    """Export the last checkpoint; its values are those of the run, and open_clip computes equal features from it."""
+    assert isinstance(got, Outcome)
+    checkpoints, exported = checkpoints_of(folder, name), folder / "exported" / name.replace(" ", "-")
+    weights, config = consolidated_weights(checkpoints, f"step_{STEPS:08d}"), family(case.family, folder)
+    trained = got.parameters | got.statistics
+    assert weights.keys() == trained.keys()
+    assert all((weights[key].detach().numpy() == value).all() for key, value in trained.items())
+    write_model_card(exported, config, OPENAI_PREPROCESS)
+    write_weights(exported, weights, config)
+    assert verify(exported, assigned_model(config, read_weights(exported, config))).max_abs_diff <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_two_steps_equal_one_process_on_the_whole_batch(trained, folder, name):
+    check(trained, name, QUICK[name], folder)
+
+
+@pytest.mark.long
+def test_every_family_at_every_stage(tmp_path):
+    outcomes = run_ranks(train_all, WORLD_SIZE, GRID, prepared(tmp_path, GRID), time_limit_s=1100)
+    failed = {}
+    for name, case in GRID.items():
+        try:
+            check(outcomes, name, case, tmp_path)
+        except AssertionError as error:
+            failed[name] = str(error)
+    assert not failed, "\n".join(f"{name}: {error}" for name, error in failed.items())
+
+
+def test_exports_are_compared_with_open_clips_own_forward(trained, folder):
+    """A changed weight is found, so the comparison of the other test depends on the exported values."""
+    name = "convnext zero3"
+    check(trained, name, QUICK[name], folder)
+    config, exported = family("convnext", folder), folder / "exported" / name.replace(" ", "-")
+    changed = read_weights(exported, config)
+    changed["visual.head.proj.weight"] += 0.1 * torch.randn_like(changed["visual.head.proj.weight"])
+    assert verify(exported, assigned_model(config, changed)).max_abs_diff > 3 * TOLERANCE
+
+
+def test_the_comparison_detects_other_dropout_and_statistics(trained, folder):
+    """An oracle with one of these mistakes is far away, so the comparison depends on both contracts."""
+    case = QUICK["both random zero2 offloaded"]
+    found = differences(trained[0]["both random zero2 offloaded"], oracle(replace(case, fault="dropout"), folder))
+    assert unnoticed([found["parameters"]], "dropout") == []
+    (name,) = [name for name in QUICK if name.startswith(WITH_BATCH_NORM[0])]
+    found = differences(trained[0][name], oracle(replace(QUICK[name], fault="statistics"), folder))
+    assert unnoticed([found["statistics"]], "statistics") == []
+
+
+def reload(checkpoints: Path, exported: Path, folder: Path) -> list[dict[str, np.ndarray]]:
+    """Return weights at ZeRO-3 that came from an export, and from a checkpoint of ZeRO-1."""
+    case, results = Case("mobileclip", 3), []
+    engine = start_engine(case, folder, "--pretrained", str(exported))
+    results.append(whole_parameters(engine) | statistics_of(engine.module))
+    engine = start_engine(case, folder)
+    load_resharded(engine, checkpoints / f"step_{STEPS:08d}")
+    results.append(whole_parameters(engine) | statistics_of(engine.module))
+    return results
+
+
+@pytest.mark.long
+def test_bfloat16_is_near_float64_and_resumes(tmp_path):
+    outcomes = run_ranks(train_all, WORLD_SIZE, BF16, prepared(tmp_path, BF16))
+    for name, case in BF16.items():
+        got, expected = outcomes[0][name], oracle(case, tmp_path)
+        assert isinstance(got, Outcome), got
+        found = [compare(got.losses, expected.losses, OPEN_CLIP_BF16["loss"], name)]
+        for key, values in expected.statistics.items():
+            found.append(compare(got.statistics[key], values, OPEN_CLIP_BF16["statistics"], f"{name} {key}"))
+        assert exceeded(found) == []
+        for key, value in (got.parameters | got.statistics).items():
+            assert (got.resumed[key] == value).all(), f"{name}: {key} after resume"
+
+
+@pytest.mark.long
+def test_exports_and_other_stages_start_from_the_same_weights_and_statistics(trained, folder):
+    name = "mobileclip zero1"
+    check(trained, name, QUICK[name], folder)
+    exported = folder / "exported" / name.replace(" ", "-")
+    got = trained[0][name]
+    expected = got.parameters | got.statistics
+    for of_rank in run_ranks(reload, WORLD_SIZE, checkpoints_of(folder, name), exported, folder):
+        for weights in of_rank:
+            assert weights.keys() == expected.keys()
+            assert all((weights[key] == value).all() for key, value in expected.items())
