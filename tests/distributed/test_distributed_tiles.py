@@ -48,7 +48,9 @@ def check(batch: int, vectors: frozenset[int]) -> None:
         for name, got, wanted in zip(("row_lse", "col_lse"), stats, expected_stats, strict=True):
             assert_close(got, wanted[mine], VALUE[torch.float64], f"{name} {plan} {vectors}")
         for name, got, wanted in zip(grads._fields, grads, expected_grads, strict=True):
-            assert_close(got, wanted[mine], GRADIENT[torch.float64], f"{name} {plan} {vectors}")
+            # Two sums, of the rows and of the columns, each with exponentials of its own.
+            bound = GRADIENT[torch.float64].magnified(2)
+            assert_close(got, wanted[mine], bound, f"{name} {plan} {vectors}")
 
 
 def check_bf16_payload(batch: int) -> None:
