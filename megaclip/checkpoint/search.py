@@ -36,7 +36,7 @@ def step_of(tag: str) -> int:
 
 
 def is_complete(folder: Path, tag: str) -> bool:
-    """Return whether checkpoint `tag` was written to its end. `find_damage` tells whether it still is whole."""
+    """Return whether checkpoint `tag` was written to its end. `find_damage` checks whether it still is whole."""
     if not _TAG.fullmatch(tag):
         return False
     return (folder / tag / MANIFEST).is_file() or _is_format_1(folder / tag)

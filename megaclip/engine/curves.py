@@ -1,4 +1,4 @@
-"""Write scalars and pictures to TensorBoard and to DeepSpeed's monitors. A run goes on if they cannot be written."""
+"""Write scalars and pictures to TensorBoard and to DeepSpeed's monitors. a run continues if they cannot be written."""
 
 import threading
 from pathlib import Path
@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 class Curves:
     """Writer of the curves of a run, on the rank that reports.
 
-    If a file cannot be written, for example because the disk is full, this is logged once. The run goes on without
+    If a file cannot be written, for example because the disk is full, this is logged once. The run continues without
     TensorBoard, or without DeepSpeed's monitors. A run that resumes writes them again.
     """
 
@@ -45,7 +45,7 @@ class Curves:
             self._monitor.write_events([(name, value, step) for name, value in scalars.items()])
         except OSError as error:
             self._monitor = None
-            logger.warning("the monitors of ds_config.json cannot write (%s); the run goes on without them", error)
+            logger.warning("the monitors of ds_config.json cannot write (%s); the run continues without them", error)
 
     def write_pictures(self, step: int, pictures: dict[str, np.ndarray]) -> None:
         """Write pictures, (3, H, W) uint8, by name."""
@@ -71,7 +71,7 @@ class Curves:
     def _go_on_without_tensorboard(self, error: OSError) -> None:
         self._writer = None
         logger.warning(
-            "TensorBoard's files in %s cannot be written (%s); the run goes on without curves: free space, or fix "
+            "TensorBoard's files in %s cannot be written (%s); the run continues without curves: free space, or fix "
             "permissions, before it is resumed",
             self._folder,
             first_line(error),

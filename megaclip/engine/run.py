@@ -255,6 +255,13 @@ class Run:
                 with report_write_errors():
                     if self.rank == 0:
                         self._write_summary(metrics)
+                logger.info(
+                    "trained to step %d. To export it: megaclip export %s OUT_DIR --verify. To see its curves and "
+                    "pictures: tensorboard --logdir %s",
+                    self.step,
+                    self.folder,
+                    self.folder / "tensorboard",
+                )
         return stop_signal
 
     def _train_steps(self, batch: StepStore, metrics: Metrics, signals: StopSignals) -> signal.Signals | None:

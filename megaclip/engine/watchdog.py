@@ -17,7 +17,7 @@ Python code cannot run while another thread is in a C call that does not release
 also sets, again and again, a timer of `faulthandler`, which writes the stacks to standard error if it is not set again
 in time. For the other ranks, such a rank does not answer.
 
-Time-outs are ordered, so that the error that says most comes first: data workers, this watchdog, collectives.
+Time-outs are ordered, so that the most informative error comes first: data workers, this watchdog, collectives.
 """
 
 import contextlib
@@ -160,7 +160,7 @@ class Watchdog:
         try:
             self._watch()
         except Exception:
-            logger.exception("the watchdog has failed; the run goes on without it")
+            logger.exception("the watchdog has failed; the run continues without it")
         finally:
             faulthandler.cancel_dump_traceback_later()
 

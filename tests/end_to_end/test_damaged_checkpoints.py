@@ -57,7 +57,7 @@ def plant_code(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """What happens to a copy of the checkpoints, and how a run resumes from it."""
+    """A change of a copy of the checkpoints, and how a run resumes from it."""
 
     damage: Callable[[Path], None]
     """Called with the checkpoints folder of the copy."""

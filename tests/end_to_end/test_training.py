@@ -54,6 +54,7 @@ def test_two_steps_then_export(path, tiny_run, tmp_path, monkeypatch, capsys):
     assert f"ZeRO-{stage} on 2 ranks" in done.output
 
     run = tmp_path / "run"
+    assert f"megaclip export {run} OUT_DIR --verify" in done.output
     shown = scalars(run)
     assert sorted(shown["train/loss"]) == [1, 2]
     assert 2 in shown["evaluation/retrieval_r1_i2t"]

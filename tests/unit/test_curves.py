@@ -55,7 +55,7 @@ def test_a_run_goes_on_without_curves_when_the_disk_is_full(tmp_path: Path, warn
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     of_monitor, of_tensorboard = warnings
     assert "No space left on device" in of_monitor and monitor.calls == 1
-    assert str(tmp_path) in of_tensorboard and "goes on without curves" in of_tensorboard
+    assert str(tmp_path) in of_tensorboard and "continues without curves" in of_tensorboard
     assert "Traceback" not in capfd.readouterr().err
     events = EventAccumulator(str(tmp_path)).Reload()
     assert events.Scalars("loss")[0].value == 1.0
@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_written_to_leaves_the_run_without_curves(tmp_pa
     curves = Curves(tmp_path / "file" / "tensorboard", 0, SimpleNamespace(enabled=False))
     curves.write(1, {"loss": 1.0})
     curves.close()
-    assert len(warnings) == 1 and "goes on without curves" in warnings[0]
+    assert len(warnings) == 1 and "continues without curves" in warnings[0]
 
 
 def test_a_loss_far_above_its_level_is_logged_once(warnings: list[str]) -> None:

@@ -23,7 +23,7 @@ class PowerCut(BaseException):
 
 
 class Disk:
-    """What fsync has made permanent: the content of files, and the names in folders, both by inode."""
+    """Everything that fsync has made permanent: the content of files, and the names in folders, both by inode."""
 
     def __init__(self, patch: pytest.MonkeyPatch, root: Path, cut_at: float = float("inf")) -> None:
         self.root = root
