@@ -315,8 +315,11 @@ class _Passes:
             other = Tower(1 - encoded.towers[0])
             by_tower[other] = model.blank(self._batch.blank(other))
             unchanged = model.statistics((model.visual, model.text)[other])
-        with torch.set_grad_enabled(with_graph), _restored(unchanged):
-            return self._engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT))
+        try:
+            with torch.set_grad_enabled(with_graph), _restored(unchanged):
+                return self._engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT))
+        finally:
+            model.before_text = None  # an evaluation draws its own numbers
 
     def _store(self, features: dict[Tower, Tensor], tower: Tower, index: int, chunk: Tensor | None) -> None:
         assert chunk is not None, "the model returns features of every input"
