@@ -131,6 +131,7 @@ def slow_everything(command: list[str], store: str) -> Finished:
         return run_here(command, Path(store))
 
 
+@pytest.mark.long
 def test_a_slow_first_step_evaluation_and_checkpoint_are_no_hang(tiny_run, tmp_path):
     evaluation = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16, "eval_every_steps": 5}
     command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=8, hang_timeout=2, **evaluation)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import CARD_NAME, OPENAI_PREPROCESS, read_model_card, write_model_card
 from megaclip.checkpoint.open_clip_weights import load_pretrained, write_weights
 from megaclip.commands import import_open_clip
@@ -116,7 +117,7 @@ def test_links_of_the_hugging_face_cache_and_inside_the_directory_are_followed(t
     (snapshot / "vocab.json").symlink_to("tokenizer.json")
     (snapshot / "folder.json").mkdir()
     assert run_import(snapshot, tmp_path / "out") == ""
-    copied = {"tokenizer.json", "tokenizer.model", "vocab.json", CARD_NAME, "open_clip_model.safetensors"}
+    copied = {"tokenizer.json", "tokenizer.model", "vocab.json", CARD_NAME, MANIFEST, "open_clip_model.safetensors"}
     assert set(os.listdir(tmp_path / "out")) == copied
     assert not any((tmp_path / "out" / name).is_symlink() for name in copied)
 

@@ -126,8 +126,7 @@ def test_opening_and_reading_data_runs_no_code(tmp_path, evidence, make):
 
 def test_a_pickled_index_runs_no_code(tmp_path, evidence):
     spec = shards_with_a_pickled_index(tmp_path, evidence)
-    with pytest.raises(Exception, match=r"[Oo]bject|pickle|index"):
-        open_pairs([str(spec)]).read(0)
+    assert open_pairs([str(spec)]).read(0).caption  # the index is made again
     assert not evidence.exists()
 
 

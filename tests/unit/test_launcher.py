@@ -1,7 +1,6 @@
 """A rank whose launcher is killed saves and ends. tests/end_to_end/test_process_faults.py kills the real launcher."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -61,4 +60,3 @@ def test_a_rank_ends_with_its_launcher(kind: str, output: str) -> None:
     assert rest == output
     assert time.monotonic() - began < 30
     assert ("has ended; this rank saves" in errors) == (kind != "no launcher")
-    assert signal.SIGTERM.name in errors or kind != "trains"
