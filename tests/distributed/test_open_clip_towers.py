@@ -39,10 +39,13 @@ GRID = {
     for stage in range(4)
     if f"{name} zero{stage}" not in QUICK
 }
+WITHOUT_GROUPS = ("resnet", "m2m_100")
+"""Families of which open_clip cannot unlock groups."""
 GRID["both random zero3 kept"] = Case(BOTH_RANDOM, 3, keep=3, text_chunks=1)
 for _name in FAMILIES:
     GRID[f"{_name} zero3 checkpointing"] = Case(_name, 3, checkpointing="plain")
-    GRID[f"{_name} zero3 locked offloaded"] = Case(_name, 3, locked=_name != "resnet", offload="all", resumes=False)
+    _locked = _name not in WITHOUT_GROUPS
+    GRID[f"{_name} zero3 locked offloaded"] = Case(_name, 3, locked=_locked, offload="all", resumes=False)
     GRID[f"{_name} zero3 kept"] = Case(_name, 3, keep=3, text_chunks=1)
 
 
