@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,7 +155,9 @@ def test_a_job_that_is_suspended_goes_on(tiny_run, tmp_path):
 
 
 def kill_a_worker() -> None:
-    random.choice(psutil.Process().children()).kill()
+    """Kill a data worker, and no other child process. PyTorch gives workers this name."""
+    workers_here = [child for child in psutil.Process().children(recursive=True) if child.name() == "pt_data_worker"]
+    random.choice(workers_here).kill()
 
 
 def test_a_killed_data_worker_ends_all_ranks_with_one_error_and_a_checkpoint(tiny_run, tmp_path):
@@ -237,48 +238,6 @@ def test_the_verdict_on_a_hang(answers, expected, monkeypatch):
     assert (verdict is None) == (expected is None)
     for rank, text in (expected or {}).items():
         assert verdict is not None and verdict.keys() == expected.keys() and verdict[rank].startswith(text)
-
-
-def drill_workers(commands: list[list[str]], stores: str) -> list[tuple[Finished, int]]:
-    """Train with each command; a data worker of one rank is killed at a random time. Return the steps trained too."""
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    rank, record, results = int(os.environ["RANK"]), Metrics.record_step, []
-    for trial, command in enumerate(commands):
-        generator, steps = random.Random(trial), [0]
-        victim, after, delay_s = generator.randrange(WORLD_SIZE), generator.randrange(1, 8), generator.uniform(0, 0.2)
-
-        def recording(
-            metrics: Metrics,
-            step: int,
-            *arguments: Any,
-            steps: list[int] = steps,
-            kills: tuple[int, int, float] = (victim, after, delay_s),
-        ) -> None:
-            record(metrics, step, *arguments)
-            steps[0] = step
-            if (rank, step) == kills[:2]:
-                threading.Timer(kills[2], kill_a_worker).start()
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Metrics, "record_step", recording)
-            results.append((run_here(command, Path(f"{stores}/{trial}")), steps[0]))
-    return results
-
-
-@pytest.mark.long
-def test_data_workers_killed_at_random_times_lose_no_step(tiny_run, tmp_path):
-    trials = range(20)
-    options = {"workers": 2, "train_steps": 500, "save_every_steps": 5}
-    commands = [flags(tiny_run, tiny_run / "zero1.json", tmp_path, name=f"run{trial}", **options) for trial in trials]
-    stores = tmp_path / "stores"
-    stores.mkdir()
-    per_rank = run_ranks(drill_workers, WORLD_SIZE, commands, str(stores))
-    for trial in trials:
-        (first, steps), (second, _) = (results[trial] for results in per_rank)
-        assert (first.exit_code, second.exit_code) == (1, 1), (trial, first.output, second.output)
-        assert "a data worker died" in first.errors[0] and "Traceback" not in first.output + second.output
-        latest = (tmp_path / f"run{trial}" / "checkpoints" / "latest").read_text()
-        assert latest == f"step_{steps:08d}", trial
 
 
 @pytest.mark.long
