@@ -1,4 +1,4 @@
-"""Runs with a NaN loss: they stop with advice, or skip the step and go on as if its update had never been attempted.
+"""Runs with a NaN loss: they stop with advice, or skip the step and continue as if its update had never been attempted.
 
 The reference is a run whose step raises the error before anything is read or computed. Its weights are equal to the
 last bit. The images of a step are kept in memory, or read again; the second reading of a skipped step does not happen.

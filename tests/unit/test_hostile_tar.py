@@ -92,7 +92,7 @@ def test_a_pax_header_of_a_megabyte_is_read_in_linear_time(tmp_path):
 
 
 def test_random_headers_never_raise_and_never_hang(tmp_path):
-    """Flip bytes of real shards of each format, with the checksums repaired so that the walk goes on."""
+    """Flip bytes of real shards of each format, with the checksums repaired so that the walk continues."""
     draw = random.Random(5)
     for number in range(300):
         kind = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)[number % 3]
