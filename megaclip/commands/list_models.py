@@ -69,7 +69,7 @@ def row(name: str) -> str:
             trace_tower(model, tower, samples=2)
     except MegaclipError as error:
         return f"| {name} | refused: {str(error).removeprefix(f'{name}: ').partition(';')[0]} | | | |\n"
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError) as error:  # a library cannot trace the model on the meta device
         return f"| {name} | refused: {type(error).__name__}: {str(error).splitlines()[0]} | | | |\n"
     towers = OWN if isinstance(config, ModelConfig) else OPEN_CLIP
     parameters = sum(parameter.numel() for parameter in model.parameters() if isinstance(parameter, torch.Tensor))

@@ -89,7 +89,7 @@ class TrainReader:
         for sample_id, epoch in zip(ids.tolist(), epochs.tolist(), strict=True):
             try:
                 pair = self._read_or_substitute(sample_id, epoch, bad_samples)
-            except Exception as error:
+            except Exception as error:  # a source may raise anything; the run saves and ends with it
                 return Loaded(None, bad_samples, fatal=_unreadable(self._dataset, sample_id, error))
             if pair is None:
                 last = bad_samples[-1]
@@ -181,7 +181,7 @@ class EvaluationReader:
                 captions[row], kept[row] = raw.caption, sample_id
             except BadSample as bad:
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(sample_id)))
-            except Exception as error:
+            except Exception as error:  # as in training
                 return Loaded(None, bad_samples, fatal=_unreadable(self._dataset, sample_id, error))
         kept_ids, reads = torch.from_numpy(kept), int((ids != PADDING_ID).sum())
         if self._tokenizer is not None:
