@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from megaclip.data.forking import CheckedForkContext
 from megaclip.errors import DataError, first_line
 
 WORKER_TIMEOUT_S = 600.0
@@ -114,9 +115,9 @@ def map_in_workers(
     parallel: dict[str, Any] = {}
     rows: Any = []
     if num_workers > 0:
-        context = "fork" if sys.platform == "linux" else None
+        context = CheckedForkContext() if sys.platform == "linux" else multiprocessing.get_context()
         parallel = {"timeout": _timeout_s, "multiprocessing_context": context}
-        rows = multiprocessing.get_context(context).RawArray("q", [-1] * num_workers)
+        rows = context.RawArray("q", [-1] * num_workers)
         _open_stack_file()
     loader: DataLoader = DataLoader(
         _FunctionDataset(function),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from data_samples import CountingTokenizer, write_shards
 
-from megaclip.data import EvaluationLoader, ImageTransform, TrainLoader, open_pairs
+from megaclip.data import EvaluationLoader, ImageTransform, TrainLoader, forking, open_pairs
 from megaclip.data.reading import TrainReader
 from megaclip.data.sources import PairDataset
 from megaclip.data.workers import map_in_workers, note_row, set_worker_timeout, worker_stacks
@@ -51,6 +51,40 @@ def test_a_broken_connection_to_a_worker_is_a_data_error_that_names_the_row(kill
     results = map_in_workers(read, [17], num_workers=1, describe_row=lambda row: f"sample {row} of 3.tar")
     with pytest.raises(DataError, match=r"data worker died or hangs.*reading sample 17 of 3\.tar; if memory"):
         next(results)
+
+
+def test_a_worker_that_stands_still_while_it_is_forked_is_forked_again(monkeypatch):
+    """The first process sleeps inside `os.fork`, as one does that has inherited a locked lock of the interpreter."""
+    fork, children = os.fork, []
+
+    def first_stands_still() -> int:
+        child = fork()
+        if child == 0 and not children:
+            time.sleep(600)
+        children.append(child)
+        return child
+
+    monkeypatch.setattr(os, "fork", first_stands_still)
+    monkeypatch.setattr(forking, "START_WAIT_S", 0.5)
+    assert list(map_in_workers(lambda item: item + 1, [1, 2, 3, 4], num_workers=2)) == [2, 3, 4, 5]
+    assert len(children) == 3
+    with pytest.raises(ChildProcessError):  # the first process is gone, and its exit was awaited
+        os.waitpid(children[0], os.WNOHANG)
+
+
+def test_workers_that_never_begin_are_a_data_error(monkeypatch):
+    fork = os.fork
+
+    def stands_still() -> int:
+        child = fork()
+        if child == 0:
+            time.sleep(600)
+        return child
+
+    monkeypatch.setattr(os, "fork", stands_still)
+    monkeypatch.setattr(forking, "START_WAIT_S", 0.05)
+    with pytest.raises(DataError, match=r"5 forked processes did not begin to run.*--workers 0"):
+        map_in_workers(lambda item: item, [1], num_workers=1)
 
 
 def test_a_killed_worker_of_a_loader_is_named_with_sample_and_shard(pairs, monkeypatch):
