@@ -44,6 +44,7 @@ from megaclip.models import ClipModel, build_model, load_model_config
 from megaclip.models.attention import attend
 from megaclip.models.blocks import Attention, Position, ResidualBlock
 from megaclip.models.compilation import compiled_body
+from megaclip.models.packing import Pieces
 
 BACKENDS = {
     "default": None,
@@ -136,8 +137,8 @@ def _attention_call(batch: int, heads: int, width: int, tokens: int, causal: boo
 class OneProduct(Attention):
     """Attention with one product for queries, keys and values, of weights that are joined in every call."""
 
-    def forward(self, x_bLC: Tensor, position: Position | None = None) -> Tensor:
-        assert position is None, "only whole blocks are measured"
+    def forward(self, x_bLC: Tensor, position: Position | None = None, pieces: Pieces | None = None) -> Tensor:
+        assert position is None and pieces is None, "only whole blocks of equal lengths are measured"
         layers: Any = (self.q_proj, self.k_proj, self.v_proj)
         weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
         q_bHLK, k_bHLK, v_bHLK = (self._split_heads(part) for part in F.linear(x_bLC, weight, bias).chunk(3, dim=-1))

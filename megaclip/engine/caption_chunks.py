@@ -1,9 +1,10 @@
-"""Divide a rank's captions of one step into equal chunks of similar length, and cut each chunk at its longest caption.
+"""Divide a rank's captions of one step into chunks and pieces of similar length, and cut each at its longest caption.
 
 The tokenizer pads every caption to the context length, usually to several times its own length. The text tower ignores
 the padding (`megaclip.models.text.is_cut_exact`) but would still compute it. So the captions are sorted by length, the
-longest first, and every chunk is cut behind its longest caption. The embeddings are then in the order of the sorted
-captions; the gradient cache puts them back into the order of the batch (`CaptionChunks.order`).
+longest first, and divided into equal chunks. The first chunk, with the longest captions and the most different lengths,
+is divided again, into pieces. Every piece is cut behind its longest caption. The embeddings are then in the order of
+the sorted captions; the gradient cache puts them back into the order of the batch (`CaptionChunks.order`).
 
 The longest captions come first, so that a chunk's tensors fit into the memory that the chunk before it has left.
 
@@ -11,6 +12,7 @@ Shapes: b rows of this rank, n chunks, L context length.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,13 +22,14 @@ from torch import Tensor
 from megaclip.comm.groups import RankGroup
 from megaclip.logging import get_logger
 from megaclip.models import OpenClipText, TextConfig
+from megaclip.models.packing import Pieces
 from megaclip.models.text import caption_lengths, cut_lengths, reason_not_to_cut
-from megaclip.planner.rules import cuts_captions
+from megaclip.planner.rules import cuts_captions, piece_rows
 
 logger = get_logger(__name__)
 
 _SHOWN = 8
-"""Number of chunks whose length the log shows."""
+"""Number of pieces whose length the log shows."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class CaptionChunks:
 
     tokens: Tensor
     """Token ids (b, L) of any integer type, in the order of the batch."""
-    lengths: list[int]
-    """Number of tokens of every caption of each chunk, (n,), in falling order."""
+    pieces: list[Pieces]
+    """Pieces of each chunk, (n,), whose lengths never rise."""
     order: Tensor | None = None
     """Row of the batch at each place of the chunks, (b,) int64. None: the chunks are in the order of the batch."""
     mean_tokens: float | None = None
@@ -45,7 +48,7 @@ class CaptionChunks:
     @classmethod
     def whole(cls, tokens: Tensor, count: int) -> "CaptionChunks":
         """Return `count` chunks of captions of full length, in the order of the batch."""
-        return cls(tokens, [tokens.shape[1]] * count)
+        return cls(tokens, [((len(tokens) // count, tokens.shape[1]),)] * count)
 
     @classmethod
     def cut(cls, tokens: Tensor, count: int, config: TextConfig, tensor: RankGroup) -> "CaptionChunks":
@@ -56,29 +59,39 @@ class CaptionChunks:
             tensor: tensor-parallel group, whose ranks all call this function; their chunks are cut at equal lengths.
         """
         own = caption_lengths(tokens, config)
-        order = None if count == 1 else own.argsort(descending=True, stable=True)
+        rows = [piece_rows(len(tokens) // count, chunk, tensor.size) for chunk in range(count)]
+        counts = list(itertools.chain.from_iterable(rows))
+        order = None if len(counts) == 1 else own.argsort(descending=True, stable=True)
         longest = own if order is None else own[order]
-        lengths = cut_lengths(longest.view(count, -1).amax(dim=1).tolist(), config, tensor)
-        return cls(tokens, lengths, order, float(own.double().mean()))
+        lengths = cut_lengths([int(part.max()) for part in longest.split(counts)], config, tensor)
+        pieces = iter(zip(counts, lengths, strict=True))
+        by_chunk = [tuple(itertools.islice(pieces, len(of_chunk))) for of_chunk in rows]
+        return cls(tokens, by_chunk, order, float(own.double().mean()))
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield the tokens of each chunk, (b / n, L') with the chunk's own L'."""
-        bounds = range(0, len(self.tokens) + 1, len(self.tokens) // len(self.lengths))
-        for (start, end), length in zip(pairwise(bounds), self.lengths, strict=True):
-            tokens = self.tokens[:, :length]
+        """Yield the tokens of each chunk, (b / n, L') with the length L' of its first piece."""
+        bounds = range(0, len(self.tokens) + 1, len(self.tokens) // len(self.pieces))
+        for (start, end), pieces in zip(pairwise(bounds), self.pieces, strict=True):
+            tokens = self.tokens[:, : pieces[0][1]]
             yield tokens[start:end] if self.order is None else tokens.index_select(0, self.order[start:end])
+
+    def pieces_of(self, chunk: int) -> Pieces | None:
+        """Return the pieces of a chunk; None if it is not divided."""
+        pieces = self.pieces[chunk]
+        return pieces if len(pieces) > 1 else None
 
     @property
     def saved_share(self) -> float:
         """Share of the token positions that cutting saves the text tower."""
-        return 1 - sum(self.lengths) / (len(self.lengths) * self.tokens.shape[1])
+        return 1 - sum(rows * length for pieces in self.pieces for rows, length in pieces) / self.tokens.numel()
 
     def summary(self) -> str:
         """Return one line about cut captions, for a log."""
         context_length = self.tokens.shape[1]
-        chunks = ", ".join(map(str, self.lengths[:_SHOWN])) + (", ..." if len(self.lengths) > _SHOWN else "")
+        lengths = [length for pieces in self.pieces for _, length in pieces]
+        shown = ", ".join(map(str, lengths[:_SHOWN])) + (", ..." if len(lengths) > _SHOWN else "")
         return (
-            f"captions of {self.mean_tokens:.1f} tokens on average, in chunks cut at {chunks} of {context_length}: "
+            f"captions of {self.mean_tokens:.1f} tokens on average, in pieces cut at {shown} of {context_length}: "
             f"{self.saved_share:.0%} of the text tower's token positions are saved"
         )
 

@@ -310,6 +310,7 @@ class _Passes:
         self._random_state.reseed(encoded.towers[0], encoded.chunk)
         model.before_text = functools.partial(self._random_state.reseed, Tower.TEXT, encoded.chunk)
         by_tower = dict(zip(encoded.towers, inputs, strict=True))
+        pieces = self._batch.pieces(encoded.chunk) if Tower.TEXT in by_tower else None
         unchanged: list[Tensor] = []
         if with_graph and encoded in self._with_other_tower:
             other = Tower(1 - encoded.towers[0])
@@ -317,7 +318,7 @@ class _Passes:
             unchanged = model.statistics((model.visual, model.text)[other])
         try:
             with torch.set_grad_enabled(with_graph), _restored(unchanged):
-                return self._engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT))
+                return self._engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT), pieces)
         finally:
             model.before_text = None  # an evaluation draws its own numbers
 

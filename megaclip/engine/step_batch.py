@@ -13,6 +13,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from megaclip.models.packing import Pieces
+
 
 class Tower(IntEnum):
     """Tower of the model that a chunk is for."""
@@ -40,6 +42,13 @@ class StepBatch(Protocol):
 
         read_once: number of chunks that this step reads once only: the first ones. Each may be freed after its use.
         again: yield the other chunks, for the second time; else all chunks.
+        """
+        ...
+
+    def pieces(self, chunk: int) -> Pieces | None:
+        """Return the pieces of a chunk of captions, which are cut at their own lengths; None if it is one piece.
+
+        They are known after the chunk has been read once.
         """
         ...
 

@@ -37,6 +37,7 @@ from megaclip.engine.inputs import Inputs
 from megaclip.engine.step_batch import DeviceFeed, Tower
 from megaclip.errors import DataError, MegaclipError, first_line
 from megaclip.logging import get_logger
+from megaclip.models.packing import Pieces
 from megaclip.planner.rules import ImagePlace
 
 logger = get_logger(__name__)
@@ -193,6 +194,9 @@ class StepStore:
     def chunks(self, tower: Tower, *, read_once: int, again: bool) -> Iterator[Tensor]:
         source = self._pixels if tower is Tower.IMAGE else self._texts
         return self._feed.inputs(tower, source(read_once, again))
+
+    def pieces(self, chunk: int) -> Pieces | None:
+        return self.captions().pieces_of(chunk)
 
     def order(self, tower: Tower) -> Tensor | None:
         return None if tower is Tower.IMAGE else self.captions().order

@@ -10,7 +10,9 @@ Some towers read only one token per row: the class token, or the end of the text
 values for all tokens, and everything else for that token only. The result is the same, and most of one block's
 computation is saved.
 
-Shapes: b batch, L tokens, Q queries (L, or 1), C width, H heads (of this rank), K channels per head.
+Shapes: b batch, L tokens, Q queries (L, or 1), C width, H heads (of this rank), K channels per head. Where a function
+has an argument `pieces`, its input may be packed (`megaclip.models.packing`): (T, C) instead of (b, L, C), and the same
+for its output, except that the output for one position per row is (b, 1, C).
 """
 
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from torch import nn
 from megaclip.models.attention import attend
 from megaclip.models.compilation import CompilablePart, compiled_body
 from megaclip.models.layers import LayerFactory
+from megaclip.models.packing import Pieces, first_tokens, pack, rows_of, unpack
 
 CheckpointFunction = Callable[..., Any]
 """checkpoint_fn(function, *arguments, **options) returns function(*arguments, **options), and recomputes it in the
@@ -34,8 +37,10 @@ Position = torch.Tensor | int
 """Position of one token in every row: (b,) int64, or one integer for all rows, negative from the end."""
 
 
-def select_token(x_bLC: torch.Tensor, position: Position) -> torch.Tensor:
+def select_token(x_bLC: torch.Tensor, position: Position, pieces: Pieces | None = None) -> torch.Tensor:
     """Return the token at `position` of every row: (b, L, C) -> (b, 1, C)."""
+    if pieces is not None:
+        return x_bLC.index_select(0, first_tokens(pieces, x_bLC.device) + position).unsqueeze(1)
     if isinstance(position, int):
         return x_bLC[:, position].unsqueeze(1)
     return x_bLC.gather(1, position[:, None, None].expand(-1, 1, x_bLC.shape[2]))
@@ -75,19 +80,37 @@ class Attention(nn.Module):
         self.v_proj = factory.by_output(width, width, shares_input=True)
         self.out_proj = factory.by_input(width, width)
 
-    def forward(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
-        """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position; with `causal`, position i sees 0..i."""
+    def forward(
+        self, x_bLC: torch.Tensor, position: Position | None = None, pieces: Pieces | None = None
+    ) -> torch.Tensor:
+        """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position; with `causal`, position i sees 0..i.
+
+        With pieces, a position is a tensor or None.
+        """
         x_bLC = self.factory.shared_input(x_bLC)
-        query_bQC = x_bLC if position is None else select_token(x_bLC, position)
-        q_bHQK = self._split_heads(self.q_proj(query_bQC))
-        k_bHLK = self._split_heads(self.k_proj(x_bLC))
-        v_bHLK = self._split_heads(self.v_proj(x_bLC))
+        query_bQC = x_bLC if position is None else select_token(x_bLC, position, pieces)
+        q_bQC, k_bLC, v_bLC = self.q_proj(query_bQC), self.k_proj(x_bLC), self.v_proj(x_bLC)
+        if pieces is None:
+            return self.out_proj(self._attend(q_bQC, k_bLC, v_bLC, position))
+        keys, values = unpack(k_bLC, pieces), unpack(v_bLC, pieces)
         if position is None:
-            out_bHQK = attend(q_bHQK, k_bHLK, v_bHLK, causal=self.causal)
+            queries = unpack(q_bQC, pieces)
+            return self.out_proj(pack([self._attend(*part) for part in zip(queries, keys, values, strict=True)]))
+        assert isinstance(position, torch.Tensor), "rows of several lengths have several positions"
+        counts = rows_of(pieces)
+        parts = zip(q_bQC.split(counts), keys, values, position.split(counts), strict=True)
+        return self.out_proj(torch.cat([self._attend(*part) for part in parts]))
+
+    def _attend(
+        self, q_bQC: torch.Tensor, k_bLC: torch.Tensor, v_bLC: torch.Tensor, position: Position | None = None
+    ) -> torch.Tensor:
+        """Return the heads' weighted means of the values, (b, Q, C)."""
+        heads = [self._split_heads(x) for x in (q_bQC, k_bLC, v_bLC)]
+        if position is None:
+            out_bHQK = attend(*heads, causal=self.causal)
         else:
-            mask = self._attention_mask(position, x_bLC)
-            out_bHQK = attend(q_bHQK, k_bHLK, v_bHLK, mask=mask)
-        return self.out_proj(out_bHQK.transpose(1, 2).flatten(2))
+            out_bHQK = attend(*heads, mask=self._attention_mask(position, k_bLC))
+        return out_bHQK.transpose(1, 2).flatten(2)
 
     def _attention_mask(self, position: Position, x_bLC: torch.Tensor) -> torch.Tensor | None:
         """Return the mask of tokens that the query at `position` attends to: (b, 1, 1, L) or (1, L), None for all."""
@@ -140,13 +163,17 @@ class ResidualBlock(CompilablePart):
         self.mlp = Mlp(width, int(width * mlp_ratio), quick_gelu, factory)
         self.ls_2 = nn.Identity() if ls_init_value is None else LayerScale(width, ls_init_value)
 
-    def forward(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
+    def forward(
+        self, x_bLC: torch.Tensor, position: Position | None = None, pieces: Pieces | None = None
+    ) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position."""
-        return self._run(x_bLC, position)
+        return self._run(x_bLC, position, pieces)
 
-    def _body(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
-        x_bQC = x_bLC if position is None else select_token(x_bLC, position)
-        x_bQC = x_bQC + self.ls_1(self.attn(self.ln_1(x_bLC), position))
+    def _body(
+        self, x_bLC: torch.Tensor, position: Position | None = None, pieces: Pieces | None = None
+    ) -> torch.Tensor:
+        x_bQC = x_bLC if position is None else select_token(x_bLC, position, pieces)
+        x_bQC = x_bQC + self.ls_1(self.attn(self.ln_1(x_bLC), position, pieces))
         return x_bQC + self.ls_2(self.mlp(self.ln_2(x_bQC)))
 
 
@@ -183,13 +210,15 @@ class Transformer(nn.Module):
             if where(block):
                 block.use_compiled(compiled)
 
-    def forward(self, x_bLC: torch.Tensor, position: Position | None = None) -> torch.Tensor:
+    def forward(
+        self, x_bLC: torch.Tensor, position: Position | None = None, pieces: Pieces | None = None
+    ) -> torch.Tensor:
         """(b, L, C) in, (b, L, C) out, or (b, 1, C) for one position."""
         last = len(self.resblocks) - 1
         for index, block in enumerate(self.resblocks):
             output_position = position if index == last else None
             if self.checkpoint_fn is not None and torch.is_grad_enabled():
-                x_bLC = self.checkpoint_fn(block, x_bLC, output_position)
+                x_bLC = self.checkpoint_fn(block, x_bLC, output_position, pieces)
             else:
-                x_bLC = block(x_bLC, output_position)
+                x_bLC = block(x_bLC, output_position, pieces)
         return x_bLC

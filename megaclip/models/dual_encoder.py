@@ -25,6 +25,7 @@ from megaclip.models.blocks import CheckpointFunction
 from megaclip.models.config import ModelConfig
 from megaclip.models.layers import own_rows
 from megaclip.models.open_clip_config import OpenClipConfig
+from megaclip.models.packing import Pieces
 
 ModelDescription = ModelConfig | OpenClipConfig
 """Description of a model: of MegaCLIP's own towers, or of open_clip's."""
@@ -50,13 +51,18 @@ class DualEncoder(nn.Module, abc.ABC):
     seeds the text tower's random numbers with it."""
 
     def forward(
-        self, images: torch.Tensor | None = None, tokens: torch.Tensor | None = None
+        self,
+        images: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+        pieces: Pieces | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
         """Encode images, captions or both.
 
         Args:
             images: (b, 3, image_size, image_size), normalised pixels, or None.
             tokens: (b, L) int64, or None. L is the context length, or less (`cut_captions`).
+            pieces: rows of `tokens` that are cut at their own lengths, only for towers of `models.text.is_cut_exact`
+                that are not tensor parallel; None: all rows have L tokens.
 
         Returns:
             image features (b, D) or None, text features (b, D) or None, the log of the logit scale (1,) float32, and,
@@ -66,13 +72,14 @@ class DualEncoder(nn.Module, abc.ABC):
         image_features = None if images is None else self._encode(self.visual, images)
         if image_features is not None and tokens is not None and self.before_text is not None:
             self.before_text()
-        text_features = None if tokens is None else self._encode(self.text, tokens)
+        divided = () if pieces is None else (pieces,)
+        text_features = None if tokens is None else self._encode(self.text, tokens, *divided)
         # Copies, because under ZeRO-3 a returned parameter is partitioned again before the caller reads it.
         scalars = [self.logit_scale] if self.logit_bias is None else [self.logit_scale, self.logit_bias]
         return image_features, text_features, *(_at_least_float32(scalar.clone()) for scalar in scalars)
 
-    def _encode(self, tower: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        features = tower(gather_rows(inputs, group=self.tensor))
+    def _encode(self, tower: nn.Module, inputs: torch.Tensor, *others: Pieces) -> torch.Tensor:
+        features = tower(gather_rows(inputs, group=self.tensor), *others)
         return _unit_length(own_rows(features, self.tensor))
 
     def blank(self, row: torch.Tensor) -> torch.Tensor:

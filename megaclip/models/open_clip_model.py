@@ -28,6 +28,7 @@ from megaclip.models.blocks import CheckpointFunction
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.hugging_face import known_configurations
 from megaclip.models.open_clip_config import OpenClipConfig
+from megaclip.models.packing import Pieces
 from megaclip.open_clip_package import import_open_clip
 
 _BLOCK_CLASS = re.compile(r".*(Block\w*|Layer|Bottleneck)$")
@@ -67,10 +68,10 @@ class OpenClipModel(DualEncoder):
         """Return positions, from a buffer that stays float32, in the dtype of the embeddings they are added to."""
         return positions.to(self.logit_scale.dtype)
 
-    def _encode(self, tower: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    def _encode(self, tower: nn.Module, inputs: torch.Tensor, *others: Pieces) -> torch.Tensor:
         if inputs.is_floating_point():
             inputs = inputs.to(self.logit_scale.dtype)
-        return super()._encode(tower, inputs)
+        return super()._encode(tower, inputs, *others)
 
     def blank(self, row: torch.Tensor) -> torch.Tensor:
         """Return rows from which the towers compute finite features.

@@ -19,6 +19,7 @@ from megaclip.models.compilation import CompilablePart
 from megaclip.models.config import TextConfig
 from megaclip.models.layers import LayerFactory
 from megaclip.models.open_clip_config import OpenClipText
+from megaclip.models.packing import Pieces, cut, pack
 
 CUT_MULTIPLE = 8
 """Captions are cut at a multiple of this many tokens, or at the context length. 8 bfloat16 numbers are the 16 bytes to
@@ -101,13 +102,21 @@ class TextTower(CompilablePart):
         self.ln_final = factory.norm(config.width)
         self.text_projection = nn.Parameter(torch.empty(config.width, embed_dim))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Encode tokens (b, L) int64 as (b, D) in the parameters' dtype."""
-        return self._run(tokens)
+    def forward(self, tokens: torch.Tensor, pieces: Pieces | None = None) -> torch.Tensor:
+        """Encode tokens (b, L) int64 as (b, D) in the parameters' dtype.
 
-    def _body(self, tokens: torch.Tensor) -> torch.Tensor:
-        x_bLC = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]
-        x_b1C = self.transformer(x_bLC, pooled_position(tokens, self.config))
+        pieces: rows, in the order of `tokens`, that are cut at their own lengths; None: all rows have L tokens.
+        """
+        return self._run(tokens, pieces)
+
+    def _body(self, tokens: torch.Tensor, pieces: Pieces | None = None) -> torch.Tensor:
+        positions = self.positional_embedding
+        if pieces is None:
+            x_bLC = self.token_embedding(tokens) + positions[: tokens.shape[1]]
+        else:
+            of_rows = [positions[:length].expand(rows, -1, -1) for rows, length in pieces]
+            x_bLC = self.token_embedding(pack(cut(tokens, pieces))) + pack(of_rows)
+        x_b1C = self.transformer(x_bLC, pooled_position(tokens, self.config), pieces)
         return self.ln_final(x_b1C.squeeze(1)) @ self.text_projection
 
     def trainable_groups(self) -> list[list[Part]]:

@@ -4,8 +4,12 @@ The assumed distribution: 90 % of the captions have 8 to 32 tokens, start and en
 77. In both ranges all lengths are equally frequent. The mean is 23.5 tokens.
 """
 
+import itertools
+
 from megaclip.models import TextConfig
+from megaclip.models.packing import Pieces
 from megaclip.models.text import cut_length
+from megaclip.planner.rules import piece_rows
 
 _USUAL, _LONG = (8, 32), (33, 77)
 _LONG_SHARE = 0.1
@@ -18,14 +22,22 @@ def assumed_length(share: float) -> int:
     return min(least + int(part * (most - least + 1)), most)
 
 
-def chunk_positions(chunks: int, text: TextConfig) -> list[int]:
-    """Return the number of token positions of each chunk after sorting and cutting captions in `chunks` chunks.
+def planned_pieces(rows: int, chunks: int, text: TextConfig, tensor_ranks: int) -> list[Pieces]:
+    """Return the pieces of each of `chunks` chunks of `rows` captions, after sorting and cutting.
 
-    The longest caption of a chunk is that of a large batch: with one chunk, the longest of all captions.
+    The longest caption of a piece is that of a large batch: in the first piece, the longest of all captions.
     """
-    return [cut_length(assumed_length(1 - chunk / chunks), text) for chunk in range(chunks)]
+    longer, planned = 0, []  # number of captions before the piece
+    for chunk in range(chunks):
+        pieces = []
+        for count in piece_rows(rows, chunk, tensor_ranks):
+            pieces.append((count, cut_length(assumed_length(1 - longer / (rows * chunks)), text)))
+            longer += count
+        planned.append(tuple(pieces))
+    return planned
 
 
-def mean_positions(chunks: int, text: TextConfig) -> float:
-    """Return the mean number of token positions per caption after sorting and cutting captions in `chunks` chunks."""
-    return sum(chunk_positions(chunks, text)) / chunks
+def mean_positions(rows: int, chunks: int, text: TextConfig, tensor_ranks: int = 1) -> float:
+    """Return the mean number of token positions per caption after sorting and cutting."""
+    pieces = itertools.chain.from_iterable(planned_pieces(rows, chunks, text, tensor_ranks))
+    return sum(count * positions for count, positions in pieces) / (rows * chunks)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megaclip.models import OpenClipConfig, OpenClipText
 from megaclip.planner import rules
-from megaclip.planner.captions import chunk_positions
+from megaclip.planner.captions import planned_pieces
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import COMPILE_BLOCKS_SECONDS, COMPILE_LAYER_SECONDS
 from megaclip.planner.tower_time import tower_seconds
@@ -59,8 +59,9 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
 
 
 def _text_shapes(workload: Workload) -> int:
-    """Return the number of lengths of captions that text blocks are compiled for."""
+    """Return the number of shapes of text chunks that text blocks are compiled for."""
     text = workload.model.text_cfg
     if isinstance(text, OpenClipText) or not rules.cuts_captions(workload.megaclip.cut_captions, text):
         return 1
-    return len(set(chunk_positions(workload.batch.text_chunks, text)))
+    batch = workload.batch
+    return len(set(planned_pieces(batch.text_micro_batch, batch.text_chunks, text, workload.tensor_ranks)))

@@ -87,6 +87,18 @@ def cuts_captions(setting: bool | str, text: TextConfig | OpenClipText) -> bool:
     return setting is not False and is_cut_exact(text)
 
 
+def piece_rows(rows: int, chunk: int, tensor_ranks: int) -> list[int]:
+    """Return the number of rows of each piece that a chunk of sorted captions is divided into.
+
+    The first chunk is divided into an eighth, an eighth, a quarter and a half: usual captions have a few long ones and
+    many of similar lengths. Tensor-parallel ranks encode their rows together, so they cannot sort them together.
+    """
+    if chunk > 0 or rows < 8 or tensor_ranks > 1:
+        return [rows]
+    eighth = rows // 8
+    return [eighth, eighth, 2 * eighth, rows - 4 * eighth]
+
+
 def embeddings_on_cpu(setting: bool | str, nbytes: float, gpu_memory: float) -> bool:
     """Return whether embeddings and their gradients are kept in host memory while the towers run.
 

@@ -262,7 +262,7 @@ class Workload:
         if isinstance(text, OpenClipText) or not rules.cuts_captions(self.megaclip.cut_captions, text):
             return text.context_length
         if self.text_positions_saved is None:
-            return mean_positions(self.batch.text_chunks, text)
+            return mean_positions(self.batch.text_micro_batch, self.batch.text_chunks, text, self.tensor_ranks)
         return (1 - self.text_positions_saved) * text.context_length
 
     @property

@@ -10,6 +10,7 @@ from megaclip.comm.parallelism import ONE_RANK
 from megaclip.engine.caption_chunks import CaptionChunks
 from megaclip.engine.step_batch import DeviceFeed, Tower
 from megaclip.models import TextConfig
+from megaclip.models.packing import Pieces
 
 
 class MemoryBatch:
@@ -42,6 +43,9 @@ class MemoryBatch:
     def chunks(self, tower: Tower, *, read_once: int, again: bool) -> Iterator[Tensor]:
         chunks = self._pixels if tower is Tower.IMAGE else list(self.captions)
         return self._feed.inputs(tower, chunks[read_once if again else 0 :])
+
+    def pieces(self, chunk: int) -> Pieces | None:
+        return self.captions.pieces_of(chunk)
 
     def order(self, tower: Tower) -> Tensor | None:
         return None if tower is Tower.IMAGE else self.captions.order

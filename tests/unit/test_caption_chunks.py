@@ -114,7 +114,7 @@ def test_chunks_hold_every_caption_whole_the_longest_first():
     chunks = chunks_of(5)
     tokens = list(chunks)
     assert [tuple(chunk.shape) for chunk in tokens] == [(2, 24), (2, 16), (2, 16), (2, 8), (2, 8)]
-    assert chunks.lengths == [24, 16, 16, 8, 8]
+    assert chunks.pieces == [((2, length),) for length in (24, 16, 16, 8, 8)]
     rows = [int(row[0]) - 100 for chunk in tokens for row in chunk]
     assert rows == chunks.order.tolist() == [2, 5, 9, 0, 4, 6, 8, 1, 3, 7]  # rows of equal length keep their order
     for chunk, index in zip(tokens, chunks.order.split(2), strict=True):
@@ -123,7 +123,7 @@ def test_chunks_hold_every_caption_whole_the_longest_first():
     assert chunks.mean_tokens == pytest.approx(sum(LENGTHS) / len(LENGTHS))
     assert chunks.saved_share == pytest.approx(1 - 72 / 120)
     assert chunks.summary() == (
-        "captions of 10.3 tokens on average, in chunks cut at 24, 16, 16, 8, 8 of 24: 40% of the text tower's token "
+        "captions of 10.3 tokens on average, in pieces cut at 24, 16, 16, 8, 8 of 24: 40% of the text tower's token "
         "positions are saved"
     )
 
@@ -132,6 +132,17 @@ def test_one_chunk_is_cut_and_keeps_its_order():
     chunks = chunks_of(1, [3, 9, 5])
     (tokens,) = chunks
     assert chunks.order is None and torch.equal(tokens, chunks.tokens[:, :16])
+
+
+def test_the_first_chunk_is_divided_into_pieces_of_an_eighth_an_eighth_a_quarter_and_a_half():
+    lengths = [3, 24, 3, 9, 12, 2, 16, 3, 17, 2, 3, 4, 16, 5, 3, 2, 2, 1]
+    chunks = chunks_of(2, lengths)
+    assert chunks.pieces == [((1, 24), (1, 24), (2, 16), (5, 16)), ((9, 8),)]
+    assert (chunks.pieces_of(0), chunks.pieces_of(1)) == (chunks.pieces[0], None)
+    assert [tuple(tokens.shape) for tokens in chunks] == [(9, 24), (9, 8)]
+    assert chunks.saved_share == pytest.approx(1 - (2 * 24 + 7 * 16 + 9 * 8) / (18 * 24))
+    (whole,) = chunks_of(1, lengths)
+    assert whole.shape == (18, 24)
 
 
 def test_whole_chunks_keep_order_and_padding():
