@@ -22,6 +22,7 @@ Shapes: b rows of this rank, D embedding.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,7 +36,6 @@ from torch import Tensor, nn
 
 from megaclip.comm.collectives import average_over_ranks
 from megaclip.engine.step_batch import StepBatch, Tower
-from megaclip.errors import NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.planner.rules import KeptGraphs, encodes_together, kept_graphs
 
@@ -75,8 +75,11 @@ def accumulate_gradients(
     accumulation_dtype: torch.dtype = torch.float32,
     embeddings_on_cpu: bool = False,
     check_loss: Callable[[], None] = lambda: None,
-) -> float:
+) -> Tensor:
     """Leave the gradient of one whole contrastive batch in the engine, ready for `engine.step()`.
+
+    If the loss is infinite or NaN, so are all gradients, and `megaclip.engine.optimizers.update` refuses them. On a GPU
+    this function only queues the work: the host never waits for it, so that the GPU never waits for the host.
 
     Args:
         engine: a DeepSpeed engine around a `DualEncoder`.
@@ -96,10 +99,10 @@ def accumulate_gradients(
             the loss's own parameters and state would not be finite.
 
     Returns:
-        the global mean loss, the same on every rank.
+        the global mean loss, () on the engine's device, the same on every rank.
 
     Raises:
-        NonFiniteError: the loss is infinite or NaN, or `check_loss` raised; nothing was back-propagated to the towers.
+        NonFiniteError: `check_loss` raised; nothing was back-propagated to the towers.
         DataError: the data of a rank failed; the caller must not update.
     """
     embeddings_device = torch.device("cpu") if embeddings_on_cpu else engine.device
@@ -108,9 +111,7 @@ def accumulate_gradients(
     batch.agree()
     scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
     orders = {tower: batch.order(tower) for tower in Tower}
-    loss, cached = _loss_and_gradients(
-        loss_function, features, orders, scalars, engine.device, random_state.step, check_loss
-    )
+    loss, cached = _loss_and_gradients(loss_function, features, orders, scalars, engine.device, check_loss)
     model: DualEncoder = engine.module
     statistics = [*model.statistics(model.visual), *model.statistics(model.text)]
     with engine.coalesce_grad_reduction() if coalesce else nullcontext(), _restored(statistics):
@@ -118,7 +119,8 @@ def accumulate_gradients(
         passes.back_propagate(cached, sums)
     engine.set_gradient_accumulation_boundary(True)  # coalesce_grad_reduction put the flag back as it was
     average_over_ranks(statistics)
-    batch.agree()
+    if passes.read_again:
+        batch.agree()
     return loss
 
 
@@ -199,6 +201,11 @@ class _Passes:
     def count(self) -> int:
         """Number of backward passes."""
         return max(1, len(self._backward_order))
+
+    @property
+    def read_again(self) -> bool:
+        """True if some chunks are read for the second time, on every rank."""
+        return len(self._backward_order) > sum(self._kept[towers[0]] for towers in self._trained_order)
 
     def _passes_with_both_towers(self, coalesce: bool) -> set[_Pass]:
         """Return the passes over one tower in which the other takes part, with one blank row and a gradient of zero.
@@ -384,10 +391,11 @@ def _loss_and_gradients(
     orders: dict[Tower, Tensor | None],
     scalars: Sequence[Tensor],
     device: torch.device,
-    step: int,
     check_loss: Callable[[], None],
-) -> tuple[float, _Cached]:
+) -> tuple[Tensor, _Cached]:
     """Evaluate the loss on `device`; empty `features`, so that only their gradients are held, on the same devices.
+
+    All gradients are NaN if the loss is not finite.
 
     features, and the gradients that are returned: in the order of the chunks, which `orders` describes as
     `StepBatch.order` does. The loss gets the rows in the order of the batch.
@@ -396,29 +404,32 @@ def _loss_and_gradients(
     leaves = {tower: _batch_order(features.pop(tower).to(device), orders[tower]).requires_grad_() for tower in Tower}
     log_scale, *bias = scalar_leaves = [scalar.detach().clone().requires_grad_() for scalar in scalars]
     loss = loss_function(leaves[Tower.IMAGE], leaves[Tower.TEXT], log_scale.exp(), *bias)
-    value = float(loss.detach())
-    if not np.isfinite(value):
-        scale = float(log_scale.detach().exp())
-        raise NonFiniteError(f"step {step}: the loss is {value} at logit scale {scale:.4g}, so the update was not made")
     loss.backward()  # not autograd.grad, which would not leave gradients in a loss's own parameters
     check_loss()
+    value = loss.detach()
+    refused = ~value.isfinite()
     gradients = {}
     for tower in Tower:
-        gradient = _chunk_order(_gradient(leaves.pop(tower)), orders[tower])
+        gradient = _chunk_order(_gradient(leaves.pop(tower)), orders[tower]).masked_fill_(refused, math.nan)
         if kept_on[tower] != device:
             gradient = _empty(gradient.shape, gradient, kept_on[tower]).copy_(gradient)
         gradients[tower] = gradient
-    return value, _Cached(gradients, [_gradient(leaf) for leaf in scalar_leaves])
+    return value, _Cached(gradients, [_gradient(leaf).masked_fill_(refused, math.nan) for leaf in scalar_leaves])
 
 
 def _batch_order(rows: Tensor, order: Tensor | None) -> Tensor:
     """Return rows that are in the order of the chunks, in the order of the batch."""
-    return rows if order is None else rows.index_select(0, order.argsort().to(rows.device))
+    return rows if order is None else rows.index_select(0, _beside(rows, order.argsort()))
 
 
 def _chunk_order(rows: Tensor, order: Tensor | None) -> Tensor:
     """Return rows that are in the order of the batch, in the order of the chunks."""
-    return rows if order is None else rows.index_select(0, order.to(rows.device))
+    return rows if order is None else rows.index_select(0, _beside(rows, order))
+
+
+def _beside(rows: Tensor, index: Tensor) -> Tensor:
+    """Return an index in host memory on the device of `rows`. The host does not wait for the device."""
+    return index if rows.device.type == "cpu" else index.pin_memory().to(rows.device, non_blocking=True)
 
 
 def _gradient(leaf: Tensor) -> Tensor:

@@ -122,10 +122,11 @@ def step_without_history(engine: DeepSpeedEngine) -> None:
         optimizer.register_step_pre_hook(forget)
 
 
-def update(engine: DeepSpeedEngine, step: int | None = None) -> float:
+def update(engine: DeepSpeedEngine, step: int | None = None, loss: Tensor | None = None) -> float:
     """Take the optimizer step at the end of an accumulation and return the gradient's global norm before clipping.
 
-    step: number of steps before this one, for the error. None: as DeepSpeed counts them.
+    step: number of steps before this one, for the error. None: as DeepSpeed counts them. loss: (), named in the error
+    if it is the reason.
 
     Raises:
         NonFiniteError: the norm is infinite or NaN (raised on every rank; no parameter and no optimizer state has
@@ -136,10 +137,10 @@ def update(engine: DeepSpeedEngine, step: int | None = None) -> float:
         engine._global_grad_norm = _gradient_norm(engine.module)
         if not math.isfinite(norm := float(engine._global_grad_norm)):
             engine.zero_grad()
-        _check_norm(norm, step)
+        _check_norm(norm, step, loss)
     engine.step()
     if getattr(engine.optimizer, "overflow", False):
-        _check_norm(math.inf, step)
+        _check_norm(math.inf, step, loss)
     return float(engine.get_global_grad_norm())
 
 
@@ -154,6 +155,9 @@ def _gradient_norm(model: DualEncoder) -> Tensor:
     return (squares[0] + sum_over_ranks(squares[1], group=model.tensor)).sqrt()
 
 
-def _check_norm(norm: float, step: int) -> None:
-    if not math.isfinite(norm):
-        raise NonFiniteError(f"step {step}: the gradient norm is {norm}, so the update was not made")
+def _check_norm(norm: float, step: int, loss: Tensor | None = None) -> None:
+    if math.isfinite(norm):
+        return
+    value = 0.0 if loss is None else float(loss)
+    reason = f"the gradient norm is {norm}" if math.isfinite(value) else f"the loss is {value}"
+    raise NonFiniteError(f"step {step}: {reason}, so the update was not made")

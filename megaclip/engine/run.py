@@ -6,6 +6,7 @@ checks that the run fits into memory, builds the engine (`Run`), resumes if requ
 """
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -318,20 +319,23 @@ class Run:
         """
         learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)
         set_learning_rate(self.engine, learning_rate)
-        loss = gradient_norm = math.nan
+        queued, gradient_norm = torch.tensor(math.nan), math.nan
         try:
-            loss = self._accumulate(batch)
-            gradient_norm = update(self.engine, self.step)
+            queued = self._accumulate(batch)
+            gradient_norm = update(self.engine, self.step, queued)
             self.loss.update(self.step)
             self.skipped_steps.updated()
         except NonFiniteError as error:  # on every rank, and nothing has changed
             self.skipped_steps.skip(error)
+        loss = float(queued)
         captions = batch.captions()
         batch.next_step()
         self.step += 1
         self.samples_consumed += self.batch_plan.global_batch
         if self.step == self._first_step + MEASURED_STEPS:
             self.memory_plan = keep_more_graphs(self.memory_plan)
+            gc.collect()
+            gc.freeze()  # a collection that looks at all objects of the start-up takes tens of milliseconds
         loss_scale = self.loss.log_scale
         log_scale = self.logit_scale.clamp_() if loss_scale is None else loss_scale
         return StepMetrics(
@@ -345,8 +349,8 @@ class Run:
             loss_spike=self.loss_level.spike(self.step, loss),
         )
 
-    def _accumulate(self, batch: StepStore) -> float:
-        """Leave the gradients of the step in the engine and return its loss."""
+    def _accumulate(self, batch: StepStore) -> torch.Tensor:
+        """Leave the gradients of the step in the engine and return its loss, ()."""
         section = self.inputs.config.megaclip
         with report_compilation(section.compile, self.step + 1) if self.memory_plan.compiles else nullcontext():
             return accumulate_gradients(

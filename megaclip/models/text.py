@@ -60,9 +60,13 @@ def caption_lengths(tokens: torch.Tensor, config: TextConfig) -> torch.Tensor:
 
     config: a text tower for which `is_cut_exact` returns True.
     """
-    position = pooled_position(tokens, config)
-    assert isinstance(position, torch.Tensor), f"captions have no length with pool_type {config.pool_type!r}"
-    return position + 1
+    assert config.pool_type in ("argmax", "eos"), f"captions have no length with pool_type {config.pool_type!r}"
+    if tokens.device.type != "cpu":
+        position = pooled_position(tokens, config)
+        assert isinstance(position, torch.Tensor)
+        return position + 1
+    of_rows = tokens.numpy()  # PyTorch's argmax takes 50 times as long
+    return torch.from_numpy((of_rows if config.pool_type == "argmax" else of_rows == config.eos_id).argmax(axis=1) + 1)
 
 
 def cut_length(longest: int, config: TextConfig) -> int:

@@ -443,7 +443,7 @@ def kept_of(model: ClipModel, case: Case) -> KeptGraphs:
 def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, batch: StepBatch | None = None) -> float:
     """Accumulate the gradient of one step in the engine; return the loss."""
     bias = engine.module.logit_bias
-    return accumulate_gradients(
+    value = accumulate_gradients(
         engine,
         loss or loss_of(case),
         batch or batch_of(case, step, dist.get_rank()),
@@ -454,6 +454,7 @@ def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, bat
         kept=kept_of(engine.module, case),
         embeddings_on_cpu=case.embeddings_on_cpu,
     )
+    return value.item()
 
 
 def train(case: Case, config: TrainingConfig | None = None) -> Outcome:

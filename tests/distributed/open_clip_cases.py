@@ -123,7 +123,7 @@ def take_step(engine: DeepSpeedEngine, case: Case, step: int, outcome: Outcome) 
         coalesce=False,
         kept=kept_graphs(case.keep, (CHUNKS, case.text_chunks), [tower in trained_towers(model) for tower in Tower]),
     )
-    outcome.losses.append(loss)
+    outcome.losses.append(loss.item())
     set_learning_rate(engine, LEARNING_RATES[step])
     outcome.norms.append(update(engine))
 

@@ -94,12 +94,18 @@ def guarded(case: Case) -> Guarded:
     # NaN in every gradient of the towers, or infinity in that of logit_scale only.
     fault = {"scale_fault": math.inf} if case.clipping else {"feature_fault": math.nan}
     one_rank_faulty = engine_cases.loss_of(replace(case, **fault) if dist.get_rank() == WORLD_SIZE - 1 else case)
-    refusals = [refusal(lambda: engine_cases.backpropagate(engine, case, 1, batch=poison_last_rank(case, 1)))]
-    engine_cases.backpropagate(engine, case, 1, loss=one_rank_faulty)
-    refusals.append(refusal(lambda: update(engine)))
+    refusals = []
+    faults = {"batch": poison_last_rank(case, 1)}, {"loss": infinite_with_finite_gradient}, {"loss": one_rank_faulty}
+    for fault in faults:
+        value = engine_cases.backpropagate(engine, case, 1, **fault)
+        refusals.append(refusal(lambda value=value: update(engine, 1, torch.tensor(value))))
     now = engine_cases.whole_parameters(engine), engine_cases.masters(engine)
     changed = [name for old, new in zip(before, now, strict=True) for name in old if (old[name] != new[name]).any()]
     return Guarded(initial, clamped, after, forward, refusals, changed)
+
+
+def infinite_with_finite_gradient(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, *bias: torch.Tensor) -> Any:
+    return sum((given**2).sum() for given in (x, y, scale, *bias)) + math.inf
 
 
 def refusal(action: Callable[[], Any]) -> str:
@@ -139,8 +145,9 @@ def test_nan_or_infinity_on_one_rank_ends_every_rank_before_the_update(results, 
     for rank_results in results:
         got = rank_results[name]
         assert isinstance(got, Guarded), got
-        loss, gradient = got.refusals
-        assert loss.startswith("step 1: the loss is nan at logit scale 8, so the update was not made")
+        loss, infinite, gradient = got.refusals
+        assert loss.startswith("step 1: the loss is nan, so the update was not made")
+        assert infinite.startswith("step 1: the loss is inf, so the update was not made")
         assert gradient.startswith("step 1: the gradient norm is ")
         assert got.changed == []
 

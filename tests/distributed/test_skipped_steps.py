@@ -77,7 +77,7 @@ def differences(case: Case) -> list[str]:
                     else:
                         faulty = replace(case, feature_fault=math.nan) if last_rank else case
                         engine_cases.backpropagate(engine, case, 6, engine_cases.loss_of(faulty), batch_of(case, step))
-                        update(engine)
+                    update(engine)
                 except NonFiniteError as error:
                     skipped.skip(error)
             engine_cases.backpropagate(engine, case, step)

@@ -50,8 +50,8 @@ class Engine:
     def _count(self, tower: str, inputs: torch.Tensor) -> None:
         self.rows[tower] += len(inputs)
 
-    def __call__(self, images, tokens):
-        return self.module(images, tokens)
+    def __call__(self, *inputs):
+        return self.module(*inputs)
 
     def backward(self, loss: torch.Tensor, **_: object) -> None:
         loss.backward()
