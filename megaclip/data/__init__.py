@@ -8,6 +8,7 @@ from megaclip.data.choose_tokenizer import load_tokenizer
 from megaclip.data.images import OPENAI_MEAN, OPENAI_STD, ImageTransform
 from megaclip.data.labelled import LabelledDataset, open_labelled
 from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch
+from megaclip.data.shared_memory import free_pages
 from megaclip.data.sources import DATASET_TYPES, PairDataset, check_manifest, open_pairs
 from megaclip.data.tokenizers import Tokenizer
 
@@ -28,6 +29,7 @@ __all__ = [
     "TrainLoader",
     "check_batch",
     "check_manifest",
+    "free_pages",
     "load_tokenizer",
     "open_labelled",
     "open_pairs",

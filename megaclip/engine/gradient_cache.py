@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from megaclip.comm.collectives import average_over_ranks
 from megaclip.engine.step_batch import StepBatch, Tower
+from megaclip.errors import NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.planner.rules import KeptGraphs, encodes_together, kept_graphs
 
@@ -111,7 +112,9 @@ def accumulate_gradients(
     batch.agree()
     scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
     orders = {tower: batch.order(tower) for tower in Tower}
-    loss, cached = _loss_and_gradients(loss_function, features, orders, scalars, engine.device, check_loss)
+    loss, cached = _loss_and_gradients(
+        loss_function, features, orders, scalars, engine.device, random_state.step, check_loss
+    )
     model: DualEncoder = engine.module
     statistics = [*model.statistics(model.visual), *model.statistics(model.text)]
     with engine.coalesce_grad_reduction() if coalesce else nullcontext(), _restored(statistics):
@@ -391,6 +394,7 @@ def _loss_and_gradients(
     orders: dict[Tower, Tensor | None],
     scalars: Sequence[Tensor],
     device: torch.device,
+    step: int,
     check_loss: Callable[[], None],
 ) -> tuple[Tensor, _Cached]:
     """Evaluate the loss on `device`; empty `features`, so that only their gradients are held, on the same devices.
@@ -405,9 +409,14 @@ def _loss_and_gradients(
     log_scale, *bias = scalar_leaves = [scalar.detach().clone().requires_grad_() for scalar in scalars]
     loss = loss_function(leaves[Tower.IMAGE], leaves[Tower.TEXT], log_scale.exp(), *bias)
     loss.backward()  # not autograd.grad, which would not leave gradients in a loss's own parameters
-    check_loss()
     value = loss.detach()
     refused = ~value.isfinite()
+    try:
+        check_loss()
+    except NonFiniteError as error:
+        if not refused:
+            raise
+        raise NonFiniteError(f"step {step}: the loss is {float(value)}, so the update was not made") from error
     gradients = {}
     for tower in Tower:
         gradient = _chunk_order(_gradient(leaves.pop(tower)), orders[tower]).masked_fill_(refused, math.nan)

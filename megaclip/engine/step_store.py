@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.config import BatchPlan, TrainArguments
-from megaclip.data import TrainLoader
+from megaclip.data import TrainLoader, free_pages
 from megaclip.engine.caption_chunks import CaptionChunks, DivideCaptions, division_of_captions
 from megaclip.engine.image_slots import WINDOW, ImageSlots
 from megaclip.engine.inputs import Inputs
@@ -288,6 +288,7 @@ class StepStore:
                     start = chunk * self._batch_plan.micro_batch
                     self._tokens[step % 2, start : start + self._batch_plan.micro_batch].copy_(batch.tokens)
                     self._bad_counts_read[step % 2] = self._loader.bad_counts
+                free_pages(batch.images)  # so that deleting them does not hold up the training thread
                 with self._changed:
                     self._filled = number + 1
                     self._changed.notify_all()
