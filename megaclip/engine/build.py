@@ -27,7 +27,8 @@ from megaclip.config import TrainArguments, TrainingConfig
 from megaclip.config.optimizers import TIMM_OPTIMIZERS
 from megaclip.engine.compilation import compile_model
 from megaclip.engine.deepspeed_update import group_kernels
-from megaclip.engine.optimizers import guard_gradients, parameter_groups, step_without_history, timm_optimizer
+from megaclip.engine.optimizers import guard_gradients, step_without_history, timm_optimizer
+from megaclip.engine.parameter_groups import parameter_groups
 from megaclip.errors import ConfigError, config_error
 from megaclip.logging import get_logger
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model
@@ -75,7 +76,7 @@ def build_engine(
         model.lock_text_tower(arguments.lock_text_unlocked_layers)
     if config.zero_stage == 3:
         _gather_whole_blocks(model)
-    groups = parameter_groups(model, config.optimizer.params.weight_decay)
+    groups = parameter_groups(model, config)
     optimizer = timm_optimizer(config.optimizer, groups) if config.optimizer.type in TIMM_OPTIMIZERS else None
     try:
         engine, *_ = deepspeed.initialize(
