@@ -50,6 +50,11 @@ class MegaclipSection(LossSettings):
     text_layer_decay: float | None = Field(default=None, gt=0, le=1)
     """Layer-wise decay of the text tower's learning rate, as image_layer_decay."""
 
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Decay of an exponential moving average of the trained weights, which checkpoints hold beside the weights
+    themselves. It takes 4 bytes per trained parameter, divided among ranks like the optimizer states. Default: no
+    average."""
+
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Number of ranks that each layer of the towers is split over. Requires megatron-core. The batch sizes of
     ds_config.json are then those of a replica of this many ranks."""

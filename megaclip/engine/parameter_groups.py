@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from megaclip.checkpoint.saved_states import PARAMETER_NAMES
 from megaclip.config import MegaclipSection, TrainingConfig
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
@@ -62,7 +63,8 @@ def grouping(section: MegaclipSection) -> dict[str, str | None]:
 def parameter_groups(model: DualEncoder, config: TrainingConfig) -> list[dict[str, Any]]:
     """Return the trainable parameters as optimizer groups, without empty ones.
 
-    Each group has a name, a weight decay, and a factor of the learning rate (`LR_SCALE`). Parameters are chosen by
+    Each group has a name, a weight decay, a factor of the learning rate (`LR_SCALE`), and at ZeRO-0 the names of its
+    parameters, which checkpoints save. Parameters are chosen by
     name, not by shape, because ZeRO-3 changes the shapes.
 
     Raises:
@@ -95,7 +97,12 @@ def parameter_groups(model: DualEncoder, config: TrainingConfig) -> list[dict[st
     groups += [
         {"name": name, "params": [parameter], "weight_decay": 0.0, LR_SCALE: 1.0} for name, parameter in scalars.items()
     ]
-    return [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]]
+    if config.zero_stage == 0:  # at other stages DeepSpeed saves the names
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in groups:
+            group[PARAMETER_NAMES] = [names[id(parameter)] for parameter in group["params"]]
+    return groups
 
 
 def _layers(

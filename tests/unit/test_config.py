@@ -278,6 +278,21 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
             "coalesce_gradient_reduction has no effect at stage 0",
         ),
         ({"megaclip": {"compile": "yes"}}, "megaclip.compile"),
+        ({"megaclip": {"ema_decay": 1.0}}, "megaclip.ema_decay: Input should be less than 1"),
+        (
+            {
+                "megaclip": {"ema_decay": 0.999},
+                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+            },
+            "megaclip.ema_decay cannot be used with zero_optimization.offload_optimizer.device 'nvme': the average",
+        ),
+        (
+            {
+                "megaclip": {"ema_decay": 0.999},
+                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            },
+            "megaclip.ema_decay cannot be used with zero_optimization.offload_optimizer.ratio 0.5: the average",
+        ),
         (
             {"megaclip": {"compile": True, "layer_norm": "apex"}},
             "megaclip.compile true cannot be used with megaclip.layer_norm 'apex'",
