@@ -178,13 +178,13 @@ class SavedStates:
             for index, flat in enumerate(optimizer["single_partition_of_fp32_groups"]):
                 for name, place in optimizer["param_slice_mappings"][index].items():
                     self._add_trained(name, flat, state.get(index, {}), tensor_rank, place.start, place.numel)
-        whole = model.get("optimizer")
-        if optimizers or not whole:
+        if optimizers:
             return
-        state = whole["state"]
-        trained = [name for group in whole["param_groups"] for name in group.get(PARAMETER_NAMES, ())] or trained
+        groups = (model.get("optimizer") or {}).get("param_groups", ())
+        trained = [name for group in groups for name in group.get(PARAMETER_NAMES, ())] or trained
         if not trained:
             return
+        state = model["optimizer"]["state"]
         # DeepSpeed's FusedAdam counts its steps only in the last parameter of a group.
         counts = {"step": max(part["step"] for part in state.values())} if "step" in state.get(0, {}) else {}
         for index, name in enumerate(trained):

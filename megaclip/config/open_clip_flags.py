@@ -49,7 +49,6 @@ _ELSEWHERE = {
     "--skip-scheduler": "use --lr-scheduler const --warmup 0",
     "--save-most-recent": "leave it out: --resume auto finds the latest of the --keep-last checkpoints",
     "--delete-previous-checkpoint": "use --keep-last 1",
-    "--pretrained-image": "it has no replacement: --pretrained loads both towers from open_clip's weights",
     "--lock-image-freeze-bn-stats": "it has no replacement: a locked tower updates them too (docs/models.md)",
     "--lock-text-freeze-layer-norm": "leave it out: --lock-text freezes the layer norms too",
     "--aug-cfg": "use --aug-scale; there is no other augmentation",

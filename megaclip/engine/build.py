@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import get_default_build_root
 
 from megaclip.checkpoint.open_clip_weights import load_pretrained
+from megaclip.checkpoint.tower_weights import load_pretrained_tower
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.parallelism import Parallelism, parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
@@ -70,6 +71,9 @@ def build_engine(
         )
     if arguments.pretrained:
         logger.info("%s", load_pretrained(model, arguments.pretrained))
+    for tower, path in (("image", arguments.pretrained_image), ("text", arguments.pretrained_text)):
+        if path:
+            logger.info("%s", load_pretrained_tower(model, tower, path))
     if arguments.lock_image:
         model.lock_image_tower(arguments.lock_image_unlocked_groups)
     if arguments.lock_text:

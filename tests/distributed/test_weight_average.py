@@ -62,7 +62,6 @@ for _stage in (1, 2, 3):
     GRID[f"zero{_stage} offloaded"] = Averaged(Case(_stage, 2, offload="optimizer"))
     GRID[f"zero{_stage} offloaded to plain"] = Averaged(Case(_stage, 2, offload="optimizer"), PLAIN[_stage])
 GRID["zero3 all offloaded"] = Averaged(Case(3, 2, offload="all"))
-GRID["zero0 Lamb"] = Averaged(Case(0, 2, optimizer="Lamb"))
 
 
 def run_case(name: str, averaged: Averaged, folder: Path) -> None:
