@@ -12,6 +12,7 @@ import pytest
 from tests.distributed import open_clip_cases
 from tests.distributed.engine_cases import WEIGHT_DECAY, WORLD_SIZE, Case, Outcome, Rates, oracle, train
 from tests.distributed.harness import or_traceback, run_ranks
+from tests.distributed.megatron_mark import MEGATRON
 from tests.distributed.test_engine import comparisons
 from tests.distributed.test_open_clip_towers import checkpoints_of, differences, prepared
 from tests.open_clip_families import BOTH_RANDOM, FAMILIES
@@ -105,6 +106,11 @@ FAMILY_GRID = {
 }
 
 
+TENSOR_PARALLEL = {
+    f"zero{stage}": Case(stage, 2, section=BOTH, tensor_parallel=2, clipping=0.1 * (stage == 1)) for stage in (0, 1, 3)
+}
+
+
 def train_all(own: dict[str, Case], families: dict[str, open_clip_cases.Case], folder: Path) -> dict:
     """Return the outcome of every case on this rank, or the traceback of its exception."""
     outcomes: dict = {name: or_traceback(train, case) for name, case in own.items()}
@@ -177,3 +183,11 @@ def test_every_stage_and_family(tmp_path):
             except AssertionError as error:
                 failed[name] = str(error)
     assert not failed, "\n".join(f"{name}: {error}" for name, error in failed.items())
+
+
+@MEGATRON
+@pytest.mark.long
+def test_towers_split_over_two_ranks():
+    for outcomes in run_ranks(train_all, WORLD_SIZE, TENSOR_PARALLEL, {}, Path(), time_limit_s=300):
+        for name, case in TENSOR_PARALLEL.items():
+            assert exceeded(comparisons(outcomes[name], own_oracle(case)).values()) == [], name

@@ -278,6 +278,10 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
             "coalesce_gradient_reduction has no effect at stage 0",
         ),
         ({"megaclip": {"compile": "yes"}}, "megaclip.compile"),
+        (
+            {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95}}},
+            "optimizer.type 'Muon' cannot be used: at ZeRO-1 to 3 DeepSpeed measures and clips Muon's update",
+        ),
         ({"megaclip": {"ema_decay": 1.0}}, "megaclip.ema_decay: Input should be less than 1"),
         (
             {
