@@ -100,6 +100,8 @@ ENGINE = {
     # smaller, and Adam's eps of 5e-2 keeps it from magnifying them.
     "parameters": Bound("engine parameters", rounding(F32, 2, 2.66 / 4.4e-3)),
 }
+# Moving averages of equal float32 weights by two formulas, after two or three updates of two roundings each.
+WEIGHT_AVERAGE = Bound("moving average", rounding(F32, 6))
 # Captions of several lengths. Token embeddings have entries of 0.02, and the first layer norm divides by their size, so
 # their gradients have addends of up to 8. The scale multiplies the roundings of the addends. Where addends cancel, Adam
 # turns a rounding into learning rate / eps = 0.2 of it. The largest moves are 1.3e-2.

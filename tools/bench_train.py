@@ -50,7 +50,7 @@ DEFAULT_CONFIG: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "optimizer": {
         "type": "AdamW",
-        "params": {"lr": 1e-4, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.2, "torch_adam": True},
+        "params": {"lr": 1e-4, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.2},
     },
     "zero_optimization": {"stage": 1},
     "megaclip": {"loss": "clip", "coalesce_gradient_reduction": True},

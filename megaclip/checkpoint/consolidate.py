@@ -2,6 +2,8 @@
 
 With ZeRO the weights are the float32 masters. Without ZeRO they are the weights of the forward pass, which are float32
 too, because bfloat16 training requires ZeRO. Frozen parameters have no masters; their working copies are converted.
+Moving averages of the weights are joined alike. Parameters that the run does not update have none: their average is
+their value.
 
 Nothing in the files is executed (`megaclip.checkpoint.deepspeed_files`).
 """
@@ -10,28 +12,34 @@ from pathlib import Path
 
 import torch
 
-from megaclip.checkpoint.saved_states import FP32, WORKING, SavedStates
+from megaclip.checkpoint.saved_states import EMA, FP32, WORKING, SavedStates
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import CheckpointError, first_line
 from megaclip.models.open_clip_keys import StateDict
 
 
-def consolidated_weights(folder: Path, tag: str) -> StateDict:
+def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateDict:
     """Return MegaCLIP's state dict of a checkpoint, parameters in float32, on the CPU.
 
     Args:
         folder: RUN/checkpoints.
         tag: name of the checkpoint, such as "step_00000100".
+        ema: return the moving averages of the weights. Buffers (running statistics) are those of the last step.
 
     Raises:
-        CheckpointError: the checkpoint does not exist or is incomplete.
+        CheckpointError: the checkpoint does not exist, is incomplete, or has no moving averages.
     """
     step = folder / tag
     if not step.is_dir():
         raise CheckpointError(f"{step} does not exist; expected a directory saved by training")
     try:
         saved = SavedStates.open(step)
-        weights = {name: _whole(saved, name) for name in saved.shapes}
+        if ema and not any(saved.has(name, EMA) for name in saved.shapes):
+            raise CheckpointError(
+                f"{step} has no moving averages of the weights (--ema), which a run saves with megaclip.ema_decay; "
+                "leave --ema out"
+            )
+        weights = {name: _whole(saved, name, ema) for name in saved.shapes}
         return weights | {name: buffer.clone() for name, buffer in saved.buffers.items()}
     except CheckpointError:
         raise
@@ -39,9 +47,10 @@ def consolidated_weights(folder: Path, tag: str) -> StateDict:
         raise CheckpointError(f"{step} cannot be joined: {first_line(error)}") from None
 
 
-def _whole(saved: SavedStates, name: str) -> torch.Tensor:
+def _whole(saved: SavedStates, name: str, ema: bool) -> torch.Tensor:
     shape = saved.whole_shape(name)
     weights = torch.empty(shape)
-    kind = FP32 if saved.has(name, FP32) else WORKING
+    kinds = (EMA, FP32, WORKING) if ema else (FP32, WORKING)
+    kind = next(kind for kind in kinds if saved.has(name, kind) or kind == WORKING)
     saved.read(name, kind, shape, ONE_RANK, 0, weights.view(-1))
     return weights

@@ -124,6 +124,11 @@ def read_weights(path_or_dir: str | Path, config: ModelDescription | None = None
     Raises:
         CheckpointError: the file does not exist, is not a weights file, or is a pickle that holds more than tensors.
     """
+    return from_open_clip(read_tensors(path_or_dir, config), config)
+
+
+def read_tensors(path_or_dir: str | Path, config: ModelDescription | None = None) -> StateDict:
+    """Return the tensors of a weights file under the names of the file, as `read_weights` reads them."""
     path = _weights_file(Path(path_or_dir))
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
     state_dict = content.get("state_dict", content) if isinstance(content, dict) else content
@@ -135,12 +140,12 @@ def read_weights(path_or_dir: str | Path, config: ModelDescription | None = None
     tensors = {}
     for name, value in state_dict.items():
         name = _without_wrappers(str(name))
-        if name in _NOT_PARAMETERS:
+        if name in _NOT_PARAMETERS or name.endswith(".position_ids"):  # the latter in files of older transformers
             continue
         if not _is_dense_tensor(value) or not (value.is_floating_point() or _is_counter(name, value, config)):
             raise CheckpointError(f"{path}: entry {name!r} is a {_kind(value)}, expected a floating-point tensor")
         tensors[name] = value
-    return from_open_clip(tensors, config)
+    return tensors
 
 
 def assigned_model(config: ModelDescription, state_dict: StateDict) -> DualEncoder:
@@ -184,39 +189,75 @@ def adapt_weights(state_dict: StateDict, model: DualEncoder) -> StateDict:
     patches, linear over the context. A missing `logit_bias` (CLIP's weights, used with the sigmoid loss) gets the
     model's initial value; open_clip takes 0. All other entries are returned unchanged, even if they do not fit.
     """
-    adapted, config = dict(state_dict), model.config
-    if isinstance(model, ClipModel):
-        _adapt_positions(adapted, model)
+    adapted, config = adapt_positions(state_dict, model), model.config
     if config.init_logit_bias is not None and "logit_bias" not in adapted:
         adapted["logit_bias"] = torch.full((1,), float(config.init_logit_bias))
         logger.info("the weights have no logit_bias; it starts at init_logit_bias %g", config.init_logit_bias)
     return adapted
 
 
-def _adapt_positions(adapted: StateDict, model: ClipModel) -> None:
-    """Interpolate the position embeddings in `adapted` that differ from the model's in their number."""
-    config = model.config
-    name, grid = "visual.positional_embedding", config.vision_cfg.grid_size
-    if _differs_in_length(adapted.get(name), model.visual.positional_embedding):
+def adapt_positions(state_dict: StateDict, model: DualEncoder) -> StateDict:
+    """Return weights whose position embeddings are interpolated to the model's image size and context length.
+
+    In vision transformers the positions are those of a class token and the patches. Those of timm's trunks are
+    interpolated by timm. All other entries, and positions of another width, are returned unchanged.
+    """
+    adapted = dict(state_dict)
+    name, positions = "visual.positional_embedding", getattr(model.visual, "positional_embedding", None)
+    if _differs_in_length(adapted.get(name), positions):
+        if isinstance(model, ClipModel):
+            grid = (model.config.vision_cfg.grid_size, model.config.vision_cfg.grid_size)
+        else:
+            grid = tuple(model.visual.grid_size)  # type: ignore[arg-type, assignment]
         old_grid = math.isqrt(len(adapted[name]) - 1)
         if len(adapted[name]) == old_grid**2 + 1:
             class_1C, patches_PC = adapted[name].float().split([1, old_grid**2])
             patches_1Chw = patches_PC.T.reshape(1, -1, old_grid, old_grid)
-            patches_1Chw = F.interpolate(patches_1Chw, (grid, grid), mode="bicubic", antialias=True)
+            patches_1Chw = F.interpolate(patches_1Chw, grid, mode="bicubic", antialias=True)
             adapted[name] = torch.cat([class_1C, patches_1Chw[0].flatten(1).T])
-            logger.info("interpolated positions of %d x %d patches to %d x %d", old_grid, old_grid, grid, grid)
-    name, length = "text.positional_embedding", config.text_cfg.context_length
-    if _differs_in_length(adapted.get(name), model.text.positional_embedding):
+            logger.info("interpolated positions of %d x %d patches to %d x %d", old_grid, old_grid, *grid)
+    name, positions = "text.positional_embedding", getattr(model.text, "positional_embedding", None)
+    if _differs_in_length(adapted.get(name), positions):
+        assert positions is not None
+        length = _shape(positions)[0]
         logger.info("interpolated positions of %d tokens to %d", len(adapted[name]), length)
         adapted[name] = F.interpolate(adapted[name].float().T[None], length, mode="linear")[0].T
+    name, trunk = "visual.trunk.pos_embed", getattr(model.visual, "trunk", None)
+    if name in adapted and isinstance(getattr(trunk, "pos_embed", None), nn.Parameter):
+        adapted[name] = _timm_positions(adapted[name], trunk)
+    return adapted
 
 
-def _differs_in_length(table: torch.Tensor | None, parameter: torch.Tensor) -> bool:
+def _timm_positions(positions: torch.Tensor, trunk: Any) -> torch.Tensor:
+    """Return the positions (1, L, C) of a timm trunk at its image size, as timm interpolates them."""
+    from timm.layers import resample_abs_pos_embed
+
+    prefix = 0 if getattr(trunk, "no_embed_class", False) else getattr(trunk, "num_prefix_tokens", 1)
+    new, table = _shape(trunk.pos_embed), positions
+    fits = table.ndim == 3 and table.is_contiguous() and len(table) == 1 and table.shape[2] == new[2]
+    patches = table.shape[1] - prefix if fits else 0
+    if not fits or table.shape[1] == new[1] or patches <= 0 or math.isqrt(patches) ** 2 != patches:
+        return positions
+    grid = list(trunk.patch_embed.grid_size)
+    logger.info("interpolated positions of %d patches to %d x %d", patches, *grid)
+    interpolated: torch.Tensor = resample_abs_pos_embed(table.float(), new_size=grid, num_prefix_tokens=prefix)
+    return interpolated
+
+
+def _shape(parameter: torch.Tensor) -> torch.Size:
+    """Return the whole shape of a parameter, which ZeRO-3 may have partitioned."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def _differs_in_length(table: torch.Tensor | None, parameter: torch.Tensor | None) -> bool:
     """Return True if a table of positions (L, C) differs from the model's parameter only in L.
 
     A table that is not contiguous is rejected: an expanded tensor has a huge shape, but little storage.
     """
-    length, width = getattr(parameter, "ds_shape", parameter.shape)
+    if parameter is None:
+        return False
+    length, width = _shape(parameter)
     return (
         table is not None
         and table.ndim == 2

@@ -63,7 +63,7 @@ def _fill_partition(engine: DeepSpeedEngine, folder: Path) -> dict[str, int]:
             "optimizer state on NVMe can be resumed only with the number of ranks and the ZeRO stage that saved it; "
             "use those, or set offload_optimizer.device to 'cpu' from the start of the run"
         )
-    groups = list(_flat_groups(engine))
+    groups = list(flat_groups(engine))
     saved = SavedStates.open(folder, [slot.name for group in groups for slot in group.slots])
     _fill(engine, groups, saved)
     _fill_frozen(engine, saved)
@@ -72,7 +72,7 @@ def _fill_partition(engine: DeepSpeedEngine, folder: Path) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class _Slot:
+class Slot:
     """Part of one parameter in a flat tensor of this rank."""
 
     name: str
@@ -87,15 +87,15 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class _FlatGroup:
+class FlatGroup:
     """Tensor that the optimizer updates on this rank, with the positions of the parameters in it."""
 
     flat: torch.Tensor
-    slots: list[_Slot]
+    slots: list[Slot]
     """One slot for every parameter of the group, in the optimizer's order."""
 
 
-def _flat_groups(engine: DeepSpeedEngine) -> Iterator[_FlatGroup]:
+def flat_groups(engine: DeepSpeedEngine) -> Iterator[FlatGroup]:
     """Yield the optimizer's tensors in the order in which its state dict numbers them."""
     optimizer: Any = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3: each parameter is cut into equal parts
@@ -105,28 +105,28 @@ def _flat_groups(engine: DeepSpeedEngine) -> Iterator[_FlatGroup]:
             for parameter in parameters:
                 start = rank * parameter.partition_numel()
                 numel = max(0, min(parameter.partition_numel(), parameter.ds_numel - start))
-                slots.append(_Slot(engine.param_names[parameter], parameter.ds_shape, start, place, numel))
+                slots.append(Slot(engine.param_names[parameter], parameter.ds_shape, start, place, numel))
                 place += parameter.partition_numel()
-            yield _FlatGroup(flat, slots)
+            yield FlatGroup(flat, slots)
     elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO-1 and 2: each group is cut as a whole
         for flat, parameters in zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups, strict=True):
             slots = []
             for parameter in parameters:
                 name, shape, mapping = engine.param_names[parameter], parameter.shape, parameter._hp_mapping
                 if mapping is None:
-                    slots.append(_Slot(name, shape, 0, 0, 0))
+                    slots.append(Slot(name, shape, 0, 0, 0))
                 else:
                     place, start = mapping.get_hp_fragment_address(), mapping.lp_fragment_address.start
-                    slots.append(_Slot(name, shape, start, place.start, place.numel))
-            yield _FlatGroup(flat, slots)
+                    slots.append(Slot(name, shape, start, place.start, place.numel))
+            yield FlatGroup(flat, slots)
     else:  # ZeRO-0; config/checks.py allows it in float32 only
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                slot = _Slot(engine.param_names[parameter], parameter.shape, 0, 0, parameter.numel())
-                yield _FlatGroup(parameter.data, [slot])
+                slot = Slot(engine.param_names[parameter], parameter.shape, 0, 0, parameter.numel())
+                yield FlatGroup(parameter, [slot])
 
 
-def _fill(engine: DeepSpeedEngine, groups: list[_FlatGroup], saved: SavedStates) -> None:
+def _fill(engine: DeepSpeedEngine, groups: list[FlatGroup], saved: SavedStates) -> None:
     """Copy the saved values into the optimizer's tensors and their state."""
     optimizer: Any = engine.optimizer
     state: dict[int, dict[str, Any]] = {}
@@ -156,8 +156,8 @@ def _fill_frozen(engine: DeepSpeedEngine, saved: SavedStates) -> None:
             start = dist.get_rank(group=engine.data_parallel_group) * part.numel()
         else:
             part, shape, start = parameter.data, parameter.shape, 0
-        slot = _Slot(name, shape, start, 0, max(0, min(part.numel(), shape.numel() - start)))
-        part.data.copy_(_gather(engine, saved, _FlatGroup(part, [slot]), WORKING))
+        slot = Slot(name, shape, start, 0, max(0, min(part.numel(), shape.numel() - start)))
+        part.data.copy_(_gather(engine, saved, FlatGroup(part, [slot]), WORKING))
 
 
 def _fill_buffers(engine: DeepSpeedEngine, saved: SavedStates) -> None:
@@ -167,7 +167,7 @@ def _fill_buffers(engine: DeepSpeedEngine, saved: SavedStates) -> None:
         buffers[name].copy_(value)
 
 
-def _gather(engine: DeepSpeedEngine, saved: SavedStates, group: _FlatGroup, kind: str) -> torch.Tensor:
+def _gather(engine: DeepSpeedEngine, saved: SavedStates, group: FlatGroup, kind: str) -> torch.Tensor:
     """Return a CPU tensor shaped like `group.flat`, with the saved elements of `kind` in its slots, else zeros."""
     flat = torch.zeros(group.flat.numel())
     for slot in group.slots:

@@ -28,6 +28,10 @@ FP32 = "fp32"
 """Kind of the float32 master weights."""
 WORKING = "working"
 """Kind of the working copies of the weights: all of them at ZeRO-0 to 2, the frozen ones at ZeRO-3."""
+EMA = "ema"
+"""Kind of the moving averages of the weights (`megaclip.engine.weight_average`), part of the optimizer state."""
+PARAMETER_NAMES = "parameter_names"
+"""Key of a parameter group at ZeRO-0 under which the names of its parameters are saved, in order."""
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
@@ -64,8 +68,8 @@ class SavedStates:
     def open(cls, folder: Path, trained: list[str] | None = None) -> "SavedStates":
         """Memory-map the files of the checkpoint in `folder`.
 
-        trained: names of the parameters that the optimizer updates, in its order. Only the optimizer states of a
-            ZeRO-0 checkpoint require it, which saves no names.
+        trained: names of the parameters that the optimizer updates, in its order. Only the optimizer states of older
+            ZeRO-0 checkpoints require it, which save no names.
 
         Raises:
             CheckpointError: files are missing.
@@ -174,7 +178,11 @@ class SavedStates:
             for index, flat in enumerate(optimizer["single_partition_of_fp32_groups"]):
                 for name, place in optimizer["param_slice_mappings"][index].items():
                     self._add_trained(name, flat, state.get(index, {}), tensor_rank, place.start, place.numel)
-        if optimizers or not trained:
+        if optimizers:
+            return
+        groups = (model.get("optimizer") or {}).get("param_groups", ())
+        trained = [name for group in groups for name in group.get(PARAMETER_NAMES, ())] or trained
+        if not trained:
             return
         state = model["optimizer"]["state"]
         # DeepSpeed's FusedAdam counts its steps only in the last parameter of a group.

@@ -50,7 +50,7 @@ def main() -> None:
 def evaluate_saved(arguments: argparse.Namespace) -> None:
     """Load the model and the data, evaluate, and report. Raises the same MegaclipError on every rank."""
     started = time.monotonic()
-    loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer)
+    loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer, ema=arguments.ema)
     with raise_on_all_ranks():
         pairs, labelled = open_data(arguments)
     device, dtype = torch.device(get_accelerator().current_device_name()), PRECISIONS[arguments.precision]
@@ -82,6 +82,7 @@ def parse_arguments() -> argparse.Namespace:
         "model", type=Path, metavar="MODEL", help="exported directory, run, its checkpoints or one of them"
     )
     parser.add_argument("--tag", help="checkpoint of the run, such as step_00000100 (default: the latest)")
+    parser.add_argument("--ema", action="store_true", help="evaluate the moving average of a run's weights (ema_decay)")
     parser.add_argument("--val-data", nargs="+", default=[], metavar="SPEC", help="image-text pairs, for retrieval")
     parser.add_argument("--dataset-type", default="auto", choices=DATASET_TYPES, help="how to read --val-data")
     parser.add_argument("--image-key", help="column or extension of the image")
@@ -151,6 +152,7 @@ def report(
         content: dict[str, Any] = {
             "model": str(arguments.model),
             "tag": arguments.tag,
+            "ema": arguments.ema,
             "val_data": arguments.val_data,
             "group_captions": arguments.group_captions,
             "zeroshot_data": arguments.zeroshot_data,

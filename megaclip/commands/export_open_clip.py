@@ -32,7 +32,9 @@ from megaclip.models.open_clip_keys import StateDict
 def main() -> None:
     arguments = parse_arguments()
     try:
-        card, weights = export(arguments.run, arguments.out_dir, arguments.tag, overwrite=arguments.overwrite)
+        card, weights = export(
+            arguments.run, arguments.out_dir, arguments.tag, overwrite=arguments.overwrite, ema=arguments.ema
+        )
         print(f"wrote {arguments.out_dir}")
         passed = not arguments.verify or check(card, weights)
     except MegaclipError as error:
@@ -48,22 +50,25 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="directory to write")
     parser.add_argument("--tag", help="checkpoint of the run, such as step_00000100 (default: the latest)")
+    parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema_decay)")
     parser.add_argument("--overwrite", action="store_true", help="write to OUT_DIR even if it is not empty")
     parser.add_argument("--verify", action="store_true", help="load the export with open_clip and compare")
     return parser.parse_args()
 
 
-def export(source: Path, out_dir: Path, tag: str | None, *, overwrite: bool = False) -> tuple[ModelCard, StateDict]:
+def export(
+    source: Path, out_dir: Path, tag: str | None, *, overwrite: bool = False, ema: bool = False
+) -> tuple[ModelCard, StateDict]:
     """Write OUT_DIR. Return its model card, and the checkpoint's weights under MegaCLIP's names.
 
-    overwrite: OUT_DIR may hold files; those of the export are replaced.
+    overwrite: OUT_DIR may hold files; those of the export are replaced. ema: export the moving average of the weights.
     """
     folder, tag = locate(source, tag)
     check_output(out_dir, folder, overwrite=overwrite)
     require_whole(folder, tag)
     manifest.require_whole(folder / MODEL_CARD)
     card = read_model_card(folder / MODEL_CARD)
-    weights = consolidated_weights(folder, tag)
+    weights = consolidated_weights(folder, tag, ema=ema)
     make_folders(out_dir)
     (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # until it describes the new files
     names = [path.name for path in card.directory.iterdir() if path.is_file() and path.name != manifest.MANIFEST]

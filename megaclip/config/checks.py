@@ -258,6 +258,14 @@ def _check_megaclip(config: DsConfig) -> None:
         )
     if section.coalesce_gradient_reduction and zero.stage == 0:
         raise ConfigError("megaclip.coalesce_gradient_reduction has no effect at stage 0; use ZeRO stage 1, 2 or 3")
+    offload = zero.offload_optimizer
+    if section.ema_decay is not None and offload is not None and (offload.device == "nvme" or offload.ratio != 1):
+        setting, cure = ("device", '"cpu"') if offload.device == "nvme" else ("ratio", "1.0")
+        value = getattr(offload.device, "value", offload.device) if setting == "device" else offload.ratio
+        raise ConfigError(
+            f"megaclip.ema_decay cannot be used with zero_optimization.offload_optimizer.{setting} {value!r}: the "
+            f"average reads all masters in every step; use {cure}"
+        )
     if section.compile is True and section.layer_norm != "torch":
         raise ConfigError(
             f"megaclip.compile true cannot be used with megaclip.layer_norm {section.layer_norm!r}: torch.compile does "

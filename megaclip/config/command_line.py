@@ -103,6 +103,16 @@ class TrainArguments(BaseModel):
     )
 
     pretrained: str | None = Field(default=None, description="initial weights: an open_clip file or folder")
+    pretrained_image: str | None = Field(
+        default=None,
+        description="initial weights of the image tower, instead of those of --pretrained: a file or folder with an "
+        "open_clip model, its image tower, or a timm model",
+    )
+    pretrained_text: str | None = Field(
+        default=None,
+        description="initial weights of the text tower, instead of those of --pretrained: a file or folder with an "
+        "open_clip model, its text tower, or a Hugging Face text model",
+    )
     lock_image: bool = Field(default=False, description="freeze the image tower")
     lock_image_unlocked_groups: NotNegative = Field(default=0, description="number of last layer groups to train")
     lock_text: bool = Field(default=False, description="freeze the text tower")

@@ -89,6 +89,8 @@ NEED_WHOLE_TENSORS = {
 _UNTESTED_BY_DEEPSPEED = ("SGD", "Lion")
 """Correct on flat pieces, but not on DeepSpeed's list: under ZeRO it requires zero_allow_untested_optimizer."""
 
+_MUON = ("muon", "muonwithauxadam")
+"""DeepSpeed's Muon. tests/distributed/test_muon_refused.py measures the reason why it is refused."""
 _COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
@@ -112,6 +114,12 @@ def params_model(optimizer_type: Any) -> type[OptimizerParams]:
         raise ConfigError(
             f"optimizer.type {optimizer_type!r} cannot be used: it replaces the gradient reduction that the gradient "
             "cache relies on; use AdamW"
+        )
+    if str(optimizer_type).lower() in _MUON:
+        raise ConfigError(
+            f"optimizer.type {optimizer_type!r} cannot be used: at ZeRO-1 to 3 DeepSpeed measures and clips Muon's "
+            "update instead of the gradient, so gradient_clipping and the check for NaN would mean something else than "
+            "at ZeRO-0; use AdamW or Lion"
         )
     raise ConfigError(
         f"optimizer.type is {optimizer_type!r}; use one of {', '.join(_PARAMS)}"

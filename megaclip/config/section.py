@@ -31,6 +31,30 @@ class MegaclipSection(LossSettings):
     that it does not have. "open_clip" runs open_clip's modules (timm trunks, Hugging Face text models, ...). "auto":
     MegaCLIP's towers for every description that they have, open_clip's for all others."""
 
+    image_lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate of the image tower, on the same schedule as all others. Default: optimizer.params.lr."""
+
+    text_lr: float | None = Field(default=None, gt=0)
+    """Peak learning rate of the text tower. Default: optimizer.params.lr."""
+
+    image_weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay of the image tower. Default: optimizer.params.weight_decay. Norms and biases have none."""
+
+    text_weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay of the text tower. Default: optimizer.params.weight_decay."""
+
+    image_layer_decay: float | None = Field(default=None, gt=0, le=1)
+    """Layer-wise decay of the image tower's learning rate: the factor from each layer to the one below it. The
+    projection behind the last layer has the whole rate. Default: all layers have the same rate."""
+
+    text_layer_decay: float | None = Field(default=None, gt=0, le=1)
+    """Layer-wise decay of the text tower's learning rate, as image_layer_decay."""
+
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Decay of an exponential moving average of the trained weights, which checkpoints hold beside the weights
+    themselves. It takes 4 bytes per trained parameter, divided among ranks like the optimizer states. Default: no
+    average."""
+
     tensor_parallel_size: int = Field(default=1, gt=0)
     """Number of ranks that each layer of the towers is split over. Requires megatron-core. The batch sizes of
     ds_config.json are then those of a replica of this many ranks."""

@@ -21,13 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import get_default_build_root
 
 from megaclip.checkpoint.open_clip_weights import load_pretrained
+from megaclip.checkpoint.tower_weights import load_pretrained_tower
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.parallelism import Parallelism, parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
 from megaclip.config.optimizers import TIMM_OPTIMIZERS
 from megaclip.engine.compilation import compile_model
 from megaclip.engine.deepspeed_update import group_kernels
-from megaclip.engine.optimizers import guard_gradients, parameter_groups, step_without_history, timm_optimizer
+from megaclip.engine.optimizers import guard_gradients, step_without_history, timm_optimizer
+from megaclip.engine.parameter_groups import parameter_groups
 from megaclip.errors import ConfigError, config_error
 from megaclip.logging import get_logger
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model
@@ -69,13 +71,16 @@ def build_engine(
         )
     if arguments.pretrained:
         logger.info("%s", load_pretrained(model, arguments.pretrained))
+    for tower, path in (("image", arguments.pretrained_image), ("text", arguments.pretrained_text)):
+        if path:
+            logger.info("%s", load_pretrained_tower(model, tower, path))
     if arguments.lock_image:
         model.lock_image_tower(arguments.lock_image_unlocked_groups)
     if arguments.lock_text:
         model.lock_text_tower(arguments.lock_text_unlocked_layers)
     if config.zero_stage == 3:
         _gather_whole_blocks(model)
-    groups = parameter_groups(model, config.optimizer.params.weight_decay)
+    groups = parameter_groups(model, config)
     optimizer = timm_optimizer(config.optimizer, groups) if config.optimizer.type in TIMM_OPTIMIZERS else None
     try:
         engine, *_ = deepspeed.initialize(

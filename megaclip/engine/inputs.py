@@ -3,8 +3,9 @@
 These checks run before the process group exists. Every rank raises the same error, and no rank waits for another.
 
 Weights depend on the tokenizer and the image preprocessing that they were trained with. So a model card supplies the
-settings that no flag sets: the card beside --pretrained or, if there is none, the card of --model. If a flag
-contradicts the card, the flag is used, with a warning.
+settings that no flag sets: the card beside --pretrained or, if there is none, the card of --model. For the pixels a
+card beside --pretrained-image comes first, for the tokenizer one beside --pretrained-text. If a flag contradicts the
+card, the flag is used, with a warning.
 """
 
 import filecmp
@@ -82,18 +83,23 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     towers = config.megaclip.towers
     card = _find_model_card(arguments, towers)
     model_config = _model_config(arguments.model, card, towers)
+    image_card, text_card = (
+        _tower_card(arguments.model, model_config, path, section) or card
+        for path, section in ((arguments.pretrained_image, "vision_cfg"), (arguments.pretrained_text, "text_cfg"))
+    )
     _check_settings(arguments, config.megaclip, model_config)
     if isinstance(model_config, ModelConfig):
         _check_locks(arguments, model_config)
-    tokenizer_name = _tokenizer_name(arguments, card, model_config)
+    tokenizer_name = _tokenizer_name(arguments, text_card, model_config)
     tokenizer = load_tokenizer(tokenizer_name, **model_config.tokenizer_settings())
     _check_vocabulary(tokenizer, tokenizer_name, model_config)
     model_config = model_config.replace(text_cfg=_text_settings(tokenizer, model_config))
     _check_cut(arguments, config.megaclip, model_config)
-    preprocess = _preprocess(arguments, card)
-    if card is not None:
+    preprocess = _preprocess(arguments, image_card)
+    if cards := dict.fromkeys(str(used.path) for used in (text_card, image_card) if used is not None):
         settings = ", ".join(f"{name} {value}" for name, value in preprocess.items())
-        logger.info("tokenizer %s, %s; %s supplies what no flag sets", tokenizer_name, settings, card.path)
+        supplied = f"{' and '.join(cards)} {'supplies' if len(cards) == 1 else 'supply'}"
+        logger.info("tokenizer %s, %s; %s what no flag sets", tokenizer_name, settings, supplied)
     keys: dict[str, Any] = {
         "dataset_type": arguments.dataset_type,
         "image_key": arguments.image_key,
@@ -107,8 +113,8 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         train=open_pairs(arguments.train_data, weights=arguments.train_data_weights or None, **keys),
         validation=open_pairs(arguments.val_data, **keys) if arguments.val_data else None,
         labelled=open_labelled(arguments.zeroshot_data) if arguments.zeroshot_data else None,
-        train_transform=_transform(card, training=True, scale=arguments.aug_scale, **pixels),
-        evaluation_transform=_transform(card, **pixels),
+        train_transform=_transform(image_card, training=True, scale=arguments.aug_scale, **pixels),
+        evaluation_transform=_transform(image_card, **pixels),
     )
 
 
@@ -234,9 +240,12 @@ def _check_that_weights_exist(arguments: TrainArguments) -> None:
                 f"--model {arguments.model} has the prefix {prefix!r}, but MegaCLIP downloads nothing; give the path "
                 "of a directory to --model, and to --pretrained to start from its weights"
             )
-    if arguments.pretrained is not None and not Path(arguments.pretrained).exists():
+    for flag in ("pretrained", "pretrained_image", "pretrained_text"):
+        path = getattr(arguments, flag)
+        if path is None or Path(path).exists():
+            continue
         raise ConfigError(
-            f"--pretrained {arguments.pretrained!r} does not exist; expected a weights file or a directory, not one of "
+            f"--{flag.replace('_', '-')} {path!r} does not exist; expected a weights file or a directory, not one of "
             "open_clip's tags. Download the weights of the tag (docs/from_open_clip.md), check them with "
             "`megaclip import` and give its output directory"
         )
@@ -244,14 +253,30 @@ def _check_that_weights_exist(arguments: TrainArguments) -> None:
 
 def _find_model_card(arguments: TrainArguments, towers: Towers) -> ModelCard | None:
     """Return the model card of --pretrained, else that of --model, or None if neither has a card."""
-    directories = []
-    if arguments.pretrained is not None:
-        path = Path(arguments.pretrained)
-        directories.append(path.parent if path.is_file() else path)
+    directories = [] if arguments.pretrained is None else [_directory(arguments.pretrained)]
     if (own := _card_directory(arguments.model)) is not None:
         directories.append(own)
     found = next((directory for directory in directories if (directory / CARD_NAME).is_file()), None)
     return None if found is None else read_model_card(found, towers=towers)
+
+
+def _tower_card(model: str, config: ModelDescription, path: str | None, section: str) -> ModelCard | None:
+    """Return the model card beside the weights of one tower, or None; warn if its tower computes other features.
+
+    section: "vision_cfg" or "text_cfg".
+    """
+    if path is None or not (_directory(path) / CARD_NAME).is_file():
+        return None
+    card = read_model_card(_directory(path), towers="auto")
+    if type(card.config) is type(config):
+        _warn_of_other_features(model, config, card, [section])
+    return card
+
+
+def _directory(weights: str) -> Path:
+    """Return the directory of weights, which are a file or a directory."""
+    path = Path(weights)
+    return path.parent if path.is_file() else path
 
 
 def _card_directory(model: str) -> Path | None:
@@ -268,11 +293,17 @@ def _model_config(model: str, card: ModelCard | None, towers: Towers) -> ModelDe
     if card is not None and own is not None and own.resolve() == card.directory.resolve():
         return card.config
     config = load_model_config(model, towers)
-    if card is None:
-        return config
+    if card is not None:
+        _warn_of_other_features(model, config, card, list(_SETTINGS_WITHOUT_SHAPE))
+    return config
+
+
+def _warn_of_other_features(model: str, config: ModelDescription, card: ModelCard, sections: list[str]) -> None:
+    """Warn of settings without shape in which --model and the model of the weights' card differ."""
     ours, theirs = config.model_dump(), card.config.model_dump()
     settings = [("quick_gelu", ours["quick_gelu"], theirs["quick_gelu"])]
-    for section, names in _SETTINGS_WITHOUT_SHAPE.items():
+    for section in sections:
+        names = _SETTINGS_WITHOUT_SHAPE[section]
         settings += [(f"{section}.{name}", ours[section].get(name), theirs[section].get(name)) for name in names]
     for name, here, there in settings:
         if here != there:
@@ -284,7 +315,6 @@ def _model_config(model: str, card: ModelCard | None, towers: Towers) -> ModelDe
                 card.directory,
                 there,
             )
-    return config
 
 
 def _tokenizer_name(arguments: TrainArguments, card: ModelCard | None, config: ModelDescription) -> str:

@@ -1,11 +1,10 @@
-"""Parameter groups, the learning rate, and the update that refuses non-finite gradients.
+"""timm's optimizers, the learning rate, and the update that refuses non-finite gradients.
 
 A refused update leaves parameters, optimizer states and gradients as if its step had not begun: DeepSpeed then takes
 the path of a float16 overflow, which discards the gradients.
 
-DeepSpeed builds most optimizers from ds_config.json; Lion and LAMB are timm's. This module chooses the parameters that
-receive weight decay, and takes the optimizer step. `logit_scale` and `logit_bias` have parameter groups of their own,
-so that each float32 master is one tensor at every ZeRO stage.
+DeepSpeed builds most optimizers from ds_config.json; Lion and LAMB are timm's. `megaclip.engine.parameter_groups` forms
+the groups that they update.
 """
 
 import math
@@ -20,33 +19,11 @@ from torch import Tensor
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.config.optimizers import Optimizer
 from megaclip.engine.deepspeed_update import TESTED_VERSION
+from megaclip.engine.parameter_groups import LR_SCALE
 from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.models.layers import split_dim
 from megaclip.open_clip_package import import_torchvision
-
-
-def parameter_groups(model: DualEncoder, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the trainable parameters as optimizer groups: with weight decay, without, and one per scalar of the loss.
-
-    Empty groups are left out. Parameters are chosen by name, not by shape, because ZeRO-3 changes the shapes.
-    """
-    not_decayed, alone = model.no_weight_decay_names(), ("logit_scale", "logit_bias")
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {
-            "name": "decayed",
-            "params": [parameter for name, parameter in named if name not in not_decayed],
-            "weight_decay": weight_decay,
-        },
-        {
-            "name": "not_decayed",
-            "params": [parameter for name, parameter in named if name in not_decayed and name not in alone],
-            "weight_decay": 0.0,
-        },
-        *({"name": name, "params": [parameter], "weight_decay": 0.0} for name, parameter in named if name in alone),
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def timm_optimizer(settings: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -70,9 +47,12 @@ def timm_optimizer(settings: Optimizer, groups: list[dict[str, Any]]) -> torch.o
 
 
 def set_learning_rate(engine: DeepSpeedEngine, learning_rate: float) -> None:
-    """Set the learning rate of every parameter group for the next update."""
+    """Set the learning rate of every parameter group for the next update.
+
+    learning_rate: that of groups with the factor 1 (`parameter_groups`).
+    """
     for group in engine.optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group[LR_SCALE]
 
 
 def guard_gradients(engine: DeepSpeedEngine) -> None:

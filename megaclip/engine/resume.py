@@ -14,9 +14,10 @@ from megaclip.checkpoint.manifest import summary
 from megaclip.checkpoint.reshard import load_resharded
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
-from megaclip.config import BatchPlan, TrainArguments
+from megaclip.config import BatchPlan, MegaclipSection, TrainArguments
 from megaclip.data import check_manifest
 from megaclip.engine.inputs import Inputs
+from megaclip.engine.parameter_groups import grouping
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import default_warmup
 from megaclip.errors import CheckpointError, MegaclipError, first_line
@@ -28,6 +29,8 @@ logger = get_logger(__name__)
 
 _PARTITIONING = ("world_size", "tensor_parallel_size", "zero_stage", "precision", "zero_layout")
 """Keys of `describe_run` that decide how parameters and optimizer states are partitioned among ranks."""
+_NOT_RECORDED = {"tensor_parallel_size": 1, "parameter_groups": grouping(MegaclipSection.model_validate({}))}
+"""Keys of `describe_run` that older checkpoints do not record, with the only values that there were."""
 
 
 def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPlan, total_steps: int) -> dict[str, Any]:
@@ -51,6 +54,7 @@ def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPla
         "global_batch": batch_plan.global_batch,
         "total_steps": total_steps,
         "optimizer": inputs.config.optimizer.type,
+        "parameter_groups": grouping(inputs.config.megaclip),
         "model": inputs.model_config.to_open_clip() | _implementation(inputs.model_config),
         "tokenizer": inputs.tokenizer.identity,
         "preprocess": inputs.preprocess_cfg,
@@ -102,7 +106,7 @@ def resume(
         return Progress(0, 0, uuid.uuid4().hex)
     state: dict[str, Any] = {}
     with raise_on_all_ranks():
-        state = {"tensor_parallel_size": 1, **store.read_state(*found)}  # older checkpoints do not record it
+        state = {**_NOT_RECORDED, **store.read_state(*found)}
         try:
             _check_same_run(state, identity)
             _check_length(state, identity, arguments, loss)

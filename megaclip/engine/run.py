@@ -49,6 +49,7 @@ from megaclip.engine.schedules import chosen_schedule, chosen_warmup
 from megaclip.engine.step_store import StepStore, open_step_store
 from megaclip.engine.stop import StopSignals
 from megaclip.engine.watchdog import Watchdog
+from megaclip.engine.weight_average import WeightAverage
 from megaclip.errors import ConfigError, DataError, MegaclipError, NonFiniteError
 from megaclip.evaluation import (
     CaptionGroups,
@@ -150,6 +151,7 @@ class Run:
         self.engine: DeepSpeedEngine = build_engine(
             inputs.config, arguments, inputs.model_config, compiles=memory_plan.compiles
         )
+        self.average = WeightAverage(self.engine, inputs.config.megaclip.ema_decay)
         self.logit_scale = LogitScale(self.engine, arguments.logit_scale_max)
         bias = self.engine.module.logit_bias
         self.logit_bias = None if bias is None else MasterScalar(bias)
@@ -189,6 +191,8 @@ class Run:
         progress = resume(self.engine, self.loss, self.identity, arguments=self.arguments, checkpoints=self.checkpoints)
         self.step, self.samples_consumed, self.run_id = progress.step, progress.samples_consumed, progress.run
         self.saved_step = self._first_step = self.step
+        if self.step:
+            self.average.loaded(self.step)
 
     def write_description(self) -> None:
         """Write the model card and the tokenizer, which an export copies, and settings.json, on the first rank."""
@@ -320,11 +324,13 @@ class Run:
         learning_rate = self.inputs.config.learning_rate * self.schedule(self.step)
         set_learning_rate(self.engine, learning_rate)
         queued, gradient_norm = torch.tensor(math.nan), math.nan
+        updated = False
         try:
             queued = self._accumulate(batch)
             gradient_norm = update(self.engine, self.step, queued)
             self.loss.update(self.step)
             self.skipped_steps.updated()
+            updated = True
         except NonFiniteError as error:  # on every rank, and nothing has changed
             self.skipped_steps.skip(error)
         loss = float(queued)
@@ -338,6 +344,8 @@ class Run:
             gc.freeze()  # a collection that looks at all objects of the start-up takes tens of milliseconds
         loss_scale = self.loss.log_scale
         log_scale = self.logit_scale.clamp_() if loss_scale is None else loss_scale
+        if updated:
+            self.average.update()
         return StepMetrics(
             loss,
             float(log_scale.exp()),
@@ -428,6 +436,7 @@ class Run:
         loss_scale = self.loss.log_scale
         if loss_scale is not None:  # an export reads the model's logit_scale
             self.logit_scale.write(loss_scale)
+            self.average.write_log_scale(loss_scale)
         loss_state = self.loss.checkpoint_state()
         tag = store.save(
             self.engine,

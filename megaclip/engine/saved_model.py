@@ -26,16 +26,19 @@ class SavedModel:
     tokenizer: Tokenizer
 
 
-def load_saved_model(source: Path, *, tag: str | None = None, tokenizer: str | None = None) -> SavedModel:
+def load_saved_model(
+    source: Path, *, tag: str | None = None, tokenizer: str | None = None, ema: bool = False
+) -> SavedModel:
     """Load a model for evaluation, after its files were checked. Every rank must call it.
 
     Args:
         source: an exported open_clip directory, or a path of a run that `search.locate` accepts.
         tag: name of a checkpoint of the run, such as "step_00000100"; None selects the latest.
         tokenizer: as `load_tokenizer` takes it; None selects the tokenizer of the model card.
+        ema: load the moving average of a run's weights.
 
     Raises:
-        ConfigError: a tag was given for an exported directory, or the model card or the tokenizer cannot be read.
+        ConfigError: a tag or `ema` was given for an exported directory, or the model card or tokenizer cannot be read.
         CheckpointError: `source` holds no model, or an incomplete or damaged one.
     """
     folder: Path | None = None
@@ -44,6 +47,11 @@ def load_saved_model(source: Path, *, tag: str | None = None, tokenizer: str | N
             if tag is not None:
                 raise ConfigError(
                     f"--tag {tag} selects a checkpoint of a run, but {source} is an exported model; omit it"
+                )
+            if ema:
+                raise ConfigError(
+                    f"--ema selects the moving average of a run, but {source} is an exported model; export it with "
+                    "`megaclip export --ema` and leave --ema out"
                 )
         elif source.is_file():
             raise CheckpointError(
@@ -62,7 +70,7 @@ def load_saved_model(source: Path, *, tag: str | None = None, tokenizer: str | N
             card = read_model_card(source)
             weights = read_weights(source, card.config)
         else:
-            card, weights = read_model_card(folder / MODEL_CARD), consolidated_weights(folder, tag)
+            card, weights = read_model_card(folder / MODEL_CARD), consolidated_weights(folder, tag, ema=ema)
         transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
         words = load_tokenizer(tokenizer or card.tokenizer(), **card.config.tokenizer_settings())
         loaded = SavedModel(assigned_model(card.config, weights), transform, words)

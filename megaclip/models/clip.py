@@ -91,6 +91,18 @@ class ClipModel(DualEncoder):
         assert isinstance(tower, VisionTower | TextTower)
         return list(tower.transformer.resblocks)
 
+    def layer_groups(self, tower: nn.Module) -> list[list[nn.Parameter]]:
+        """Return the parameters of the groups that `lock_image_tower` documents, from input to output."""
+        assert isinstance(tower, VisionTower | TextTower)
+        return [
+            [
+                parameter
+                for part in group
+                for parameter in ([part] if isinstance(part, nn.Parameter) else part.parameters())
+            ]
+            for group in tower.trainable_groups()
+        ]
+
     def compile_towers(self, whole_image_tower: bool, where: Callable[[nn.Module], bool]) -> str:
         """Compile the image tower as one graph or by blocks, and the blocks of the text tower."""
         if whole_image_tower:

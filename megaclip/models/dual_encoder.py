@@ -127,6 +127,14 @@ class DualEncoder(nn.Module, abc.ABC):
         """Return the blocks of a tower that activation checkpointing recomputes, from input to output."""
 
     @abc.abstractmethod
+    def layer_groups(self, tower: nn.Module) -> list[list[nn.Parameter]]:
+        """Return the parameters of a tower in groups from input to output, each parameter in one group.
+
+        The groups are a stem, the layers, and the head, as in open_clip and timm. Raises ConfigError if the layers of
+        the tower are not known.
+        """
+
+    @abc.abstractmethod
     def compile_towers(self, whole_image_tower: bool, where: Callable[[nn.Module], bool]) -> str:
         """Let torch.compile run the towers in training; return what it compiles, for the log.
 

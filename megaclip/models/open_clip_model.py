@@ -28,6 +28,7 @@ from megaclip.models.blocks import CheckpointFunction
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.hugging_face import known_configurations
 from megaclip.models.open_clip_config import OpenClipConfig
+from megaclip.models.open_clip_layers import open_clip_layer_groups
 from megaclip.models.packing import Pieces
 from megaclip.open_clip_package import import_open_clip
 
@@ -129,6 +130,10 @@ class OpenClipModel(DualEncoder):
     def tower_blocks(self, tower: nn.Module) -> list[nn.Module]:
         """Return the outermost repeated blocks of a tower."""
         return _blocks(tower)
+
+    def layer_groups(self, tower: nn.Module) -> list[list[nn.Parameter]]:
+        """Return the parameters of a tower in the groups of open_clip's development version."""
+        return open_clip_layer_groups(tower)
 
     def compile_towers(self, whole_image_tower: bool, where: Callable[[nn.Module], bool]) -> str:
         """Raise ConfigError: open_clip's modules run as plain PyTorch."""

@@ -67,7 +67,7 @@ class Workload:
     accumulates_in_bf16: bool
     """True if the gradients of a step's chunks accumulate in bfloat16."""
     optimizer_state_bytes: int
-    """Bytes per trained parameter of the optimizer's states, without the float32 master."""
+    """Bytes per trained parameter of the optimizer's states and of the moving average, without the float32 master."""
     optimizer_temporary_bytes: int
     """Bytes per trained parameter that the optimizer takes during its step only."""
     checks_gradients: bool = False
@@ -126,7 +126,7 @@ class Workload:
             bf16=config.bf16,
             gradient_bytes={"fp32": 4, "bf16": 2}.get(str(accumulate), 2 if config.bf16 else 4),
             accumulates_in_bf16=config.accumulates_in_bf16,
-            optimizer_state_bytes=_optimizer_state_bytes(config),
+            optimizer_state_bytes=_optimizer_state_bytes(config) + (4 if config.megaclip.ema_decay else 0),
             optimizer_temporary_bytes=_optimizer_temporary_bytes(config),
             checks_gradients=config.checks_each_gradient,
             checkpointing=checkpoints_to if config.activation_checkpointing else "",

@@ -119,6 +119,8 @@ class Case:
     """Ranks that share the batch."""
     captions: str = ""
     """Captions of CAPTION_LENGTHS: "cut", or "padded" to the context length. "": all have the context length."""
+    section: tuple[tuple[str, float], ...] = ()
+    """More settings of the section "megaclip"."""
     feature_fault: float = 1.0
     """Factor of the feature gradients; a value other than 1 is a deliberate mistake."""
     scale_fault: float = 1.0
@@ -270,9 +272,29 @@ ORACLES: dict[str, Callable[[list[dict]], torch.optim.Optimizer]] = {
 }
 
 
-def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays) -> Outcome:
+Rates = Callable[[str], tuple[float, float]]
+"""Function of a parameter's name that returns the factor of its learning rate, and its weight decay if it has one."""
+
+
+def same_rates(name: str) -> tuple[float, float]:
+    """Return the settings of a run without rates of its own for towers and layers."""
+    return 1.0, WEIGHT_DECAY
+
+
+def hand_made_groups(
+    trained: dict[str, torch.nn.Parameter], rates: Rates, decays: Callable[[str, Tensor], bool] = open_clip_decays
+) -> list[dict]:
+    """Return a group for each pair of a factor of the learning rate ("factor") and a weight decay."""
+    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for name, parameter in trained.items():
+        factor, decay = rates(name)
+        groups.setdefault((factor, decay if decays(name, parameter) else 0.0), []).append(parameter)
+    return [{"params": p, "weight_decay": decay, "factor": factor} for (factor, decay), p in groups.items()]
+
+
+def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays, rates: Rates = same_rates) -> Outcome:
     """Train in one process in float64 on the whole batch, without engine and gradient cache."""
-    training = OracleTraining(case, decays)
+    training = OracleTraining(case, decays, rates)
     model, outcome = training.model, Outcome([], [], [], {})
     for step in range(STEPS):
         x, y = training.features(step)
@@ -293,14 +315,14 @@ def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays)
 class OracleTraining:
     """One process in float64 with the model and the optimizer of a case; the caller computes the loss's gradients."""
 
-    def __init__(self, case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays) -> None:
+    def __init__(
+        self, case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays, rates: Rates = same_rates
+    ) -> None:
         torch.manual_seed(SEED)
         self.case = case
         self.model = build_model(model_of(case), patch_dropout=case.patch_dropout).double()
         self._trained = {name: p for name, p in self.model.named_parameters() if trains(name, case)}
-        decayed = [p for name, p in self._trained.items() if decays(name, p)]
-        others = [p for name, p in self._trained.items() if not decays(name, p)]
-        groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        groups = hand_made_groups(self._trained, rates, decays)
         self.optimizer = ORACLES[case.optimizer](groups)
         self._start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
@@ -327,7 +349,7 @@ class OracleTraining:
         """Clip the gradients and update the parameters; return the norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self._trained.values(), self.case.clipping or float("inf"))
         for group in self.optimizer.param_groups:
-            group["lr"] = LEARNING_RATES[step]
+            group["lr"] = LEARNING_RATES[step] * group["factor"]
         self.optimizer.step()
         return norm.item()
 
@@ -367,6 +389,7 @@ def training_config(case: Case) -> TrainingConfig:
             "coalesce_gradient_reduction": case.coalesce,
             "keep_graphs": case.keep,
             "tensor_parallel_size": case.tensor_parallel,
+            **dict(case.section),
         },
     }
     if case.optimizer in ("SGD", "Lion") and case.stage:

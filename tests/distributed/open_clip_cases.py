@@ -35,10 +35,11 @@ from tests.distributed.engine_cases import (
     LEARNING_RATES,
     SEED,
     STEPS,
-    WEIGHT_DECAY,
     WORLD_SIZE,
+    Rates,
+    hand_made_groups,
     largest_move,
-    open_clip_decays,
+    same_rates,
     training_config,
     whole_parameters,
 )
@@ -67,6 +68,8 @@ class Case:
     """Repeat the last step in a new engine that loads the checkpoint of the one before."""
     locked: bool = False
     """Lock both towers, except their last two groups."""
+    section: tuple[tuple[str, float], ...] = ()
+    """More settings of the section "megaclip"."""
     fault: str = ""
     """Mistake in the oracle: "dropout" (other random numbers), "statistics" (those of one rank only)."""
 
@@ -102,7 +105,12 @@ def start_engine(case: Case, folder: Path, *more: str) -> DeepSpeedEngine:
         flags += ["--lock-image", "--lock-image-unlocked-groups", "2"]
         flags += ["--lock-text", "--lock-text-unlocked-layers", "2"]
     settings = engine_cases.Case(
-        case.stage, CHUNKS, checkpointing=case.checkpointing, bf16=case.bf16, offload=case.offload
+        case.stage,
+        CHUNKS,
+        checkpointing=case.checkpointing,
+        bf16=case.bf16,
+        offload=case.offload,
+        section=case.section,
     )
     return build_engine(training_config(settings), parse_arguments(flags), family(case.family, folder))
 
@@ -150,7 +158,7 @@ def train(case: Case, folder: Path, checkpoints: Path) -> Outcome:
     return outcome
 
 
-def oracle(case: Case, folder: Path) -> Outcome:
+def oracle(case: Case, folder: Path, rates: Rates = same_rates) -> Outcome:
     """Train in one process in float64 on the whole batch."""
     torch.manual_seed(SEED)
     model = build_model(family(case.family, folder)).double().train()
@@ -159,9 +167,7 @@ def oracle(case: Case, folder: Path) -> Outcome:
         model.lock_text_tower(2)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    decayed = [p for name, p in named.items() if open_clip_decays(name, p)]
-    others = [p for name, p in named.items() if not open_clip_decays(name, p)]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    groups = hand_made_groups(named, rates)
     optimizer, outcome = torch.optim.AdamW(groups, betas=BETAS, eps=EPS), Outcome()
     for step in range(STEPS):
         x, y = _features(model, case, step)
@@ -175,7 +181,7 @@ def oracle(case: Case, folder: Path) -> Outcome:
         outcome.losses.append(loss.item())
         outcome.norms.append(torch.nn.utils.get_total_norm([p.grad for p in named.values()]).item())
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATES[step]
+            group["lr"] = LEARNING_RATES[step] * group["factor"]
         optimizer.step()
     outcome.parameters = {name: p.detach().numpy() for name, p in model.named_parameters()}
     outcome.statistics = statistics_of(model)

@@ -23,6 +23,7 @@ from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_weights import load_pretrained, write_weights
 from megaclip.checkpoint.search import MODEL_CARD
+from megaclip.checkpoint.tower_weights import load_pretrained_tower
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
 from tests.distributed.checks import assert_passed, run_checks
@@ -86,6 +87,11 @@ def check_pretrained(directory):
     model = built(3, bf16=False)
     assert load_pretrained(model, directory).complete
     assert_equal(whole_values(model), dict(source.state_dict()))
+    new = built(3, bf16=False)
+    before = whole_values(new)
+    load_pretrained_tower(new, "image", directory)
+    image = {name: value for name, value in source.state_dict().items() if name.startswith("visual.")}
+    assert_equal(whole_values(new), before | image)
 
 
 def step_of_training(engine):

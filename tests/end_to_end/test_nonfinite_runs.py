@@ -19,12 +19,14 @@ from megaclip.engine.run_loss import RunLoss
 from megaclip.errors import NonFiniteError
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import DS_CONFIG, WORLD_SIZE, Finished, flags, run_here, scalars
+from tests.tolerances import WEIGHT_AVERAGE, assert_close, assert_far
 
 STEPS, BAD = 8, (3, 4)
+DECAY = 0.6
 SETTINGS: dict[str, dict[str, Any]] = {
-    "cpu": {"data_offload": "cpu"},
+    "cpu": {"data_offload": "cpu", "ema_decay": DECAY},
     "reread": {"data_offload": "reread"},
-    "fastclip": {"loss": "fastclip_v3", "reduction": "scalar"},
+    "fastclip": {"loss": "fastclip_v3", "reduction": "scalar", "ema_decay": DECAY},
 }
 
 
@@ -103,3 +105,26 @@ def test_a_run_that_stops_gives_advice_that_does_not_repeat_the_step(ends, name,
     (error,) = ends.by_name[name][0].errors
     assert f"step {done}: the loss is nan" in error and "resuming with the same settings repeats it" in error
     assert (ends.logs / name / "checkpoints" / "latest").read_text() == f"step_{done:08d}"
+
+
+def test_moving_averages_leave_skipped_steps_out(ends):
+    """The run `stop` has the same weights and saves every step, so its average can be continued by hand."""
+    checkpoints, tags = ends.logs / "stop" / "checkpoints", [f"step_{step:08d}" for step in (1, 2, 3)]
+    average = consolidated_weights(checkpoints, tags[0], ema=True)
+    for tag in tags[1:]:
+        weights = consolidated_weights(checkpoints, tag)
+        average = {name: DECAY * value + (1 - DECAY) * weights[name] for name, value in average.items()}
+    skipped = ends.logs / "cpu_nan" / "checkpoints"
+    got, weights = (consolidated_weights(skipped, "step_00000004", ema=ema) for ema in (True, False))
+    for name, value in average.items():
+        assert_close(got[name], value, WEIGHT_AVERAGE, name)
+    counted = {name: DECAY * value + (1 - DECAY) * weights[name] for name, value in average.items()}
+    largest = max(average, key=lambda name: float((counted[name] - average[name]).abs().max()))
+    assert_far(counted[largest], average[largest], WEIGHT_AVERAGE, "a skipped step that counts")
+
+
+def test_the_scale_of_a_loss_that_has_its_own_is_not_averaged(ends):
+    checkpoints = ends.logs / "fastclip_nan" / "checkpoints"
+    weights, average = (consolidated_weights(checkpoints, f"step_{STEPS:08d}", ema=ema) for ema in (False, True))
+    assert torch.equal(weights["logit_scale"], average["logit_scale"])
+    assert not torch.equal(weights["visual.proj"], average["visual.proj"])

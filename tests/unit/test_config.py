@@ -279,6 +279,25 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
         ),
         ({"megaclip": {"compile": "yes"}}, "megaclip.compile"),
         (
+            {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95}}},
+            "optimizer.type 'Muon' cannot be used: at ZeRO-1 to 3 DeepSpeed measures and clips Muon's update",
+        ),
+        ({"megaclip": {"ema_decay": 1.0}}, "megaclip.ema_decay: Input should be less than 1"),
+        (
+            {
+                "megaclip": {"ema_decay": 0.999},
+                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+            },
+            "megaclip.ema_decay cannot be used with zero_optimization.offload_optimizer.device 'nvme': the average",
+        ),
+        (
+            {
+                "megaclip": {"ema_decay": 0.999},
+                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            },
+            "megaclip.ema_decay cannot be used with zero_optimization.offload_optimizer.ratio 0.5: the average",
+        ),
+        (
             {"megaclip": {"compile": True, "layer_norm": "apex"}},
             "megaclip.compile true cannot be used with megaclip.layer_norm 'apex'",
         ),

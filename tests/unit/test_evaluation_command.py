@@ -122,6 +122,8 @@ def test_scores_equal_those_of_the_sorted_matrix(
     ("arguments", "message"),
     [
         (["model", "--tag", "step_00000007", "--val-data", "pairs.tar"], "error: --tag step_00000007 selects"),
+        (["model", "--ema", "--val-data", "pairs.tar"], "error: --ema selects the moving average of a run, but "),
+        (["run", "--ema", "--val-data", "pairs.tar"], "has no moving averages of the weights .--ema., which a run"),
         (["model", "--val-data", "missing.tar"], "error: "),
         (["labelled", "--val-data", "pairs.tar"], "error: no checkpoint at"),
         (["pairs.tar", "--val-data", "pairs.tar"], "convert it to a directory with `megaclip import`"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaclip.checkpoint.model_card import write_model_card
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_weights import meta_model, write_weights
 from megaclip.config import parse_arguments
 from megaclip.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
@@ -116,6 +116,20 @@ def test_model_card_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(Path, "read_text", recorded)
     read(folder, *(str(folder / flag) if flag == "exported" else flag for flag in flags))
     assert opened.count(CARD_NAME) == 1
+
+
+def test_cards_of_towers_supply_the_settings_of_their_tower(folder: Path) -> None:
+    exported = str(folder / "exported")
+    image = read(folder, "--model", "demo-tiny", "--pretrained-image", exported)
+    assert image.preprocess_cfg == PIXELS and image.tokenizer.files == ()
+    text = read(folder, "--model", "demo-tiny", "--pretrained-text", exported)
+    assert text.preprocess_cfg["mean"] == list(OPENAI_PREPROCESS["mean"])
+    assert text.tokenizer.files == (folder / "exported" / "tokenizer.model",)
+
+
+def test_missing_weights_of_a_tower_name_the_flag(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--pretrained-text 'laion2b' does not exist; expected a weights file or"):
+        read(folder, "--model", "demo-tiny", "--pretrained-text", "laion2b")
 
 
 @pytest.fixture

@@ -34,6 +34,16 @@ def test_states_follow_the_arithmetic_of_zero(tmp_path: Path) -> None:
         assert sum(model.values()) == pytest.approx(per_parameter * parameters + bucket, rel=1e-4), (stage, model)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_moving_average_takes_four_bytes_per_parameter_divided_among_ranks(tmp_path: Path, stage: int) -> None:
+    with_, without = (
+        plan_memory(workload(tmp_path, zero_optimization={"stage": stage}, data_types={}, megaclip=section), H200)
+        for section in ({"ema_decay": 0.9999}, {})
+    )
+    difference = with_.gpu_states["optimizer states"] - without.gpu_states["optimizer states"]
+    assert difference == pytest.approx(4 * 151_277_312 / 8)
+
+
 def test_offload_moves_states_to_the_host(tmp_path: Path) -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     plan = plan_memory(workload(tmp_path, zero_optimization=zero), H200)

@@ -1,0 +1,132 @@
+"""Weights of one tower, for --pretrained-image and --pretrained-text.
+
+A file can hold a whole open_clip model, of which one tower is taken; open_clip's tower alone, as its
+`pretrained_image_path` takes it; or, for open_clip's towers, the trunk as timm and Hugging Face save it. Such a trunk
+has no projection to the embedding, which then keeps its initial values. All other parameters of the tower must be in
+the file.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import deepspeed
+import torch
+from torch import nn
+
+from megaclip.checkpoint.manifest import require_whole
+from megaclip.checkpoint.open_clip_weights import adapt_positions, compare_weights, read_tensors
+from megaclip.errors import CheckpointError
+from megaclip.models import DualEncoder
+from megaclip.models.layers import own_part
+from megaclip.models.open_clip_keys import StateDict, from_open_clip
+
+_TOWERS = {"image": "visual.", "text": "text."}
+_TRUNKS = {"image": "visual.trunk.", "text": "text.transformer."}
+"""Beginning of the names of the parameters that timm and Hugging Face name, in open_clip's towers."""
+_HUGGING_FACE_ROOTS = ("", "roberta.", "bert.", "encoder.", "model.encoder.")
+"""Beginnings of the names of the encoder's parameters in Hugging Face's files."""
+_SHARED_EMBEDDINGS = ("shared.weight", "model.shared.weight")
+"""Names in Hugging Face's files of the token embeddings that encoder and decoder share."""
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One way to read a file: its parameters of the tower under MegaCLIP's names."""
+
+    kind: str
+    """Content of the file, for the log and for errors."""
+    weights: StateDict
+    is_trunk: bool
+    """True if the file has no projection, and may have other parameters, such as a classifier."""
+    ignored: tuple[str, ...] = ()
+    """Names in the file that are not read."""
+
+
+@torch.no_grad()
+def load_pretrained_tower(model: DualEncoder, tower: str, path_or_dir: str | Path) -> str:
+    """Copy the weights of one tower into `model`, before `deepspeed.initialize`; return one line for the log.
+
+    All ranks call it together, because ZeRO-3 gathers parameters.
+
+    Args:
+        model: any dtype and device, whole or partitioned.
+        tower: "image" or "text".
+        path_or_dir: a weights file, or a directory that holds one.
+
+    Raises:
+        CheckpointError: the file cannot be read, is damaged or does not fit the tower. The model is then unchanged.
+    """
+    require_whole(Path(path_or_dir))
+    reading, missing = _best_reading(model, tower, path_or_dir)
+    own = model.named_weights()
+    for name, value in reading.weights.items():
+        weight = own[name]
+        partitioned = isinstance(weight, nn.Parameter)  # buffers are whole on every rank
+        with deepspeed.zero.GatheredParameters(weight, modifier_rank=0) if partitioned else nullcontext():
+            weight.copy_(own_part(name, value, model.tensor))
+    line = f"{tower} tower: {len(reading.weights)} parameters of {path_or_dir}, {reading.kind}"
+    if missing:
+        line += f"; {', '.join(missing)} keep their initial values"
+    if reading.ignored:
+        line += f"; {len(reading.ignored)} parameters of the file are not used (first: {reading.ignored[0]})"
+    return line
+
+
+def _best_reading(model: DualEncoder, tower: str, path_or_dir: str | Path) -> tuple[_Reading, list[str]]:
+    """Return the reading with the most parameters of the tower, and the tower's parameters that it lacks."""
+    tensors, prefix = read_tensors(path_or_dir, model.config), _TOWERS[tower]
+    expected = {name for name in model.named_weights() if name.startswith(prefix)}
+    readings = [_adapted(reading, model) for reading in _readings(tensors, model, tower)]
+    reading = max(readings, key=lambda one: len(expected & one.weights.keys()))
+    inside = {name for name in expected if not reading.is_trunk or name.startswith(_TRUNKS[tower])}
+    report = compare_weights(model, reading.weights)
+    missing = sorted(inside - reading.weights.keys())
+    unknown = sorted(reading.weights.keys() - expected)
+    if reading.is_trunk:
+        keep = {name: value for name, value in reading.weights.items() if name in expected}
+        reading = replace(reading, weights=keep, ignored=(*reading.ignored, *unknown))
+        unknown = []
+    if not expected & reading.weights.keys() or missing or unknown or report.mismatched:
+        problems = [f"{len(expected & reading.weights.keys())} of {len(inside)} parameters found"]
+        problems += [f"{len(missing)} missing (first: {missing[0]})"] if missing else []
+        problems += [f"{len(unknown)} unexpected (first: {unknown[0]})"] if unknown else []
+        if report.mismatched:
+            name, ours, theirs = report.mismatched[0]
+            problems.append(
+                f"{len(report.mismatched)} with a different shape (first: {name}, model {list(ours)}, file "
+                f"{list(theirs)})"
+            )
+        raise CheckpointError(
+            f"--pretrained-{tower} {path_or_dir} does not fit the {tower} tower, read as {reading.kind}: "
+            f"{', '.join(problems)}; use weights of the same tower and embedding size, or another --model"
+        )
+    return reading, sorted(expected - reading.weights.keys())
+
+
+def _readings(tensors: StateDict, model: DualEncoder, tower: str) -> list[_Reading]:
+    """Return the ways to read a file, the most likely first."""
+    prefix, trunk = _TOWERS[tower], _TRUNKS[tower]
+    whole = from_open_clip(tensors, model.config)
+    if any(name.startswith("visual.") for name in tensors):
+        own = {name: value for name, value in whole.items() if name.startswith(prefix)}
+        return [_Reading("one tower of a whole model", own, False)]
+    alone = from_open_clip(
+        {f"{prefix}{name.removeprefix(prefix)}": value for name, value in tensors.items()}, model.config
+    )
+    readings = [_Reading("open_clip's tower alone", alone, False)]
+    for root in _HUGGING_FACE_ROOTS if tower == "text" else ("",):
+        own = {f"{trunk}{name.removeprefix(root)}": v for name, v in tensors.items() if name.startswith(root)}
+        rest = tuple(name for name in tensors if not name.startswith(root))
+        embeddings = f"{trunk}embed_tokens.weight"
+        for shared in _SHARED_EMBEDDINGS:
+            if shared in tensors and tower == "text":
+                own.setdefault(embeddings, tensors[shared])
+        kind = "timm's trunk" if tower == "image" else "Hugging Face's text model"
+        readings.append(_Reading(kind, own, True, tuple(name for name in rest if name not in _SHARED_EMBEDDINGS)))
+    return readings
+
+
+def _adapted(reading: _Reading, model: DualEncoder) -> _Reading:
+    """Return the reading with positions interpolated to the model's image size and context length."""
+    return replace(reading, weights=adapt_positions(reading.weights, model))

@@ -1,0 +1,77 @@
+"""Exponential moving average of the trained weights (`megaclip.ema_decay`).
+
+After each update that is made, average = decay * average + (1 - decay) * weights, starting from the weights before the
+first update (Polyak and Juditsky 1992; timm's ModelEma). The weights are the float32 masters, clamped logit scale
+included. Each rank averages its own part of them, at every ZeRO stage, where the masters are: on the GPU, or in host
+memory with offload_optimizer.
+
+The averages are entries of the optimizer's state, beside its moments. So DeepSpeed saves and loads them, and
+`megaclip.checkpoint` divides them among any number of ranks. Running statistics of batch norms are not averaged again.
+"""
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from megaclip.checkpoint.reshard import flat_groups
+from megaclip.checkpoint.saved_states import EMA
+from megaclip.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+class WeightAverage:
+    """One rank's part of the moving averages."""
+
+    def __init__(self, engine: DeepSpeedEngine, decay: float | None) -> None:
+        """decay: None for no average; the optimizer's state then loses the averages of a checkpoint that is loaded."""
+        self._optimizer = engine.basic_optimizer
+        self._decay = decay
+        groups = list(flat_groups(engine)) if decay is not None else []
+        self._masters = [group.flat for group in groups]
+        self._of_scale = [{slot.name for slot in group.slots} == {"logit_scale"} for group in groups]
+        # An optimizer takes an empty state for that of its first step, so the averages are no part of it before that.
+        self._pending = [master.detach().clone() for master in self._masters]
+        if decay is not None:
+            logger.info("weights: moving average with decay %g, saved in checkpoints", decay)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the weights to the average, after an update that was made."""
+        if self._decay is None:
+            return
+        state = self._optimizer.state
+        for index, master in enumerate(self._masters):
+            # SGD without momentum never has a state. Others have none where a parameter has had no gradient.
+            if EMA not in state[master] and (state[master] or isinstance(self._optimizer, torch.optim.SGD)):
+                state[master][EMA] = self._pending[index]
+                self._pending[index] = torch.empty(0)
+        torch._foreach_lerp_(self._averages(), [master.detach() for master in self._masters], 1 - self._decay)
+
+    @torch.no_grad()
+    def loaded(self, step: int) -> None:
+        """Continue from a checkpoint that the engine has loaded. step: its number of steps."""
+        if self._decay is None:
+            for values in self._optimizer.state.values():
+                values.pop(EMA, None)
+            return
+        missing = 0
+        for index, master in enumerate(self._masters):
+            if EMA in self._optimizer.state.get(master, {}):
+                self._pending[index] = torch.empty(0)
+            else:
+                self._pending[index] = master.detach().clone()
+                missing += 1
+        if missing == len(self._masters) and step:
+            logger.warning("the checkpoint has no moving average of the weights; it starts from those of step %d", step)
+
+    @torch.no_grad()
+    def write_log_scale(self, value: torch.Tensor) -> None:
+        """Set the average of `logit_scale` to the scale of a loss that has its own, (1,), before a checkpoint."""
+        for average, is_scale in zip(self._averages(), self._of_scale, strict=True):
+            if is_scale:
+                average.fill_(value.item())
+
+    def _averages(self) -> list[torch.Tensor]:
+        """Return the averages in the order of the masters."""
+        states = [self._optimizer.state.get(master, {}) for master in self._masters]
+        return [state.get(EMA, pending) for state, pending in zip(states, self._pending, strict=True)]

@@ -1,0 +1,87 @@
+"""Whole runs with rates of towers and layers, a moving average, and weights of one tower: train, resume, export."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaclip.checkpoint.consolidate import consolidated_weights
+from megaclip.checkpoint.open_clip_weights import read_weights
+from megaclip.commands import export_open_clip
+from tests.end_to_end.training_runs import DS_CONFIG, flags, run_in_ranks
+
+STEPS, DECAY = 4, 0.8
+LAST = f"step_{STEPS:08d}"
+SECTION = {"image_layer_decay": 0.5, "image_lr": 0.001, "text_weight_decay": 0.3, "ema_decay": DECAY}
+
+
+def config(folder: Path, name: str, stage: int, section: dict) -> Path:
+    path = folder / f"{name}.json"
+    settings = {"zero_optimization": {"stage": stage}, "megaclip": DS_CONFIG["megaclip"] | section}
+    path.write_text(json.dumps(DS_CONFIG | settings))
+    return path
+
+
+@pytest.mark.long
+def test_fine_tuning_resumes_exports_its_average_and_hands_a_tower_on(tiny_run, tmp_path, monkeypatch, capsys):
+    settings = {stage: config(tmp_path, f"zero{stage}", stage, SECTION) for stage in (2, 3)}
+    shared = {"train_steps": STEPS, "save_every_steps": 2, "keep_last": 9}
+    commands = [
+        flags(tiny_run, settings[2], tmp_path, name="whole", **shared),
+        flags(tiny_run, settings[2], tmp_path, name="stopped", stop_after_steps=2, **shared),
+        flags(tiny_run, settings[2], tmp_path, name="stopped", resume="auto", **shared),
+        flags(
+            tiny_run, settings[3], tmp_path, name="zero3", resume=tmp_path / "whole/checkpoints/step_00000002", **shared
+        ),
+        flags(
+            tiny_run,
+            config(tmp_path, "plain", 2, {}),
+            tmp_path,
+            name="plain",
+            resume=tmp_path / "whole/checkpoints/step_00000002",
+            **shared,
+        ),
+    ]
+    *ends, refused = run_in_ranks(commands)
+    assert all(end.exit_code == 0 for command in ends for end in command), [command[0].output for command in ends]
+    log = ends[0][0].output
+    assert "image tower: learning rate 0.001 in 4 layer groups, 0.000125 in the first one, weight decay 0.1" in log
+    assert "text tower: learning rate 0.002 in 1 layer groups" in log and "moving average with decay 0.8" in log
+    assert (
+        refused[0].exit_code == 1
+        and "written with parameter_groups.image 'layers', and this run has" in refused[0].errors[0]
+    )
+
+    averages = {
+        name: consolidated_weights(tmp_path / name / "checkpoints", LAST, ema=True)
+        for name in ("whole", "stopped", "zero3")
+    }
+    weights = consolidated_weights(tmp_path / "whole/checkpoints", LAST)
+    for name, value in averages["whole"].items():
+        assert torch.equal(averages["stopped"][name], value), name
+        torch.testing.assert_close(averages["zero3"][name], value, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(averages["whole"]["visual.proj"], weights["visual.proj"])
+
+    exported = tmp_path / "exported"
+    monkeypatch.setattr(sys, "argv", ["export", str(tmp_path / "whole"), str(exported), "--ema", "--verify"])
+    export_open_clip.main()  # exits if open_clip's features differ
+    assert "export_max_abs_diff" in capsys.readouterr().out
+    assert torch.equal(read_weights(exported)["visual.proj"], averages["whole"]["visual.proj"])
+
+    command = flags(
+        tiny_run,
+        config(tmp_path, "new_text", 3, {}),
+        tmp_path,
+        name="new_text",
+        train_steps=2,
+        pretrained_image=exported,
+    )
+    ((end, _),) = run_in_ranks([[*command, "--lock-image"]])
+    assert end.exit_code == 0, end.output
+    trained = consolidated_weights(tmp_path / "new_text/checkpoints", "step_00000002")
+    for name, value in averages["whole"].items():
+        if name.startswith("visual."):
+            assert torch.equal(trained[name], value), name
+    assert not torch.equal(trained["text.text_projection"], averages["whole"]["text.text_projection"])

@@ -1,0 +1,152 @@
+"""--pretrained-image and --pretrained-text: weights of one tower from every kind of file, and at another image size.
+
+Files are written by open_clip, timm and transformers themselves. Their own functions interpolate positions.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megaclip.checkpoint.open_clip_weights import load_pretrained
+from megaclip.checkpoint.tower_weights import load_pretrained_tower
+from megaclip.errors import CheckpointError
+from megaclip.models import DualEncoder, ModelConfig, OpenClipConfig, build_model
+from megaclip.models.open_clip_keys import to_open_clip
+from tests.open_clip_families import HUGGING_FACE, family
+
+OWN = ModelConfig.from_dict(
+    {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 8, "layers": 2, "width": 32, "head_width": 8, "patch_size": 2},
+        "text_cfg": {"context_length": 6, "vocab_size": 32, "width": 32, "heads": 4, "layers": 1},
+    }
+)
+
+
+def built(config: ModelConfig | OpenClipConfig, seed: int) -> DualEncoder:
+    torch.manual_seed(seed)
+    return build_model(config)
+
+
+def values(model: DualEncoder) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_weights().items()}
+
+
+def written(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    path = folder / "model.safetensors"
+    save_file({name: value.detach().contiguous().clone() for name, value in tensors.items()}, path)
+    return path
+
+
+def assert_loaded(model: DualEncoder, before: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The parameters of `expected` have its values, all others have kept theirs."""
+    for name, value in values(model).items():
+        assert torch.equal(value, expected.get(name, before[name])), name
+    assert any(not torch.equal(before[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_one_tower_of_our_models_from_open_clips_files(tmp_path, tower, alone):
+    source, model = built(OWN, 1), built(OWN, 2)
+    before, prefix = values(model), {"image": "visual.", "text": "text."}[tower]
+    theirs = to_open_clip(dict(source.state_dict()), OWN.replace(custom_text=True))
+    if alone:  # visual.state_dict() of open_clip's model
+        theirs = {name.removeprefix(prefix): value for name, value in theirs.items() if name.startswith(prefix)}
+    line = load_pretrained_tower(model, tower, written(tmp_path, theirs))
+    assert_loaded(model, before, {name: v for name, v in values(source).items() if name.startswith(prefix)})
+    assert f"{tower} tower: " in line and ("tower alone" in line) == alone
+
+
+def test_a_text_tower_of_open_clips_class_clip(tmp_path):
+    """Its parameters are at the top level of the file, beside the image tower."""
+    source, model = built(OWN, 1), built(OWN, 2)
+    before = values(model)
+    load_pretrained_tower(model, "text", written(tmp_path, to_open_clip(dict(source.state_dict()), OWN)).parent)
+    assert_loaded(model, before, {name: v for name, v in values(source).items() if name.startswith("text.")})
+
+
+def test_a_timm_trunk_at_another_image_size(tmp_path):
+    """timm's file has a classifier, and positions for 4 x 4 patches."""
+    config = family("vit", tmp_path)
+    from timm.models.vision_transformer import checkpoint_filter_fn  # after open_clip, which makes it importable
+
+    source = built(config, 1).visual.trunk
+    theirs = {**source.state_dict(), "head.weight": torch.randn(10, 32), "head.bias": torch.randn(10)}
+    model = built(config.replace(vision_cfg={**config.vision_cfg.own_settings(), "image_size": 96}), 2)
+    before = values(model)
+    expected = checkpoint_filter_fn(dict(source.state_dict()), model.visual.trunk)
+    line = load_pretrained_tower(model, "image", written(tmp_path, theirs))
+    assert_loaded(model, before, {f"visual.trunk.{name}": value for name, value in expected.items()})
+    assert "visual.head.proj.weight keep their initial values" in line and "2 parameters of the file are not" in line
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_open_clips_vision_transformer_at_another_image_size(tmp_path, whole):
+    config = family("open_clip", tmp_path)
+    from open_clip.model import resize_pos_embed  # after the family, which makes it importable
+
+    source = built(config, 1)
+    model = built(config.replace(vision_cfg={**config.vision_cfg.own_settings(), "image_size": 96}), 2)
+    before, expected = values(model), values(source)
+    resize_pos_embed(expected, model)
+    assert len(expected["visual.positional_embedding"]) == 37
+    path = written(tmp_path, to_open_clip(values(source), config))
+    if whole:
+        load_pretrained(model, path)
+        assert_loaded(model, before, expected)
+    else:
+        load_pretrained_tower(model, "image", path)
+        assert_loaded(model, before, {name: v for name, v in expected.items() if name.startswith("visual.")})
+
+
+@pytest.mark.parametrize("name", list(HUGGING_FACE))
+@pytest.mark.parametrize("with_head", [False, True])
+def test_a_hugging_face_text_model(tmp_path, name, with_head):
+    import transformers
+
+    config = family(name, tmp_path)
+    settings = transformers.AutoConfig.from_pretrained(tmp_path / name)
+    torch.manual_seed(1)
+    kinds: dict[str, tuple[Any, Any]] = {
+        "roberta": (transformers.RobertaModel, transformers.RobertaForMaskedLM),
+        "mt5": (transformers.MT5EncoderModel, transformers.MT5ForConditionalGeneration),
+        "m2m_100": (transformers.M2M100Model, transformers.M2M100ForConditionalGeneration),
+    }
+    source = kinds[name][with_head](settings)
+    source.save_pretrained(tmp_path / "saved")
+    base = source.roberta if with_head and name == "roberta" else source
+    encoder = base.get_encoder() if name != "roberta" else base
+    model = built(config, 2)
+    before, theirs = values(model), dict(encoder.state_dict())
+    line = load_pretrained_tower(model, "text", tmp_path / "saved")
+    own = {key: f"text.transformer.{key}" for key in theirs if f"text.transformer.{key}" in before}
+    assert len(own) == sum(key.startswith("text.transformer.") for key in before)
+    assert_loaded(model, before, {full: theirs[key] for key, full in own.items()})
+    assert "Hugging Face's text model; text.proj" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.pop("visual.proj"),
+            r"39 of 40 parameters found, 1 missing \(first: visual.proj\); use",
+        ),
+        (lambda t: t.update({"visual.more": torch.ones(1)}), r"1 unexpected \(first: visual.more\)"),
+        (lambda t: t.update({"visual.proj": torch.ones(32, 8)}), r"visual.proj, model \[32, 16\], file \[32, 8\]"),
+        (lambda t: [t.pop(n) for n in list(t) if n != "logit_scale"], r"0 of 40 parameters found"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(tmp_path, change, message):
+    theirs, model = to_open_clip(dict(built(OWN, 1).state_dict()), OWN), built(OWN, 2)
+    change(theirs)
+    before = values(model)
+    with pytest.raises(
+        CheckpointError, match=r"--pretrained-image .* does not fit the image tower, read as .*" + message
+    ):
+        load_pretrained_tower(model, "image", written(tmp_path, theirs))
+    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
