@@ -1,4 +1,4 @@
-# Targets: demo [ARGS="--seed 1"], test, test-long, test-portable [ARGS=--short], check, dist, test-gpu, clean.
+# Targets: demo [ARGS="--seed 1"], test, test-long, test-portable [ARGS=--short], check, dist, docs, test-gpu, clean.
 # test-gpu and clean install nothing.
 PYTHON ?= python3
 VENV   := .venv
@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-long test-portable test-gpu check dist clean
+.PHONY: demo test test-long test-portable test-gpu check dist docs clean
 
 demo: $(VENV)/.ops
 	DS_ACCELERATOR=cpu $(BIN)/megaclip demo $(ARGS)
@@ -39,6 +39,10 @@ check: $(VENV)/.installed
 dist: $(VENV)/.installed
 	$(BIN)/python -m build --outdir dist .
 
+# Builds the documentation's website, build/site/index.html, and checks its links.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) runs data build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
@@ -50,4 +54,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.ops: $(VENV)/.installed megaclip/commands/build_ops.py
 	DS_ACCELERATOR=cpu $(BIN)/megaclip build-ops
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	touch $@

@@ -30,6 +30,11 @@ def all_tags(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if _TAG.fullmatch(path.name))
 
 
+def tag_of(step: int) -> str:
+    """Return the name of the checkpoint after `step` optimizer steps."""
+    return f"step_{step:08d}"
+
+
 def step_of(tag: str) -> int:
     """Return the number of optimizer steps of checkpoint `tag`."""
     return int(tag.removeprefix("step_"))

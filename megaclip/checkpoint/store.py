@@ -38,7 +38,17 @@ from megaclip.checkpoint.durable import (
     write_atomically,
 )
 from megaclip.checkpoint.manifest import MANIFEST
-from megaclip.checkpoint.search import LATEST, STATE, STATE_FORMAT, all_tags, is_complete, read_latest, run_of, step_of
+from megaclip.checkpoint.search import (
+    LATEST,
+    STATE,
+    STATE_FORMAT,
+    all_tags,
+    is_complete,
+    read_latest,
+    run_of,
+    step_of,
+    tag_of,
+)
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
 from megaclip.errors import CheckpointError, first_line
@@ -60,6 +70,7 @@ def save(
     loss_state: dict[str, Any] | None = None,
     *,
     keep_every: int | None = None,
+    best: str | None = None,
     run: str = "",
 ) -> str:
     """Write a checkpoint from all ranks, make `latest` name it, and delete old checkpoints of this run.
@@ -72,6 +83,7 @@ def save(
         keep_last: number of checkpoints of this run to keep, this one included; at least 1.
         loss_state: this rank's part of the loss's own state (tensors, numbers, strings), or None.
         keep_every: also keep the first checkpoint at or after each multiple of this number of steps.
+        best: tag of a checkpoint to keep besides these, or None; only the first rank's is used.
         run: identifier of this run; only the first rank's is used.
 
     Returns:
@@ -80,7 +92,7 @@ def save(
     Raises:
         CheckpointError: on every rank, if any rank cannot write.
     """
-    tag = f"step_{step:08d}"
+    tag = tag_of(step)
     is_first_rank = group_rank() == 0
     with _writing(folder):
         if is_first_rank:
@@ -97,7 +109,7 @@ def save(
             all_files[STATE] = checksum(folder / tag / STATE)
             manifest.write(folder / tag, all_files, run=run)
             write_atomically(folder / LATEST, tag)
-            for old in _to_delete(folder, tag, keep_last, keep_every, run):
+            for old in _to_delete(folder, tag, keep_last, keep_every, best, run):
                 _delete(folder / old)
     return tag
 
@@ -162,7 +174,9 @@ def _delete(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-def _to_delete(folder: Path, newest: str, keep_last: int, keep_every: int | None, run: str) -> list[str]:
+def _to_delete(
+    folder: Path, newest: str, keep_last: int, keep_every: int | None, best: str | None, run: str
+) -> list[str]:
     """Return the checkpoints to delete after `newest` has been saved: incomplete ones, and old ones of this run.
 
     Among those of this run, the ones after step `newest` go first: the run has resumed from an earlier step because
@@ -172,7 +186,7 @@ def _to_delete(folder: Path, newest: str, keep_last: int, keep_every: int | None
     incomplete = [tag for tag in others if not is_complete(folder, tag)]
     own = [tag for tag in others if tag not in incomplete and run_of(folder, tag) == run]
     own = [*sorted(own, key=lambda tag: (tag <= newest, tag)), newest]
-    kept = {*own[-keep_last:], *_every(own, keep_every)}
+    kept = {*own[-keep_last:], *_every(own, keep_every), best}
     return incomplete + [tag for tag in own if tag not in kept]
 
 

@@ -153,7 +153,7 @@ class TrainArguments(BaseModel):
     save_every_steps: Positive | None = Field(
         default=None, description="steps between checkpoints, instead of --save-frequency"
     )
-    keep_last: Positive = Field(default=3, description="number of latest checkpoints to keep")
+    keep_last: Positive = Field(default=3, description="number of latest checkpoints to keep, besides the best one")
     keep_every_steps: Positive | None = Field(
         default=None, description="also keep the first checkpoint at or after each multiple of this number of steps"
     )

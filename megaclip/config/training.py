@@ -202,13 +202,14 @@ def load_training_config(name_or_path: str | Path) -> TrainingConfig:
     """
     path = Path(name_or_path)
     shipped = {str(file.relative_to(SHIPPED).with_suffix("")): file for file in SHIPPED.rglob("*.json")}
-    if not path.exists() and not path.suffix:
-        if str(path) not in shipped:
+    if not path.exists():
+        name = str(name_or_path).removesuffix(".json")
+        if name not in shipped:
             raise ConfigError(
                 f"--deepspeed_config {str(path)!r} is no file and no shipped configuration; expected the path of a "
                 f"ds_config.json, or one of {', '.join(sorted(shipped))}"
             )
-        path = shipped[str(path)]
+        path = shipped[name]
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

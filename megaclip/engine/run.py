@@ -29,6 +29,7 @@ from megaclip.comm.collectives import gather_objects, sum_counts, wait_for_all_r
 from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchPlan, TrainArguments, parse_arguments
 from megaclip.data import check_batch
+from megaclip.engine.best_checkpoint import BestCheckpoint
 from megaclip.engine.build import build_engine
 from megaclip.engine.changed_settings import report_changed_settings
 from megaclip.engine.compilation import report_compilation
@@ -177,6 +178,7 @@ class Run:
         self.watchdog = Watchdog(folder, arguments.hang_timeout)
         self.skipped_steps = SkippedSteps(arguments.skips_in_a_row)
         self.loss_level = LossLevel()
+        self.best = BestCheckpoint(folder, arguments)
         self.scores: dict[str, float] = {}
         """Scores of the last evaluation."""
         self.bad_samples: dict[str, int] = {}
@@ -195,7 +197,10 @@ class Run:
             self.average.loaded(self.step)
 
     def write_description(self) -> None:
-        """Write the model card and the tokenizer, which an export copies, and settings.json, on the first rank."""
+        """Write the model card and the tokenizer, which an export copies, and settings.json, on the first rank.
+
+        The record of the best checkpoint is read or, if it does not apply, deleted.
+        """
         with report_write_errors():
             if self.rank == 0:
                 card = self.checkpoints / MODEL_CARD
@@ -208,6 +213,7 @@ class Run:
                 if self.step > 0:
                     report_changed_settings(self._resumed_folder() / "settings.json", settings)
                 write_atomically(self.folder / "settings.json", json.dumps(settings, indent=1))
+                self.best.resume(self.step, self.run_id)
 
     def _settings(self) -> dict[str, Any]:
         """Return the command line and ds_config.json, in JSON types."""
@@ -267,6 +273,7 @@ class Run:
                     self.folder,
                     self.folder / "tensorboard",
                 )
+                self.best.report()
         return stop_signal
 
     def _train_steps(self, batch: StepStore, metrics: Metrics, signals: StopSignals) -> signal.Signals | None:
@@ -416,6 +423,9 @@ class Run:
         if self.rank == 0 and result.examples is not None and inputs.validation is not None:
             pictures = example_pictures(result.examples, inputs.validation)
         metrics.record_evaluation(self.step, result.metrics, pictures, left_out)
+        with report_write_errors():
+            if self.rank == 0:
+                self.best.evaluated(self.step, result.metrics)
         metrics.restart_clock()
 
     @cached_property
@@ -446,6 +456,7 @@ class Run:
             self.arguments.keep_last,
             loss_state,
             keep_every=self.arguments.keep_every_steps,
+            best=self.best.tag,
             run=self.run_id,
         )
         self.saved_step = self.step

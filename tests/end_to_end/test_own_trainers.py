@@ -61,7 +61,6 @@ def test_the_script_trains_on_the_whole_batch(folder, expected, script, ranks):
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
-        "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
         "RANK": "0",
         "WORLD_SIZE": "1",

@@ -57,7 +57,8 @@ def test_an_unknown_command_is_refused_with_the_known_ones(monkeypatch):
 def test_shipped_configurations_are_found_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("zero3_offload", "fastclip/fastclip_v3_cc12m"):
-        assert load_training_config(name).path.read_text() == (ROOT / "ds_configs" / f"{name}.json").read_text()
+        for written in (name, f"{name}.json"):
+            assert load_training_config(written).path.read_text() == (ROOT / f"ds_configs/{name}.json").read_text()
     with pytest.raises(ConfigError, match=r"'zero4' is no file and no shipped configuration; .* zero2, zero3"):
         load_training_config("zero4")
 

@@ -1,14 +1,22 @@
-"""README.md and docs/ are compared with the code: files, flags, links, settings, import rules and memory figures."""
+"""README.md and docs/ are compared with the code: files, flags, settings, import rules and memory figures.
+
+Links, anchors and the navigation of the website are checked too.
+"""
 
 import json
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import docs_site
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from megaclip.commands import COMMANDS
@@ -56,9 +64,63 @@ def test_commands_use_scripts_and_flags_that_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_pictures_exist(page):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def test_links_pictures_and_anchors_exist(page):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", outside_of_code(page.read_text())):
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}#{anchor}"
+
+
+def outside_of_code(text: str) -> str:
+    """Return a page without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.*)$", outside_of_code(page.read_text()), re.MULTILINE)
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lists_and_tables_follow_an_empty_line(page):
+    """MkDocs, unlike GitHub, makes them part of the paragraph otherwise."""
+    lines = ["", *outside_of_code(page.read_text()).splitlines()]
+    for before, line in pairwise(lines):
+        if line.startswith(("- ", "| ", "1. ")):
+            assert before == "" or before.startswith(("#", "- ", "| ", "1. ", "  ")), f"{page.name}: {line}"
+
+
+def test_the_website_has_every_page_once():
+    def files(entry: Any) -> Iterator[str]:
+        for value in entry.values() if isinstance(entry, dict) else entry:
+            yield from [value] if isinstance(value, str) else files(value)
+
+    navigation = list(files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(navigation) == sorted({page.name for page in PAGES} | {"CHANGELOG.md"})
+    assert {name for name in navigation if not (ROOT / "docs" / name).exists()} == set(docs_site.ROOT_PAGES)
+
+
+@pytest.mark.long
+def test_the_website_is_built_without_warnings(tmp_path):
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: make docs installs it")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True)
+    assert "docs" not in re.findall(r'href="([^"/]*)/', (tmp_path / "index.html").read_text())
+    assert (tmp_path / "fastclip.html").is_file()
+
+
+def test_links_of_the_website_hold_where_all_pages_lie_in_one_folder():
+    def rewritten(folder: str, link: str) -> str:
+        return docs_site.site_links(link, folder)
+
+    assert rewritten(".", "[a](docs/losses.md#use) [b](#data)") == "[a](losses.md#use) [b](#data)"
+    assert rewritten(".", "![a](docs/figures/plan_sweep.png)") == "![a](figures/plan_sweep.png)"
+    assert rewritten("docs", "[`a`](../README.md#data)\n[b](losses.md)") == "[`a`](README.md#data)\n[b](losses.md)"
+    assert rewritten("docs", "see [`errors.py`](../megaclip/errors.py), [c](https://a.b)") == (
+        "see `errors.py`, [c](https://a.b)"
+    )
+    assert rewritten("docs", "[a](../missing.py)") == "[a](../missing.py)"  # --strict reports it
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
