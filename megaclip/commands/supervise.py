@@ -1,0 +1,110 @@
+"""Start a run on several hosts, and start it again after a failure. `launch/multi_node.sh --restarts N` calls it.
+
+    megaclip supervise --restarts N --hostfile FILE --script launch/multi_node.sh ... -- TRAINING_ARGUMENTS
+
+After a failure, the hosts that answer start again from the newest whole checkpoint, with as many ranks as the batch can
+be divided among. docs/multi_node.md describes the rules.
+"""
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaclip.config import TrainArguments, load_training_config, parse_arguments
+from megaclip.config.argument_types import integer
+from megaclip.errors import ConfigError, MegaclipError
+from megaclip.hosts.hostfile import Host, read_hostfile
+from megaclip.hosts.policy import batch_fits, choose_hosts
+from megaclip.hosts.supervisor import Supervisor
+from megaclip.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = argument_parser().parse_args(argv)
+    training = arguments.training[1:] if arguments.training[:1] == ["--"] else arguments.training
+    try:
+        return supervisor(arguments, training).run()
+    except MegaclipError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--restarts", type=integer(1), required=True, help="largest number of restarts after failures")
+    parser.add_argument("--hostfile", type=Path, required=True, help="all hosts, spare ones included")
+    parser.add_argument(
+        "--script",
+        type=Path,
+        required=True,
+        help="starts the ranks: SCRIPT --hostfile FILE --master_addr ADDR --master_port PORT TRAINING_ARGUMENTS",
+    )
+    parser.add_argument("--master_addr", default="", help="address of the first host, for attempts that include it")
+    parser.add_argument("--master_port", type=integer(1), default=29500, help="port on the first host of an attempt")
+    parser.add_argument(
+        "--probe",
+        default="pdsh -S -w {host} {clean}",
+        help="command that succeeds if {host} answers; {clean} is a shell command that ends leftover ranks on it "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("training", nargs=argparse.REMAINDER, help="arguments of launch/train.py, after --")
+    return parser
+
+
+def supervisor(arguments: argparse.Namespace, training: list[str]) -> Supervisor:
+    """Return the supervisor of a command line.
+
+    Raises:
+        ConfigError: an argument is refused, or the hosts cannot run the batch.
+    """
+    hosts = read_hostfile(arguments.hostfile)
+    run = parse_arguments(training)
+    if run.resume != "auto" or run.name is None:
+        raise ConfigError("--restarts requires --resume auto and --name NAME, to find its checkpoint")
+    config = load_training_config(run.deepspeed_config)
+    fits = batch_fits(config)
+    if not choose_hosts(hosts, fits):
+        config.batch_plan(sum(host.slots for host in hosts))  # raises the run's own error
+    if len(hosts) > 1 and not choose_hosts(hosts[:-1], fits):
+        logger.warning(
+            "%s fits no smaller number of hosts, so a restart waits until a lost host answers again; leave out "
+            "gradient_accumulation_steps",
+            config.path,
+        )
+    clean = end_leftover_ranks(hosts, arguments.master_port)
+
+    def start_command(hostfile: Path, chosen: Sequence[Host]) -> list[str]:
+        same_first = arguments.master_addr and chosen[0].name == hosts[0].name
+        address = arguments.master_addr if same_first else chosen[0].address
+        options = ["--hostfile", hostfile, "--master_addr", address, "--master_port", arguments.master_port]
+        return [str(part) for part in (arguments.script, *options, *training)]
+
+    return Supervisor(
+        hosts=hosts,
+        fits=fits,
+        restarts=arguments.restarts,
+        start_command=start_command,
+        probe_command=lambda host: [part.format(host=host.name, clean=clean) for part in shlex.split(arguments.probe)],
+        checkpoints=checkpoints_of(run),
+    )
+
+
+def checkpoints_of(run: TrainArguments) -> Path:
+    """Return the folder of a run's checkpoints."""
+    return Path(run.logs) / str(run.name) / "checkpoints"
+
+
+def end_leftover_ranks(hosts: Sequence[Host], master_port: int) -> str:
+    """Return the shell command that ends the ranks of earlier attempts on one host. It always succeeds.
+
+    A host whose network was cut still runs its ranks, which wait for the others. launch/multi_node.sh ends the ranks
+    of one attempt by the same pattern.
+    """
+    addresses = "|".join(re.escape(host.address) for host in hosts)
+    launchers = f"^[^ ]+ -u -m deepspeed.launcher.launch .*--master_addr=({addresses}) --master_port={master_port} "
+    return f"pgrep -f '{launchers}' | xargs -r -n 1 pkill -KILL -P; true"
