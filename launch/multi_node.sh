@@ -94,6 +94,7 @@ done
 launch=(setsid deepspeed --hostfile "$hostfile" --master_addr "$master_addr" --master_port "$master_port")
 
 if $no_ssh; then
+  [[ -z $restarts ]] || fail "--restarts uses ssh; without ssh, see docs/multi_node.md for Slurm and other schedulers"
   ! $check_hosts || fail "--check_hosts asks the hosts through ssh; it does not work with --no_ssh"
   [[ $node_rank =~ ^[0-9]+$ ]] && ((10#$node_rank < ${#hosts[@]})) ||
     fail "--node_rank '$node_rank': --no_ssh requires --node_rank 0 to $((${#hosts[@]} - 1)), the index in $hostfile"
@@ -212,7 +213,10 @@ wait_for_launcher() {
   # A trapped signal interrupts `wait`, which then returns the signal's code.
   while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
   wait "$launcher" || code=$? # bash keeps the exit code
-  [[ $code =~ ^(0|$stop_codes)$ ]] || failed
+  if [[ ! $code =~ ^(0|$stop_codes)$ ]]; then
+    if $no_ssh; then echo "${hosts[10#$node_rank]} $code" >>"$host_codes"; fi
+    failed
+  fi
   if $no_ssh; then
     [[ $code != 0 || -s $MEGACLIP_COMPLETED_FILE ]] || code=1
     rm -f "$MEGACLIP_COMPLETED_FILE"

@@ -52,6 +52,9 @@ def argument_parser() -> argparse.ArgumentParser:
         help="command that succeeds if {host} answers; {clean} is a shell command that ends leftover ranks on it "
         "(default: %(default)s)",
     )
+    parser.add_argument(
+        "--folder", type=Path, help="folder for the hostfiles of the attempts, which SCRIPT reads (default: /tmp)"
+    )
     parser.add_argument("training", nargs=argparse.REMAINDER, help="arguments of launch/train.py, after --")
     return parser
 
@@ -91,6 +94,7 @@ def supervisor(arguments: argparse.Namespace, training: list[str]) -> Supervisor
         start_command=start_command,
         probe_command=lambda host: [part.format(host=host.name, clean=clean) for part in shlex.split(arguments.probe)],
         checkpoints=checkpoints_of(run),
+        folder=arguments.folder,
     )
 
 

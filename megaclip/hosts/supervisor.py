@@ -61,6 +61,8 @@ class Supervisor:
     """Returns the command that succeeds if a host answers. It ends ranks that an earlier attempt has left there."""
     checkpoints: Path
     """Folder of the run's checkpoints."""
+    folder: Path | None = None
+    """Where the hostfile of an attempt is written. None: the system's folder of temporary files."""
     absent_probe_s: float = ABSENT_PROBE_S
     host_wait_s: float = HOST_WAIT_S
     ends: list[End] = field(default_factory=list)
@@ -74,7 +76,10 @@ class Supervisor:
 
         0: complete. 130, 138, 143: stopped on request. 2, 78: settings refused. 1: given up; the log shows the reason.
         """
-        with _handlers(self._forward), tempfile.TemporaryDirectory(prefix="megaclip-") as folder:
+        with (
+            _handlers(self._forward),
+            tempfile.TemporaryDirectory(prefix=".megaclip-hosts-", dir=self.folder) as folder,
+        ):
             while True:
                 try:
                     chosen = self._wait_for_hosts()
@@ -118,11 +123,14 @@ class Supervisor:
             self._script.send_signal(self._stop)
         grows = self._wait_for_script(chosen, first_step)
         code, self._script = self._script.returncode, None
+        by_host = read_codes(codes, chosen)
+        if policy.REFUSED_CODES & set(by_host.values()):
+            code = policy.REFUSED_EXIT_CODE  # srun returns the code of the launchers that it has ended
         if code in (0, *policy.STOP_CODES, *policy.REFUSED_CODES):
             return End(code, self._newest_step(), for_more_hosts=grows)
         answering = self._answering(chosen)
         lost = frozenset(host.name for host in chosen if host not in answering)
-        failed = policy.hosts_to_blame(read_codes(codes, chosen), lost)
+        failed = policy.hosts_to_blame(by_host, lost)
         for name in sorted(failed):
             logger.warning("host %s %s", name, "does not answer" if name in lost else "has ended a rank by a signal")
         return End(code, self._newest_step(), failed_hosts=failed, lost_hosts=lost)
