@@ -90,14 +90,22 @@ for file in "${env_files[@]}"; do
   fi
 done
 
+options=(--hostfile "$hostfile" --master_addr "$master_addr" --master_port "$master_port")
+
+# Let another process start this script once per attempt. The arguments are those of the training.
+supervise() {
+  exec python -m megaclip supervise --restarts "$restarts" --script "$root/launch/multi_node.sh" "${options[@]}" \
+    ${node_rank:+--node_rank "$node_rank"} -- "$@"
+}
+
 # setsid detaches the launcher from the terminal, so that Ctrl-C reaches only `stop`.
-launch=(setsid deepspeed --hostfile "$hostfile" --master_addr "$master_addr" --master_port "$master_port")
+launch=(setsid deepspeed "${options[@]}")
 
 if $no_ssh; then
-  [[ -z $restarts ]] || fail "--restarts uses ssh; without ssh, see docs/multi_node.md for Slurm and other schedulers"
   ! $check_hosts || fail "--check_hosts asks the hosts through ssh; it does not work with --no_ssh"
   [[ $node_rank =~ ^[0-9]+$ ]] && ((10#$node_rank < ${#hosts[@]})) ||
     fail "--node_rank '$node_rank': --no_ssh requires --node_rank 0 to $((${#hosts[@]} - 1)), the index in $hostfile"
+  [[ -z $restarts ]] || supervise "$@"
   # DeepSpeed reads these files only when it uses pdsh.
   for file in "${env_files[@]}"; do
     [[ -f $file ]] || continue
@@ -127,13 +135,10 @@ else
   # Never wait at a password prompt. Detect within 30 s that a host is unreachable.
   liveness='-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3'
   export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:-} $liveness"
-  options=(--hostfile "$hostfile" --master_addr "$master_addr" --master_port "$master_port")
   if $check_hosts && ! python -m megaclip check-hosts "${options[@]}" -- "$@"; then
     fail "the hosts have the problems above; remove them, or leave out --check_hosts"
   fi
-  if [[ $restarts ]]; then
-    exec python -m megaclip supervise --restarts "$restarts" --script "$root/launch/multi_node.sh" "${options[@]}" -- "$@"
-  fi
+  [[ -z $restarts ]] || supervise "$@"
   # DeepSpeed passes the arguments to a remote shell, which would expand globs and braces: one pattern of shards would
   # become a mixture of shards. DeepSpeed quotes only arguments with a space, with "...". pdsh replaces %n.
   quoted=()

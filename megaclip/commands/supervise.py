@@ -10,15 +10,16 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megaclip.config import TrainArguments, load_training_config, parse_arguments
+from megaclip.config import load_training_config, parse_arguments
 from megaclip.config.argument_types import integer
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.hosts.hostfile import Host, read_hostfile
+from megaclip.hosts.member import Member, own_host
 from megaclip.hosts.policy import batch_fits, choose_hosts
-from megaclip.hosts.supervisor import Supervisor
+from megaclip.hosts.supervisor import Supervisor, forwarded_signals, newest_step
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -28,6 +29,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = argument_parser().parse_args(argv)
     training = arguments.training[1:] if arguments.training[:1] == ["--"] else arguments.training
     try:
+        if arguments.node_rank is not None:
+            meeting = member(arguments, training)
+            with forwarded_signals(lambda number, _: meeting.stop(number)):
+                return meeting.run()
         return supervisor(arguments, training).run()
     except MegaclipError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -55,17 +60,60 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--folder", type=Path, help="folder for the hostfiles of the attempts, which SCRIPT reads (default: /tmp)"
     )
+    parser.add_argument(
+        "--node_rank", type=integer(0), help="without ssh: index of this host; the command runs on every host"
+    )
     parser.add_argument("training", nargs=argparse.REMAINDER, help="arguments of launch/train.py, after --")
     return parser
 
 
 def supervisor(arguments: argparse.Namespace, training: list[str]) -> Supervisor:
-    """Return the supervisor of a command line.
+    """Return the supervisor of a command line, for one process that starts the ranks of all hosts.
 
     Raises:
         ConfigError: an argument is refused, or the hosts cannot run the batch.
     """
     hosts = read_hostfile(arguments.hostfile)
+    checkpoints, fits = checked_run(hosts, training)
+    clean = end_leftover_ranks(hosts, arguments.master_port)
+    return Supervisor(
+        hosts=hosts,
+        fits=fits,
+        restarts=arguments.restarts,
+        start_command=lambda hostfile, chosen: start_command(arguments, training, hosts, hostfile, chosen),
+        probe_command=lambda host: [part.format(host=host.name, clean=clean) for part in shlex.split(arguments.probe)],
+        checkpoints=checkpoints,
+        folder=arguments.folder,
+    )
+
+
+def member(arguments: argparse.Namespace, training: list[str]) -> Member:
+    """Return this host's part of a run without ssh. Raises ConfigError as `supervisor` does."""
+    hosts = read_hostfile(arguments.hostfile)
+    own = own_host(hosts, arguments.node_rank)
+    checkpoints, fits = checked_run(hosts, training)
+
+    def start(hostfile: Path, chosen: Sequence[Host], place: int) -> list[str]:
+        command, *rest = start_command(arguments, training, hosts, hostfile, chosen)
+        return [command, "--no_ssh", "--node_rank", str(place), *rest]
+
+    return Member(
+        folder=checkpoints.with_name("hosts"),
+        hosts=hosts,
+        own=own,
+        fits=fits,
+        restarts=arguments.restarts,
+        start_command=start,
+        newest_step=lambda: newest_step(checkpoints),
+    )
+
+
+def checked_run(hosts: Sequence[Host], training: list[str]) -> tuple[Path, Callable[[int], bool]]:
+    """Return the run's folder of checkpoints, and the function that returns whether a number of ranks fits the batch.
+
+    Raises:
+        ConfigError: an argument of the training is refused, or the hosts cannot run the batch.
+    """
     run = parse_arguments(training)
     if run.resume != "auto" or run.name is None:
         raise ConfigError("--restarts requires --resume auto and --name NAME, to find its checkpoint")
@@ -79,28 +127,17 @@ def supervisor(arguments: argparse.Namespace, training: list[str]) -> Supervisor
             "gradient_accumulation_steps",
             config.path,
         )
-    clean = end_leftover_ranks(hosts, arguments.master_port)
-
-    def start_command(hostfile: Path, chosen: Sequence[Host]) -> list[str]:
-        same_first = arguments.master_addr and chosen[0].name == hosts[0].name
-        address = arguments.master_addr if same_first else chosen[0].address
-        options = ["--hostfile", hostfile, "--master_addr", address, "--master_port", arguments.master_port]
-        return [str(part) for part in (arguments.script, *options, *training)]
-
-    return Supervisor(
-        hosts=hosts,
-        fits=fits,
-        restarts=arguments.restarts,
-        start_command=start_command,
-        probe_command=lambda host: [part.format(host=host.name, clean=clean) for part in shlex.split(arguments.probe)],
-        checkpoints=checkpoints_of(run),
-        folder=arguments.folder,
-    )
+    return Path(run.logs) / run.name / "checkpoints", fits
 
 
-def checkpoints_of(run: TrainArguments) -> Path:
-    """Return the folder of a run's checkpoints."""
-    return Path(run.logs) / str(run.name) / "checkpoints"
+def start_command(
+    arguments: argparse.Namespace, training: list[str], hosts: Sequence[Host], hostfile: Path, chosen: Sequence[Host]
+) -> list[str]:
+    """Return the command that starts an attempt on the `chosen` ones of all `hosts`."""
+    same_first = arguments.master_addr and chosen[0].name == hosts[0].name
+    address = arguments.master_addr if same_first else chosen[0].address
+    options = ["--hostfile", hostfile, "--master_addr", address, "--master_port", arguments.master_port]
+    return [str(part) for part in (arguments.script, *options, *training)]
 
 
 def end_leftover_ranks(hosts: Sequence[Host], master_port: int) -> str:

@@ -77,7 +77,7 @@ class Supervisor:
         0: complete. 130, 138, 143: stopped on request. 2, 78: settings refused. 1: given up; the log shows the reason.
         """
         with (
-            _handlers(self._forward),
+            forwarded_signals(self._forward),
             tempfile.TemporaryDirectory(prefix=".megaclip-hosts-", dir=self.folder) as folder,
         ):
             while True:
@@ -108,7 +108,7 @@ class Supervisor:
         hostfile, codes = folder / "hostfile", folder / "codes"
         write_hostfile(hostfile, chosen)
         codes.write_text("")
-        first_step = self._newest_step()
+        first_step = newest_step(self.checkpoints)
         logger.info(
             "attempt %d from step %d: %d ranks on %s",
             len(self.ends) + 1,
@@ -127,13 +127,13 @@ class Supervisor:
         if policy.REFUSED_CODES & set(by_host.values()):
             code = policy.REFUSED_EXIT_CODE  # srun returns the code of the launchers that it has ended
         if code in (0, *policy.STOP_CODES, *policy.REFUSED_CODES):
-            return End(code, self._newest_step(), for_more_hosts=grows)
+            return End(code, newest_step(self.checkpoints), for_more_hosts=grows)
         answering = self._answering(chosen)
         lost = frozenset(host.name for host in chosen if host not in answering)
         failed = policy.hosts_to_blame(by_host, lost)
         for name in sorted(failed):
             logger.warning("host %s %s", name, "does not answer" if name in lost else "has ended a rank by a signal")
-        return End(code, self._newest_step(), failed_hosts=failed, lost_hosts=lost)
+        return End(code, newest_step(self.checkpoints), failed_hosts=failed, lost_hosts=lost)
 
     def _wait_for_script(self, chosen: Sequence[Host], first_step: int) -> bool:
         """Wait until the script has ended; return whether it was asked to end because more hosts are there."""
@@ -144,7 +144,7 @@ class Supervisor:
             if grows or self._stop is not None or time.monotonic() < next_look:
                 continue
             # Only after a checkpoint of this attempt: hosts that come and go then cannot stop the progress.
-            if self._newest_step() > first_step and self._could_grow(chosen):
+            if newest_step(self.checkpoints) > first_step and self._could_grow(chosen):
                 logger.info("more hosts can be used: the ranks save, end, and start again")
                 grows = True
                 if self._script.poll() is None:
@@ -213,12 +213,12 @@ class Supervisor:
             return False
         return done.returncode == 0
 
-    def _newest_step(self) -> int:
-        """Return the step of the newest complete checkpoint, 0 if there is none or the folder cannot be read."""
-        with contextlib.suppress(OSError):
-            tags = search.newest_first(self.checkpoints)
-            return max(map(search.step_of, tags), default=0)
-        return 0
+
+def newest_step(checkpoints: Path) -> int:
+    """Return the step of the newest complete checkpoint, 0 if there is none or the folder cannot be read."""
+    with contextlib.suppress(OSError):
+        return max(map(search.step_of, search.newest_first(checkpoints)), default=0)
+    return 0
 
 
 def read_codes(path: Path, hosts: Sequence[Host]) -> dict[str, int]:
@@ -235,7 +235,7 @@ def read_codes(path: Path, hosts: Sequence[Host]) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def forwarded_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Let `handler` handle SIGINT, SIGTERM and SIGUSR1 in the body of a `with` statement."""
     before = {number: signal.signal(number, handler) for number in _SIGNALS}
     try:

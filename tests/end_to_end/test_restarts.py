@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.training_runs import DS_CONFIG, ROOT, flags, scalars
-from tests.end_to_end.two_hosts import TwoHosts, environment, reason_to_skip, two_hosts
+from tests.end_to_end.two_hosts import Host, TwoHosts, environment, reason_to_skip, two_hosts
 from tests.tolerances import RUN, assert_close
 
 MULTI_NODE = ROOT / "launch" / "multi_node.sh"
@@ -45,11 +45,16 @@ def training(tiny_run: Path, config: Path, logs: Path, **changes: Any) -> list[s
     return flags(tiny_run, config, logs, **{**shared, **changes})
 
 
+def start(hosts: TwoHosts, host: Host, log: Path, *arguments: str) -> subprocess.Popen:
+    launch = host.command(MULTI_NODE, "--hostfile", hosts.hostfile, *arguments, folder=log.parent)
+    with open(log, "w") as output:
+        return subprocess.Popen(launch, env=environment(hosts), stdout=output, stderr=subprocess.STDOUT)
+
+
 @contextmanager
 def started(hosts: TwoHosts, log: Path, *arguments: str) -> Iterator[subprocess.Popen]:
-    launch = hosts.first.command(MULTI_NODE, "--hostfile", hosts.hostfile, *arguments, folder=log.parent)
-    with open(log, "w") as output:
-        launcher = subprocess.Popen(launch, env=environment(hosts), stdout=output, stderr=subprocess.STDOUT)
+    """Start multi_node.sh on the first host; end all its processes afterwards, on both hosts."""
+    launcher = start(hosts, hosts.first, log, *arguments)
     try:
         yield launcher
     finally:
@@ -121,3 +126,43 @@ def test_a_run_outlives_a_host_and_uses_it_when_it_is_back(
         if count == 1:
             assert [losses[step] for step in again] == list(again.values())
         assert_close([losses[step] for step in again], list(again.values()), RUN["loss"])
+
+
+@pytest.mark.long
+def test_hosts_without_ssh_continue_and_meet_again(
+    hosts: TwoHosts,
+    tiny_run: Path,
+    config: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Every host runs a command of its own. The second one vanishes, and is started again."""
+    log, second_log = tmp_path / "log", tmp_path / "second log"
+    arguments = ("--restarts", "3", "--no_ssh", *training(tiny_run, config, tmp_path / "logs"))
+
+    def options(node_rank: int) -> tuple[str, ...]:
+        return ("--node_rank", str(node_rank), *arguments)
+
+    with started(hosts, log, *options(0)) as launcher:
+        start(hosts, hosts.second, second_log, *options(1))
+        wait_until(lambda: max(steps_of_attempt(log, 1), default=0) >= 6, launcher, log)
+        hosts.end_second()
+        lost_at = time.monotonic()
+        wait_until(lambda: len(attempts(log)) == 2, launcher, log)
+        restarted_after_s = time.monotonic() - lost_at
+        record_property("from the lost host to the restart, in seconds", restarted_after_s)
+        assert restarted_after_s < 60
+        wait_until(lambda: steps_of_attempt(log, 2), launcher, log)
+        record_property("from the lost host to the next step, in seconds", time.monotonic() - lost_at)
+        hosts.start_second()
+        second = start(hosts, hosts.second, second_log, *options(1))
+        wait_until(lambda: len(attempts(log)) == 3, launcher, log)
+        third = attempts(log)[2][0]
+        wait_until(lambda: max(steps_of_attempt(log, 3), default=0) >= third + 3, launcher, log)
+        subprocess.run(hosts.first.command("pkill", "-USR1", "-f", "megaclip supervise"), check=True)
+        assert launcher.wait(LIMIT_S) == 128 + signal.SIGUSR1, log.read_text()
+        assert second.wait(LIMIT_S) == 128 + signal.SIGUSR1, second_log.read_text()
+    assert [ranks for _, ranks in attempts(log)] == [2, 1, 2]
+    assert [ranks for _, ranks in attempts(second_log)] == [2]
+    losses = scalars(tmp_path / "logs" / NAME)["train/loss"]
+    assert sorted(losses) == list(range(1, max(losses) + 1))
