@@ -14,7 +14,7 @@ from megaclip.hosts.hostfile import Host
 from megaclip.hosts.member import Member, Times, attempt_code
 
 HOSTS = [Host("a", 1), Host("b", 1), Host("c", 2)]
-TIMES = Times(beat_s=0.05, silence_s=0.5, first_wait_s=2.0, gather_s=0.7, give_up_s=1.0)
+TIMES = Times(beat_s=0.05, silence_s=1.5, first_wait_s=10.0, gather_s=1.0, give_up_s=3.0)
 FORK = multiprocessing.get_context("fork")
 # As ranks do, all scripts of an attempt end when one of them receives SIGUSR1.
 ENDLESS = "trap 'touch saved-$HOSTS' USR1; trap 'exit 143' TERM; "
