@@ -19,6 +19,9 @@ Options, before the training arguments:
   --master_port PORT  free port on the first host (default 29500); runs with the same first host require different ports
   --no_ssh            start the ranks of this host only
   --node_rank N       with --no_ssh: index of this host in the hostfile, from 0
+  --restarts N        after a failure, start again from the newest checkpoint on the hosts that answer, at most N times;
+                      requires --resume auto and --name (docs/multi_node.md)
+  --check_hosts       first compare and measure all hosts; start nothing if there is a problem
   --help
 
 Environment variables for the ranks are read from .deepspeed_env in the home folder and in the current folder: lines
@@ -31,15 +34,16 @@ fail() {
   exit 2
 }
 
-hostfile=$root/launch/hostfile master_addr='' master_port=29500 no_ssh=false node_rank=''
+hostfile=$root/launch/hostfile master_addr='' master_port=29500 no_ssh=false node_rank='' restarts='' check_hosts=false
 while (($#)); do
   case $1 in
     --help | -h) usage && exit ;;
     --no_ssh) no_ssh=true && shift && continue ;;
-    --hostfile | --master_addr | --master_port | --node_rank)
+    --check_hosts) check_hosts=true && shift && continue ;;
+    --hostfile | --master_addr | --master_port | --node_rank | --restarts)
       (($# > 1)) || fail "$1 requires a value (see --help)"
       printf -v "${1#--}" '%s' "$2" && shift 2 ;;
-    --hostfile=* | --master_addr=* | --master_port=* | --node_rank=*)
+    --hostfile=* | --master_addr=* | --master_port=* | --node_rank=* | --restarts=*)
       option=${1%%=*} && printf -v "${option#--}" '%s' "${1#*=}" && shift ;;
     *) break ;;
   esac
@@ -64,6 +68,7 @@ master_addr=${master_addr:-${hosts[0]#*@}}
 if ((${#hosts[@]} > 1)) && [[ $master_addr == localhost || $master_addr == 127.* ]]; then
   fail "--master_addr $master_addr: the other hosts cannot reach it; pass another address of the first host"
 fi
+[[ -z $restarts || $restarts =~ ^[1-9][0-9]{0,3}$ ]] || fail "--restarts '$restarts': expected a number from 1 to 9999"
 command -v deepspeed >/dev/null || fail "deepspeed is not on PATH: activate the environment that contains MegaCLIP"
 
 # The environment files that DeepSpeed reads.
@@ -85,12 +90,22 @@ for file in "${env_files[@]}"; do
   fi
 done
 
+options=(--hostfile "$hostfile" --master_addr "$master_addr" --master_port "$master_port")
+
+# Let another process start this script once per attempt. The arguments are those of the training.
+supervise() {
+  exec python -m megaclip supervise --restarts "$restarts" --script "$root/launch/multi_node.sh" "${options[@]}" \
+    ${node_rank:+--node_rank "$node_rank"} -- "$@"
+}
+
 # setsid detaches the launcher from the terminal, so that Ctrl-C reaches only `stop`.
-launch=(setsid deepspeed --hostfile "$hostfile" --master_addr "$master_addr" --master_port "$master_port")
+launch=(setsid deepspeed "${options[@]}")
 
 if $no_ssh; then
+  ! $check_hosts || fail "--check_hosts asks the hosts through ssh; it does not work with --no_ssh"
   [[ $node_rank =~ ^[0-9]+$ ]] && ((10#$node_rank < ${#hosts[@]})) ||
     fail "--node_rank '$node_rank': --no_ssh requires --node_rank 0 to $((${#hosts[@]} - 1)), the index in $hostfile"
+  [[ -z $restarts ]] || supervise "$@"
   # DeepSpeed reads these files only when it uses pdsh.
   for file in "${env_files[@]}"; do
     [[ -f $file ]] || continue
@@ -120,6 +135,10 @@ else
   # Never wait at a password prompt. Detect within 30 s that a host is unreachable.
   liveness='-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3'
   export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:-} $liveness"
+  if $check_hosts && ! python -m megaclip check-hosts "${options[@]}" -- "$@"; then
+    fail "the hosts have the problems above; remove them, or leave out --check_hosts"
+  fi
+  [[ -z $restarts ]] || supervise "$@"
   # DeepSpeed passes the arguments to a remote shell, which would expand globs and braces: one pattern of shards would
   # become a mixture of shards. DeepSpeed quotes only arguments with a space, with "...". pdsh replaces %n.
   quoted=()
@@ -147,9 +166,11 @@ signal_ranks() {
 
 end_at_once() {
   trap '' INT TERM USR1 USR2
+  echo ended >>"$host_codes" # the exit codes that follow are those of ranks that this script has ended
   signal_ranks KILL
   pkill -TERM -P "$launcher" || kill -TERM "$launcher" 2>/dev/null || true
   wait "$launcher" || true
+  if [[ ${code-} == "$refused" ]] || sed '/^ended$/,$d' "$host_codes" | grep -q " $refused\$"; then exit "$refused"; fi
   exit 1
 }
 
@@ -174,6 +195,9 @@ failed() {
 
 # Exit codes of ranks that have saved because of a signal: 128 + SIGINT, SIGUSR1 or SIGTERM.
 stop_codes='130|138|143'
+refused=78 # exit code of ranks whose settings are refused, so that a restart would not help
+# Lines "HOST EXIT_CODE", for `megaclip supervise`.
+host_codes=${MEGACLIP_HOST_CODES:-$(mktemp)}
 
 # pdsh reports a failed host at once but keeps waiting for the others (not every pdsh 2.34 has the option -k).
 watch_for_failure() {
@@ -182,16 +206,22 @@ watch_for_failure() {
   while IFS= read -r line; do
     printf '%s\n' "$line" >&2
     [[ ! $line =~ exit\ code\ ($stop_codes)$ ]] || continue
+    if [[ $line =~ ^pdsh@[^:]*:\ ([^ ]+):\ ssh\ exited\ with\ exit\ code\ ([0-9]+)$ ]]; then
+      echo "${BASH_REMATCH[1]} ${BASH_REMATCH[2]}" >>"$host_codes"
+    fi
     if [[ $line =~ ^pdsh@.*:\ ssh\ (exited|killed) ]]; then kill -USR2 $$; fi
   done
 }
 
 wait_for_launcher() {
-  local code=0
+  code=0
   # A trapped signal interrupts `wait`, which then returns the signal's code.
   while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
   wait "$launcher" || code=$? # bash keeps the exit code
-  [[ $code =~ ^(0|$stop_codes)$ ]] || failed
+  if [[ ! $code =~ ^(0|$stop_codes)$ ]]; then
+    if $no_ssh; then echo "${hosts[10#$node_rank]} $code" >>"$host_codes"; fi
+    failed
+  fi
   if $no_ssh; then
     [[ $code != 0 || -s $MEGACLIP_COMPLETED_FILE ]] || code=1
     rm -f "$MEGACLIP_COMPLETED_FILE"
@@ -212,7 +242,7 @@ wait_for_last_output() {
 trap 'stop TERM' INT TERM
 trap 'stop USR1' USR1
 trap failed USR2
-trap wait_for_last_output EXIT
+trap 'wait_for_last_output; [[ ${MEGACLIP_HOST_CODES-} ]] || rm -f "$host_codes"' EXIT
 exec {errors}> >(watch_for_failure)
 watcher=$!
 # Slurm can send SIGUSR1 to every process of a job. The launcher must ignore it and wait for the ranks.

@@ -7,8 +7,12 @@ other exception is a bug and keeps its traceback.
 
 import difflib
 from collections.abc import Callable
+from typing import ClassVar
 
 from pydantic import ValidationError
+
+REFUSED_EXIT_CODE = 78
+"""Exit code of a run whose settings are refused (EX_CONFIG of sysexits.h). Starting it again would not help."""
 
 
 def first_line(error: BaseException) -> str:
@@ -31,9 +35,20 @@ def nearest(word: str, known: set[str]) -> str:
 class MegaclipError(Exception):
     """Base class of errors whose message is written for users."""
 
+    exit_code: ClassVar[int] = 1
+    """Exit code of a run that ends with this error."""
+
 
 class ConfigError(MegaclipError, ValueError):
     """A setting is unknown, misplaced, without effect, or contradicts another one."""
+
+    exit_code = REFUSED_EXIT_CODE
+
+
+class BusyError(ConfigError):
+    """Another run uses a folder or a port. The same settings are accepted when it has ended."""
+
+    exit_code = 1
 
 
 class DataError(MegaclipError, ValueError):

@@ -17,7 +17,7 @@ import deepspeed.ops
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megaclip.errors import ConfigError
+from megaclip.errors import BusyError
 from megaclip.logging import get_logger
 
 _ALL_RANKS = "all ranks"
@@ -72,7 +72,7 @@ def init_distributed(backend: str | None = None) -> None:
     backend: name of the communication backend. None: the accelerator's default.
 
     Raises:
-        ConfigError: another program uses the launcher's port.
+        BusyError: another program uses the launcher's port.
     """
     if get_accelerator().device_name() == "cpu":  # on other accelerators, reading the table would probe every op
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -81,7 +81,7 @@ def init_distributed(backend: str | None = None) -> None:
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise ConfigError(
+        raise BusyError(
             f"port {os.environ.get('MASTER_PORT')} is in use, possibly by another run; pass a free port to the "
             "launcher: deepspeed --master_port 29501 ..."
         ) from None

@@ -32,6 +32,8 @@ COMMANDS = {
     "tokenizer": Command("train_tokenizer", "train a sentencepiece tokenizer on the captions of a dataset"),
     "report": Command("ds_report", "DeepSpeed's environment report with MegaCLIP's op and optional packages"),
     "build-ops": Command("build_ops", "compile DeepSpeed's CPU ops before the first run"),
+    "check-hosts": Command("check_hosts", "check the hosts of a hostfile before a run"),
+    "supervise": Command("supervise", "restart a run on several hosts; launch/multi_node.sh --restarts calls it"),
     "demo-data": Command("make_digit_scenes", "draw the captioned images of the demo"),
     "demo": Command("demo", "train, evaluate and export a small model on two CPU cores, in about six minutes"),
 }

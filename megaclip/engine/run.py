@@ -90,7 +90,7 @@ def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
             logger.error("%s", error)
         if arguments is not None and arguments.debug_traceback:
             raise
-        exit_code = 1
+        exit_code = error.exit_code
     # Skipped after any other exception: the other ranks may be in a collective, and this call would wait for them.
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
-from megaclip.errors import ConfigError
+from megaclip.errors import BusyError
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -59,7 +59,7 @@ class RunLock:
         """Take the lock. The folder must exist.
 
         Raises:
-            ConfigError: another run holds it. The message names its host, its process and its start.
+            BusyError: another run holds it. The message names its host, its process and its start.
             OSError: the folder cannot be written to.
         """
         if (holder := _read(self._path)) is not None and not _is_gone(holder, self._path):
@@ -175,8 +175,8 @@ def _start_of(pid: int) -> str:
         return ""
 
 
-def _in_use(folder: Path, holder: dict[str, Any]) -> ConfigError:
-    return ConfigError(
+def _in_use(folder: Path, holder: dict[str, Any]) -> BusyError:
+    return BusyError(
         f"{str(folder)!r} is in use by another run: host {holder['host']}, process {holder['pid']}, since "
         f"{holder['since']}; wait until it ends, end it with  kill -USR1 {holder['pid']}  on that host, or choose "
         "another --name"

@@ -122,9 +122,9 @@ class Ended:
     ends: dict[str, list[Finished]]
     """Ends of each run, by rank."""
 
-    def error(self, name: str) -> str:
-        """Return the run's error line; every rank exited with code 1, and the first one logged it once."""
-        assert [end.exit_code for end in self.ends[name]] == [1] * WORLD_SIZE, self.ends[name][0].output
+    def error(self, name: str, exit_code: int = 1) -> str:
+        """Return the run's error line; every rank exited with the code, and the first one logged it once."""
+        assert [end.exit_code for end in self.ends[name]] == [exit_code] * WORLD_SIZE, self.ends[name][0].output
         (line,) = self.ends[name][0].errors
         return line
 
@@ -210,7 +210,7 @@ def first_after(ended: Ended, name: str) -> int:
 
 
 def test_a_full_disk_and_a_batch_that_fits_nowhere_are_refused_before_the_start(ended):
-    full, nowhere = ended.error("disk full"), ended.error("no room")
+    full, nowhere = ended.error("disk full", 78), ended.error("no room", 78)
     assert "cannot reserve 0.0 MiB in " in full and "No space left on device" in full and "--data-offload-dir" in full
     assert "of disk and has 0.0 MiB to use" in nowhere and '"reread"' in nowhere
     for name in ("disk full", "no room"):

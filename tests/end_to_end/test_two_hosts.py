@@ -1,10 +1,8 @@
 """launch/multi_node.sh on two hosts: same losses as on one host; a dead rank or launcher ends all other processes."""
 
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.training_runs import ROOT, flags, launcher_command, scalars
-from tests.end_to_end.two_hosts import INTERFACE, TwoHosts, reason_to_skip, two_hosts
+from tests.end_to_end.two_hosts import TwoHosts, reason_to_skip, two_hosts
+from tests.end_to_end.two_hosts import environment as environment_of_a_user
 from tests.tolerances import RUN, assert_close
 
 MULTI_NODE = ROOT / "launch" / "multi_node.sh"
@@ -37,15 +36,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
 
 @pytest.fixture(scope="module")
 def environment(hosts: TwoHosts) -> dict[str, str]:
-    """Return the variables of the user who starts the launcher. The ranks get theirs from a deepspeed_env file."""
-    for_ranks = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR", "PATH") if name in os.environ}
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    for_ranks |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": INTERFACE}
-    env_file = hosts.hostfile.with_name("deepspeed_env")
-    env_file.write_text("".join(f"{name}={value}\n" for name, value in for_ranks.items()))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    ssh = f"-F {hosts.ssh_config}"
-    return {"PATH": path, "HOME": os.environ["HOME"], "DS_ENV_FILE": str(env_file), "PDSH_SSH_ARGS_APPEND": ssh}
+    return environment_of_a_user(hosts)
 
 
 @pytest.fixture(scope="module")

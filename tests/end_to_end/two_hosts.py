@@ -9,12 +9,14 @@ server dies with the test process, so nothing remains even if the test process i
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 # Every pair of hosts has its own network, so all pairs use these addresses (RFC 2544 reserves 198.18/15 for tests).
 ADDRESSES = ("198.18.0.1", "198.18.0.2")
 INTERFACE = "eth0"
@@ -34,7 +36,7 @@ def reason_to_skip() -> str | None:
     missing = [package for command, package in _PACKAGES.items() if shutil.which(command) is None]
     if missing:
         return f"two hosts on one machine need the packages {', '.join(missing)}"
-    probe = ["unshare", *_NAMESPACES, "ip", "link", "add", INTERFACE, "type", "veth"]
+    probe = ["unshare", *_NAMESPACES, "ip", "link", "add", INTERFACE, "type", "bridge"]
     done = subprocess.run(probe, capture_output=True, text=True)
     return f"this machine cannot create network namespaces: {done.stderr.strip()}" if done.returncode else None
 
@@ -58,7 +60,7 @@ class Host:
         return [int(process) for process in done.stdout.split()]
 
 
-@dataclass(frozen=True)
+@dataclass
 class TwoHosts:
     """Two hosts that can reach each other by ssh as root with the options `-F ssh_config`."""
 
@@ -66,6 +68,34 @@ class TwoHosts:
     second: Host
     hostfile: Path
     ssh_config: Path
+    _second: ExitStack
+    """Ends the second host when it is closed."""
+
+    def end_second(self) -> None:
+        """End the second host like a power cut: all its processes are killed, and its network is gone."""
+        self._second.close()
+
+    def start_second(self) -> None:
+        """Start the second host again, after `end_second`."""
+        self.second = self._second.enter_context(_host(self.hostfile.parent, ADDRESSES[1]))
+        _connect(self.first, self.second)
+
+
+def environment(hosts: TwoHosts) -> dict[str, str]:
+    """Return the variables of a user who starts a launcher. The ranks get theirs from a deepspeed_env file."""
+    for_ranks = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR", "PATH") if name in os.environ}
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    for_ranks |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": INTERFACE}
+    env_file = hosts.hostfile.with_name("deepspeed_env")
+    env_file.write_text("".join(f"{name}={value}\n" for name, value in for_ranks.items()))
+    return {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": os.environ["HOME"],
+        "PYTHONPATH": str(ROOT),  # the code of this checkout; DeepSpeed passes the variable on to the ranks
+        "DS_ACCELERATOR": "cpu",
+        "DS_ENV_FILE": str(env_file),
+        "PDSH_SSH_ARGS_APPEND": f"-F {hosts.ssh_config}",
+    }
 
 
 @contextmanager
@@ -83,14 +113,27 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
     )
     hostfile = folder / "hostfile"
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
-    with ExitStack() as stack:
-        first, second = (stack.enter_context(_host(folder, address)) for address in ADDRESSES)
-        _ip(first, f"link add {INTERFACE} type veth peer name {INTERFACE} netns {second.server}")
-        for host in (first, second):
-            _ip(host, f"address add {host.address}/24 dev {INTERFACE}")
-            for interface in ("lo", INTERFACE):
-                _ip(host, f"link set {interface} up")
-        yield TwoHosts(first, second, hostfile, ssh_config)
+    with _host(folder, ADDRESSES[0]) as first, ExitStack() as second_stack:
+        second = second_stack.enter_context(_host(folder, ADDRESSES[1]))
+        # A bridge, which stays when the cable is gone, as a network card does.
+        _ip(first, f"link add {INTERFACE} type bridge")
+        _set_up(first)
+        _connect(first, second)
+        yield TwoHosts(first, second, hostfile, ssh_config, second_stack)
+
+
+def _connect(first: Host, second: Host) -> None:
+    """Connect two hosts by a virtual cable. The kernel removes it when one of them ends."""
+    _ip(first, f"link add cable type veth peer name {INTERFACE} netns {second.server}")
+    _ip(first, f"link set cable master {INTERFACE} up")
+    _set_up(second)
+
+
+def _set_up(host: Host) -> None:
+    """Give a host's interface its address, and turn it on."""
+    _ip(host, f"address add {host.address}/24 dev {INTERFACE}")
+    for interface in ("lo", INTERFACE):
+        _ip(host, f"link set {interface} up")
 
 
 @contextmanager

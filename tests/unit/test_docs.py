@@ -32,8 +32,9 @@ from tests.unit.test_import_rules import MAY_IMPORT
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = sorted(COMMANDS, key=len, reverse=True)  # check-hosts before check
 COMMAND = re.compile(
-    r"((?:launch|tools)/\w+\.(?:py|sh|sbatch)|(?<![\w/-])megaclip (?:" + "|".join(COMMANDS) + r"))\b((?:\\\n|[^\n`])*)"
+    r"((?:launch|tools)/\w+\.(?:py|sh|sbatch)|(?<![\w/-])megaclip (?:" + "|".join(NAMES) + r"))\b((?:\\\n|[^\n`])*)"
 )
 FLAG = re.compile(r"(?<=\s)--[a-z][\w-]*")
 

@@ -14,7 +14,8 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "megaclip"
 
 FOUNDATION = {"errors", "logging", "open_clip_package"}
-ENGINE = FOUNDATION | {"config", "ops", "comm", "data", "losses", "models", "checkpoint", "evaluation", "planner"}
+ENGINE = FOUNDATION | {"config", "ops", "comm", "data", "losses", "models", "checkpoint", "evaluation"}
+ENGINE |= {"planner", "hosts"}
 MAY_IMPORT = {
     "errors": set(),
     "logging": set(),
@@ -28,6 +29,7 @@ MAY_IMPORT = {
     "checkpoint": FOUNDATION | {"models", "comm"},
     "evaluation": FOUNDATION | {"models", "data", "ops", "comm"},
     "planner": FOUNDATION | {"config", "losses", "models"},
+    "hosts": FOUNDATION | {"config", "comm", "data", "checkpoint"},
     "engine": ENGINE,
     "commands": ENGINE | {"engine"},
     "__main__": {"commands"},

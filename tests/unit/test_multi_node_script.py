@@ -1,5 +1,6 @@
 """launch/multi_node.sh and launch/slurm.sbatch with stub programs for deepspeed, pdsh and Slurm."""
 
+import json
 import os
 import re
 import signal
@@ -210,6 +211,8 @@ def wait_for_lines(path: Path, count: int) -> None:
         (["--hostfile", "hostfile", "--no_ssh"], "--node_rank 0 to 1"),
         (["--hostfile", "hostfile", "--no_ssh", "--node_rank", "2"], "--node_rank 0 to 1"),
         (["--hostfile", "hostfile", "--node_rank", "0"], "--node_rank 0 requires --no_ssh"),
+        (["--hostfile", "hostfile", "--restarts", "x"], "--restarts 'x': expected a number"),
+        (["--hostfile", "hostfile", "--no_ssh", "--node_rank", "0", "--check_hosts"], "does not work with --no_ssh"),
         (
             ["--hostfile", "hostfile", "--master_addr", "localhost"],
             "localhost: the other hosts cannot reach it",
@@ -233,11 +236,14 @@ def test_variables_that_deepspeed_cannot_read_are_refused(bench: Bench, line: st
     assert ".deepspeed_env, line 2:" in done.stderr
 
 
-def run_slurm_job(bench: Bench, *arguments: str) -> subprocess.CompletedProcess:
-    """Run slurm.sbatch on two nodes. The stub of `srun` runs the command on the last node."""
+SRUN_ON_LAST_NODE = '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\ncat "$HOSTFILE"\nSLURM_NODEID=1 "$@"\n'
+
+
+def run_slurm_job(bench: Bench, *arguments: str, srun: str = SRUN_ON_LAST_NODE) -> subprocess.CompletedProcess:
+    """Run slurm.sbatch on two nodes, with a stub of `srun`."""
     hosts = "[[ $* == 'show hostnames node-[7-8]' ]] && printf 'node-7\\nnode-8\\n'"
     bench.stub("scontrol", f"#!/bin/bash\n{hosts} || echo $* >$RECORDS/scontrol\n")
-    bench.stub("srun", '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\ncat "$HOSTFILE"\nSLURM_NODEID=1 "$@"\n')
+    bench.stub("srun", srun)
     (bench.folder / "launch").symlink_to(LAUNCH)
     bench.environment |= {
         "SLURM_SUBMIT_DIR": str(bench.folder),
@@ -284,6 +290,83 @@ def test_slurm_starts_one_launcher_per_node(bench: Bench) -> None:
     assert option(arguments, "--node_rank") == "1"
     assert after_script(arguments) == ["--train-data", "{0..3}.tar", "--name", "a b"]
     assert not list(bench.folder.glob("hostfile-*"))
+
+
+# A deepspeed that fails on the host RECORDS/failing once, and then on no host.
+FAILS_ONCE = """#!/bin/bash
+hostfile=${2}; while [[ $1 != --node_rank ]]; do shift; done
+echo "$(awk '{ print $1 ":" substr($2, 7) }' "$hostfile" | paste -sd' ')" >>"$RECORDS/starts"
+[[ ! -e $RECORDS/failing ]] || { mv "$RECORDS/failing" "$RECORDS/down"; exit 1; }
+echo 0 >"$MEGACLIP_COMPLETED_FILE"
+"""
+# An srun that starts the command on the first node of --nodelist, unless that node is down.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do [[ $1 != --nodelist=* ]] || nodes=${1#*=}; shift; done
+[[ ! -e $RECORDS/down || $nodes != "$(cat "$RECORDS/down")" ]] || exit 1
+SLURM_NODEID=0 "$@"
+"""
+
+
+def resumable(bench: Bench) -> list[str]:
+    """Return arguments of a run that can be restarted, on one to four ranks."""
+    settings = json.loads((LAUNCH.parent / "ds_configs" / "zero1.json").read_text())
+    settings |= {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    settings.pop("gradient_accumulation_steps", None)
+    config = bench.folder / "config.json"
+    config.write_text(json.dumps(settings))
+    where = ["--logs", str(bench.folder / "runs"), "--name", "run", "--resume", "auto"]
+    return ["--deepspeed_config", str(config), "--model", "ViT-B-32", "--train-data", "x.tar", *where]
+
+
+def test_slurm_continues_on_the_nodes_that_answer(bench: Bench) -> None:
+    (bench.records / "failing").write_text("node-8\n")
+    bench.stub("deepspeed", FAILS_ONCE)
+    bench.environment |= {"RESTARTS": "2", "PYTHONPATH": str(LAUNCH.parent), "RANKS_PER_NODE": "2"}
+    done = run_slurm_job(bench, *resumable(bench), srun=SRUN)
+    assert done.returncode == 0, done.stderr
+    assert (bench.records / "starts").read_text() == "node-7:2 node-8:2\nnode-7:2\n"
+    assert "host node-8 does not answer" in done.stderr
+    assert not list(bench.folder.glob("*hostfile-*")) and not list(bench.folder.glob(".megaclip-*"))
+
+
+@pytest.mark.long
+def test_restarts_through_ssh_leave_out_a_host_that_does_not_answer(bench: Bench) -> None:
+    """The options and arguments reach the second start unchanged, on the hosts that answer."""
+    script = "#!/bin/bash\n[[ $1 == -S ]] || exit 0\n[[ $3 != node-1 || ! -e $RECORDS/down ]]\n"
+    bench.stub("pdsh", script)
+    bench.stub(
+        "deepspeed",
+        f'{RECORDER}cat "$2" >>"$RECORDS/starts"\n[[ -e $RECORDS/down ]] || {{ >$RECORDS/down; exit 1; }}\n',
+    )
+    bench.environment |= {"PYTHONPATH": str(LAUNCH.parent)}
+    arguments = [*resumable(bench), "--tokenizer", "a b"]
+    done = bench.run("multi_node.sh", "--restarts=2", "--hostfile", bench.hostfile, *arguments)
+    assert done.returncode == 0, done.stderr
+    starts = (bench.records / "starts").read_text().splitlines()
+    assert starts == ["me@node-0 slots=2", "node-1 slots=2", "me@node-0 slots=2"]
+    assert option((bench.records / "deepspeed").read_text().splitlines(), "--master_addr") == "node-0"
+    assert after_script((bench.records / "deepspeed").read_text().splitlines())[-1] == "a b"
+
+
+def test_refused_settings_are_reported_by_the_exit_code(bench: Bench) -> None:
+    """pdsh reports the code of the first host; the ranks of the other hosts are ended."""
+    bench.stub("deepspeed", "#!/bin/bash\necho 'pdsh@here: node-1: ssh exited with exit code 78' >&2\nsleep 20\n")
+    done = bench.run("multi_node.sh", "--hostfile", bench.hostfile, *TRAINING)
+    assert done.returncode == 78 and "a rank failed" in done.stderr
+    bench.stub("deepspeed", "#!/bin/bash\nexit 78\n")
+    done = bench.run("multi_node.sh", "--no_ssh", "--node_rank", "1", "--hostfile", bench.hostfile, *TRAINING)
+    assert done.returncode == 78
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_hosts_are_checked_before_the_start(bench: Bench, code: int) -> None:
+    bench.stub("python", f"{RECORDER}exit {code}\n")
+    done = bench.run("multi_node.sh", "--check_hosts", "--hostfile", bench.hostfile, *TRAINING)
+    asked = (bench.records / "python").read_text().splitlines()
+    assert asked[:3] == ["-m", "megaclip", "check-hosts"] and option(asked, "--hostfile") == str(bench.hostfile)
+    assert asked[asked.index("--") + 1 :] == TRAINING
+    assert (bench.records / "deepspeed").exists() == (code == 0)
+    assert done.returncode == 2 * code
 
 
 # ------------------------------------------------------------------------------------------------ hostile input

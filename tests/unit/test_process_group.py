@@ -32,7 +32,7 @@ def test_a_port_in_use_is_an_error_that_names_the_launchers_flag():
             text=True,
             timeout=600,
         )
-    assert f"ConfigError: port {port} is in use" in done.stderr and "--master_port" in done.stderr
+    assert f"BusyError: port {port} is in use" in done.stderr and "--master_port" in done.stderr
 
 
 def test_two_runs_without_a_launcher_can_run_on_one_host():

@@ -1,0 +1,342 @@
+"""Restart a run on several hosts without ssh: one process per host, which meet in a folder that all hosts share.
+
+Each host runs a `Member`. It writes a heartbeat to `beat_NAME.json`. Before each attempt, the first host of the
+hostfile that is alive writes `plan_N.json`: the hosts of attempt N, or the exit code with which all members end. The
+rules are those of `megaclip.hosts.policy`. A member starts its own ranks only. It ends them if another host of the
+attempt has failed or is gone.
+
+A plan is linked to its name, so that of two members that write one at the same time only one succeeds. Clocks are not
+compared: a host is alive if its heartbeat has changed lately.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaclip.errors import ConfigError
+from megaclip.hosts import policy
+from megaclip.hosts.hostfile import Host, write_hostfile
+from megaclip.hosts.policy import End
+from megaclip.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds between events."""
+
+    beat_s: float = 1.0
+    """Between two heartbeats."""
+    silence_s: float = 15.0
+    """Without a heartbeat, after which a host counts as lost."""
+    first_wait_s: float = 600.0
+    """For which the first attempt waits for all hosts."""
+    gather_s: float = 20.0
+    """For which later attempts wait for all hosts, and ranks may still report their errors."""
+    give_up_s: float = 600.0
+    """After which the run is given up, if the hosts that are alive are too few."""
+
+
+@dataclass
+class Member:
+    """One host's part of a run that is restarted without ssh. `run` returns the exit code."""
+
+    folder: Path
+    """Folder of the meeting, shared by all hosts."""
+    hosts: Sequence[Host]
+    """All hosts of the hostfile."""
+    own: Host
+    """This host."""
+    fits: Callable[[int], bool]
+    """Returns whether the batch can be divided among a number of ranks."""
+    restarts: int
+    """Largest number of restarts after failures."""
+    start_command: Callable[[Path, Sequence[Host], int], list[str]]
+    """Returns the command that starts this host's ranks: for a hostfile, its hosts, and this host's place."""
+    newest_step: Callable[[], int]
+    """Returns the step of the newest complete checkpoint."""
+    times: Times = field(default_factory=Times)
+    _attempt: int = 1
+    """Attempt that this member runs or is ready for."""
+    _last: tuple[int, int, bool] | None = None
+    """Number, exit code, and whether more hosts were the reason, of the last attempt of this member."""
+    _beats: int = 0
+    _stop: signal.Signals | None = None
+    _script: subprocess.Popen | None = None
+    _seen: dict[str, tuple[tuple[str, int], float]] = field(default_factory=dict)
+    """By host: the last heartbeat, and when it changed."""
+    _id: str = field(default_factory=lambda: f"{os.getpid()}-{time.time_ns()}")
+
+    def run(self) -> int:
+        """Take part until the run is complete, stopped, or given up; return the exit code of `Supervisor.run`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._attempt = max(self._plans(), default=0) + 1
+        ends = threading.Event()
+        thread = threading.Thread(target=self._beat_until, args=(ends,), name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            while True:
+                plan = self._wait_for_plan()
+                if plan is None:
+                    assert self._stop is not None
+                    return 128 + self._stop
+                if plan["exit"] is not None:
+                    log = logger.info if plan["exit"] in (0, *policy.STOP_CODES) else logger.error
+                    log("the run ends with exit code %d: %s", plan["exit"], plan["reason"])
+                    return int(plan["exit"])
+                self._take_part([Host(**host) for host in plan["hosts"]])
+        finally:
+            ends.set()
+            thread.join()
+            with contextlib.suppress(OSError):
+                self._path(self.own).unlink()
+
+    def stop(self, number: int) -> None:
+        """Pass a signal on to the ranks of this host, and do not restart."""
+        self._stop = self._stop or signal.Signals(number)
+        if self._script is not None and self._script.poll() is None:
+            self._script.send_signal(number)
+
+    # ------------------------------------------------------------------------------------------------ heartbeats
+
+    def _path(self, host: Host) -> Path:
+        return self.folder / f"beat_{host.name}.json"
+
+    def _beat_until(self, ends: threading.Event) -> None:
+        while True:
+            self._beats += 1
+            state = {
+                "id": self._id,
+                "beats": self._beats,
+                "attempt": self._attempt,
+                "last": self._last,
+            }
+            with contextlib.suppress(OSError):  # a folder that cannot be written to for a while
+                _replace(self._path(self.own), state)
+            if ends.wait(self.times.beat_s):
+                return
+
+    def _alive(self) -> dict[str, dict[str, Any]]:
+        """Return the newest heartbeat of each host that is alive, by name."""
+        alive, now = {}, time.monotonic()
+        for host in self.hosts:
+            beat = _read(self._path(host))
+            if beat is None:
+                continue
+            mark = (str(beat.get("id")), int(beat.get("beats", 0)))
+            before, changed_at = self._seen.get(host.name, (None, -1e9))
+            if before is None:
+                self._seen[host.name] = (mark, -1e9)  # it may be an old file
+            elif before != mark:
+                self._seen[host.name] = (mark, now)
+                changed_at = now
+            if now - changed_at < self.times.silence_s:
+                alive[host.name] = beat
+        return alive
+
+    # ------------------------------------------------------------------------------------------------ plans
+
+    def _plans(self) -> list[int]:
+        names = (path.stem.removeprefix("plan_") for path in self.folder.glob("plan_*.json"))
+        return [int(name) for name in names if name.isascii() and name.isdigit()]
+
+    def _plan(self, number: int) -> dict[str, Any] | None:
+        return _read(self.folder / f"plan_{number:06d}.json")
+
+    def _wait_for_plan(self) -> dict[str, Any] | None:
+        """Return the plan of the next attempt, which this member writes if it is the first one alive; None: stopped."""
+        ready_at = time.monotonic()
+        while True:
+            if (plan := self._plan(self._attempt)) is not None:
+                return plan
+            alive = self._alive()
+            waited_s = time.monotonic() - ready_at
+            decides = next((host.name for host in self.hosts if host.name in alive), None) == self.own.name
+            # A heartbeat that was written before the last attempt is of an earlier number.
+            if decides and all(beat["attempt"] >= self._attempt for beat in alive.values()):
+                self._decide(alive, waited_s)
+            elif self._stop is not None and self._last is None:
+                return None  # a spare host
+            time.sleep(self.times.beat_s / 2)
+
+    def _decide(self, alive: dict[str, dict[str, Any]], waited_s: float) -> None:
+        """Write the plan of the next attempt, unless it is too early."""
+        before = self._plan(self._attempt - 1) or {"exit": 0, "hosts": [], "ends": []}
+        ends = [_end_of(one) for one in before["ends"]]
+        if before["exit"] is None:
+            ends.append(self._end([Host(**host) for host in before["hosts"]], alive))
+            verdict = policy.decide(ends, self.restarts)
+            if not verdict.restarts:
+                self._write_plan([], [], verdict.exit_code, verdict.reason)
+                return
+        elif self._stop is not None:
+            self._write_plan([], [], 128 + self._stop, "the run was stopped on request")
+            return
+        usable = policy.usable(self.hosts, ends)
+        present = [host for host in usable if host.name in alive]
+        limit_s = self.times.gather_s if ends else self.times.first_wait_s
+        if len(present) < len(usable) and waited_s < limit_s:
+            return
+        chosen = policy.choose_hosts(present, self.fits)
+        if chosen:
+            if ends and ends[-1].failed_hosts:
+                logger.warning("attempt %d: failure of %s", len(ends), " ".join(sorted(ends[-1].failed_hosts)))
+            self._write_plan(chosen, ends, None, "")
+        elif waited_s > self.times.give_up_s:
+            self._write_plan([], [], 1, f"{len(present)} of {len(self.hosts)} hosts are alive, too few for the batch")
+
+    def _end(self, hosts: Sequence[Host], alive: dict[str, dict[str, Any]]) -> End:
+        """Return how the last attempt has ended on `hosts`."""
+        number = self._attempt - 1
+        last = {host.name: (alive.get(host.name) or {}).get("last") for host in hosts}
+        reported = {name: own for name, own in last.items() if own is not None and own[0] == number}
+        lost = frozenset(last.keys() - reported.keys())
+        codes = {name: own[1] for name, own in reported.items() if own[1] != _ENDED}
+        grows = any(own[2] for own in reported.values())
+        code = attempt_code(codes.values(), bool(lost))
+        step = self.newest_step()
+        if code in (0, *policy.STOP_CODES, *policy.REFUSED_CODES):
+            return End(code, step, for_more_hosts=grows)
+        return End(code, step, policy.hosts_to_blame(codes, lost), lost)
+
+    def _write_plan(self, hosts: Sequence[Host], ends: Iterable[End], exit_code: int | None, reason: str) -> None:
+        content = {
+            "hosts": [asdict(host) for host in hosts],
+            "ends": [
+                {**asdict(end), "failed_hosts": sorted(end.failed_hosts), "lost_hosts": sorted(end.lost_hosts)}
+                for end in ends
+            ],
+            "exit": exit_code,
+            "reason": reason,
+        }
+        temporary = self.folder / f".plan.{self.own.name}.{os.getpid()}"
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+        with contextlib.suppress(FileExistsError):  # another member was faster
+            os.link(temporary, self.folder / f"plan_{self._attempt:06d}.json")
+        temporary.unlink()
+
+    # ------------------------------------------------------------------------------------------------ attempts
+
+    def _take_part(self, chosen: Sequence[Host]) -> None:
+        """Run this host's ranks of an attempt to their end, if it has any; then be ready for the next attempt."""
+        names = [host.name for host in chosen]
+        ranks = sum(host.slots for host in chosen)
+        if self.own.name not in names:
+            logger.info("attempt %d: %d ranks on %s; this is a spare host", self._attempt, ranks, " ".join(names))
+            self._attempt += 1
+            return
+        step = self.newest_step()
+        logger.info("attempt %d from step %d: %d ranks on %s", self._attempt, step, ranks, " ".join(names))
+        hostfile = self.folder / f".hostfile.{self.own.name}"
+        write_hostfile(hostfile, chosen)
+        place = names.index(self.own.name)
+        self._script = subprocess.Popen(self.start_command(hostfile, chosen, place), start_new_session=True)
+        if self._stop is not None:
+            self._script.send_signal(self._stop)
+        code, grows = self._wait_for_script(self._script, chosen, step)
+        self._script = None
+        # In this order: who reads the new number finds the end of the attempt.
+        self._last = (self._attempt, code, grows)
+        self._attempt += 1
+        hostfile.unlink(missing_ok=True)
+
+    def _wait_for_script(self, script: subprocess.Popen, chosen: Sequence[Host], first_step: int) -> tuple[int, bool]:
+        """Wait until the script has ended; return its exit code and whether more hosts were the reason.
+
+        The code is `_ENDED` if this member has ended its ranks, because another host has failed or is gone.
+        """
+        grows, failed_at, ended = False, None, False
+        started = time.monotonic()
+        while script.poll() is None:
+            time.sleep(self.times.beat_s / 2)
+            alive = self._alive()
+            if time.monotonic() - started < self.times.silence_s:
+                continue
+            if failed_at is None and any(self._has_failed(alive.get(host.name)) for host in chosen):
+                failed_at = time.monotonic()
+            # Its ranks notice it too, and their own errors are the better explanation.
+            if failed_at is not None and not ended and time.monotonic() - failed_at > self.times.gather_s:
+                logger.warning("another host of the run has failed; the ranks of this host are ended")
+                ended = True
+                self._end_ranks(script)
+            if not grows and chosen[0] == self.own and self._could_grow(chosen, alive, first_step):
+                logger.info("more hosts can be used: the ranks save, end, and start again")
+                grows = True
+                script.send_signal(signal.SIGUSR1)
+        return (_ENDED if ended else script.returncode), grows
+
+    def _has_failed(self, beat: dict[str, Any] | None) -> bool:
+        """Return whether a host of this attempt is gone or has ended it with a failure."""
+        if beat is None:
+            return True
+        last = beat["last"]
+        return last is not None and last[0] == self._attempt and last[1] not in (0, *policy.STOP_CODES)
+
+    def _end_ranks(self, script: subprocess.Popen) -> None:
+        for _ in range(2):  # the second one ends them at once
+            with contextlib.suppress(ProcessLookupError):
+                script.send_signal(signal.SIGTERM)
+            time.sleep(self.times.beat_s)
+
+    def _could_grow(self, chosen: Sequence[Host], alive: dict[str, dict[str, Any]], first_step: int) -> bool:
+        """Return whether hosts that are alive would allow more ranks, after a new checkpoint."""
+        plan = self._plan(self._attempt) or {"ends": []}
+        usable = policy.usable(self.hosts, [_end_of(end) for end in plan["ends"]])
+        present = [host for host in usable if host.name in alive or host.name == self.own.name]
+        more = sum(host.slots for host in policy.choose_hosts(present, self.fits))
+        return more > sum(host.slots for host in chosen) and self.newest_step() > first_step
+
+
+_ENDED = -1
+"""Stands for the exit code of ranks that their member has ended."""
+
+
+def attempt_code(codes: Iterable[int], host_is_lost: bool) -> int:
+    """Return the exit code of an attempt from those of its hosts' launchers."""
+    known = set(codes)
+    if known & policy.REFUSED_CODES:
+        return max(known & policy.REFUSED_CODES)
+    if not known or host_is_lost or known - {0, *policy.STOP_CODES}:
+        return 1
+    return max(known)
+
+
+def own_host(hosts: Sequence[Host], node_rank: int) -> Host:
+    """Return this host.
+
+    Raises:
+        ConfigError: there is no such line in the hostfile.
+    """
+    if not 0 <= node_rank < len(hosts):
+        raise ConfigError(
+            f"--node_rank {node_rank}: expected the index of this host in the hostfile, 0 to {len(hosts)}"
+        )
+    return hosts[node_rank]
+
+
+def _end_of(content: dict[str, Any]) -> End:
+    sets = {name: frozenset(content[name]) for name in ("failed_hosts", "lost_hosts")}
+    return End(**{**content, **sets})
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

@@ -1,0 +1,144 @@
+"""Restarts without ssh: members that meet in a folder, with stand-ins for the script that starts the ranks."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megaclip.hosts.hostfile import Host
+from megaclip.hosts.member import Member, Times, attempt_code
+
+HOSTS = [Host("a", 1), Host("b", 1), Host("c", 2)]
+TIMES = Times(beat_s=0.05, silence_s=1.5, first_wait_s=10.0, gather_s=1.0, give_up_s=3.0)
+FORK = multiprocessing.get_context("fork")
+# As ranks do, all scripts of an attempt end when one of them receives SIGUSR1.
+ENDLESS = "trap 'touch saved-$HOSTS' USR1; trap 'exit 143' TERM; "
+ENDLESS += "while [[ ! -e saved-$HOSTS && ! -e stop ]]; do sleep 0.03; done; exit 138"
+
+
+class Meeting:
+    """Members in processes of their own. Each attempt appends "HOST PLACE HOSTS" to the file `starts`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.step = folder / "step"
+        self.step.write_text("0")
+        self.members: dict[str, multiprocessing.process.BaseProcess] = {}
+
+    def start(self, host: Host, script: str, restarts: int = 3) -> None:
+        def start_command(hostfile: Path, chosen: Sequence[Host], place: int) -> list[str]:
+            names = "+".join(one.name for one in chosen)
+            return [
+                "bash",
+                "-c",
+                f"cd {self.folder}; echo {host.name} {place} {names} >>starts; HOSTS={names}; {script}",
+            ]
+
+        def run() -> None:
+            member = Member(
+                self.folder / "meeting",
+                HOSTS,
+                host,
+                lambda ranks: 4 % ranks == 0,
+                restarts,
+                start_command,
+                lambda: int(self.step.read_text()),
+                TIMES,
+            )
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, lambda received, _: member.stop(received))
+            os._exit(member.run())
+
+        self.members[host.name] = FORK.Process(target=run)
+        self.members[host.name].start()
+
+    def starts(self) -> list[str]:
+        path = self.folder / "starts"
+        return sorted(path.read_text().splitlines()) if path.exists() else []
+
+    def vanish(self, name: str) -> None:
+        """End a member with its script, as a power cut does."""
+        process = psutil.Process(self.members.pop(name).pid)
+        for one in [*process.children(recursive=True), process]:
+            one.kill()
+
+    def codes(self) -> dict[str, int | None]:
+        for process in self.members.values():
+            process.join(30)
+        return {name: process.exitcode for name, process in self.members.items()}
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Iterator[Meeting]:
+    made = Meeting(tmp_path)
+    yield made
+    for name in list(made.members):
+        if made.members[name].is_alive():
+            made.vanish(name)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_all_hosts_start_together_and_end_with_the_run(meeting: Meeting) -> None:
+    for host in HOSTS:
+        meeting.start(host, "exit 0")
+    assert meeting.codes() == {"a": 0, "b": 0, "c": 0}
+    assert meeting.starts() == ["a 0 a+b+c", "b 1 a+b+c", "c 2 a+b+c"]
+
+
+@pytest.mark.parametrize("gone", ["a", "c"])
+def test_the_others_continue_without_a_host_and_use_it_when_it_is_back(meeting: Meeting, gone: str) -> None:
+    """Also the first host, which has decided so far, can be lost. The script of the others does not end by itself."""
+    for host in HOSTS:
+        meeting.start(host, ENDLESS)
+    wait_until(lambda: len(meeting.starts()) == 3)
+    meeting.step.write_text("10")
+    meeting.vanish(gone)
+    left = {"a": "b+c", "c": "a+b"}[gone]
+    wait_until(lambda: sum(line.endswith(f" {left}") for line in meeting.starts()) == 2)
+    meeting.step.write_text("20")
+    meeting.start(next(host for host in HOSTS if host.name == gone), ENDLESS)
+    wait_until(lambda: len([line for line in meeting.starts() if line.endswith(" a+b+c")]) == 6)
+    (meeting.folder / "stop").touch()
+    assert meeting.codes() == {"a": 138, "b": 138, "c": 138}
+
+
+@pytest.mark.parametrize(("code", "attempts"), [(78, 1), (143, 1), (1, 2)])
+def test_what_ends_a_run_ends_it_on_all_hosts(meeting: Meeting, code: int, attempts: int) -> None:
+    for host in HOSTS:
+        meeting.start(host, f"exit {code}")
+    assert meeting.codes() == {"a": code, "b": code, "c": code}
+    assert len(meeting.starts()) == 3 * attempts
+
+
+def test_a_run_that_was_given_up_can_be_started_again(meeting: Meeting) -> None:
+    for script, code in (("exit 78", 78), ("exit 0", 0)):
+        for host in HOSTS:
+            meeting.start(host, script)
+        assert meeting.codes() == {"a": code, "b": code, "c": code}
+
+
+@pytest.mark.parametrize(
+    ("codes", "lost", "expected"),
+    [
+        ([0, 0], False, 0),
+        ([0], True, 1),
+        ([138, 138], False, 138),
+        ([1, 138], False, 1),
+        ([1, 78], True, 78),
+        ([], False, 1),
+        ([], True, 1),
+    ],
+)
+def test_the_code_of_an_attempt(codes: list[int], lost: bool, expected: int) -> None:
+    assert attempt_code(codes, lost) == expected

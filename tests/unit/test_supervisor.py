@@ -1,0 +1,145 @@
+"""Restarts of a run with a stand-in for the script that starts the ranks, and hosts that are files."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megaclip.checkpoint.manifest import MANIFEST
+from megaclip.commands import supervise
+from megaclip.errors import ConfigError
+from megaclip.hosts.hostfile import Host
+from megaclip.hosts.supervisor import Supervisor, read_codes
+
+HOSTS = [Host("a", 1), Host("b", 1), Host("c", 2)]
+ENDLESS = "trap 'exit 138' USR1; trap 'exit 143' TERM; echo >started; while :; do sleep 0.05; done"
+
+
+class Cluster:
+    """A folder with a file `up/HOST` per host that answers, and a script per attempt."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("up", "attempts", "checkpoints"):
+            (folder / name).mkdir()
+        for host in HOSTS:
+            (folder / "up" / host.name).touch()
+
+    def supervisor(self, *attempts: str, restarts: int = 3, batch: int = 4) -> Supervisor:
+        """Return a supervisor whose attempt number n runs the bash commands `attempts[n]`."""
+        for number, commands in enumerate(attempts):
+            (self.folder / "attempts" / str(number)).write_text(commands)
+        return Supervisor(
+            hosts=HOSTS,
+            fits=lambda ranks: batch % ranks == 0,
+            restarts=restarts,
+            start_command=self._start,
+            probe_command=lambda host: ["test", "-e", str(self.folder / "up" / host.name)],
+            checkpoints=self.folder / "checkpoints",
+            absent_probe_s=0.05,
+            host_wait_s=0.2,
+        )
+
+    def _start(self, hostfile: Path, chosen: Sequence[Host]) -> list[str]:
+        number = len(self.starts())
+        with open(self.folder / "starts", "a") as starts:
+            starts.write(hostfile.read_text().replace(" slots=", ":").replace("\n", " ").strip() + "\n")
+        return ["bash", "-c", f"cd {self.folder}; {(self.folder / 'attempts' / str(number)).read_text()}"]
+
+    def starts(self) -> list[str]:
+        """Return the hosts of each attempt, as "a:1 c:2"."""
+        path = self.folder / "starts"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+def saved(step: int) -> str:
+    folder = f"checkpoints/step_{step:08d}"
+    return f"mkdir {folder}; echo >{folder}/{MANIFEST}; "
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def test_a_lost_host_is_replaced_by_those_that_answer(cluster: Cluster) -> None:
+    run = cluster.supervisor(f"{saved(10)} rm up/c; exit 1", "exit 0")
+    assert run.run() == 0
+    assert cluster.starts() == ["a:1 b:1 c:2", "a:1 b:1"]
+    assert [(end.step, sorted(end.lost_hosts)) for end in run.ends] == [(10, ["c"]), (10, [])]
+
+
+def test_a_host_is_left_out_after_two_failures_although_it_answers(cluster: Cluster) -> None:
+    def killed(step: int) -> str:
+        return f'{saved(step)} printf "b 247\\na 1\\nended\\na 247\\n" >$MEGACLIP_HOST_CODES; exit 1'
+
+    run = cluster.supervisor(killed(1), killed(2), "exit 0")
+    assert run.run() == 0
+    assert cluster.starts() == ["a:1 b:1 c:2", "a:1 b:1 c:2", "a:1 c:1"]
+
+
+def test_a_lost_host_that_is_back_is_used_after_the_next_checkpoint(cluster: Cluster) -> None:
+    again = f"touch up/c; {saved(20)} {ENDLESS}"
+    run = cluster.supervisor(f"{saved(10)} rm up/c; exit 1", again, "exit 0")
+    assert run.run() == 0
+    assert cluster.starts() == ["a:1 b:1 c:2", "a:1 b:1", "a:1 b:1 c:2"]
+    assert run.ends[1].for_more_hosts and run.ends[1].code == 138
+
+
+def test_without_a_new_checkpoint_the_run_is_not_interrupted_for_a_host(cluster: Cluster) -> None:
+    run = cluster.supervisor(f"{saved(10)} rm up/c; exit 1", "touch up/c; trap 'exit 138' USR1; sleep 1; exit 0")
+    assert run.run() == 0
+    assert cluster.starts() == ["a:1 b:1 c:2", "a:1 b:1"]
+
+
+@pytest.mark.parametrize("code", [0, 2, 78, 130, 138, 143])
+def test_no_restart_after_these_exit_codes(cluster: Cluster, code: int) -> None:
+    assert cluster.supervisor(f"exit {code}").run() == code
+    assert len(cluster.starts()) == 1
+
+
+def test_a_run_that_fails_twice_without_progress_is_given_up(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cluster.supervisor(f"{saved(5)} exit 1", "exit 75", restarts=9).run() == 1
+    assert len(cluster.starts()) == 2
+    assert "failed twice without a checkpoint after step 5" in caplog.text
+
+
+def test_too_few_hosts_end_the_run(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    run = cluster.supervisor(f"{saved(1)} rm up/*; exit 1")
+    assert run.run() == 1
+    assert "0 of 3 hosts answer" in caplog.text
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_a_signal_reaches_the_ranks_and_is_no_failure(cluster: Cluster, sent: signal.Signals, code: int) -> None:
+    def send() -> None:
+        deadline = time.monotonic() + 60
+        while not (cluster.folder / "started").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), sent)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert cluster.supervisor(ENDLESS).run() == code
+    thread.join()
+    assert len(cluster.starts()) == 1
+
+
+def test_exit_codes_after_the_script_has_ended_the_ranks_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "codes"
+    path.write_text("node-1 247\nunknown 3\nnode-1 1\ngarbage\nended\nnode-0 247\n")
+    assert read_codes(path, [Host("me@node-0", 1), Host("node-1", 1)]) == {"node-1": 247}
+
+
+def test_the_command_refuses_what_a_restart_cannot_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hostfile").write_text("a slots=1\nb slots=1\n")
+    options = ["--restarts", "1", "--script", "true", "--hostfile", str(tmp_path / "hostfile"), "--"]
+    training = ["--deepspeed_config", "zero1", "--model", "ViT-B-32", "--train-data", "x"]
+    assert supervise.main([*options, *training]) == ConfigError.exit_code
+    assert "--restarts requires --resume auto and --name" in capsys.readouterr().err
