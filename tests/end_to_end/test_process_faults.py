@@ -119,9 +119,9 @@ def slow_everything(command: list[str], store: str) -> Finished:
         evaluate(run, *arguments)
         time.sleep(4.0 if rank == "0" else 0.0)
 
-    def slow_checkpoint(run: Run) -> None:
+    def slow_checkpoint(run: Run, training_continues: bool) -> None:
         time.sleep(4.0)
-        write(run)
+        write(run, training_continues)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "_accumulate", slow_first_step)
