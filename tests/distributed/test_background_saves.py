@@ -25,6 +25,8 @@ from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.store import Target
 from megaclip.comm.collectives import gather_objects
 from megaclip.errors import CheckpointError
+from megaclip.planner import Workload
+from megaclip.planner.states import checkpoint_bytes
 from tests.distributed import engine_cases
 from tests.distributed.checks import Outcome, assert_passed, run_checks
 from tests.distributed.engine_cases import WORLD_SIZE, Case
@@ -81,6 +83,10 @@ def check_equals_synchronous(folder: Path, case: Case) -> None:
         (folder / name).mkdir(parents=True, exist_ok=True)
     engine, saves = engine_cases.start_engine(case), BackgroundSaves()
     loss_state = {"rank": dist.get_rank()}
+    towers = {"image_unlocked": 0 if case.locked else None}
+    job = Workload.of(engine_cases.model_of(case), engine_cases.training_config(case), WORLD_SIZE, **towers)
+    each, first = checkpoint_bytes(job)
+    planned = each + (first if dist.get_rank() == 0 else 0.0)
     for number in (1, 3):
         step(engine, case, number)
         now, later = (Target(folder / name, number, {"step": number}, 9) for name in ("synchronous", "background"))
@@ -94,6 +100,8 @@ def check_equals_synchronous(folder: Path, case: Case) -> None:
             released.set()
             assert complete(saves).tag == tag
         assert saves.in_flight is None and saves.poll() is None
+        copied = sum(buffer.nbytes() for buffer in saves._copies._buffers)
+        assert abs(copied - planned) <= 0.01 * planned + 100, (copied, planned)
         expected, found = contents(now.folder / tag), contents(later.folder / tag)
         assert found.keys() == expected.keys()
         assert [name for name in found if found[name] != expected[name]] == []
