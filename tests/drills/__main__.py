@@ -24,6 +24,7 @@ from typing import Any
 import tests.distributed.preload  # noqa: F401, imported before processes are forked
 from tests.drills.faults import FAULTS, SAVE_EVERY, STEPS, Trial, Verdict, unmounted
 from tests.drills.jobs import in_child, start
+from tests.drills.soak import soak
 from tests.end_to_end.training_runs import flags
 
 NEED_ROOT = ("disk_full", "power_cut")
@@ -53,16 +54,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.drills", description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=20, help="trials of each fault (default %(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="seed of all random choices (default: a random one)")
-    parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS), help="faults to drill")
+    parser.add_argument("--only", nargs="*", choices=FAULTS, default=list(FAULTS), help="faults to drill")
     parser.add_argument("--keep", action="store_true", help="keep the folders of the trials that failed")
-    parser.add_argument("--soak-steps", type=int, default=0, help="steps of the soak; 0 leaves it out")
+    parser.add_argument(
+        "--soak-steps", type=int, default=2000, help="steps of the soak; 0 leaves it out (default %(default)s)"
+    )
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", flush=True)
     os.environ.update({"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
     root = Path(tempfile.mkdtemp(prefix="drills-"))
     try:
-        return drill(root, arguments.only, arguments.trials, seed, arguments.keep)
+        inputs = root / "inputs"
+        inputs.mkdir()
+        in_child(partial(_make_inputs, inputs))
+        command = partial(_command, inputs)
+        failed = drill(root, arguments.only, arguments.trials, seed, arguments.keep, command)
+        if arguments.soak_steps:
+            lines, grown = soak(root / "soak", command, arguments.soak_steps)
+            print(f"soak of {arguments.soak_steps} steps", *lines, sep="\n")
+            failed += grown
+        return int(failed > 0)
     finally:
         if not arguments.keep:
             shutil.rmtree(root, ignore_errors=True)
@@ -70,12 +82,10 @@ def main() -> int:
             print(f"kept {root}")
 
 
-def drill(root: Path, faults: list[str], trials: int, seed: int, keep: bool) -> int:
-    """Run the trials and print the table; return the exit code."""
-    inputs = root / "inputs"
-    inputs.mkdir()
-    in_child(partial(_make_inputs, inputs))
-    command = partial(_command, inputs)
+def drill(root: Path, faults: list[str], trials: int, seed: int, keep: bool, command: Any) -> int:
+    """Run the trials and print the table; return the sum of the numbers that must be zero."""
+    if not faults:
+        return 0
     reference = run_reference(root / "reference", command)
     rows: dict[str, Row] = {}
     for name in faults:
@@ -95,8 +105,7 @@ def drill(root: Path, faults: list[str], trials: int, seed: int, keep: bool) -> 
                 shutil.rmtree(folder)
         print(f"{name}: {trials} trials in {time.monotonic() - began:.0f} s", flush=True)
     print(table(rows))
-    failed = any(row.counts[column] for row in rows.values() for column in COLUMNS[2:])
-    return int(failed)
+    return sum(row.counts[column] for row in rows.values() for column in COLUMNS[2:])
 
 
 def table(rows: dict[str, Row]) -> str:
@@ -209,14 +218,14 @@ def _make_inputs(folder: Path) -> None:
 
 def _command(inputs: Path, **changes: Any) -> list[str]:
     """Return the command line of a run. changes: flags; None omits a flag, and "" is a flag without a value."""
-    values = {
+    defaults: dict[str, Any] = {
         "train_steps": STEPS,
         "save_every_steps": SAVE_EVERY,
         "workers": 1,
         "keep_last": 2,
         "lr_scheduler": "const",
     }
-    return [word for word in flags(inputs, inputs / "zero1.json", **values, **changes) if word]
+    return [word for word in flags(inputs, inputs / "zero1.json", **defaults | changes) if word]
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class Job:
     """Process of the launcher."""
     folder: Path
     """Records of this job: pids, steps_RANK, published, output."""
+    limit_s: float = LIMIT_S
     began: float = field(default_factory=time.monotonic)
     exit_code: int | None = None
 
@@ -71,7 +72,7 @@ class Job:
             time.sleep(0.002)
 
     def hangs(self) -> bool:
-        return time.monotonic() - self.began > LIMIT_S
+        return time.monotonic() - self.began > self.limit_s
 
     def has_ended(self) -> bool:
         """Return whether the launcher has ended; then `exit_code` is set."""
@@ -103,14 +104,14 @@ class Job:
         return found
 
 
-def start(command: list[str], folder: Path, prepare: Prepare | None = None) -> Job:
+def start(command: list[str], folder: Path, prepare: Prepare | None = None, limit_s: float = LIMIT_S) -> Job:
     """Start a run. folder: new folder for the records of the job."""
     folder.mkdir(parents=True)
     port = free_port()
     pid = os.fork()
     if pid == 0:
         _never_returns(lambda: _launch(command, folder, port, prepare))
-    return Job(pid, folder)
+    return Job(pid, folder, limit_s)
 
 
 def in_child(function: Callable[[], Any]) -> None:
