@@ -129,9 +129,13 @@ def sigusr1(trial: Trial) -> Verdict:
 
 
 def rank_stopped(trial: Trial) -> Verdict:
-    """SIGSTOP of one rank, which the watchdog must notice."""
+    """SIGSTOP of one rank, which the watchdog must notice.
+
+    It happens between two saves and after the first steps, because --hang-timeout holds for no other time.
+    """
     job = trial.start(hang_timeout=3)
-    trial.some_time(job, STEPS - 4)
+    job.wait_for_step(trial.random.randrange(1, STEPS // SAVE_EVERY) * SAVE_EVERY + 1)
+    time.sleep(trial.random.uniform(0, trial.step_s))
     victim = trial.random.randrange(WORLD_SIZE)
     trial.send(job.ranks[victim], signal.SIGSTOP)
     return Verdict((75,), error=f"rank {victim} has not arrived")
@@ -348,11 +352,14 @@ def _damage(trial: Trial, damage: Callable[[Path], Any]) -> Verdict:
 
 
 def _shard(trial: Trial, harm: Callable[[Path], Any]) -> Verdict:
-    """A shard of the training data is harmed while the run reads it; it is whole again before the run is resumed."""
+    """A shard of the training data is harmed while the run reads it; it is whole again before the run is resumed.
+
+    With --max-bad-fraction 0 the run ends at the first sample that it cannot read, instead of replacing it.
+    """
     inputs = Path(trial.flags(logs=trial.logs)[5]).parent
     trial.train_data = trial.folder / "train"
     shutil.copytree(inputs, trial.train_data)
-    job = trial.start(**_maybe_async(trial))
+    job = trial.start(max_bad_fraction=0, **_maybe_async(trial))
     trial.some_time(job, STEPS - _READ_AHEAD)
     shard = trial.random.choice(sorted(trial.train_data.glob("*.tar")))
     harm(shard)
