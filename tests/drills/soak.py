@@ -41,13 +41,20 @@ def soak(folder: Path, command: Callable[..., list[str]], steps: int) -> tuple[l
         ["| rank | quantity | second quarter | last quarter | grows |", "| ---: | --- | ---: | ---: | --- |"],
         0,
     )
+    grows_as: list[str] = []
     for rank in range(WORLD_SIZE):
         rows = [list(map(float, line.split())) for line in (measured / str(rank)).read_text().splitlines()]
         for index, name in enumerate(LIMITS):
-            first, last, grows = growth([row[index] for row in rows], *LIMITS[name])
+            values = [row[index] for row in rows]
+            first, last, grows = growth(values, *LIMITS[name])
             grown += grows
+            if grows:
+                series = [
+                    statistics.median(values[k * len(values) // 8 : (k + 1) * len(values) // 8]) for k in range(8)
+                ]
+                grows_as.append(f"rank {rank}, {name}, medians of eighths: {' '.join(f'{x:.1f}' for x in series)}")
             lines.append(f"| {rank} | {name} | {first:.1f} | {last:.1f} | {'yes' if grows else 'no'} |")
-    return lines, grown
+    return [*lines, *grows_as], grown
 
 
 def growth(values: list[float], allowed: float, share: float) -> tuple[float, float, bool]:
