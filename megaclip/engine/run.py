@@ -252,7 +252,8 @@ class Run:
                 if stop_signal is None:
                     raise
             except MegaclipError:  # on every rank
-                self.saves.finish_before_failing()
+                with self.watchdog.phase("a checkpoint"):
+                    self.saves.finish_before_failing()
                 raise
             if stop_signal:
                 flags = f"--name {self.folder.name} --resume auto"

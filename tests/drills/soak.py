@@ -1,5 +1,6 @@
 """A long run with data workers, evaluations and saves in the background: nothing that a rank holds may grow."""
 
+import ctypes
 import os
 import statistics
 from collections.abc import Callable
@@ -80,7 +81,11 @@ def measure_in(path: Path) -> None:
 
 
 def held() -> tuple[float, float, int, int]:
-    """Return this process's memory and shared memory in MiB, and its numbers of file descriptors and threads."""
+    """Return this process's memory and shared memory in MiB, and its numbers of file descriptors and threads.
+
+    Freed memory that the allocator keeps is returned first: it depends on chance, and on the pictures of evaluations.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     kib = {name: int(status[name].split()[0]) for name in ("RssAnon", "RssShmem")}
     return kib["RssAnon"] / 1024, kib["RssShmem"] / 1024, len(os.listdir("/proc/self/fd")), int(status["Threads"])
