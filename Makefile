@@ -1,5 +1,5 @@
-# Targets: demo [ARGS="--seed 1"], test, test-long, test-portable [ARGS=--short], check, dist, docs, test-gpu, clean.
-# test-gpu and clean install nothing.
+# Targets: demo [ARGS="--seed 1"], test, test-long, test-drills [ARGS="--trials 5"], test-portable [ARGS=--short], check,
+# dist, docs, test-gpu, clean. test-gpu and clean install nothing.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-long test-portable test-gpu check dist docs clean
+.PHONY: demo test test-long test-drills test-portable test-gpu check dist docs clean
 
 demo: $(VENV)/.ops
 	DS_ACCELERATOR=cpu $(BIN)/megaclip demo $(ARGS)
@@ -20,6 +20,10 @@ test: $(VENV)/.ops
 # comparison of losses.
 test-long: $(VENV)/.ops
 	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long and not gpu"
+
+# Harms runs at random times, resumes them and prints a table: hours. The long tests have a quick form of it.
+test-drills: $(VENV)/.ops
+	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m tests.drills $(ARGS)
 
 # Runs the tests that compare numbers under other instruction sets, with two threads, and on a busy machine.
 test-portable: $(VENV)/.ops

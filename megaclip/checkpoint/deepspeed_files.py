@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from megaclip.checkpoint.durable import FileRecord, save_tensors
+from megaclip.checkpoint.host_copy import HostCopies
 from megaclip.errors import CheckpointError, first_line
 
 _ALLOWED = [LossScaler, ZeroStageEnum, fragment_address]
@@ -80,10 +81,40 @@ class CheckedFiles(CheckpointEngine):
         except (OSError, RuntimeError) as problem:
             self.error = self.error or problem
 
+    def write(self) -> None:
+        """Do nothing: `save` has written the files."""
+
     def load(self, path: str, map_location: Any = None) -> dict[str, Any]:
         """Read a file without executing anything from it. Raises CheckpointError."""
         return read_file(Path(path), map_location=map_location)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Return True: `save` has written everything."""
+        """Return True: DeepSpeed has nothing to do. `megaclip.checkpoint.store` completes the checkpoint."""
         return True
+
+
+class CopiedFiles(CheckedFiles):
+    """Checkpoint engine that copies to host memory what it is to write. `write` writes it, in any thread."""
+
+    def __init__(self, copies: HostCopies) -> None:
+        super().__init__()
+        self._copies = copies
+        self._copied: list[tuple[Any, str]] = []
+        copies.reuse()
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Copy a file's content."""
+        try:
+            self._copied.append((self._copies.copy(state_dict), path))
+        except (RuntimeError, MemoryError) as problem:
+            self.error = self.error or CheckpointError(
+                f"host memory is too small for the copy of the checkpoint that --async-save makes "
+                f"({first_line(problem)}); leave out --async-save, then --resume"
+            )
+
+    def write(self) -> None:
+        """Write the copies, up to the first error."""
+        for content, path in self._copied:
+            if self.error is None:
+                super().save(content, path)
+        self._copied.clear()

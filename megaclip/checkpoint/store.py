@@ -18,7 +18,8 @@ import contextlib
 import json
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from megaclip.checkpoint.durable import (
     FileRecord,
     checksum,
     make_folders,
-    save_tensors,
     sync_files,
     sync_folder,
     write_atomically,
@@ -61,30 +61,38 @@ _OFFLOADED = "offloaded_tensors"
 """Folder in a checkpoint to which DeepSpeed copies optimizer states from NVMe, in one subfolder per rank."""
 
 
-def save(
-    engine: DeepSpeedEngine,
-    folder: Path,
-    step: int,
-    state: dict[str, Any],
-    keep_last: int,
-    loss_state: dict[str, Any] | None = None,
-    *,
-    keep_every: int | None = None,
-    best: str | None = None,
-    run: str = "",
-) -> str:
+@dataclass(frozen=True)
+class Target:
+    """A checkpoint to write, and which checkpoints stay beside it."""
+
+    folder: Path
+    """RUN/checkpoints; it must exist."""
+    step: int
+    """Number of optimizer steps taken."""
+    state: dict[str, Any]
+    """JSON-serialisable state of the run, which `read_state` returns."""
+    keep_last: int
+    """Number of checkpoints of this run to keep, this one included; at least 1."""
+    keep_every: int | None = None
+    """Also keep the first checkpoint at or after each multiple of this number of steps."""
+    run: str = ""
+    """Identifier of this run; only the first rank's is used."""
+    best: str | None = None
+    """Name of a checkpoint to keep besides these; only the first rank's is used."""
+
+    @property
+    def tag(self) -> str:
+        """Name of the checkpoint's folder."""
+        return tag_of(self.step)
+
+
+def save(engine: DeepSpeedEngine, target: Target, loss_state: dict[str, Any] | None = None) -> str:
     """Write a checkpoint from all ranks, make `latest` name it, and delete old checkpoints of this run.
 
     Args:
         engine: its parameters and optimizer state are written.
-        folder: RUN/checkpoints; it must exist.
-        step: number of optimizer steps taken.
-        state: JSON-serialisable state of the run, which `read_state` returns.
-        keep_last: number of checkpoints of this run to keep, this one included; at least 1.
+        target: the checkpoint.
         loss_state: this rank's part of the loss's own state (tensors, numbers, strings), or None.
-        keep_every: also keep the first checkpoint at or after each multiple of this number of steps.
-        best: tag of a checkpoint to keep besides these, or None; only the first rank's is used.
-        run: identifier of this run; only the first rank's is used.
 
     Returns:
         the tag (folder name) of the checkpoint.
@@ -92,57 +100,87 @@ def save(
     Raises:
         CheckpointError: on every rank, if any rank cannot write.
     """
-    tag = tag_of(step)
-    is_first_rank = group_rank() == 0
-    with _writing(folder):
-        if is_first_rank:
-            _clear(folder, tag, run)
-    files = _write_engine(engine, folder, tag)
-    with _writing(folder):
-        if loss_state is not None:
-            path = folder / tag / f"{LOSS_STATE}{group_rank():05d}.pt"
-            files[path.name] = save_tensors(loss_state, path)
-    all_files = {name: record for records in gather_objects(files) for name, record in records.items()}
-    with _writing(folder):
-        if is_first_rank:
-            write_atomically(folder / tag / STATE, json.dumps({**state, "format": STATE_FORMAT}, indent=1))
-            all_files[STATE] = checksum(folder / tag / STATE)
-            manifest.write(folder / tag, all_files, run=run)
-            write_atomically(folder / LATEST, tag)
-            for old in _to_delete(folder, tag, keep_last, keep_every, best, run):
-                _delete(folder / old)
-    return tag
+    files = CheckedFiles()
+    write_rank(engine, target, loss_state, files)
+    records: dict[str, FileRecord] = {}
+    with writing(target.folder):
+        records = finish_rank(target, files)
+    all_records = join(gather_objects(records))
+    with writing(target.folder):
+        if group_rank() == 0:
+            publish(target, all_records)
+    return target.tag
 
 
-def _write_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> dict[str, FileRecord]:
-    """Write DeepSpeed's files; return the records of those that this rank has written, by path in the checkpoint.
+def write_rank(engine: DeepSpeedEngine, target: Target, loss_state: dict[str, Any] | None, files: CheckedFiles) -> None:
+    """Give what this rank writes to `files`, the checkpoint engine. All ranks must call it.
 
     `engine.save_checkpoint` contains collectives, so a rank that cannot write must still take part in all of them. Its
-    error is stored, and raised on every rank after the last collective.
+    error is stored in `files`.
+
+    Raises:
+        CheckpointError: on every rank, if the first one cannot create the checkpoint's folder.
     """
-    error: Exception | None = None
-    own, files = engine.checkpoint_engine, CheckedFiles()
+    folder, tag = target.folder, target.tag
+    with writing(folder):
+        if group_rank() == 0:
+            _clear(folder, tag, target.run)
+    own = engine.checkpoint_engine
     engine.checkpoint_engine = files
     try:
         engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
     except OSError as problem:
         # DeepSpeed could not copy its scripts or offloaded tensors. Run the collectives that it has skipped.
-        error = problem
+        files.error = files.error or problem
         getattr(engine.optimizer, "checkpoint_event_epilogue", lambda: None)()
         dist.barrier()
     finally:
         engine.checkpoint_engine = own
-    records = {path.relative_to(folder / tag).as_posix(): record for path, record in files.records.items()}
-    with _writing(folder):
-        if (first_error := files.error or error) is not None:
-            raise first_error
-        offloaded = folder / tag / _OFFLOADED
-        if offloaded.is_dir():
-            own_part = f"{_OFFLOADED}/rank{group_rank():02d}"
-            records |= {f"{own_part}/{name}": record for name, record in sync_files(folder / tag / own_part).items()}
-            sync_folder(offloaded)
-        sync_folder(folder / tag)
+    if loss_state is not None:
+        files.save(loss_state, str(folder / tag / f"{LOSS_STATE}{group_rank():05d}.pt"))
+
+
+def finish_rank(target: Target, files: CheckedFiles) -> dict[str, FileRecord]:
+    """Write what `files` still has to write; return the records of this rank's files, by path in the checkpoint.
+
+    It does not communicate and may run in any thread.
+
+    Raises:
+        OSError, RuntimeError, CheckpointError: the first error of this rank.
+    """
+    files.write()
+    if files.error is not None:
+        raise files.error
+    checkpoint = target.folder / target.tag
+    records = {path.relative_to(checkpoint).as_posix(): record for path, record in files.records.items()}
+    offloaded = checkpoint / _OFFLOADED
+    if offloaded.is_dir():
+        own_part = f"{_OFFLOADED}/rank{group_rank():02d}"
+        records |= {f"{own_part}/{name}": record for name, record in sync_files(checkpoint / own_part).items()}
+        sync_folder(offloaded)
+    sync_folder(checkpoint)
     return records
+
+
+def join(records: Iterable[dict[str, FileRecord]]) -> dict[str, FileRecord]:
+    """Return the records of all ranks in one dictionary."""
+    return {name: record for of_rank in records for name, record in of_rank.items()}
+
+
+def publish(target: Target, files: dict[str, FileRecord]) -> None:
+    """Write state.json, the manifest and `latest`, in this order, and delete old checkpoints; on the first rank.
+
+    It does not communicate and may run in any thread. files: records of the files of all ranks.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder, checkpoint = target.folder, target.folder / target.tag
+    write_atomically(checkpoint / STATE, json.dumps({**target.state, "format": STATE_FORMAT}, indent=1))
+    manifest.write(checkpoint, {**files, STATE: checksum(checkpoint / STATE)}, run=target.run)
+    write_atomically(folder / LATEST, target.tag)
+    for old in _to_delete(folder, target.tag, target.keep_last, target.keep_every, target.best, target.run):
+        _delete(folder / old)
 
 
 def _clear(folder: Path, tag: str, run: str) -> None:
@@ -200,7 +238,7 @@ def _every(tags: list[str], steps: int | None) -> list[str]:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
     """Run the body of a `with` statement; if it cannot write on any rank, raise one CheckpointError on every rank.
 
     The body must not communicate.

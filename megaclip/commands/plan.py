@@ -108,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--val-num-samples", type=integer(0), default=0, help="image-caption pairs that the run is evaluated on"
     )
+    what.add_argument("--async-save", action="store_true", help="checkpoints are written from a copy in host memory")
     what.add_argument(
         "--lock-image", type=integer(0), nargs="?", const=0, help="freeze the image tower except its last N groups"
     )
@@ -183,6 +184,7 @@ def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
         samples=arguments.train_num_samples,
         evaluation=evaluation,
         steps=arguments.train_steps,
+        async_save=arguments.async_save,
     )
     saved = arguments.text_positions_saved
     if saved is not None and not 0 <= saved < 1:

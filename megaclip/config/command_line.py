@@ -157,6 +157,11 @@ class TrainArguments(BaseModel):
     keep_every_steps: Positive | None = Field(
         default=None, description="also keep the first checkpoint at or after each multiple of this number of steps"
     )
+    async_save: bool = Field(
+        default=False,
+        description="write checkpoints while training continues, from a copy in host memory; training waits for the "
+        "copy only",
+    )
     val_frequency: NotNegative = Field(default=1, description="epochs between evaluations; 0 evaluates only at the end")
     eval_every_steps: Positive | None = Field(
         default=None, description="steps between evaluations (replaces --val-frequency)"

@@ -2,8 +2,8 @@
 
 The tokenizer pads every caption to the context length, usually to several times its own length. The text tower ignores
 the padding (`megaclip.models.text.is_cut_exact`) but would still compute it. So the captions are sorted by length, the
-longest first, and divided into equal chunks. The first chunk, with the longest captions and the most different lengths,
-is divided again, into pieces. Every piece is cut behind its longest caption. The embeddings are then in the order of
+longest first, and divided into equal chunks. The first of one or two chunks, which has captions of many lengths, is
+divided again, into pieces (`megaclip.planner.rules.piece_rows`). Every piece is cut behind its longest caption. The embeddings are then in the order of
 the sorted captions; the gradient cache puts them back into the order of the batch (`CaptionChunks.order`).
 
 The longest captions come first, so that a chunk's tensors fit into the memory that the chunk before it has left.
@@ -59,7 +59,7 @@ class CaptionChunks:
             tensor: tensor-parallel group, whose ranks all call this function; their chunks are cut at equal lengths.
         """
         own = caption_lengths(tokens, config)
-        rows = [piece_rows(len(tokens) // count, chunk, tensor.size) for chunk in range(count)]
+        rows = [piece_rows(len(tokens) // count, chunk, count, tensor.size) for chunk in range(count)]
         counts = list(itertools.chain.from_iterable(rows))
         order = None if len(counts) == 1 else own.argsort(descending=True, stable=True)
         longest = own if order is None else own[order]

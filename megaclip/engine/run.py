@@ -46,6 +46,7 @@ from megaclip.engine.resume import describe_run, resume
 from megaclip.engine.run_folder import report_write_errors, run_folder
 from megaclip.engine.run_length import RunLength
 from megaclip.engine.run_loss import RunLoss
+from megaclip.engine.saving import Saves
 from megaclip.engine.schedules import chosen_schedule, chosen_warmup
 from megaclip.engine.step_store import StepStore, open_step_store
 from megaclip.engine.stop import StopSignals
@@ -170,12 +171,13 @@ class Run:
         self.samples_consumed = 0
         """Number of samples that these steps took, over all ranks."""
         self.saved_step = 0
-        """Step of the newest checkpoint."""
+        """Step of the newest checkpoint; with --async-save it may still be being written."""
         self.run_id = ""
         """Identifier that this run's checkpoints record; only the first rank's is used."""
         self._first_step = 0
         """Number of steps that were done when this process started."""
         self.watchdog = Watchdog(folder, arguments.hang_timeout)
+        self.saves = Saves(in_background=arguments.async_save)
         self.skipped_steps = SkippedSteps(arguments.skips_in_a_row)
         self.loss_level = LossLevel()
         self.best = BestCheckpoint(folder, arguments)
@@ -251,6 +253,7 @@ class Run:
             self.batch_plan.text_micro_batch,
             len(self.inputs.train),
         )
+        self.saves.training_starts()
         with StopSignals() as signals, self.watchdog, self._open_metrics() as metrics, self.open_data() as batch:
             try:
                 stop_signal = self._train_steps(batch, metrics, signals)
@@ -259,6 +262,10 @@ class Run:
                 self._save_before_failing(error)
                 if stop_signal is None:
                     raise
+            except MegaclipError:  # on every rank
+                with self.watchdog.phase("a checkpoint"):
+                    self.saves.finish_before_failing()
+                raise
             if stop_signal:
                 flags = f"--name {self.folder.name} --resume auto"
                 logger.info("stopped by %s after step %d; resume with %s", stop_signal.name, self.step, flags)
@@ -284,8 +291,9 @@ class Run:
             metrics.record_step(self.step, step_metrics)
             is_last = self.step == self.last_step
             stop_signal = None if is_last else signals.received_by_any_rank()
+            self.saves.poll()
             if is_last or stop_signal or self._is_save_due():
-                self._save()
+                self._save(training_continues=not (is_last or stop_signal))
                 self.bad_samples = sum_counts(batch.bad_counts)
                 metrics.record_bad_samples(self.step, self.bad_samples)
                 metrics.restart_clock()
@@ -423,6 +431,7 @@ class Run:
         if self.rank == 0 and result.examples is not None and inputs.validation is not None:
             pictures = example_pictures(result.examples, inputs.validation)
         metrics.record_evaluation(self.step, result.metrics, pictures, left_out)
+        self.saves.finish()  # a checkpoint counts when it is complete
         with report_write_errors():
             if self.rank == 0:
                 self.best.evaluated(self.step, result.metrics)
@@ -435,12 +444,13 @@ class Run:
             return None
         return group_captions(self.inputs.validation)
 
-    def _save(self) -> None:
-        """Write a checkpoint on all ranks."""
+    def _save(self, *, training_continues: bool) -> None:
+        """Write a checkpoint on all ranks, or with --async-save start to write it if training continues."""
         with self.watchdog.phase("a checkpoint"):
-            self._write_checkpoint()
+            self._write_checkpoint(training_continues)
+        self.saved_step = self.step
 
-    def _write_checkpoint(self) -> None:
+    def _write_checkpoint(self, training_continues: bool) -> None:
         progress = {"step": self.step, "samples_consumed": self.samples_consumed}
         state = {**progress, **self.identity, "settings": self._settings()}
         loss_scale = self.loss.log_scale
@@ -448,26 +458,25 @@ class Run:
             self.logit_scale.write(loss_scale)
             self.average.write_log_scale(loss_scale)
         loss_state = self.loss.checkpoint_state()
-        tag = store.save(
-            self.engine,
+        target = store.Target(
             self.checkpoints,
             self.step,
             state,
             self.arguments.keep_last,
-            loss_state,
-            keep_every=self.arguments.keep_every_steps,
-            best=self.best.tag,
-            run=self.run_id,
+            self.arguments.keep_every_steps,
+            self.run_id,
+            self.best.tag,
         )
-        self.saved_step = self.step
-        logger.info("saved %s", self.checkpoints / tag)
+        self.saves.save(self.engine, target, loss_state, training_continues=training_continues)
 
     def _save_before_failing(self, error: DataError) -> None:
         """Save the steps since the last checkpoint before `error` ends the run."""
         if self.step > self.saved_step:
             # Logged before saving: if the disk has failed, saving raises another error, which would hide this one.
             logger.warning("reading data failed after step %d, saving a checkpoint of it: %s", self.step, error)
-            self._save()
+            self._save(training_continues=False)
+        with self.watchdog.phase("a checkpoint"):
+            self.saves.finish()
 
     def _write_summary(self, metrics: Metrics) -> None:
         """Write metrics.json. `is_finished` reads its number of steps."""

@@ -31,7 +31,8 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, TimeoutError
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,6 +93,8 @@ class Watchdog:
         self._beats = 0
         self._ends = threading.Event()
         self._store: Any = None
+        self._answer: Future[Any] | None = None
+        """Answer of the store to the last question."""
         set_worker_timeout(min(WORKER_TIMEOUT_S, (hang_timeout_s or math.inf) / 2))
 
     def __enter__(self) -> "Watchdog":
@@ -186,6 +189,29 @@ class Watchdog:
         store.set_timeout(datetime.timedelta(seconds=_MISSED_HEARTBEATS * self._heartbeat_s))
         return store
 
+    def _ask(self, question: Callable[[Any], T]) -> T:
+        """Return `question(store)`. A thread of its own asks: a store whose process is stopped never answers, and
+        torch's time-out does not hold then.
+
+        Raises:
+            RuntimeError: the store does not answer in time, or has not answered the last question yet.
+        """
+        if self._answer is not None and not self._answer.done():
+            raise RuntimeError("the store has not answered the last question")
+        answer = self._answer = Future[Any]()
+
+        def ask() -> None:
+            try:
+                answer.set_result(question(self._store))
+            except Exception as error:  # raised again below
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="watchdog-store", daemon=True).start()
+        try:
+            return answer.result(_MISSED_HEARTBEATS * self._heartbeat_s)
+        except TimeoutError:  # concurrent.futures' own class before Python 3.11
+            raise RuntimeError("the store does not answer") from None
+
     def _wait(self) -> bool:
         """Wait for the next heartbeat; return whether the training has ended.
 
@@ -206,27 +232,28 @@ class Watchdog:
     def _beat(self) -> bool:
         """Send a heartbeat; return whether the store, which is in the process of rank 0, answers."""
         self._beats += 1
+        state, key = json.dumps(self._state()), f"watchdog/{self._rank}"
         try:
-            self._store.set(f"watchdog/{self._rank}", json.dumps(self._state()))
-            return True
-        except RuntimeError:  # torch's errors of a store that does not answer in time, or whose connection is broken
-            with contextlib.suppress(RuntimeError):
-                self._store = self._connect()
+            return self._ask(lambda store: store.set(key, state) or store.check([key]))  # `set` does not wait
+        except RuntimeError:  # the store does not answer in time, or the connection is broken
+            if self._answer is not None and self._answer.done():
+                with contextlib.suppress(RuntimeError):
+                    self._store = self._connect()
             return False
 
     def _others_have_found_a_hang(self) -> bool:
         with contextlib.suppress(RuntimeError):
-            return bool(self._store.check(["watchdog/hang"]))
+            return bool(self._ask(lambda store: store.check(["watchdog/hang"])))
         return False
 
     def _heartbeats(self) -> dict[int, dict[str, Any]]:
         """Return the newest heartbeat of each rank that has sent one."""
-        found = {}
-        for rank in range(self._world_size):
-            with contextlib.suppress(RuntimeError):
-                if self._store.check([f"watchdog/{rank}"]):
-                    found[rank] = json.loads(self._store.get(f"watchdog/{rank}"))
-        return found
+        keys = {rank: f"watchdog/{rank}" for rank in range(self._world_size)}
+        with contextlib.suppress(RuntimeError):
+            return self._ask(
+                lambda store: {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+            )
+        return {}
 
     def _verdict(self, answers: bool) -> dict[int, str] | None:
         """Return the ranks that the others wait for, with the reason, or None if the run does not hang."""
@@ -265,7 +292,7 @@ class Watchdog:
     def _report(self, verdict: dict[int, str] | None) -> None:
         """Write the stacks, log the verdict unless another rank has found the hang, and end the process."""
         with contextlib.suppress(RuntimeError):
-            if self._store.add("watchdog/hang", 1) > 1:
+            if self._ask(lambda store: store.add("watchdog/hang", 1)) > 1:
                 verdict = None
         state = self._state()
         standing_s = time.monotonic() - self._progress_at
@@ -297,8 +324,8 @@ class Watchdog:
         keys = [f"watchdog/reported/{rank}" for rank in range(self._world_size) if verdict.get(rank) != SILENT]
         deadline = time.monotonic() + _REPORT_S
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"watchdog/reported/{self._rank}", "1")
-            while time.monotonic() < deadline and not self._store.check(keys):
+            self._ask(lambda store: store.set(f"watchdog/reported/{self._rank}", "1"))
+            while time.monotonic() < deadline and not self._ask(lambda store: store.check(keys)):
                 time.sleep(0.2)
 
 

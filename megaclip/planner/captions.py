@@ -30,7 +30,7 @@ def planned_pieces(rows: int, chunks: int, text: TextConfig, tensor_ranks: int) 
     longer, planned = 0, []  # number of captions before the piece
     for chunk in range(chunks):
         pieces = []
-        for count in piece_rows(rows, chunk, tensor_ranks):
+        for count in piece_rows(rows, chunk, chunks, tensor_ranks):
             pieces.append((count, cut_length(assumed_length(1 - longer / (rows * chunks)), text)))
             longer += count
         planned.append(tuple(pieces))

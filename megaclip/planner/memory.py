@@ -28,7 +28,7 @@ from megaclip.planner.constants import (
     PREFETCHED_BATCHES,
 )
 from megaclip.planner.phases import KEPT, Phases, embedding_bytes, evaluation_phases, graph_bytes, step_phases
-from megaclip.planner.states import States, gradient_bytes, states_of
+from megaclip.planner.states import States, checkpoint_bytes, gradient_bytes, states_of
 from megaclip.planner.towers import text_tower, tower_work, towers
 from megaclip.planner.traffic import exchange_sizes
 from megaclip.planner.workload import Workload
@@ -279,6 +279,10 @@ def _host_parts(workload: Workload, cluster: Cluster, states: States) -> dict[st
         if workload.megaclip.fastclip.state_device == "cpu":
             parts["per-sample state"] = state
         parts["its copy in a checkpoint"] = state
+    if workload.async_save:
+        each, first = checkpoint_bytes(workload)
+        of_samples = _sample_state_bytes(workload) if workload.sample_columns else 0.0
+        parts["copy of a checkpoint"] = ranks * (each + of_samples) + min(ranks, workload.tensor_ranks) * first
     if workload.checkpointing == "cpu":
         chunks = [
             (work, work.tower.block_input_bytes(work.micro_batch, workload.compute_bytes))

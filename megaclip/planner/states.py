@@ -64,6 +64,21 @@ def reduced_gradient_bytes(workload: Workload) -> float:
     return _accumulated(workload, workload.trained)
 
 
+def checkpoint_bytes(workload: Workload) -> tuple[float, float]:
+    """Return the bytes of the tensors that a rank saves, and those that each rank of the first replica saves besides.
+
+    States that are on disk (NVMe) are copied from file to file and do not count.
+    """
+    part = workload.trained / workload.replicas
+    trained = part * (4 + workload.optimizer_state_bytes)
+    if workload.zero.stage == 0:
+        return 0.0, workload.total * workload.compute_bytes + workload.trained * workload.optimizer_state_bytes
+    if workload.zero.stage < 3:
+        return trained, workload.total * workload.compute_bytes
+    frozen = (workload.total - workload.trained) / workload.replicas * workload.compute_bytes
+    return frozen + (0.0 if workload.offload_optimizer == "nvme" else trained), 0.0
+
+
 def _accumulated(workload: Workload, whole: int) -> float:
     zero = workload.zero
     if zero.stage == 3 or not whole:

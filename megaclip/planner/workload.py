@@ -88,6 +88,8 @@ class Workload:
     """Share of the text tower's token positions that cutting captions saves. None: assumed (`planner.captions`)."""
     steps: int | None = None
     """Number of steps of the run. None: unknown, and taken as many."""
+    async_save: bool = False
+    """True if checkpoints are written from a copy in host memory (--async-save)."""
 
     @classmethod
     def of(
@@ -102,6 +104,7 @@ class Workload:
         samples: int = 0,
         evaluation: EvaluationSets | None = None,
         steps: int | None = None,
+        async_save: bool = False,
     ) -> "Workload":
         """Return the workload of `config` on `world_size` ranks, tensor-parallel ones included.
 
@@ -136,6 +139,7 @@ class Workload:
             samples=samples,
             evaluation=evaluation,
             steps=steps,
+            async_save=async_save,
         )
 
     def with_batch(

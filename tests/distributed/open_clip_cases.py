@@ -148,7 +148,7 @@ def train(case: Case, folder: Path, checkpoints: Path) -> Outcome:
     for step in range(STEPS):
         take_step(engine, case, step, outcome)
         if case.resumes or step == STEPS - 1:
-            store.save(engine, checkpoints, step + 1, {"step": step + 1}, STEPS, None)
+            store.save(engine, store.Target(checkpoints, step + 1, {"step": step + 1}, STEPS))
     outcome.parameters, outcome.statistics = whole_parameters(engine), statistics_of(engine.module)
     if case.resumes:
         resumed = start_engine(case, folder)

@@ -124,7 +124,7 @@ def check_export(stage, bf16, folder):
     if stage:
         trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
         masters = {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in trained.items()}
-    tag = store.save(engine, folder, step=1, state={}, keep_last=1)
+    tag = store.save(engine, store.Target(folder, step=1, state={}, keep_last=1))
     if dist.get_rank() == 0:
         joined = consolidated_weights(folder, tag)
         assert_equal({name: joined[name] for name in masters}, masters)

@@ -134,7 +134,7 @@ def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
         decays = [group["weight_decay"] for group in groups]
         for group in groups:  # to prove that a loading engine keeps its own settings
             group["weight_decay"] = 0.7
-        tag = store.save(engine, Path(folder) / name, STEPS, {}, 1)
+        tag = store.save(engine, store.Target(Path(folder) / name, STEPS, {}, 1))
         for group, decay in zip(groups, decays, strict=True):
             group["weight_decay"] = decay
         results[name] = (state_of(engine, case), train_step(engine, case, STEPS), whole_parameters(engine))

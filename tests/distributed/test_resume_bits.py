@@ -58,7 +58,7 @@ def train_on(engine: DeepSpeedEngine, first: int, folder: Path | None = None) ->
     losses = []
     for step in range(first, STEPS):
         if folder is not None and step == SAVED:
-            store.save(engine, folder, SAVED, {}, 1)
+            store.save(engine, store.Target(folder, SAVED, {}, 1))
         losses.append(backpropagate(engine, Case(0, 2), step))
         set_learning_rate(engine, 5e-3)
         update(engine)

@@ -41,11 +41,11 @@ def die_once_a_file_is_in(folder: Path) -> None:
 def save_then_die_saving(folder: Path) -> None:
     engine = engine_cases.start_engine(CASE)
     step(engine, 0)
-    store.save(engine, folder, 1, {"step": 1}, keep_last=1)
+    store.save(engine, store.Target(folder, 1, {"step": 1}, keep_last=1))
     step(engine, 1)
     if dist.get_rank() == WORLD_SIZE - 1:
         torch.save = lambda *_, **__: die_once_a_file_is_in(folder / "step_00000002")
-    store.save(engine, folder, 2, {"step": 2}, keep_last=1)
+    store.save(engine, store.Target(folder, 2, {"step": 2}, keep_last=1))
 
 
 def check_full_disk(folder: Path, stage: int, full_rank: int) -> None:
@@ -53,15 +53,15 @@ def check_full_disk(folder: Path, stage: int, full_rank: int) -> None:
     folder.mkdir(exist_ok=True)
     engine = engine_cases.start_engine(Case(stage=stage))
     step(engine, 0)
-    store.save(engine, folder, 1, {"step": 1}, keep_last=1)
+    store.save(engine, store.Target(folder, 1, {"step": 1}, keep_last=1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == full_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint: .* GiB are free"):
-        store.save(engine, folder, 2, {"step": 2}, keep_last=1)
+        store.save(engine, store.Target(folder, 2, {"step": 2}, keep_last=1))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert search.find_latest(folder) == "step_00000001"
-    store.save(engine, folder, 3, {"step": 3}, keep_last=1)
+    store.save(engine, store.Target(folder, 3, {"step": 3}, keep_last=1))
     assert search.find_latest(folder) == "step_00000003"
 
 
@@ -70,7 +70,7 @@ def check_damaged_part(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     engine = engine_cases.start_engine(Case(stage=3))
     step(engine, 0)
-    store.save(engine, folder, 3, {"step": 3}, keep_last=1)
+    store.save(engine, store.Target(folder, 3, {"step": 3}, keep_last=1))
     dist.barrier()
     if dist.get_rank() == 0:
         (damaged,) = (folder / "step_00000003").glob("*rank_1_*optim_states.pt")
@@ -99,7 +99,7 @@ def check_order_of_writing(folder: Path, stage: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", recorded_fsync)
         patch.setattr(os, "replace", recorded_replace)
-        tag = store.save(engine, folder, 1, {"step": 1}, 1, {"rank": dist.get_rank()})
+        tag = store.save(engine, store.Target(folder, 1, {"step": 1}, 1), {"rank": dist.get_rank()})
     files = manifest.read(folder / tag).files
     ranks = range(WORLD_SIZE)
     assert {f"loss_rank_{rank:05d}.pt" for rank in ranks} | {"state.json"} < files.keys()

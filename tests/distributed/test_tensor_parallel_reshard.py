@@ -51,7 +51,7 @@ def save_all(folder: str, size: int, cases: dict[str, Case]) -> dict[str, tuple[
         for step in range(STEPS):
             train_step(engine, case, step)
         (Path(folder) / name).mkdir(exist_ok=True)
-        store.save(engine, Path(folder) / name, STEPS, {}, 1)
+        store.save(engine, store.Target(Path(folder) / name, STEPS, {}, 1))
         results[name] = (state_of(engine, case), train_step(engine, case, STEPS))
     return results
 

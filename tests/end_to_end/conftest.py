@@ -22,6 +22,12 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.json, zero1.json and zero3.json (ds_configs with a contrastive batch of 32).
     """
     folder = tmp_path_factory.mktemp("tiny_run")
+    make_inputs(folder)
+    return folder
+
+
+def make_inputs(folder: Path) -> None:
+    """Write the files of `tiny_run` to an empty folder."""
     sizes = {"train": TRAINING_SCENES, "shard-size": 64, "held-out": 32, "zero-shot": 20, "processes": 1}
     options = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
     subprocess.run([sys.executable, "-m", "megaclip", "demo-data", str(folder), *options], cwd=ROOT, check=True)
@@ -30,7 +36,6 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     partitioning = {"zero1": {"stage": 1}, "zero3": {"stage": 3, "stage3_param_persistence_threshold": 100}}
     for name, zero in partitioning.items():
         (folder / f"{name}.json").write_text(json.dumps(DS_CONFIG | {"zero_optimization": zero}, indent=1))
-    return folder
 
 
 def _captions(shards: Path) -> list[str]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from megaclip.data import workers
 from megaclip.engine import watchdog
@@ -119,9 +120,9 @@ def slow_everything(command: list[str], store: str) -> Finished:
         evaluate(run, *arguments)
         time.sleep(4.0 if rank == "0" else 0.0)
 
-    def slow_checkpoint(run: Run) -> None:
+    def slow_checkpoint(run: Run, training_continues: bool) -> None:
         time.sleep(4.0)
-        write(run)
+        write(run, training_continues)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "_accumulate", slow_first_step)
@@ -238,6 +239,38 @@ def test_the_verdict_on_a_hang(answers, expected, monkeypatch):
     assert (verdict is None) == (expected is None)
     for rank, text in (expected or {}).items():
         assert verdict is not None and verdict.keys() == expected.keys() and verdict[rank].startswith(text)
+
+
+SERVER = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_whose_process_is_stopped_does_not_block_the_watchdog(without_ranks):
+    """The first rank's process holds the store. torch's time-outs do not hold if that process is stopped."""
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        watched = watchdog.Watchdog(Path("nowhere"), 1.0)
+        watched._store = torch.distributed.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+        assert watched._beat() and watched._beat()
+        server.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert [watched._beat() for _ in range(3)] == [False] * 3
+        assert watched._heartbeats() == {} and not watched._others_have_found_a_hang()
+        assert time.monotonic() - began < 10
+        server.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + 30
+        while not watched._beat():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert watched._heartbeats()[0]["beats"] == watched._beats
+    finally:
+        server.kill()
+        server.communicate()
 
 
 @pytest.mark.long

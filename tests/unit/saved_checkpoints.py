@@ -31,4 +31,4 @@ def save(
     folder: Path, step: int, label: str = "", *, dies: bool = False, keep_last: int = 2, run: str = "", **options: Any
 ) -> str:
     engine: Any = Engine(label, dies)
-    return store.save(engine, folder, step, {"step": step, "label": label}, keep_last, run=run, **options)
+    return store.save(engine, store.Target(folder, step, {"step": step, "label": label}, keep_last, run=run, **options))

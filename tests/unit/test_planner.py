@@ -123,6 +123,17 @@ def test_state_of_every_sample_is_what_the_loss_allocates(tmp_path: Path, loss: 
         assert plan.gpu_states.get("per-sample state", 0) == state_on_gpu
 
 
+def test_the_copy_of_a_checkpoint_is_in_the_plan_only_with_async_save(tmp_path: Path) -> None:
+    for stage, expected in ((0, 12), (1, 14), (3, 12)):  # bytes of a parameter on a host of 8 ranks
+        precision = {"bf16": {"enabled": stage > 0}, "data_types": {}}
+        job = workload(tmp_path, **precision, zero_optimization={"stage": stage})
+        plan, with_copy = (plan_memory(replace(job, async_save=copied), H200) for copied in (False, True))
+        part = with_copy.cpu["copy of a checkpoint"]
+        assert part == pytest.approx(job.trained * expected)
+        assert with_copy.cpu_peak == pytest.approx(plan.cpu_peak + part)
+        assert "copy of a checkpoint" not in plan.cpu
+
+
 def test_coalesced_bf16_gradients_have_float32_sums_unless_grad_accum_dtype_is_bf16(tmp_path: Path) -> None:
     section = {"coalesce_gradient_reduction": True}
     for dtypes, bytes_each in (({}, 4), ({"grad_accum_dtype": "bf16"}, 0)):

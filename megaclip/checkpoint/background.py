@@ -1,0 +1,158 @@
+"""Save checkpoints while training continues.
+
+`BackgroundSaves.start` copies what this rank writes to host memory; training waits for the copy only. A thread then
+writes the copy. When the files of all ranks are on the disk, a thread of the first rank writes state.json, the manifest
+and `latest`, as a synchronous save does (`megaclip.checkpoint.store`). The files are the same, byte for byte.
+
+The threads do not communicate: collectives of two threads could be in a different order on different ranks. The ranks
+learn of each other's progress in `poll`, which all main threads call between two steps.
+
+Not used:
+
+- DeepSpeed's DecoupledCheckpointEngine. It sends tensors to another process in shared memory, without a copy, so it
+  must have written everything before the next update. It does not call fsync, and prints errors instead of raising
+  them. FastCheckpointEngine writes synchronously.
+- torch.distributed.checkpoint.async_save. It has another file format, without DeepSpeed's states, and runs collectives
+  in a thread.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from megaclip.checkpoint import store
+from megaclip.checkpoint.deepspeed_files import CopiedFiles
+from megaclip.checkpoint.durable import FileRecord
+from megaclip.checkpoint.host_copy import HostCopies
+from megaclip.checkpoint.store import Target
+from megaclip.comm.collectives import gather_integers, gather_objects
+from megaclip.comm.groups import group_rank
+
+_POLL_S = 0.1
+"""Seconds between two looks of `finish` at all ranks' progress, after this rank is done."""
+
+
+class _Progress(IntEnum):
+    """Progress of a rank's thread."""
+
+    WORKING = 0
+    DONE = 1
+    FAILED = 2
+
+
+@dataclass
+class _Save:
+    """A save in flight on this rank."""
+
+    target: Target
+    job: Future[Any]
+    """Result of the thread: first the records of this rank's files, then None."""
+    publishes: bool = False
+    """All ranks' files are on the disk, and the first rank completes the checkpoint."""
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def progress(self) -> _Progress:
+        if not self.job.done():
+            return _Progress.WORKING
+        return _Progress.DONE if self.job.exception() is None else _Progress.FAILED
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that has become complete."""
+
+    tag: str
+    seconds: float
+    """From the end of the copy until the ranks have learnt that the checkpoint is complete."""
+
+
+class BackgroundSaves:
+    """The saves of one run, at most one at a time. All ranks must call each method together, in the main thread."""
+
+    def __init__(self) -> None:
+        self._copies = HostCopies()
+        self._save: _Save | None = None
+
+    @property
+    def in_flight(self) -> str | None:
+        """Tag of the checkpoint that is being written, or None."""
+        return None if self._save is None else self._save.target.tag
+
+    def start(self, engine: DeepSpeedEngine, target: Target, loss_state: dict[str, Any] | None) -> None:
+        """Copy what this rank writes, and start to write it. No other save may be in flight.
+
+        Raises:
+            CheckpointError: on every rank, if the checkpoint's folder cannot be created.
+        """
+        assert self._save is None, "call finish first"
+        files = CopiedFiles(self._copies)
+        store.write_rank(engine, target, loss_state, files)
+        self._save = _Save(target, _in_thread(lambda: store.finish_rank(target, files)))
+
+    def poll(self) -> Saved | None:
+        """Return the checkpoint that has become complete since the last call, or None.
+
+        Raises:
+            CheckpointError: on every rank, if any rank cannot write. `latest` still names the previous checkpoint.
+        """
+        if self._save is None:
+            return None
+        progress = [number for (number,) in gather_integers([self._save.progress])]
+        if _Progress.FAILED in progress:
+            self._fail(self._save)
+        if set(progress) != {_Progress.DONE}:
+            return None
+        if self._save.publishes:
+            done, self._save = self._save, None
+            return Saved(done.target.tag, time.monotonic() - done.started)
+        target, records = self._save.target, store.join(gather_objects(self._save.job.result()))
+        self._save.job = _in_thread(lambda: _publish(target, records))
+        self._save.publishes = True
+        return None
+
+    def finish(self) -> Saved | None:
+        """Wait until no save is in flight; return the checkpoint that has become complete, or None. Raises as `poll`.
+
+        The main thread waits, so an interrupted run keeps the checkpoint in flight.
+        """
+        while self._save is not None:
+            while self._save.progress is _Progress.WORKING:
+                time.sleep(_POLL_S)
+            if (saved := self.poll()) is not None:
+                return saved
+            time.sleep(_POLL_S / 10)
+        return None
+
+    def _fail(self, save: _Save) -> None:
+        """Raise one CheckpointError on every rank, after this rank's thread has ended."""
+        self._save = None
+        error = save.job.exception()  # waits for the thread
+        with store.writing(save.target.folder):
+            if error is not None:
+                raise error
+
+
+def _publish(target: Target, records: dict[str, FileRecord]) -> None:
+    if group_rank() == 0:
+        store.publish(target, records)
+
+
+def _in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Run `work` in a new thread, which a process that ends does not wait for; return its result."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # raised again by the main thread, on all ranks
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return result

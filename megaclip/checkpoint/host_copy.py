@@ -1,0 +1,76 @@
+"""Copy the content of checkpoint files to host memory, so that training can change the originals while it is written.
+
+torch has a class for this, `torch.distributed.checkpoint.staging.DefaultStager`. It is not used: torch 2.8 lacks it,
+that of torch 2.11 fails at its second save, and its copies do not keep `requires_grad`, so their files would differ
+from those of a synchronous save.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class HostCopies:
+    """Host memory for the copies of one save. The next save writes into the same memory, if its tensors have the same
+    sizes: new memory takes several times as long to fill."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.UntypedStorage] = []
+        self._used = 0
+        """Number of `_buffers` that the current save uses."""
+
+    def reuse(self) -> None:
+        """Start the copies of another save. The copies of the last one must not be needed any more."""
+        self._used = 0
+
+    def copy(self, content: Any) -> Any:
+        """Return a copy of nested dictionaries, lists and tuples. Its tensors are on the CPU.
+
+        Tensors that share memory still do so in the copy: `torch.save` writes the same bytes, if the originals are on
+        the CPU too.
+
+        Raises:
+            RuntimeError: the memory is not enough.
+        """
+        memo: dict[int, Any] = {}
+        storages: dict[int, torch.UntypedStorage] = {}
+        for tensor in _tensors(content):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._on_host(tensor, storages)
+        return copy.deepcopy(content, memo)
+
+    def _on_host(self, tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        """Return a copy of one tensor. storages: copies of storages, by the address of the original."""
+        original = tensor.untyped_storage()
+        if original._cdata not in storages:
+            storages[original._cdata] = self._filled(original)
+        copied = torch.empty(0, dtype=tensor.dtype)
+        copied.set_(storages[original._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+        if isinstance(tensor, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, requires_grad=False)
+        copied.__dict__.update(copy.deepcopy(tensor.__dict__))  # torch.save writes them: DeepSpeed's ds_id at ZeRO-3
+        return copied.requires_grad_(tensor.requires_grad)
+
+    def _filled(self, original: torch.UntypedStorage) -> torch.UntypedStorage:
+        if self._used == len(self._buffers):
+            self._buffers.append(torch.UntypedStorage(original.nbytes()))
+        elif self._buffers[self._used].nbytes() != original.nbytes():
+            self._buffers[self._used] = torch.UntypedStorage(original.nbytes())
+        buffer = self._buffers[self._used]
+        self._used += 1
+        buffer.copy_(original, non_blocking=False)
+        return buffer
+
+
+def _tensors(content: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in nested dictionaries, lists and tuples."""
+    if isinstance(content, torch.Tensor):
+        yield content
+    elif isinstance(content, dict):
+        for value in content.values():
+            yield from _tensors(value)
+    elif isinstance(content, (list, tuple)):
+        for value in content:
+            yield from _tensors(value)

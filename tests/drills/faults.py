@@ -1,0 +1,406 @@
+"""The faults of the drills: what happens to a run, and how the run may end.
+
+A fault is a function `fault(trial)`. It starts the run with `trial.start`, harms it at a random time, waits for it, and
+returns a `Verdict`. `trial.random` decides about everything random.
+"""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.drills.jobs import WORLD_SIZE, Job, Prepare
+
+STEPS, SAVE_EVERY = 24, 4
+_READ_AHEAD = 8
+"""Steps before the end of the run in which a data worker may have read its last batch."""
+
+
+@dataclass
+class Verdict:
+    """How a run with a fault ended, and what a resumed run must do."""
+
+    codes: tuple[int, ...]
+    """Exit codes that are right if the fault has happened."""
+    saves_last_step: bool = False
+    """The run must have saved the last step that it has trained."""
+    damaged: str = ""
+    """Tag of a checkpoint that a resumed run must not use."""
+    error: str = ""
+    """Words that the log must contain."""
+
+
+@dataclass
+class Trial:
+    """One run with a fault."""
+
+    random: random.Random
+    folder: Path
+    """New folder; `runs` in it is --logs."""
+    flags: Callable[..., list[str]]
+    """Returns the command line of the run; its arguments change flags."""
+    reference: dict[int, float]
+    """Step -> loss of the run without a fault."""
+    step_s: float
+    """Seconds of a step of the run without a fault."""
+    job: Job | None = None
+    missed: bool = False
+    """The run had ended before the fault happened."""
+    undo: list[Callable[[], Any]] = field(default_factory=list)
+    """What must be done before the run is resumed."""
+    logs: Path = Path()
+    train_data: Path | None = None
+    """Copy of the training data, if the fault changes it."""
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.logs / "run" / "checkpoints"
+
+    def start(self, prepare: Prepare | None = None, **changes: Any) -> Job:
+        from tests.drills.jobs import start
+
+        self.job = start(self.command(**changes), self.folder / "first", prepare)
+        return self.job
+
+    def command(self, **changes: Any) -> list[str]:
+        if self.train_data is not None:
+            changes["train_data"] = str(self.train_data / "*.tar")
+        return self.flags(logs=self.logs, **changes)
+
+    def some_time(self, job: Job, last: int = STEPS) -> None:
+        """Wait until a random moment between the first step and step `last`."""
+        job.wait_for_step(self.random.randrange(1, last))
+        time.sleep(self.random.uniform(0, 2 * self.step_s))
+
+    def send(self, process: int, number: int) -> None:
+        try:
+            os.kill(process, number)
+        except ProcessLookupError:
+            self.missed = True
+
+
+def rank_killed(trial: Trial) -> Verdict:
+    job = trial.start(**_maybe_async(trial))
+    trial.some_time(job)
+    trial.send(trial.random.choice(job.ranks), signal.SIGKILL)
+    return Verdict((137,))
+
+
+def host_killed(trial: Trial) -> Verdict:
+    """SIGKILL of all processes at once."""
+    job = trial.start(**_maybe_async(trial))
+    trial.some_time(job)
+    ranks = job.ranks
+    children = [child.pid for rank in ranks for child in _children(rank)]
+    for process in (job.launcher, *ranks, *children):
+        trial.send(process, signal.SIGKILL)
+    return Verdict((-9,))
+
+
+def launcher_killed(trial: Trial) -> Verdict:
+    job = trial.start(**_maybe_async(trial))
+    trial.some_time(job)
+    trial.send(job.launcher, signal.SIGKILL)
+    return Verdict((-9,), saves_last_step=True)
+
+
+def sigterm(trial: Trial) -> Verdict:
+    """SIGTERM to the launcher, which passes it on to all ranks."""
+    job = trial.start(**_maybe_async(trial))
+    trial.some_time(job)
+    trial.send(job.launcher, signal.SIGTERM)
+    return Verdict((143,), saves_last_step=True)
+
+
+def sigusr1(trial: Trial) -> Verdict:
+    """SIGUSR1 to one rank."""
+    job = trial.start(**_maybe_async(trial))
+    trial.some_time(job)
+    trial.send(trial.random.choice(job.ranks), signal.SIGUSR1)
+    return Verdict((138,), saves_last_step=True)
+
+
+def rank_stopped(trial: Trial) -> Verdict:
+    """SIGSTOP of one rank, which the watchdog must notice.
+
+    It happens between two saves and after the first steps, because --hang-timeout holds for no other time.
+    """
+    job = trial.start(hang_timeout=3)
+    job.wait_for_step(trial.random.randrange(1, STEPS // SAVE_EVERY) * SAVE_EVERY + 1)
+    time.sleep(trial.random.uniform(0, trial.step_s))
+    victim = trial.random.randrange(WORLD_SIZE)
+    trial.send(job.ranks[victim], signal.SIGSTOP)
+    return Verdict((75,), error=f"rank {victim} has not arrived")
+
+
+def worker_killed(trial: Trial) -> Verdict:
+    job = trial.start(**_maybe_async(trial))
+    trial.some_time(job, STEPS - _READ_AHEAD)
+    rank = trial.random.choice(job.ranks)
+    workers = [child for child in _children(rank) if child.name() == "pt_data_worker"]
+    if not workers or job.last_step() > STEPS - _READ_AHEAD:
+        trial.missed = True
+    else:
+        trial.send(trial.random.choice(workers).pid, signal.SIGKILL)
+    return Verdict((1,), saves_last_step=True, error="a data worker died")
+
+
+def killed_in_save(trial: Trial) -> Verdict:
+    return _killed_in_save(trial)
+
+
+def killed_in_async_save(trial: Trial) -> Verdict:
+    return _killed_in_save(trial, async_save=True)
+
+
+def disk_full(trial: Trial) -> Verdict:
+    """The disk of the run's folder, a small tmpfs, becomes full."""
+    disk = trial.folder / "disk"
+    _mount(trial, disk, "-t", "tmpfs", "-o", "size=24m", "none")
+    trial.logs = disk / "runs"
+    job = trial.start(**_maybe_async(trial))
+    trial.some_time(job, STEPS - SAVE_EVERY)
+    filler = disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
+        while True:
+            stream.write(bytes(1 << 12))
+    trial.undo.append(filler.unlink)
+    return Verdict((1,), error="No space left")
+
+
+def file_truncated(trial: Trial) -> Verdict:
+    return _damage(trial, lambda path: os.truncate(path, trial.random.randrange(path.stat().st_size)))
+
+
+def file_flipped(trial: Trial) -> Verdict:
+    """One bit of a file changes."""
+
+    def flip(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[trial.random.randrange(len(content))] ^= 1 << trial.random.randrange(8)
+        path.write_bytes(content)
+
+    return _damage(trial, flip)
+
+
+def file_deleted(trial: Trial) -> Verdict:
+    return _damage(trial, Path.unlink)
+
+
+def shard_deleted(trial: Trial) -> Verdict:
+    return _shard(trial, Path.unlink)
+
+
+def shard_truncated(trial: Trial) -> Verdict:
+    return _shard(trial, lambda path: os.truncate(path, trial.random.randrange(path.stat().st_size)))
+
+
+def shard_unreadable(trial: Trial) -> Verdict:
+    """A folder takes the shard's place: even root cannot read it."""
+
+    def replace(path: Path) -> None:
+        path.unlink()
+        path.mkdir()
+
+    return _shard(trial, replace)
+
+
+def power_cut(trial: Trial) -> Verdict:
+    """The file system, ext4 on a loop device, stops writing, its journal included; then all processes are killed."""
+    image, disk = trial.folder / "image", trial.folder / "disk"
+    with image.open("wb") as stream:
+        stream.truncate(96 << 20)
+    _run("mkfs.ext4", "-q", "-F", str(image))
+    _mount(trial, disk, "-o", "loop,commit=1", str(image))
+    trial.logs = disk / "runs"
+    job = trial.start(**_maybe_async(trial))
+    trial.some_time(job)
+    _shut_down(disk)
+    for process in (job.launcher, *job.ranks):
+        trial.send(process, signal.SIGKILL)
+    job.wait()
+    _run("umount", str(disk))
+    _run("mount", "-o", "loop", str(image), str(disk))
+    return Verdict((-9,))
+
+
+FAULTS: dict[str, Callable[[Trial], Verdict]] = {
+    fault.__name__: fault
+    for fault in (
+        rank_killed,
+        host_killed,
+        launcher_killed,
+        killed_in_save,
+        killed_in_async_save,
+        power_cut,
+        disk_full,
+        file_truncated,
+        file_flipped,
+        file_deleted,
+        rank_stopped,
+        sigterm,
+        sigusr1,
+        worker_killed,
+        shard_deleted,
+        shard_truncated,
+        shard_unreadable,
+    )
+}
+
+
+def _maybe_async(trial: Trial) -> dict[str, Any]:
+    return {"async_save": ""} if trial.random.random() < 0.5 else {}
+
+
+def _children(process: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _killed_in_save(trial: Trial, **changes: Any) -> Verdict:
+    """SIGKILL of a rank before, during or after it writes a file of a checkpoint.
+
+    The files of a rank: DeepSpeed's, then on the first rank state.json, the manifest and `latest`.
+    """
+    if changes:
+        changes = {"async_save": ""}
+    victim, moment = trial.random.randrange(WORLD_SIZE), trial.random.choice(("before", "during", "after"))
+    file = trial.random.randrange(5 if victim == 0 else 1)
+    save = trial.random.randrange(1, STEPS // SAVE_EVERY)
+    share = trial.random.random()
+
+    def prepare(rank: int) -> None:
+        if rank == victim:
+            _kill_at_file(save * (5 if victim == 0 else 1) + file, moment, share)
+
+    trial.start(prepare, **changes)
+    return Verdict((137,))
+
+
+def _kill_at_file(number: int, moment: str, share: float) -> None:
+    """Make this process kill itself before, while or after it writes a file of its checkpoints.
+
+    number: how many files it writes before that one. share: how much of the file it writes, for "during".
+    """
+    from megaclip.checkpoint import deepspeed_files, durable, manifest, store
+
+    written = [0]
+
+    def here(when: str) -> None:
+        if written[0] == number and moment == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def write(*arguments: Any) -> Any:
+            here("before")
+            time.sleep(0.05)  # so that other ranks, and with --async-save training, go on meanwhile
+            result = original(*arguments)
+            here("after")
+            written[0] += 1
+            return result
+
+        return write
+
+    class Output(durable._CheckedOutput):
+        def write(self, data: Any) -> int:
+            if written[0] == number and moment == "during":
+                view = memoryview(data)
+                self._stream.write(view[: int(share * view.nbytes)])
+                self._stream.flush()
+                if self.size > 0 or share > 0.5:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return super().write(data)
+
+    replace = os.replace
+
+    def replacing(source: Any, target: Any) -> None:
+        here("during")
+        replace(source, target)
+
+    deepspeed_files.save_tensors = counted(durable.save_tensors)
+    durable._CheckedOutput = Output  # type: ignore[misc]
+    writer = counted(durable.write_atomically)
+    durable.os = _Replaced(os, replace=replacing)  # type: ignore[assignment]
+    store.write_atomically = writer
+    manifest.write_atomically = writer
+
+
+class _Replaced:
+    """A module with some functions replaced."""
+
+    def __init__(self, module: Any, **functions: Any) -> None:
+        self.__dict__.update(vars(module) | functions)
+
+
+def _damage(trial: Trial, damage: Callable[[Path], Any]) -> Verdict:
+    """A run stops after a random step, and a file of its latest checkpoint is damaged."""
+    job = trial.start(stop_after_steps=trial.random.randrange(SAVE_EVERY + 1, STEPS), **_maybe_async(trial))
+    job.wait()
+    tag = (trial.checkpoints / "latest").read_text()
+    damage(trial.random.choice(sorted(path for path in (trial.checkpoints / tag).iterdir() if path.is_file())))
+    return Verdict((0,), damaged=tag)
+
+
+def _shard(trial: Trial, harm: Callable[[Path], Any]) -> Verdict:
+    """A shard of the training data is harmed while the run reads it; it is whole again before the run is resumed.
+
+    With --max-bad-fraction 0 the run ends at the first sample that it cannot read, instead of replacing it.
+    """
+    inputs = Path(trial.flags(logs=trial.logs)[5]).parent
+    trial.train_data = trial.folder / "train"
+    shutil.copytree(inputs, trial.train_data)
+    job = trial.start(max_bad_fraction=0, **_maybe_async(trial))
+    trial.some_time(job, STEPS - _READ_AHEAD)
+    shard = trial.random.choice(sorted(trial.train_data.glob("*.tar")))
+    harm(shard)
+
+    def restore() -> None:
+        if shard.is_dir():
+            shard.rmdir()
+        shutil.copy2(inputs / shard.name, shard)
+
+    trial.undo.append(restore)
+    return Verdict((1, 0), saves_last_step=True)
+
+
+def _run(*command: str) -> None:
+    import subprocess
+
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def _mount(trial: Trial, folder: Path, *arguments: str) -> None:
+    folder.mkdir()
+    _run("mount", *arguments, str(folder))
+
+
+def _shut_down(folder: Path) -> None:
+    """Stop all writing of the file system that is mounted at `folder`, without writing its journal."""
+    import fcntl
+    import struct
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.ioctl(descriptor, 0x8004587D, struct.pack("I", 2))  # EXT4_IOC_SHUTDOWN, EXT4_GOING_FLAGS_NOLOGFLUSH
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def unmounted(folder: Path) -> Iterator[None]:
+    """Unmount what is mounted at `folder`/disk at the end of the body."""
+    try:
+        yield
+    finally:
+        if (folder / "disk").is_mount():
+            _run("umount", str(folder / "disk"))

@@ -1,0 +1,33 @@
+"""One trial of each drill, and of the drills' own counts: they must notice what they are there for."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.drills.soak import growth
+from tests.end_to_end.training_runs import ROOT, launcher_environment
+
+
+@pytest.mark.long
+def test_one_trial_of_each_drill():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.drills", "--trials", "1", "--seed", "5", "--soak-steps", "0"],
+        cwd=ROOT,
+        env=launcher_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    rows = re.findall(r"^\| ([a-z ]+) \| 1 \| [01] \|(.*)\|$", done.stdout, re.M)
+    assert len(rows) >= 15, done.stdout
+    assert done.returncode == 0, done.stdout
+    assert all(set(re.findall(r"\d+", counts)) == {"0"} for _, counts in rows)
+
+
+def test_growth_is_found_and_noise_is_not():
+    flat = [100.0 + number % 3 for number in range(200)]
+    assert growth(flat, 1.0, 0.0)[2] is False
+    assert growth([value + 0.05 * number for number, value in enumerate(flat)], 1.0, 0.01)[2] is True
+    assert growth([20.0 + number // 50 for number in range(200)], 0.0, 0.0)[2] is True
