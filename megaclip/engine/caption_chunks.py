@@ -3,8 +3,9 @@
 The tokenizer pads every caption to the context length, usually to several times its own length. The text tower ignores
 the padding (`megaclip.models.text.is_cut_exact`) but would still compute it. So the captions are sorted by length, the
 longest first, and divided into equal chunks. The first of one or two chunks, which has captions of many lengths, is
-divided again, into pieces (`megaclip.planner.rules.piece_rows`). Every piece is cut behind its longest caption. The embeddings are then in the order of
-the sorted captions; the gradient cache puts them back into the order of the batch (`CaptionChunks.order`).
+divided again, into pieces (`megaclip.planner.rules.piece_rows`). Every piece is cut behind its longest caption. The
+embeddings are then in the order of the sorted captions; the gradient cache puts them back into the order of the batch
+(`CaptionChunks.order`).
 
 The longest captions come first, so that a chunk's tensors fit into the memory that the chunk before it has left.
 
