@@ -7,13 +7,14 @@ tower and its number, normalised by its own statistics, and the running statisti
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import deepspeed.comm as dist
 import numpy as np
 import torch
 import torch.nn.functional as F
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaclip.checkpoint import store
 from megaclip.config import parse_arguments
@@ -97,6 +98,13 @@ def whole_batch(step: int) -> tuple[Tensor, Tensor]:
     return images, torch.cat([words, torch.full((BATCH, 1), 2)], dim=1)
 
 
+class SmoothReLU(nn.Softplus):
+    """ReLU without a kink. Where an input of ReLU is almost zero, its rounding decides whether a gradient passes."""
+
+    def __init__(self, inplace: bool = False) -> None:
+        super().__init__()
+
+
 def start_engine(case: Case, folder: Path, *more: str) -> DeepSpeedEngine:
     """Build the engine as a run does. more: flags."""
     quiet_deepspeed()
@@ -112,7 +120,8 @@ def start_engine(case: Case, folder: Path, *more: str) -> DeepSpeedEngine:
         offload=case.offload,
         section=case.section,
     )
-    return build_engine(training_config(settings), parse_arguments(flags), family(case.family, folder))
+    with mock.patch("torch.nn.ReLU", SmoothReLU):
+        return build_engine(training_config(settings), parse_arguments(flags), family(case.family, folder))
 
 
 def take_step(engine: DeepSpeedEngine, case: Case, step: int, outcome: Outcome) -> None:
@@ -161,7 +170,8 @@ def train(case: Case, folder: Path, checkpoints: Path) -> Outcome:
 def oracle(case: Case, folder: Path, rates: Rates = same_rates) -> Outcome:
     """Train in one process in float64 on the whole batch."""
     torch.manual_seed(SEED)
-    model = build_model(family(case.family, folder)).double().train()
+    with mock.patch("torch.nn.ReLU", SmoothReLU):
+        model = build_model(family(case.family, folder)).double().train()
     if case.locked:
         model.lock_image_tower(2)
         model.lock_text_tower(2)
