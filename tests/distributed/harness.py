@@ -101,7 +101,7 @@ def _collect(processes: list[BaseProcess], reports: list[Connection], time_limit
             rank = next(rank for rank, connection in running.items() if connection is report)
             del running[rank]
             try:
-                succeeded, value = report.recv()
+                succeeded, value = pickle.loads(report.recv_bytes())
             except EOFError:
                 processes[rank].join(_GRACE_S)  # until the server has reported its exit code
                 succeeded, value = False, f"ended without a report, exit code {processes[rank].exitcode}"
@@ -133,9 +133,10 @@ def _run_rank(
     try:
         _join(rank, world_size, store, time_limit_s, backend)
         function, arguments = pickle.loads(work)  # imports the test module and megaclip, which read the rank
-        report.send((True, function(*arguments)))
+        # Bytes, because `report.send` would pass a tensor's memory on by a thread of this process, which ends at once.
+        report.send_bytes(pickle.dumps((True, function(*arguments))))
     except BaseException:  # also SystemExit and KeyboardInterrupt: the test must see them
-        report.send((False, traceback.format_exc()))
+        report.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         report.close()
         os._exit(0)  # without gloo's destructors, which may wait for a rank that has failed

@@ -74,18 +74,18 @@ def run_case(name: str, averaged: Averaged, folder: Path) -> None:
     engine, average = start(case)
     for step in range(STEPS):
         take_step(engine, average, case, step)
-        store.save(engine, whole, step + 1, {}, 9)
+        store.save(engine, store.Target(whole, step + 1, {}, 9))
     engine, average = start(case)
     store.load(engine, whole, TAGS[0])
     average.loaded(1)
     take_step(engine, average, case, 1)
-    store.save(engine, same, 2, {}, 9)
+    store.save(engine, store.Target(same, 2, {}, 9))
     engine, average = start(loads)
     load_resharded(engine, whole / TAGS[0])
     average.loaded(1)
-    store.save(engine, other, 1, {}, 9)
+    store.save(engine, store.Target(other, 1, {}, 9))
     take_step(engine, average, loads, 1)
-    store.save(engine, other, 2, {}, 9)
+    store.save(engine, store.Target(other, 2, {}, 9))
 
 
 def start(case: Case) -> tuple[DeepSpeedEngine, WeightAverage]:
@@ -174,12 +174,12 @@ def without_average(folder: Path, checkpoints: Path) -> None:
     engine = start_engine(case)
     store.load(engine, checkpoints, TAGS[1])
     WeightAverage(engine, None).loaded(2)
-    store.save(engine, folder, 1, {}, 9)
+    store.save(engine, store.Target(folder, 1, {}, 9))
     engine, average = start(case)
     store.load(engine, folder, TAGS[0])
     average.loaded(2)
     take_step(engine, average, case, 0)
-    store.save(engine, folder, 2, {}, 9)
+    store.save(engine, store.Target(folder, 2, {}, 9))
 
 
 @pytest.mark.long

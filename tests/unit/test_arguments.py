@@ -152,5 +152,5 @@ def test_who_says_what_is_wrong(monkeypatch, caplog, rank, patience_s, speaks):
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     argv = ["--deepspeed_config", "nowhere.json", "--model", "x", "--train-data", "y"]
-    assert main(argv, other_ranks_delay_s=patience_s) == 1
+    assert main(argv, other_ranks_delay_s=patience_s) == ConfigError.exit_code
     assert ("nowhere.json" in caplog.text) == speaks
