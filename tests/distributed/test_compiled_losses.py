@@ -284,7 +284,7 @@ def check_inductor() -> list[str]:
 # --------------------------------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_equals_the_plain_loss_and_the_whole_batch(world_size: int) -> None:
     assert run_ranks(check_values, world_size) == [[]] * world_size
 

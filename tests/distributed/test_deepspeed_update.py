@@ -169,7 +169,7 @@ def split_both_ways() -> dict[str, tuple[Steps, Steps] | str]:
     return results
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.long)], ids="{} ranks".format)
 def split_trained(request: pytest.FixtureRequest) -> list[dict[str, tuple[Steps, Steps] | str]]:
     return run_ranks(split_both_ways, request.param)
 
