@@ -176,7 +176,7 @@ def test_captions_are_cut_by_default_with_the_losses_of_padded_ones(ended):
     line = r"captions of \d+\.\d tokens on average, in pieces cut at ([\d, ]+) of 24: (\d+)% of the text tower's"
     (figures,) = re.findall(line, cut)
     lengths, saved = [int(length) for length in figures[0].split(", ")], int(figures[1])
-    assert 24 >= lengths[0] and lengths == sorted(lengths, reverse=True) and 0 < saved < 100 * (1 - lengths[-1] / 24)
+    assert lengths[0] <= 24 and lengths == sorted(lengths, reverse=True) and 0 < saved < 100 * (1 - lengths[-1] / 24)
     assert "captions are encoded with their padding, 24 tokens each: megaclip.cut_captions is false" in padded
     assert_close(
         *([ended.losses(name)[step] for step in range(1, STEPS + 1)] for name in ("cpu", "padded")), RUN["loss"]
