@@ -202,6 +202,7 @@ class MegaclipSteps:
 def free_memory() -> None:
     """Forget compiled code, collect garbage and return the device's cached memory to the driver."""
     torch.compiler.reset()
+    gc.unfreeze()  # what a run has frozen
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
