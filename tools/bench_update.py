@@ -163,8 +163,7 @@ def ds_config(options: argparse.Namespace, stage: int, way: str) -> dict[str, An
         "zero_optimization": {"stage": stage},
         "megaclip": {"loss": "clip"},
     }
-    if not options.torch_adam:
-        del config["optimizer"]["params"]["torch_adam"]
+    config["optimizer"]["params"]["torch_adam"] = options.torch_adam
     if stage and not options.fp32:
         config["bf16"] = {"enabled": True}
         if way != "megaclip" and stage < 3:
