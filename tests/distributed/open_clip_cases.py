@@ -5,6 +5,8 @@ and AdamW. It knows the contract of random numbers and batch norms: a chunk of a
 tower and its number, normalised by its own statistics, and the running statistics are averaged over the ranks.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -27,6 +29,7 @@ from megaclip.engine.process_group import quiet_deepspeed
 from megaclip.engine.step_batch import DeviceFeed, Tower
 from megaclip.losses import LOSSES
 from megaclip.models import DualEncoder, build_model
+from megaclip.open_clip_package import import_open_clip
 from megaclip.planner.rules import kept_graphs
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import (
@@ -105,6 +108,14 @@ class SmoothReLU(nn.Softplus):
         super().__init__()
 
 
+@contextmanager
+def smooth_activations() -> Iterator[None]:
+    """Let models that are built in the body of the `with` statement have SmoothReLU for ReLU."""
+    import_open_clip()  # first, because timm, which it imports, stores ReLU in tables
+    with mock.patch("torch.nn.ReLU", SmoothReLU):
+        yield
+
+
 def start_engine(case: Case, folder: Path, *more: str) -> DeepSpeedEngine:
     """Build the engine as a run does. more: flags."""
     quiet_deepspeed()
@@ -120,7 +131,7 @@ def start_engine(case: Case, folder: Path, *more: str) -> DeepSpeedEngine:
         offload=case.offload,
         section=case.section,
     )
-    with mock.patch("torch.nn.ReLU", SmoothReLU):
+    with smooth_activations():
         return build_engine(training_config(settings), parse_arguments(flags), family(case.family, folder))
 
 
@@ -170,7 +181,7 @@ def train(case: Case, folder: Path, checkpoints: Path) -> Outcome:
 def oracle(case: Case, folder: Path, rates: Rates = same_rates) -> Outcome:
     """Train in one process in float64 on the whole batch."""
     torch.manual_seed(SEED)
-    with mock.patch("torch.nn.ReLU", SmoothReLU):
+    with smooth_activations():
         model = build_model(family(case.family, folder)).double().train()
     if case.locked:
         model.lock_image_tower(2)
