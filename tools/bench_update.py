@@ -135,20 +135,20 @@ class Updates:
         self.device = device
         self.times_ms: list[float] = []
 
-    def timed(self, engine: DeepSpeedEngine, step: int) -> float:
+    def timed(self, engine: DeepSpeedEngine, step: int, loss: torch.Tensor) -> float:
         """Update, and append the milliseconds to `times_ms`."""
         elapsed_ms = start(self.device)
-        norm = update(engine, step)
+        norm = update(engine, step, loss)
         self.times_ms.append(elapsed_ms())
         self.row.gradient_norms.append(norm)
         return norm
 
-    def profiled(self, engine: DeepSpeedEngine, step: int) -> float:
+    def profiled(self, engine: DeepSpeedEngine, step: int, loss: torch.Tensor) -> float:
         """Update, and list the kernels in the row."""
         synchronize(self.device)
         on_gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
         with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as profiler:
-            norm = update(engine, step)
+            norm = update(engine, step, loss)
             synchronize(self.device)
         read_profile(self.row, profiler)
         return norm
