@@ -25,6 +25,7 @@ from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.preflight import plan_run
 from megaclip.engine.run import Run
 from megaclip.models import load_model_config
+from megaclip.planner.rules import fitted
 
 
 class Clock:
@@ -132,6 +133,7 @@ def case_inputs(case: Case, arguments: TrainArguments) -> Inputs:
     transform(bytes(8))  # fill the pool before workers are forked
     captions = synthetic_captions(case.caption_lengths, model_config.text_cfg.context_length)
     samples = 4 * config.batch_plan(dist.get_world_size()).global_batch
+    config = fitted(config, model_config)
     return Inputs(
         config=config,
         model_config=model_config,
@@ -160,7 +162,8 @@ class MegaclipSteps:
         inputs = case_inputs(case, arguments)
         batch_plan = inputs.config.batch_plan(dist.get_world_size())
         plan = plan_run(arguments, inputs)
-        self.compiled = plan.compiles
+        self.compiled, self.recomputes = plan.compiles, plan.recomputes
+        self.text_micro_batch = batch_plan.text_micro_batch * inputs.config.megaclip.tensor_parallel_size
         self._run = Run(arguments, inputs, batch_plan, folder, plan)
         self._data = self._run.open_data()
         self._batch = self._data.__enter__()

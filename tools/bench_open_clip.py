@@ -61,6 +61,8 @@ class OpenClipSteps:
 
     compiles: Literal["nothing", "model", "task"] = "nothing"
     kept_graphs: ClassVar[list[int]] = []
+    recomputes = False
+    text_micro_batch = 0  # that of the images
     text_positions_saved = 0.0
     """open_clip encodes the padding of captions."""
 

@@ -92,6 +92,8 @@ class Row:
     """Name and version of the measured program."""
     compiled: bool = False
     """True if torch.compile ran the towers."""
+    selective_recompute: bool = False
+    """True if the compiled towers recomputed selectively."""
     status: str = "ok"
     startup_s: float = 0.0
     """Seconds until the first step: model, engine or DDP, optimizer, loader."""
@@ -222,7 +224,14 @@ class Bench:
         try:
             steps = METHODS[method](case, clock)
             startup_s = time.perf_counter() - start
-            row = replace(row, program=steps.program, compiled=steps.compiled, startup_s=startup_s)
+            row = replace(
+                row,
+                program=steps.program,
+                compiled=steps.compiled,
+                selective_recompute=steps.recomputes,
+                text_micro_batch=steps.text_micro_batch or row.micro_batch,
+                startup_s=startup_s,
+            )
             row = self._timed(row, steps, clock, probe)
             if options.kernels and not probe:
                 steps.prepare()
@@ -355,7 +364,7 @@ class Bench:
             world_size=dist.get_world_size(),
             batch=config["train_batch_size"],
             micro_batch=micro_batch,
-            text_micro_batch=section.get("text_micro_batch_size", micro_batch),
+            text_micro_batch=micro_batch,
             zero_stage=zero.get("stage", 0),
             offload=[part for part in ("optimizer", "param") if zero.get(f"offload_{part}", {}).get("device") == "cpu"],
             checkpointing="activation_checkpointing" in config,

@@ -208,6 +208,7 @@ def adapt_positions(state_dict: StateDict, model: DualEncoder) -> StateDict:
         if isinstance(model, ClipModel):
             grid = (model.config.vision_cfg.grid_size, model.config.vision_cfg.grid_size)
         else:
+            # open_clip's tower has the attribute; nn.Module's type does not.
             grid = tuple(model.visual.grid_size)  # type: ignore[arg-type, assignment]
         old_grid = math.isqrt(len(adapted[name]) - 1)
         if len(adapted[name]) == old_grid**2 + 1:

@@ -18,10 +18,10 @@ from megaclip.checkpoint.manifest import require_whole
 from megaclip.checkpoint.open_clip_weights import adapt_positions, compare_weights, read_tensors
 from megaclip.errors import CheckpointError
 from megaclip.models import DualEncoder
+from megaclip.models.dual_encoder import TOWER_PREFIXES
 from megaclip.models.layers import own_part
 from megaclip.models.open_clip_keys import StateDict, from_open_clip
 
-_TOWERS = {"image": "visual.", "text": "text."}
 _TRUNKS = {"image": "visual.trunk.", "text": "text.transformer."}
 """Beginning of the names of the parameters that timm and Hugging Face name, in open_clip's towers."""
 _HUGGING_FACE_ROOTS = ("", "roberta.", "bert.", "encoder.", "model.encoder.")
@@ -75,7 +75,7 @@ def load_pretrained_tower(model: DualEncoder, tower: str, path_or_dir: str | Pat
 
 def _best_reading(model: DualEncoder, tower: str, path_or_dir: str | Path) -> tuple[_Reading, list[str]]:
     """Return the reading with the most parameters of the tower, and the tower's parameters that it lacks."""
-    tensors, prefix = read_tensors(path_or_dir, model.config), _TOWERS[tower]
+    tensors, prefix = read_tensors(path_or_dir, model.config), TOWER_PREFIXES[tower]
     expected = {name for name in model.named_weights() if name.startswith(prefix)}
     readings = [_adapted(reading, model) for reading in _readings(tensors, model, tower)]
     reading = max(readings, key=lambda one: len(expected & one.weights.keys()))
@@ -106,7 +106,7 @@ def _best_reading(model: DualEncoder, tower: str, path_or_dir: str | Path) -> tu
 
 def _readings(tensors: StateDict, model: DualEncoder, tower: str) -> list[_Reading]:
     """Return the ways to read a file, the most likely first."""
-    prefix, trunk = _TOWERS[tower], _TRUNKS[tower]
+    prefix, trunk = TOWER_PREFIXES[tower], _TRUNKS[tower]
     whole = from_open_clip(tensors, model.config)
     if any(name.startswith("visual.") for name in tensors):
         own = {name: value for name, value in whole.items() if name.startswith(prefix)}

@@ -1,7 +1,7 @@
 """Report the contents, the problems and the loading speed of a dataset.
 
     megaclip inspect 'shards/{00000..00331}.tar' --tokenizer tokenizer.model
-    megaclip inspect 'shards/*.tar' --pictures sheet.png      # draws what the model would see
+    megaclip inspect 'shards/*.tar' --model ViT-L-14-336 --pictures sheet.png      # draws what the model would see
     megaclip inspect hf:nlphuji/flickr30k:test --json
 
 opens the data as --train-data does, decodes evenly spread samples of it, shows three of them, and times the training
@@ -28,6 +28,7 @@ from megaclip.data import DATASET_TYPES, ImageTransform, PairDataset, Tokenizer,
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.images import open_image
 from megaclip.data.reading import check_caption, decode_image
+from megaclip.engine.inputs import model_preprocessing
 from megaclip.errors import ConfigError, DataError, MegaclipError, shortened
 from megaclip.evaluation.pictures import contact_sheet
 
@@ -37,6 +38,8 @@ SHOWN = 3
 PICTURES = 48
 """Number of samples on the contact sheet."""
 EXIF_ORIENTATION = 0x0112
+CONTEXT_LENGTH, IMAGE_SIZE = 77, 224
+"""Tokens and pixels without --model."""
 
 
 def describe_dataset(dataset: PairDataset) -> dict[str, Any]:
@@ -54,8 +57,8 @@ def describe_dataset(dataset: PairDataset) -> dict[str, Any]:
 class Look:
     """The samples of a dataset that were decoded: at most `limit`, spread evenly."""
 
-    def __init__(self, dataset: PairDataset, tokenizer: Tokenizer, image_size: int, limit: int) -> None:
-        self._transform = ImageTransform(image_size)
+    def __init__(self, dataset: PairDataset, tokenizer: Tokenizer, transform: ImageTransform, limit: int) -> None:
+        self._transform = transform
         self._tokenizer = tokenizer
         self._values: dict[str, list[int]] = {
             name: [] for name in ("caption_characters", "tokens", "width", "height", "bytes")
@@ -134,16 +137,20 @@ def _quantiles(numbers: list[int]) -> dict[str, float]:
     return {name: round(float(np.quantile(numbers, share)), 1) for name, share in QUANTILES.items()}
 
 
-def time_loader(dataset: PairDataset, tokenizer: Tokenizer, image_size: int, seconds: float) -> dict[str, float]:
-    """Return the samples per second of the training loader in this process, that is on one core."""
+def time_loader(
+    dataset: PairDataset, tokenizer: Tokenizer, transform: ImageTransform, seconds: float
+) -> dict[str, float]:
+    """Return the samples per second of the training loader in this process, that is on one core.
+
+    transform: that of training.
+    """
     size = min(64, len(dataset))
-    transform = ImageTransform(image_size, training=True)
     loader = TrainLoader(dataset, transform, tokenizer, micro_batch_size=size, max_bad_fraction=1.0)
     next(loader)
     began, samples = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - began) < seconds:
         samples += len(next(loader).tokens)
-    return {"samples_per_s_per_core": round(samples / elapsed, 1), "image_size": image_size}
+    return {"samples_per_s_per_core": round(samples / elapsed, 1), "image_size": transform.size}
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -175,10 +182,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
     parser.add_argument("--image-key", help="column of the images, or their extension in tar shards and folders")
     parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
-    parser.add_argument("--tokenizer", default="clip", help="'clip' or a sentencepiece .model file")
-    parser.add_argument("--context-length", type=integer(2), default=77)
+    parser.add_argument("--model", help="as in training: its tokenizer, context length and pixels (default: OpenAI's)")
+    parser.add_argument("--tokenizer", help="'clip', a sentencepiece .model file or a Hugging Face tokenizer's folder")
+    parser.add_argument("--context-length", type=integer(2), help="tokens (default: the model's, or 77)")
     parser.add_argument(
-        "--image-size", type=integer(1), default=224, help="width and height in pixels (default: %(default)s)"
+        "--image-size", type=integer(1), help="width and height in pixels (default: the model's, or 224)"
     )
     parser.add_argument(
         "--samples", type=integer(0), default=1000, help="number of samples to decode (default: %(default)s)"
@@ -197,18 +205,20 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     try:
-        tokenizer = load_tokenizer(arguments.tokenizer, arguments.context_length)
+        tokenizer, pixels = _preprocessing(arguments)
         dataset = open_pairs(
             arguments.data,
             dataset_type=arguments.dataset_type,
             image_key=arguments.image_key,
             caption_key=arguments.caption_key,
         )
-        look = Look(dataset, tokenizer, arguments.image_size, arguments.samples)
+        look = Look(dataset, tokenizer, ImageTransform(**pixels), arguments.samples)
         report = {**describe_dataset(dataset), "sample": look.report(), "shown": look.shown}
         refused = look.reason_to_refuse(arguments.max_bad_fraction)
         try:
-            report["loader"] = time_loader(dataset, tokenizer, arguments.image_size, arguments.seconds)
+            report["loader"] = time_loader(
+                dataset, tokenizer, ImageTransform(**pixels, training=True), arguments.seconds
+            )
         except DataError as error:
             report["loader"] = {"failed": str(error)}
             refused = refused or str(error)
@@ -224,6 +234,17 @@ def main() -> int:
         print_report(report)
         print(f"training would REFUSE this data: {refused}" if refused else "training would accept this data")
     return 1 if refused else 0
+
+
+def _preprocessing(arguments: argparse.Namespace) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return the tokenizer and the arguments of `ImageTransform`: from the flags, else the model's, else CLIP's."""
+    if arguments.model is None:
+        tokenizer = load_tokenizer(arguments.tokenizer or "clip", arguments.context_length or CONTEXT_LENGTH)
+        return tokenizer, {"size": arguments.image_size or IMAGE_SIZE}
+    for flag in ("context_length", "image_size"):
+        if getattr(arguments, flag) is not None:
+            raise ConfigError(f"--{flag.replace('_', '-')} contradicts --model, which sets it; leave one of them out")
+    return model_preprocessing(arguments.model, arguments.tokenizer)
 
 
 def draw_pictures(look: Look, samples: int, path: str) -> None:

@@ -339,11 +339,15 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _compare_row(row: dict[str, Any]) -> int:
     """Print one row; return 1 if its peak is more than a tenth off."""
     ds_config, ranks = row["ds_config"], row["world_size"]
-    # Rows without `kept_graphs` were measured before graphs were kept.
-    section = {**ds_config.get("megaclip", {}), "keep_graphs": sum(row.get("kept_graphs", ()))}
+    # Rows without `kept_graphs` were measured before graphs were kept, others before compiled towers recomputed.
+    section = {
+        "text_micro_batch_size": row.get("text_micro_batch", ds_config["train_micro_batch_size_per_gpu"]),
+        **ds_config.get("megaclip", {}),
+        "keep_graphs": sum(row.get("kept_graphs", ())),
+        "selective_recompute": row.get("selective_recompute", False),
+    }
     config = TrainingConfig(path=Path("row"), deepspeed=ds_config, megaclip=MegaclipSection(**section))
-    # Synthetic samples are not decoded; with many workers the term of decoding vanishes.
-    workload = Workload.of(load_model_config(row["model"], section.get("towers", "auto")), config, ranks, workers=1000)
+    workload = Workload.of(load_model_config(row["model"], section.get("towers", "auto")), config, ranks)
     # Rows without these figures are from versions that did not cut captions, let DeepSpeed check every gradient and
     # compiled nothing by default.
     workload = replace(workload, text_positions_saved=row.get("text_positions_saved", 0.0))
@@ -351,6 +355,7 @@ def _compare_row(row: dict[str, Any]) -> int:
     if "update_ms" not in row:
         workload = replace(workload, checks_gradients=True)
     cluster = describe(gpus=ranks)
+    cluster = replace(cluster, rates=replace(cluster.rates, decoded=math.inf))  # synthetic samples are not decoded
     plan, step = plan_memory(workload, cluster), plan_time(workload, cluster)
     measured = row["peak_mib"] * 2**20
     ratio = plan.gpu_peak / measured

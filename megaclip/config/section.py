@@ -68,7 +68,8 @@ class MegaclipSection(LossSettings):
     unless data_types.grad_accum_dtype is "bf16"."""
 
     text_micro_batch_size: int | None = Field(default=None, gt=0)
-    """Number of captions per text chunk. Default: train_micro_batch_size_per_gpu, the number of images per chunk."""
+    """Number of captions per text chunk. Default: the largest multiple of train_micro_batch_size_per_gpu with which a
+    text chunk takes about as much memory as an image chunk. Large text chunks save kernel launches."""
 
     cut_captions: Literal[True, False, "auto"] = "auto"
     """Sort the captions of a rank's share of the batch by length, and cut each text chunk at its longest caption. The
@@ -80,6 +81,11 @@ class MegaclipSection(LossSettings):
     """Run the towers through torch.compile: the image tower as one graph, or block by block where activations,
     parameters or gradients are handled block by block; the text tower block by block. "auto" does so on GPUs, if that
     saves more time over the run than the compilation takes."""
+
+    selective_recompute: Literal[True, False, "auto"] = "auto"
+    """In compiled towers, compute layer norms and activation functions again in the backward pass instead of keeping
+    their outputs. A graph then takes about a third less memory, and a step about 2 % more time. "auto" does so if the
+    gradient cache can keep more graphs that way and the step becomes faster, or if the run does not fit otherwise."""
 
     keep_graphs: int | Literal["auto"] = "auto"
     """Number of graphs that the gradient cache keeps between a chunk's forward and backward pass, of all chunks of

@@ -60,6 +60,15 @@ class BatchPlan:
         return self.local_batch // self.text_micro_batch
 
 
+def default_text_micro_batch(micro_batch: int, accumulation: int, captions_per_image: int) -> int:
+    """Return the number of captions per text chunk: as many image chunks' samples as take the memory of one such chunk.
+
+    accumulation: number of image chunks. captions_per_image: captions that take about as much memory as one image.
+    """
+    most = min(accumulation, captions_per_image)
+    return micro_batch * next(number for number in range(most, 0, -1) if accumulation % number == 0)
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     """A checked ds_config.json. `deepspeed` is its contents as read."""
@@ -67,6 +76,9 @@ class TrainingConfig:
     path: Path
     deepspeed: dict[str, Any]
     megaclip: MegaclipSection
+    captions_per_image: int = 1
+    """Captions that take about as much memory as one image (`megaclip.planner.rules.captions_per_image`). Text chunks
+    have so many times the samples of an image chunk, if megaclip.text_micro_batch_size is not set."""
 
     @cached_property
     def _settings(self) -> DsConfig:
@@ -167,7 +179,9 @@ class TrainingConfig:
                 f"{'ranks' if tensor_size == 1 else f'replicas of {tensor_size} ranks'}; change one of them or the "
                 "number of ranks"
             )
-        text_micro = self.megaclip.text_micro_batch_size or micro
+        text_micro = self.megaclip.text_micro_batch_size or default_text_micro_batch(
+            micro, accumulation, self.captions_per_image
+        )
         if (micro * accumulation) % text_micro:
             raise ConfigError(
                 f"{self.path}: megaclip.text_micro_batch_size {text_micro} does not divide the "

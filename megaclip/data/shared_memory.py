@@ -1,8 +1,8 @@
 """Give shared memory back without Python's lock.
 
 A worker's batch of images fills tens of thousands of pages. When Python frees the tensor, the kernel frees the pages
-while the interpreter is locked, and every other thread stands: 90 to 160 ms for 150 MB on a busy machine with two
-cores, 23 ms of every step with 1,024 images on a host of a GPU. A call through ctypes runs without the lock.
+while the interpreter is locked, and every other thread stands: 80 to 160 ms for 150 MB on a busy machine with two
+cores. A call through ctypes runs without the lock.
 """
 
 import ctypes

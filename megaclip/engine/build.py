@@ -44,12 +44,17 @@ _MANY_CHUNKS = 32
 
 
 def build_engine(
-    config: TrainingConfig, arguments: TrainArguments, model_config: ModelDescription, *, compiles: bool = False
+    config: TrainingConfig,
+    arguments: TrainArguments,
+    model_config: ModelDescription,
+    *,
+    compiles: bool = False,
+    recomputes: bool = False,
 ) -> DeepSpeedEngine:
     """Build the model (partitioned at ZeRO-3), load pretrained weights and start DeepSpeed's engine.
 
     Every rank calls it with the same arguments, after the process group exists. compiles: torch.compile runs the towers
-    (`MemoryPlan.compiles`).
+    (`MemoryPlan.compiles`). recomputes: they recompute selectively (`MemoryPlan.recomputes`).
 
     Raises:
         ConfigError: DeepSpeed refuses the configuration or cannot run it on this machine.
@@ -90,7 +95,7 @@ def build_engine(
         raise ConfigError(f"{config.path}: {config_error(error)}") from None
     if config.activation_checkpointing:
         model.set_activation_checkpointing(_checkpoint_on_cpu if config.cpu_checkpointing else _checkpoint)
-    compiled = compile_model(model, config) if compiles else ""
+    compiled = compile_model(model, config, recomputes=recomputes) if compiles else ""
     group_kernels(engine)
     guard_gradients(engine)
     step_without_history(engine)

@@ -18,14 +18,17 @@ from megaclip.planner import rules
 logger = get_logger(__name__)
 
 
-def compile_model(model: DualEncoder, config: TrainingConfig) -> str:
-    """Let torch.compile run the towers; return what it compiles, for the log. They are compiled in the first step."""
+def compile_model(model: DualEncoder, config: TrainingConfig, *, recomputes: bool) -> str:
+    """Let torch.compile run the towers; return what it compiles, for the log. They are compiled in the first step.
+
+    recomputes: compute layer norms and activation functions again in the backward pass.
+    """
     whole = rules.compiles_whole_tower(
         config.zero_stage,
         checkpointing=config.activation_checkpointing,
         coalesces=config.megaclip.coalesce_gradient_reduction,
     )
-    return model.compile_towers(whole, _is_gathered_at_once)
+    return model.compile_towers(whole, _is_gathered_at_once, recomputes=recomputes)
 
 
 def _is_gathered_at_once(block: nn.Module) -> bool:

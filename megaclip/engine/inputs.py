@@ -35,6 +35,7 @@ from megaclip.models.descriptions import Towers
 from megaclip.models.hugging_face import configuration
 from megaclip.models.open_clip_config import open_clip_descriptions
 from megaclip.models.text import reason_not_to_cut
+from megaclip.planner.rules import fitted
 
 logger = get_logger(__name__)
 
@@ -107,7 +108,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     }
     pixels: dict[str, Any] = {"size": model_config.vision_cfg.image_size, **preprocess}
     return Inputs(
-        config=config,
+        config=fitted(config, model_config),
         model_config=model_config,
         tokenizer=tokenizer,
         train=open_pairs(arguments.train_data, weights=arguments.train_data_weights or None, **keys),
@@ -116,6 +117,18 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         train_transform=_transform(image_card, training=True, scale=arguments.aug_scale, **pixels),
         evaluation_transform=_transform(image_card, **pixels),
     )
+
+
+def model_preprocessing(model: str, tokenizer: str | None) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return the tokenizer and the arguments of `ImageTransform` of a run with these --model and --tokenizer.
+
+    Raises MegaclipError.
+    """
+    arguments = TrainArguments(deepspeed_config="", model=model, train_data=["none"], tokenizer=tokenizer)
+    card = _find_model_card(arguments, "auto")
+    config = _model_config(model, card, "auto")
+    loaded = load_tokenizer(_tokenizer_name(arguments, card, config), **config.tokenizer_settings())
+    return loaded, {"size": config.vision_cfg.image_size, **_preprocess(arguments, card)}
 
 
 def _transform(card: ModelCard | None, **settings: Any) -> ImageTransform:

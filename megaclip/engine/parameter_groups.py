@@ -18,13 +18,12 @@ from megaclip.config import MegaclipSection, TrainingConfig
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
 from megaclip.models import DualEncoder
+from megaclip.models.dual_encoder import TOWER_PREFIXES
 
 logger = get_logger(__name__)
 
 LR_SCALE = "lr_scale"
 """Key of a group's factor of the learning rate."""
-_TOWERS = {"image": "visual.", "text": "text."}
-"""Name of a tower in the settings -> beginning of the names of its parameters."""
 _SCALARS = ("logit_scale", "logit_bias")
 
 
@@ -57,15 +56,14 @@ class _TowerSettings:
 
 def grouping(section: MegaclipSection) -> dict[str, str | None]:
     """Return the division of each tower's parameters into groups, which a resumed run must repeat, in JSON types."""
-    return {tower: _TowerSettings.of(tower, section).grouping for tower in _TOWERS}
+    return {tower: _TowerSettings.of(tower, section).grouping for tower in TOWER_PREFIXES}
 
 
 def parameter_groups(model: DualEncoder, config: TrainingConfig) -> list[dict[str, Any]]:
     """Return the trainable parameters as optimizer groups, without empty ones.
 
     Each group has a name, a weight decay, a factor of the learning rate (`LR_SCALE`), and at ZeRO-0 the names of its
-    parameters, which checkpoints save. Parameters are chosen by
-    name, not by shape, because ZeRO-3 changes the shapes.
+    parameters, which checkpoints save. Parameters are chosen by name, not by shape, because ZeRO-3 changes the shapes.
 
     Raises:
         ConfigError: a setting of a tower has no effect, or the layers of a tower are not known.
@@ -74,7 +72,7 @@ def parameter_groups(model: DualEncoder, config: TrainingConfig) -> list[dict[st
     scalars = {name: trained.pop(name) for name in _SCALARS if name in trained}
     not_decayed, base = model.no_weight_decay_names(), config.optimizer.params
     divided: list[dict[str, Any]] = []
-    for tower, prefix in _TOWERS.items():
+    for tower, prefix in TOWER_PREFIXES.items():
         settings = _TowerSettings.of(tower, config.megaclip)
         if settings.grouping is None:
             continue

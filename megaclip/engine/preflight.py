@@ -83,8 +83,19 @@ def _plan(arguments: TrainArguments, inputs: Inputs) -> tuple[MemoryPlan, Worklo
     workload = workload_of(arguments, inputs, dist.get_world_size())
     folder = Path(arguments.data_offload_dir or arguments.logs)
     cluster = this_machine(dist.get_world_size(), folder, nvme_paths(workload.zero))
-    setting = workload.megaclip.keep_graphs
+    section = workload.megaclip
+    setting = section.keep_graphs
     plan = plan_memory(workload, cluster)
+    with raise_on_all_ranks():
+        if section.selective_recompute is True and not plan.compiles:
+            raise ConfigError(
+                "megaclip.selective_recompute true requires torch.compile, which this run does not use; set "
+                'megaclip.compile to true, or selective_recompute to "auto"'
+            )
+    if True in gather_objects(plan.recomputes) and not plan.recomputes:  # another GPU has less memory
+        workload = workload.with_megaclip(selective_recompute=True)
+        plan = plan_memory(workload, cluster)
+    workload = workload.with_megaclip(selective_recompute=plan.recomputes)
     may_keep, number = plan.graph_bytes, _least(sum(plan.workload.kept))
     if number < sum(plan.workload.kept):  # another GPU has less memory, and all ranks keep the same graphs
         workload = workload.with_megaclip(keep_graphs=number)

@@ -151,7 +151,11 @@ class Run:
         self.last_step = min(self.length.total_steps, arguments.stop_after_steps or self.length.total_steps)
         self.schedule = chosen_schedule(arguments, self.length, inputs.config.learning_rate)
         self.engine: DeepSpeedEngine = build_engine(
-            inputs.config, arguments, inputs.model_config, compiles=memory_plan.compiles
+            inputs.config,
+            arguments,
+            inputs.model_config,
+            compiles=memory_plan.compiles,
+            recomputes=memory_plan.recomputes,
         )
         self.average = WeightAverage(self.engine, inputs.config.megaclip.ema_decay)
         self.logit_scale = LogitScale(self.engine, arguments.logit_scale_max)

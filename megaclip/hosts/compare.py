@@ -27,7 +27,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of one host."""
+    """The facts of one host, or the reason why there are none."""
 
     host: Host
     facts: Facts | None = None
@@ -70,9 +70,15 @@ def _failure(report: Report) -> str:
     return f"cannot be asked: {report.failure}; `ssh {report.host.name} true` and the same paths must work"
 
 
-def most_common(values: Mapping[str, str]) -> str:
-    """Return the most frequent value; of equally frequent ones, that of the first host."""
-    return Counter(values.values()).most_common(1)[0][0]
+def unusual(values: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (host, its value, the usual value) for each host that differs from the most frequent value.
+
+    Of equally frequent values, that of the first host is the usual one.
+    """
+    if not values:
+        return
+    usual = Counter(values.values()).most_common(1)[0][0]
+    yield from ((host, value, usual) for host, value in values.items() if value != usual)
 
 
 def _differences(known: Mapping[str, Facts]) -> Iterator[Problem]:
@@ -95,12 +101,8 @@ def _differences(known: Mapping[str, Facts]) -> Iterator[Problem]:
         "install the same driver on all hosts",
     )
     for what, (values, advice_here) in compared.items():
-        if len(set(values.values())) < 2:
-            continue
-        usual = most_common(values)
-        for name, value in values.items():
-            if value != usual:
-                yield Problem(name, f"{what}: {value or 'none'}, most hosts have {usual or 'none'}; {advice_here}")
+        for name, value, usual in unusual(values):
+            yield Problem(name, f"{what}: {value or 'none'}, most hosts have {usual or 'none'}; {advice_here}")
 
 
 def _own_problems(report: Report, token: str, needed_gib: Mapping[str, float]) -> Iterator[str]:
@@ -149,12 +151,8 @@ def _slow_hosts(known: Mapping[str, Facts]) -> Iterator[Problem]:
 def _unequal_data(known: Mapping[str, Facts]) -> Iterator[Problem]:
     """Yield the hosts that see another number of files than most others."""
     counts = {name: ", ".join(facts.data.values()) for name, facts in known.items() if not _unseen(facts)}
-    if len(set(counts.values())) < 2:
-        return
-    usual = most_common(counts)
-    for name, count in counts.items():
-        if count != usual:
-            yield Problem(name, f"sees {count} of the data, most hosts {usual}; mount the same data there")
+    for name, count, usual in unusual(counts):
+        yield Problem(name, f"sees {count} of the data, most hosts {usual}; mount the same data there")
 
 
 def _unseen(facts: Facts) -> list[str]:

@@ -20,7 +20,7 @@ _MESSAGES = 4
 
 
 class NetworkResult(BaseModel):
-    """What one host has measured."""
+    """The measurements of one host."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

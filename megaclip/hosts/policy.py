@@ -43,7 +43,7 @@ class End:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows after an attempt."""
+    """The decision after an attempt."""
 
     restarts: bool
     reason: str

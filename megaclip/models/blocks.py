@@ -198,13 +198,15 @@ class Transformer(nn.Module):
         )
         self.checkpoint_fn: CheckpointFunction | None = None
 
-    def compile_blocks(self, where: Callable[[nn.Module], bool] = lambda block: True) -> None:
+    def compile_blocks(
+        self, where: Callable[[nn.Module], bool] = lambda block: True, *, recomputes: bool = False
+    ) -> None:
         """Compile all blocks except the last, which has little to compute, and those where `where` returns False.
 
         The blocks share a graph for every shape of their input. A shape is a batch size and, in the text tower, one of
-        the lengths at which captions are cut.
+        the lengths at which captions are cut. recomputes: as for `compiled_body`.
         """
-        compiled = compiled_body(ResidualBlock)
+        compiled = compiled_body(ResidualBlock, recomputes=recomputes)
         for block in list(self.resblocks)[:-1]:
             assert isinstance(block, ResidualBlock)
             if where(block):

@@ -103,14 +103,17 @@ class ClipModel(DualEncoder):
             for group in tower.trainable_groups()
         ]
 
-    def compile_towers(self, whole_image_tower: bool, where: Callable[[nn.Module], bool]) -> str:
+    def compile_towers(
+        self, whole_image_tower: bool, where: Callable[[nn.Module], bool], *, recomputes: bool = False
+    ) -> str:
         """Compile the image tower as one graph or by blocks, and the blocks of the text tower."""
         if whole_image_tower:
-            self.visual.use_compiled(compiled_body(type(self.visual)))
+            self.visual.use_compiled(compiled_body(type(self.visual), recomputes=recomputes))
         else:
-            self.visual.transformer.compile_blocks(where)
-        self.text.transformer.compile_blocks(where)
-        return "compiled image tower and text blocks" if whole_image_tower else "compiled blocks"
+            self.visual.transformer.compile_blocks(where, recomputes=recomputes)
+        self.text.transformer.compile_blocks(where, recomputes=recomputes)
+        compiled = "compiled image tower and text blocks" if whole_image_tower else "compiled blocks"
+        return f"{compiled} with selective recomputation" if recomputes else compiled
 
 
 def build_own_model(config: ModelConfig, *, tensor: RankGroup = ONE_RANK, layer_norm: str = "torch") -> ClipModel:

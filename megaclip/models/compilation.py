@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 BACKEND: Any = "inductor"
@@ -42,11 +43,17 @@ class CompilablePart(nn.Module):
         return self._compiled(self, x, *others)
 
 
-def compiled_body(part: type[CompilablePart]) -> Compiled:
+def compiled_body(part: type[CompilablePart], *, recomputes: bool = False) -> Compiled:
     """Return the compiled `_body` of a class.
 
     Modules of equal sizes share the code. It is compiled at the first call with tensors of a shape, with and without
     gradients.
+
+    recomputes: compute layer norms and activation functions again in the backward pass, instead of keeping their
+    outputs. It holds for everything that this process compiles from now on.
     """
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+    # By default the compiler keeps a value that a matrix product of the backward pass reads, although it could compute
+    # the value again in the kernel that reads the inputs of the norm or activation function anyway.
+    torch._functorch.config.ban_recompute_materialized_backward = not recomputes
     return torch.compile(part._body, backend=BACKEND, dynamic=False, fullgraph=True)

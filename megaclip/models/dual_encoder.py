@@ -31,6 +31,10 @@ ModelDescription = ModelConfig | OpenClipConfig
 """Description of a model: of MegaCLIP's own towers, or of open_clip's."""
 
 
+TOWER_PREFIXES = {"image": "visual.", "text": "text."}
+"""Name of a tower in settings and flags -> beginning of the names of its parameters."""
+
+
 class DualEncoder(nn.Module, abc.ABC):
     """Encode images and captions as unit-length embeddings."""
 
@@ -135,11 +139,13 @@ class DualEncoder(nn.Module, abc.ABC):
         """
 
     @abc.abstractmethod
-    def compile_towers(self, whole_image_tower: bool, where: Callable[[nn.Module], bool]) -> str:
+    def compile_towers(
+        self, whole_image_tower: bool, where: Callable[[nn.Module], bool], *, recomputes: bool = False
+    ) -> str:
         """Let torch.compile run the towers in training; return what it compiles, for the log.
 
         whole_image_tower: compile the image tower as one graph, else block by block. where: returns False for blocks
-        that must not be compiled.
+        that must not be compiled. recomputes: compute layer norms and activation functions again in the backward pass.
 
         Raises:
             ConfigError: the towers cannot be compiled.

@@ -135,7 +135,9 @@ class OpenClipModel(DualEncoder):
         """Return the parameters of a tower in the groups of open_clip's development version."""
         return open_clip_layer_groups(tower)
 
-    def compile_towers(self, whole_image_tower: bool, where: Callable[[nn.Module], bool]) -> str:
+    def compile_towers(
+        self, whole_image_tower: bool, where: Callable[[nn.Module], bool], *, recomputes: bool = False
+    ) -> str:
         """Raise ConfigError: open_clip's modules run as plain PyTorch."""
         raise ConfigError(
             "megaclip.compile true requires MegaCLIP's own towers, and open_clip's modules run this model; set "

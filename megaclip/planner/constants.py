@@ -51,6 +51,12 @@ COMPILED_TIME = {"towers": (0.926, 0.79), "blocks": (0.954, 0.79)}
 """Time of the image tower and of the text tower, compiled, over that of plain PyTorch, if the image tower is one graph
 and if only its blocks are graphs: forward and backward, 512 samples of ViT-B/16 on an H200, 119.4 and 123.1 over
 129.0 ms, and 27.2 over 34.5 ms."""
+RECOMPUTE_TIME = 1.018
+"""Time of compiled towers with selective recomputation over their time without it: whole steps of one chunk on an H200,
+ViT-B/16 at 1,024 (3,676 and 3,610 samples/s) and ViT-L/14 at 256 (895 and 881)."""
+RECOMPUTE_SHARE = 0.06
+"""Share of a step's image chunks whose graphs must be kept in addition, so that selective recomputation pays: a second
+forward pass is a third of a chunk's time, and the recomputation takes RECOMPUTE_TIME."""
 COMPILE_LAYER_SECONDS = 2.2
 """Seconds per layer to compile a whole tower, with and without a graph for the backward pass: 26.2 s for the image
 tower of ViT-B/16 beside an H200."""

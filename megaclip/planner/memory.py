@@ -53,6 +53,8 @@ class MemoryPlan:
     """True if embeddings and their gradients are kept in host memory while the towers run."""
     compiles: bool
     """True if torch.compile runs the towers."""
+    recomputes: bool
+    """True if the compiled towers recompute selectively."""
     graph_bytes: list[float]
     """Bytes by which each graph that the step may keep raises the peak at most, in the order in which graphs are kept.
     Empty if megaclip.keep_graphs is a number, or "auto" where it keeps none."""
@@ -88,8 +90,9 @@ class MemoryPlan:
 
 def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     """Plan one rank's GPU and one host of `cluster`; `refusals` of the plan lists what does not fit."""
-    may_keep = _graphs_that_auto_keeps(workload, cluster)
+    setting = workload.megaclip.keep_graphs
     workload = resolve_auto(workload, cluster)
+    may_keep = _graphs_that_auto_keeps(workload.with_megaclip(keep_graphs=setting), cluster)
     ranks, states = cluster.gpus_per_host, states_of(workload)
     gpu = _gpu_states(workload, cluster)
     phases = _phases(workload, states)
@@ -119,6 +122,7 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
         place,
         embeddings_on_cpu=section.embeddings_offload is True,
         compiles=section.compile is True,
+        recomputes=section.selective_recompute is True,
         graph_bytes=may_keep,
     )
     plan.refusals = _refusals(plan, cluster)
@@ -165,8 +169,8 @@ def _phases(workload: Workload, states: States) -> Phases:
 
 
 def resolve_auto(workload: Workload, cluster: Cluster) -> Workload:
-    """Return the workload with what "auto" becomes on this cluster: whether the towers are compiled, where embeddings
-    are kept, exchange and reduction, and the number of kept graphs.
+    """Return the workload with what "auto" becomes on this cluster: whether the towers are compiled and recompute
+    selectively, where embeddings are kept, exchange and reduction, and the number of kept graphs.
 
     The rules are the run's. A run on GPUs measures its links, products and free memory (`megaclip.comm.machine`), so
     it may choose another exchange than the cluster's rates suggest; a run on CPUs uses fixed figures, as this does.
@@ -177,6 +181,31 @@ def resolve_auto(workload: Workload, cluster: Cluster) -> Workload:
         section.embeddings_offload, 2 * embedding_bytes(workload), cluster.gpu_total_memory
     )
     workload = workload.with_megaclip(embeddings_offload=on_cpu)
+    workload = workload.with_megaclip(selective_recompute=_recomputes(workload, cluster))
+    return _with_graphs_and_way(workload, cluster)
+
+
+def _recomputes(workload: Workload, cluster: Cluster) -> bool:
+    """Return whether the compiled towers recompute selectively."""
+    section = workload.megaclip
+    if section.compile is not True:
+        return False
+    if section.selective_recompute != "auto":
+        return section.selective_recompute
+    without, with_it = (
+        _with_graphs_and_way(workload.with_megaclip(selective_recompute=setting), cluster) for setting in (False, True)
+    )
+    peak = _gpu_peak(_gpu_states(without, cluster), _phases(without, states_of(without)))
+    return rules.recomputation_pays(
+        fits_without=not cluster.gpu_memory or peak <= cluster.usable_gpu_memory,
+        more_kept=with_it.kept.image - without.kept.image,
+        image_chunks=workload.chunks[0],
+    )
+
+
+def _with_graphs_and_way(workload: Workload, cluster: Cluster) -> Workload:
+    """Return the workload with the number of kept graphs, exchange and reduction instead of "auto"."""
+    section = workload.megaclip
     way = _choose_way(workload, cluster)
     if section.keep_graphs == "auto":
         resolved = workload.with_megaclip(exchange=way.exchange, reduction=way.reduction)

@@ -10,11 +10,13 @@ Where a rule takes the chunks of both towers, the image tower comes first.
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from megaclip.models import OpenClipText, TextConfig
+from megaclip.config import TrainingConfig
+from megaclip.models import ModelDescription, OpenClipConfig, OpenClipText, TextConfig
 from megaclip.models.text import is_cut_exact
-from megaclip.planner.constants import EMBEDDINGS_SHARE, LEAST_KEPT_SHARE
+from megaclip.planner.constants import EMBEDDINGS_SHARE, LEAST_KEPT_SHARE, RECOMPUTE_SHARE
 
 
 class ImagePlace(NamedTuple):
@@ -123,6 +125,33 @@ def place_images(setting: str, *, encoded_again: int, nbytes: float, host_memory
     if setting == "auto":
         setting = "cpu" if nbytes <= host_memory else "disk"
     return ImagePlace(setting, fits=nbytes <= (host_memory if setting == "cpu" else disk))
+
+
+def captions_per_image(model: ModelDescription) -> int:
+    """Return the number of captions whose activations take about as much memory as those of one image.
+
+    It is 1 for open_clip's modules."""
+    if isinstance(model, OpenClipConfig):
+        return 1
+    vision, text = model.vision_cfg, model.text_cfg
+    tokens = 1 + vision.grid_size**2 * (1 - vision.patch_dropout)
+    numbers = text.context_length * text.width * text.layers
+    return max(1, round(tokens * vision.width * vision.layers / numbers))
+
+
+def fitted(config: TrainingConfig, model: ModelDescription) -> TrainingConfig:
+    """Return the settings of a run with the size of text chunks that suits the model."""
+    return replace(config, captions_per_image=captions_per_image(model))
+
+
+def recomputation_pays(*, fits_without: bool, more_kept: int, image_chunks: int) -> bool:
+    """Return whether compiled towers compute layer norms and activation functions again in the backward pass, if
+    megaclip.selective_recompute is "auto".
+
+    fits_without: True if the step fits without it. more_kept: number of image graphs that the step keeps with it and
+    not without it. image_chunks: number of image chunks of a step.
+    """
+    return not fits_without or more_kept >= max(1, RECOMPUTE_SHARE * image_chunks)
 
 
 def compiles(setting: bool | str, *, on_gpu: bool, possible: bool, saved_s: float, startup_s: float) -> bool:

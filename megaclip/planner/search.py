@@ -87,7 +87,8 @@ def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
     for rows in _halves(batch.micro_batch, batch.local_batch):
         setting = f'"train_micro_batch_size_per_gpu": {tensor_ranks * rows}, "gradient_accumulation_steps": '
         yield "micro-batch", f"{setting}{batch.local_batch // rows}", workload.with_batch(micro_batch=rows)
-    for rows in _halves(batch.text_micro_batch, batch.local_batch) if section.text_micro_batch_size else ():
+    captions_apart = section.text_micro_batch_size or batch.text_micro_batch > batch.micro_batch
+    for rows in _halves(batch.text_micro_batch, batch.local_batch) if captions_apart else ():
         setting = f'"megaclip": {{"text_micro_batch_size": {tensor_ranks * rows}}}'
         yield "text micro-batch", setting, workload.with_batch(text_micro_batch=rows)
     if not workload.checkpointing:

@@ -75,7 +75,7 @@ def _without(workload: Workload) -> Iterator[tuple[str, Workload]]:
     doublings = [2**power for power in range(batch.accumulation.bit_length())]
     for stage, factor in itertools.product((1, 2, 3), [ranks, *(one for one in doublings if one != ranks)]):
         rows, text_rows = factor * batch.micro_batch, factor * batch.text_micro_batch
-        if batch.local_batch % rows or batch.local_batch % text_rows:
+        if batch.local_batch % rows or (captions and batch.local_batch % text_rows):
             continue
         chunked = whole.with_batch(micro_batch=rows, text_micro_batch=text_rows if captions else None)
         if (chunked.backward_passes == 1) != (workload.backward_passes == 1):

@@ -4,7 +4,8 @@ The formulas are those of MegaCLIP's own towers. open_clip's towers are traced (
 
 A pre-norm block of width C and MLP width r C keeps, per token and in units of C numbers: its input, the norms' outputs
 (2), queries, keys and values (3), attention's output, the sum after attention, and the MLP's two hidden layers (2 r):
-8 + 2 r. QuickGELU keeps its sigmoid too (r), LayerScale its two inputs (2). Where one token stands for the sample, the
+8 + 2 r. QuickGELU keeps its sigmoid too (r), LayerScale its two inputs (2). With selective recomputation it keeps
+neither the norms' outputs nor the activation function's: 6 + r. Where one token stands for the sample, the
 last block keeps its input, a norm's output, keys and values of every token (4), the rest of that one token. In float32,
 whatever the precision: mean and deviation of two norms (4 numbers) and attention's log-sum-exp per head.
 `tests/unit/test_planner_towers.py` compares the formula with the bytes that autograd saves.
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig
-from megaclip.planner.constants import COMPILED_TIME
+from megaclip.planner.constants import COMPILED_TIME, RECOMPUTE_TIME
 from megaclip.planner.traced_towers import TracedTower, traced_image_tower, traced_text_tower
 from megaclip.planner.workload import Parameters, Workload
 
@@ -57,6 +58,9 @@ class Tower:
     """Operations of one sample's forward pass outside the blocks; a multiply-add is two."""
     tensor_ranks: int = 1
     """Number of ranks that the blocks are split over."""
+    recomputes: bool = False
+    """True if layer norms and activation functions are computed again in the backward pass, as with
+    megaclip.selective_recompute."""
 
     @property
     def _ratio(self) -> float:
@@ -66,8 +70,8 @@ class Tower:
     def _block(self) -> float:
         """Numbers that a whole block saves per token, in the compute dtype, in units of the width."""
         ratio = self._ratio
-        split = 4 + 2 * ratio + (ratio if self.quick_gelu else 0)
-        return 4 + (2 if self.layer_scale else 0) + split / self.tensor_ranks
+        split = 4 + ratio if self.recomputes else 4 + 2 * ratio + (ratio if self.quick_gelu else 0)
+        return (2 if self.recomputes else 4) + (2 if self.layer_scale else 0) + split / self.tensor_ranks
 
     @property
     def _blocks(self) -> float:
@@ -77,7 +81,7 @@ class Tower:
     @property
     def _mlp_gradients(self) -> float:
         """Numbers per token that a whole block's MLP takes in its backward pass, beside those saved."""
-        return 1 + self._ratio * (2 if self.quick_gelu else 1) / self.tensor_ranks
+        return 1 + self._ratio * (2 if self.quick_gelu or self.recomputes else 1) / self.tensor_ranks
 
     @property
     def _inputs(self) -> int:
@@ -236,7 +240,9 @@ def compiled_time(workload: Workload) -> tuple[float, float]:
     """Return the time of the image tower and of the text tower over that of plain PyTorch."""
     if workload.megaclip.compile is not True:
         return 1.0, 1.0
-    return COMPILED_TIME["towers" if workload.compiles_image_tower else "blocks"]
+    image, text = COMPILED_TIME["towers" if workload.compiles_image_tower else "blocks"]
+    longer = RECOMPUTE_TIME if workload.megaclip.selective_recompute is True else 1.0
+    return longer * image, longer * text
 
 
 def towers(workload: Workload, *, mean: bool = False) -> tuple[Tower | TracedTower, Tower | TracedTower]:
@@ -252,5 +258,7 @@ def towers(workload: Workload, *, mean: bool = False) -> tuple[Tower | TracedTow
     if mean:
         pair = pair[0], replace(pair[1], tokens=workload.text_positions)
     if workload.megaclip.compile is True:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
-        pair = replace(pair[0], quick_gelu=False), replace(pair[1], quick_gelu=False)
+        recomputes = workload.megaclip.selective_recompute is True
+        image, text = (replace(tower, quick_gelu=False, recomputes=recomputes) for tower in pair)
+        pair = image, text
     return pair

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from megaclip.config import BatchPlan, MegaclipSection, TrainingConfig
 from megaclip.config.command_line import DEFAULT_WORKERS
+from megaclip.config.training import default_text_micro_batch
 from megaclip.errors import ConfigError
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, OpenClipText, meta_model
@@ -125,7 +126,7 @@ class Workload:
             model=model,
             megaclip=config.megaclip,
             zero=config.zero,
-            batch=config.batch_plan(world_size),
+            batch=rules.fitted(config, model).batch_plan(world_size),
             bf16=config.bf16,
             gradient_bytes={"fp32": 4, "bf16": 2}.get(str(accumulate), 2 if config.bf16 else 4),
             accumulates_in_bf16=config.accumulates_in_bf16,
@@ -145,8 +146,8 @@ class Workload:
     def with_batch(
         self, local_batch: int | None = None, *, micro_batch: int | None = None, text_micro_batch: int | None = None
     ) -> "Workload":
-        """Return a copy with other samples per rank, or per rank and chunk. What is not given stays as it is; captions
-        follow the images' micro-batch if the settings have no text_micro_batch_size."""
+        """Return a copy with other samples per rank, or per rank and chunk. What is not given stays as it is; text
+        chunks follow the image chunks if the settings have no text_micro_batch_size."""
         section, tensor_ranks = self.megaclip, self.tensor_ranks
         if text_micro_batch is not None:
             section = section.model_copy(update={"text_micro_batch_size": text_micro_batch * tensor_ranks})
@@ -156,7 +157,9 @@ class Workload:
             micro_batch=chunk,
             accumulation=rows // chunk,
             world_size=self.world_size,
-            text_micro_batch=(section.text_micro_batch_size or chunk * tensor_ranks) // tensor_ranks,
+            text_micro_batch=section.text_micro_batch_size // tensor_ranks
+            if section.text_micro_batch_size
+            else default_text_micro_batch(chunk, rows // chunk, rules.captions_per_image(self.model)),
         )
         return replace(self, megaclip=section, batch=batch)
 

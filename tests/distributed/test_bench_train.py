@@ -125,7 +125,8 @@ class Fits:
         self.batch = json.loads(case.ds_config.read_text())["train_batch_size"]
 
     program = "fits 40"
-    compiled = False
+    compiled = recomputes = False
+    text_micro_batch = 0
 
     def prepare(self) -> None: ...
 

@@ -4,7 +4,7 @@
     make test-drills ARGS="--trials 5 --only sigterm disk_full --seed 7"
 
 It prints a table. The exit code is 1 if any number in it that must be zero is not. The drills of a full disk and of a
-power cut mount file systems, so they require root; without it they are left out, and the table says so.
+power cut mount file systems. Without root they are left out, and a line names them.
 """
 
 import argparse

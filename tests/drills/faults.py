@@ -55,7 +55,7 @@ class Trial:
     missed: bool = False
     """The run had ended before the fault happened."""
     undo: list[Callable[[], Any]] = field(default_factory=list)
-    """What must be done before the run is resumed."""
+    """Functions to call before the run is resumed."""
     logs: Path = Path()
     train_data: Path | None = None
     """Copy of the training data, if the fault changes it."""
@@ -303,7 +303,7 @@ def _kill_at_file(number: int, moment: str, share: float) -> None:
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
         def write(*arguments: Any) -> Any:
             here("before")
-            time.sleep(0.05)  # so that other ranks, and with --async-save training, go on meanwhile
+            time.sleep(0.05)  # time for the other ranks, and with --async-save for training
             result = original(*arguments)
             here("after")
             written[0] += 1
@@ -328,9 +328,9 @@ def _kill_at_file(number: int, moment: str, share: float) -> None:
         replace(source, target)
 
     deepspeed_files.save_tensors = counted(durable.save_tensors)
-    durable._CheckedOutput = Output  # type: ignore[misc]
+    durable._CheckedOutput = Output  # type: ignore[misc]  # a class cannot be assigned
     writer = counted(durable.write_atomically)
-    durable.os = _Replaced(os, replace=replacing)  # type: ignore[assignment]
+    durable.os = _Replaced(os, replace=replacing)  # type: ignore[assignment]  # it is no module
     store.write_atomically = writer
     manifest.write_atomically = writer
 

@@ -10,16 +10,17 @@ from tests.tolerances import COMPILED, assert_close
 pytestmark = pytest.mark.gpu
 
 
-def compile_all(model: ClipModel, whole: bool) -> None:
+def compile_all(model: ClipModel, whole: bool, recomputes: bool) -> None:
     for tower in (model.visual, model.text):
         if whole:
-            tower.use_compiled(compiled_body(type(tower)))
+            tower.use_compiled(compiled_body(type(tower), recomputes=recomputes))
         else:
-            tower.transformer.compile_blocks()
+            tower.transformer.compile_blocks(recomputes=recomputes)
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("whole", [True, False])
-def test_compiled_towers_equal_plain_ones(whole: bool) -> None:
+def test_compiled_towers_equal_plain_ones(whole: bool, recomputes: bool) -> None:
     torch.compiler.reset()
     config = load_model_config("demo-tiny").replace(vision_cfg={"patch_dropout": 0.5})
     generator = torch.Generator().manual_seed(0)
@@ -31,7 +32,7 @@ def test_compiled_towers_equal_plain_ones(whole: bool) -> None:
         torch.manual_seed(0)
         model = build_model(config).cuda()
         if compiled:
-            compile_all(model, whole)
+            compile_all(model, whole, recomputes)
         passes = []
         for with_graph in (False, True):
             torch.manual_seed(1)  # as the gradient cache does before each pass

@@ -43,14 +43,14 @@ def batch(size: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.randint(3, 512, (size, 24), generator=generator)
 
 
-def plain_and_compiled(config: ModelConfig, *, whole: bool) -> tuple[ClipModel, ClipModel]:
+def plain_and_compiled(config: ModelConfig, *, whole: bool, recomputes: bool = False) -> tuple[ClipModel, ClipModel]:
     plain, compiled = build_model(config).double(), build_model(config).double()
     compiled.load_state_dict(plain.state_dict())
     for tower in (compiled.visual, compiled.text):
         if whole:
-            tower.use_compiled(compiled_body(type(tower)))
+            tower.use_compiled(compiled_body(type(tower), recomputes=recomputes))
         else:
-            tower.transformer.compile_blocks()
+            tower.transformer.compile_blocks(recomputes=recomputes)
     return plain, compiled
 
 
@@ -65,12 +65,17 @@ def features_and_gradients(model: ClipModel, size: int) -> tuple[torch.Tensor, t
     return features[0], features[1].detach()
 
 
-@pytest.mark.parametrize(("whole", "checkpointing"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("whole", "checkpointing", "recomputes"),
+    [(True, False, False), (False, False, False), (False, True, False), (True, False, True), (False, True, True)],
+)
 def test_compiled_towers_equal_plain_ones_in_both_passes(
-    config: ModelConfig, counter: CompileCounterWithBackend, whole: bool, checkpointing: bool
+    config: ModelConfig, counter: CompileCounterWithBackend, whole: bool, checkpointing: bool, recomputes: bool
 ) -> None:
-    sizes = (2,) if checkpointing else (2, 3)
-    models = plain_and_compiled(config, whole=whole)
+    if recomputes:
+        counter.backend = "aot_eager_decomp_partition"  # it decides what is computed again, as inductor does
+    sizes = (2,) if checkpointing or recomputes else (2, 3)
+    models = plain_and_compiled(config, whole=whole, recomputes=recomputes)
     for model in models:
         if checkpointing:
             model.set_activation_checkpointing(lambda *given: checkpoint(*given, use_reentrant=False))

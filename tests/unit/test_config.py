@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -414,6 +415,16 @@ def test_text_chunks_divide_the_samples_of_a_rank(tmp_path):
     assert (plan.local_batch, plan.accumulation, plan.text_micro_batch, plan.text_chunks) == (12, 3, 6, 2)
     with pytest.raises(ConfigError, match=r"text_micro_batch_size 5 does not divide the 4 x 3 = 12 samples per rank"):
         config(5).batch_plan(world_size=2)
+
+
+@pytest.mark.parametrize(("accumulation", "captions", "chunk"), [(8, 4, 4), (8, 3, 2), (6, 4, 3), (7, 4, 1), (1, 9, 1)])
+def test_a_text_chunk_takes_no_more_memory_than_an_image_chunk(tmp_path, accumulation, captions, chunk):
+    """It has the samples of a number of image chunks that divides all of them."""
+    path = write(tmp_path, train_batch_size=3 * accumulation, train_micro_batch_size_per_gpu=3)
+    config = replace(load_training_config(path), captions_per_image=captions)
+    assert config.batch_plan(world_size=1).text_micro_batch == 3 * chunk
+    section = config.megaclip.model_copy(update={"text_micro_batch_size": 1})
+    assert replace(config, megaclip=section).batch_plan(world_size=1).text_micro_batch == 1
 
 
 @pytest.mark.parametrize("world_size", [4, 5, 48])

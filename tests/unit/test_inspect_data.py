@@ -10,6 +10,7 @@ from PIL import Image
 
 from megaclip.commands import inspect_data
 from megaclip.data import ImageTransform, TrainLoader, load_tokenizer, open_pairs
+from megaclip.engine.inputs import model_preprocessing
 from megaclip.errors import DataError
 
 
@@ -17,8 +18,8 @@ from megaclip.errors import DataError
 def inspect(monkeypatch, capsys):
     """Return a function that runs the tool in this process: (exit code or error, output)."""
 
-    def run(*arguments):
-        options = ["--image-size", 16, "--seconds", 0.01]
+    def run(*arguments, size=("--image-size", 16)):
+        options = [*size, "--seconds", 0.01]
         monkeypatch.setattr("sys.argv", ["inspect_data.py", *map(str, (*arguments, *options))])
         try:
             code = inspect_data.main()
@@ -50,6 +51,22 @@ def test_the_report_shows_three_samples_and_the_chosen_columns(tmp_path, inspect
     for number, (row, name) in enumerate(((0, "00000.tar/000000"), (3, "00001.tar/000003"), (6, "00001.tar/000006"))):
         shown = f"shown {number}: caption 'caption {row}', width 12, height 10, format PNG, tokens 4, sample {name}"
         assert shown in output
+
+
+def test_a_models_tokens_and_pixels_are_those_of_a_run(tmp_path, inspect):
+    """By hand: demo-tiny has 24 tokens and 24 pixels. tests/unit/test_inputs.py has a model with a card."""
+    write_shards(tmp_path, [3])
+    shards, sheet = tmp_path / "*.tar", tmp_path / "sheet.png"
+    code, output = inspect(shards, "--model", "demo-tiny", "--pictures", sheet, "--json", size=())
+    report = json.loads(output[output.index("{") :])
+    assert code == 0 and report["loader"]["image_size"] == 24 and sheet.exists()
+    tokenizer, pixels = model_preprocessing("demo-tiny", None)
+    assert (tokenizer.context_length, pixels["size"], pixels["resize_mode"]) == (24, 24, "shortest")
+    tokenizer, pixels = model_preprocessing("ViT-L-14-336", None)
+    assert (tokenizer.context_length, pixels["size"]) == (77, 336)
+    code, _ = inspect(shards, "--model", "demo-tiny")
+    assert "--image-size contradicts --model" in code
+    assert "error: " in inspect(shards, "--model", "no-such-model", size=())[0]
 
 
 @pytest.mark.parametrize("bad", [10, 4])

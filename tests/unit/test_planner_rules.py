@@ -21,8 +21,9 @@ from megaclip.losses.costs import LOSS_COSTS
 from megaclip.models import ModelConfig, build_model, load_model_config
 from megaclip.planner import Cluster, Workload, describe, plan_memory
 from megaclip.planner.memory import resolve_auto
-from megaclip.planner.rules import ImagePlace, embeddings_on_cpu, place_images
-from megaclip.planner.towers import tower_work
+from megaclip.planner.rules import ImagePlace, captions_per_image, embeddings_on_cpu, place_images
+from megaclip.planner.step_time import plan_time
+from megaclip.planner.towers import tower_work, towers
 from tests.distributed.memory_batch import MemoryBatch
 from tests.unit.planner_cases import GIB, workload
 
@@ -177,7 +178,7 @@ def plan_of_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Return a function: the plan that a run of ViT-B-32 uses on a machine, and that of the planner alone."""
     monkeypatch.setattr(preflight, "_SHARED_MEMORY", tmp_path / "not there")
 
-    def plans(machine: Cluster, places: list[str] | None = None, lock_image: bool = False, **section):
+    def plans(machine: Cluster, places: list[str | bool] | None = None, lock_image: bool = False, **section):
         job = workload(tmp_path, ranks=machine.gpus, megaclip=section)
         job = replace(job, image_unlocked=0 if lock_image else None)
         inputs = SimpleNamespace(
@@ -231,6 +232,13 @@ def test_all_ranks_keep_images_on_disk_if_one_host_must(plan_of_run) -> None:
     assert plan_of_run(describe(gpus=8), places=["cpu", "cpu"])[0].image_place.name == "cpu"
 
 
+def test_all_ranks_recompute_if_one_must(plan_of_run) -> None:
+    run, planned = plan_of_run(describe(gpus=8), places=[True], compile=True, keep_graphs=0)
+    assert run.recomputes and not planned.recomputes
+    assert run.workload.megaclip.selective_recompute is True
+    assert not plan_of_run(describe(gpus=8), places=[False], compile=True, keep_graphs=0)[0].recomputes
+
+
 def test_embeddings_are_kept_where_the_plan_puts_them(plan_of_run) -> None:
     """A tenth of the whole GPU counts. The planner used to take a tenth of what was free when the run started."""
     nbytes = 2 * 2 * 4096 * 512 * 2  # towers, gradients too, (b, D), bf16
@@ -267,6 +275,45 @@ def test_embeddings_are_in_host_memory_above_a_tenth_of_the_gpu() -> None:
     assert embeddings_on_cpu("auto", 101, 1000) and not embeddings_on_cpu("auto", 100, 1000)
     assert embeddings_on_cpu(True, 1, 1000) and not embeddings_on_cpu(False, 1000, 1000)
     assert not embeddings_on_cpu("auto", 101, 0)
+
+
+def test_captions_of_a_text_chunk_take_the_memory_of_an_image_chunk(tmp_path: Path) -> None:
+    """Bytes per sample by the formulas that are compared with autograd's."""
+    for model, number in (("ViT-B-16", 4), ("ViT-B-32", 1), ("ViT-L-14", 9), ("ViT-L-14-336", 20)):
+        job = workload(tmp_path, 1, model)
+        image, text = towers(job)
+        assert captions_per_image(job.model) == number
+        assert image.saved_bytes(1, 2) / text.saved_bytes(1, 2) == pytest.approx(number, rel=0.15)
+    assert captions_per_image(load_model_config("ViT-B-32", "open_clip")) == 1
+    assert workload(tmp_path, 1, "ViT-B-16").chunks == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("gpu_memory", "chunks", "changes", "expected"),
+    [
+        ("141GB", 8, {}, True),  # four graphs without it, six with it
+        ("141GB", 128, {}, False),  # two more graphs of 128 save less than the recomputation takes
+        ("141GB", 8, {"compile": False}, False),
+        ("141GB", 8, {"selective_recompute": False}, False),
+        ("141GB", 128, {"selective_recompute": True}, True),
+        ("141GB", 8, {"keep_graphs": 2}, False),
+        ("300GB", 8, {}, False),  # all graphs fit
+        ("32GB", 8, {}, True),  # does not fit otherwise
+        ("32GB", 8, {"keep_graphs": 0}, True),
+    ],
+)
+def test_compiled_towers_recompute_where_it_pays(
+    tmp_path: Path, gpu_memory: str, chunks: int, changes: dict, expected: bool
+) -> None:
+    megaclip = {"compile": True, "keep_graphs": "auto", **changes}
+    job = workload(tmp_path, 1, "ViT-B-16", megaclip=megaclip).with_batch(512 * chunks)
+    cluster = describe(gpus=1, gpu_memory=gpu_memory)
+    plan = plan_memory(job, cluster)
+    assert plan.recomputes == expected
+    if megaclip["compile"] and megaclip["keep_graphs"] == "auto" and "selective_recompute" not in changes:
+        other = plan_memory(job.with_megaclip(selective_recompute=not expected), cluster)
+        chosen, otherwise = (plan_time(each.workload, cluster).total for each in (plan, other))
+        assert chosen <= 1.001 * otherwise or other.refusals
 
 
 def test_the_settings_of_a_workload_are_the_runs_own_objects(tmp_path: Path) -> None:

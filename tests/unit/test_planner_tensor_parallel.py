@@ -172,7 +172,8 @@ TINY = {
 
 
 def tiny(tmp_path: Path, tensor_ranks: int, **changes) -> Workload:
-    return replace(split_over(tmp_path, tensor_ranks, **changes), model=ModelConfig.from_dict(TINY))
+    job = replace(split_over(tmp_path, tensor_ranks, **changes), model=ModelConfig.from_dict(TINY))
+    return job.with_batch(text_micro_batch=job.batch.micro_batch)
 
 
 def test_bytes_of_the_sums_inside_a_replica_by_hand(tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_settings_in_advice_and_other_batches_are_those_of_a_replica(tmp_path: P
     assert job.with_batch(1024).batch.text_micro_batch == 32
     assert job.with_batch(text_micro_batch=16).megaclip.text_micro_batch_size == 32
     plain = split_over(tmp_path, 2, rows=512)
-    assert plain.with_batch(micro_batch=128).batch.text_micro_batch == 128
+    assert plain.with_batch(micro_batch=128).batch.text_micro_batch == 4 * 128  # of the seven that take as much memory
     small = describe(gpus=8, gpu_memory="50GiB")
     rows = next(rows for rows in (256, 128, 64, 32) if fits(plain.with_batch(micro_batch=rows), small))
     assert f'"train_micro_batch_size_per_gpu": {2 * rows}, ' in advice(plain, small)[0]

@@ -72,7 +72,7 @@ def test_the_check_of_every_gradient_is_a_setting(tmp_path: Path) -> None:
 
 def test_a_tower_waits_for_the_hooks_of_zero_3_that_take_longer(tmp_path: Path) -> None:
     """Two passes and the backward pass of 8 chunks through 12 blocks in each tower; the text tower has less to do."""
-    job = workload(tmp_path, 1, "ViT-L-14", zero_optimization={"stage": 3})
+    job = workload(tmp_path, 1, "ViT-L-14", zero_optimization={"stage": 3}).with_batch(text_micro_batch=512)
     step = plan_time(job, describe(gpus=1))
     image, text = tower_seconds(job, H200.rates)
     images, texts = (4096 * (2 * seconds.forward + seconds.backward) for seconds in (image, text))

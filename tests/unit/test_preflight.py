@@ -71,20 +71,31 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(
             preflight.logger, level, lambda text, *values, level=level: lines.append(level + " " + text % values)
         )
+    run.inputs = inputs
     return run
 
 
 def test_a_run_that_fits_logs_its_places_and_one_line_of_its_plan(start) -> None:
     graphs, images, embeddings, compilation, line = start("139GiB")
     assert graphs == (
-        "info graphs of 1 of 8 image chunks and 0 of 8 text chunks are kept: a graph takes 94.0 GiB (image) or "
-        "10.2 GiB (text), and the GPU has 137.0 GiB to use; planned peak 102.4 GiB"
+        "info graphs of 1 of 8 image chunks and 0 of 1 text chunks are kept: a graph takes 94.0 GiB (image) or "
+        "81.5 GiB (text), and the GPU has 137.0 GiB to use; planned peak 104.2 GiB"
     )
     assert compilation.startswith("info torch.compile: off: 78 steps of compiled towers save about ")
     assert images.startswith("info data offload: cpu: 588 MiB of images per rank; usable on this host: 720.0 GiB")
     assert embeddings == "info embeddings and their gradients are kept on the device of the towers"
     assert line.endswith("images are kept in host memory")
-    assert line.startswith("info plan for a batch of 4096: ") and "per GPU (image tower " in line
+    assert line.startswith("info plan for a batch of 4096: ") and "per GPU (text tower forward)" in line
+
+
+def test_recomputation_without_compiled_towers_is_refused(start, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    section = {"selective_recompute": True, "compile": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "megaclip": section}))
+    start.inputs.config = load_training_config(path)
+    for flags in ((), ("--no-plan",)):
+        with pytest.raises(ConfigError, match=r"selective_recompute true requires torch\.compile"):
+            start("139GiB", *flags)
 
 
 def test_the_error_of_a_run_that_cannot_fit_names_the_settings_to_change(start) -> None:
@@ -97,7 +108,7 @@ def test_the_error_of_a_run_that_cannot_fit_names_the_settings_to_change(start) 
 
 def test_the_check_can_be_skipped(start) -> None:
     graphs, images, embeddings, _ = start("40GiB", "--no-plan")
-    assert graphs.startswith("info graphs of 0 of 8 image chunks and 0 of 8 text chunks are kept: ")
+    assert graphs.startswith("info graphs of 0 of 8 image chunks and 0 of 1 text chunks are kept: ")
     assert images.startswith("info data offload: cpu") and "embeddings" in embeddings
 
 
