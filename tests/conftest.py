@@ -4,6 +4,7 @@ These are the tests of every module that imports the table of bounds, or the cas
 ones whose results depend on the processor, and `make test-portable` repeats them under other settings.
 """
 
+import multiprocessing
 import re
 from functools import cache
 from pathlib import Path
@@ -22,3 +23,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if compares_numbers(item.path):
             item.add_marker(pytest.mark.numbers)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Kill processes that a failed test has left behind: Python waits for them at its exit, perhaps for ever."""
+    left = multiprocessing.active_children()
+    for process in left:
+        process.kill()
+    if left:
+        print(f"\nkilled processes that tests have left behind: {', '.join(process.name for process in left)}")
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED

@@ -1,5 +1,6 @@
 """Restarts without ssh: members that meet in a folder, with stand-ins for the script that starts the ranks."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -64,8 +65,10 @@ class Meeting:
     def vanish(self, name: str) -> None:
         """End a member with its script, as a power cut does."""
         process = psutil.Process(self.members.pop(name).pid)
+        process.suspend()  # it starts nothing while its processes are listed
         for one in [*process.children(recursive=True), process]:
-            one.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # a `sleep` of the script that has just ended
+                one.kill()
 
     def codes(self) -> dict[str, int | None]:
         for process in self.members.values():
