@@ -3,6 +3,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Processes that run tests side by side; the tests of a file stay together. A rank that waits leaves its core to others.
+JOBS   ?= 2
+PYTEST := DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # DeepSpeed compiles its CPU ops at first use. Each environment has its own cache. PATH must contain its ninja.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
@@ -14,12 +17,12 @@ demo: $(VENV)/.ops
 	DS_ACCELERATOR=cpu $(BIN)/megaclip demo $(ARGS)
 
 test: $(VENV)/.ops
-	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long"
+	$(PYTEST) -m "not gpu and not long"
 
 # Tests that take minutes more: every ds_config under the launcher, a killed launcher, signals over two hosts, a whole
 # comparison of losses.
 test-long: $(VENV)/.ops
-	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long and not gpu"
+	$(PYTEST) -m "long and not gpu"
 
 # Harms runs at random times, resumes them and prints a table: hours. The long tests have a quick form of it.
 test-drills: $(VENV)/.ops

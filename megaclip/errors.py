@@ -6,6 +6,7 @@ other exception is a bug and keeps its traceback.
 """
 
 import difflib
+import re
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -13,6 +14,8 @@ from pydantic import ValidationError
 
 REFUSED_EXIT_CODE = 78
 """Exit code of a run whose settings are refused (EX_CONFIG of sysexits.h). Starting it again would not help."""
+
+_LONG_WORD = re.compile(r"(\S{400})\S+")
 
 
 def first_line(error: BaseException) -> str:
@@ -33,10 +36,13 @@ def nearest(word: str, known: set[str]) -> str:
 
 
 class MegaclipError(Exception):
-    """Base class of errors whose message is written for users."""
+    """Base class of errors whose message is written for users. Words of more than 400 characters are cut."""
 
     exit_code: ClassVar[int] = 1
     """Exit code of a run that ends with this error."""
+
+    def __str__(self) -> str:
+        return _LONG_WORD.sub(r"\1...", super().__str__())
 
 
 class ConfigError(MegaclipError, ValueError):

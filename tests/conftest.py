@@ -27,9 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Kill processes that a failed test has left behind: Python waits for them at its exit, perhaps for ever."""
-    left = multiprocessing.active_children()
+    left = [process for process in multiprocessing.active_children() if not process.daemon]
     for process in left:
         process.kill()
     if left:
-        print(f"\nkilled processes that tests have left behind: {', '.join(process.name for process in left)}")
-        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+        raise RuntimeError(f"tests have left processes behind, which were killed: {[one.name for one in left]}")

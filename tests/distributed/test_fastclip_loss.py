@@ -154,13 +154,13 @@ def state_pairs(loss: FastClipLoss, oracle: Oracle) -> dict[str, tuple[Tensor, T
     return pairs
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.long)])
 def test_every_variant_and_way_equals_the_reference(world_size):
     for found in run_ranks(check_against_oracle, world_size):
         assert found == []
 
 
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), (6, 3)])
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), pytest.param(6, 3, marks=pytest.mark.long)])
 def test_every_variant_equals_the_reference_on_two_nodes(world_size, ranks_per_node):
     """The ring then has two levels."""
     ways = [way for way in WAYS if way[0] == "ring"]

@@ -4,7 +4,8 @@
     make test-drills ARGS="--trials 5 --only sigterm disk_full --seed 7"
 
 It prints a table. The exit code is 1 if any number in it that must be zero is not. The drills of a full disk and of a
-power cut mount file systems. Without root they are left out, and a line names them.
+power cut mount file systems, and those of the network create interfaces. Without root they are left out, and a line
+names them.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from tests.drills.jobs import in_child, start
 from tests.drills.soak import soak
 from tests.end_to_end.training_runs import flags
 
-NEED_ROOT = ("disk_full", "power_cut")
+NEED_ROOT = ("disk_full", "power_cut", "network_cut", "network_healed")
 COLUMNS = ("trials", "missed", "steps lost", "broken latest", "unequal losses", "damage trained on", "hangs", "other")
 """Columns of the table. All but the first two must be zero. "missed": the run had ended before the fault."""
 

@@ -5,6 +5,7 @@ returns a `Verdict`. `trial.random` decides about everything random.
 """
 
 import contextlib
+import ctypes
 import os
 import random
 import shutil
@@ -18,8 +19,11 @@ from typing import Any
 import psutil
 
 from tests.drills.jobs import WORLD_SIZE, Job, Prepare
+from tests.end_to_end.two_hosts import ADDRESSES, INTERFACE, Host, connect, set_cable
 
 STEPS, SAVE_EVERY = 24, 4
+_CLONE_NEWNET = 0x40000000
+"""Flag of unshare(2): a network of its own."""
 _READ_AHEAD = 8
 """Steps before the end of the run in which a data worker may have read its last batch."""
 
@@ -141,6 +145,26 @@ def rank_stopped(trial: Trial) -> Verdict:
     return Verdict((75,), error=f"rank {victim} has not arrived")
 
 
+def network_cut(trial: Trial) -> Verdict:
+    """The cable between the hosts of the two ranks is pulled out. Both watchdogs must notice."""
+    job, first = _on_two_hosts(trial, hang_timeout=3)
+    job.wait_for_step(trial.random.randrange(1, STEPS // SAVE_EVERY) * SAVE_EVERY + 1)
+    time.sleep(trial.random.uniform(0, trial.step_s))
+    set_cable(first, "down")
+    return Verdict((75,), error="has not arrived")
+
+
+def network_healed(trial: Trial) -> Verdict:
+    """The cable is out for up to two seconds. The run must continue as if nothing had happened."""
+    job, first = _on_two_hosts(trial, **_maybe_async(trial))
+    trial.some_time(job)
+    if not job.has_ended():
+        set_cable(first, "down")
+        time.sleep(trial.random.uniform(0, 2))
+        set_cable(first, "up")
+    return Verdict((0,), saves_last_step=True)
+
+
 def worker_killed(trial: Trial) -> Verdict:
     job = trial.start(**_maybe_async(trial))
     trial.some_time(job, STEPS - _READ_AHEAD)
@@ -246,6 +270,8 @@ FAULTS: dict[str, Callable[[Trial], Verdict]] = {
         file_flipped,
         file_deleted,
         rank_stopped,
+        network_cut,
+        network_healed,
         sigterm,
         sigusr1,
         worker_killed,
@@ -265,6 +291,31 @@ def _children(process: int) -> list[psutil.Process]:
         return psutil.Process(process).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def _on_two_hosts(trial: Trial, **changes: Any) -> tuple[Job, Host]:
+    """Start a run whose ranks have a network each, connected by a cable; return it and the first rank's host."""
+    connected = trial.folder / "connected"
+
+    def prepare(rank: int) -> None:
+        _os_error(ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET))
+        (trial.folder / f"apart_{rank}").touch()
+        while not connected.exists():
+            time.sleep(0.01)
+        os.environ.update({"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": INTERFACE})
+
+    job = trial.start(prepare, **changes)
+    hosts = [Host(address, process) for address, process in zip(ADDRESSES, job.ranks, strict=True)]
+    while not all((trial.folder / f"apart_{rank}").exists() for rank in range(WORLD_SIZE)) and not job.has_ended():
+        time.sleep(0.01)
+    connect(*hosts)
+    connected.touch()
+    return job, hosts[0]
+
+
+def _os_error(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _killed_in_save(trial: Trial, **changes: Any) -> Verdict:

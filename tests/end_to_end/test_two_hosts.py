@@ -132,6 +132,7 @@ def test_a_dead_rank_ends_the_others(
         assert "a rank failed" in log.read_text()
 
 
+@pytest.mark.long
 def test_ending_the_launcher_ends_the_ranks(
     hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path
 ) -> None:

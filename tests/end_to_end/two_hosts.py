@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Every pair of hosts has its own network, so all pairs use these addresses (RFC 2544 reserves 198.18/15 for tests).
 ADDRESSES = ("198.18.0.1", "198.18.0.2")
 INTERFACE = "eth0"
+_CABLE = "cable"
 _NAMESPACES = ("--net", "--uts", "--pid", "--fork", "--mount-proc")
 # setpriv ends unshare with its parent, and unshare ends its child, process 1 of the host, whose arguments are its host
 # name and its command.
@@ -78,7 +79,7 @@ class TwoHosts:
     def start_second(self) -> None:
         """Start the second host again, after `end_second`."""
         self.second = self._second.enter_context(_host(self.hostfile.parent, ADDRESSES[1]))
-        _connect(self.first, self.second)
+        _add_cable(self.first, self.second)
 
 
 def environment(hosts: TwoHosts) -> dict[str, str]:
@@ -115,17 +116,27 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
     with _host(folder, ADDRESSES[0]) as first, ExitStack() as second_stack:
         second = second_stack.enter_context(_host(folder, ADDRESSES[1]))
-        # A bridge, which stays when the cable is gone, as a network card does.
-        _ip(first, f"link add {INTERFACE} type bridge")
-        _set_up(first)
-        _connect(first, second)
+        connect(first, second)
         yield TwoHosts(first, second, hostfile, ssh_config, second_stack)
 
 
-def _connect(first: Host, second: Host) -> None:
+def connect(first: Host, second: Host) -> None:
+    """Give two hosts an interface each, and connect these."""
+    # A bridge, which stays when the cable is gone, as a network card does.
+    _ip(first, f"link add {INTERFACE} type bridge")
+    _set_up(first)
+    _add_cable(first, second)
+
+
+def set_cable(first: Host, state: str) -> None:
+    """Pull the cable out of the first host ("down"), or put it back ("up")."""
+    _ip(first, f"link set {_CABLE} {state}")
+
+
+def _add_cable(first: Host, second: Host) -> None:
     """Connect two hosts by a virtual cable. The kernel removes it when one of them ends."""
-    _ip(first, f"link add cable type veth peer name {INTERFACE} netns {second.server}")
-    _ip(first, f"link set cable master {INTERFACE} up")
+    _ip(first, f"link add {_CABLE} type veth peer name {INTERFACE} netns {second.server}")
+    _ip(first, f"link set {_CABLE} master {INTERFACE} up")
     _set_up(second)
 
 

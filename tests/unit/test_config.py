@@ -461,3 +461,14 @@ def test_bf16_accumulation_of_many_chunks_by_default_is_warned_of(
         assert lines == [f"gradients of 33 chunks accumulate in bfloat16, which loses small values; set {cure}"]
     rounds = {(False, None), (False, "bf16"), (True, "bf16")} if bf16 else set()
     assert config.accumulates_in_bf16 == ((coalesce, dtype) in rounds)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[" * 100_000, b"\xff", b'{"a": 1, "a": 2}', b"1e999", b'{"train_batch_size": ' + b"9" * 5000 + b"}"],
+)
+def test_files_that_are_no_ds_config_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError):
+        load_training_config(path)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaclip.errors import first_line
+from megaclip.errors import ConfigError, first_line
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,9 @@ from megaclip.errors import first_line
 )
 def test_the_first_line_of_an_error_is_quoted(error: Exception, expected: str) -> None:
     assert first_line(error) == expected
+
+
+def test_a_value_of_any_length_is_shown_in_part() -> None:
+    """It may come from a file that somebody else has made."""
+    shown = str(ConfigError(f"--lr is {'9' * 5000} instead of a number"))
+    assert shown == f"--lr is {'9' * 400}... instead of a number"

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import random
 
 import numpy as np
 import pytest
@@ -142,35 +141,3 @@ def test_measured_rates_that_are_a_pickle_run_no_code(tmp_path, evidence):
     with pytest.raises(MegaclipError):
         Rates.read(path, GPUS["h200"][1])
     assert not evidence.exists()
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["x.csv", "x.jsonl", "x.tsv"])
-def test_random_tables_raise_only_our_own_errors(tmp_path, name):
-    """Change bytes of a correct table: it is read, refused in one line, or has bad samples."""
-    draw = random.Random(11)
-    (tmp_path / "0.png").write_bytes(picture(0))
-    rows = [("0.png", f'caption "{n}", a') for n in range(5)]
-    if name.endswith("jsonl"):
-        text = "\n".join(json.dumps({"image": image, "caption": caption}) for image, caption in rows)
-    else:
-        mark = "\t" if name.endswith("tsv") else ","
-        quoted = [caption.replace('"', '""') for _, caption in rows]
-        text = "\n".join([f"image{mark}caption", *(f'0.png{mark}"{caption}"' for caption in quoted)])
-    for number in range(15):
-        content = bytearray(text.encode())
-        for _ in range(draw.randrange(1, 4)):
-            place = draw.randrange(len(content))
-            content[place : place + draw.randrange(3)] = draw.randbytes(draw.randrange(3))
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / name).write_bytes(content)
-        try:
-            dataset = open_pairs([str(folder / name)])
-            for row in range(len(dataset)):
-                try:
-                    dataset.read(row)
-                except BadSample as bad:
-                    assert "\n" not in bad.detail
-        except MegaclipError as error:
-            assert "\n" not in str(error)

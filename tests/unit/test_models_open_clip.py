@@ -77,7 +77,9 @@ def assert_same_features(theirs, ours, batch):
         assert_far(got[0][0], got[0][1], FEATURES["float32"], "features of another image", size=1)
 
 
-@pytest.mark.parametrize(("name", "batch"), [("ViT-B-32", 2), ("ViT-B-16", 2), ("ViT-L-14", 1)])
+@pytest.mark.parametrize(
+    ("name", "batch"), [("ViT-B-32", 2), ("ViT-B-16", 2), pytest.param("ViT-L-14", 1, marks=pytest.mark.long)]
+)
 def test_features_of_the_standard_towers_equal_open_clips(name, batch):
     theirs = open_clip_model(import_open_clip().get_model_config(name))
     assert_same_features(theirs, ours_with_weights_of(theirs, load_model_config(name)), batch)
