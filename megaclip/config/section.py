@@ -79,8 +79,8 @@ class MegaclipSection(LossSettings):
 
     compile: Literal[True, False, "auto"] = "auto"
     """Run the towers through torch.compile: the image tower as one graph, or block by block where activations,
-    parameters or gradients are handled block by block; the text tower block by block. "auto" does so on GPUs, if that
-    saves more time over the run than the compilation takes."""
+    parameters or gradients are handled block by block; the text tower block by block. "auto" does so on GPUs, if
+    MegaCLIP's own towers run and that saves more time over the run than the compilation takes."""
 
     selective_recompute: Literal[True, False, "auto"] = "auto"
     """In compiled towers, compute layer norms and activation functions again in the backward pass instead of keeping

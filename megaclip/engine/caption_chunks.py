@@ -52,7 +52,7 @@ class CaptionChunks:
         return cls(tokens, [((len(tokens) // count, tokens.shape[1]),)] * count)
 
     @classmethod
-    def cut(cls, tokens: Tensor, count: int, config: TextConfig, tensor: RankGroup) -> "CaptionChunks":
+    def cut(cls, tokens: Tensor, count: int, config: TextConfig | OpenClipText, tensor: RankGroup) -> "CaptionChunks":
         """Return `count` chunks of captions that are sorted by length and cut.
 
         Args:
@@ -60,7 +60,7 @@ class CaptionChunks:
             tensor: tensor-parallel group, whose ranks all call this function; their chunks are cut at equal lengths.
         """
         own = caption_lengths(tokens, config)
-        rows = [piece_rows(len(tokens) // count, chunk, count, tensor.size) for chunk in range(count)]
+        rows = [piece_rows(len(tokens) // count, chunk, count, config, tensor.size) for chunk in range(count)]
         counts = list(itertools.chain.from_iterable(rows))
         order = None if len(counts) == 1 else own.argsort(descending=True, stable=True)
         longest = own if order is None else own[order]
@@ -106,7 +106,7 @@ def division_of_captions(setting: bool | str, text: TextConfig | OpenClipText, t
 
     setting: megaclip.cut_captions. tensor: as for `CaptionChunks.cut`.
     """
-    if isinstance(text, TextConfig) and cuts_captions(setting, text):
+    if cuts_captions(setting, text):
         return functools.partial(CaptionChunks.cut, config=text, tensor=tensor)
     reason = "megaclip.cut_captions is false" if setting is False else reason_not_to_cut(text)
     logger.info("captions are encoded with their padding, %d tokens each: %s", text.context_length, reason)

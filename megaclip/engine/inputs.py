@@ -224,7 +224,6 @@ def _check_open_clip_settings(arguments: TrainArguments, section: MegaclipSectio
     settings: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
         ("tensor_parallel_size", section.tensor_parallel_size, (1,)),
         ("layer_norm", section.layer_norm, ("torch",)),
-        ("compile", section.compile, (False, "auto")),
     )
     for setting, value, accepted in settings:
         if value not in accepted:

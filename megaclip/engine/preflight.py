@@ -173,7 +173,8 @@ def _log_compilation(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> 
     setting = workload.megaclip.compile
     estimate = compile_estimate(workload, cluster)
     if isinstance(workload.model, OpenClipConfig):
-        logger.info("torch.compile: off: open_clip's modules run as plain PyTorch")
+        default = "" if setting != "auto" else "; megaclip.compile true compiles open_clip's modules"
+        logger.info("torch.compile: %s: megaclip.compile is %s%s", _on(plan), json.dumps(setting), default)
         logger.info(
             "plan: open_clip's towers are traced on the meta device; the workspaces of convolution kernels are not "
             "planned, and the time of everything but matrix products and convolutions is a rough estimate"
@@ -188,7 +189,11 @@ def _log_compilation(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> 
             f"{workload.steps} steps of compiled towers save about {estimate.saved:,.0f} s and the compilation takes "
             f"about {estimate.startup:.0f} s"
         )
-    logger.info("torch.compile: %s: %s", "on" if plan.compiles else "off", reason)
+    logger.info("torch.compile: %s: %s", _on(plan), reason)
+
+
+def _on(plan: MemoryPlan) -> str:
+    return "on" if plan.compiles else "off"
 
 
 def _check_plan(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> None:

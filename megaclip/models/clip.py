@@ -14,7 +14,7 @@ from megaclip.models.config import ModelConfig
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.initialise import initialise
 from megaclip.models.layers import LayerFactory
-from megaclip.models.text import TextTower, caption_lengths, cut_lengths, is_cut_exact
+from megaclip.models.text import TextTower
 from megaclip.models.vision import VisionTower
 
 
@@ -42,18 +42,6 @@ class ClipModel(DualEncoder):
         # Shape (1,), because DeepSpeed cannot initialise with 0-d parameters.
         self.logit_scale = nn.Parameter(torch.empty(1))
         self.logit_bias = None if config.init_logit_bias is None else nn.Parameter(torch.empty(1))
-
-    def cut_captions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Cut the padding that no caption of the batch needs: (b, context_length) -> (b, L), with the same features.
-
-        The tokens are returned unchanged if the text tower's features depend on their padding. With tensor parallelism
-        all ranks of a replica call it together and get the same L, because they encode their rows together.
-        """
-        text = self.config.text_cfg
-        if not is_cut_exact(text):
-            return tokens
-        (length,) = cut_lengths([int(caption_lengths(tokens, text).max())], text, self.tensor)
-        return tokens[:, :length]
 
     def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
         """Run every block as `checkpoint_fn(block, x)` while gradients are enabled; None turns it off.

@@ -1,8 +1,10 @@
 """The parts of a model that torch.compile turns into one graph each: a whole tower, or each of its blocks.
 
 Only training chunks run through compiled code. Batches of an evaluation and single rows have other shapes, and each
-shape is another compilation, so they run as plain PyTorch. A part draws no random numbers; they are drawn before it, so
-patch dropout is the same with and without compilation, and in both passes of the gradient cache.
+shape is another compilation, so they run as plain PyTorch. The parts of MegaCLIP's own towers draw no random numbers;
+they are drawn before, so patch dropout is the same with and without compilation, and in both passes of the gradient
+cache. Modules of other libraries draw numbers inside (`compiled_class`): there the compiled code calls PyTorch's random
+functions, in the same order as plain PyTorch.
 
 A part compiles as one graph or fails. The hooks of its module, such as those with which ZeRO-3 gathers parameters, run
 before and after the compiled code.
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+import torch._inductor.config
 from torch import nn
 
 BACKEND: Any = "inductor"
@@ -52,8 +55,31 @@ def compiled_body(part: type[CompilablePart], *, recomputes: bool = False) -> Co
     recomputes: compute layer norms and activation functions again in the backward pass, instead of keeping their
     outputs. It holds for everything that this process compiles from now on.
     """
+    return _compile(part._body, recomputes)
+
+
+def compiled_class(library_class: type[nn.Module], *, recomputes: bool = False) -> type[nn.Module]:
+    """Return a subclass of a module of another library whose forward pass is compiled for training chunks.
+
+    A module becomes compiled when its `__class__` is set to it. Random numbers are those of plain PyTorch.
+
+    recomputes: as for `compiled_body`.
+    """
+    torch._inductor.config.fallback_random = True  # inductor's own numbers would differ between the cache's two passes
+    compiled = _compile(library_class.forward, recomputes)
+
+    def forward(self: Any, *arguments: Any, **options: Any) -> Any:
+        first = next(iter((*arguments, *options.values())))
+        if not self.training or len(first) == 1:
+            return library_class.forward(self, *arguments, **options)
+        return compiled(self, *arguments, **options)
+
+    return type(library_class.__name__, (library_class,), {"forward": forward})
+
+
+def _compile(function: Callable[..., Any], recomputes: bool) -> Callable[..., Any]:
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     # By default the compiler keeps a value that a matrix product of the backward pass reads, although it could compute
     # the value again in the kernel that reads the inputs of the norm or activation function anyway.
     torch._functorch.config.ban_recompute_materialized_backward = not recomputes
-    return torch.compile(part._body, backend=BACKEND, dynamic=False, fullgraph=True)
+    return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)

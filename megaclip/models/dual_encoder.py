@@ -26,6 +26,7 @@ from megaclip.models.config import ModelConfig
 from megaclip.models.layers import own_rows
 from megaclip.models.open_clip_config import OpenClipConfig
 from megaclip.models.packing import Pieces
+from megaclip.models.text import caption_lengths, cut_lengths, is_cut_exact
 
 ModelDescription = ModelConfig | OpenClipConfig
 """Description of a model: of MegaCLIP's own towers, or of open_clip's."""
@@ -65,8 +66,8 @@ class DualEncoder(nn.Module, abc.ABC):
         Args:
             images: (b, 3, image_size, image_size), normalised pixels, or None.
             tokens: (b, L) int64, or None. L is the context length, or less (`cut_captions`).
-            pieces: rows of `tokens` that are cut at their own lengths, only for towers of `models.text.is_cut_exact`
-                that are not tensor parallel; None: all rows have L tokens.
+            pieces: rows of `tokens` that are cut at their own lengths, only for MegaCLIP's own towers of
+                `models.text.is_cut_exact` that are not tensor parallel; None: all rows have L tokens.
 
         Returns:
             image features (b, D) or None, text features (b, D) or None, the log of the logit scale (1,) float32, and,
@@ -93,13 +94,17 @@ class DualEncoder(nn.Module, abc.ABC):
         """
         return row
 
-    @abc.abstractmethod
     def cut_captions(self, tokens: torch.Tensor) -> torch.Tensor:
         """Cut the padding that no caption of the batch needs: (b, context_length) -> (b, L), with the same features.
 
         The tokens are returned unchanged if the text tower's features depend on their padding. With tensor parallelism
         all ranks of a replica call it together and get the same L, because they encode their rows together.
         """
+        text = self.config.text_cfg
+        if not is_cut_exact(text):
+            return tokens
+        (length,) = cut_lengths([int(caption_lengths(tokens, text).max())], text, self.tensor)
+        return tokens[:, :length]
 
     @abc.abstractmethod
     def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:

@@ -50,6 +50,10 @@ class OpenClipText(_Section):
     """Arguments that open_clip passes to the tokenizer."""
     hf_model_name: str | None = None
     """Hugging Face name or path of the text model; None: open_clip's text transformer."""
+    no_causal_mask: bool = False
+    """True: every token of open_clip's text transformer attends to all tokens, else to itself and those before it."""
+    embed_cls: bool = False
+    """True: open_clip's text transformer has a class token behind the caption's tokens."""
     pool_type: str = "argmax"
     """Position of the caption's feature in open_clip's text transformer."""
     eos_id: int = Field(2, ge=0)

@@ -25,11 +25,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import ConfigError, first_line
 from megaclip.models.blocks import CheckpointFunction
+from megaclip.models.compilation import compiled_class
 from megaclip.models.dual_encoder import DualEncoder
 from megaclip.models.hugging_face import known_configurations
 from megaclip.models.open_clip_config import OpenClipConfig
 from megaclip.models.open_clip_layers import open_clip_layer_groups
 from megaclip.models.packing import Pieces
+from megaclip.models.text import is_cut_exact
 from megaclip.open_clip_package import import_open_clip
 
 _BLOCK_CLASS = re.compile(r".*(Block\w*|Layer|Bottleneck)$")
@@ -61,6 +63,9 @@ class OpenClipModel(DualEncoder):
         for module in self.text.modules():
             if type(module).__name__.endswith("SinusoidalPositionalEmbedding"):
                 module.register_forward_hook(self._in_the_parameters_dtype)
+        if is_cut_exact(config.text_cfg):
+            transformer = self.text.get_submodule("transformer")
+            transformer.register_forward_pre_hook(_with_mask_of_its_length, with_kwargs=True)
         self._norms = [module for module in self.modules() if isinstance(module, _BatchNorm)]
         for norm in self._norms:
             norm.__class__ = _with_float32_statistics(type(norm))
@@ -83,10 +88,6 @@ class OpenClipModel(DualEncoder):
             return row.expand(2, *row.shape[1:]) if self._norms else row
         padding = getattr(getattr(self.text, "config", None), "pad_token_id", None)
         return torch.full_like(row, 1) if padding == 0 else torch.zeros_like(row)
-
-    def cut_captions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the tokens unchanged: open_clip's text towers take captions of the context length."""
-        return tokens
 
     def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
         """Run every block through `checkpoint_fn`, as `DualEncoder` documents it."""
@@ -138,11 +139,24 @@ class OpenClipModel(DualEncoder):
     def compile_towers(
         self, whole_image_tower: bool, where: Callable[[nn.Module], bool], *, recomputes: bool = False
     ) -> str:
-        """Raise ConfigError: open_clip's modules run as plain PyTorch."""
-        raise ConfigError(
-            "megaclip.compile true requires MegaCLIP's own towers, and open_clip's modules run this model; set "
-            'megaclip.compile to "auto" or false'
-        )
+        """Compile each tower as one graph, or its blocks: as `DualEncoder` documents it.
+
+        A text tower whose captions are cut is compiled by blocks, because it gets captions of several lengths, and a
+        block compiles faster than a tower.
+        """
+        classes: dict[type, type] = {}
+        parts = []
+        for name, tower in (("image", self.visual), ("text", self.text)):
+            whole = whole_image_tower and (name == "image" or not is_cut_exact(self.config.text_cfg))
+            modules = [tower] if whole else [block for block in _blocks(tower) if where(block)]
+            for module in modules:
+                kind = type(module)
+                if kind not in classes:
+                    classes[kind] = compiled_class(kind, recomputes=recomputes)
+                module.__class__ = classes[kind]
+            parts.append(f"{name} {'tower' if whole else 'blocks' if modules else 'tower not'}")
+        compiled = f"compiled {' and '.join(parts)} of open_clip"
+        return f"{compiled} with selective recomputation" if recomputes else compiled
 
     def statistics(self, tower: nn.Module) -> list[torch.Tensor]:
         """Return the buffers of the tower's batch norms."""
@@ -162,6 +176,18 @@ class OpenClipModel(DualEncoder):
             if before is not None and after.dtype != torch.promote_types(after.dtype, torch.float32):
                 setattr(norm, name, before.to(after.device))
         return self
+
+
+def _with_mask_of_its_length(
+    _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cut the causal mask of open_clip's text transformer, which has the context length, to that of the captions."""
+    x_bLC, *others = arguments
+    mask = others[0] if others else options.get("attn_mask")
+    if mask is None:
+        return arguments, options
+    length = x_bLC.shape[1]
+    return (x_bLC,), {**options, "attn_mask": mask[..., :length, :length]}
 
 
 def _build(config: OpenClipConfig) -> Any:

@@ -27,7 +27,7 @@ which the fast matrix products and attention kernels of GPUs align. The multiple
 compiled blocks are compiled for: 10 for a context length of 77."""
 
 
-def pooled_position(tokens: torch.Tensor, config: TextConfig) -> Position:
+def pooled_position(tokens: torch.Tensor, config: TextConfig | OpenClipText) -> Position:
     """Return the position whose feature represents the caption: (b,) int64, or one integer for all captions."""
     if config.pool_type == "argmax":
         return tokens.argmax(dim=1)
@@ -46,8 +46,10 @@ def is_cut_exact(config: TextConfig | OpenClipText) -> bool:
 
 def reason_not_to_cut(config: TextConfig | OpenClipText) -> str | None:
     """Return the property of the text tower because of which captions cannot be cut with equal features, or None."""
-    if isinstance(config, OpenClipText):
-        return "open_clip's text towers take captions of the context length"
+    if isinstance(config, OpenClipText) and config.hf_model_name is not None:
+        return "Hugging Face's text models get the padding"
+    if isinstance(config, OpenClipText) and config.embed_cls:
+        return "the text tower puts a class token behind the padding"
     if config.no_causal_mask:
         return "the text tower's attention is not causal"
     if config.pool_type not in ("argmax", "eos"):
@@ -55,7 +57,7 @@ def reason_not_to_cut(config: TextConfig | OpenClipText) -> str | None:
     return None
 
 
-def caption_lengths(tokens: torch.Tensor, config: TextConfig) -> torch.Tensor:
+def caption_lengths(tokens: torch.Tensor, config: TextConfig | OpenClipText) -> torch.Tensor:
     """Return the number of tokens up to and including the pooled one: (b, L) -> (b,) int64.
 
     config: a text tower for which `is_cut_exact` returns True.
@@ -69,12 +71,12 @@ def caption_lengths(tokens: torch.Tensor, config: TextConfig) -> torch.Tensor:
     return torch.from_numpy((of_rows if config.pool_type == "argmax" else of_rows == config.eos_id).argmax(axis=1) + 1)
 
 
-def cut_length(longest: int, config: TextConfig) -> int:
+def cut_length(longest: int, config: TextConfig | OpenClipText) -> int:
     """Return the length at which captions of up to `longest` tokens are cut."""
     return min(-(-longest // CUT_MULTIPLE) * CUT_MULTIPLE, config.context_length)
 
 
-def cut_lengths(longest: list[int], config: TextConfig, tensor: RankGroup) -> list[int]:
+def cut_lengths(longest: list[int], config: TextConfig | OpenClipText, tensor: RankGroup) -> list[int]:
     """Return the length at which each of several chunks is cut.
 
     longest: number of tokens of the longest caption of each chunk on this rank.

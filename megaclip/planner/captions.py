@@ -6,7 +6,7 @@ The assumed distribution: 90 % of the captions have 8 to 32 tokens, start and en
 
 import itertools
 
-from megaclip.models import TextConfig
+from megaclip.models import OpenClipText, TextConfig
 from megaclip.models.packing import Pieces
 from megaclip.models.text import cut_length
 from megaclip.planner.rules import piece_rows
@@ -22,7 +22,7 @@ def assumed_length(share: float) -> int:
     return min(least + int(part * (most - least + 1)), most)
 
 
-def planned_pieces(rows: int, chunks: int, text: TextConfig, tensor_ranks: int) -> list[Pieces]:
+def planned_pieces(rows: int, chunks: int, text: TextConfig | OpenClipText, tensor_ranks: int) -> list[Pieces]:
     """Return the pieces of each of `chunks` chunks of `rows` captions, after sorting and cutting.
 
     The longest caption of a piece is that of a large batch: in the first piece, the longest of all captions.
@@ -30,14 +30,14 @@ def planned_pieces(rows: int, chunks: int, text: TextConfig, tensor_ranks: int) 
     longer, planned = 0, []  # number of captions before the piece
     for chunk in range(chunks):
         pieces = []
-        for count in piece_rows(rows, chunk, chunks, tensor_ranks):
+        for count in piece_rows(rows, chunk, chunks, text, tensor_ranks):
             pieces.append((count, cut_length(assumed_length(1 - longer / (rows * chunks)), text)))
             longer += count
         planned.append(tuple(pieces))
     return planned
 
 
-def mean_positions(rows: int, chunks: int, text: TextConfig, tensor_ranks: int = 1) -> float:
+def mean_positions(rows: int, chunks: int, text: TextConfig | OpenClipText, tensor_ranks: int = 1) -> float:
     """Return the mean number of token positions per caption after sorting and cutting."""
     pieces = itertools.chain.from_iterable(planned_pieces(rows, chunks, text, tensor_ranks))
     return sum(count * positions for count, positions in pieces) / (rows * chunks)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from megaclip.models import OpenClipConfig, OpenClipText
+from megaclip.models import OpenClipConfig
 from megaclip.planner import rules
 from megaclip.planner.captions import planned_pieces
 from megaclip.planner.cluster import Cluster
@@ -32,8 +32,8 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
     gradient cache.
     """
     section = workload.megaclip
-    if isinstance(workload.model, OpenClipConfig):  # open_clip's modules run as plain PyTorch
-        return CompileEstimate(0.0, 0.0, False)
+    if isinstance(workload.model, OpenClipConfig):  # what its many kinds of towers save is not known
+        return CompileEstimate(0.0, 0.0, section.compile is True)
     plain, compiled = (
         tower_seconds(workload.with_megaclip(compile=setting), cluster.rates) for setting in (False, True)
     )
@@ -61,7 +61,7 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
 def _text_shapes(workload: Workload) -> int:
     """Return the number of shapes of text chunks that text blocks are compiled for."""
     text = workload.model.text_cfg
-    if isinstance(text, OpenClipText) or not rules.cuts_captions(workload.megaclip.cut_captions, text):
+    if not rules.cuts_captions(workload.megaclip.cut_captions, text):
         return 1
     batch = workload.batch
     return len(set(planned_pieces(batch.text_micro_batch, batch.text_chunks, text, workload.tensor_ranks)))

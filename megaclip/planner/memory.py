@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.plan import CPU, Choice, Machine, choose_way
+from megaclip.models import OpenClipConfig
 from megaclip.planner import rules
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.compilation import compile_estimate
@@ -192,6 +193,8 @@ def _recomputes(workload: Workload, cluster: Cluster) -> bool:
         return False
     if section.selective_recompute != "auto":
         return section.selective_recompute
+    if isinstance(workload.model, OpenClipConfig):  # the plan does not know what it would save
+        return False
     without, with_it = (
         _with_graphs_and_way(workload.with_megaclip(selective_recompute=setting), cluster) for setting in (False, True)
     )

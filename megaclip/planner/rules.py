@@ -89,15 +89,15 @@ def cuts_captions(setting: bool | str, text: TextConfig | OpenClipText) -> bool:
     return setting is not False and is_cut_exact(text)
 
 
-def piece_rows(rows: int, chunk: int, chunks: int, tensor_ranks: int) -> list[int]:
+def piece_rows(rows: int, chunk: int, chunks: int, text: TextConfig | OpenClipText, tensor_ranks: int) -> list[int]:
     """Return the number of rows of each piece that a chunk of sorted captions is divided into.
 
     The first of one or two chunks is divided into an eighth, an eighth, a quarter and a half: usual captions have a few
     long ones and many of similar lengths. With more chunks the first one has long captions only. Their lengths differ
     from step to step, and torch.compile would compile the blocks for each combination of lengths. Tensor-parallel ranks
-    encode their rows together, so they cannot sort them together.
+    encode their rows together, so they cannot sort them together. open_clip's text towers take rows of one length.
     """
-    if chunk > 0 or chunks > 2 or rows < 8 or tensor_ranks > 1:
+    if chunk > 0 or chunks > 2 or rows < 8 or tensor_ranks > 1 or isinstance(text, OpenClipText):
         return [rows]
     eighth = rows // 8
     return [eighth, eighth, 2 * eighth, rows - 4 * eighth]

@@ -240,7 +240,8 @@ def compiled_time(workload: Workload) -> tuple[float, float]:
     """Return the time of the image tower and of the text tower over that of plain PyTorch."""
     if workload.megaclip.compile is not True:
         return 1.0, 1.0
-    image, text = COMPILED_TIME["towers" if workload.compiles_image_tower else "blocks"]
+    own = "towers" if workload.compiles_image_tower else "blocks"
+    image, text = COMPILED_TIME["open_clip" if isinstance(workload.model, OpenClipConfig) else own]
     longer = RECOMPUTE_TIME if workload.megaclip.selective_recompute is True else 1.0
     return longer * image, longer * text
 
@@ -252,7 +253,8 @@ def towers(workload: Workload, *, mean: bool = False) -> tuple[Tower | TracedTow
     a chunk with a long caption has, and which memory is planned for.
     """
     if isinstance(workload.model, OpenClipConfig):
-        return traced_image_tower(workload.model), traced_text_tower(workload.model)
+        share = workload.text_positions / workload.model.text_cfg.context_length if mean else 1.0
+        return traced_image_tower(workload.model), replace(traced_text_tower(workload.model), share=share)
     ranks = workload.tensor_ranks
     pair = own_image_tower(workload.model, ranks), own_text_tower(workload.model, ranks)
     if mean:

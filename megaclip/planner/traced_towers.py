@@ -56,15 +56,18 @@ class TracedTower:
     layers: int
     """Number of blocks."""
     tokens: float
-    """Tokens per caption; 0 for an image tower."""
+    """Tokens per caption of full length; 0 for an image tower."""
     input_bytes: int
     """Bytes of one sample in the step store: uint8 pixels, int32 tokens."""
+    share: float = 1.0
+    """Part of the tokens that the tower computes, for the mean costs of captions that are cut."""
     tensor_ranks: int = 1
 
     def trace(self, compute_bytes: int, checkpointing: str = "") -> Traced:
         """Return the costs of one sample."""
         description = json.dumps(self.model.to_open_clip(), sort_keys=True)
-        return _trace(description, self.name, compute_bytes, bool(checkpointing))
+        whole = _trace(description, self.name, compute_bytes, bool(checkpointing))
+        return Traced(*(self.share * cost for cost in whole))
 
     def saved_bytes(self, samples: int, compute_bytes: int) -> float:
         """Return what autograd keeps of a forward pass without checkpointing, without the tower's input."""

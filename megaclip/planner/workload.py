@@ -20,7 +20,7 @@ from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.config.training import default_text_micro_batch
 from megaclip.errors import ConfigError
 from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, OpenClipText, meta_model
+from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, meta_model
 from megaclip.models.layers import check_split, split_dim
 from megaclip.planner import rules
 from megaclip.planner.captions import mean_positions
@@ -266,7 +266,7 @@ class Workload:
         """Mean number of token positions per caption that the text tower computes: the context length if captions are
         not cut."""
         text = self.model.text_cfg
-        if isinstance(text, OpenClipText) or not rules.cuts_captions(self.megaclip.cut_captions, text):
+        if not rules.cuts_captions(self.megaclip.cut_captions, text):
             return text.context_length
         if self.text_positions_saved is None:
             return mean_positions(self.batch.text_micro_batch, self.batch.text_chunks, text, self.tensor_ranks)

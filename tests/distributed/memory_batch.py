@@ -9,7 +9,7 @@ from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.engine.caption_chunks import CaptionChunks
 from megaclip.engine.step_batch import DeviceFeed, Tower
-from megaclip.models import TextConfig
+from megaclip.models import OpenClipText, TextConfig
 from megaclip.models.packing import Pieces
 
 
@@ -27,7 +27,7 @@ class MemoryBatch:
         feed: DeviceFeed,
         *,
         text_chunks: int,
-        cut: TextConfig | None = None,
+        cut: TextConfig | OpenClipText | None = None,
         tensor: RankGroup = ONE_RANK,
     ) -> None:
         self._pixels, self._tokens, self._feed, self._text_chunks = list(pixels), tokens, feed, text_chunks

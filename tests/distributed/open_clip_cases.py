@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from megaclip.checkpoint import store
 from megaclip.config import parse_arguments
@@ -28,7 +29,7 @@ from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.process_group import quiet_deepspeed
 from megaclip.engine.step_batch import DeviceFeed, Tower
 from megaclip.losses import LOSSES
-from megaclip.models import DualEncoder, build_model
+from megaclip.models import DualEncoder, OpenClipConfig, build_model, compilation
 from megaclip.open_clip_package import import_open_clip
 from megaclip.planner.rules import kept_graphs
 from tests.distributed import engine_cases
@@ -51,6 +52,7 @@ from tests.distributed.memory_batch import MemoryBatch
 from tests.open_clip_families import CONTEXT_LENGTH, IMAGE_SIZE, VOCAB_SIZE, family
 
 CHUNKS = 2
+CUT_CONTEXT_LENGTH = 24
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 TRANSFORM = ImageTransform(IMAGE_SIZE, mean=MEAN, std=STD)
 
@@ -70,6 +72,10 @@ class Case:
     """As for `engine_cases.Case`."""
     resumes: bool = True
     """Repeat the last step in a new engine that loads the checkpoint of the one before."""
+    compiled: bool = False
+    """Run the towers through torch.compile, with the backend engine_cases.COMPILER."""
+    cuts: bool = False
+    """Captions of several lengths, which the engine cuts."""
     locked: bool = False
     """Lock both towers, except their last two groups."""
     section: tuple[tuple[str, float], ...] = ()
@@ -93,10 +99,24 @@ class Outcome:
     """Parameters and statistics after the last step, of an engine that loaded the checkpoint of the first one."""
 
 
-def whole_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return pixels (BATCH, 3, H, W) uint8 and tokens (BATCH, L), the same in every process."""
+def description(case: Case, folder: Path) -> OpenClipConfig:
+    """Return the model of a case. folder: as for `family`."""
+    config = family(case.family, folder)
+    return config.replace(text_cfg={"context_length": CUT_CONTEXT_LENGTH}) if case.cuts else config
+
+
+def whole_batch(step: int, *, cuts: bool = False) -> tuple[Tensor, Tensor]:
+    """Return pixels (BATCH, 3, H, W) uint8 and tokens (BATCH, L), the same in every process.
+
+    cuts: captions have 2 to CUT_CONTEXT_LENGTH tokens.
+    """
     generator = torch.Generator().manual_seed(200 + step)
     images = torch.randint(256, (BATCH, 3, IMAGE_SIZE, IMAGE_SIZE), generator=generator, dtype=torch.uint8)
+    if cuts:
+        tokens = torch.randint(3, VOCAB_SIZE, (BATCH, CUT_CONTEXT_LENGTH), generator=generator)
+        ends = torch.randint(1, CUT_CONTEXT_LENGTH, (BATCH, 1), generator=generator)
+        places = torch.arange(CUT_CONTEXT_LENGTH)
+        return images, tokens.where(places < ends, 0).where(places != ends, 2)
     words = torch.randint(3, VOCAB_SIZE, (BATCH, CONTEXT_LENGTH - 1), generator=generator)
     return images, torch.cat([words, torch.full((BATCH, 1), 2)], dim=1)
 
@@ -131,20 +151,23 @@ def start_engine(case: Case, folder: Path, *more: str) -> DeepSpeedEngine:
         offload=case.offload,
         section=case.section,
     )
+    compilation.BACKEND = engine_cases.COMPILER
     with smooth_activations():
-        return build_engine(training_config(settings), parse_arguments(flags), family(case.family, folder))
+        arguments, config = parse_arguments(flags), description(case, folder)
+        return build_engine(training_config(settings), arguments, config, compiles=case.compiled)
 
 
 def take_step(engine: DeepSpeedEngine, case: Case, step: int, outcome: Outcome) -> None:
     """Take one optimizer step on this rank, together with the other rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    images, tokens = (whole[rank::ranks] for whole in whole_batch(step))
+    images, tokens = (whole[rank::ranks] for whole in whole_batch(step, cuts=case.cuts))
     feed = DeviceFeed(torch.device("cpu"), torch.bfloat16 if case.bf16 else torch.float32, TRANSFORM.normalise)
     bias, model = engine.module.logit_bias, engine.module
+    cut = model.config.text_cfg if case.cuts else None
     loss = accumulate_gradients(
         engine,
         LOSSES["clip" if bias is None else "siglip"](exchange="ring", reduction="feature"),
-        MemoryBatch(images.chunk(CHUNKS), tokens, feed, text_chunks=case.text_chunks),
+        MemoryBatch(images.chunk(CHUNKS), tokens, feed, text_chunks=case.text_chunks, cut=cut),
         LogitScale(engine, 100.0).read(),
         RandomState(SEED, step, rank),
         logit_bias=None if bias is None else MasterScalar(bias).read(),
@@ -164,11 +187,14 @@ def statistics_of(model: DualEncoder) -> dict[str, np.ndarray]:
 
 def train(case: Case, folder: Path, checkpoints: Path) -> Outcome:
     """Train two steps and save the last one, or both if the case resumes from the first one."""
+    torch.compiler.reset()
     engine, outcome = start_engine(case, folder), Outcome()
+    graphs = counters["stats"]["unique_graphs"]
     for step in range(STEPS):
         take_step(engine, case, step, outcome)
         if case.resumes or step == STEPS - 1:
             store.save(engine, store.Target(checkpoints, step + 1, {"step": step + 1}, STEPS))
+    assert case.compiled == (counters["stats"]["unique_graphs"] > graphs)
     outcome.parameters, outcome.statistics = whole_parameters(engine), statistics_of(engine.module)
     if case.resumes:
         resumed = start_engine(case, folder)
@@ -182,7 +208,7 @@ def oracle(case: Case, folder: Path, rates: Rates = same_rates) -> Outcome:
     """Train in one process in float64 on the whole batch."""
     torch.manual_seed(SEED)
     with smooth_activations():
-        model = build_model(family(case.family, folder)).double().train()
+        model = build_model(description(case, folder)).double().train()
     if case.locked:
         model.lock_image_tower(2)
         model.lock_text_tower(2)
@@ -212,7 +238,7 @@ def oracle(case: Case, folder: Path, rates: Rates = same_rates) -> Outcome:
 
 def _features(model: DualEncoder, case: Case, step: int) -> tuple[Tensor, Tensor]:
     """Return the features (BATCH, D) of both towers, the share of one rank after the other's."""
-    images, tokens = whole_batch(step)
+    images, tokens = whole_batch(step, cuts=case.cuts)
     pixels = (images.double() / 255 - torch.tensor(MEAN).double().view(3, 1, 1)) / torch.tensor(STD).double().view(
         3, 1, 1
     )

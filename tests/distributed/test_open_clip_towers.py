@@ -18,7 +18,7 @@ from megaclip.checkpoint.reshard import load_resharded
 from megaclip.checkpoint.verify import TOLERANCE, verify
 from tests.distributed.engine_cases import STEPS, WORLD_SIZE, whole_parameters
 from tests.distributed.harness import or_traceback, run_ranks
-from tests.distributed.open_clip_cases import Case, Outcome, oracle, start_engine, statistics_of, train
+from tests.distributed.open_clip_cases import Case, Outcome, description, oracle, start_engine, statistics_of, train
 from tests.open_clip_families import BOTH_RANDOM, FAMILIES, WITH_BATCH_NORM, family
 from tests.tolerances import OPEN_CLIP_BF16, OPEN_CLIP_ENGINE, compare, exceeded, unnoticed
 
@@ -32,6 +32,8 @@ QUICK |= {
     "both random zero2 offloaded": Case(BOTH_RANDOM, 2, offload="optimizer", resumes=False),
     "mobileclip zero2 kept": Case("mobileclip", 2, keep=3, checkpointing="plain", resumes=False),
     "mt5 zero3 checkpointing": Case("mt5", 3, checkpointing="plain", resumes=False),
+    "both random zero1 compiled": Case(BOTH_RANDOM, 1, compiled=True, resumes=False),
+    "eva zero1 cut": Case("eva", 1, cuts=True, resumes=False),
 }
 GRID = {
     f"{name} zero{stage}": Case(name, stage)
@@ -41,8 +43,11 @@ GRID = {
 }
 WITHOUT_GROUPS = ("resnet", "m2m_100")
 """Families of which open_clip cannot unlock groups."""
+GRID["eva zero3 compiled, cut"] = Case("eva", 3, compiled=True, cuts=True, checkpointing="plain", resumes=False)
 GRID["both random zero3 kept"] = Case(BOTH_RANDOM, 3, keep=3, text_chunks=1)
 for _name in FAMILIES:
+    GRID[f"{_name} zero2 compiled"] = Case(_name, 2, compiled=True, keep=1, resumes=False)
+    GRID[f"{_name} zero3 compiled"] = Case(_name, 3, compiled=True)
     GRID[f"{_name} zero3 checkpointing"] = Case(_name, 3, checkpointing="plain")
     _locked = _name not in WITHOUT_GROUPS
     GRID[f"{_name} zero3 locked offloaded"] = Case(_name, 3, locked=_locked, offload="all", resumes=False)
@@ -117,7 +122,7 @@ def check_export(got: Outcome | str, name: str, case: Case, folder: Path) -> Non
     """Export the last checkpoint; its values are those of the run, and open_clip computes equal features from it."""
     assert isinstance(got, Outcome)
     checkpoints, exported = checkpoints_of(folder, name), folder / "exported" / name.replace(" ", "-")
-    weights, config = consolidated_weights(checkpoints, f"step_{STEPS:08d}"), family(case.family, folder)
+    weights, config = consolidated_weights(checkpoints, f"step_{STEPS:08d}"), description(case, folder)
     trained = got.parameters | got.statistics
     assert weights.keys() == trained.keys()
     assert all((weights[key].detach().numpy() == value).all() for key, value in trained.items())
