@@ -23,6 +23,7 @@ from megaclip.planner import Cluster, Workload, describe, plan_memory
 from megaclip.planner.memory import resolve_auto
 from megaclip.planner.rules import ImagePlace, captions_per_image, embeddings_on_cpu, place_images
 from megaclip.planner.step_time import plan_time
+from megaclip.planner.tower_time import tower_seconds
 from megaclip.planner.towers import tower_work, towers
 from tests.distributed.memory_batch import MemoryBatch
 from tests.unit.planner_cases import GIB, workload
@@ -314,6 +315,24 @@ def test_compiled_towers_recompute_where_it_pays(
         other = plan_memory(job.with_megaclip(selective_recompute=not expected), cluster)
         chosen, otherwise = (plan_time(each.workload, cluster).total for each in (plan, other))
         assert chosen <= 1.001 * otherwise or other.refusals
+
+
+def test_open_clips_towers_in_a_plan_compile_on_request_and_their_captions_are_cut(tmp_path: Path) -> None:
+    job = replace(workload(tmp_path, 1), model=load_model_config("ViT-B-32", "open_clip"))
+    machine = describe(gpus=1)
+    padded = job.with_megaclip(cut_captions=False)
+    short, long = (tower_seconds(each, machine.rates)[1] for each in (job, padded))
+    share = job.text_positions / 77
+    assert 0.2 < share < 0.8
+    assert short.forward == pytest.approx(share * long.forward) and short.backward < long.backward
+    peaks = [plan_memory(each, machine).gpu_phases for each in (job, padded)]
+    assert peaks[0] == peaks[1]  # a chunk may have a caption of full length
+    plans = {setting: plan_memory(job.with_megaclip(compile=setting), machine) for setting in (True, False, "auto")}
+    assert {setting: (plan.compiles, plan.recomputes) for setting, plan in plans.items()} == {
+        True: (True, False),
+        False: (False, False),
+        "auto": (False, False),
+    }
 
 
 def test_the_settings_of_a_workload_are_the_runs_own_objects(tmp_path: Path) -> None:
