@@ -292,8 +292,18 @@ def _start_worker(rows: Any, number: int) -> None:
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.excepthook = functools.partial(_except_lost_connections, sys.excepthook)
     # Bad images are counted. Pillow's warnings on metadata and size add nothing.
     warnings.filterwarnings("ignore", module="PIL")
+
+
+def _except_lost_connections(hook: Callable[..., Any], kind: type[BaseException], *error: Any) -> None:
+    """Show an exception of a thread of a worker, except that the process which takes its results is gone.
+
+    multiprocessing's thread that hands over shared memory would show a traceback of a rank that was killed.
+    """
+    if not issubclass(kind, ConnectionError | EOFError):
+        hook(kind, *error)
 
 
 def _identity(item: Any) -> Any:

@@ -4,6 +4,8 @@ import ctypes
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -188,3 +190,26 @@ def test_a_worker_that_hangs_is_a_data_error_after_the_timeout_that_was_set():
     with pytest.raises(DataError, match="timed out after 1"):
         next(results)
     assert time.monotonic() - began < 60
+
+
+LOST_READER = """
+import socket, sys, time
+from multiprocessing import resource_sharer
+from megaclip.data import workers
+if sys.argv[1] == "worker":
+    workers._start_worker([0], 0)
+resource_sharer.DupFd(1)  # as a result in shared memory
+with socket.socket(socket.AF_UNIX) as reader:
+    reader.connect(resource_sharer._resource_sharer._address)
+    time.sleep(0.3)
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize("process", ["worker", "other"])
+def test_a_worker_whose_rank_was_killed_shows_no_traceback(process: str) -> None:
+    """The rank dies while it receives shared memory. Another process shows what a worker must not show."""
+    done = subprocess.run([sys.executable, "-c", LOST_READER, process], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert ("ConnectionResetError" in done.stderr) == (process == "other"), done.stderr
+    assert ("Traceback" in done.stderr) == (process == "other")
