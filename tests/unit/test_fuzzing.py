@@ -1,6 +1,6 @@
 """Files and command lines that Hypothesis makes up raise only our own errors, of one line, and nothing else happens.
 
-Each test has a short form, and a long one of 20 times as many examples. Both try the same examples in every run.
+Each test has a short form, and a long one of five times as many examples. Both try the same examples in every run.
 """
 
 import copy
@@ -62,7 +62,7 @@ VALUES = st.recursive(
 
 pytestmark = [
     pytest.mark.timeout(900),
-    pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.long)]),
+    pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.long)]),
 ]
 
 
