@@ -54,13 +54,15 @@ done
 [[ -f $hostfile ]] || fail "no hostfile $hostfile: copy launch/hostfile.example and list your hosts, or pass --hostfile"
 # Host names, the address, the port and the values of variables reach the shells of all hosts without quotes, or only in
 # "...". So everything that a shell could expand is refused before anything is started.
-host_line='[A-Za-z0-9_][A-Za-z0-9_.@-]*[[:space:]]+slots=[1-9][0-9]{0,3}'
-if line=$(grep -anEv "^[[:space:]]*($host_line[[:space:]]*)?(#|\$)" "$hostfile"); then
+host_line='([A-Za-z0-9_][A-Za-z0-9_.@-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*[[:space:]]+slots=[1-9][0-9]{0,3}'
+if line=$(grep -anEv "^[[:space:]]*($host_line[[:space:]]*)?(#|\$)" "$hostfile" | tr '\0' '?'); then
   fail "$hostfile, line ${line%%$'\n'*}: expected HOST slots=RANKS, with HOST of letters, digits and . _ - @"
 fi
 mapfile -t hosts < <(awk '!/^[[:space:]]*(#|$)/ { print $1 }' "$hostfile")
 ((${#hosts[@]})) || fail "$hostfile lists no host: add lines HOST slots=RANKS"
-master_addr=${master_addr:-${hosts[0]#*@}}
+twice=$(printf '%s\n' "${hosts[@]}" | sort | uniq -d | head -n 1)
+[[ -z $twice ]] || fail "$hostfile: $twice is listed twice; remove one of the lines"
+master_addr=${master_addr:-${hosts[0]##*@}}
 [[ $master_addr =~ ^[A-Za-z0-9_][A-Za-z0-9_.:-]*$ ]] ||
   fail "--master_addr '$master_addr': expected a host name or an address of letters, digits and . : _ -"
 [[ $master_port =~ ^[1-9][0-9]{0,4}$ ]] && ((master_port < 65536)) ||
@@ -76,10 +78,10 @@ env_name=${DS_ENV_FILE:-.deepspeed_env}
 if [[ $env_name == /* ]]; then env_files=("$env_name"); else env_files=("$HOME/$env_name" "./$env_name"); fi
 for file in "${env_files[@]}"; do
   [[ -f $file ]] || continue
-  if line=$(grep -anEv '^[A-Za-z_][A-Za-z0-9_]*=' "$file"); then
+  if line=$(grep -anEv '^[A-Za-z_][A-Za-z0-9_]*=' "$file" | tr '\0' '?'); then
     fail "$file, line ${line%%$'\n'*}: expected NAME=VALUE; remove blank lines, comments and spaces before the ="
   fi
-  if line=$(grep -anE '[[:cntrl:]]' "$file"); then
+  if line=$(grep -anE '[[:cntrl:]]' "$file" | tr '\0' '?'); then
     fail "$file, line ${line%%:*}: expected text without control characters; convert Windows line ends with dos2unix"
   fi
   $no_ssh && continue

@@ -166,6 +166,9 @@ class TrainArguments(BaseModel):
     eval_every_steps: Positive | None = Field(
         default=None, description="steps between evaluations (replaces --val-frequency)"
     )
+    eval_ema: bool = Field(
+        default=False, description="evaluate the moving average of the weights (megaclip.ema_decay) during training"
+    )
     eval_batch_size: Positive = Field(default=64, description="batch size of the evaluation, per rank")
     log_every_n_steps: Positive = Field(
         default=10,
@@ -247,8 +250,9 @@ class TrainArguments(BaseModel):
             raise ValueError("--lock-text-unlocked-layers requires --lock-text; set it")
         if self.group_captions and not self.val_data:
             raise ValueError("--group-captions requires --val-data; set it")
-        if self.val_data == [] and self.zeroshot_data is None and self.eval_every_steps:
-            raise ValueError("--eval-every-steps requires --val-data or --zeroshot-data; set one of them")
+        for flag, given in (("--eval-every-steps", self.eval_every_steps), ("--eval-ema", self.eval_ema)):
+            if self.val_data == [] and self.zeroshot_data is None and given:
+                raise ValueError(f"{flag} requires --val-data or --zeroshot-data; set one of them")
         return self
 
 

@@ -23,13 +23,14 @@ _RETRIEVAL = ("retrieval_r1_i2t", "retrieval_r1_t2i")
 
 
 class _Data(BaseModel):
-    """Flags of the command line that specify the evaluation. Scores on other data are not compared."""
+    """Flags of the command line that specify the evaluation. Scores of other ones are not compared."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     val_data: list[str]
     group_captions: bool
     zeroshot_data: str | None
+    eval_ema: bool = False
 
 
 class _Record(BaseModel):
@@ -121,10 +122,11 @@ class BestCheckpoint:
         """Log the best checkpoint and the command that exports it."""
         if self._record is not None:
             logger.info(
-                "best checkpoint: %s with %s %.4f. To export it: megaclip export %s OUT_DIR --tag %s --verify",
+                "best checkpoint: %s with %s %.4f. To export it: megaclip export %s OUT_DIR --tag %s%s --verify",
                 self._record.checkpoint,
                 self._record.main_score,
                 self._record.value,
                 self._folder,
                 self._record.checkpoint,
+                " --ema" * self._data.eval_ema,
             )

@@ -96,6 +96,11 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     _check_vocabulary(tokenizer, tokenizer_name, model_config)
     model_config = model_config.replace(text_cfg=_text_settings(tokenizer, model_config))
     _check_cut(arguments, config.megaclip, model_config)
+    if arguments.eval_ema and config.megaclip.ema_decay is None:
+        raise ConfigError(
+            "--eval-ema evaluates the moving average of the weights, and megaclip.ema_decay is not set; set it, or "
+            "leave out --eval-ema"
+        )
     preprocess = _preprocess(arguments, image_card)
     if cards := dict.fromkeys(str(used.path) for used in (text_card, image_card) if used is not None):
         settings = ", ".join(f"{name} {value}" for name, value in preprocess.items())

@@ -164,7 +164,13 @@ class Metrics:
         return self._last_logged_at is None or now - self._last_logged_at >= LONGEST_LOG_INTERVAL_S
 
     def record_evaluation(
-        self, step: int, scores: dict[str, float], pictures: dict[str, np.ndarray], left_out: dict[str, int]
+        self,
+        step: int,
+        scores: dict[str, float],
+        pictures: dict[str, np.ndarray],
+        left_out: dict[str, int],
+        *,
+        of_average: bool = False,
     ) -> None:
         """Report an evaluation.
 
@@ -173,10 +179,13 @@ class Metrics:
             scores: scalars by name.
             pictures: (3, H, W) uint8 by name.
             left_out: number of bad samples that the evaluation left out, by kind.
+            of_average: the weights were their moving average.
         """
         if not self._first_rank:
             return
-        logger.info("evaluation at step %d: %s", step, ", ".join(f"{key} {value:.4f}" for key, value in scores.items()))
+        what = "evaluation of the moving average" if of_average else "evaluation"
+        shown = ", ".join(f"{key} {value:.4f}" for key, value in scores.items())
+        logger.info("%s at step %d: %s", what, step, shown)
         if left_out:
             logger.warning("bad samples left out of the evaluation: %s", _listed(left_out))
         self._write(step, {f"evaluation/{name}": value for name, value in scores.items()})

@@ -417,24 +417,25 @@ class Run:
         )
         self.engine.eval()
         try:
-            result, left_out = evaluate_datasets(
-                encode,
-                pairs=inputs.validation,
-                labelled=inputs.labelled,
-                captions=self._validation_captions,
-                transform=inputs.evaluation_transform,
-                tokenizer=inputs.tokenizer,
-                batch_size=self.arguments.eval_batch_size,
-                num_workers=self.arguments.workers,
-                progress=lambda batches, name: self.watchdog.watched(metrics.progress(batches, name)),
-            )
+            with self.average.in_model() if self.arguments.eval_ema else nullcontext():
+                result, left_out = evaluate_datasets(
+                    encode,
+                    pairs=inputs.validation,
+                    labelled=inputs.labelled,
+                    captions=self._validation_captions,
+                    transform=inputs.evaluation_transform,
+                    tokenizer=inputs.tokenizer,
+                    batch_size=self.arguments.eval_batch_size,
+                    num_workers=self.arguments.workers,
+                    progress=lambda batches, name: self.watchdog.watched(metrics.progress(batches, name)),
+                )
         finally:
             self.engine.train()
         self.scores = result.metrics
         pictures = {}
         if self.rank == 0 and result.examples is not None and inputs.validation is not None:
             pictures = example_pictures(result.examples, inputs.validation)
-        metrics.record_evaluation(self.step, result.metrics, pictures, left_out)
+        metrics.record_evaluation(self.step, result.metrics, pictures, left_out, of_average=self.arguments.eval_ema)
         self.saves.finish()  # a checkpoint counts when it is complete
         with report_write_errors():
             if self.rank == 0:

@@ -9,14 +9,21 @@ The averages are entries of the optimizer's state, beside its moments. So DeepSp
 `megaclip.checkpoint` divides them among any number of ranks. Running statistics of batch norms are not averaged again.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint.reshard import flat_groups
 from megaclip.checkpoint.saved_states import EMA
+from megaclip.errors import MegaclipError
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
+
+_EXCHANGED_AT_ONCE = 1 << 24
+"""Numbers of a master and its average that change places at once, which bounds the additional memory."""
 
 
 class WeightAverage:
@@ -24,6 +31,7 @@ class WeightAverage:
 
     def __init__(self, engine: DeepSpeedEngine, decay: float | None) -> None:
         """decay: None for no average; the optimizer's state then loses the averages of a checkpoint that is loaded."""
+        self._engine = engine
         self._optimizer = engine.basic_optimizer
         self._decay = decay
         groups = list(flat_groups(engine)) if decay is not None else []
@@ -71,7 +79,45 @@ class WeightAverage:
             if is_scale:
                 average.fill_(value.item())
 
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Let the model have the averages in the body of the `with` statement. All ranks must enter and leave together.
+
+        Masters and averages change places and back, so both have the same bits afterwards. After an error that only
+        this rank may have they are not changed back, because the other ranks would not take part.
+        """
+        self._exchange()
+        try:
+            yield
+        except MegaclipError:
+            self._exchange()
+            raise
+        self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for master, average in zip(self._masters, self._averages(), strict=True):
+            parts = (whole.detach().view(-1).split(_EXCHANGED_AT_ONCE) for whole in (master, average))
+            for one, other in zip(*parts, strict=True):
+                kept = one.clone()
+                one.copy_(other)
+                other.copy_(kept)
+        _publish_masters(self._engine)
+
     def _averages(self) -> list[torch.Tensor]:
         """Return the averages in the order of the masters."""
         states = [self._optimizer.state.get(master, {}) for master in self._masters]
         return [state.get(EMA, pending) for state, pending in zip(states, self._pending, strict=True)]
+
+
+def _publish_masters(engine: DeepSpeedEngine) -> None:
+    """Give the model the values of the float32 masters, as DeepSpeed does after an update. All ranks must call it."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "update_lp_params"):  # ZeRO-1 and 2
+        optimizer.update_lp_params()
+    elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3
+        optimizer.checkpoint_event_prologue()
+        for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        optimizer.checkpoint_event_epilogue()
+    # ZeRO-0 has no separate masters.

@@ -8,8 +8,9 @@ from pathlib import Path
 from megaclip.errors import ConfigError, shortened
 
 # launch/multi_node.sh accepts the same lines. Nothing that a shell expands is accepted.
-_LINE = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.@-]*)\s+slots=(?P<slots>[1-9][0-9]{0,3})\s*(#.*)?", re.ASCII)
-_NOTE = re.compile(r"\s*(#.*)?")
+_NAME = r"([A-Za-z0-9_][A-Za-z0-9_.@-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_LINE = re.compile(rf"\s*(?P<name>{_NAME})\s+slots=(?P<slots>[1-9][0-9]{{0,3}})\s*(#.*)?", re.ASCII)
+_NOTE = re.compile(r"\s*(#.*)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ def read_hostfile(path: Path) -> list[Host]:
         ConfigError: the file cannot be read, a line is not `HOST slots=RANKS`, or a host is listed twice or never.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().decode("utf-8", "replace").split("\n")  # a note may have any encoding
+    except OSError as error:
         raise ConfigError(f"cannot read the hostfile {str(path)!r}: {error}; pass another --hostfile") from None
     hosts: list[Host] = []
     for number, line in enumerate(lines, start=1):
         if _NOTE.fullmatch(line):
             continue
-        found = _LINE.fullmatch(line.strip())
+        found = _LINE.fullmatch(line)
         if found is None:
             raise ConfigError(
                 f"{path}, line {number}: {shortened(line)!r}; expected HOST slots=RANKS, with HOST of letters, digits "

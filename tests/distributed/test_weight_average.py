@@ -2,12 +2,15 @@
 
 Two ranks take two steps. The oracle averages the float64 weights of one process on the whole batch. Averages are read
 from checkpoints, as an export reads them. A resumed engine continues the average: with the same bits at the same stage,
-and divided anew at another one. tests/end_to_end/test_nonfinite_runs.py tests skipped steps.
+and divided anew at another one. While the model has the averages, its parameters are those of the checkpoint; the next
+steps are the same with and without this. tests/end_to_end/test_nonfinite_runs.py tests skipped steps.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import deepspeed.comm as dist
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +21,7 @@ from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.reshard import load_resharded
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.weight_average import WeightAverage
-from megaclip.errors import CheckpointError
+from megaclip.errors import CheckpointError, DataError
 from tests.distributed.engine_cases import (
     BATCH,
     LEARNING_RATES,
@@ -28,6 +31,7 @@ from tests.distributed.engine_cases import (
     OracleTraining,
     backpropagate,
     start_engine,
+    whole_parameters,
 )
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.tolerances import ENGINE, WEIGHT_AVERAGE, compare, exceeded, unnoticed
@@ -75,6 +79,8 @@ def run_case(name: str, averaged: Averaged, folder: Path) -> None:
     for step in range(STEPS):
         take_step(engine, average, case, step)
         store.save(engine, store.Target(whole, step + 1, {}, 9))
+        if step == 0:
+            np.savez(whole / f"in_model_{dist.get_rank()}.npz", **parameters_with(engine, average))
     engine, average = start(case)
     store.load(engine, whole, TAGS[0])
     average.loaded(1)
@@ -98,6 +104,18 @@ def take_step(engine: DeepSpeedEngine, average: WeightAverage, case: Case, step:
     set_learning_rate(engine, LEARNING_RATES[step])
     update(engine)
     average.update()
+
+
+def parameters_with(engine: DeepSpeedEngine, average: WeightAverage) -> dict[str, np.ndarray]:
+    """Return the model's parameters while it has the averages. Afterwards, and after an error, it has its own again."""
+    own = whole_parameters(engine)
+    with average.in_model():
+        averaged = whole_parameters(engine)
+    with pytest.raises(DataError), average.in_model():
+        raise DataError("an evaluation that fails on all ranks")
+    again = whole_parameters(engine)
+    assert all((own[name] == again[name]).all() for name in own)
+    return averaged
 
 
 def run_all(cases: dict[str, Averaged], folder: Path) -> dict[str, str | None]:
@@ -146,6 +164,10 @@ def check(folder: Path, name: str, averaged: Averaged) -> None:
         names = [key for key in got if not (lion and "k_proj.bias" in key)]
         found = [compare(got[key], expected[key], ENGINE["parameters"], key, size=size) for key in names]
         assert exceeded(found) == [], f"{name}: {checkpoints}"
+    expected_in_model = consolidated_weights(whole, TAGS[0], ema=True)
+    for rank in range(WORLD_SIZE):
+        in_model = np.load(whole / f"in_model_{rank}.npz")
+        assert all((in_model[key] == value.numpy()).all() for key, value in expected_in_model.items()), f"{name} {rank}"
     for tag, first, second in ((TAGS[1], whole, same), (TAGS[0], whole, other)):
         a, b = consolidated_weights(first, tag, ema=True), consolidated_weights(second, tag, ema=True)
         assert all(torch.equal(a[key], b[key]) for key in a), f"{name}: {second}"

@@ -1,6 +1,7 @@
 """Whole runs with rates of towers and layers, a moving average, and weights of one tower: train, resume, export."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.open_clip_weights import read_weights
-from megaclip.commands import export_open_clip
+from megaclip.commands import evaluate, export_open_clip
 from tests.end_to_end.training_runs import DS_CONFIG, flags, run_in_ranks
 
 STEPS, DECAY = 4, 0.8
@@ -28,8 +29,9 @@ def config(folder: Path, name: str, stage: int, section: dict) -> Path:
 def test_fine_tuning_resumes_exports_its_average_and_hands_a_tower_on(tiny_run, tmp_path, monkeypatch, capsys):
     settings = {stage: config(tmp_path, f"zero{stage}", stage, SECTION) for stage in (2, 3)}
     shared = {"train_steps": STEPS, "save_every_steps": 2, "keep_last": 9}
+    evaluation = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16, "eval_every_steps": 2}
     commands = [
-        flags(tiny_run, settings[2], tmp_path, name="whole", **shared),
+        flags(tiny_run, settings[2], tmp_path, name="whole", **shared, **evaluation, eval_ema=[]),
         flags(tiny_run, settings[2], tmp_path, name="stopped", stop_after_steps=2, **shared),
         flags(tiny_run, settings[2], tmp_path, name="stopped", resume="auto", **shared),
         flags(
@@ -53,6 +55,16 @@ def test_fine_tuning_resumes_exports_its_average_and_hands_a_tower_on(tiny_run, 
         refused[0].exit_code == 1
         and "written with parameter_groups.image 'layers', and this run has" in refused[0].errors[0]
     )
+
+    assert "evaluation of the moving average at step 2: " in log
+    assert re.search(r"To export it: megaclip export \S+/whole OUT_DIR --tag step_\d+ --ema --verify", log)
+    scores = tmp_path / "scores.json"
+    command = ["evaluate", str(tmp_path / "whole"), "--ema", "--val-data", str(evaluation["val_data"])]
+    monkeypatch.setattr(sys, "argv", [*command, "--json", str(scores), "--workers", "0"])
+    evaluate.main()
+    during_training = json.loads((tmp_path / "whole" / "metrics.json").read_text())
+    for name, value in json.loads(scores.read_text())["metrics"].items():
+        assert during_training[name] == pytest.approx(value, abs=1e-3), name
 
     averages = {
         name: consolidated_weights(tmp_path / name / "checkpoints", LAST, ema=True)

@@ -87,3 +87,13 @@ def test_the_report_names_the_export_command(tmp_path, caplog, monkeypatch):
     best.report()
     assert f"{TAGS[1]} with zero_shot_top1 0.2500" in caplog.text
     assert f"megaclip export {tmp_path} OUT_DIR --tag {TAGS[1]} --verify" in caplog.text
+
+
+def test_the_best_moving_average_is_exported_with_its_flag(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    caplog.set_level(logging.INFO, "megaclip")
+    best = best_of(tmp_path, eval_ema=True)
+    save_and_evaluate(tmp_path, best, {1: 0.25})
+    best.report()
+    assert f"megaclip export {tmp_path} OUT_DIR --tag {TAGS[1]} --ema --verify" in caplog.text
+    assert best_of(tmp_path, step=1).tag is None  # its scores are those of other weights

@@ -282,6 +282,9 @@ def test_hostfiles(tmp_path: Path, times: int) -> None:
         assert script.is_accepted() == accepted, content
         return accepted
 
+    assert not check(b"\0node slots=2\n")  # bash warns of a null byte in a variable
+    assert not check(b"node slots=2\nnode slots=1\n")
+    assert check("node slots=2 # größer\n".encode("latin-1"))
     found = outcomes(check, 50 * times, damaged(LINES) | TEXTS.map(lambda text: b"node slots=2 " + text))
     assert found[True] > 3 and found[False] > 10
 
@@ -306,6 +309,7 @@ def test_variables_of_the_ranks(tmp_path: Path, times: int, monkeypatch: pytest.
                 assert received[name.encode()].decode(errors="replace") == value, content
         return True
 
+    assert not check(b"\0A=b\n") and not check(b"A=b\0\n")
     found = outcomes(check, 50 * times, damaged(VARIABLES) | TEXTS.map(lambda text: b"A=b\n" + text))
     assert found[True] > 3 and found[False] > 10
 

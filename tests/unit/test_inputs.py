@@ -65,6 +65,17 @@ def test_captions_whose_padding_matters_cannot_be_cut(tmp_path: Path, text: dict
         read_inputs(parse_arguments([*flags, str(ds_config(tmp_path, cut_captions="auto"))]))
 
 
+def test_evaluating_an_average_requires_one(tmp_path: Path) -> None:
+    flags = ["--model", "demo-tiny", "--train-data", "nowhere", "--tokenizer", "clip", "--deepspeed_config"]
+    with pytest.raises(ConfigError, match="--eval-ema requires --val-data or --zeroshot-data"):
+        parse_arguments([*flags, "x", "--eval-ema"])
+    evaluates = ["--val-data", "nowhere", "--eval-ema"]
+    with pytest.raises(ConfigError, match=r"--eval-ema evaluates the moving average .* and megaclip\.ema_decay is not"):
+        read_inputs(parse_arguments([*flags, str(ds_config(tmp_path)), *evaluates]))
+    with pytest.raises(DataError, match="nowhere"):  # the next problem
+        read_inputs(parse_arguments([*flags, str(ds_config(tmp_path, ema_decay=0.9)), *evaluates]))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with exported/ (weights, card and its own tokenizer), a dataset and a ds_config.json."""
