@@ -79,7 +79,7 @@ if [[ $env_name == /* ]]; then env_files=("$env_name"); else env_files=("$HOME/$
 for file in "${env_files[@]}"; do
   [[ -f $file ]] || continue
   if line=$(grep -anEv '^[A-Za-z_][A-Za-z0-9_]*=' "$file" | tr '\0' '?'); then
-    fail "$file, line ${line%%$'\n'*}: expected NAME=VALUE; remove blank lines, comments and spaces before the ="
+    fail "$file, line ${line%%:*}: expected NAME=VALUE; remove blank lines, comments and spaces before the ="
   fi
   if line=$(grep -anE '[[:cntrl:]]' "$file" | tr '\0' '?'); then
     fail "$file, line ${line%%:*}: expected text without control characters; convert Windows line ends with dos2unix"

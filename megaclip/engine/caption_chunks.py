@@ -90,9 +90,10 @@ class CaptionChunks:
         """Return one line about cut captions, for a log."""
         context_length = self.tokens.shape[1]
         lengths = [length for pieces in self.pieces for _, length in pieces]
+        parts = "pieces" if len(lengths) > len(self.pieces) else "chunks"
         shown = ", ".join(map(str, lengths[:_SHOWN])) + (", ..." if len(lengths) > _SHOWN else "")
         return (
-            f"captions of {self.mean_tokens:.1f} tokens on average, in pieces cut at {shown} of {context_length}: "
+            f"captions of {self.mean_tokens:.1f} tokens on average, in {parts} cut at {shown} of {context_length}: "
             f"{self.saved_share:.0%} of the text tower's token positions are saved"
         )
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from megaclip.errors import ConfigError
 from megaclip.hosts import policy
+from megaclip.hosts.host_codes import HOST_CODES_FILE, read_codes
 from megaclip.hosts.hostfile import Host, write_hostfile
 from megaclip.hosts.policy import End
 from megaclip.logging import get_logger
@@ -239,15 +240,22 @@ class Member:
         hostfile = self.folder / f".hostfile.{self.own.name}"
         write_hostfile(hostfile, chosen)
         place = names.index(self.own.name)
-        self._script = subprocess.Popen(self.start_command(hostfile, chosen, place), start_new_session=True)
+        codes = self.folder / f".codes.{self.own.name}"
+        codes.write_text("")
+        environment = {**os.environ, HOST_CODES_FILE: str(codes)}
+        command = self.start_command(hostfile, chosen, place)
+        self._script = subprocess.Popen(command, env=environment, start_new_session=True)
         if self._stop is not None:
             self._script.send_signal(self._stop)
         code, grows = self._wait_for_script(self._script, chosen, step)
         self._script = None
+        if code != _ENDED:  # the script's own code is 1, however a rank has ended
+            code = read_codes(codes, chosen).get(self.own.name, code)
         # In this order: who reads the new number finds the end of the attempt.
         self._last = (self._attempt, code, grows)
         self._attempt += 1
-        hostfile.unlink(missing_ok=True)
+        for path in (hostfile, codes):
+            path.unlink(missing_ok=True)
 
     def _wait_for_script(self, script: subprocess.Popen, chosen: Sequence[Host], first_step: int) -> tuple[int, bool]:
         """Wait until the script has ended; return its exit code and whether more hosts were the reason.

@@ -16,6 +16,10 @@ _TRANSFERRED = re.compile(r"(MLFLOW|MV2|NCCL|PYTHON|UCX)[A-Za-z0-9_]*")
 """Variables that DeepSpeed transfers to the ranks."""
 # Never wait at a password prompt; launch/multi_node.sh sets the same for the ranks.
 _SSH_OPTIONS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3"
+_ENDING_S = 10.0
+"""Seconds that a command on a host has to end after its limit."""
+_TIMED_OUT = 124
+"""Exit code of `timeout` if it has ended the command."""
 
 
 def run_on_host(host: Host, arguments: Sequence[str], *, limit_s: float) -> tuple[str, str]:
@@ -25,13 +29,16 @@ def run_on_host(host: Host, arguments: Sequence[str], *, limit_s: float) -> tupl
         The standard output, and the last line of the errors if the command failed, else "".
     """
     environment = [f"{name}={value}" for name, value in environment_of_ranks().items()]
-    command = shlex.join(["env", *environment, sys.executable, "-m", "megaclip", *arguments])
+    # pdsh leaves the command running when it ends; a test of the network that hangs would keep its port
+    limit = ["timeout", "--kill-after=5", f"{limit_s:.0f}"]
+    command = shlex.join([*limit, "env", *environment, sys.executable, "-m", "megaclip", *arguments])
     line = f"cd {shlex.quote(os.getcwd())} && {command}".replace("%", "%%")  # pdsh replaces %n
     own = {
         **os.environ,
         "PDSH_RCMD_TYPE": "ssh",
         "PDSH_SSH_ARGS_APPEND": f"{os.environ.get('PDSH_SSH_ARGS_APPEND', '')} {_SSH_OPTIONS}",
     }
+    no_answer = f"no answer within {limit_s:.0f} s"
     try:
         done = subprocess.run(
             ["pdsh", "-S", "-N", "-w", host.name, line],
@@ -40,12 +47,14 @@ def run_on_host(host: Host, arguments: Sequence[str], *, limit_s: float) -> tupl
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=limit_s,
+            timeout=limit_s + _ENDING_S,
         )
     except FileNotFoundError:
         raise ConfigError("pdsh is not installed: apt-get install pdsh") from None
     except subprocess.TimeoutExpired:
-        return "", f"no answer within {limit_s:.0f} s"
+        return "", no_answer
+    if done.returncode == _TIMED_OUT:
+        return "", no_answer
     if done.returncode == 0:
         return done.stdout, ""
     # pdsh's own line repeats the exit code only.

@@ -21,16 +21,13 @@ from types import FrameType
 from megaclip.checkpoint import search
 from megaclip.errors import MegaclipError
 from megaclip.hosts import policy
+from megaclip.hosts.host_codes import HOST_CODES_FILE, read_codes
 from megaclip.hosts.hostfile import Host, write_hostfile
 from megaclip.hosts.policy import End
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
 
-HOST_CODES_FILE = "MEGACLIP_HOST_CODES"
-"""Environment variable: the file to which the script writes lines `HOST EXIT_CODE`."""
-END_OF_CODES = "ended"
-"""Line that the script writes before it ends the other ranks, whose exit codes then mean nothing."""
 PROBE_LIMIT_S = 30.0
 """Seconds after which a host that has not answered counts as lost."""
 ABSENT_PROBE_S = 30.0
@@ -219,19 +216,6 @@ def newest_step(checkpoints: Path) -> int:
     with contextlib.suppress(OSError):
         return max(map(search.step_of, search.newest_first(checkpoints)), default=0)
     return 0
-
-
-def read_codes(path: Path, hosts: Sequence[Host]) -> dict[str, int]:
-    """Return the exit codes by host that the script has written before it ended the other ranks."""
-    names = {host.address: host.name for host in hosts} | {host.name: host.name for host in hosts}
-    codes: dict[str, int] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line == END_OF_CODES:
-            break
-        address, _, code = line.partition(" ")
-        if address in names and code.isascii() and code.isdigit():
-            codes.setdefault(names[address], int(code))
-    return codes
 
 
 @contextlib.contextmanager

@@ -123,7 +123,7 @@ def test_chunks_hold_every_caption_whole_the_longest_first():
     assert chunks.mean_tokens == pytest.approx(sum(LENGTHS) / len(LENGTHS))
     assert chunks.saved_share == pytest.approx(1 - 72 / 120)
     assert chunks.summary() == (
-        "captions of 10.3 tokens on average, in pieces cut at 24, 16, 16, 8, 8 of 24: 40% of the text tower's token "
+        "captions of 10.3 tokens on average, in chunks cut at 24, 16, 16, 8, 8 of 24: 40% of the text tower's token "
         "positions are saved"
     )
 

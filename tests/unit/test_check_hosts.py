@@ -202,6 +202,17 @@ def test_a_host_that_cannot_be_reached_has_the_reason(pdsh: Path) -> None:
     assert run_on_host(Host("gone", 1), ["check-hosts"], limit_s=60) == ("", "gone: no route")
 
 
+def test_a_command_that_hangs_is_ended_on_its_host(pdsh: Path) -> None:
+    """It would keep its port, and the next check would find the port in use."""
+    python = pdsh / "python"
+    python.write_text("#!/bin/bash\necho $$ >pid\nexec sleep 60\n")
+    python.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(python))
+        assert run_on_host(Host("node-0", 1), [], limit_s=1) == ("", "no answer within 1 s")
+    assert not Path(f"/proc/{(pdsh / 'pid').read_text().strip()}").exists()
+
+
 def test_bad_variables_are_refused(pdsh: Path) -> None:
     (pdsh / ".deepspeed_env").write_text("A=b\n\nC=d\n")
     with pytest.raises(check_hosts.ConfigError, match="line 2: expected NAME=VALUE"):

@@ -124,6 +124,17 @@ def test_what_ends_a_run_ends_it_on_all_hosts(meeting: Meeting, code: int, attem
     assert len(meeting.starts()) == 3 * attempts
 
 
+def test_a_host_whose_ranks_the_kernel_ends_twice_is_left_out(meeting: Meeting) -> None:
+    """The script ends with 1 on every host; the code of its ranks is in the file that it is given."""
+    for host in HOSTS:
+        killed = 'echo "b 247" >$MEGACLIP_HOST_CODES; ' if host.name == "b" else ""
+        saves = "wc -l <starts >step.new; mv step.new step; " if host.name == "a" else ""
+        meeting.start(host, f"{saves}{killed}[[ $HOSTS != *b* ]]")
+    assert meeting.codes() == {"a": 0, "b": 0, "c": 0}
+    with_b = ["a 0 a+b+c", "b 1 a+b+c", "c 2 a+b+c"]
+    assert meeting.starts() == sorted([*with_b, *with_b, "a 0 a+c", "c 1 a+c"])
+
+
 def test_a_run_that_was_given_up_can_be_started_again(meeting: Meeting) -> None:
     for script, code in (("exit 78", 78), ("exit 0", 0)):
         for host in HOSTS:

@@ -12,8 +12,9 @@ import pytest
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.commands import supervise
 from megaclip.errors import ConfigError
+from megaclip.hosts.host_codes import read_codes
 from megaclip.hosts.hostfile import Host
-from megaclip.hosts.supervisor import Supervisor, read_codes
+from megaclip.hosts.supervisor import Supervisor
 
 HOSTS = [Host("a", 1), Host("b", 1), Host("c", 2)]
 ENDLESS = "trap 'exit 138' USR1; trap 'exit 143' TERM; echo >started; while :; do sleep 0.05; done"
