@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -251,7 +252,7 @@ def power_cut(trial: Trial) -> Verdict:
     for process in (job.launcher, *job.ranks):
         trial.send(process, signal.SIGKILL)
     job.wait()
-    _run("umount", str(disk))
+    _unmount(disk)
     _run("mount", "-o", "loop", str(image), str(disk))
     return Verdict((-9,))
 
@@ -425,14 +426,21 @@ def _shard(trial: Trial, harm: Callable[[Path], Any]) -> Verdict:
 
 
 def _run(*command: str) -> None:
-    import subprocess
-
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def _mount(trial: Trial, folder: Path, *arguments: str) -> None:
     folder.mkdir()
     _run("mount", *arguments, str(folder))
+
+
+def _unmount(folder: Path) -> None:
+    """Unmount a folder; a process that has ended may use it for a moment longer."""
+    deadline = time.monotonic() + 20
+    while subprocess.run(["umount", str(folder)], stderr=subprocess.DEVNULL).returncode != 0:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{folder} is still in use")
+        time.sleep(0.1)
 
 
 def _shut_down(folder: Path) -> None:
@@ -454,4 +462,4 @@ def unmounted(folder: Path) -> Iterator[None]:
         yield
     finally:
         if (folder / "disk").is_mount():
-            _run("umount", str(folder / "disk"))
+            _unmount(folder / "disk")
