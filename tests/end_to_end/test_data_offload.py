@@ -173,7 +173,7 @@ def test_every_place_gives_the_same_bits(ended, name, line, plan):
 
 def test_captions_are_cut_by_default_with_the_losses_of_padded_ones(ended):
     cut, padded = (ended.ends[name][0].output for name in ("cpu", "padded"))
-    line = r"captions of \d+\.\d tokens on average, in (?:pieces|chunks) cut at ([\d, ]+) of 24: (\d+)% of the text tower's"
+    line = r"captions of \d+\.\d tokens on average, in \w+ cut at ([\d, ]+) of 24: (\d+)% of the text tower's"
     (figures,) = re.findall(line, cut)
     lengths, saved = [int(length) for length in figures[0].split(", ")], int(figures[1])
     assert lengths[0] <= 24 and lengths == sorted(lengths, reverse=True) and 0 < saved < 100 * (1 - lengths[-1] / 24)
