@@ -55,16 +55,12 @@ def both_passes(model: nn.Module, *inputs: torch.Tensor) -> tuple[list[torch.Ten
     return [output.detach() for output in outputs], gradients
 
 
-QUICK = {(BOTH_RANDOM, False), ("resnet", True)}
+QUICK = ((BOTH_RANDOM, False), ("resnet", True))
 
 
 @pytest.mark.parametrize(
     ("name", "whole"),
-    [
-        pytest.param(name, whole, marks=[] if (name, whole) in QUICK else pytest.mark.long)
-        for name in (BOTH_RANDOM, *FAMILIES)
-        for whole in (True, False)
-    ],
+    [*QUICK, *(pytest.param(name, True, marks=pytest.mark.long) for name in FAMILIES if name != "resnet")],
 )
 def test_compiled_modules_have_the_bits_of_plain_ones(
     tmp_path: Path, counter: CompileCounterWithBackend, name: str, whole: bool
