@@ -168,6 +168,7 @@ signal_ranks() {
 
 end_at_once() {
   trap '' INT TERM USR1 USR2
+  : "${launcher:=$!}" # a signal can arrive between the start of the launcher and the assignment below
   echo ended >>"$host_codes" # the exit codes that follow are those of ranks that this script has ended
   signal_ranks KILL
   pkill -TERM -P "$launcher" || kill -TERM "$launcher" 2>/dev/null || true
@@ -186,6 +187,7 @@ stop() {
 
 failed() {
   trap '' USR2
+  : "${launcher:=$!}" # as above
   local or_stopped=${stop_requested:+, or received the signal before it trained}
   echo "multi_node.sh: a rank failed$or_stopped: see the first error above, and docs/multi_node.md" >&2
   for _ in {1..5}; do # the other hosts may still print the cause

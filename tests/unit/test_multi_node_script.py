@@ -348,6 +348,16 @@ def test_restarts_through_ssh_leave_out_a_host_that_does_not_answer(bench: Bench
     assert after_script((bench.records / "deepspeed").read_text().splitlines())[-1] == "a b"
 
 
+def test_a_failure_right_after_the_start_is_reported(bench: Bench) -> None:
+    """The failure arrives before the script has noted the launcher's process: bash waits a second before it does."""
+    pause = bench.folder / "pause.sh"
+    pause.write_text("set -T\ntrap 'case $BASH_COMMAND in launcher=*) sleep 1 ;; esac' DEBUG\n")
+    bench.environment |= {"BASH_ENV": str(pause)}
+    bench.stub("deepspeed", "#!/bin/bash\necho 'pdsh@here: node-1: ssh exited with exit code 78' >&2\nsleep 20\n")
+    done = bench.run("multi_node.sh", "--hostfile", bench.hostfile, *TRAINING)
+    assert done.returncode == 78 and "a rank failed" in done.stderr and "unbound" not in done.stderr
+
+
 def test_refused_settings_are_reported_by_the_exit_code(bench: Bench) -> None:
     """pdsh reports the code of the first host; the ranks of the other hosts are ended."""
     bench.stub("deepspeed", "#!/bin/bash\necho 'pdsh@here: node-1: ssh exited with exit code 78' >&2\nsleep 20\n")
