@@ -5,7 +5,8 @@
 
 A method whose package is not installed gets a line with the error. Columns of the table, one line per method:
 
-    ms             forward + backward, median, slowest rank
+    ms             forward + backward, median of calls without a pause between them, slowest rank
+    alone          ms of a call that begins when the GPU has nothing to do and ends when it has finished, median
     extra MiB      peak allocation of a call, without features and their gradients
     grad error     relative error of the image features' gradient against float32
     TFLOP/s        8*b*B*D operations for InfoNCE, 6*b*B*D for the sigmoid loss, whatever the method really computes
@@ -42,6 +43,7 @@ ROUNDS = 6  # turns of a method and of the matrix product; the first turn is a w
 TURN_SECONDS = 0.1
 LEAST_PER_TURN = 2
 MOST_PER_TURN = 100
+ALONE_REPEATS = 30
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # image, text, logit_scale, logit_bias -> loss
 
@@ -55,6 +57,7 @@ class Result:
     embedding: int
     ranks: int
     milliseconds: float
+    alone_milliseconds: float
     extra_peak_mib: float
     gradient_error: float
     tflops: float
@@ -89,7 +92,7 @@ def main() -> None:
     parser.add_argument("--embedding", type=int, nargs="+", default=[512, 1024], help="embedding dimensions D")
     parser.add_argument("--logit-scale", type=float, default=1 / 0.07, help="exponentiated logit scale")
     parser.add_argument("--loss", choices=["clip", "siglip"], default="clip", help="loss to measure")
-    parser.add_argument("--methods", nargs="+", help="measure only methods whose name starts with one of these")
+    parser.add_argument("--methods", nargs="+", help="measure only these methods, or those whose names start so")
     parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -97,7 +100,7 @@ def main() -> None:
     ranks = Ranks()
     methods = clip_methods(ranks) if options.loss == "clip" else siglip_methods(ranks)
     if options.methods:
-        methods = {name: make for name, make in methods.items() if name.startswith(tuple(options.methods))}
+        methods = selected(methods, options.methods)
     results = []
     for batch in options.batch:
         for embedding in options.embedding:
@@ -107,6 +110,17 @@ def main() -> None:
         record["results"] = [asdict(result) for result in results]
         options.json.write_text(json.dumps(record, indent=1, default=str))
     dist.destroy_process_group()
+
+
+def selected(methods: dict[str, Callable[[], Loss]], wanted: list[str]) -> dict[str, Callable[[], Loss]]:
+    """Return the methods of these names. A name that is no method selects all that start with it."""
+    names = {
+        name
+        for start in wanted
+        for name in methods
+        if name == start or (start not in methods and name.startswith(start))
+    }
+    return {name: make for name, make in methods.items() if name in names}
 
 
 def benchmark(
@@ -122,23 +136,26 @@ def benchmark(
     flops = (8 if loss == "clip" else 6) * local * batch * embedding
     print_rank_0(ranks, f"\nB = {batch}, D = {embedding}, {ranks.size} rank(s), {loss}")
     print_rank_0(
-        ranks, f"{'method':34}{'ms':>9}{'extra MiB':>11}{'grad error':>12}{'TFLOP/s':>9}{'8192^3':>8}{'share':>7}"
+        ranks,
+        f"{'method':34}{'ms':>9}{'alone':>9}{'extra MiB':>11}{'grad error':>12}{'TFLOP/s':>9}{'8192^3':>8}{'share':>7}",
     )
     results = []
     for name, make in methods.items():
         try:
             run = make()
-            milliseconds, machine, peak, error = measure(run, x, y, scale, reference, ranks)
+            milliseconds, alone, machine, peak, error = measure(run, x, y, scale, reference, ranks)
         except (ImportError, AttributeError, torch.OutOfMemoryError) as problem:
             print_rank_0(ranks, f"{name:34} {type(problem).__name__}: {first_line(problem)[:70]}")
             torch.cuda.empty_cache()
             continue
         tflops = flops / milliseconds / 1e9
         result = Result(
-            name, batch, embedding, ranks.size, milliseconds, peak, error, tflops, machine, tflops / machine
+            *(name, batch, embedding, ranks.size, milliseconds, alone, peak, error),
+            *(tflops, machine, tflops / machine),
         )
         results.append(result)
-        figures = f"{milliseconds:9.2f}{peak:11.0f}{error:12.1e}{tflops:9.0f}{machine:8.0f}{tflops / machine:7.2f}"
+        figures = f"{milliseconds:9.2f}{alone:9.2f}{peak:11.0f}{error:12.1e}"
+        figures += f"{tflops:9.0f}{machine:8.0f}{tflops / machine:7.2f}"
         print_rank_0(ranks, f"{name:34}{figures}")
     return results
 
@@ -151,8 +168,8 @@ def print_rank_0(ranks: Ranks, line: str) -> None:
 
 def measure(
     run: Loss, x: Tensor, y: Tensor, scale: float, reference: Tensor, ranks: Ranks
-) -> tuple[float, float, float, float]:
-    """Return median milliseconds, TFLOP/s of the matrix product, extra peak MiB and the gradient error of `x`."""
+) -> tuple[float, float, float, float, float]:
+    """Return both times in milliseconds, TFLOP/s of the product, extra peak MiB and the gradient error of `x`."""
     x, y = x.requires_grad_(), y.requires_grad_()
     logit_scale = torch.tensor(scale, device=x.device, requires_grad=True)
     logit_bias = torch.tensor(-10.0, device=x.device, requires_grad=True)
@@ -174,8 +191,22 @@ def measure(
     step()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     milliseconds, machine = timed(step, ranks)
+    alone = timed_alone(step, ranks)
     x.grad = y.grad = None
-    return milliseconds, machine, ranks.largest(peak), ranks.largest(error)
+    return milliseconds, alone, machine, ranks.largest(peak), ranks.largest(error)
+
+
+def timed_alone(step: Callable[[], Any], ranks: Ranks) -> float:
+    """Return the median milliseconds of steps between which the GPU is idle, slowest rank."""
+    seconds = []
+    for _ in range(ALONE_REPEATS):
+        ranks.barrier()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 1000 * ranks.largest(statistics.median(seconds))
 
 
 def timed(step: Callable[[], Any], ranks: Ranks) -> tuple[float, float]:
@@ -260,6 +291,13 @@ def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
 
         return make
 
+    def compiled(make: Callable[[], Loss]) -> Callable[[], Loss]:
+        def make_compiled() -> Loss:
+            torch._dynamo.reset()
+            return torch.compile(make())
+
+        return make_compiled
+
     def global_contrastive(variant: str) -> Callable[[], Loss]:
         def make() -> Loss:
             return GlobalContrastive(variant, ranks)
@@ -280,7 +318,16 @@ def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
 
     methods = {name: ours(**settings) for name, settings in our_exchanges(ranks).items()}
     variants = {f"megaclip {variant}": global_contrastive(variant) for variant in ("fastclip_v3", "fastclip_v2")}
-    return {**methods, **variants, "open_clip": open_clip, "Inf-CL": inf_cl}
+    methods["megaclip graphs"] = ours(cuda_graphs=True)
+    methods["megaclip compiled"] = compiled(ours())
+    methods["megaclip graphs compiled"] = compiled(ours(cuda_graphs=True))
+    return {
+        **methods,
+        **variants,
+        "open_clip": open_clip,
+        "open_clip compiled": compiled(open_clip),
+        "Inf-CL": inf_cl,
+    }
 
 
 def our_exchanges(ranks: Ranks) -> dict[str, dict[str, str]]:

@@ -9,6 +9,7 @@ returns `W * dL/d(local features)`. Every rank has logit_scale, so each returns 
 exact after averaging.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +19,19 @@ from torch import Tensor
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import RankGroup, resolve
 from megaclip.losses.agreement import check_features
-from megaclip.losses.batch_loss import BatchLoss, as_scalar
+from megaclip.losses.batch_loss import as_scalar
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.first_order import first_order
-from megaclip.losses.graph_operation import LossAndSums, in_graph, register_loss
+from megaclip.losses.graph_operation import in_graph, register_loss
 from megaclip.losses.plan import Plan
+from megaclip.losses.small_batches import RecordableLoss
+from megaclip.losses.sums import LossAndSums, function_of_sums
 from megaclip.ops.rows import finish_gradient, paired_products
 from megaclip.ops.tiles import Terms, accumulation_dtype
 
 
-class ClipLoss(BatchLoss):
+class ClipLoss(RecordableLoss):
     """CLIP's loss with every sample of every rank as a negative, with the call signature of open_clip's ClipLoss.
 
     The constructor takes the arguments of `BatchLoss`, and none of open_clip's.
@@ -58,7 +61,12 @@ class ClipLoss(BatchLoss):
             loss = in_graph(self, clip_loss, image_features, text_features, logit_scale, None)
         else:
             plan = self._checked_plan(image_features, text_features, logit_scale, resolve(self.group))
-            loss = _InfoNCE.apply(image_features, text_features, logit_scale, plan)
+            arguments = (image_features, text_features, logit_scale)
+            needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments)
+            if needs_gradients and self.records(image_features, plan):
+                loss = _Recorded.apply(*arguments, None, functools.partial(self.sums, plan=plan))
+            else:
+                loss = _InfoNCE.apply(*arguments, plan)
         if isinstance(logit_bias, Tensor):
             loss = loss + 0.0 * logit_bias.sum()
         return {"contrastive_loss": loss} if output_dict else loss
@@ -75,10 +83,16 @@ class ClipLoss(BatchLoss):
     ) -> LossAndSums:
         """Return the loss and, with `gradients`, the sums of its backward pass; see `GraphLoss`."""
         plan = self._checked_plan(x, y, logit_scale, ranks)
-        alpha = logit_scale.reshape(()).to(x.device, accumulation_dtype(x))
+        if gradients:
+            return self.sums(x, y, logit_scale, None, plan=plan)
+        alpha = _alpha(logit_scale, x)
+        return LossAndSums(_forward_pass(x, y, alpha, plan).loss, *(alpha,) * 6)  # the caller uses the loss alone
+
+    def plain_sums(
+        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
+    ) -> LossAndSums:
+        alpha = _alpha(logit_scale, x)
         forward = _forward_pass(x, y, alpha, plan)
-        if not gradients:
-            return LossAndSums(forward.loss, *(alpha,) * 6)  # the caller uses the loss alone
         dx, dy, pull = _backward_pass(x, y, alpha, forward, plan)
         _, dots = finish_gradient(dx, x, y, pull, alpha)
         return LossAndSums(forward.loss, dx, dy, pull, alpha, _d_alpha(dots, plan), torch.zeros_like(alpha))
@@ -89,6 +103,12 @@ class ClipLoss(BatchLoss):
 
 
 clip_loss = register_loss("clip_loss", ClipLoss)
+_Recorded = function_of_sums("ClipLoss")
+
+
+def _alpha(logit_scale: Tensor, features: Tensor) -> Tensor:
+    """Return the scale () on the features' device, in the dtype of sums."""
+    return logit_scale.reshape(()).to(features.device, accumulation_dtype(features))
 
 
 class _Forward(NamedTuple):
@@ -135,7 +155,7 @@ class _InfoNCE(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, logit_scale: Tensor, plan: Plan) -> Tensor:
-        alpha = logit_scale.reshape(()).to(accumulation_dtype(x))
+        alpha = _alpha(logit_scale, x)
         forward = _forward_pass(x, y, alpha, plan)
         ctx.plan = plan
         ctx.save_for_backward(x, y, logit_scale, *forward[1:])
@@ -145,7 +165,7 @@ class _InfoNCE(torch.autograd.Function):
     @first_order("ClipLoss")
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, y, logit_scale, *forward = ctx.saved_tensors
-        alpha = logit_scale.reshape(()).to(accumulation_dtype(x))
+        alpha = _alpha(logit_scale, x)
         dx, dy, pull = _backward_pass(x, y, alpha, _Forward(d_loss, *forward), ctx.plan)
         factor = alpha * d_loss
         dx, dots = finish_gradient(dx, x, y, pull, factor)

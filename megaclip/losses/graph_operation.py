@@ -12,34 +12,15 @@ gradients and communicates nothing.
 import functools
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megaclip.comm.groups import RankGroup, named
 from megaclip.losses.first_order import first_order
-from megaclip.ops.rows import finish_gradient
+from megaclip.losses.sums import LossAndSums, finish_gradients
 from megaclip.ops.tiles import accumulation_dtype
-
-
-class LossAndSums(NamedTuple):
-    """The loss and everything that its backward pass needs besides its arguments. All in the dtype of sums."""
-
-    loss: Tensor
-    """() the mean over the whole batch."""
-    dx: Tensor
-    """(b, D) sum over the negatives of this rank's images, without `factor`."""
-    dy: Tensor
-    """(b, D) sum over the negatives of this rank's texts, without `factor`."""
-    pull: Tensor
-    """(b,) weight of each positive, without `factor`."""
-    factor: Tensor
-    """() factor of the gradients of the features."""
-    d_alpha: Tensor
-    """() gradient of logit_scale."""
-    d_beta: Tensor
-    """() gradient of logit_bias."""
 
 
 class GraphLoss(Protocol):
@@ -73,28 +54,6 @@ def in_graph(
     tensors = (x, y, logit_scale) if logit_bias is None else (x, y, logit_scale, logit_bias)
     gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return operation(x, y, logit_scale, logit_bias, loss.settings_json, loss.group_name, gradients)[0]
-
-
-def finish_gradients(
-    d_loss: Tensor,
-    sums: LossAndSums,
-    x: Tensor,
-    y: Tensor,
-    logit_scale: Tensor,
-    logit_bias: Tensor | None,
-    finish: Callable[..., tuple[Tensor, Tensor]] = finish_gradient,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of x, y (b, D), logit_scale and logit_bias, in their dtypes and shapes.
-
-    d_loss: (), the upstream gradient. sums: its field `loss` is not used.
-    """
-    factor = sums.factor * d_loss
-    dx, _ = finish(sums.dx, x, y, sums.pull, factor)
-    dy, _ = finish(sums.dy, y, x, sums.pull, factor)
-    d_scale = (sums.d_alpha * d_loss).to(logit_scale.dtype).reshape(logit_scale.shape)
-    if logit_bias is None:
-        return dx, dy, d_scale, None
-    return dx, dy, d_scale, (sums.d_beta * d_loss).to(logit_bias.dtype).reshape(logit_bias.shape)
 
 
 def register_loss(name: str, loss_class: Callable[..., GraphLoss]) -> Any:

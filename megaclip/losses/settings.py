@@ -135,3 +135,11 @@ class StandaloneFastClipSettings(StandaloneSettings, FastClipSettings):
 
     samples: int = Field(ge=2)
     """Number of samples of the dataset. Sample ids are 0 to samples - 1."""
+
+
+class BatchLossSettings(StandaloneSettings):
+    """Settings of a `ClipLoss` or `SigLipLoss` that is constructed in Python."""
+
+    cuda_graphs: bool = False
+    """True runs the kernels of small batches on GPUs as CUDA graphs, except with the exchange "ring";
+    `megaclip.losses.small_batches` has the limits. Results have the same bits."""

@@ -9,7 +9,7 @@ The reduction contract is that of `megaclip.losses.clip`: the backward pass of e
 `W * dL/d(local features)`, and the whole `dL/d(logit_scale)` and `dL/d(logit_bias)`.
 """
 
-from typing import Any
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +18,18 @@ from torch import Tensor
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import RankGroup, resolve
 from megaclip.losses.agreement import check_features
-from megaclip.losses.batch_loss import BatchLoss, as_scalar
+from megaclip.losses.batch_loss import as_scalar
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_sigmoid import distributed_sigmoid
-from megaclip.losses.first_order import first_order
-from megaclip.losses.graph_operation import LossAndSums, finish_gradients, in_graph, register_loss
+from megaclip.losses.graph_operation import in_graph, register_loss
 from megaclip.losses.plan import Plan
+from megaclip.losses.small_batches import RecordableLoss
+from megaclip.losses.sums import LossAndSums, function_of_sums
 from megaclip.ops.rows import paired_products
 from megaclip.ops.tiles import accumulation_dtype
 
 
-class SigLipLoss(BatchLoss):
+class SigLipLoss(RecordableLoss):
     """SigLIP's loss of every pair of the batch of all ranks, with the call signature of open_clip's SigLipLoss.
 
     The constructor takes the arguments of `BatchLoss`, and none of open_clip's.
@@ -52,7 +53,8 @@ class SigLipLoss(BatchLoss):
             loss = in_graph(self, siglip_loss, image_features, text_features, logit_scale, logit_bias)
         else:
             plan = self._checked_plan(image_features, text_features, logit_scale, logit_bias, resolve(self.group))
-            loss = _Sigmoid.apply(image_features, text_features, logit_scale, logit_bias, plan)
+            evaluate = functools.partial(self.sums, plan=plan)
+            loss = _Sigmoid.apply(image_features, text_features, logit_scale, logit_bias, evaluate)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def evaluate(
@@ -68,6 +70,12 @@ class SigLipLoss(BatchLoss):
         """Return the loss and the sums of its backward pass; see `GraphLoss`."""
         assert logit_bias is not None, "forward makes a tensor of it"
         plan = self._checked_plan(x, y, logit_scale, logit_bias, ranks)
+        return self.sums(x, y, logit_scale, logit_bias, plan=plan)
+
+    def plain_sums(
+        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
+    ) -> LossAndSums:
+        assert logit_bias is not None, "forward makes a tensor of it"
         return _evaluate(x, y, logit_scale, logit_bias, plan)
 
     def _checked_plan(self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor, ranks: RankGroup) -> Plan:
@@ -76,6 +84,7 @@ class SigLipLoss(BatchLoss):
 
 
 siglip_loss = register_loss("siglip_loss", SigLipLoss)
+_Sigmoid = function_of_sums("SigLipLoss")
 
 
 def _evaluate(x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor, plan: Plan) -> LossAndSums:
@@ -95,19 +104,3 @@ def _evaluate(x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor, pla
     loss, d_alpha, d_beta = (sum_over_ranks(local_sums, group=plan.ranks) / (b * plan.ranks.size)).unbind()
     # The factor is W/B, with the factor W of the contract.
     return LossAndSums(loss, negatives.dx, negatives.dy, pull, alpha / b, d_alpha, d_beta)
-
-
-class _Sigmoid(torch.autograd.Function):
-    """The sigmoid loss with its gradients in the forward; the backward multiplies them by the upstream gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor, plan: Plan) -> Tensor:
-        loss, *sums = _evaluate(x, y, logit_scale, logit_bias, plan)
-        ctx.save_for_backward(x, y, logit_scale, logit_bias, *sums)
-        return loss.clone()  # not a view, because trainers divide losses in place
-
-    @staticmethod
-    @first_order("SigLipLoss")
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, logit_scale, logit_bias, *sums = ctx.saved_tensors
-        return *finish_gradients(d_loss, LossAndSums(d_loss, *sums), x, y, logit_scale, logit_bias), None

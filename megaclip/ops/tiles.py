@@ -265,6 +265,11 @@ def _vector(value: Scalars, name: str, features: Tensor, dtype: torch.dtype) -> 
     return vector.contiguous()
 
 
+def implementation_for(options: TileOptions, x: Tensor) -> str:
+    """Return "torch" or "triton", the implementation that runs for tensors like x."""
+    return _automatic(x)[0] if options.implementation == "auto" else options.implementation
+
+
 def _implementation(options: TileOptions, x: Tensor) -> ModuleType:
     """Return the module that runs for tensors like x, and log once which one it is and why."""
     name: str = options.implementation

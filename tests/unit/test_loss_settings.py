@@ -19,6 +19,7 @@ def test_the_signature_lists_the_settings_with_their_defaults(kind: type) -> Non
     expected = {**LossSettings.model_fields, **(FastClipSettings.model_fields if kind is FastClipLoss else {})}
     assert {name: listed[name].default for name in expected} == {n: field.default for n, field in expected.items()}
     assert {"group", "precision"} <= listed.keys() and "settings" not in listed
+    assert ("cuda_graphs" in listed) == (kind is not FastClipLoss)  # no part of a FastCLIP step is recorded
 
 
 def test_every_setting_of_the_section_reaches_the_loss() -> None:

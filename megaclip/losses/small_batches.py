@@ -1,0 +1,113 @@
+"""Loss and gradient sums of small batches on GPUs, recorded as CUDA graphs (`megaclip.comm.recording`).
+
+Launching the kernels of a loss one by one takes the host about a millisecond, in which a small batch leaves the GPU
+idle. From the third call with the same sizes on, such a loss replays a recording of the plain code. It runs the same
+kernels, so its results have the same bits.
+
+A recording keeps its buffers: the features, the sums of gradients and a tile of logits. So a loss keeps two of them at
+most, and training runs do without: there the host launches the loss while the GPU is still busy with the towers.
+"""
+
+import functools
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaclip.comm.recording import Recording
+from megaclip.logging import get_logger, log_once
+from megaclip.losses.batch_loss import BatchLoss
+from megaclip.losses.plan import Plan
+from megaclip.losses.settings import BatchLossSettings
+from megaclip.losses.sums import Evaluate, LossAndSums
+from megaclip.ops.tiles import accumulation_dtype, implementation_for
+
+_MOST_OPERATIONS = 2**40
+"""Operations of the largest batch that is recorded, 8 b*B*D: above it, the GPU takes longer than the host."""
+_PLAIN_CALLS = 2
+"""Calls with the same sizes before the one that records. They compile kernels and connect ranks."""
+_MOST_RECORDINGS = 2
+
+_logger = get_logger(__name__)
+
+
+class RecordableLoss(BatchLoss):
+    """Base of the losses whose sums can be recorded."""
+
+    settings_model = BatchLossSettings
+    settings: BatchLossSettings
+
+    def __init__(self, *, group: Any = None, **settings: Any) -> None:
+        super().__init__(group=group, **settings)
+        self._recordings = _Recordings()
+
+    def plain_sums(
+        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
+    ) -> LossAndSums:
+        """Compute the loss and the sums of its backward pass."""
+        raise NotImplementedError
+
+    def sums(self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan) -> LossAndSums:
+        """Return the result of `plain_sums`, from a recording if these sizes repeat and are small."""
+        plain = functools.partial(self.plain_sums, plan=plan)
+        if not self.records(x, plan):
+            return plain(x, y, logit_scale, logit_bias)
+        stream = torch.cuda.current_stream(x.device).cuda_stream  # replays on two streams would share buffers
+        recording = self._recordings.get((x.shape, x.dtype, x.device, stream, plan), plain, x, logit_bias is not None)
+        return (recording or plain)(x, y, logit_scale, logit_bias)
+
+    def records(self, x: Tensor, plan: Plan) -> bool:
+        """Return whether steps with features like x (b, D) are recorded if they repeat; it is equal on all ranks."""
+        b, embedding = x.shape
+        return (
+            self.settings.cuda_graphs
+            and x.is_cuda
+            and 8 * b * b * plan.ranks.size * embedding <= _MOST_OPERATIONS
+            and (plan.ranks.size == 1 or (plan.exchange == "all_gather" and plan.ranks.message_device.type == "cuda"))
+            and implementation_for(plan.tiles, x) == "triton"
+            and not torch.cuda.is_current_stream_capturing()
+        )
+
+
+class _Recordings:
+    """The recordings of one loss, by the sizes of its arguments."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[Any] = Counter()
+        self._recordings: dict[Any, _SmallBatch] = {}
+
+    def __reduce__(self) -> tuple[type["_Recordings"], tuple[()]]:
+        """Copies of a loss, also in other processes, begin without recordings."""
+        return _Recordings, ()
+
+    def get(self, key: Any, plain: Evaluate, like: Tensor, has_bias: bool) -> Evaluate | None:
+        """Return the recording of these sizes, or None for their first calls."""
+        if key in self._recordings:
+            return self._recordings[key]
+        self._calls[key] += 1
+        if self._calls[key] <= _PLAIN_CALLS:
+            return None
+        if len(self._recordings) == _MOST_RECORDINGS:
+            oldest = next(iter(self._recordings))
+            del self._recordings[oldest], self._calls[oldest]
+        log_once(_logger.info, f"loss: the kernels of batches of {len(like)} per rank run as CUDA graphs")
+        return self._recordings.setdefault(key, _SmallBatch(plain, like, has_bias))
+
+
+class _SmallBatch:
+    """A recording for features of one shape, dtype and device."""
+
+    def __init__(self, plain: Evaluate, like: Tensor, has_bias: bool) -> None:
+        x, y = (like.new_empty(like.shape) for _ in range(2))
+        scale, bias = (like.new_empty((), dtype=accumulation_dtype(like)) for _ in range(2))
+        self._arguments = (x, y, scale, bias if has_bias else None)
+        with torch.cuda.device(like.device):
+            self._recording = Recording(lambda: plain(*self._arguments))
+
+    def __call__(self, *arguments: Tensor | None) -> LossAndSums:
+        for kept, new in zip(self._arguments, arguments, strict=True):
+            if kept is not None and new is not None:
+                kept.copy_(new.reshape(kept.shape))
+        self._recording.replay()
+        return LossAndSums(*(result.clone() for result in self._recording.results))

@@ -1,0 +1,94 @@
+"""Losses of small batches, whose kernels run as CUDA graphs, equal the plain ones bit by bit, on one and two ranks."""
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaclip.comm.groups import group_rank, group_size
+from megaclip.losses import ClipLoss, SigLipLoss
+from tests.distributed.harness import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+WAY = {"exchange": "all_gather", "reduction": "feature", "cuda_graphs": True}
+
+
+def leaves(b: int, embedding: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """Return features of this rank, logit_scale and logit_bias. The scale is on the host in every second step."""
+    generator = torch.Generator().manual_seed(1000 * seed + group_rank())
+    x, y = (F.normalize(torch.randn(b, embedding, generator=generator), dim=1).to("cuda", dtype) for _ in range(2))
+    scale = torch.tensor([10.0 + seed], device="cpu" if seed % 2 else "cuda")
+    return [tensor.requires_grad_() for tensor in (x, y, scale, torch.tensor(-9.0, device="cuda"))]
+
+
+def results(loss: ClipLoss | SigLipLoss, arguments: list[Tensor]) -> list[Tensor]:
+    value = loss(*arguments)
+    return [value.detach(), *torch.autograd.grad(3 * value, arguments)]
+
+
+def recordings(loss: ClipLoss | SigLipLoss) -> int:
+    return len(loss._recordings._recordings)
+
+
+def check_sizes(kind: type, b: int, embedding: int, dtype: torch.dtype, reduction: str) -> None:
+    way = {"exchange": "all_gather", "reduction": reduction}
+    plain, loss = kind(**way), kind(cuda_graphs=True, **way)
+    compiled = torch.compile(kind(cuda_graphs=True, **way), fullgraph=True)
+    for step in range(5):
+        arguments = leaves(b, embedding, dtype, step)
+        expected = results(plain, arguments)
+        for name, found in (("eager", results(loss, arguments)), ("compiled", results(compiled, arguments))):
+            for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+                assert torch.equal(one, other), f"{name} {kind.__name__} {b} {embedding} {dtype}, {step}, {index}"
+        assert recordings(loss) == (step >= 2)
+    # Two forward passes before the first backward pass, and values without gradients between them.
+    first, second = (leaves(b, embedding, dtype, seed) for seed in (11, 12))
+    values = [loss(*first), loss(*second)]
+    with torch.no_grad():
+        assert torch.equal(loss(*first), values[0])
+    for value, arguments in zip(values, (first, second), strict=True):
+        found = torch.autograd.grad(3 * value, arguments)
+        assert all(map(torch.equal, found, results(plain, arguments)[1:]))
+    assert recordings(plain) == 0 and recordings(copy.deepcopy(loss)) == 0
+
+
+def check_limits() -> None:
+    """At most two recordings are kept; a large batch and the ring are not recorded."""
+    loss = ClipLoss(**WAY)
+    for b in (8, 9, 10):
+        for seed in range(4):
+            arguments = leaves(b, 16, torch.bfloat16, seed)
+            results(loss, arguments)
+    assert recordings(loss) == 2
+    for settings, b in ((WAY, 16384), ({**WAY, "exchange": "ring"}, 8)):
+        loss = ClipLoss(**settings)
+        for seed in range(4):
+            results(loss, leaves(b, 1024, torch.bfloat16, seed))
+        assert recordings(loss) == (group_size() == 1 and b == 8)  # one rank has no ring
+
+
+def check_everything() -> None:
+    for kind in (ClipLoss, SigLipLoss):
+        for b, embedding, dtype, reduction in (
+            (300, 512, torch.bfloat16, "feature"),
+            (63, 70, torch.float32, "scalar"),
+        ):
+            torch._dynamo.reset()
+            check_sizes(kind, b, embedding, dtype, reduction)
+    check_limits()
+    gc.collect()
+    loss = ClipLoss(**WAY)
+    for seed in range(4):
+        results(loss, leaves(64, 64, torch.bfloat16, seed))
+    globals()["kept"] = loss  # the process group ends while a recording exists
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_recorded_losses_have_the_bits_of_plain_ones(world_size: int) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} CUDA devices, this machine has {torch.cuda.device_count()}")
+    run_ranks(check_everything, world_size, backend="nccl")
