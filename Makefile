@@ -30,7 +30,7 @@ test-drills: $(VENV)/.ops
 
 # Runs the tests that compare numbers under other instruction sets, with two threads, and on a busy machine.
 test-portable: $(VENV)/.ops
-	$(BIN)/python tools/test_portable.py $(ARGS)
+	$(BIN)/python tools/test_portable.py --jobs $(JOBS) $(ARGS)
 
 # Runs on a machine with a GPU, in the environment that contains the CUDA build of torch. It installs nothing.
 test-gpu:

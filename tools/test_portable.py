@@ -1,6 +1,6 @@
 """Run the tests that compare numbers under several settings of the processor, and print how near they come to a bound.
 
-    python tools/test_portable.py [--short] [--settings NAME ...] [--python PATH ...]
+    python tools/test_portable.py [--short] [--settings NAME ...] [--python PATH ...] [--jobs N]
 
 A setting chooses the instruction set, and with it the order of sums; the number of OpenMP threads; and whether two busy
 loops run beside the tests. Every setting runs with every Python. `--python` names further interpreters, each of an
@@ -73,14 +73,15 @@ def environment(setting: Setting, python: str, errors: Path) -> dict[str, str]:
     }
 
 
-def run(setting: Setting, python: str, tests: list[str]) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Run the tests; return the numbers of tests by outcome, and what the comparisons recorded."""
+def run(setting: Setting, python: str, tests: list[str], jobs: int) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """Run the tests in so many processes; return the numbers of tests by outcome, and what the comparisons recorded."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as loops:
         report, errors = Path(folder) / "report.xml", Path(folder) / "errors.jsonl"
         for _ in range(BUSY_LOOPS if setting.busy else 0):
             loop = loops.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
             loops.callback(loop.kill)
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml", str(report)]
+        command += ["-n", str(jobs), "--dist", "loadfile", "--no-loadscope-reorder"]
         command += ["-m", "numbers and not gpu and not long", *tests]
         subprocess.run(command, cwd=ROOT, env=environment(setting, python, errors), check=False)
         lines = errors.read_text().splitlines() if errors.exists() else []
@@ -128,6 +129,7 @@ def main() -> int:
     parser.add_argument(
         "--python", action="append", default=[], metavar="PATH", help="a further interpreter; repeatable"
     )
+    parser.add_argument("--jobs", type=int, default=2, help="processes that run tests side by side. Default: 2")
     parser.add_argument("tests", nargs="*", help="test files. Default: all that compare numbers")
     options = parser.parse_args()
     names = options.settings or (SHORT_SETTINGS if options.short else list(SETTINGS))
@@ -137,7 +139,7 @@ def main() -> int:
         for name in names:
             label = f"Python {version_of(python)}, {name}"
             print(f"--- {label}", flush=True)
-            counts, comparisons = run(SETTINGS[name], python, tests)
+            counts, comparisons = run(SETTINGS[name], python, tests, options.jobs)
             rows.append(row(label, counts, comparisons))
             print("".join(f"{line}\n" for line in near_bounds(comparisons)), end="")
             print(rows[-1], flush=True)  # the table at the end is lost if the command is interrupted
