@@ -268,32 +268,46 @@ def _differs_in_length(table: torch.Tensor | None, parameter: torch.Tensor | Non
     )
 
 
-@torch.no_grad()
 def load_pretrained(model: DualEncoder, path_or_dir: str | Path) -> LoadReport:
-    """Copy weights in open_clip's format into `model`; call it before `deepspeed.initialize`.
+    """Copy weights in open_clip's format into `model`; arguments and errors are those of the two functions below."""
+    weights, report = pretrained_weights(model, path_or_dir)
+    copy_weights(model, weights)
+    return report
 
-    Parameters may be whole or partitioned by `deepspeed.zero.Init`. If they are partitioned, this is a collective:
-    every rank must call it and read the same file. Parameters are gathered one at a time.
+
+def pretrained_weights(model: DualEncoder, path_or_dir: str | Path) -> tuple[StateDict, LoadReport]:
+    """Read weights in open_clip's format that fit `model`; return them by the model's names.
 
     Args:
-        model: any dtype and device; values are converted.
+        model: not changed.
         path_or_dir: a file or directory that `read_weights` accepts. `adapt_weights` adapts it to the image size and
             the context length of the model.
 
     Raises:
-        CheckpointError: the file cannot be read, is damaged or does not fit the model. The model is then unchanged.
+        CheckpointError: the file cannot be read, is damaged or does not fit the model.
     """
     require_whole(Path(path_or_dir))
     state_dict = adapt_weights(read_weights(path_or_dir, model.config), model)
     report = compare_weights(model, state_dict)
     _require_complete(report, f"{path_or_dir} does not fit the model")
-    weights = model.named_weights()
-    for name in report.loaded:
-        weight = weights[name]
+    return {name: state_dict[name] for name in report.loaded}, report
+
+
+@torch.no_grad()
+def copy_weights(model: DualEncoder, weights: StateDict) -> None:
+    """Copy weights of `pretrained_weights` into `model`; call it before `deepspeed.initialize`.
+
+    Parameters may be whole or partitioned by `deepspeed.zero.Init`. If they are partitioned, this is a collective:
+    every rank must call it with the same weights. Parameters are gathered one at a time.
+
+    model: any dtype and device; values are converted. weights: whole, by the model's names, some or all of them.
+    """
+    own = model.named_weights()
+    for name, value in weights.items():
+        weight = own[name]
         partitioned = isinstance(weight, nn.Parameter)  # buffers are whole on every rank
         with deepspeed.zero.GatheredParameters(weight, modifier_rank=0) if partitioned else nullcontext():
-            weight.copy_(own_part(name, state_dict[name], model.tensor))
-    return report
+            weight.copy_(own_part(name, value, model.tensor))
 
 
 def _require_complete(report: LoadReport, problem: str) -> None:

@@ -12,7 +12,7 @@ Buffers (running statistics of batch norms) are whole and equal on every rank. O
 files of another format and is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megaclip.checkpoint.saved_states import FP32, WORKING, SavedStates
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.errors import CheckpointError, first_line
+from megaclip.models.layers import own_part
 
 
 def load_resharded(engine: DeepSpeedEngine, folder: Path) -> None:
@@ -124,6 +125,24 @@ def flat_groups(engine: DeepSpeedEngine) -> Iterator[FlatGroup]:
             for parameter in group["params"]:
                 slot = Slot(engine.param_names[parameter], parameter.shape, 0, 0, parameter.numel())
                 yield FlatGroup(parameter, [slot])
+
+
+@torch.no_grad()
+def write_masters(engine: DeepSpeedEngine, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy whole weights into the float32 masters of the parameters that are trained.
+
+    With bf16 DeepSpeed takes a master from its parameter, which was rounded. The parameters themselves do not change.
+
+    weights: by the model's names, some or all of them. Masters on NVMe stay as they are.
+    """
+    if engine.zero_nvme_offload_optimizer():
+        return
+    for group in flat_groups(engine):
+        for slot in group.slots:
+            if slot.name in weights and slot.numel:
+                own = own_part(slot.name, weights[slot.name], engine.module.tensor).flatten()
+                flat = group.flat.data.view(-1)
+                flat[slot.place : slot.place + slot.numel].copy_(own[slot.start : slot.start + slot.numel])
 
 
 def _fill(engine: DeepSpeedEngine, groups: list[FlatGroup], saved: SavedStates) -> None:

@@ -6,20 +6,14 @@ has no projection to the embedding, which then keeps its initial values. All oth
 the file.
 """
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import deepspeed
-import torch
-from torch import nn
-
 from megaclip.checkpoint.manifest import require_whole
-from megaclip.checkpoint.open_clip_weights import adapt_positions, compare_weights, read_tensors
+from megaclip.checkpoint.open_clip_weights import adapt_positions, compare_weights, copy_weights, read_tensors
 from megaclip.errors import CheckpointError
 from megaclip.models import DualEncoder
 from megaclip.models.dual_encoder import TOWER_PREFIXES
-from megaclip.models.layers import own_part
 from megaclip.models.open_clip_keys import StateDict, from_open_clip
 
 _TRUNKS = {"image": "visual.trunk.", "text": "text.transformer."}
@@ -43,34 +37,32 @@ class _Reading:
     """Names in the file that are not read."""
 
 
-@torch.no_grad()
 def load_pretrained_tower(model: DualEncoder, tower: str, path_or_dir: str | Path) -> str:
-    """Copy the weights of one tower into `model`, before `deepspeed.initialize`; return one line for the log.
+    """Copy the weights of one tower into `model` with `copy_weights`; the rest as for `pretrained_tower_weights`."""
+    weights, line = pretrained_tower_weights(model, tower, path_or_dir)
+    copy_weights(model, weights)
+    return line
 
-    All ranks call it together, because ZeRO-3 gathers parameters.
+
+def pretrained_tower_weights(model: DualEncoder, tower: str, path_or_dir: str | Path) -> tuple[StateDict, str]:
+    """Read the weights of one tower; return them by the names of `model`, and one line for the log.
 
     Args:
-        model: any dtype and device, whole or partitioned.
+        model: not changed.
         tower: "image" or "text".
         path_or_dir: a weights file, or a directory that holds one.
 
     Raises:
-        CheckpointError: the file cannot be read, is damaged or does not fit the tower. The model is then unchanged.
+        CheckpointError: the file cannot be read, is damaged or does not fit the tower.
     """
     require_whole(Path(path_or_dir))
     reading, missing = _best_reading(model, tower, path_or_dir)
-    own = model.named_weights()
-    for name, value in reading.weights.items():
-        weight = own[name]
-        partitioned = isinstance(weight, nn.Parameter)  # buffers are whole on every rank
-        with deepspeed.zero.GatheredParameters(weight, modifier_rank=0) if partitioned else nullcontext():
-            weight.copy_(own_part(name, value, model.tensor))
     line = f"{tower} tower: {len(reading.weights)} parameters of {path_or_dir}, {reading.kind}"
     if missing:
         line += f"; {', '.join(missing)} keep their initial values"
     if reading.ignored:
         line += f"; {len(reading.ignored)} parameters of the file are not used (first: {reading.ignored[0]})"
-    return line
+    return reading.weights, line
 
 
 def _best_reading(model: DualEncoder, tower: str, path_or_dir: str | Path) -> tuple[_Reading, list[str]]:

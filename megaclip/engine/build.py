@@ -20,8 +20,9 @@ from pydantic import ValidationError
 from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import get_default_build_root
 
-from megaclip.checkpoint.open_clip_weights import load_pretrained
-from megaclip.checkpoint.tower_weights import load_pretrained_tower
+from megaclip.checkpoint.open_clip_weights import copy_weights, pretrained_weights
+from megaclip.checkpoint.reshard import write_masters
+from megaclip.checkpoint.tower_weights import pretrained_tower_weights
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.parallelism import Parallelism, parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
@@ -74,11 +75,8 @@ def build_engine(
             "train_micro_batch_size_per_gpu 1 cannot be used with the batch norms of this image tower, which normalise "
             "a chunk by its own mean and deviation; use 2 or more"
         )
-    if arguments.pretrained:
-        logger.info("%s", load_pretrained(model, arguments.pretrained))
-    for tower, path in (("image", arguments.pretrained_image), ("text", arguments.pretrained_text)):
-        if path:
-            logger.info("%s", load_pretrained_tower(model, tower, path))
+    pretrained = _pretrained_weights(model, arguments)
+    copy_weights(model, pretrained)
     if arguments.lock_image:
         model.lock_image_tower(arguments.lock_image_unlocked_groups)
     if arguments.lock_text:
@@ -93,6 +91,8 @@ def build_engine(
         )
     except ValidationError as error:
         raise ConfigError(f"{config.path}: {config_error(error)}") from None
+    write_masters(engine, pretrained)
+    del pretrained
     if config.activation_checkpointing:
         model.set_activation_checkpointing(_checkpoint_on_cpu if config.cpu_checkpointing else _checkpoint)
     compiled = compile_model(model, config, recomputes=recomputes) if compiles else ""
@@ -143,6 +143,20 @@ def _construct(
         partition(module=model)
         model.move_buffers(torch.device(get_accelerator().current_device_name()))
     return model
+
+
+def _pretrained_weights(model: DualEncoder, arguments: TrainArguments) -> dict[str, torch.Tensor]:
+    """Return the released weights that the arguments name, by the model's names; those of one tower take precedence."""
+    weights: dict[str, torch.Tensor] = {}
+    if arguments.pretrained:
+        weights, report = pretrained_weights(model, arguments.pretrained)
+        logger.info("%s", report)
+    for tower, path in (("image", arguments.pretrained_image), ("text", arguments.pretrained_text)):
+        if path:
+            of_tower, line = pretrained_tower_weights(model, tower, path)
+            weights |= of_tower
+            logger.info("%s", line)
+    return weights
 
 
 def _warn_of_locks() -> None:

@@ -415,11 +415,11 @@ def unchecked_config(case: Case) -> TrainingConfig:
     return replace(allowed, deepspeed={**allowed.deepspeed, **refused})
 
 
-def start_engine(case: Case, config: TrainingConfig | None = None) -> DeepSpeedEngine:
-    """Build the engine as a run does."""
+def start_engine(case: Case, config: TrainingConfig | None = None, *more: str) -> DeepSpeedEngine:
+    """Build the engine as a run does. more: flags."""
     quiet_deepspeed()
     flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--seed", str(SEED)]
-    flags += ["--force-patch-dropout", str(case.patch_dropout)]
+    flags += ["--force-patch-dropout", str(case.patch_dropout), *more]
     unlocked = str(UNLOCKED_GROUPS.get(case.locked, 0))
     if case.locked in (*UNLOCKED_GROUPS, "image", "both"):
         flags += ["--lock-image", "--lock-image-unlocked-groups", unlocked]

@@ -1,0 +1,67 @@
+"""With bf16, training starts from released weights as they are: the float32 masters have every bit of the file.
+
+DeepSpeed makes a master from its parameter, which is rounded to bfloat16.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+
+from megaclip.checkpoint.open_clip_weights import write_weights
+from megaclip.models import build_model
+from tests.distributed.checks import assert_passed, run_checks
+from tests.distributed.engine_cases import MODEL, WORLD_SIZE, Case, start_engine, whole_parameters, whole_value
+from tests.distributed.harness import run_ranks
+
+CASES = {
+    "ZeRO-1": Case(1, bf16=True),
+    "ZeRO-2, optimizer in host memory": Case(2, bf16=True, offload="optimizer"),
+    "ZeRO-3": Case(3, bf16=True),
+    "ZeRO-3, all in host memory": Case(3, bf16=True, offload="all"),
+    "most parameters locked": Case(2, bf16=True, locked="most"),
+    # The last case, because DeepSpeed keeps the groups of tensor parallelism for the rest of the process.
+    "two tensor-parallel ranks": Case(1, bf16=True, tensor_parallel=2),
+}
+
+
+def released(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {name: torch.randn_like(value) for name, value in build_model(MODEL).state_dict().items()}
+
+
+def check(case: Case, folder: Path) -> None:
+    """The image tower of one file, the rest of another one."""
+    engine = start_engine(
+        case, None, "--pretrained", str(folder / "whole"), "--pretrained-image", str(folder / "image")
+    )
+    image, rest = released(2), released(1)
+    expected = {name: image[name] if name.startswith("visual.") else rest[name] for name in rest}
+    named = dict(engine.module.named_parameters())
+    trained = [name for name, parameter in named.items() if parameter.requires_grad]
+    assert named.keys() == expected.keys() and ("visual.class_embedding" in trained) == (case.locked == "")
+    for name in trained:
+        found = whole_value(name, safe_get_full_fp32_param(named[name]).detach().clone(), engine.module.tensor)
+        assert torch.equal(found, expected[name]), name
+    for name, found in whole_parameters(engine).items():
+        assert torch.equal(torch.from_numpy(found), expected[name].bfloat16().float()), name
+
+
+def run_all(folder: Path) -> dict[str, str]:
+    return run_checks({name: partial(check, case, folder) for name, case in CASES.items()})
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("released")
+    for name, seed in (("whole", 1), ("image", 2)):
+        (folder / name).mkdir()
+        write_weights(folder / name, released(seed), MODEL)
+    return run_ranks(run_all, WORLD_SIZE, folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_masters_are_not_rounded(outcomes: list[dict[str, str]], name: str) -> None:
+    assert_passed(outcomes, name)
