@@ -20,7 +20,7 @@ from megaclip.engine.inputs import Inputs
 from megaclip.engine.parameter_groups import grouping
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import default_warmup
-from megaclip.errors import CheckpointError, MegaclipError, first_line
+from megaclip.errors import CheckpointError, ConfigError, MegaclipError, first_line
 from megaclip.logging import get_logger
 from megaclip.models import ModelDescription, OpenClipConfig
 from megaclip.models.descriptions import TOWERS_KEY
@@ -132,7 +132,7 @@ def resume(
 
 
 def require_own_folder(folder: Path, wanted: str | None) -> None:
-    """Raise CheckpointError if the run's `folder` holds checkpoints that --resume does not continue.
+    """Raise ConfigError if the run's `folder` holds checkpoints that --resume does not continue.
 
     wanted: value of --resume.
     """
@@ -140,7 +140,7 @@ def require_own_folder(folder: Path, wanted: str | None) -> None:
     if wanted == "auto" or not search.holds_checkpoints(checkpoints):
         return
     if wanted is None or search.locate(Path(wanted))[0].resolve() != checkpoints.resolve():
-        raise CheckpointError(
+        raise ConfigError(
             f"{str(folder)!r} holds a run already; use --resume auto to resume it, or choose another --name"
         )
 

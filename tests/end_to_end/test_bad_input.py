@@ -105,7 +105,7 @@ MISTAKES = {
 OF_DATA_OR_CHECKPOINTS = {
     *("missing data", "a glob that matches nothing", "braces that match nothing", "missing validation data"),
     *("missing zero-shot data", "a corrupt shard", "not a tar file", "a batch larger than the data"),
-    *("weights of another model", "weights that are none", "nothing to resume", "a run that exists"),
+    *("weights of another model", "weights that are none", "nothing to resume"),
     *("fewer data on resume", "a changed shard on resume", "another seed on resume", "another model on resume"),
     *("another optimizer on resume", "resumed with a tower locked", "a folder in use", "a damaged checkpoint"),
 }

@@ -11,7 +11,7 @@ from megaclip.checkpoint import search, store
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.commands import check_checkpoint
 from megaclip.engine import resume
-from megaclip.errors import CheckpointError
+from megaclip.errors import CheckpointError, ConfigError
 from tests.unit.saved_checkpoints import save
 
 TAGS = {step: f"step_{step:08d}" for step in (1, 2, 3, 4, 5)}
@@ -161,7 +161,7 @@ def test_folder_of_another_run_is_refused(folder, tmp_path):
     shutil.copytree(folder, other / "checkpoints")
     (folder / search.LATEST).unlink()  # a missing file must not hide the checkpoints
     for wanted in (None, str(other), str(other / "checkpoints" / TAGS[1])):
-        with pytest.raises(CheckpointError, match="holds a run already; use --resume auto"):
+        with pytest.raises(ConfigError, match="holds a run already; use --resume auto"):
             resume.require_own_folder(folder.parent, wanted)
     resume.require_own_folder(folder.parent, "auto")
     resume.require_own_folder(folder.parent, str(folder / TAGS[1]))
