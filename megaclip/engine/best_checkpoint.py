@@ -128,5 +128,5 @@ class BestCheckpoint:
                 self._record.value,
                 self._folder,
                 self._record.checkpoint,
-                " --ema" * self._data.eval_ema,
+                " --ema" * self._record.data.eval_ema,
             )

@@ -115,8 +115,7 @@ def accumulate_gradients(
     loss, cached = _loss_and_gradients(
         loss_function, features, orders, scalars, engine.device, random_state.step, check_loss
     )
-    model: DualEncoder = engine.module
-    statistics = [*model.statistics(model.visual), *model.statistics(model.text)]
+    statistics = _running_statistics(engine.module)
     with engine.coalesce_grad_reduction() if coalesce else nullcontext(), _restored(statistics):
         sums = _GradientSums(engine.module, accumulation_dtype) if coalesce and passes.count > 1 else None
         passes.back_propagate(cached, sums)
@@ -346,12 +345,34 @@ class _Passes:
 
 
 @contextmanager
-def _restored(statistics: list[Tensor]) -> Iterator[None]:
-    """Give running statistics the values back that they had before the body of the `with` statement."""
+def statistics_undone_on_failure(model: DualEncoder) -> Iterator[None]:
+    """Give the model's running statistics their values back if the body of the `with` statement, a step, raises.
+
+    The forward passes change them before a step is known to be good.
+    """
+    with _restored(_running_statistics(model), always=False):
+        yield
+
+
+def _running_statistics(model: DualEncoder) -> list[Tensor]:
+    return [*model.statistics(model.visual), *model.statistics(model.text)]
+
+
+@contextmanager
+def _restored(statistics: list[Tensor], *, always: bool = True) -> Iterator[None]:
+    """Give running statistics the values back that they had before the body of the `with` statement.
+
+    always: False for only if the body raises.
+    """
     before = [values.clone() for values in statistics]
-    yield
-    for values, kept in zip(statistics, before, strict=True):
-        values.data.copy_(kept)  # data, because graphs that are kept hold the running statistics, which nothing reads
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if always or failed:
+            for values, kept in zip(statistics, before, strict=True):
+                values.data.copy_(kept)  # data, because graphs that are kept hold them, and nothing reads them there
 
 
 def _gradients_to_come(model: DualEncoder) -> dict[nn.Module, int]:

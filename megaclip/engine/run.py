@@ -33,7 +33,7 @@ from megaclip.engine.best_checkpoint import BestCheckpoint
 from megaclip.engine.build import build_engine
 from megaclip.engine.changed_settings import report_changed_settings
 from megaclip.engine.compilation import report_compilation
-from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
+from megaclip.engine.gradient_cache import RandomState, accumulate_gradients, statistics_undone_on_failure
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.launcher import end_with_launcher
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
@@ -345,8 +345,9 @@ class Run:
         queued, gradient_norm = torch.tensor(math.nan), math.nan
         updated = False
         try:
-            queued = self._accumulate(batch)
-            gradient_norm = update(self.engine, self.step, queued)
+            with statistics_undone_on_failure(self.engine.module):
+                queued = self._accumulate(batch)
+                gradient_norm = update(self.engine, self.step, queued)
             self.loss.update(self.step)
             self.skipped_steps.updated()
             updated = True

@@ -1,7 +1,8 @@
 """Runs with a NaN loss: they stop with advice, or skip the step and continue as if its update had never been attempted.
 
-The reference is a run whose step raises the error before anything is read or computed. Its weights are equal to the
-last bit. The images of a step are kept in memory, or read again; the second reading of a skipped step does not happen.
+The reference is a run whose step raises the error before anything is read or computed. Its weights, and the running
+statistics of batch norms, are equal to the last bit. So are those that a run saves when its data fail in a step. The
+images of a step are kept in memory, or read again; the second reading of a skipped step does not happen.
 """
 
 import json
@@ -16,7 +17,8 @@ import torch
 from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.engine.run import Run
 from megaclip.engine.run_loss import RunLoss
-from megaclip.errors import NonFiniteError
+from megaclip.engine.step_store import StepStore
+from megaclip.errors import DataError, NonFiniteError
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import DS_CONFIG, WORLD_SIZE, Finished, flags, run_here, scalars
 from tests.tolerances import WEIGHT_AVERAGE, assert_close, assert_far
@@ -27,7 +29,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cpu": {"data_offload": "cpu", "ema_decay": DECAY},
     "reread": {"data_offload": "reread"},
     "fastclip": {"loss": "fastclip_v3", "reduction": "scalar", "ema_decay": DECAY},
+    "batch norm": {},
 }
+RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 64}
 
 
 @dataclass
@@ -39,8 +43,8 @@ class Ends:
 
 
 def with_bad_steps(command: list[str], store: str, kind: str) -> Finished:
-    """Call `main(command)` in this rank. The loss of the bad steps is NaN, or they raise at once."""
-    bind, accumulate = RunLoss.bind, Run._accumulate
+    """Call `main(command)` in this rank. In the bad steps the loss is NaN, data fail, or they raise at once."""
+    bind, accumulate, agree = RunLoss.bind, Run._accumulate, StepStore.agree
     current = [0]
 
     def note_step(run: Run, *arguments: Any) -> float:
@@ -53,7 +57,13 @@ def with_bad_steps(command: list[str], store: str, kind: str) -> Finished:
         bound, factor = bind(loss, *arguments), math.nan if kind == "nan" and current[0] in BAD else 1.0
         return lambda *features: factor * bound(*features)
 
+    def fail(batch: StepStore) -> None:
+        agree(batch)
+        if kind == "data" and current[0] in BAD:
+            raise DataError("the data of a rank failed")
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepStore, "agree", fail)
         patch.setattr(Run, "_accumulate", note_step)
         patch.setattr(RunLoss, "bind", spoil)
         return run_here(command, Path(store))
@@ -67,12 +77,16 @@ def all_runs(commands: dict[str, tuple[list[str], str]], stores: str) -> dict[st
 def ends(tiny_run, tmp_path_factory) -> Ends:
     logs = tmp_path_factory.mktemp("nonfinite")
     commands = {}
+    resnet, model = logs / "resnet.json", json.loads((tiny_run / "model.json").read_text())
+    resnet.write_text(json.dumps({name: model[name] for name in ("embed_dim", "text_cfg")} | {"vision_cfg": RESNET}))
     for name, section in SETTINGS.items():
         config = logs / f"{name}.json"
         zero = {"zero_optimization": {"stage": 1}}
         config.write_text(json.dumps(DS_CONFIG | zero | {"megaclip": DS_CONFIG["megaclip"] | section}))
-        for kind in ("nan", "raises"):
-            changes = {"train_steps": STEPS, "on_nonfinite": "skip:2", "save_every_steps": 4, "keep_last": 9}
+        changes = {"train_steps": STEPS, "on_nonfinite": "skip:2", "save_every_steps": 4, "keep_last": 9}
+        if name == "batch norm":
+            changes["model"] = resnet
+        for kind in ("nan", "raises", "data") if name == "batch norm" else ("nan", "raises"):
             commands[f"{name} {kind}"] = (flags(tiny_run, config, logs, name=f"{name}_{kind}", **changes), kind)
     config, changes = logs / "cpu.json", {"train_steps": STEPS, "save_every_steps": 1}
     commands["stop"] = (flags(tiny_run, config, logs, name="stop", **changes), "nan")
@@ -97,6 +111,15 @@ def test_a_run_with_skipped_steps_equals_one_in_which_they_never_happened(ends, 
     assert math.isnan(curves["train/loss"][BAD[0] + 1])
     first = ends.by_name[f"{name} nan"][0]
     assert "step 3: the loss is nan" in first.output and "skipped, 2 in a row, 2 in all" in first.output
+
+
+def test_a_checkpoint_of_a_run_whose_data_fail_holds_nothing_of_the_failed_step(ends):
+    assert [end.exit_code for end in ends.by_name["batch norm data"]] == [1] * WORLD_SIZE
+    failed, skipped = (ends.logs / f"batch norm_{kind}" / "checkpoints" for kind in ("data", "raises"))
+    weights = consolidated_weights(failed, f"step_{BAD[0]:08d}")
+    expected = consolidated_weights(skipped, f"step_{BAD[0] + 1:08d}")  # its last step was skipped
+    assert "visual.bn1.running_mean" in weights
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
 @pytest.mark.parametrize(("name", "done"), [("stop", 3), ("limit", 4)])

@@ -97,3 +97,12 @@ def test_the_best_moving_average_is_exported_with_its_flag(tmp_path, caplog, mon
     best.report()
     assert f"megaclip export {tmp_path} OUT_DIR --tag {TAGS[1]} --ema --verify" in caplog.text
     assert best_of(tmp_path, step=1).tag is None  # its scores are those of other weights
+
+
+def test_the_command_exports_the_weights_that_were_evaluated(tmp_path, caplog, monkeypatch):
+    """A run with --eval-ema is resumed without data to evaluate, and so without that flag."""
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    caplog.set_level(logging.INFO, "megaclip")
+    save_and_evaluate(tmp_path, best_of(tmp_path, eval_ema=True), {1: 0.25})
+    best_of(tmp_path, step=1, val_data=[]).report()
+    assert f"--tag {TAGS[1]} --ema --verify" in caplog.text
