@@ -156,14 +156,31 @@ else
   launch+=(--no_ssh_check --force_multi "$root/launch/train.py" "${quoted[@]}")
 fi
 
-# Send a signal to the ranks of this job on this host, or on all hosts. It must not reach DeepSpeed's signal handlers:
-# one of them ends every DeepSpeed job of this user, the other gives a rank only 30 s. Ranks survive the ssh connection
-# that started them. A rank that waits in a collective for a dead rank would keep its GPU until the backend's timeout.
-# The ^ keeps the pattern from matching pdsh and the shells that run it.
-signal_ranks() {
+# Run a shell command for each of DeepSpeed's launchers of this job, whose process id is $0, on this host or on all
+# hosts. The ^ keeps the pattern from matching pdsh and the shells that run it.
+for_launchers() {
   local launcher_of_ranks="^[^ ]+ -u -m deepspeed.launcher.launch .*--master_addr=$master_addr --master_port=$master_port "
-  local command="pgrep -f '$launcher_of_ranks' | xargs -r -n 1 pkill -$1 -P"
+  local command="pgrep -f '$launcher_of_ranks' | xargs -r -n 1 sh -c '$1'"
   if $no_ssh; then bash -c "$command"; else pdsh -w "$(IFS=, && echo "${hosts[*]}")" "$command"; fi || true
+}
+
+# Send a signal to the ranks of this job. It must not reach DeepSpeed's signal handlers: one of them ends every DeepSpeed
+# job of this user, the other gives a rank only 30 s. Ranks survive the ssh connection that started them. A rank that
+# waits in a collective for a dead rank would keep its GPU until the backend's timeout. A launcher without ranks, which
+# takes seconds to import DeepSpeed, is ended itself.
+signal_ranks() {
+  local or_launcher=TERM
+  [[ $1 != KILL ]] || or_launcher=KILL
+  for_launchers "pkill -$1 -P \$0 || kill -$or_launcher \$0"
+}
+
+# End launchers that had not started when a signal was sent to the ranks, before they start ranks.
+end_late_launchers() {
+  for _ in {1..30}; do
+    sleep 2
+    kill -0 "$launcher" 2>/dev/null || return 0
+    for_launchers 'pgrep -P $0 >/dev/null || kill -TERM $0'
+  done
 }
 
 end_at_once() {
@@ -173,16 +190,21 @@ end_at_once() {
   signal_ranks KILL
   pkill -TERM -P "$launcher" || kill -TERM "$launcher" 2>/dev/null || true
   wait "$launcher" || true
+  signal_ranks KILL # of a host whose launcher started meanwhile
   if [[ ${code-} == "$refused" ]] || sed '/^ended$/,$d' "$host_codes" | grep -q " $refused\$"; then exit "$refused"; fi
   exit 1
 }
 
+starting_s=120 # until then a host may not have started its launcher
 stop_requested='' # "yes" after a signal was sent to the ranks. Their exit codes report whether they saved.
 stop() {
   [[ -z $stop_requested || $1 == USR1 ]] || end_at_once
   stop_requested=yes
   echo "multi_node.sh: training ranks save after this step and end; another Ctrl-C or SIGTERM ends them at once" >&2
   signal_ranks "$1"
+  if ((SECONDS < starting_s)); then
+    (trap '' INT TERM USR1 USR2 && end_late_launchers) </dev/null >/dev/null 2>&1 &
+  fi
 }
 
 failed() {

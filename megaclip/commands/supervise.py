@@ -141,11 +141,13 @@ def start_command(
 
 
 def end_leftover_ranks(hosts: Sequence[Host], master_port: int) -> str:
-    """Return the shell command that ends the ranks of earlier attempts on one host. It always succeeds.
+    """Return the shell command that ends the ranks, and launchers without ranks, of earlier attempts on one host.
+
+    It always succeeds.
 
     A host whose network was cut still runs its ranks, which wait for the others. launch/multi_node.sh ends the ranks
     of one attempt by the same pattern.
     """
     addresses = "|".join(re.escape(host.address) for host in hosts)
     launchers = f"^[^ ]+ -u -m deepspeed.launcher.launch .*--master_addr=({addresses}) --master_port={master_port} "
-    return f"pgrep -f '{launchers}' | xargs -r -n 1 pkill -KILL -P; true"
+    return f"pgrep -f '{launchers}' | xargs -r -n 1 sh -c 'pkill -KILL -P $0 || kill -KILL $0'; true"

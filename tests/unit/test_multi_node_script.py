@@ -135,14 +135,14 @@ INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
     [
         ([USR1], "USR1", 138, 138),
         ([USR1], "USR1", 0, 0),  # the run was complete
-        ([USR1], "USR1 KILL", 1, 1),  # the save failed
+        ([USR1], "USR1 KILL KILL", 1, 1),  # the save failed
         ([USR1, USR1], "USR1 USR1", 138, 138),
         ([TERM], "TERM", 143, 143),
         ([INT], "TERM", 143, 143),
         ([TERM, USR1], "TERM USR1", 143, 143),
-        ([TERM], "TERM KILL", 241, 1),  # 256 - SIGTERM: the signal killed a rank that did not train yet
-        ([TERM, TERM], "TERM KILL", None, 1),
-        ([USR1, TERM], "USR1 KILL", None, 1),
+        ([TERM], "TERM KILL KILL", 241, 1),  # 256 - SIGTERM: the signal killed a rank that did not train yet
+        ([TERM, TERM], "TERM KILL KILL", None, 1),
+        ([USR1, TERM], "USR1 KILL KILL", None, 1),
     ],
 )
 def test_exit_code_after_a_signal_follows_the_ranks(
@@ -167,6 +167,48 @@ def test_exit_code_after_a_signal_follows_the_ranks(
     assert script.returncode == expected
     assert ("a rank failed" in errors) == (ranks_code in (1, 241))
     assert re.findall("pkill -([A-Z0-9]+) ", arrived.read_text()) == forwarded.split()
+
+
+# A launcher of DeepSpeed: for some seconds, in which it imports, it has no child. `exec -a` gives it its name.
+LAUNCHER = """#!/bin/bash
+{wait}
+setsid bash -c 'exec -a "{folder}/python -u -m deepspeed.launcher.launch --master_addr=node-0 --master_port=29500 -" \\
+  bash -c "exec 3<>{folder}/fifo; echo >{folder}/launched; read -t 4 -u 3; echo >{folder}/rank; sleep 60"' &>/dev/null &
+{failure}
+sleep 0.5
+while pgrep -f "^{folder}/python -u -m deepspeed.launcher.launch" >/dev/null; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "fails", "waits", "expected"),
+    [
+        (["launched"], False, 0, 0),
+        pytest.param(["begun"], False, 3, 0, marks=pytest.mark.long),  # nothing had started when the signal came
+        pytest.param(["launched", "launched"], False, 0, 1, marks=pytest.mark.long),
+        ([], True, 0, 1),
+    ],
+    ids=["stopped", "stopped before the launcher", "stopped twice", "another host fails"],
+)
+def test_no_rank_starts_after_the_end(bench: Bench, sent: list[str], fails: bool, waits: int, expected: int) -> None:
+    """The launchers have no ranks yet.
+
+    sent: after which file each SIGTERM is sent. waits: seconds before the launchers start.
+    """
+    os.mkfifo(bench.folder / "fifo")
+    bench.stub("pdsh", '#!/bin/bash\nbash -c "${@: -1}"\n')  # as on each host, for one of them
+    failure = "sleep 1; echo 'pdsh@here: node-1: ssh exited with exit code 255' >&2" if fails else ""
+    wait = f"echo >{bench.folder}/begun; sleep {waits}"
+    bench.stub("deepspeed", LAUNCHER.format(folder=bench.folder, wait=wait, failure=failure))
+    with bench.start(stderr=subprocess.PIPE) as script:
+        for file in sent:
+            wait_for_lines(bench.folder / file, 1)
+            script.send_signal(TERM)
+            time.sleep(0.3)
+        _, errors = script.communicate(timeout=60)
+    assert script.returncode == expected, errors
+    time.sleep(5)
+    assert not (bench.folder / "rank").exists()
 
 
 @pytest.mark.parametrize(("ranks_code", "expected"), [(0, 0), (1, 1), (138, 138)])
