@@ -17,7 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint.reshard import flat_groups
 from megaclip.checkpoint.saved_states import EMA
-from megaclip.errors import MegaclipError
+from megaclip.errors import DataError
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -83,13 +83,14 @@ class WeightAverage:
     def in_model(self) -> Iterator[None]:
         """Let the model have the averages in the body of the `with` statement. All ranks must enter and leave together.
 
-        Masters and averages change places and back, so both have the same bits afterwards. After an error that only
-        this rank may have they are not changed back, because the other ranks would not take part.
+        Masters and averages change places and back, so both have the same bits afterwards. They do so after a
+        DataError too, which all ranks raise and before which a run saves. After any other error they do not: a rank
+        that has another one would not take part, and nothing is saved.
         """
         self._exchange()
         try:
             yield
-        except MegaclipError:
+        except DataError:
             self._exchange()
             raise
         self._exchange()

@@ -120,6 +120,7 @@ class Member:
                 "beats": self._beats,
                 "attempt": self._attempt,
                 "last": self._last,
+                "stop": self._stop,
             }
             with contextlib.suppress(OSError):  # a folder that cannot be written to for a while
                 _replace(self._path(self.own), state)
@@ -165,22 +166,36 @@ class Member:
             # A heartbeat that was written before the last attempt is of an earlier number.
             if decides and all(beat["attempt"] >= self._attempt for beat in alive.values()):
                 self._decide(alive, waited_s)
-            elif self._stop is not None and self._last is None:
-                return None  # a spare host
+            elif self._stop is not None and self.own.name not in _names(self._before(alive)):
+                return None  # a spare host, or one that is left out
             time.sleep(self.times.beat_s / 2)
+
+    def _before(self, alive: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Return the plan of the last attempt, or `_NO_ATTEMPT` if no member that is alive was there when it began.
+
+        Members that were killed together, as at the end of a job's time, leave a plan without an end. That was no
+        failure of a host.
+        """
+        plan = self._plan(self._attempt - 1) or _NO_ATTEMPT
+        ids = {self._id, *(str(beat.get("id")) for beat in alive.values())}
+        return plan if plan["exit"] is not None or ids & set(plan["members"]) else _NO_ATTEMPT
 
     def _decide(self, alive: dict[str, dict[str, Any]], waited_s: float) -> None:
         """Write the plan of the next attempt, unless it is too early."""
-        before = self._plan(self._attempt - 1) or {"exit": 0, "hosts": [], "ends": []}
+        before = self._before(alive)
         ends = [_end_of(one) for one in before["ends"]]
+        took_part = _names(before)
+        stops = [self._stop] if not took_part or self.own.name in took_part else []
+        stops += [beat["stop"] for name, beat in alive.items() if name in took_part]
+        stop = next((number for number in stops if number), None)
         if before["exit"] is None:
             ends.append(self._end([Host(**host) for host in before["hosts"]], alive))
             verdict = policy.decide(ends, self.restarts)
             if not verdict.restarts:
                 self._write_plan([], [], verdict.exit_code, verdict.reason)
                 return
-        elif self._stop is not None:
-            self._write_plan([], [], 128 + self._stop, "the run was stopped on request")
+        if stop is not None:
+            self._write_plan([], [], 128 + stop, "the run was stopped on request")
             return
         usable = policy.usable(self.hosts, ends)
         present = [host for host in usable if host.name in alive]
@@ -191,9 +206,13 @@ class Member:
         if chosen:
             if ends and ends[-1].failed_hosts:
                 logger.warning("attempt %d: failure of %s", len(ends), " ".join(sorted(ends[-1].failed_hosts)))
-            self._write_plan(chosen, ends, None, "")
+            members = [str(beat["id"]) for beat in alive.values()]
+            self._write_plan(chosen, ends, None, "", members)
         elif waited_s > self.times.give_up_s:
-            self._write_plan([], [], 1, f"{len(present)} of {len(self.hosts)} hosts are alive, too few for the batch")
+            reason = f"{len(present)} of {len(usable)} usable hosts are alive, too few for the batch"
+            if left_out := [host.name for host in self.hosts if host not in usable]:
+                reason += f"; left out after {policy.FAILURES_OF_A_HOST} failures each: {' '.join(left_out)}"
+            self._write_plan([], [], 1, reason)
 
     def _end(self, hosts: Sequence[Host], alive: dict[str, dict[str, Any]]) -> End:
         """Return how the last attempt has ended on `hosts`."""
@@ -209,8 +228,17 @@ class Member:
             return End(code, step, for_more_hosts=grows)
         return End(code, step, policy.hosts_to_blame(codes, lost), lost)
 
-    def _write_plan(self, hosts: Sequence[Host], ends: Iterable[End], exit_code: int | None, reason: str) -> None:
+    def _write_plan(
+        self,
+        hosts: Sequence[Host],
+        ends: Iterable[End],
+        exit_code: int | None,
+        reason: str,
+        members: Sequence[str] = (),
+    ) -> None:
+        """Write the plan of the next attempt. members: ids of the members that are alive."""
         content = {
+            "members": list(members),
             "hosts": [asdict(host) for host in hosts],
             "ends": [
                 {**asdict(end), "failed_hosts": sorted(end.failed_hosts), "lost_hosts": sorted(end.lost_hosts)}
@@ -235,6 +263,10 @@ class Member:
             logger.info("attempt %d: %d ranks on %s; this is a spare host", self._attempt, ranks, " ".join(names))
             self._attempt += 1
             return
+        if self._stop is not None:
+            self._last = (self._attempt, 128 + self._stop, False)
+            self._attempt += 1
+            return
         step = self.newest_step()
         logger.info("attempt %d from step %d: %d ranks on %s", self._attempt, step, ranks, " ".join(names))
         hostfile = self.folder / f".hostfile.{self.own.name}"
@@ -245,10 +277,12 @@ class Member:
         environment = {**os.environ, HOST_CODES_FILE: str(codes)}
         command = self.start_command(hostfile, chosen, place)
         self._script = subprocess.Popen(command, env=environment, start_new_session=True)
-        if self._stop is not None:
+        if self._stop is not None:  # the signal came before there was a script
             self._script.send_signal(self._stop)
         code, grows = self._wait_for_script(self._script, chosen, step)
         self._script = None
+        if self._stop is not None and code == -self._stop:
+            code = 128 + self._stop  # it had no handler yet, and no ranks
         if code != _ENDED:  # the script's own code is 1, however a rank has ended
             code = read_codes(codes, chosen).get(self.own.name, code)
         # In this order: who reads the new number finds the end of the attempt.
@@ -304,6 +338,8 @@ class Member:
         return more > sum(host.slots for host in chosen) and self.newest_step() > first_step
 
 
+_NO_ATTEMPT: dict[str, Any] = {"exit": 0, "hosts": [], "ends": [], "members": []}
+"""Stands for the plan of the attempt before the first one."""
 _ENDED = -1
 """Stands for the exit code of ranks that their member has ended."""
 
@@ -329,6 +365,11 @@ def own_host(hosts: Sequence[Host], node_rank: int) -> Host:
             f"--node_rank {node_rank}: expected the index of this host in the hostfile, 0 to {len(hosts)}"
         )
     return hosts[node_rank]
+
+
+def _names(plan: dict[str, Any]) -> set[str]:
+    """Return the names of the hosts of a plan."""
+    return {host["name"] for host in plan["hosts"]}
 
 
 def _end_of(content: dict[str, Any]) -> End:

@@ -120,6 +120,8 @@ class Supervisor:
             self._script.send_signal(self._stop)
         grows = self._wait_for_script(chosen, first_step)
         code, self._script = self._script.returncode, None
+        if self._stop is not None and code == -self._stop:
+            code = 128 + self._stop  # it had no handler yet, and no ranks
         by_host = read_codes(codes, chosen)
         if policy.REFUSED_CODES & set(by_host.values()):
             code = policy.REFUSED_EXIT_CODE  # srun returns the code of the launchers that it has ended

@@ -19,6 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megaclip.checkpoint import store
 from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.reshard import load_resharded
+from megaclip.comm.collectives import raise_on_all_ranks, wait_for_all_ranks
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.weight_average import WeightAverage
 from megaclip.errors import CheckpointError, DataError
@@ -116,6 +117,23 @@ def parameters_with(engine: DeepSpeedEngine, average: WeightAverage) -> dict[str
     again = whole_parameters(engine)
     assert all((own[name] == again[name]).all() for name in own)
     return averaged
+
+
+def fail_on_one_rank() -> str:
+    """Return the error of this rank after a bug on the first rank, which then waits for the other."""
+    engine, average = start(Case(1, 2))
+    take_step(engine, average, Case(1, 2), 0)
+    with pytest.raises(Exception) as caught, average.in_model(), raise_on_all_ranks():
+        if dist.get_rank() == 0:
+            raise RuntimeError("a bug in a loader")
+    wait_for_all_ranks()
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_after_an_error_of_one_rank_the_other_does_not_wait_for_it() -> None:
+    first, second = run_ranks(fail_on_one_rank, WORLD_SIZE, time_limit_s=120)
+    assert first == "RuntimeError: a bug in a loader"
+    assert second.startswith("MegaclipError: rank 0 failed with RuntimeError: a bug in a loader")
 
 
 def run_all(cases: dict[str, Averaged], folder: Path) -> dict[str, str | None]:

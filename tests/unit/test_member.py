@@ -1,12 +1,14 @@
 """Restarts without ssh: members that meet in a folder, with stand-ins for the script that starts the ranks."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -31,7 +33,9 @@ class Meeting:
         self.step.write_text("0")
         self.members: dict[str, multiprocessing.process.BaseProcess] = {}
 
-    def start(self, host: Host, script: str, restarts: int = 3) -> None:
+    def start(
+        self, host: Host, script: str, restarts: int = 3, fits: Callable[[int], bool] = lambda ranks: 4 % ranks == 0
+    ) -> None:
         def start_command(hostfile: Path, chosen: Sequence[Host], place: int) -> list[str]:
             names = "+".join(one.name for one in chosen)
             return [
@@ -45,7 +49,7 @@ class Meeting:
                 self.folder / "meeting",
                 HOSTS,
                 host,
-                lambda ranks: 4 % ranks == 0,
+                fits,
                 restarts,
                 start_command,
                 lambda: int(self.step.read_text()),
@@ -58,6 +62,10 @@ class Meeting:
         self.members[host.name] = FORK.Process(target=run)
         self.members[host.name].start()
 
+    def beat(self, name: str) -> dict[str, Any]:
+        """Return the last heartbeat of a host."""
+        return json.loads((self.folder / "meeting" / f"beat_{name}.json").read_text())
+
     def starts(self) -> list[str]:
         path = self.folder / "starts"
         return sorted(path.read_text().splitlines()) if path.exists() else []
@@ -69,6 +77,10 @@ class Meeting:
         for one in [*process.children(recursive=True), process]:
             with contextlib.suppress(psutil.NoSuchProcess):  # a `sleep` of the script that has just ended
                 one.kill()
+
+    def send(self, number: signal.Signals, *names: str) -> None:
+        for name in names:
+            os.kill(self.members[name].pid, number)
 
     def codes(self) -> dict[str, int | None]:
         for process in self.members.values():
@@ -133,6 +145,59 @@ def test_a_host_whose_ranks_the_kernel_ends_twice_is_left_out(meeting: Meeting) 
     assert meeting.codes() == {"a": 0, "b": 0, "c": 0}
     with_b = ["a 0 a+b+c", "b 1 a+b+c", "c 2 a+b+c"]
     assert meeting.starts() == sorted([*with_b, *with_b, "a 0 a+c", "c 1 a+c"])
+
+
+def test_a_stop_while_members_wait_for_a_lost_host_ends_the_run(meeting: Meeting) -> None:
+    """The batch needs all ranks. One of the others is asked to stop."""
+    for host in HOSTS:
+        meeting.start(host, ENDLESS, fits=lambda ranks: ranks == 4)
+    wait_until(lambda: len(meeting.starts()) == 3)
+    meeting.vanish("c")
+    wait_until(lambda: all(meeting.beat(name).get("attempt") == 2 for name in "ab"))
+    meeting.send(signal.SIGTERM, "b")
+    assert meeting.codes() == {"a": 143, "b": 143}
+    assert len(meeting.starts()) == 3
+
+
+def test_a_stop_between_two_attempts_starts_no_further_one(meeting: Meeting) -> None:
+    for host in HOSTS:
+        meeting.start(host, ENDLESS)
+    wait_until(lambda: len(meeting.starts()) == 3)
+    meeting.vanish("c")
+    time.sleep(0.3)  # before its silence is noticed
+    meeting.send(signal.SIGTERM, "a", "b")
+    assert meeting.codes() == {"a": 143, "b": 143}
+    assert len(meeting.starts()) == 3
+
+
+def test_a_host_that_is_left_out_stops_alone(meeting: Meeting) -> None:
+    for host in HOSTS:
+        killed = 'echo "b 247" >$MEGACLIP_HOST_CODES; ' if host.name == "b" else ""
+        saves = "wc -l <starts >step.new; mv step.new step; " if host.name == "a" else ""
+        meeting.start(host, f"{saves}{killed}[[ $HOSTS == *b* ]] && exit 1; {ENDLESS}")
+    wait_until(lambda: sum(line.endswith(" a+c") for line in meeting.starts()) == 2)
+    meeting.send(signal.SIGTERM, "b")
+    meeting.members["b"].join(20)
+    assert meeting.members.pop("b").exitcode == 143
+    assert all(process.is_alive() for process in meeting.members.values())
+    (meeting.folder / "stop").touch()
+    assert meeting.codes() == {"a": 138, "c": 138}
+
+
+def test_a_job_whose_hosts_were_all_killed_starts_anew(meeting: Meeting) -> None:
+    """As at the end of a job's time, more often than a host may fail, and than a run may be restarted."""
+    for _ in range(3):
+        begun = len(meeting.starts())
+        for host in HOSTS:
+            meeting.start(host, ENDLESS, restarts=1)
+        wait_until(lambda begun=begun: len(meeting.starts()) == begun + 3)
+        for name in list(meeting.members):
+            meeting.vanish(name)
+    for host in HOSTS:
+        meeting.start(host, ENDLESS, restarts=1)
+    wait_until(lambda: len(meeting.starts()) == 12)
+    (meeting.folder / "stop").touch()
+    assert meeting.codes() == {"a": 138, "b": 138, "c": 138}
 
 
 def test_a_run_that_was_given_up_can_be_started_again(meeting: Meeting) -> None:
