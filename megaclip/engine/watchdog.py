@@ -59,6 +59,8 @@ _WARM_UP_STEPS = 3
 _LONG_FACTOR, _SHORTEST_LONG_S = 4.0, 3600.0
 """Limit of work without steps: four times the limit of a step, at least an hour."""
 _HEARTBEAT_S = 5.0
+_JOIN_S = 2.0
+"""Seconds for which the end of training waits for the watchdog."""
 _MISSED_HEARTBEATS = 3
 """A rank is alive if its heartbeat changes within this number of heartbeats."""
 _REPORT_S = 10.0
@@ -93,6 +95,7 @@ class Watchdog:
         self._beats = 0
         self._ends = threading.Event()
         self._store: Any = None
+        self._connection_lost = False
         self._answer: Future[Any] | None = None
         """Answer of the store to the last question."""
         set_worker_timeout(min(WORKER_TIMEOUT_S, (hang_timeout_s or math.inf) / 2))
@@ -109,7 +112,7 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._ends.set()
         if self._store is not None:
-            self._thread.join()
+            self._thread.join(_JOIN_S)  # it may wait for a store that is gone with its process
 
     def step_done(self, step: int) -> None:
         """Record that step number `step` is done."""
@@ -163,7 +166,8 @@ class Watchdog:
         try:
             self._watch()
         except Exception:
-            logger.exception("the watchdog has failed; the run continues without it")
+            if not self._ends.is_set():
+                logger.exception("the watchdog has failed; the run continues without it")
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -190,8 +194,10 @@ class Watchdog:
         return store
 
     def _ask(self, question: Callable[[Any], T]) -> T:
-        """Return `question(store)`. A thread of its own asks: a store whose process is stopped never answers, and
-        torch's time-out does not hold then.
+        """Return `question(store)`; connect again first if the connection was lost.
+
+        A thread of its own does both: a store whose process is stopped never answers, and one whose process is gone is
+        looked for for a long time. torch's time-out does not hold then.
 
         Raises:
             RuntimeError: the store does not answer in time, or has not answered the last question yet.
@@ -202,6 +208,8 @@ class Watchdog:
 
         def ask() -> None:
             try:
+                if self._connection_lost:
+                    self._store, self._connection_lost = self._connect(), False
                 answer.set_result(question(self._store))
             except Exception as error:  # raised again below
                 answer.set_exception(error)
@@ -236,9 +244,7 @@ class Watchdog:
         try:
             return self._ask(lambda store: store.set(key, state) or store.check([key]))  # `set` does not wait
         except RuntimeError:  # the store does not answer in time, or the connection is broken
-            if self._answer is not None and self._answer.done():
-                with contextlib.suppress(RuntimeError):
-                    self._store = self._connect()
+            self._connection_lost = self._answer is not None and self._answer.done()
             return False
 
     def _others_have_found_a_hang(self) -> bool:

@@ -1,9 +1,16 @@
 """Training without the deepspeed launcher, on one host: plain python and torchrun."""
 
+import contextlib
 import json
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+import psutil
+import pytest
 
 from tests.end_to_end.training_runs import DS_CONFIG, ROOT, flags, launcher_environment, scalars
 from tests.tolerances import RUN, assert_close
@@ -32,3 +39,39 @@ def test_torchrun_has_the_losses_of_plain_python(tiny_run, tmp_path):
     two = losses(TORCHRUN, tiny_run, tmp_path / "torchrun")
     assert one[0] != one[1]
     assert_close(two, one, RUN["loss"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
+def test_ranks_save_and_end_after_their_torchrun(tiny_run: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """The process of torchrun holds the store, so the watchdogs of the ranks lose it."""
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({**DS_CONFIG, "zero_optimization": {"stage": 1}}))
+    more = {"train_steps": 100_000, "save_every_steps": 100_000, "hang_timeout": 6}
+    command = [*TORCHRUN, str(ROOT / "launch/train.py"), *flags(tiny_run, config, tmp_path, **more)]
+    environment = {key: value for key, value in launcher_environment().items() if key not in ("RANK", "WORLD_SIZE")}
+    with open(tmp_path / "log", "w") as log:
+        torchrun = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
+        try:
+            wait_until(lambda: "step 5" in (tmp_path / "log").read_text(), torchrun)
+            ranks = psutil.Process(torchrun.pid).children()
+            torchrun.send_signal(number)
+            torchrun.wait(60)
+            _, alive = psutil.wait_procs(ranks, timeout=60)
+            assert not alive, (tmp_path / "log").read_text()[-3000:]
+        finally:
+            torchrun.kill()
+            for rank in psutil.process_iter():
+                with contextlib.suppress(psutil.Error):
+                    if str(tmp_path) in rank.cmdline():
+                        rank.kill()
+    latest = (tmp_path / "run" / "checkpoints" / "latest").read_text()
+    assert int(latest.removeprefix("step_")) >= 5
+    assert not (tmp_path / "run" / "lock.json").exists()
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
