@@ -3,12 +3,18 @@
 Nobody waits for such a rank: the command has returned, with exit code 0 if it is `deepspeed` and its `launch.py` was
 killed. The rank would train on, hold its GPU, and nobody would end it if another rank died. It therefore sends itself
 SIGTERM. If it trains, all ranks save after the step (`megaclip.engine.stop`), else it ends at once.
+
+On one host, `launch.py` does not notice that `deepspeed`, which has started it, was ended. Its ranks then send
+themselves SIGUSR1, which has no effect on ranks that are saving already, as after Ctrl-C in a terminal.
 """
 
 import os
 import signal
 import threading
 import time
+from pathlib import Path
+
+import psutil
 
 import megaclip
 from megaclip.comm.groups import ranks_of_this_node
@@ -27,11 +33,33 @@ def end_with_launcher() -> None:
     if ranks_of_this_node() is not None:
         process, parent = megaclip.PROCESS_AND_PARENT
         launcher = parent if process == os.getpid() else os.getppid()
-        threading.Thread(target=_watch, args=(launcher,), name="launcher", daemon=True).start()
+        threading.Thread(target=_watch, args=(launcher, _command_of(launcher)), name="launcher", daemon=True).start()
 
 
-def _watch(launcher: int) -> None:
+def _command_of(launcher: int) -> int | None:
+    """Return the process `deepspeed` that has started the launcher on this host, or None if something else has."""
+    try:
+        parent = psutil.Process(launcher).parent()
+        words = parent.cmdline()[:3] if parent is not None else []
+    except psutil.Error:
+        return None
+    names = {Path(word).name for word in words}
+    return parent.pid if parent is not None and names & {"deepspeed", "deepspeed.launcher.runner"} else None
+
+
+def _watch(launcher: int, command: int | None) -> None:
     while os.getppid() == launcher:
+        if command is not None and _parent_of(launcher) != command:
+            logger.warning("`deepspeed`, process %d, has ended; this rank saves, if it trains, and ends", command)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            command = None
         time.sleep(_POLL_S)
     logger.warning("the launcher, process %d, has ended; this rank saves, if it trains, and ends", launcher)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _parent_of(process: int) -> int | None:
+    try:
+        return psutil.Process(process).ppid()
+    except psutil.Error:
+        return None

@@ -18,6 +18,7 @@ from tests.end_to_end.training_runs import flags, launcher_command, launcher_env
         ("all", False, -signal.SIGINT),  # Ctrl-C in a terminal; a shell reports 130
         ("all", True, 1),  # Ctrl-C, with the launcher in the background of a script
         ("rank", False, 128 + signal.SIGUSR1),
+        ("deepspeed", False, -signal.SIGTERM),  # it has no handler; launch.py and the ranks are left
     ],
 )
 def test_exit_code_of_the_launcher(
@@ -42,6 +43,8 @@ def test_exit_code_of_the_launcher(
             output += line
         if receiver == "all":
             os.killpg(launcher.pid, signal.SIGINT)
+        elif receiver == "deepspeed":
+            launcher.terminate()
         else:
             os.kill(rank_of(tmp_path), signal.SIGUSR1)
         output += launcher.stdout.read()  # until all processes of the run have ended
