@@ -310,6 +310,11 @@ def copy_weights(model: DualEncoder, weights: StateDict) -> None:
             weight.copy_(own_part(name, value, model.tensor))
 
 
+def holds_weights(directory: Path) -> bool:
+    """Return whether the directory has a file that `read_weights` would read."""
+    return any((directory / name).is_file() for name in _WEIGHTS_NAMES)
+
+
 def _require_complete(report: LoadReport, problem: str) -> None:
     if not report.complete:
         raise CheckpointError(f"{problem}: {report}; {report.advice}")

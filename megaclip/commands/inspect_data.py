@@ -27,7 +27,7 @@ from megaclip.config.argument_types import integer, number
 from megaclip.data import DATASET_TYPES, ImageTransform, PairDataset, Tokenizer, TrainLoader, load_tokenizer, open_pairs
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.images import open_image
-from megaclip.data.reading import check_caption, decode_image
+from megaclip.data.reading import MIN_SAMPLES_FOR_LIMIT, check_caption, decode_image
 from megaclip.engine.inputs import model_preprocessing
 from megaclip.errors import ConfigError, DataError, MegaclipError, shortened
 from megaclip.evaluation.pictures import contact_sheet
@@ -129,7 +129,7 @@ class Look:
             return ""
         return (
             f"{self._bad.total()} of the {self._looked_at} samples looked at are bad; a run stops above "
-            f"--max-bad-fraction {limit:g}"
+            f"--max-bad-fraction {limit:g}, after more than {limit * MIN_SAMPLES_FOR_LIMIT:g} bad samples"
         )
 
 
@@ -160,6 +160,8 @@ def print_report(report: dict[str, Any]) -> None:
         if isinstance(value, list):
             for index, entry in enumerate(value):
                 print(f"{label} {index}: {_on_one_line(entry)}")
+        elif name == "problems" and not value:
+            pass  # of the files; those of the samples follow
         elif name == "sample":
             print(f"{label}:")
             for part, content in value.items():

@@ -173,11 +173,15 @@ class TrainingConfig:
             accumulation = total // (micro * replicas) if total else 1
         total = total or micro * accumulation * replicas
         if micro * accumulation * replicas != total:
+            given = {
+                "train_micro_batch_size_per_gpu": self._settings.train_micro_batch_size_per_gpu,
+                "gradient_accumulation_steps": self._settings.gradient_accumulation_steps,
+            }
+            factors = [f"{name} {value}" for name, value in given.items() if value is not None]
+            factors.append(f"{replicas} {'ranks' if tensor_size == 1 else f'replicas of {tensor_size} ranks'}")
             raise ConfigError(
-                f"{self.path}: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro or '?'} x "
-                f"gradient_accumulation_steps {accumulation or '?'} x {replicas} "
-                f"{'ranks' if tensor_size == 1 else f'replicas of {tensor_size} ranks'}; change one of them or the "
-                "number of ranks"
+                f"{self.path}: train_batch_size {total} is not {'' if len(factors) == 3 else 'a multiple of '}"
+                f"{' x '.join(factors)}; change one of them or the number of ranks"
             )
         text_micro = self.megaclip.text_micro_batch_size or default_text_micro_batch(
             micro, accumulation, self.captions_per_image

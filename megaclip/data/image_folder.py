@@ -42,12 +42,12 @@ class ImageFolder:
         image_extensions: Sequence[str] = IMAGE_EXTENSIONS,
         caption_keys: CaptionKeys = TEXT_FILES,
     ) -> None:
-        self._keys = caption_keys
+        self._image_extensions, self._keys = tuple(image_extensions), caption_keys
         self._rows: list[tuple[str, str | None]] = []
         """Paths of the picture and of its caption file."""
         self._manifest: list[list[Any]] = []
         for place, _, names in sorted(os.walk(folder)):
-            rows = list(_pairs(place, names, tuple(image_extensions), caption_keys.extensions))
+            rows = list(_pairs(place, names, self._image_extensions, caption_keys.extensions))
             if rows:
                 size = sum(os.stat(path).st_size for row in rows for path in row if path and os.path.exists(path))
                 self._manifest.append([os.path.relpath(place, folder), size, len(rows)])
@@ -101,7 +101,10 @@ class ImageFolder:
     def _check(self, folder: str) -> None:
         """Raise DataError if the folder holds no pictures, or none with a caption, or JSON files without the fields."""
         if not self._rows:
-            raise DataError(f"data {folder!r}: the folder holds no pictures (.{', .'.join(IMAGE_EXTENSIONS)})")
+            raise DataError(
+                f"data {folder!r}: the folder holds no pictures (.{', .'.join(self._image_extensions)}); "
+                "--image-key sets another extension"
+            )
         captions = [caption for _, caption in self._rows if caption]
         if not captions:
             wanted = f".{' or .'.join(self._keys.extensions)}"

@@ -222,6 +222,6 @@ class BadSampleLog:
             limit = f"{self._setting or 'the limit'} {self._limit:g}"
             raise DataError(
                 f"{total} of the {self._read} samples read so far are bad ({kinds}), over {limit}; most are in "
-                f"{worst}; repair the data (tools/inspect_data.py lists the problems)"
+                f"{worst}; repair the data (`megaclip inspect` lists the problems)"
                 + (f" or set a larger {self._setting}" if self._setting else "")
             )

@@ -166,9 +166,10 @@ class TarShards:
         damaged = [shard for shard in self.shards if shard["damage"]]
         if len(self) == 0:
             reason = f"; {damaged[0]['name']}: {damaged[0]['damage']}" if damaged else ""
+            images, captions = self._image_extensions, self._caption_keys.extensions
             raise DataError(
-                f"no samples in {len(self.shards)} tar shards, first {self._paths[0]}{reason}; expected members "
-                "such as 000000.jpg and 000000.txt"
+                f"no samples in {len(self.shards)} tar shards, first {self._paths[0]}{reason}; expected members such "
+                f"as 000000.{images[0]} and 000000.{captions[0]}: --image-key and --caption-key set these extensions"
             )
         if damaged:
             listed = ", ".join(f"{shard['name']} ({shard['damage']})" for shard in damaged[:3])

@@ -222,10 +222,14 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: DualEncode
     if model.tensor.size > 1:
         version = metadata.version("megatron-core")
         options.append(f"tensor-parallel size {model.tensor.size} with megatron-core {version}")
-    whole = sum(whole_shape(name, parameter, model.tensor).numel() for name, parameter in model.named_parameters())
+    whole = trained = 0
+    for name, parameter in model.named_parameters():
+        size = whole_shape(name, parameter, model.tensor).numel()
+        whole, trained = whole + size, trained + size * parameter.requires_grad
     logger.info(
-        "model: %.1f M parameters in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s",
+        "model: %.1f M parameters%s in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s",
         whole / 1e6,
+        f", {trained / 1e6:.1f} M of them trained," if trained < whole else "",
         str(engine.get_data_types()[0]).removeprefix("torch."),
         config.zero_stage,
         dist.get_world_size(),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, read_model_card
+from megaclip.checkpoint.open_clip_weights import holds_weights
 from megaclip.config import MegaclipSection, TrainArguments, TrainingConfig, load_training_config
 from megaclip.data import (
     ImageTransform,
@@ -89,6 +90,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         for path, section in ((arguments.pretrained_image, "vision_cfg"), (arguments.pretrained_text, "text_cfg"))
     )
     _check_settings(arguments, config.megaclip, model_config)
+    _warn_of_unused_weights(arguments)
     if isinstance(model_config, ModelConfig):
         _check_locks(arguments, model_config)
     tokenizer_name = _tokenizer_name(arguments, text_card, model_config)
@@ -294,6 +296,18 @@ def _directory(weights: str) -> Path:
     """Return the directory of weights, which are a file or a directory."""
     path = Path(weights)
     return path.parent if path.is_file() else path
+
+
+def _warn_of_unused_weights(arguments: TrainArguments) -> None:
+    """Warn if --model is a directory with weights, which only --pretrained would load."""
+    named = (arguments.pretrained, arguments.pretrained_image, arguments.pretrained_text, arguments.resume)
+    directory = _card_directory(arguments.model)
+    if directory is not None and not any(named) and holds_weights(directory):
+        logger.warning(
+            "--model %s holds weights, but training starts from random ones: set --pretrained %s to start from them",
+            arguments.model,
+            directory,
+        )
 
 
 def _card_directory(model: str) -> Path | None:

@@ -86,4 +86,4 @@ class Saves:
         advice = ""
         if pause > _LONG_PAUSE_S and share > _LONG_SHARE and not self._in_background:
             advice = "; --async-save writes while training continues"
-        return f"training waited {pause:.2f} s, {share:.1%} of the {interval:.0f} s since the previous save{advice}"
+        return f"training waited {pause:.2f} s, {share:.1%} of the {interval:.3g} s since the previous save{advice}"

@@ -472,3 +472,26 @@ def test_files_that_are_no_ds_config_are_refused(tmp_path: Path, content: bytes)
     path.write_bytes(content)
     with pytest.raises(ConfigError):
         load_training_config(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {"gradient_accumulation_steps": 2},
+            "train_batch_size 7 is not a multiple of gradient_accumulation_steps 2 x 1 r",
+        ),
+        (
+            {"train_micro_batch_size_per_gpu": 8},
+            "train_batch_size 7 is not a multiple of train_micro_batch_size_per_gpu 8",
+        ),
+        (
+            {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 3},
+            "train_batch_size 7 is not train_micro_batch_size_per_gpu 3 x gradient_accumulation_steps 2 x 1 ranks;",
+        ),
+    ],
+)
+def test_a_batch_that_cannot_be_divided_is_explained_by_what_was_written(tmp_path, given, expected):
+    config = load_training_config(write(tmp_path, train_batch_size=7, **given))
+    with pytest.raises(ConfigError, match=expected):
+        config.batch_plan(1)

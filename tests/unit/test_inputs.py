@@ -177,6 +177,19 @@ def test_two_locked_towers_give_a_warning(folder: Path, warnings: pytest.LogCapt
         assert ("only logit_scale" in warnings.text) == expected
 
 
+def test_a_directory_whose_weights_are_not_loaded_gives_a_warning(
+    folder: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    exported = folder / "exported"
+    read(folder, "--model", exported)
+    assert f"--model {exported} holds weights, but training starts from random ones" in warnings.text
+    warnings.clear()
+    for flags in (("--pretrained", exported), ("--resume", exported)):
+        read(folder, "--model", exported, *flags)
+    read(folder, "--model", "demo-tiny")
+    assert "random ones" not in warnings.text
+
+
 def test_flags_override_the_card_with_a_warning(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
     exported = folder / "exported"
     flags = [
@@ -191,7 +204,7 @@ def test_flags_override_the_card_with_a_warning(folder: Path, warnings: pytest.L
         "--image-resize-mode",
         "shortest",
     ]
-    inputs = read(folder, "--model", exported, *flags, "--tokenizer", "clip")
+    inputs = read(folder, "--model", exported, "--pretrained", exported, *flags, "--tokenizer", "clip")
     assert inputs.preprocess_cfg == {**PIXELS, "mean": [0.1, 0.2, 0.3], "resize_mode": "shortest"}
     text = inputs.model_config.text_cfg
     assert (text.hf_tokenizer_name, text.vocab_size, text.eos_id) == (None, 49408, 49407)
@@ -235,10 +248,10 @@ def test_damaged_card_raises_an_error_that_names_it(
 
 
 def test_copy_of_the_cards_tokenizer_gives_no_warning(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
-    copy = shutil.copyfile(folder / "exported" / "tokenizer.model", folder / "copy.model")
-    assert isinstance(
-        read(folder, "--model", folder / "exported", "--tokenizer", copy).tokenizer, SentencePieceTokenizer
-    )
+    exported = folder / "exported"
+    copy = shutil.copyfile(exported / "tokenizer.model", folder / "copy.model")
+    inputs = read(folder, "--model", exported, "--pretrained", exported, "--tokenizer", copy)
+    assert isinstance(inputs.tokenizer, SentencePieceTokenizer)
     assert warnings.messages == []
 
 
