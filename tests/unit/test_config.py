@@ -478,7 +478,7 @@ def test_files_that_are_no_ds_config_are_refused(tmp_path: Path, content: bytes)
     ("given", "expected"),
     [
         (
-            {"gradient_accumulation_steps": 2},
+            {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": ...},
             "train_batch_size 7 is not a multiple of gradient_accumulation_steps 2 x 1 r",
         ),
         (
