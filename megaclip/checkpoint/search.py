@@ -101,14 +101,16 @@ def find_latest(folder: Path) -> str | None:
 def candidates(folder: Path) -> list[str]:
     """Return the checkpoints that --resume auto tries, in this order.
 
-    They are the one that `latest` names and the earlier ones, the one that was saved last first. If there is no file
+    They are the one that `latest` names and the earlier ones of the same run, the one that was saved last first. A run
+    that went back to an earlier checkpoint has not passed through those of the run before. If there is no file
     `latest`, they are all complete ones, with a warning.
     """
-    tag, complete = read_latest(folder), newest_first(folder)
-    if tag is None or not _TAG.fullmatch(tag):
+    tag, complete = latest_tag(folder), newest_first(folder)
+    if tag is None:
         _warn_of_missing_latest(folder, complete)
         return complete
-    return [tag, *(earlier for earlier in complete if step_of(earlier) < step_of(tag))]
+    earlier, run = [one for one in complete if step_of(one) < step_of(tag)], run_of(folder, tag)
+    return [tag, *(one for one in earlier if run is None or run_of(folder, one) == run)]
 
 
 def read_latest(folder: Path) -> str | None:
@@ -117,6 +119,12 @@ def read_latest(folder: Path) -> str | None:
         return (folder / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return None
+
+
+def latest_tag(folder: Path) -> str | None:
+    """Return the tag that `latest` names, None if there is no such file or it holds something else."""
+    content = read_latest(folder)
+    return content if content is not None and _TAG.fullmatch(content) else None
 
 
 def _warn_of_missing_latest(folder: Path, complete: list[str]) -> str | None:

@@ -234,6 +234,12 @@ class TrainArguments(BaseModel):
                 f"--lr-min {self.lr_min} has no effect with --lr-scheduler {self.lr_scheduler}; leave it out, or use "
                 "cosine"
             )
+        for name in ("lr_cooldown_end", "lr_cooldown_power"):
+            if name in self.model_fields_set and self.lr_scheduler != "const-cooldown":
+                raise ValueError(
+                    f"--{name.replace('_', '-')} has no effect with --lr-scheduler {self.lr_scheduler}; leave it out, "
+                    "or use const-cooldown"
+                )
         if self.epochs_cooldown and self.cooldown_steps:
             raise ValueError("--epochs-cooldown and --cooldown-steps exclude each other; use one of them")
         if self.train_data_weights and len(self.train_data_weights) != len(self.train_data):

@@ -65,7 +65,6 @@ class TrainLoader:
         pin_memory: bool = False,
     ) -> None:
         self._step_size = micro_batch_size * micro_batches_per_step * world_size
-        check_batch(self._step_size, len(dataset))
         self.samples_consumed = samples_consumed
         self._micro_batches_per_step = micro_batches_per_step
         reread_from = micro_batches_per_step if reread_from is None else reread_from
@@ -75,6 +74,7 @@ class TrainLoader:
         self._taken = 0
         self._log = BadSampleLog(max_bad_fraction, "a substitute is used", "--max-bad-fraction")
         self._order = order = dataset.order(seed=seed, shard_order=shard_order)
+        check_batch(self._step_size, order)
         reader = TrainReader(dataset, transform, tokenizer, seed)
         self._batches = map_in_workers(
             functools.partial(_load_train, order, reader, micro_batch_size, rank, world_size),
@@ -126,12 +126,20 @@ def _describe_row(dataset: ReadableSet, row: int) -> str:
     return f"sample {row} of {dataset.shard_name(row)}"
 
 
-def check_batch(contrastive_batch: int, samples: int) -> None:
-    """Raise DataError if a dataset of `samples` samples cannot fill one contrastive batch."""
+def check_batch(contrastive_batch: int, order: SampleOrder | MixtureOrder) -> None:
+    """Raise DataError if the data cannot fill one contrastive batch with different samples."""
+    samples = order.samples_per_epoch
     if contrastive_batch > samples:
         raise DataError(
             f"train_batch_size: a contrastive batch of {contrastive_batch} requires as many different samples, but the "
             f"training data has {samples}; set a smaller train_batch_size in ds_config.json"
+        )
+    largest, limiting = order.largest_batch() if isinstance(order, MixtureOrder) else (samples, 0)
+    if contrastive_batch > largest:
+        raise DataError(
+            f"train_batch_size: a contrastive batch of {contrastive_batch} would repeat samples of entry "
+            f"{limiting + 1} of --train-data, which is too small for its weight; set train_batch_size "
+            f"to {largest} or less, or lower its weight in --train-data-weights"
         )
 
 

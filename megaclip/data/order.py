@@ -129,6 +129,16 @@ class MixtureOrder:
         self._bases = np.concatenate([[0], np.cumsum(sizes)])[:-1]
         self.samples_per_epoch = sum(sizes)
 
+    def largest_batch(self) -> tuple[int, int]:
+        """Return the largest number of positions in which no part has to repeat a sample, and the part that limits it.
+
+        A part's share of them is that of a block.
+        """
+        sizes = np.array([part.samples_per_epoch for part in self._parts])
+        batches = sizes * MIXTURE_BLOCK // self.quotas
+        limiting = int(np.argmin(batches))
+        return int(batches[limiting]), limiting
+
     def visit(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and epochs, both (n,) int64, at `positions` (n,) int64.
 

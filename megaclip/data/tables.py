@@ -116,6 +116,14 @@ class Table:
             key += f" ({path[:MAX_SHOWN]})"
         return RawSample(image, "\n".join(captions), key, captions if len(captions) > 1 else ())
 
+    def names_files_in(self, folder: str) -> bool:
+        """Return whether the image of the first row is the path of a file, relative to `folder`."""
+        try:
+            path = _record(self._rows, 0, "0")[self._image]
+        except BadSample:
+            return False
+        return isinstance(path, str) and not os.path.isabs(path) and os.path.exists(os.path.join(folder, path))
+
     def caption(self, row: int) -> str:
         """Return only the caption of a sample, or its captions, one per line. Raises BadSample."""
         return "\n".join(self._captions(_record(self._only_captions, row, str(row))[self._caption], str(row)))
@@ -179,7 +187,16 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
             f"data {paths[0]!r}: the rows have more cells than the first line has names; put captions that contain the "
             f"separator {options['sep']!r} in double quotes, and name the column of row names if there is one"
         )
-    return Table(dataset, paths[0], kind, os.path.dirname(paths[0]) or ".", image_key, caption_key, files=paths)
+    folders = sorted({os.path.dirname(path) or "." for path in paths})
+    # `datasets` does not tell which file a row is from. So paths are relative to a folder only if there is one.
+    folder = folders[0] if len(folders) == 1 else None
+    table = Table(dataset, paths[0], kind, folder, image_key, caption_key, files=paths)
+    if folder is None and table.names_files_in(os.path.dirname(paths[0]) or "."):
+        raise DataError(
+            f"data {paths[0]!r}: the tables are in {len(folders)} folders, and their image paths are relative to them; "
+            "give the tables of each folder as an entry of their own"
+        )
+    return table
 
 
 def _separator(path: str) -> str:
@@ -227,9 +244,12 @@ def _load_saved(folder: str) -> Dataset:
     except Exception as error:  # `datasets` raises many types; all mean that the folder cannot be read
         raise DataError(f"cannot read the saved dataset {folder}: {_reason(error)}") from error
     if isinstance(loaded, datasets.DatasetDict):
-        if "train" not in loaded:
-            raise DataError(f"data {folder!r} has the splits {sorted(loaded)}; give the folder of one of them")
-        return loaded["train"]
+        if len(loaded) != 1:
+            raise DataError(
+                f"data {folder!r} has the splits {', '.join(sorted(loaded))}; give the folder of one of them, for "
+                f"example {os.path.join(folder, next(iter(loaded), 'train'))}"
+            )
+        return next(iter(loaded.values()))
     return loaded
 
 

@@ -180,8 +180,8 @@ def _newest_whole(folder: Path, tags: list[str]) -> tuple[Path, str] | None:
     if not tags:
         return None
     raise CheckpointError(
-        f"{str(folder)!r} holds no whole checkpoint up to the latest ({first_problem}); restore it from a copy, give "
-        f"--resume the folder of a later one (run  megaclip check {folder}  to list them), or choose "
+        f"{str(folder)!r} holds no whole checkpoint of this run up to the latest ({first_problem}); restore it from a "
+        f"copy, give --resume the folder of another one (run  megaclip check {folder}  to list them), or choose "
         "another --name to start from the beginning"
     )
 
@@ -189,12 +189,15 @@ def _newest_whole(folder: Path, tags: list[str]) -> tuple[Path, str] | None:
 def _run_after(folder: Path, tag: str, checkpoints: Path, wanted: str | None) -> str:
     """Return the identifier of the run that continues checkpoint `tag`.
 
-    It is a new one if the run leaves the checkpoint's folder, or goes back to an earlier checkpoint than the latest.
-    The run then does not delete the checkpoints that are there.
+    It is a new one if the run leaves the checkpoint's folder, or goes back to an earlier checkpoint than the latest,
+    except one of the same run because of damage. The run then does not delete the checkpoints that are there.
     """
-    same_folder = folder.resolve() == checkpoints.resolve()
-    if same_folder and (wanted == "auto" or search.read_latest(folder) == tag):
-        return search.run_of(folder, tag) or uuid.uuid4().hex
+    same_folder, latest = folder.resolve() == checkpoints.resolve(), search.latest_tag(folder)
+    own = search.run_of(folder, tag)
+    if same_folder and own is not None:
+        is_damaged = wanted == "auto" and (latest is None or search.run_of(folder, latest) == own)
+        if latest == tag or is_damaged:
+            return own
     if same_folder and group_rank() == 0:
         logger.warning("the checkpoints after %s are kept until you delete them", folder / tag)
     return uuid.uuid4().hex

@@ -111,7 +111,7 @@ def train(arguments: TrainArguments) -> int:
         raise ConfigError("--resume auto requires --name; set it to the name of the run to resume")
     start_process_group()
     batch_plan = inputs.config.batch_plan(dist.get_world_size())
-    check_batch(batch_plan.global_batch, len(inputs.train))
+    check_batch(batch_plan.global_batch, inputs.train.order(seed=arguments.seed))
     memory_plan = check_fit(arguments, inputs)
     with run_folder(arguments) as folder:
         run = Run(arguments, inputs, batch_plan, folder, memory_plan)

@@ -41,8 +41,8 @@ def chosen_schedule(arguments: TrainArguments, length: RunLength, peak_rate: flo
     """Return the schedule that the command line specifies.
 
     Raises:
-        ConfigError: the warm-up, or warm-up and cooldown together, are longer than the run, or --lr-min is above the
-            peak learning rate.
+        ConfigError: the warm-up, or warm-up and cooldown together, are longer than the run, or the last learning rate
+            is above the peak.
     """
     total_steps, warmup = length.total_steps, chosen_warmup(arguments, length)
     if arguments.warmup is None and warmup < LONGEST_DEFAULT_WARMUP:
@@ -50,11 +50,7 @@ def chosen_schedule(arguments: TrainArguments, length: RunLength, peak_rate: flo
     if arguments.lr_scheduler == "const":
         return constant(warmup)
     if arguments.lr_scheduler == "cosine":
-        if arguments.lr_min > peak_rate:
-            raise ConfigError(
-                f"--lr-min {arguments.lr_min} is above the peak learning rate optimizer.params.lr, {peak_rate}; set "
-                f"--lr-min {peak_rate} or less"
-            )
+        _check_last_rate("--lr-min", arguments.lr_min, peak_rate)
         return cosine(warmup, total_steps, arguments.lr_min / peak_rate)
     cooldown_steps = arguments.cooldown_steps or length.steps_in(arguments.epochs_cooldown or 1)
     if warmup + cooldown_steps > total_steps:
@@ -62,8 +58,17 @@ def chosen_schedule(arguments: TrainArguments, length: RunLength, peak_rate: flo
             f"a warm-up of {warmup} steps and a cooldown of {cooldown_steps} steps are longer together than the run of "
             f"{total_steps} steps; set --warmup, or --cooldown-steps or --epochs-cooldown, lower"
         )
+    _check_last_rate("--lr-cooldown-end", arguments.lr_cooldown_end, peak_rate)
     end_factor = arguments.lr_cooldown_end / peak_rate
     return constant_with_cooldown(warmup, total_steps, cooldown_steps, arguments.lr_cooldown_power, end_factor)
+
+
+def _check_last_rate(flag: str, rate: float, peak_rate: float) -> None:
+    if rate > peak_rate:
+        raise ConfigError(
+            f"{flag} {rate} is above the peak learning rate optimizer.params.lr, {peak_rate}; set {flag} {peak_rate} "
+            "or less"
+        )
 
 
 def _with_warmup(warmup_steps: int, after_warmup: Schedule) -> Schedule:

@@ -16,6 +16,7 @@ import torch
 from megaclip.comm.collectives import gather_integers
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.data.batch import PADDING_ID, BadSample
+from megaclip.data.reading import check_caption
 from megaclip.evaluation.encoder import Encode
 
 
@@ -66,6 +67,7 @@ def group_captions(dataset: PairSource, *, group: Any = None) -> CaptionGroups:
     for pair in range(group_rank(group), len(dataset), group_size(group)):
         try:
             sample = dataset.read(pair)
+            check_caption(sample)
         except BadSample:  # counted here as a separate image without captions; the loader reports it
             digests.append(_digest(b"unreadable", pair))
             continue

@@ -55,6 +55,8 @@ def test_resume_latest_means_auto_as_in_open_clip():
             "--lr-min 4e-05 has no effect with --lr-scheduler const; leave it out, or use cosine",
         ),
         (["--lr-cooldown-end", "inf"], "--lr-cooldown-end: Input should be a finite number"),
+        (["--lr-cooldown-end", "1e-5"], "--lr-cooldown-end has no effect with --lr-scheduler cosine"),
+        (["--lr-scheduler", "const", "--lr-cooldown-power", "2"], "--lr-cooldown-power has no effect with --lr-sch"),
         (["--image-std", "0.2", "0", "0.2"], "--image-std: Input should be greater than 0"),
         (["--logit-scale-max", "0.5"], "--logit-scale-max: Input should be greater than or equal to 1"),
         (["--aug-scale", "1"], "expected 2 arguments"),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megaclip.data import check_batch
 from megaclip.data.order import MIXTURE_BLOCK, MixtureOrder, SampleOrder, block_quotas, rank_positions
 from megaclip.errors import DataError
 
@@ -90,6 +91,15 @@ def test_each_part_of_a_mixture_has_its_own_epochs():
         mine = (ids >= first) & (ids < first + size)
         for epoch in range(mine.sum() // size):
             assert sorted(ids[mine & (epochs == epoch)]) == list(range(first, first + size))
+
+
+def test_a_batch_of_a_mixture_repeats_no_sample_of_a_part_that_is_too_small_for_its_weight():
+    mixture = MixtureOrder([SampleOrder([100_000], seed=0), SampleOrder([100], seed=1)], [1.0, 1.0], seed=0)
+    check_batch(200, mixture)
+    with pytest.raises(DataError, match=r"repeat samples of entry 2 of --train-data.* set train_batch_size to 200 or"):
+        check_batch(201, mixture)
+    ids, _ = visit(mixture, 0, 1000)
+    assert len(set(ids)) == 600  # what the check is for
 
 
 def test_quotas_sum_to_a_block_and_unusable_weights_are_errors():

@@ -149,6 +149,34 @@ def test_a_folder_stands_for_its_files(tmp_path):
     assert len(open_pairs([str(tmp_path / "table")], dataset_type="parquet")) == COUNT
 
 
+def test_tables_in_several_folders_do_not_take_each_others_images(tmp_path):
+    """Once, the images of all tables were looked for in the folder of the first one."""
+    for name, number in (("a", 0), ("b", 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(picture(number))
+        (tmp_path / name / "pairs.csv").write_text(f"filepath,title\n0.png,of {name}\n")
+    entries = [str(tmp_path / name / "pairs.csv") for name in "ab"]
+    with pytest.raises(DataError, match="the tables are in 2 folders, and their image paths are relative to them"):
+        open_pairs([str(tmp_path / "*" / "pairs.csv")])
+    assert images(open_pairs(entries)) == [picture(0), picture(1)]
+    for name in "ab":  # absolute paths need no folder
+        path = tmp_path / name / "0.png"
+        (tmp_path / name / "pairs.csv").write_text(f"filepath,title\n{path},of {name}\n")
+    assert images(open_pairs([str(tmp_path / "*" / "pairs.csv")])) == [picture(0), picture(1)]
+
+
+def test_a_saved_dataset_with_several_splits_needs_a_choice(tmp_path):
+    """--val-data once took the split "train" of such a folder."""
+    import datasets
+
+    rows = {"image": [picture(n) for n in range(COUNT)], "caption": _texts()}
+    splits = {name: datasets.Dataset.from_dict(rows) for name in ("test", "train")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"has the splits test, train; give the folder of one of them, .*saved/te"):
+        open_pairs([str(tmp_path / "saved")])
+    assert captions(open_pairs([str(tmp_path / "saved" / "test")])) == _texts()
+
+
 def test_captions_that_pandas_reads_as_missing_are_kept(tmp_path):
     _write_pictures(tmp_path)
     (tmp_path / "pairs.csv").write_text("filepath,title\n0.png,NA\n1.png,null\n2.png,None\n")

@@ -99,10 +99,17 @@ def test_captions_of_equal_images_form_one_group() -> None:
     images = np.arange(3, dtype=np.float32)[:, None].repeat(DIM, axis=1)[[0, 1, 0, 2, 1]]
     groups = group_captions(Pairs(images, ["a 1", "b 2\n\n c 3 ", "d 4", "", "e 5"]))
     assert groups.image_of_pair.tolist() == [0, 1, 0, 3, 1]
-    assert groups.texts == ["a 1", "b 2", "c 3", "d 4", "", "e 5"]
-    assert groups.image_ids.tolist() == [0, 1, 1, 0, 3, 1]
-    assert groups.leading_ids.tolist() == [0, 1, -1, -1, 3, -1]
+    assert groups.texts == ["a 1", "b 2", "c 3", "d 4", "e 5"]  # the pair without a caption is a bad sample
+    assert groups.image_ids.tolist() == [0, 1, 1, 0, 1]
+    assert groups.leading_ids.tolist() == [0, 1, -1, -1, -1]
     assert groups.image_ids_of(torch.tensor([4, 1, -1, 2, 0])).tolist() == [-1, 1, -1, -1, 0]
+
+
+def test_an_image_whose_first_pair_has_no_caption_keeps_its_others() -> None:
+    images = np.arange(2, dtype=np.float32)[:, None].repeat(DIM, axis=1)[[0, 0, 1]]
+    groups = group_captions(Pairs(images, ["", "a cat", "a dog"]))
+    assert groups.of_images(torch.tensor([False, True, True])).texts == ["a cat", "a dog"]
+    assert groups.image_ids_of(torch.tensor([1, 2])).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("several_captions", [False, True])

@@ -64,6 +64,12 @@ def test_the_cooldown_ends_at_the_configured_rate() -> None:
     assert rates == pytest.approx([0.005, 0.02, 0.02, 0.02, 0.002 + 0.018 * 0.8, 0.002])
 
 
+def test_a_cooldown_that_ends_above_the_peak_is_refused() -> None:
+    flags = ["--lr-scheduler", "const-cooldown", "--cooldown-steps", "5", "--lr-cooldown-end", "0.03"]
+    with pytest.raises(ConfigError, match=r"--lr-cooldown-end 0\.03 is above the peak learning rate .*, 0\.02; set"):
+        chosen_schedule(arguments(*flags), LENGTH, PEAK)
+
+
 def test_a_cooldown_in_epochs_lasts_as_many_steps_as_they_have() -> None:
     flags = ["--lr-scheduler", "const-cooldown", "--warmup", "4", "--epochs-cooldown", "2"]
     schedule = chosen_schedule(arguments(*flags), LENGTH, PEAK)

@@ -54,6 +54,25 @@ def test_auto_does_not_take_a_later_checkpoint_of_an_abandoned_branch(folder):
     assert resume._find_checkpoint("auto", folder) == (folder, TAGS[1])
 
 
+def test_after_damage_auto_stays_in_its_branch(folder):
+    """A run has gone back to step 1 and saved step 4: it has not passed through steps 2 and 3 of the run before."""
+    run = resume._run_after(folder, TAGS[1], folder, str(folder / TAGS[1]))
+    save(folder, 4, keep_last=9, run=run)
+    save(folder, 5, keep_last=9, run=run)
+    damage(folder, 5)
+    assert resume._find_checkpoint("auto", folder) == (folder, TAGS[4])
+    assert resume._run_after(folder, TAGS[4], folder, "auto") == run
+    damage(folder, 4)
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint of this run .*--resume the folder of another one"):
+        resume._find_checkpoint("auto", folder)
+
+
+def test_a_run_after_a_checkpoint_whose_manifest_is_lost_deletes_none_of_the_others(folder):
+    (folder / TAGS[3] / MANIFEST).write_text("{")
+    assert resume._find_checkpoint("auto", folder) == (folder, TAGS[2])
+    assert resume._run_after(folder, TAGS[2], folder, "auto") not in ("this run", "")
+
+
 @pytest.mark.parametrize("content", [None, "", "\0" * 13, "../elsewhere"])
 def test_auto_without_a_readable_latest_takes_the_one_that_was_saved_last(folder, warnings, content):
     (folder / search.LATEST).unlink()
