@@ -135,7 +135,7 @@ def write_masters(engine: DeepSpeedEngine, weights: Mapping[str, torch.Tensor]) 
 
     weights: by the model's names, some or all of them. Masters on NVMe stay as they are.
     """
-    if engine.zero_nvme_offload_optimizer():
+    if not weights or engine.zero_nvme_offload_optimizer():
         return
     for group in flat_groups(engine):
         for slot in group.slots:
