@@ -138,7 +138,7 @@ def test_two_steps_equal_one_process_on_the_whole_batch(trained, folder, name):
 
 @pytest.mark.long
 def test_every_family_at_every_stage(tmp_path):
-    outcomes = run_ranks(train_all, WORLD_SIZE, GRID, prepared(tmp_path, GRID), time_limit_s=1100)
+    outcomes = run_ranks(train_all, WORLD_SIZE, GRID, prepared(tmp_path, GRID), time_limit_s=2400)
     failed = {}
     for name, case in GRID.items():
         try:
