@@ -173,7 +173,8 @@ def test_exit_code_after_a_signal_follows_the_ranks(
 LAUNCHER = """#!/bin/bash
 {wait}
 setsid bash -c 'exec -a "{folder}/python -u -m deepspeed.launcher.launch --master_addr=node-0 --master_port=29500 -" \\
-  bash -c "exec 3<>{folder}/fifo; echo >{folder}/launched; read -t 4 -u 3; echo >{folder}/rank; sleep 60"' &>/dev/null &
+  bash -c "exec 3<>{folder}/fifo; echo >{folder}/launched; read -t {imports} -u 3; \\
+    echo >{folder}/rank; sleep 60"' &>/dev/null &
 {failure}
 sleep 0.5
 while pgrep -f "^{folder}/python -u -m deepspeed.launcher.launch" >/dev/null; do sleep 0.1; done
@@ -199,7 +200,8 @@ def test_no_rank_starts_after_the_end(bench: Bench, sent: list[str], fails: bool
     bench.stub("pdsh", '#!/bin/bash\nbash -c "${@: -1}"\n')  # as on each host, for one of them
     failure = "sleep 1; echo 'pdsh@here: node-1: ssh exited with exit code 255' >&2" if fails else ""
     wait = f"echo >{bench.folder}/begun; sleep {waits}"
-    bench.stub("deepspeed", LAUNCHER.format(folder=bench.folder, wait=wait, failure=failure))
+    imports = 9 if fails else 4  # seconds; after a failure the script waits 5 s for the errors of the other hosts
+    bench.stub("deepspeed", LAUNCHER.format(folder=bench.folder, wait=wait, failure=failure, imports=imports))
     with bench.start(stderr=subprocess.PIPE) as script:
         for file in sent:
             wait_for_lines(bench.folder / file, 1)
