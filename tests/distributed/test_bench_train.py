@@ -66,6 +66,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_both_methods_have_equal_losses_on_two_ranks(folder: Path) -> None:
     run_ranks(bench_two_batches, 2, folder)
     rows = rows_in(folder)

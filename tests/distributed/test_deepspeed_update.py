@@ -101,7 +101,7 @@ def both_ways(cases: dict[str, Case]) -> dict[str, tuple[Steps, Steps] | str]:
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids="W = {}".format)
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2], ids="W = {}".format)
 def trained(request: pytest.FixtureRequest) -> list[dict[str, tuple[Steps, Steps] | str]]:
     """Results by the name of the case, one dictionary per rank."""
     return run_ranks(both_ways, request.param, CASES)
