@@ -121,16 +121,16 @@ class WithDropout(nn.Module):
 
 @pytest.mark.long
 @pytest.mark.parametrize("falls_back", [True, False])
-def test_the_compilers_dropout_is_that_of_plain_pytorch(monkeypatch: pytest.MonkeyPatch, falls_back: bool) -> None:
+def test_the_compilers_dropout_is_that_of_plain_pytorch(falls_back: bool) -> None:
     """With inductor's own random numbers, the setting that `compiled_class` changes, it is another one."""
     torch.compiler.reset()
     torch.manual_seed(0)
     plain, compiled = WithDropout(), WithDropout()
     compiled.load_state_dict(plain.state_dict())
     compiled.__class__ = compiled_class(WithDropout)
-    monkeypatch.setattr(torch._inductor.config, "fallback_random", falls_back)
     x = torch.randn(16, 8)
-    expected, got = (both_passes(model, x)[0] for model in (plain, compiled))
+    with torch._inductor.config.patch(fallback_random=falls_back):
+        expected, got = (both_passes(model, x)[0] for model in (plain, compiled))
     equal = [torch.allclose(*pair, atol=1e-4) for pair in zip(expected, got, strict=True)]
     assert equal == [falls_back, falls_back]
 
