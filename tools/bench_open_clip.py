@@ -38,6 +38,7 @@ from megaclip.data import Batch, TrainLoader
 from megaclip.engine.inputs import Inputs
 from megaclip.errors import ConfigError
 from megaclip.models import build_model
+from megaclip.models.hugging_face import known_configurations
 from megaclip.models.open_clip_keys import to_open_clip
 from megaclip.open_clip_package import import_open_clip
 
@@ -205,10 +206,14 @@ class CompiledOpenClipTaskSteps(OpenClipSteps):
 def _open_clip_model(package: Any, inputs: Inputs, seed: int, device: torch.device) -> Any:
     """Return open_clip's model with the initial values that this project draws from the same seed."""
     torch.manual_seed(seed)
-    weights = to_open_clip(build_model(inputs.model_config).state_dict(), inputs.model_config)
-    description = inputs.model_config.to_open_clip()
-    kind = package.CustomTextCLIP if description.pop("custom_text") else package.CLIP
-    with device:
+    config = inputs.model_config
+    weights = to_open_clip(build_model(config).state_dict(), config)
+    description = config.to_open_clip()
+    description.pop("custom_text", None)  # it selects the class
+    description["vision_cfg"]["timm_model_pretrained"] = description["text_cfg"]["hf_model_pretrained"] = False
+    has_text_prefix = any(name.startswith("text.") for name in weights)
+    kind = package.CustomTextCLIP if has_text_prefix else package.CLIP
+    with device, known_configurations():
         model = kind(**description, output_dict=True)
     model.load_state_dict(weights)
     return model

@@ -5,12 +5,16 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megaclip.errors import ConfigError
+from megaclip.models import build_model
+from megaclip.models.open_clip_config import OpenClipConfig
+from megaclip.open_clip_package import import_open_clip
 from tests.distributed.harness import run_ranks
 from tests.tolerances import RUN, assert_close
 
@@ -115,6 +119,26 @@ def test_open_clip_is_imported_from_a_source_tree(tmp_path: Path, monkeypatch: p
     use_source(tmp_path)
     found = importlib.util.find_spec("open_clip")
     assert found is not None and found.origin == str(package / "__init__.py")
+
+
+@pytest.mark.parametrize("text", [{}, {"custom_text": True, "init_logit_bias": -3.0}])
+def test_open_clips_model_starts_with_the_values_of_the_same_seed(
+    monkeypatch: pytest.MonkeyPatch, text: dict[str, Any]
+) -> None:
+    """Also where open_clip's own modules run in MegaCLIP, here for their attentional pooling."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from bench_open_clip import _open_clip_model
+
+    description = {**MODEL, "vision_cfg": {**MODEL["vision_cfg"], "attentional_pool": True, "attn_pooler_heads": 2}}
+    config = OpenClipConfig.from_dict({**description, **text})
+    package, inputs = import_open_clip(), SimpleNamespace(model_config=config)
+    theirs = _open_clip_model(package, inputs, 3, torch.device("cpu")).eval()
+    torch.manual_seed(3)
+    ours = build_model(config).eval()
+    images, tokens = torch.randn(2, 3, 16, 16), torch.randint(1, 400, (2, 24))
+    found = theirs(images, tokens)
+    expected = ours(images, tokens)
+    assert torch.equal(found["image_features"], expected[0]) and torch.equal(found["text_features"], expected[1])
 
 
 class Fits:
