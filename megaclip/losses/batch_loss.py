@@ -84,6 +84,11 @@ def as_scalar(value: Tensor | float, features: Tensor) -> Tensor:
     return torch.full((), float(value), dtype=accumulation_dtype(features), device=features.device)
 
 
+def working_scalar(scalar: Tensor, features: Tensor) -> Tensor:
+    """Return a scalar as () on the features' device, in the dtype of sums."""
+    return scalar.reshape(()).to(features.device, accumulation_dtype(features))
+
+
 def _unknown_settings_message(loss: str, names: set[str]) -> str:
     theirs = ", ".join(sorted(names & _OPEN_CLIP_SETTINGS))
     if not theirs:

@@ -19,16 +19,16 @@ from torch import Tensor
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import RankGroup, resolve
 from megaclip.losses.agreement import check_features
-from megaclip.losses.batch_loss import as_scalar
+from megaclip.losses.batch_loss import as_scalar, working_scalar
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.first_order import first_order
 from megaclip.losses.graph_operation import in_graph, register_loss
 from megaclip.losses.plan import Plan
 from megaclip.losses.small_batches import RecordableLoss
-from megaclip.losses.sums import LossAndSums, function_of_sums
+from megaclip.losses.sums import LossAndSums, function_of_sums, gradient_of_scalar
 from megaclip.ops.rows import finish_gradient, paired_products
-from megaclip.ops.tiles import Terms, accumulation_dtype
+from megaclip.ops.tiles import Terms
 
 
 class ClipLoss(RecordableLoss):
@@ -85,13 +85,13 @@ class ClipLoss(RecordableLoss):
         plan = self._checked_plan(x, y, logit_scale, ranks)
         if gradients:
             return self.sums(x, y, logit_scale, None, plan=plan)
-        alpha = _alpha(logit_scale, x)
+        alpha = working_scalar(logit_scale, x)
         return LossAndSums(_forward_pass(x, y, alpha, plan).loss, *(alpha,) * 6)  # the caller uses the loss alone
 
     def plain_sums(
         self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
     ) -> LossAndSums:
-        alpha = _alpha(logit_scale, x)
+        alpha = working_scalar(logit_scale, x)
         forward = _forward_pass(x, y, alpha, plan)
         dx, dy, pull = _backward_pass(x, y, alpha, forward, plan)
         _, dots = finish_gradient(dx, x, y, pull, alpha)
@@ -104,11 +104,6 @@ class ClipLoss(RecordableLoss):
 
 clip_loss = register_loss("clip_loss", ClipLoss)
 _Recorded = function_of_sums("ClipLoss")
-
-
-def _alpha(logit_scale: Tensor, features: Tensor) -> Tensor:
-    """Return the scale () on the features' device, in the dtype of sums."""
-    return logit_scale.reshape(()).to(features.device, accumulation_dtype(features))
 
 
 class _Forward(NamedTuple):
@@ -155,7 +150,7 @@ class _InfoNCE(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, logit_scale: Tensor, plan: Plan) -> Tensor:
-        alpha = _alpha(logit_scale, x)
+        alpha = working_scalar(logit_scale, x)
         forward = _forward_pass(x, y, alpha, plan)
         ctx.plan = plan
         ctx.save_for_backward(x, y, logit_scale, *forward[1:])
@@ -165,10 +160,10 @@ class _InfoNCE(torch.autograd.Function):
     @first_order("ClipLoss")
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, y, logit_scale, *forward = ctx.saved_tensors
-        alpha = _alpha(logit_scale, x)
+        alpha = working_scalar(logit_scale, x)
         dx, dy, pull = _backward_pass(x, y, alpha, _Forward(d_loss, *forward), ctx.plan)
         factor = alpha * d_loss
         dx, dots = finish_gradient(dx, x, y, pull, factor)
         dy, _ = finish_gradient(dy, y, x, pull, factor)
         d_alpha = _d_alpha(dots, ctx.plan) * d_loss
-        return dx, dy, d_alpha.to(logit_scale.dtype).reshape(logit_scale.shape), None
+        return dx, dy, gradient_of_scalar(d_alpha, logit_scale), None

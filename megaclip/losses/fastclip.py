@@ -55,6 +55,7 @@ from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.first_order import first_order
 from megaclip.losses.plan import Plan
 from megaclip.losses.settings import StandaloneFastClipSettings
+from megaclip.losses.sums import gradient_of_scalar
 from megaclip.losses.temperature import (
     PUBLISHED_GRADIENT_LIMIT,
     U_COLUMNS,
@@ -396,7 +397,7 @@ class _GlobalContrastive(torch.autograd.Function):
             step.temperature_gradient = (log_u + loss.rho + through_g) * d_loss
         elif loss.temperature.learnable:
             d_log_scale = _global_gradient(loss, plan, dots, log_u, tau_x) * d_loss
-            d_log_scale = d_log_scale.to(log_scale).reshape(log_scale.shape)
+            d_log_scale = gradient_of_scalar(d_log_scale, log_scale)
         return dx, dy, d_log_scale, None, None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import RankGroup, resolve
 from megaclip.losses.agreement import check_features
-from megaclip.losses.batch_loss import as_scalar
+from megaclip.losses.batch_loss import as_scalar, working_scalar
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_sigmoid import distributed_sigmoid
 from megaclip.losses.graph_operation import in_graph, register_loss
@@ -26,7 +26,6 @@ from megaclip.losses.plan import Plan
 from megaclip.losses.small_batches import RecordableLoss
 from megaclip.losses.sums import LossAndSums, function_of_sums
 from megaclip.ops.rows import paired_products
-from megaclip.ops.tiles import accumulation_dtype
 
 
 class SigLipLoss(RecordableLoss):
@@ -88,8 +87,8 @@ _Sigmoid = function_of_sums("SigLipLoss")
 
 
 def _evaluate(x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor, plan: Plan) -> LossAndSums:
-    dtype, b = accumulation_dtype(x), len(x)
-    alpha, beta = logit_scale.reshape(()).to(dtype), logit_bias.reshape(()).to(dtype)
+    b = len(x)
+    alpha, beta = working_scalar(logit_scale, x), working_scalar(logit_bias, x)
     negatives = distributed_sigmoid(x, y, alpha, beta, plan=plan)
     s_ii = paired_products(x, y)
     z_ii = alpha * s_ii + beta

@@ -48,10 +48,15 @@ def finish_gradients(
     factor = sums.factor * d_loss
     dx, _ = finish(sums.dx, x, y, sums.pull, factor)
     dy, _ = finish(sums.dy, y, x, sums.pull, factor)
-    d_scale = (sums.d_alpha * d_loss).to(logit_scale.dtype).reshape(logit_scale.shape)
+    d_scale = gradient_of_scalar(sums.d_alpha * d_loss, logit_scale)
     if logit_bias is None:
         return dx, dy, d_scale, None
-    return dx, dy, d_scale, (sums.d_beta * d_loss).to(logit_bias.dtype).reshape(logit_bias.shape)
+    return dx, dy, d_scale, gradient_of_scalar(sums.d_beta * d_loss, logit_bias)
+
+
+def gradient_of_scalar(gradient: Tensor, scalar: Tensor) -> Tensor:
+    """Return the gradient () with the device, dtype and shape of its scalar, which may be on the host."""
+    return gradient.to(scalar.device, scalar.dtype).reshape(scalar.shape)
 
 
 Evaluate = Callable[[Tensor, Tensor, Tensor, Tensor | None], LossAndSums]
