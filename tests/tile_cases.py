@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaclip.ops import reference, tiles
 from megaclip.ops.tiles import Implementation, Terms, TileOptions
-from tests.tolerances import CONVERGED, GRADIENT, ROWS, TILE_GRADIENT, TILE_SUM, TILE_VALUE, Bound, assert_close
+from tests.tolerances import CONVERGED, GRADIENT, ROWS, TILE_GRADIENT, TILE_SUM, TILE_VALUE, VALUE, Bound, assert_close
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def check_converged_training(implementation: Implementation, batch: int, device:
 
 
 def check_row_operations(module: Any, dtype: torch.dtype, device: str, gradient_bound: Bound | None = None) -> None:
-    """Assert that `module.paired_products` and `module.finish_gradient` equal float64 within the tolerances."""
+    """Assert that the functions of `module`, `megaclip.ops.rows` or its kernels, equal float64 in the tolerances."""
     gradient_bound = gradient_bound or GRADIENT[dtype]
     for count, embedding, layout in (
         (1, 16, "contiguous"),
@@ -241,11 +241,38 @@ def check_row_operations(module: Any, dtype: torch.dtype, device: str, gradient_
         with poisoned_allocations():
             products = module.paired_products(x, y)
             gradient, dots = module.finish_gradient(total, x, y, pull, factor)
+            both = module.finish_gradients(total, total.flip(0), x, y, pull, factor)
+        assert torch.equal(both[0], gradient) and torch.equal(both[2], dots)
+        assert torch.equal(both[1], module.finish_gradient(total.flip(0), y, x, pull, factor)[0])
         expected = total.double() - pull.double()[:, None] * y.double()
         assert products.dtype == dots.dtype == sums and gradient.dtype == dtype
         assert_close(products, (x.double() * y.double()).sum(1), ROWS[sums], "paired_products")
         assert_close(dots, (x.double() * expected).sum(1), ROWS[sums], "dots")
         assert_close(gradient, 3.5 * expected, gradient_bound, "gradient")
+
+
+def check_softmax_pairs(module: Any, dtype: torch.dtype, device: str) -> None:
+    """Assert that `module.softmax_pairs` equals float64: positives far below, near and far above the negatives."""
+    for count, embedding, layout in ((1, 16, "contiguous"), (63, 70, "offset"), (70, 1152, "strided")):
+        x, y = (_laid_out(random_features(count, embedding, seed, device).to(dtype), layout) for seed in (1, 2))
+        sums = torch.float64 if dtype == torch.float64 else torch.float32
+        scale = torch.tensor(9.0, dtype=sums, device=device)
+        z = scale.double() * (x.double() * y.double()).sum(1)
+        gaps = torch.stack([torch.linspace(start, -start, count, dtype=torch.float64) for start in (-40, 60)]).to(
+            device
+        )
+        row_lse, col_lse = (z + gaps).to(sums)
+        with poisoned_allocations():
+            losses, full, pull = module.softmax_pairs(x, y, row_lse, col_lse, scale, 0.25)
+        gaps = torch.stack((row_lse, col_lse)).double() - z  # with the rounding of the log-sum-exps
+        expected = -F.logsigmoid(-gaps)
+        assert losses.dtype == full.dtype == pull.dtype == sums
+        for got, wanted, name in (
+            (losses, 0.25 * expected.sum(0), "losses"),
+            (full, z + expected, "full"),
+            (pull, 0.25 * torch.sigmoid(gaps).sum(0), "pull"),
+        ):
+            assert_close(got / wanted, torch.ones_like(wanted), VALUE[sums], name)  # each relative to its own size
 
 
 # One side at a time, and accumulators that are not zero: one block, and several blocks.

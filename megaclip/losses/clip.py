@@ -13,7 +13,6 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megaclip.comm.collectives import sum_over_ranks
@@ -27,7 +26,7 @@ from megaclip.losses.graph_operation import in_graph, register_loss
 from megaclip.losses.plan import Plan
 from megaclip.losses.small_batches import RecordableLoss
 from megaclip.losses.sums import LossAndSums, function_of_sums, gradient_of_scalar
-from megaclip.ops.rows import finish_gradient, paired_products
+from megaclip.ops.rows import finish_gradient, finish_gradients, softmax_pairs
 from megaclip.ops.tiles import Terms
 
 
@@ -93,9 +92,9 @@ class ClipLoss(RecordableLoss):
     ) -> LossAndSums:
         alpha = working_scalar(logit_scale, x)
         forward = _forward_pass(x, y, alpha, plan)
-        dx, dy, pull = _backward_pass(x, y, alpha, forward, plan)
-        _, dots = finish_gradient(dx, x, y, pull, alpha)
-        return LossAndSums(forward.loss, dx, dy, pull, alpha, _d_alpha(dots, plan), torch.zeros_like(alpha))
+        dx, dy = _backward_pass(x, y, alpha, forward, plan)
+        _, dots = finish_gradient(dx, x, y, forward.pull, alpha)
+        return LossAndSums(forward.loss, dx, dy, forward.pull, alpha, _d_alpha(dots, plan), torch.zeros_like(alpha))
 
     def _checked_plan(self, x: Tensor, y: Tensor, logit_scale: Tensor, ranks: RankGroup) -> Plan:
         check_features(x, y, logit_scale, ranks=ranks)
@@ -111,30 +110,30 @@ class _Forward(NamedTuple):
 
     loss: Tensor  # ()
     y_all: Tensor | None  # (B, D), the columns of all ranks, with the all_gather exchange
-    gap_2b: Tensor  # log-sum-exp of the negatives minus the logit of the positive, for rows and columns
     full_2b: Tensor  # log-sum-exp of all, for rows and columns
+    pull: Tensor  # (b,), weights of the positives' gradients, without factor alpha
+
+
+def _weight(x: Tensor) -> float:
+    """Return W/(2B), the weight of a row or column, with the factor W of the contract."""
+    return 1 / (2 * len(x))
 
 
 def _forward_pass(x: Tensor, y: Tensor, alpha: Tensor, plan: Plan) -> _Forward:
     y_all = gather_columns(y, plan)
     row_lse, col_lse = distributed_stats(x, y, alpha, alpha, plan=plan, y_all=y_all)
-    positive = alpha * paired_products(x, y)
-    gap_2b = torch.stack((row_lse, col_lse)) - positive
-    terms_2b = F.softplus(gap_2b, threshold=50)  # PyTorch's default threshold, 20, is not exact in float64
-    loss = sum_over_ranks(terms_2b.sum(), group=plan.ranks) / (2 * len(x) * plan.ranks.size)
-    return _Forward(loss, y_all, gap_2b, positive + terms_2b)
+    pairs = softmax_pairs(x, y, row_lse, col_lse, alpha, _weight(x))
+    return _Forward(_mean_over_ranks(pairs.losses.sum(), plan), y_all, pairs.full_2m, pairs.pull)
 
 
-def _backward_pass(x: Tensor, y: Tensor, alpha: Tensor, forward: _Forward, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums over the negatives dx, dy (b, D) and the weights of the positives (b,), without factor alpha."""
-    # W/(2B), with the factor W of the contract; alpha is multiplied in after the sums
-    weight = alpha.new_full((), 1 / (2 * len(x)))
+def _backward_pass(x: Tensor, y: Tensor, alpha: Tensor, forward: _Forward, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Return the sums over the negatives dx, dy (b, D), without factor alpha."""
+    weight = alpha.new_full((), _weight(x))  # alpha is multiplied in after the sums
     row_full, col_full = forward.full_2b
     row = Terms(scale=alpha, shift=row_full, weight=weight)
     col = Terms(scale=alpha, shift=col_full, weight=weight)
     negatives = distributed_grads(x, y, row, col, plan=plan, y_all=forward.y_all)
-    # Weight of the positive, 1 - p_ii, as a sigmoid: the difference loses all digits when p_ii is near 1.
-    return negatives.dx, negatives.dy, weight * torch.sigmoid(forward.gap_2b).sum(0)
+    return negatives.dx, negatives.dy
 
 
 def _d_alpha(dots: Tensor, plan: Plan) -> Tensor:
@@ -142,7 +141,12 @@ def _d_alpha(dots: Tensor, plan: Plan) -> Tensor:
 
     L is a function of alpha*x, so alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>.
     """
-    return sum_over_ranks(dots.sum() / plan.ranks.size, group=plan.ranks)
+    return _mean_over_ranks(dots.sum(), plan)
+
+
+def _mean_over_ranks(value: Tensor, plan: Plan) -> Tensor:
+    total = sum_over_ranks(value, group=plan.ranks)
+    return total / plan.ranks.size if plan.ranks.size > 1 else total  # one rank launches no kernel for it
 
 
 class _InfoNCE(torch.autograd.Function):
@@ -161,9 +165,8 @@ class _InfoNCE(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, y, logit_scale, *forward = ctx.saved_tensors
         alpha = working_scalar(logit_scale, x)
-        dx, dy, pull = _backward_pass(x, y, alpha, _Forward(d_loss, *forward), ctx.plan)
-        factor = alpha * d_loss
-        dx, dots = finish_gradient(dx, x, y, pull, factor)
-        dy, _ = finish_gradient(dy, y, x, pull, factor)
+        kept = _Forward(d_loss, *forward)
+        totals = _backward_pass(x, y, alpha, kept, ctx.plan)
+        dx, dy, dots = finish_gradients(*totals, x, y, kept.pull, alpha * d_loss)
         d_alpha = _d_alpha(dots, ctx.plan) * d_loss
         return dx, dy, gradient_of_scalar(d_alpha, logit_scale), None

@@ -64,7 +64,7 @@ from megaclip.losses.temperature import (
     scheduled_rate,
     step_individual,
 )
-from megaclip.ops.rows import finish_gradient, paired_products
+from megaclip.ops.rows import finish_gradients, paired_products
 from megaclip.ops.tiles import Terms, accumulation_dtype
 
 _GAMMA_EPOCHS = 18.0  # default outside of a MegaCLIP run, as in ds_configs/fastclip_v3.json
@@ -383,8 +383,7 @@ class _GlobalContrastive(torch.autograd.Function):
 
         ratio = torch.exp(log_g - log_eps_u)  # g/(eps+u)
         pull = row_weight * ratio[:, 0] + col_weight * ratio[:, 1]
-        dx, dots = finish_gradient(negatives.dx, x, y, pull, d_loss)
-        dy, _ = finish_gradient(negatives.dy, y, x, pull, d_loss)
+        dx, dy, dots = finish_gradients(negatives.dx, negatives.dy, x, y, pull, d_loss)
 
         log_u = step.log_u if loss.reference and not loss.individual else log_eps_u
         d_log_scale = None

@@ -77,11 +77,11 @@ def register_loss(name: str, loss_class: Callable[..., GraphLoss]) -> Any:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         found = construct(settings).evaluate(x, y, logit_scale, logit_bias, ranks=named(group), gradients=gradients)
         if not gradients:
-            return found.loss.clone(), *(found.loss.new_empty(0) for _ in range(6))  # type: ignore[return-value]
+            return found.loss, *(found.loss.new_empty(0) for _ in range(6))  # type: ignore[return-value]
         # Results of an operation must not share memory with each other or with its arguments.
         loss, dx, dy, pull, *numbers = found
         copies = (number.to(x.device, copy=True) for number in numbers)
-        return loss.clone(), dx, dy, pull, *copies  # type: ignore[return-value]
+        return loss, dx, dy, pull, *copies  # type: ignore[return-value]
 
     def fake(x, y, logit_scale, logit_bias, settings, group, gradients):  # type: ignore[no-untyped-def]
         sums = x.new_empty((), dtype=accumulation_dtype(x))
@@ -97,7 +97,7 @@ def register_loss(name: str, loss_class: Callable[..., GraphLoss]) -> Any:
     def backward(ctx: Any, d_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         x, y, logit_scale, logit_bias, *sums = ctx.saved_tensors
         arguments = (LossAndSums(d_loss, *sums), x, y, logit_scale, logit_bias)
-        return *finish_gradients(d_loss, *arguments, torch.ops.megaclip.finish_gradient), None, None, None
+        return *finish_gradients(d_loss, *arguments, torch.ops.megaclip.finish_gradients), None, None, None
 
     # Ranks exchange messages through their hosts, which a CUDA graph cannot repeat. Older PyTorch has no such tag.
     tags = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []

@@ -102,4 +102,4 @@ def _evaluate(x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor, pla
     )
     loss, d_alpha, d_beta = (sum_over_ranks(local_sums, group=plan.ranks) / (b * plan.ranks.size)).unbind()
     # The factor is W/B, with the factor W of the contract.
-    return LossAndSums(loss, negatives.dx, negatives.dy, pull, alpha / b, d_alpha, d_beta)
+    return LossAndSums(loss.clone(), negatives.dx, negatives.dy, pull, alpha / b, d_alpha, d_beta)

@@ -106,8 +106,9 @@ class _SmallBatch:
             self._recording = Recording(lambda: plain(*self._arguments))
 
     def __call__(self, *arguments: Tensor | None) -> LossAndSums:
-        for kept, new in zip(self._arguments, arguments, strict=True):
-            if kept is not None and new is not None:
-                kept.copy_(new.reshape(kept.shape))
+        kept, new = ([tensor for tensor in tensors if tensor is not None] for tensors in (self._arguments, arguments))
+        torch._foreach_copy_(kept, [tensor.reshape(old.shape) for tensor, old in zip(new, kept, strict=True)])
         self._recording.replay()
-        return LossAndSums(*(result.clone() for result in self._recording.results))
+        results = [torch.empty_like(result) for result in self._recording.results]
+        torch._foreach_copy_(results, list(self._recording.results))  # one kernel
+        return LossAndSums(*results)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from megaclip.losses.first_order import first_order
-from megaclip.ops.rows import finish_gradient
+from megaclip.ops.rows import finish_gradients as finish_both
 
 
 class LossAndSums(NamedTuple):
     """The loss and everything that its backward pass needs besides its arguments. All in the dtype of sums."""
 
     loss: Tensor
-    """() the mean over the whole batch."""
+    """() the mean over the whole batch; no view, because trainers divide losses in place."""
     dx: Tensor
     """(b, D) sum over the negatives of this rank's images, without `factor`."""
     dy: Tensor
@@ -39,15 +39,13 @@ def finish_gradients(
     y: Tensor,
     logit_scale: Tensor,
     logit_bias: Tensor | None,
-    finish: Callable[..., tuple[Tensor, Tensor]] = finish_gradient,
+    finish: Callable[..., tuple[Tensor, Tensor, Tensor]] = finish_both,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of x, y (b, D), logit_scale and logit_bias, in their dtypes and shapes.
 
     d_loss: (), the upstream gradient. sums: its field `loss` is not used.
     """
-    factor = sums.factor * d_loss
-    dx, _ = finish(sums.dx, x, y, sums.pull, factor)
-    dy, _ = finish(sums.dy, y, x, sums.pull, factor)
+    dx, dy, _ = finish(sums.dx, sums.dy, x, y, sums.pull, sums.factor * d_loss)
     d_scale = gradient_of_scalar(sums.d_alpha * d_loss, logit_scale)
     if logit_bias is None:
         return dx, dy, d_scale, None
@@ -76,7 +74,7 @@ def function_of_sums(name: str) -> type[torch.autograd.Function]:
         ) -> Tensor:
             loss, *sums = evaluate(x, y, logit_scale, logit_bias)
             ctx.save_for_backward(x, y, logit_scale, logit_bias, *sums)
-            return loss.clone()  # not a view, because trainers divide losses in place
+            return loss
 
         @staticmethod
         @first_order(name)

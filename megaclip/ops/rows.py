@@ -5,19 +5,47 @@ on CUDA. So one kernel there reads and writes every element once (`rows_triton.p
 """
 
 import importlib
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megaclip.ops.tiles import accumulation_dtype
 
 
+class SoftmaxPairs(NamedTuple):
+    """What the positives add to InfoNCE, in the dtype of sums."""
+
+    losses: Tensor
+    """(m,) weight * (row_full_i + col_full_i - 2 z_ii), with z_ii the logit of the positive."""
+    full_2m: Tensor
+    """(2, m) row_full and col_full, the log-sum-exp over negatives and positive."""
+    pull: Tensor
+    """(m,) weight * (2 - p_ii - q_ii), with the probabilities of the positive in its row and in its column."""
+
+
 def paired_products(x: Tensor, y: Tensor) -> Tensor:
     """Return `s_ii = <x_i, y_i>` (m,) of x, y (m, D): float32, float64 for float64 features."""
-    if _has_kernel(x):
-        return importlib.import_module("megaclip.ops.rows_triton").paired_products(x, y)
+    if kernels := _kernels(x):
+        return kernels.paired_products(x, y)
     dtype = accumulation_dtype(x)
     return (x.to(dtype) * y.to(dtype)).sum(dim=1)
+
+
+def softmax_pairs(x: Tensor, y: Tensor, row_lse: Tensor, col_lse: Tensor, scale: Tensor, weight: float) -> SoftmaxPairs:
+    """Return the terms of the positives `z_ii = scale * <x_i, y_i>`. Nothing cancels when p_ii is near 1.
+
+    x, y: (m, D). row_lse, col_lse: (m,), the log-sum-exp over the negatives, in the dtype of sums. scale: one element
+    of that dtype.
+    """
+    if kernels := _kernels(x):
+        return SoftmaxPairs(*kernels.softmax_pairs(x, y, row_lse, col_lse, scale, weight))
+    positive = scale * paired_products(x, y)
+    gaps_2m = torch.stack((row_lse, col_lse)) - positive
+    losses_2m = F.softplus(gaps_2m, threshold=50)  # PyTorch's default threshold, 20, is not exact in float64
+    return SoftmaxPairs(weight * losses_2m.sum(0), positive + losses_2m, weight * torch.sigmoid(gaps_2m).sum(0))
 
 
 def finish_gradient(
@@ -31,20 +59,28 @@ def finish_gradient(
     total: (m, D), the sum over the tiles, in the dtype of sums. features, partners: (m, D). pull: (m,), the weight of
     each positive. factor: one element.
     """
-    if _has_kernel(features):
-        kernels = importlib.import_module("megaclip.ops.rows_triton")
+    if kernels := _kernels(features):
         return kernels.finish_gradient(total, features, partners, pull, factor)
     gradient = total - pull[:, None] * partners.to(total.dtype)
     dots = (features.to(total.dtype) * gradient).sum(dim=1)
     return (gradient * factor).to(features.dtype), dots
 
 
-def _has_kernel(x: Tensor) -> bool:
-    """Return whether the Triton kernels run for tensors like x."""
+def finish_gradients(
+    total_x: Tensor, total_y: Tensor, x: Tensor, y: Tensor, pull: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x and y (m, D), and `<x_i, d_i>` (m,), as `finish_gradient` does, in one kernel."""
+    if kernels := _kernels(x):
+        return kernels.finish_gradients(total_x, total_y, x, y, pull, factor)
+    dx, dots = finish_gradient(total_x, x, y, pull, factor)
+    return dx, finish_gradient(total_y, y, x, pull, factor)[0], dots
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    """Return the module of Triton kernels if they run for tensors like x."""
     if not x.is_cuda or x.dtype == torch.float64:
-        return False
+        return None
     try:
-        importlib.import_module("megaclip.ops.rows_triton")
+        return importlib.import_module("megaclip.ops.rows_triton")
     except ImportError:
-        return False
-    return True
+        return None

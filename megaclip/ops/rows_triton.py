@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megaclip.ops.tiles_triton_kernels import _log1p
+
 _ELEMENTS = 4096  # elements of the block of rows of one program
 
 
@@ -37,36 +39,90 @@ def _paired_products_kernel(
     tl.store(out_ptr + rows, tl.sum(x * y, axis=1), mask=rows < m)
 
 
-@triton.jit(do_not_specialize=["m"])
-def _finish_gradient_kernel(
-    total_ptr,  # in: (m, D) float32, contiguous
-    features_ptr,  # in: (m, D) features
-    partners_ptr,  # in: (m, D) features
-    pull_ptr,  # in: (m,) float32
-    factor_ptr,  # in: (1,) float32
-    gradient_ptr,  # out: (m, D) features' dtype, contiguous
-    dots_ptr,  # out: (m,) float32
+@triton.jit(do_not_specialize=["m", "weight"])
+def _softmax_pairs_kernel(
+    x_ptr,  # in: (m, D) features
+    y_ptr,  # in: (m, D) features
+    row_lse_ptr,  # in: (m,) float32
+    col_lse_ptr,  # in: (m,) float32
+    scale_ptr,  # in: (1,) float32
+    out_ptr,  # out: (4, m) float32: losses, row_full, col_full, pull
+    weight,
     m,
-    features_row,
-    features_col,
-    partners_row,
-    partners_col,
+    x_row,
+    x_col,
+    y_row,
+    y_col,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Compute d = total - pull * partners, gradient = factor * d and dots_i = <features_i, d_i>."""
+    """Compute the terms of the positives; see `megaclip.ops.rows.softmax_pairs`."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
-    mask = (rows < m)[:, None] & (cols < D)[None, :]
-    d = tl.load(total_ptr + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
-    features = _load(features_ptr, rows, cols, features_row, features_col, mask)
-    partners = _load(partners_ptr, rows, cols, partners_row, partners_col, mask)
-    pull = tl.load(pull_ptr + rows, mask=rows < m, other=0.0)
-    d -= pull[:, None] * partners
-    tl.store(dots_ptr + rows, tl.sum(features * d, axis=1), mask=rows < m)
-    gradient = (d * tl.load(factor_ptr)).to(gradient_ptr.dtype.element_ty)
-    tl.store(gradient_ptr + rows[:, None] * D + cols[None, :], gradient, mask=mask)
+    inside = rows < m
+    mask = inside[:, None] & (cols < D)[None, :]
+    x = _load(x_ptr, rows, cols, x_row, x_col, mask)
+    y = _load(y_ptr, rows, cols, y_row, y_col, mask)
+    positive = tl.load(scale_ptr) * tl.sum(x * y, axis=1)
+    row_loss, row_missing = _softplus_and_sigmoid(tl.load(row_lse_ptr + rows, mask=inside, other=0.0) - positive)
+    col_loss, col_missing = _softplus_and_sigmoid(tl.load(col_lse_ptr + rows, mask=inside, other=0.0) - positive)
+    tl.store(out_ptr + rows, weight * (row_loss + col_loss), mask=inside)
+    tl.store(out_ptr + m + rows, positive + row_loss, mask=inside)
+    tl.store(out_ptr + 2 * m + rows, positive + col_loss, mask=inside)
+    tl.store(out_ptr + 3 * m + rows, weight * (row_missing + col_missing), mask=inside)
+
+
+@triton.jit
+def _softplus_and_sigmoid(z):
+    """Return log(1 + exp(z)) and 1 / (1 + exp(-z)); both keep their digits where exp(z) is small."""
+    u = tl.exp(-tl.abs(z))
+    return tl.maximum(z, 0.0) + _log1p(u), tl.where(z < 0.0, u, 1.0) / (1.0 + u)
+
+
+@triton.jit(do_not_specialize=["m", "tiles"])
+def _finish_gradients_kernel(
+    total_x_ptr,  # in: (m, D) float32, contiguous
+    total_y_ptr,  # in: (m, D) float32, contiguous
+    x_ptr,  # in: (m, D) features
+    y_ptr,  # in: (m, D) features
+    pull_ptr,  # in: (m,) float32
+    factor_ptr,  # in: (1,) float32
+    dx_ptr,  # out: (m, D) features' dtype, contiguous
+    dy_ptr,  # out: (m, D) features' dtype, contiguous
+    dots_ptr,  # out: (m,) float32
+    m,
+    tiles,  # programs of one side
+    x_row,
+    x_col,
+    y_row,
+    y_col,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Compute d = total - pull * partners and gradient = factor * d, of x and then of y; dots_i = <x_i, d_i>.
+
+    A launch with `tiles` programs computes the side of x only.
+    """
+    tile = tl.program_id(0)
+    is_x = tile < tiles
+    rows = (tile % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    inside = rows < m
+    mask = inside[:, None] & (cols < D)[None, :]
+    x = _load(x_ptr, rows, cols, x_row, x_col, mask)
+    y = _load(y_ptr, rows, cols, y_row, y_col, mask)
+    pull = tl.load(pull_ptr + rows, mask=inside, other=0.0)[:, None]
+    factor = tl.load(factor_ptr)
+    entries = rows[:, None] * D + cols[None, :]
+    if is_x:
+        d = tl.load(total_x_ptr + entries, mask=mask, other=0.0) - pull * y
+        tl.store(dots_ptr + rows, tl.sum(x * d, axis=1), mask=inside)
+        tl.store(dx_ptr + entries, (d * factor).to(dx_ptr.dtype.element_ty), mask=mask)
+    else:
+        d = tl.load(total_y_ptr + entries, mask=mask, other=0.0) - pull * x
+        tl.store(dy_ptr + entries, (d * factor).to(dy_ptr.dtype.element_ty), mask=mask)
 
 
 def paired_products(x: Tensor, y: Tensor) -> Tensor:
@@ -76,25 +132,60 @@ def paired_products(x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
+def softmax_pairs(
+    x: Tensor, y: Tensor, row_lse: Tensor, col_lse: Tensor, scale: Tensor, weight: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the fields of `megaclip.ops.rows.SoftmaxPairs`."""
+    out = torch.empty((4, len(x)), dtype=torch.float32, device=x.device)
+    arguments = (x, y, row_lse.contiguous(), col_lse.contiguous(), scale, out, weight)
+    _launch(_softmax_pairs_kernel, x, *arguments, len(x), *x.stride(), *y.stride())
+    return out[0], out[1:3], out[3]
+
+
 def finish_gradient(
     total: Tensor, features: Tensor, partners: Tensor, pull: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `megaclip.ops.rows.finish_gradient`."""
-    total, pull = total.contiguous(), pull.to(torch.float32).contiguous()
-    factor = factor.to(torch.float32).reshape(1)
-    gradient = torch.empty(features.shape, dtype=features.dtype, device=features.device)
-    dots = torch.empty(len(features), dtype=torch.float32, device=features.device)
-    tensors = (total, features, partners, pull, factor, gradient, dots)
-    _launch(_finish_gradient_kernel, features, *tensors, len(features), *features.stride(), *partners.stride())
+    gradient, _, dots = _finished((total, total), features, partners, pull, factor, sides=1)
     return gradient, dots
 
 
-def _launch(kernel, like: Tensor, *arguments: Tensor | int) -> None:
-    """Run `kernel` over all rows of `like`, on its device."""
-    m, embedding = like.shape
-    if m == 0:
-        return
+def finish_gradients(
+    total_x: Tensor, total_y: Tensor, x: Tensor, y: Tensor, pull: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `megaclip.ops.rows.finish_gradients`."""
+    return _finished((total_x, total_y), x, y, pull, factor, sides=2)
+
+
+def _finished(
+    totals: tuple[Tensor, Tensor], x: Tensor, y: Tensor, pull: Tensor, factor: Tensor, sides: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x and y and the dots; with sides=1 the gradient of x stands in for that of y."""
+    totals = totals[0].contiguous(), totals[1].contiguous()
+    pull, factor = pull.to(torch.float32).contiguous(), factor.to(torch.float32)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dy = torch.empty_like(dx) if sides == 2 else dx
+    dots = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    arguments = (*totals, x, y, pull, factor, dx, dy, dots, len(x), _tiles(x))
+    _launch(_finish_gradients_kernel, x, *arguments, *x.stride(), *y.stride(), sides=sides)
+    return dx, dy, dots
+
+
+def _block(embedding: int) -> tuple[int, int]:
+    """Return the rows and columns of the block of one program."""
     cols = triton.next_power_of_2(embedding)
-    rows = max(1, _ELEMENTS // cols)
+    return max(1, _ELEMENTS // cols), cols
+
+
+def _tiles(x: Tensor) -> int:
+    """Return the number of programs over the rows of x."""
+    return triton.cdiv(len(x), _block(x.shape[1])[0])
+
+
+def _launch(kernel, like: Tensor, *arguments: Tensor | int | float, sides: int = 1) -> None:
+    """Run `kernel` over all rows of `like`, on its device, once for each side."""
+    if len(like) == 0:
+        return
+    rows, cols = _block(like.shape[1])
     with torch.cuda.device_of(like):
-        kernel[(triton.cdiv(m, rows),)](*arguments, D=embedding, ROWS=rows, COLS=cols)
+        kernel[(sides * _tiles(like),)](*arguments, D=like.shape[1], ROWS=rows, COLS=cols)

@@ -88,17 +88,17 @@ def _(x, y, *scalars_diagonal_and_options, **others):
     return _row_values(x), _feature_values(x), _feature_values(y), _row_values(x), _row_values(x)
 
 
-@torch.library.custom_op("megaclip::finish_gradient", mutates_args=())
-def finish_gradient(
-    total: Tensor, features: Tensor, partners: Tensor, pull: Tensor, factor: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient of features (m, D) and `<features_i, d_i>` (m,); see `megaclip.ops.rows.finish_gradient`."""
-    return rows.finish_gradient(total, features, partners, pull, factor)
+@torch.library.custom_op("megaclip::finish_gradients", mutates_args=())
+def finish_gradients(
+    total_x: Tensor, total_y: Tensor, x: Tensor, y: Tensor, pull: Tensor, factor: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x and y (m, D) and `<x_i, d_i>` (m,); see `megaclip.ops.rows.finish_gradients`."""
+    return rows.finish_gradients(total_x, total_y, x, y, pull, factor)
 
 
-@finish_gradient.register_fake
-def _(total, features, *partners_pull_and_factor):
-    return torch.empty_like(features, memory_format=torch.contiguous_format), _row_values(features)
+@finish_gradients.register_fake
+def _(total_x, total_y, x, y, *pull_and_factor):
+    return *(torch.empty_like(features, memory_format=torch.contiguous_format) for features in (x, y)), _row_values(x)
 
 
 def _options(precision: str, implementation: str, tile_budget_mib: float) -> TileOptions:

@@ -16,6 +16,7 @@ from tests.tile_cases import (
     check_row_operations,
     check_sides_and_accumulators,
     check_sigmoid_case,
+    check_softmax_pairs,
     check_tile_case,
     features_of,
 )
@@ -69,6 +70,7 @@ def test_converged_training(batch: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_row_operations(dtype: torch.dtype) -> None:
     check_row_operations(rows, dtype, "cuda")
+    check_softmax_pairs(rows, dtype, "cuda")
 
 
 def test_two_runs_give_the_same_bits() -> None:

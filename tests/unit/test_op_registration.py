@@ -97,11 +97,14 @@ def test_schemas_fakes_and_results(dtype: torch.dtype) -> None:
 def test_the_last_step_of_a_gradient(dtype: torch.dtype) -> None:
     x, y = batch(8, 0, dtype).T, batch(8, 1, dtype)  # a matrix whose columns are not adjacent
     total, pull = torch.randn(8, 8, dtype=tiles.accumulation_dtype(x)), torch.rand(8, dtype=tiles.accumulation_dtype(x))
-    operation, arguments = torch.ops.megaclip.finish_gradient, (total, x, y, pull, 3 * pull[0])
+    operation = torch.ops.megaclip.finish_gradients
+    arguments = (total, total.flip(0), x, y, pull, 3 * pull[0])
     torch.library.opcheck(operation, arguments, test_utils=("test_schema", "test_faketensor"))
     d = total.double() - pull.double()[:, None] * y.double()
-    gradient, dots = operation(*arguments)
-    assert_close(gradient, 3 * pull[0] * d, GRADIENT[dtype])
+    d_y = total.double().flip(0) - pull.double()[:, None] * x.double()
+    *gradients, dots = operation(*arguments)
+    for gradient, wanted in zip(gradients, (d, d_y), strict=True):
+        assert_close(gradient, 3 * pull[0] * wanted, GRADIENT[dtype])
     assert_close(dots, (x.double() * d).sum(1), VALUE[dtype])
 
 

@@ -20,6 +20,7 @@ from tests.tile_cases import (
     check_row_operations,
     check_sides_and_accumulators,
     check_sigmoid_case,
+    check_softmax_pairs,
     check_tile_case,
 )
 from tests.tolerances import GRADIENT, GRADIENT_TRUNCATED, TILE_GRADIENT, VALUE, assert_close
@@ -60,6 +61,10 @@ else:
     def test_row_operations(dtype: torch.dtype) -> None:
         bound = GRADIENT_TRUNCATED if dtype == torch.bfloat16 else GRADIENT[dtype]
         check_row_operations(rows_triton, dtype, "cpu", bound)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_softmax_pairs(dtype: torch.dtype) -> None:
+        check_softmax_pairs(rows_triton, dtype, "cpu")
 
     def test_both_implementations_give_close_results() -> None:
         x, y = torch.randn(33, 24), torch.randn(40, 24)
