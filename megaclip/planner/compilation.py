@@ -64,4 +64,4 @@ def _text_shapes(workload: Workload) -> int:
     if not rules.cuts_captions(workload.megaclip.cut_captions, text):
         return 1
     batch = workload.batch
-    return len(set(planned_pieces(batch.text_micro_batch, batch.text_chunks, text, workload.tensor_ranks)))
+    return len(planned_pieces(batch.text_micro_batch, batch.text_chunks, text, workload.tensor_ranks))

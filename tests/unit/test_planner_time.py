@@ -1,5 +1,6 @@
 """The planner's step times: terms, overlap, bytes to ranks and disk, and the rates."""
 
+import math
 import statistics
 from collections import Counter
 from dataclasses import asdict, fields, replace
@@ -11,7 +12,7 @@ from megaclip.engine import machine_rates
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
 from megaclip.planner import describe, plan_memory, plan_time
-from megaclip.planner.captions import assumed_length
+from megaclip.planner.captions import assumed_length, planned_pieces
 from megaclip.planner.cluster import Rates, parse_size, rates_json
 from megaclip.planner.peers import OPEN_CLIP_ACCUMULATING, peer_step_seconds
 from megaclip.planner.tower_time import tower_seconds
@@ -105,6 +106,14 @@ def test_the_assumed_captions_have_8_to_32_tokens_with_a_tail_to_77() -> None:
     assert [counts[length] for length in range(8, 33)] == [324] * 25  # 90 % of 9,000 over 25 lengths
     assert [counts[length] for length in range(33, 78)] == [20] * 45
     assert len(counts) == 25 + 45 and statistics.mean(lengths) == pytest.approx(23.5)
+
+
+def test_the_shapes_of_many_chunks_are_those_of_sorted_captions() -> None:
+    """1,000 chunks of 9 captions of 9,000, sorted and cut here one by one."""
+    lengths = sorted((assumed_length((row + 1) / 9000) for row in range(9000)), reverse=True)
+    cut = Counter(min(8 * math.ceil(longest / 8), 77) for longest in lengths[::9])
+    planned = planned_pieces(9, 1000, load_model_config("ViT-B-16").text_cfg, tensor_ranks=1)
+    assert planned == {((9, length),): count for length, count in cut.items()}
 
 
 def test_offload_takes_time_on_gpus_only(tmp_path: Path) -> None:
