@@ -109,10 +109,10 @@ def test_the_assumed_captions_have_8_to_32_tokens_with_a_tail_to_77() -> None:
 
 
 def test_the_shapes_of_many_chunks_are_those_of_sorted_captions() -> None:
-    """1,000 chunks of 9 captions of 9,000, sorted and cut here one by one."""
-    lengths = sorted((assumed_length((row + 1) / 9000) for row in range(9000)), reverse=True)
+    """1,007 chunks of 9 captions, sorted and cut here one by one."""
+    lengths = sorted((assumed_length((row + 1) / 9063) for row in range(9063)), reverse=True)
     cut = Counter(min(8 * math.ceil(longest / 8), 77) for longest in lengths[::9])
-    planned = planned_pieces(9, 1000, load_model_config("ViT-B-16").text_cfg, tensor_ranks=1)
+    planned = planned_pieces(9, 1007, load_model_config("ViT-B-16").text_cfg, tensor_ranks=1)
     assert planned == {((9, length),): count for length, count in cut.items()}
 
 
