@@ -34,6 +34,7 @@ def losses(start: list[str], tiny_run: Path, logs: Path) -> list[float]:
     return [loss for _, loss in sorted(scalars(logs / "run")["train/loss"].items())]
 
 
+@pytest.mark.long
 def test_torchrun_has_the_losses_of_plain_python(tiny_run, tmp_path):
     one = losses([sys.executable], tiny_run, tmp_path / "python")
     two = losses(TORCHRUN, tiny_run, tmp_path / "torchrun")
