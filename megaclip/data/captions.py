@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from megaclip.data.batch import BadSample
@@ -64,14 +65,25 @@ class CaptionKeys:
             raise BadSample("undecodable JSON", f"{key}: expected one JSON object")
         value = next((record[field] for field in self.fields if record.get(field) is not None), None)
         values = value if isinstance(value, list) else [value]
-        captions = tuple(" ".join(item.split()) for item in values if isinstance(item, str))
-        if not captions:
+        texts = [item for item in values if isinstance(item, str)]
+        if not texts:
             raise BadSample("missing caption", f"{key}: no text in the field {' or '.join(self.fields)} of its JSON")
-        return captions
+        return cleaned(texts, key)
 
 
 TEXT_FILES = CaptionKeys()
 """Captions in text files: the default."""
+
+
+def cleaned(texts: Iterable[str], key: str) -> tuple[str, ...]:
+    """Return the captions that are not empty, with every run of white space replaced by one space.
+
+    key: origin of the sample. Raises BadSample if all of them are empty.
+    """
+    captions = tuple(words for text in texts if (words := " ".join(text.split()).strip("\0")))
+    if not captions:
+        raise BadSample("empty caption", key)
+    return captions
 
 
 def json_record(text: str | bytes) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.captions import MAX_CAPTION_BYTES
+from megaclip.data.captions import MAX_CAPTION_BYTES, cleaned
 from megaclip.data.images import MAX_IMAGE_BYTES, read_image_file
 from megaclip.data.order import runs_of_rows
 from megaclip.errors import DataError, first_line, shortened
@@ -132,9 +132,10 @@ class Table:
     def _captions(value: Any, key: str) -> tuple[str, ...]:
         """Return the caption or captions in a cell, with every run of white space replaced by one space."""
         values = value if isinstance(value, list | tuple) else [value]
-        captions = tuple(" ".join(str(text).split()) for text in values if text is not None)
-        if not captions:
+        texts = [str(text) for text in values if text is not None]
+        if not texts:
             raise BadSample("missing caption", key)
+        captions = cleaned(texts, key)
         if (size := sum(map(len, captions))) > MAX_CAPTION_BYTES:
             raise BadSample("caption too large", f"{key}: {size} characters")
         return captions

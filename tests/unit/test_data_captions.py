@@ -110,6 +110,30 @@ def test_a_json_caption_that_is_no_text_is_a_bad_sample(tmp_path):
         assert kinds == ["missing caption"] * 2 + ["undecodable JSON"] * 3 + ["caption is not UTF-8"]
 
 
+def test_empty_captions_in_a_list_are_left_out(tmp_path):
+    """Before, a sample was trained on one of its empty captions."""
+    lists = [["", "a  cat", "   ", None, "\0"], ["", " "]]
+    records = [{"image": f"{n}.png", "caption": captions} for n, captions in enumerate(lists)]
+    (tmp_path / "table.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for n in range(2):
+        (tmp_path / f"{n}.png").write_bytes(picture(n))
+    members = [
+        member
+        for n, record in enumerate(records)
+        for member in ((f"{n}.png", picture(n)), (f"{n}.json", json.dumps(record).encode()))
+    ]
+    write_tar(tmp_path / "shard.tar", members)
+    for dataset in (
+        open_pairs([str(tmp_path / "table.jsonl")]),
+        open_pairs([str(tmp_path / "shard.tar")], caption_key="json.caption"),
+    ):
+        assert (dataset.read(0).alternatives or (dataset.read(0).caption,)) == ("a cat",)
+        assert dataset.caption(0) == "a cat"
+        with pytest.raises(BadSample) as caught:
+            dataset.read(1)
+        assert caught.value.kind == "empty caption"
+
+
 def test_captions_that_are_not_utf_8_are_bad_samples(tmp_path):
     """Before, Latin-1 captions silently became replacement characters."""
     write_tar(tmp_path / "shard.tar", [("0.png", picture(0)), ("0.txt", "gr\xfcn".encode("latin-1"))])
