@@ -127,6 +127,16 @@ def params_model(optimizer_type: Any) -> type[OptimizerParams]:
     )
 
 
+def can_be_offloaded(optimizer_type: str) -> bool:
+    """Return whether the optimizer has an implementation for zero_optimization.offload_optimizer."""
+    return optimizer_type not in _UNTESTED_BY_DEEPSPEED
+
+
+def needs_permission(optimizer_type: str, zero_stage: int) -> bool:
+    """Return whether the optimizer requires zero_allow_untested_optimizer at this stage."""
+    return optimizer_type in _UNTESTED_BY_DEEPSPEED and zero_stage > 0
+
+
 def check_optimizer(optimizer: Optimizer, *, zero_stage: int, allow_untested: bool, offload: bool) -> None:
     """Raise ConfigError if the optimizer contradicts the rest of ds_config.json, or its own parameters each other.
 
@@ -138,12 +148,12 @@ def check_optimizer(optimizer: Optimizer, *, zero_stage: int, allow_untested: bo
             f"optimizer.type {kind} requires zero_optimization.stage 0: stage {zero_stage} splits parameters into flat "
             f"pieces, and {kind} {NEED_WHOLE_TENSORS[kind]}"
         )
-    if kind in _UNTESTED_BY_DEEPSPEED and offload:
+    if offload and not can_be_offloaded(kind):
         raise ConfigError(
             f"optimizer.type {kind} has no implementation for offloaded parameters; leave "
             "zero_optimization.offload_optimizer out"
         )
-    requires_permission = kind in _UNTESTED_BY_DEEPSPEED and zero_stage > 0
+    requires_permission = needs_permission(kind, zero_stage)
     if requires_permission and not allow_untested:
         raise ConfigError(
             f'optimizer.type {kind} at zero_optimization.stage {zero_stage} requires "zero_allow_untested_optimizer": '

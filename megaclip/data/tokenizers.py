@@ -245,27 +245,35 @@ def train_sentencepiece(
     model_type: "unigram" or "bpe".
     vocab_size: largest number of pieces. Few captions give fewer.
 
-    The ids 0, 1 and 2 are padding, unknown and end of text. The captions are cleaned as in training. Raises ConfigError
-    without captions.
+    The ids 0, 1 and 2 are padding, unknown and end of text. The captions are cleaned as in training.
+
+    Raises ConfigError without captions, or if sentencepiece cannot train, for example because the captions have more
+    different characters than vocab_size.
     """
     cleaned = filter(None, map(clean_caption, captions))
     first = list(itertools.islice(cleaned, 1))
     if not first:
         raise ConfigError("the data has no captions; a tokenizer cannot be trained without captions")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=_with_whole_words(itertools.chain(first, cleaned), vocab_size),
-        model_prefix=str(Path(path).with_suffix("")),
-        model_type=model_type,
-        max_sentencepiece_length=MAX_PIECE_LENGTH,
-        vocab_size=vocab_size,
-        hard_vocab_limit=False,
-        character_coverage=1.0,
-        byte_fallback=False,
-        pad_id=0,
-        unk_id=1,
-        eos_id=2,
-        bos_id=-1,
-        shuffle_input_sentence=False,
-        minloglevel=2,
-    )
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_with_whole_words(itertools.chain(first, cleaned), vocab_size),
+            model_prefix=str(Path(path).with_suffix("")),
+            model_type=model_type,
+            max_sentencepiece_length=MAX_PIECE_LENGTH,
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            byte_fallback=False,
+            pad_id=0,
+            unk_id=1,
+            eos_id=2,
+            bos_id=-1,
+            shuffle_input_sentence=False,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"sentencepiece cannot train a tokenizer of {vocab_size} pieces and write it to {str(path)!r}: "
+            f"{first_line(error)}; every different character is a piece, so a larger --vocab-size may help"
+        ) from None
     return SentencePieceTokenizer(path, context_length=77)

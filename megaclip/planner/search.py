@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
+from megaclip.config.optimizers import NEED_WHOLE_TENSORS, can_be_offloaded, needs_permission
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.memory import plan_memory
 from megaclip.planner.workload import Workload
@@ -21,11 +22,15 @@ def fits(workload: Workload, cluster: Cluster) -> bool:
 
 def largest_batch(workload: Workload, cluster: Cluster) -> int:
     """Return the largest contrastive batch of whole chunks that fits with all other settings as they are; 0 if none
-    fits."""
-    quantum = math.lcm(workload.batch.micro_batch, workload.batch.text_micro_batch)
+    fits.
+
+    Text chunks keep their size too. By default it would follow the number of image chunks, and jump.
+    """
+    text_micro_batch = workload.batch.text_micro_batch
+    quantum = math.lcm(workload.batch.micro_batch, text_micro_batch)
 
     def holds(chunks: int) -> bool:
-        return fits(workload.with_batch(quantum * chunks), cluster)
+        return fits(workload.with_batch(quantum * chunks, text_micro_batch=text_micro_batch), cluster)
 
     # One chunk keeps its graph, so it may need more memory than two, which run one after the other.
     if not holds(2):
@@ -97,9 +102,12 @@ def _changes(workload: Workload) -> Iterator[tuple[str, str, Workload]]:
     if zero.stage > 0 and zero.reduce_bucket_size > _SMALL_BUCKET:
         setting = f'"zero_optimization": {{"reduce_bucket_size": {_SMALL_BUCKET}}}'
         yield "bucket", setting, workload.with_zero(reduce_bucket_size=_SMALL_BUCKET)
-    for stage in range(max(zero.stage, 1) + 1, 4) if workload.replicas > 1 else ():
-        yield "stage", f'"zero_optimization": {{"stage": {stage}}}', workload.with_zero(stage=stage)
-    if zero.stage > 0 and workload.offload_optimizer == "none":
+    permission = ', "zero_allow_untested_optimizer": true' if needs_permission(workload.optimizer, 1) else ""
+    splits = workload.replicas > 1 and workload.optimizer not in NEED_WHOLE_TENSORS
+    for stage in range(max(zero.stage, 1) + 1, 4) if splits else ():
+        setting = f'"zero_optimization": {{"stage": {stage}}}{"" if zero.stage else permission}'
+        yield "stage", setting, workload.with_zero(stage=stage)
+    if zero.stage > 0 and workload.offload_optimizer == "none" and can_be_offloaded(workload.optimizer):
         changed = workload.with_zero(offload_optimizer=DeepSpeedZeroOffloadOptimizerConfig(device="cpu"))
         yield "optimizer", '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}', changed
     if zero.stage == 3 and workload.offload_parameters == "none":

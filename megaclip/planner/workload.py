@@ -67,6 +67,8 @@ class Workload:
     """Bytes of an accumulated parameter gradient."""
     accumulates_in_bf16: bool
     """True if the gradients of a step's chunks accumulate in bfloat16."""
+    optimizer: str
+    """Its type in ds_config.json."""
     optimizer_state_bytes: int
     """Bytes per trained parameter of the optimizer's states and of the moving average, without the float32 master."""
     optimizer_temporary_bytes: int
@@ -109,8 +111,8 @@ class Workload:
     ) -> "Workload":
         """Return the workload of `config` on `world_size` ranks, tensor-parallel ones included.
 
-        Raises ConfigError if the batch of `config` does not divide among them, or tensor parallelism cannot split a
-        tower.
+        Raises ConfigError if the batch of `config` does not divide among them, if tensor parallelism cannot split a
+        tower, or if a lock locks nothing.
         """
         if isinstance(model, ModelConfig):
             for tower in (model.vision_cfg, model.text_cfg):
@@ -122,7 +124,7 @@ class Workload:
             )
         checkpoints_to = "cpu" if config.cpu_checkpointing else "gpu"
         accumulate = config.grad_accum_dtype
-        return cls(
+        workload = cls(
             model=model,
             megaclip=config.megaclip,
             zero=config.zero,
@@ -130,6 +132,7 @@ class Workload:
             bf16=config.bf16,
             gradient_bytes={"fp32": 4, "bf16": 2}.get(str(accumulate), 2 if config.bf16 else 4),
             accumulates_in_bf16=config.accumulates_in_bf16,
+            optimizer=config.optimizer.type,
             optimizer_state_bytes=_optimizer_state_bytes(config) + (4 if config.megaclip.ema_decay else 0),
             optimizer_temporary_bytes=_optimizer_temporary_bytes(config),
             checks_gradients=config.checks_each_gradient,
@@ -142,6 +145,15 @@ class Workload:
             steps=steps,
             async_save=async_save,
         )
+        for name, unlocked, parameters in zip(
+            ("image", "text"), (image_unlocked, text_unlocked), workload.parameters, strict=True
+        ):
+            if unlocked is not None and parameters.trained == parameters.total:
+                raise ConfigError(
+                    f"--lock-{name} with {unlocked} unlocked groups trains every parameter of the {name} tower, so "
+                    f"nothing would be locked; unlock fewer groups, or leave out --lock-{name}"
+                )
+        return workload
 
     def with_batch(
         self, local_batch: int | None = None, *, micro_batch: int | None = None, text_micro_batch: int | None = None

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from megaclip.config.checks import check_ds_config
+from megaclip.errors import ConfigError
 from megaclip.losses import FastClipLoss
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.planner import advice, advice_beyond_settings, describe, largest_batch, plan_memory, plan_time
 from megaclip.planner.memory import resolve_auto
-from megaclip.planner.search import fits
+from megaclip.planner.search import _changes, fits
 from megaclip.planner.workload import EvaluationSets
 from tests.unit.planner_cases import GIB, H200, of_batch, workload
 
@@ -176,6 +178,54 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path) -> Non
     assert not fits(job.with_batch(int(largest / 8 * 1.02) // 512 * 512), host)
     assert largest_batch(job.with_megaclip(data_offload="reread"), host) > largest
     assert largest_batch(job, describe(gpu="h200", gpus=8, gpu_memory="4GiB")) == 0
+
+
+def test_a_batch_that_fits_is_not_larger_than_the_largest(tmp_path: Path) -> None:
+    """With 11 image chunks a text chunk is as large as one; with 16 it would be as large as eight, which do not fit."""
+    job = workload(
+        tmp_path,
+        model="ViT-L-14",
+        train_batch_size=112640,
+        train_micro_batch_size_per_gpu=1280,
+        activation_checkpointing={},
+        zero_optimization={"stage": 1},
+        data_types={"grad_accum_dtype": "bf16"},
+    )
+    cluster = describe(gpu="a100-40gb", gpus=8)
+    assert fits(job, cluster) and job.batch.text_micro_batch == 1280
+    largest = largest_batch(job, cluster)
+    chunk = {"text_micro_batch": 1280}
+    assert largest >= job.batch.global_batch and fits(job.with_batch(largest // 8, **chunk), cluster)
+    assert not fits(job.with_batch(int(largest * 1.02) // (8 * 1280) * 1280, **chunk), cluster)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Lion", "Lamb", "Adafactor", "AdamW"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_advice_is_accepted_with_every_optimizer(tmp_path: Path, optimizer: str, stage: int) -> None:
+    settings = {
+        "train_batch_size": 4096,
+        "train_micro_batch_size_per_gpu": 512,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": optimizer, "params": {"lr": 0.001}},
+        "zero_optimization": {"stage": stage},
+    }
+    if optimizer in ("SGD", "Lion") and stage:
+        settings["zero_allow_untested_optimizer"] = True
+    try:
+        check_ds_config(settings)
+    except ConfigError:
+        assert optimizer in ("Lamb", "Adafactor") and stage
+        return
+    job = workload(tmp_path, 4, settings=settings)
+    kinds = set()
+    for kind, text, _ in _changes(job):
+        changed = dict(settings)
+        for key, value in json.loads("{" + text + "}").items():
+            changed[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+        check_ds_config(changed)
+        kinds.add(kind)
+    assert ("stage" in kinds) == (optimizer not in ("Lamb", "Adafactor") and stage < 3)
+    assert ("optimizer" in kinds) == (optimizer == "AdamW" and stage > 0)
 
 
 @pytest.mark.parametrize("refused", ["gpu", "host", "disk"])
