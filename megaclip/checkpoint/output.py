@@ -1,8 +1,12 @@
-"""The directory to which an export or an import writes. It is refused where it would mix with other files."""
+"""What commands write: checked before the long work, and refused where it would mix with other files."""
 
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from megaclip.errors import CheckpointError
+from megaclip.errors import CheckpointError, ConfigError
 
 
 def check_output(out_dir: Path, source: Path, *, overwrite: bool) -> None:
@@ -14,13 +18,42 @@ def check_output(out_dir: Path, source: Path, *, overwrite: bool) -> None:
         overwrite: `out_dir` may hold files.
 
     Raises:
-        CheckpointError: `out_dir` is a file, holds files, belongs to `source`, holds a run, or cannot be read.
+        CheckpointError: `out_dir` is a file or below one, holds files, belongs to `source`, holds a run, or cannot be
+            read or written.
     """
     target, origin = out_dir.resolve(), source.resolve()
     if target == origin or origin in target.parents or (target / "checkpoints").is_dir():
         raise CheckpointError(f"{out_dir} belongs to {source}, or holds a run; choose another directory")
+    existing = next(folder for folder in (target, *target.parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        reason = "may not be written" if existing.is_dir() else "is no directory"
+        raise CheckpointError(f"cannot write to {out_dir}: {existing} {reason}; choose another directory")
     try:
         if out_dir.exists() and any(out_dir.iterdir()) and not overwrite:
             raise CheckpointError(f"{out_dir} is not empty; choose another directory, or add --overwrite")
     except OSError as error:
         raise CheckpointError(f"cannot write to {out_dir}: {error}; choose another directory") from None
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make a folder for results, and its parents. Raises ConfigError if no file can be written in it."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+def prepare_file(path: Path) -> None:
+    """Make the folder of a result, and its parents. Raises ConfigError if the file cannot be written."""
+    if path.is_dir():
+        raise ConfigError(f"cannot write {str(path)!r}: it is a directory; choose another path")
+    prepare_folder(path.parent)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an OSError inside the `with` statement as a ConfigError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror or error}; choose another path") from None

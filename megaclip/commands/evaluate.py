@@ -21,6 +21,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from PIL import Image
 
+from megaclip.checkpoint.output import prepare_file, prepare_folder, writing
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.config.argument_types import integer
@@ -50,6 +51,12 @@ def main() -> None:
 def evaluate_saved(arguments: argparse.Namespace) -> None:
     """Load the model and the data, evaluate, and report. Raises the same MegaclipError on every rank."""
     started = time.monotonic()
+    with raise_on_all_ranks():
+        if group_rank() == 0:
+            if arguments.json is not None:
+                prepare_file(arguments.json)
+            if arguments.pictures is not None:
+                prepare_folder(arguments.pictures)
     loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer, ema=arguments.ema)
     with raise_on_all_ranks():
         pairs, labelled = open_data(arguments)
@@ -108,6 +115,11 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if not arguments.val_data and not arguments.zeroshot_data:
         parser.error("no data to evaluate on; give --val-data, --zeroshot-data or both")
+    for flag in ("pictures", "group_captions", "image_key", "caption_key"):
+        if getattr(arguments, flag) and not arguments.val_data:
+            parser.error(
+                f"--{flag.replace('_', '-')} has no effect without --val-data; add --val-data, or leave it out"
+            )
     return arguments
 
 
@@ -161,12 +173,12 @@ def report(
             "bad_samples": bad_samples,
             "metrics": metrics,
         }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        with writing(arguments.json):
+            arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if arguments.pictures and result.examples is not None and pairs is not None:
-        arguments.pictures.mkdir(parents=True, exist_ok=True)
         for name, picture in example_pictures(result.examples, pairs).items():
-            Image.fromarray(picture.transpose(1, 2, 0)).save(arguments.pictures / f"{name}.png")
+            with writing(arguments.pictures / f"{name}.png"):
+                Image.fromarray(picture.transpose(1, 2, 0)).save(arguments.pictures / f"{name}.png")
 
 
 def print_row(name: str, *values: str | float) -> None:

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import torch
 
+from megaclip.checkpoint.output import writing
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.models import ModelConfig, load_model_config, meta_model
+from megaclip.models.descriptions import model_file
 from megaclip.models.open_clip_config import open_clip_descriptions
 from megaclip.planner.traced_towers import trace_tower
 
@@ -33,6 +35,8 @@ def main() -> None:
         names = arguments.names or list(open_clip_descriptions())
         if not names:
             raise ConfigError("open_clip is not installed; run  pip install 'megaclip[open-clip]'")
+        for name in names:
+            model_file(name)
         text = table(names)
         if arguments.write is None:
             print(text, end="")
@@ -80,7 +84,10 @@ def row(name: str) -> str:
 
 def table_of(page: Path) -> str:
     """Return the table in a page. Raises ConfigError if the page has no markers."""
-    text = page.read_text(encoding="utf-8")
+    try:
+        text = page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(page)!r}: {error.strerror}; name an existing page") from None
     if BEGIN not in text or END not in text:
         raise ConfigError(f"{page} has no table; write the lines {BEGIN!r} and {END!r} where it belongs")
     return text.partition(BEGIN)[2].partition(END)[0].strip("\n") + "\n"
@@ -89,4 +96,7 @@ def table_of(page: Path) -> str:
 def write(page: Path, text: str) -> None:
     """Replace the table in a page."""
     before = table_of(page)
-    page.write_text(page.read_text(encoding="utf-8").replace(before.strip("\n"), text.strip("\n")), encoding="utf-8")
+    with writing(page):
+        page.write_text(
+            page.read_text(encoding="utf-8").replace(before.strip("\n"), text.strip("\n")), encoding="utf-8"
+        )

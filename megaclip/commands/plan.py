@@ -22,11 +22,12 @@ from typing import Any
 import deepspeed.comm as dist
 import torch
 
+from megaclip.checkpoint.output import prepare_file, writing
 from megaclip.config import MegaclipSection, TrainArguments, TrainingConfig, load_training_config
 from megaclip.config.argument_types import integer
 from megaclip.config.checks import check_ds_config
 from megaclip.config.command_line import DEFAULT_WORKERS
-from megaclip.errors import ConfigError, MegaclipError
+from megaclip.errors import ConfigError, MegaclipError, first_line
 from megaclip.models import ModelConfig, load_model_config
 from megaclip.planner import (
     Cluster,
@@ -62,6 +63,11 @@ def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
     try:
+        for path in (arguments.calibrate, arguments.sweep, arguments.json):
+            if path:
+                prepare_file(Path(path))
+        if arguments.json and not arguments.sweep:
+            raise ConfigError("--json has no effect without --sweep; add --sweep PICTURE.png, or leave --json out")
         if arguments.calibrate:
             return _calibrate(arguments)
         if arguments.compare:
@@ -232,7 +238,7 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
     peers = {"open_clip (local loss, bf16 autocast)": open_clip_loss_bytes(sizes), "Inf-CL": inf_cl_loss_bytes(sizes)}
     losses = loss_table(plan.workload, peers)
     print(memory_table(plan, cluster), graphs_text(plan.workload), losses, time_table(step, cluster), sep="\n\n")
-    print(f"\nlargest batch that fits, all else the same: {largest_batch(workload, cluster):,}")
+    print(f"\nlargest batch that fits, all else the same: {_largest_batch(workload, cluster)}")
     verdict = tensor_parallel_verdict(workload, cluster)
     if not plan.refusals:
         print("this run fits")
@@ -249,11 +255,24 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
     return 2
 
 
+def _largest_batch(workload: Workload, cluster: Cluster) -> str:
+    """Return the largest batch, with the text chunk that it needs if its own default is another one."""
+    largest, chunk = largest_batch(workload, cluster), workload.batch.text_micro_batch
+    if not largest or workload.with_batch(largest // workload.world_size).batch.text_micro_batch == chunk:
+        return f"{largest:,}"
+    return f'{largest:,}, with "megaclip": {{"text_micro_batch_size": {chunk * workload.tensor_ranks}}}'
+
+
 def _sweep(arguments: argparse.Namespace, workload: Workload, cluster: Cluster) -> int:
     """Plan every power of two of chunks, for this project and the peers, with the graphs that the file asks for.
 
     "auto" would fill the GPU at every batch; the picture shows the memory that a batch needs.
     """
+    if not isinstance(workload.model, ModelConfig):
+        raise ConfigError(
+            f"--sweep compares with other codes by formulas for MegaCLIP's own towers, and open_clip's modules run "
+            f"{arguments.model}; leave --sweep out"
+        )
     if workload.megaclip.keep_graphs == "auto":
         workload = workload.with_megaclip(keep_graphs=0)
     rows: list[dict[str, Any]] = []
@@ -277,7 +296,8 @@ def _sweep(arguments: argparse.Namespace, workload: Workload, cluster: Cluster) 
         print(f"{method:26} largest batch of these that fits: {largest:,}")
     title = f"{Path(arguments.model).stem} on {cluster.gpus} x {format_bytes(cluster.gpu_memory)}"
     if arguments.json:
-        arguments.json.write_text(json.dumps({"title": title, "results": rows}, indent=1))
+        with writing(arguments.json):
+            arguments.json.write_text(json.dumps({"title": title, "results": rows}, indent=1))
     _draw(rows, title, cluster, arguments.sweep)
     return 0
 
@@ -316,7 +336,8 @@ def _draw(rows: list[dict[str, Any]], title: str, cluster: Cluster, out: str) ->
         axis.legend(fontsize=8, frameon=False)
     figure.suptitle(f"{title}: planned by formulas, not measured", fontsize=11)
     figure.tight_layout()
-    figure.savefig(out, dpi=110)
+    with writing(Path(out)):
+        figure.savefig(out, dpi=110)
     print(f"wrote {out}")
 
 
@@ -328,10 +349,15 @@ def _compare(arguments: argparse.Namespace) -> int:
         try:
             record = json.loads(path.read_text())
             rows = [row for row in record["results"] if row["method"] == "megaclip" and row["peak_mib"]]
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"cannot read {str(path)!r}: {error!r}") from None
-        for row in rows:
-            outside += _compare_row(row)
+            for row in rows:
+                outside += _compare_row(row)
+        except ConfigError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{str(path)!r} is no file that tools/bench_train.py --json has written: {type(error).__name__}: "
+                f"{first_line(error)}; give such a file"
+            ) from None
     print(f"{outside} peaks outside 10%")
     return 1 if outside else 0
 
@@ -386,7 +412,8 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     measured = measure_rates(model, arguments.micro_batch or (256 if gpu else 8), out.absolute().parent)
     if dist.get_rank() == 0:
         text = rates_json(machine_name(), measured)
-        out.write_text(text)
+        with writing(out):
+            out.write_text(text)
         print(text)
         missing = "network" if "link" in measured else "link (it needs several ranks) and network"
         print(f"not measured: {missing}; with --rates they are those of --gpu, or of --link and --network")

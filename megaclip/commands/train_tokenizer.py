@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from megaclip.checkpoint.output import prepare_file
+from megaclip.config.argument_types import integer
 from megaclip.data import DATASET_TYPES, PairDataset, open_pairs
 from megaclip.data.batch import BadSample
 from megaclip.data.tokenizers import train_sentencepiece
@@ -42,10 +44,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
     parser.add_argument("--caption-key", help="column of the captions, or their extension in tar shards")
     parser.add_argument(
-        "--vocab-size", type=int, default=16_000, help="largest number of pieces (default: %(default)s)"
+        "--vocab-size", type=integer(1), default=16_000, help="largest number of pieces (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-captions", type=int, default=2_000_000, help="largest number of samples to read (default: %(default)s)"
+        "--max-captions",
+        type=integer(1),
+        default=2_000_000,
+        help="largest number of samples to read (default: %(default)s)",
     )
     parser.add_argument("--model-type", choices=("unigram", "bpe"), default="unigram")
     parser.add_argument("--out", type=Path, required=True, help="file to write, ending in .model")
@@ -59,7 +64,7 @@ def main() -> None:
     arguments = parse_arguments()
     try:
         dataset = open_pairs(arguments.data, dataset_type=arguments.dataset_type, caption_key=arguments.caption_key)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        prepare_file(arguments.out)
         captions = read_captions(dataset, arguments.max_captions)
         tokenizer = train_sentencepiece(
             captions, arguments.out, vocab_size=arguments.vocab_size, model_type=arguments.model_type

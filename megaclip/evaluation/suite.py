@@ -17,7 +17,7 @@ from megaclip.errors import DataError
 from megaclip.evaluation.captions import CaptionGroups, encode_captions
 from megaclip.evaluation.encoder import Encode, in_step
 from megaclip.evaluation.examples import RetrievalExamples, retrieval_examples, spread
-from megaclip.evaluation.retrieval import retrieval
+from megaclip.evaluation.retrieval import NO_PAIRS, retrieval
 from megaclip.evaluation.zero_shot import zero_shot
 
 Tokenize = Callable[[list[str]], torch.Tensor]
@@ -136,7 +136,10 @@ def _encode_groups(
         ids.append(captions.image_ids_of(batch.ids).to(image_features.device))
     _check_not_empty(ids)
     image_ids = torch.cat(ids)
-    captions = captions.of_images(_present(image_ids).cpu())
+    present = _present(image_ids).cpu()
+    if not present.any():
+        raise DataError(NO_PAIRS)
+    captions = captions.of_images(present)
     device = image_ids.device
     texts = encode_captions(encode, captions.texts, tokenizer, batch_size=text_batch_size)
     return _PairFeatures(

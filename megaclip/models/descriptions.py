@@ -6,6 +6,7 @@ preset. A path reads that JSON file instead: either a bare model description, or
 """
 
 import difflib
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,11 @@ def load_model_config(name_or_path: str | Path, towers: Towers = "auto") -> Mode
         ConfigError: the description does not exist, is not a JSON object, or describes a model that cannot be trained.
     """
     name = str(name_or_path)
+    return describe(model_description(read_json_object(model_file(name))), name, towers)
+
+
+def model_file(name: str) -> Any:
+    """Return the file of a preset, of one of open_clip's descriptions, or of a path. Raises ConfigError."""
     if name in list_models():
         path: Any = presets() / f"{name}.json"
     else:
@@ -41,7 +47,7 @@ def load_model_config(name_or_path: str | Path, towers: Towers = "auto") -> Mode
             f"unknown model {name!r}; expected a file, a directory with {CARD_NAME}, or a preset, the nearest of which "
             f"is {nearest!r} (all: {', '.join(names)})"
         )
-    return describe(model_description(read_json_object(path)), name, towers)
+    return path
 
 
 def describe(description: Any, source: str, towers: Towers = "auto") -> ModelDescription:
@@ -62,6 +68,13 @@ def describe(description: Any, source: str, towers: Towers = "auto") -> ModelDes
             '"open_clip", which run open_clip\'s modules'
         )
     if is_object and (foreign is not None or towers == "open_clip"):
+        description = {**description}
+        start = description.pop("vision_position_init", "normal")  # the key is MegaCLIP's own
+        if start != "normal":
+            raise ConfigError(
+                f"{source}: vision_position_init {json.dumps(start)} requires MegaCLIP's own towers, and open_clip's "
+                'modules run this model; leave it out, or set megaclip.towers to "auto"'
+            )
         return OpenClipConfig.from_dict(description, source)
     return ModelConfig.from_dict(description, source)
 

@@ -54,6 +54,24 @@ def test_an_unknown_command_is_refused_with_the_known_ones(monkeypatch):
         main()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["models", "ViT-Z-32"], "error: unknown model 'ViT-Z-32'"),
+        (["models", "ViT-B-32", "--write", "no_page.md"], "error: cannot read 'no_page.md': No such file"),
+        (["tokenizer", "data.csv", "--vocab-size", "10", "--out", "t.model"], "Vocabulary size is smaller than .*char"),
+        (["tokenizer", "data.csv", "--out", "data.csv/t.model"], "error: cannot write 'data.csv': File exists"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message, tmp_path, monkeypatch):
+    (tmp_path / "data.csv").write_text("filepath,title\na.png,the quick brown fox jumps over the lazy dog\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["megaclip", *arguments])
+    with pytest.raises(SystemExit, match=message) as end:
+        main()
+    assert str(end.value.code).startswith("error: ") and "\n" not in str(end.value.code)
+
+
 def test_shipped_configurations_are_found_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("zero3_offload", "fastclip/fastclip_v3_cc12m"):

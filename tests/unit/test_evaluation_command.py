@@ -142,6 +142,41 @@ def test_mistake_gives_an_error_of_one_line(
     assert "\n" not in str(exit_info.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--json", "pairs.tar/x.json"], "error: cannot write 'pairs.tar': "),
+        (["--pictures", "pairs.tar"], "error: cannot write 'pairs.tar': "),
+        (["--json", "model"], "error: cannot write 'model': it is a directory"),
+    ],
+)
+def test_results_that_cannot_be_written_are_an_error_before_the_evaluation(
+    folder: Path, flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(evaluate, "load_saved_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(SystemExit, match=message):
+        run(monkeypatch, "model", "--val-data", "pairs.tar", *flags)
+
+
+@pytest.mark.parametrize("flag", [["--pictures", "p"], ["--group-captions"], ["--image-key", "a"]])
+def test_flags_without_effect_are_refused(
+    folder: Path, flag: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, folder / "model", "--zeroshot-data", folder / "labelled", *flag)
+    assert f"{flag[0]} has no effect without --val-data" in capsys.readouterr().err
+
+
+def test_captions_without_a_readable_image_are_one_error(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tar(tmp_path / "bad.tar", [("0.png", b"no picture"), ("0.txt", b"a cat")])
+    for flags in ([], ["--group-captions"]):
+        with pytest.raises(SystemExit, match="error: retrieval requires at least one image with a caption"):
+            run(monkeypatch, folder / "model", "--val-data", tmp_path / "bad.tar", "--workers", 0, *flags)
+
+
 def test_sentencepiece_model_must_be_beside_its_card(tmp_path: Path) -> None:
     config = CONFIG.replace(text_cfg={"hf_tokenizer_name": "sentencepiece"})
     card = ModelCard(tmp_path, config, OPENAI_PREPROCESS)

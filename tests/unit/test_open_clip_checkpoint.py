@@ -346,6 +346,9 @@ def test_import_refuses_a_directory_with_other_files(tmp_path, exported):
     with pytest.raises(CheckpointError, match="is not empty; choose another directory, or add --overwrite"):
         import_command.import_weights(exported, out, None)
     assert os.listdir(out) == ["mine.txt"]
+    for target in (out / "mine.txt", out / "mine.txt" / "below"):
+        with pytest.raises(CheckpointError, match=r"mine\.txt is no directory; choose another directory"):
+            import_command.import_weights(exported, target, None)
     assert import_command.import_weights(exported, out, None, overwrite=True).complete
     assert manifest.find_damage(out) == [] and (out / "mine.txt").read_text() == "mine"
     (exported / "file.txt").touch()

@@ -54,6 +54,15 @@ def test_models_that_cannot_be_trained_are_refused_by_name(changes, message):
         describe({**SMALL, "text_cfg": TEXT, **changes}, "model")
 
 
+def test_open_clips_towers_refuse_starting_values_of_megaclips(tmp_path):
+    description = {"embed_dim": 16, "vision_cfg": {"layers": 1}, "text_cfg": {"layers": 1}}
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({**description, "vision_position_init": "normal"}))
+    assert type(load_model_config(path, "open_clip")) is OpenClipConfig
+    with pytest.raises(ConfigError, match='vision_position_init "sin_cos_2d" requires MegaCLIP\'s own towers'):
+        load_model_config("demo-tiny", "open_clip")
+
+
 def test_own_towers_refuse_other_models_and_name_the_setting():
     with pytest.raises(ConfigError, match=r"vision_cfg.layers.*megaclip.towers is \"own\""):
         load_model_config("RN50", "own")
