@@ -79,8 +79,9 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
         num_workers=arguments.workers,
         text_batch_size=arguments.batch_size,
     )
-    if group_rank() == 0:
-        report(arguments, result, pairs, labelled, left_out, time.monotonic() - started)
+    with raise_on_all_ranks():
+        if group_rank() == 0:
+            report(arguments, result, pairs, labelled, left_out, time.monotonic() - started)
 
 
 def parse_arguments() -> argparse.Namespace:
