@@ -30,6 +30,7 @@ class HuggingFaceTokenizer(Tokenizer):
         import_open_clip()
         from open_clip.tokenizer import HFTokenizer
 
+        self._mode, self._options = mode, options
         self._name = source.removeprefix(CACHED)
         try:
             self._tokenizer = HFTokenizer(
@@ -71,4 +72,8 @@ class HuggingFaceTokenizer(Tokenizer):
         """Write the tokenizer's files. Returns the keys and values for `text_cfg`."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._tokenizer.save_pretrained(str(directory))
-        return {"context_length": self.context_length}
+        return {
+            "context_length": self.context_length,
+            "tokenizer_mode": self._mode,
+            "tokenizer_kwargs": self._options,
+        }

@@ -11,6 +11,7 @@ from typing import Any
 
 from megaclip.checkpoint.model_card import OWN_TOKENIZER, ModelCard
 from megaclip.data import Tokenizer, load_tokenizer
+from megaclip.data.choose_tokenizer import is_hugging_face
 from megaclip.data.hugging_face_tokenizer import CACHED, HuggingFaceTokenizer
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.logging import get_logger
@@ -49,11 +50,11 @@ def choose_tokenizer(given: str | None, card: ModelCard | None, config: ModelDes
     except CheckpointError:
         if given is None:
             raise
-        return ChosenTokenizer(_load(given, config), given, None)
+        return ChosenTokenizer(_load(given, config, owner), given, None)
     if given is None or given == own:
-        return ChosenTokenizer(_load(own, config), own, owner)
-    tokenizer = _load(given, config)
-    if _is_equal(tokenizer, own, config):
+        return ChosenTokenizer(_load(own, config, owner), own, owner)
+    tokenizer = _load(given, config, owner)
+    if _is_equal(tokenizer, own, config, owner):
         return ChosenTokenizer(tokenizer, given, owner)
     if card is not None:
         logger.warning("--tokenizer %s is not the tokenizer of the model in %s, %s", given, card.directory, own)
@@ -107,14 +108,39 @@ def _named_by(config: ModelDescription) -> str:
     return name if Path(name).is_dir() else CACHED + name
 
 
-def _load(name: str, config: ModelDescription) -> Tokenizer:
-    return load_tokenizer(name, **config.tokenizer_settings())
+def _load(name: str, config: ModelDescription, owner: ModelDescription) -> Tokenizer:
+    """Load the tokenizer with the options of the description that has such a tokenizer, `owner` first.
+
+    A description's options belong to its own tokenizer. CLIP's tokenizer and sentencepiece models do not have most
+    options of Hugging Face tokenizers, which get those of `config` in any case.
+    """
+    settings = config.tokenizer_settings()
+    for description in (owner, config):
+        if _kind(name) == _described_kind(description):
+            settings = {**description.tokenizer_settings(), "context_length": config.text_cfg.context_length}
+            return load_tokenizer(name, **settings)
+    if not is_hugging_face(name):
+        settings.update(mode=None, options=None)
+    return load_tokenizer(name, **settings)
 
 
-def _is_equal(tokenizer: Tokenizer, own: str, config: ModelDescription) -> bool:
+def _kind(name: str) -> str:
+    if is_hugging_face(name):
+        return "hugging face"
+    return "clip" if name == "clip" else OWN_TOKENIZER
+
+
+def _described_kind(config: ModelDescription) -> str:
+    name = config.text_cfg.hf_tokenizer_name
+    if not name:
+        return "clip"
+    return OWN_TOKENIZER if name == OWN_TOKENIZER else "hugging face"
+
+
+def _is_equal(tokenizer: Tokenizer, own: str, config: ModelDescription, owner: ModelDescription) -> bool:
     """Return whether the tokenizer named `own` can be loaded and has the vocabulary of `tokenizer`."""
     try:
-        return _load(own, config).identity == tokenizer.identity
+        return _load(own, config, owner).identity == tokenizer.identity
     except ConfigError:
         return False
 

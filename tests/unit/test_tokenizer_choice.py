@@ -14,11 +14,13 @@ from tokenizers import models, pre_tokenizers, processors
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, read_model_card, write_model_card
 from megaclip.checkpoint.open_clip_weights import write_weights
 from megaclip.checkpoint.verify import verify
+from megaclip.data.tokenizers import train_sentencepiece
 from megaclip.engine.tokenizer_choice import ChosenTokenizer, check_vocabulary, choose_tokenizer, text_settings
 from megaclip.errors import ConfigError
 from megaclip.models import ModelConfig, ModelDescription, build_model, load_model_config
 from megaclip.models.descriptions import describe
 from megaclip.models.text import pooled_position
+from megaclip.open_clip_package import import_open_clip
 
 pytest.importorskip("transformers", reason="Hugging Face tokenizers are read with transformers")
 
@@ -161,3 +163,48 @@ def test_a_card_whose_end_of_text_never_occurs_is_refused(directory: str, tmp_pa
 def test_a_given_tokenizer_replaces_a_sentencepiece_model(directory: str) -> None:
     text = fitted(directory, described(hf_tokenizer_name="sentencepiece")).text_cfg
     assert text.hf_tokenizer_name == "hugging face"  # the name of the old one would require its .model file
+
+
+CANONICAL = {"clean": "canonicalize"}
+SHOUTED = ["Two DOGS, playing in the snow!"]
+
+
+def tokens_of_open_clip(chosen: ChosenTokenizer, config: ModelDescription, folder: Path) -> torch.Tensor:
+    """Return the tokens that open_clip makes of SHOUTED with an export of the tokenizer."""
+    chosen.tokenizer.write_open_clip(folder)
+    write_model_card(folder, config, OPENAI_PREPROCESS, chosen.tokenizer.files)
+    tokens: torch.Tensor = import_open_clip().get_tokenizer(f"local-dir:{folder}")(SHOUTED)
+    return tokens
+
+
+@pytest.mark.parametrize("towers", ["own", "open_clip"])
+@pytest.mark.parametrize("options", [CANONICAL, {"strip_sep_token": True}])
+@pytest.mark.parametrize("kind", ["clip", "sentencepiece"])
+def test_options_of_another_tokenizer_are_not_exported(
+    tmp_path: Path, kind: str, options: dict[str, Any], towers: str
+) -> None:
+    """SigLIP and CLIPA have such options for their own tokenizers."""
+    config = described(towers, hf_tokenizer_name="its/own", tokenizer_kwargs=options, tokenizer_mode="clips")
+    (path,) = train_sentencepiece(SHOUTED * 9, tmp_path / "own.model", vocab_size=40).files
+    chosen = choose_tokenizer("clip" if kind == "clip" else str(path), None, config)
+    config = config.replace(text_cfg=text_settings(chosen, config))
+    assert (config.text_cfg.tokenizer_kwargs, config.text_cfg.tokenizer_mode) == (None, None)
+    assert torch.equal(tokens_of_open_clip(chosen, config, tmp_path / "out"), chosen.tokenizer(SHOUTED))
+
+
+def test_options_of_the_descriptions_own_tokenizer_are_used_and_exported(directory: str, tmp_path: Path) -> None:
+    for given, text in (("clip", {"vocab_size": 49408}), (directory, {"hf_tokenizer_name": "its/own"})):
+        config = described(tokenizer_kwargs=CANONICAL, **text)
+        chosen = choose_tokenizer(given, None, config)
+        config = config.replace(text_cfg=text_settings(chosen, config))
+        assert config.text_cfg.tokenizer_kwargs == CANONICAL
+        tokens = tokens_of_open_clip(chosen, config, tmp_path / Path(given).name / "out")
+        assert torch.equal(tokens, chosen.tokenizer(SHOUTED))
+        assert torch.equal(tokens, chosen.tokenizer(["two dogs playing in the snow"]))
+    with pytest.raises(ConfigError, match="is not an option of tokenizer 'clip'"):
+        choose_tokenizer(None, None, described(tokenizer_kwargs={"strip_sep_token": True}))
+
+
+def test_a_card_supplies_the_options_of_its_tokenizer(directory: str, tmp_path: Path) -> None:
+    card = written_card(directory, tmp_path / "card", pool_type="eos", eos_id=4, tokenizer_kwargs=CANONICAL)
+    assert fitted(None, described(), card).text_cfg.tokenizer_kwargs == CANONICAL
