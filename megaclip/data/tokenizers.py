@@ -160,7 +160,7 @@ class SentencePieceTokenizer(Tokenizer):
         directory.mkdir(parents=True, exist_ok=True)
         self.as_hugging_face().save(str(directory / "tokenizer.json"))
         pieces = {"unk": self._model.unk_id(), "eos": self.eos_id, "pad": self.pad_id}
-        names = {f"{name}_token": self._model.id_to_piece(number) for name, number in pieces.items()}
+        names = {f"{name}_token": _exported_name(self._model.id_to_piece(number)) for name, number in pieces.items()}
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": self.context_length,
@@ -180,22 +180,34 @@ class SentencePieceTokenizer(Tokenizer):
         }
 
     def as_hugging_face(self) -> tokenizers.Tokenizer:
-        """Return this model as a tokenizer of HF `tokenizers`, which adds the end of text itself."""
+        """Return this model as a tokenizer of HF `tokenizers`, which adds the end of text itself.
+
+        The names of special pieces contain a line break, which no cleaned caption has. HF `tokenizers` would find
+        plain names, such as "</s>", in captions. For sentencepiece they are ordinary text there.
+        """
         proto = sentencepiece_model_pb2.ModelProto.FromString(  # type: ignore[attr-defined]
             self._model.serialized_model_proto()
         )
+        for piece in proto.pieces:
+            if piece.type in (piece.CONTROL, piece.UNKNOWN):
+                piece.piece = _exported_name(piece.piece)
         model = tokenizers.Tokenizer(_hugging_face_model(proto, self._model.unk_id()))
         model.normalizer = _normalizer(proto.normalizer_spec)
         prefix = "always" if proto.normalizer_spec.add_dummy_prefix else "never"
         model.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prefix)
         model.decoder = decoders.Metaspace(replacement="▁", prepend_scheme=prefix)
-        end = self._model.id_to_piece(self.eos_id)
+        end = _exported_name(self._model.id_to_piece(self.eos_id))
         model.post_processor = processors.TemplateProcessing(
-            single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, self.eos_id)]
+            single=["$A", end], pair=["$A", end, "$B", end], special_tokens=[(end, self.eos_id)]
         )
         special = (self.pad_id, self.eos_id, self._model.unk_id())
-        model.add_special_tokens([self._model.id_to_piece(number) for number in sorted(special)])
+        model.add_special_tokens([_exported_name(self._model.id_to_piece(number)) for number in sorted(special)])
         return model
+
+
+def _exported_name(special_piece: str) -> str:
+    """Return the name of a special piece in an exported tokenizer."""
+    return special_piece + "\n"
 
 
 def _hugging_face_model(proto: Any, unknown_id: int) -> models.Model:

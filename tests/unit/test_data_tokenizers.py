@@ -33,6 +33,9 @@ HARD = [
     "word " * 200,
     "\0nul \x1b[31mred\x1b[0m \ufeffbom",
     "<end_of_text> in a caption",
+    "a <s>red</s> photo<pad> of an <unk> thing </s>",
+    "</s>",
+    "<unk></s><pad> <unk> \u2581</s>\u2581",
     "&amp;amp;lt; twice and no more, beside <b>",
     "it'\u017f long s \u212a kelvin",
     "\u00a8a \u00a8 b\u00a8",
@@ -123,7 +126,7 @@ def test_the_exported_tokenizer_returns_equal_ids(sentencepiece_tokenizer, capti
     assert settings["pool_type"] == "eos" and settings["eos_id"] == 2 and settings["hf_tokenizer_name"]
     assert settings["vocab_size"] == exported.get_vocab_size()
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["eos_token"] == "</s>"
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["eos_token"] == "</s>\n"
 
 
 @pytest.mark.parametrize("clean", get_args(Cleaning))
