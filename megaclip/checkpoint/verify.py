@@ -23,9 +23,11 @@ CAPTIONS = (
     "Two DOGS,   playing in the snow!",
     "caf\u00e9 &amp; cr\u00e8me br\u00fbl\u00e9e \u2014 \u65e5\u672c\u8a9e \U0001f600",
     "a very long caption " * 40,
+    "a <s>red</s> photo<pad> of an <unk> thing",
     "",
 )
-"""Captions for which tokenizers often differ: case, spaces, HTML entities, accents, other scripts, length, no text."""
+"""Captions for which tokenizers often differ: case, spaces, HTML entities, accents, other scripts, length, names of
+special tokens, no text."""
 
 Tokenize = Callable[[list[str]], torch.Tensor]
 

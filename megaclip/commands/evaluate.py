@@ -97,7 +97,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--caption-key", help="column or extension of the caption")
     parser.add_argument("--group-captions", action="store_true", help="images have several captions (COCO, Flickr)")
     parser.add_argument("--zeroshot-data", metavar="FOLDER", help="labelled images, for zero-shot classification")
-    parser.add_argument("--tokenizer", help="'clip' or a sentencepiece .model (default: from the model card)")
+    parser.add_argument(
+        "--tokenizer",
+        help="'clip', a sentencepiece .model file or a Hugging Face tokenizer's folder (default: from the model card)",
+    )
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="precision of the forward pass")
     parser.add_argument(
         "--batch-size",

@@ -30,6 +30,7 @@ class HuggingFaceTokenizer(Tokenizer):
         import_open_clip()
         from open_clip.tokenizer import HFTokenizer
 
+        self._mode, self._options = mode, options
         self._name = source.removeprefix(CACHED)
         try:
             self._tokenizer = HFTokenizer(
@@ -62,8 +63,17 @@ class HuggingFaceTokenizer(Tokenizer):
     def _encode(self, caption: str) -> list[int]:
         return [int(token) for token in self([caption])[0]]
 
+    def ends_captions_with(self, token: int) -> bool:
+        """Return whether the id `token` first occurs behind the text of a caption, also of one that is truncated."""
+        is_end = self(["a", "a photo of a cat " * self.context_length]) == token
+        return bool(is_end.any(dim=1).all() and not is_end[:, 0].any())
+
     def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
         """Write the tokenizer's files. Returns the keys and values for `text_cfg`."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._tokenizer.save_pretrained(str(directory))
-        return {"context_length": self.context_length}
+        return {
+            "context_length": self.context_length,
+            "tokenizer_mode": self._mode,
+            "tokenizer_kwargs": self._options,
+        }

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import html
+import string
+from typing import Literal
 
 import ftfy
 
+Cleaning = Literal["whitespace", "lower", "canonicalize"]
+"""open_clip's cleanings (`clean` of `text_cfg.tokenizer_kwargs`).
 
-def clean_caption(text: str, *, lower: bool = False) -> str:
-    """Repair mis-decoded text, unescape HTML entities twice, and replace every run of white space by one space.
+"whitespace" repairs the text, "lower" also lower-cases it, and "canonicalize" also removes ASCII punctuation."""
 
-    This is open_clip's cleaning "whitespace" or, with `lower`, its cleaning "lower".
-    """
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def clean_caption(text: str, clean: Cleaning = "whitespace") -> str:
+    """Repair mis-decoded text, unescape HTML entities twice, and replace every run of white space by one space."""
     # ftfy takes longer than the tokenizer, and it does not change printable ASCII without HTML entities.
     if not (text.isascii() and text.isprintable() and "&" not in text):
         text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    if clean == "canonicalize":
+        text = text.replace("_", " ").translate(_NO_PUNCTUATION).lower()
     text = " ".join(text.split())
-    return text.lower() if lower else text
+    return text.lower() if clean == "lower" else text

@@ -23,15 +23,16 @@ import torch
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from megaclip.data.text_cleaning import clean_caption
+from megaclip.data.text_cleaning import Cleaning, clean_caption
 from megaclip.errors import ConfigError, first_line
 
 CLIP_VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 CLIP_MERGES = 49_152 - 256 - 2
 CLIP_START, CLIP_END = "<start_of_text>", "<end_of_text>"
 MAX_PIECE_LENGTH = 16
-# From simple_tokenizer.py of openai/CLIP, without the special tokens, which the tokenizer splits off before.
-CLIP_WORDS = r"(?i)'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+# From simple_tokenizer.py of openai/CLIP.
+# The special tokens are words too: open_clip keeps their names whole in any case of letters.
+CLIP_WORDS = rf"(?i){CLIP_START}|{CLIP_END}|'s|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}]+"
 
 
 class Tokenizer(abc.ABC):
@@ -67,11 +68,12 @@ class Tokenizer(abc.ABC):
 
 
 class ClipTokenizer(Tokenizer):
-    """CLIP's 49,408 byte-pair tokens, for lower-cased text. The ids equal those of open_clip's SimpleTokenizer."""
+    """CLIP's 49,408 byte-pair tokens, made for lower-cased text. The ids equal those of open_clip's SimpleTokenizer."""
 
-    def __init__(self, context_length: int) -> None:
+    def __init__(self, context_length: int, clean: Cleaning = "lower") -> None:
         self._model = _clip_model()
-        self.identity = "clip"
+        self._clean = clean
+        self.identity = "clip" if clean == "lower" else f"clip {clean}"
         self.context_length = context_length
         self.vocab_size = self._model.get_vocab_size()
         vocabulary = self._model.get_vocab()
@@ -79,11 +81,17 @@ class ClipTokenizer(Tokenizer):
         self.pad_id = 0
 
     def _encode(self, caption: str) -> list[int]:
-        return [self._start_id, *self._model.encode(clean_caption(caption, lower=True)).ids]
+        return [self._start_id, *self._model.encode(clean_caption(caption, self._clean)).ids]
 
     def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
         """Return the keys and values for `text_cfg`. No file is written: this tokenizer is open_clip's default."""
-        return {"hf_tokenizer_name": None, "vocab_size": self.vocab_size, "context_length": self.context_length}
+        return {
+            "hf_tokenizer_name": None,
+            "vocab_size": self.vocab_size,
+            "context_length": self.context_length,
+            "tokenizer_mode": None,
+            "tokenizer_kwargs": None if self._clean == "lower" else {"clean": self._clean},
+        }
 
 
 @functools.lru_cache(maxsize=1)
@@ -115,7 +123,7 @@ def _byte_letters() -> list[str]:
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model (unigram or bpe) with padding and end-of-text pieces, as `megaclip tokenizer` makes."""
 
-    def __init__(self, path: Path | str, context_length: int) -> None:
+    def __init__(self, path: Path | str, context_length: int, clean: Cleaning = "whitespace") -> None:
         if not Path(path).is_file():
             raise ConfigError(
                 f"tokenizer {str(path)!r} is not a file; use 'clip' or the path of a sentencepiece .model file"
@@ -129,7 +137,8 @@ class SentencePieceTokenizer(Tokenizer):
             ) from error
         self.files = (Path(path),)
         digest = hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
-        self.identity = f"sentencepiece {digest[:16]}"
+        self._clean = clean
+        self.identity = f"sentencepiece {digest[:16]}" + ("" if clean == "whitespace" else f" {clean}")
         self.context_length = context_length
         self.vocab_size = self._model.vocab_size()
         self.eos_id = self._model.eos_id()
@@ -140,7 +149,7 @@ class SentencePieceTokenizer(Tokenizer):
             )
 
     def _encode(self, caption: str) -> list[int]:
-        return self._model.encode(clean_caption(caption))
+        return self._model.encode(clean_caption(caption, self._clean))
 
     def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
         """Write tokenizer.json and tokenizer_config.json, with which transformers and open_clip return equal ids.
@@ -151,7 +160,7 @@ class SentencePieceTokenizer(Tokenizer):
         directory.mkdir(parents=True, exist_ok=True)
         self.as_hugging_face().save(str(directory / "tokenizer.json"))
         pieces = {"unk": self._model.unk_id(), "eos": self.eos_id, "pad": self.pad_id}
-        names = {f"{name}_token": self._model.id_to_piece(number) for name, number in pieces.items()}
+        names = {f"{name}_token": _exported_name(self._model.id_to_piece(number)) for name, number in pieces.items()}
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": self.context_length,
@@ -166,25 +175,39 @@ class SentencePieceTokenizer(Tokenizer):
             "pool_type": "eos",
             "eos_id": self.eos_id,
             "pad_id": self.pad_id,
+            "tokenizer_mode": None,
+            "tokenizer_kwargs": None if self._clean == "whitespace" else {"clean": self._clean},
         }
 
     def as_hugging_face(self) -> tokenizers.Tokenizer:
-        """Return this model as a tokenizer of HF `tokenizers`, which adds the end of text itself."""
+        """Return this model as a tokenizer of HF `tokenizers`, which adds the end of text itself.
+
+        The names of special pieces contain a line break, which no cleaned caption has. HF `tokenizers` would find
+        plain names, such as "</s>", in captions. For sentencepiece they are ordinary text there.
+        """
         proto = sentencepiece_model_pb2.ModelProto.FromString(  # type: ignore[attr-defined]
             self._model.serialized_model_proto()
         )
+        for piece in proto.pieces:
+            if piece.type in (piece.CONTROL, piece.UNKNOWN):
+                piece.piece = _exported_name(piece.piece)
         model = tokenizers.Tokenizer(_hugging_face_model(proto, self._model.unk_id()))
         model.normalizer = _normalizer(proto.normalizer_spec)
         prefix = "always" if proto.normalizer_spec.add_dummy_prefix else "never"
         model.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prefix)
         model.decoder = decoders.Metaspace(replacement="▁", prepend_scheme=prefix)
-        end = self._model.id_to_piece(self.eos_id)
+        end = _exported_name(self._model.id_to_piece(self.eos_id))
         model.post_processor = processors.TemplateProcessing(
-            single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, self.eos_id)]
+            single=["$A", end], pair=["$A", end, "$B", end], special_tokens=[(end, self.eos_id)]
         )
         special = (self.pad_id, self.eos_id, self._model.unk_id())
-        model.add_special_tokens([self._model.id_to_piece(number) for number in sorted(special)])
+        model.add_special_tokens([_exported_name(self._model.id_to_piece(number)) for number in sorted(special)])
         return model
+
+
+def _exported_name(special_piece: str) -> str:
+    """Return the name of a special piece in an exported tokenizer."""
+    return special_piece + "\n"
 
 
 def _hugging_face_model(proto: Any, unknown_id: int) -> models.Model:

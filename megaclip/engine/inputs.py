@@ -8,9 +8,7 @@ card beside --pretrained-image comes first, for the tokenizer one beside --pretr
 card, the flag is used, with a warning.
 """
 
-import filecmp
 import json
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +21,15 @@ from megaclip.data import (
     LabelledDataset,
     PairDataset,
     Tokenizer,
-    load_tokenizer,
     open_labelled,
     open_pairs,
 )
-from megaclip.data.hugging_face_tokenizer import CACHED, HuggingFaceTokenizer
-from megaclip.errors import CheckpointError, ConfigError
+from megaclip.engine.tokenizer_choice import check_vocabulary, choose_tokenizer, text_settings
+from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
 from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, list_models, load_model_config
 from megaclip.models.config import CARD_NAME
 from megaclip.models.descriptions import Towers
-from megaclip.models.hugging_face import configuration
 from megaclip.models.open_clip_config import open_clip_descriptions
 from megaclip.models.text import reason_not_to_cut
 from megaclip.planner.rules import fitted
@@ -93,10 +89,9 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     _warn_of_unused_weights(arguments)
     if isinstance(model_config, ModelConfig):
         _check_locks(arguments, model_config)
-    tokenizer_name = _tokenizer_name(arguments, text_card, model_config)
-    tokenizer = load_tokenizer(tokenizer_name, **model_config.tokenizer_settings())
-    _check_vocabulary(tokenizer, tokenizer_name, model_config)
-    model_config = model_config.replace(text_cfg=_text_settings(tokenizer, model_config))
+    chosen = choose_tokenizer(arguments.tokenizer, text_card, model_config)
+    check_vocabulary(chosen, model_config)
+    model_config = model_config.replace(text_cfg=text_settings(chosen, model_config))
     _check_cut(arguments, config.megaclip, model_config)
     if arguments.eval_ema and config.megaclip.ema_decay is None:
         raise ConfigError(
@@ -107,7 +102,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     if cards := dict.fromkeys(str(used.path) for used in (text_card, image_card) if used is not None):
         settings = ", ".join(f"{name} {value}" for name, value in preprocess.items())
         supplied = f"{' and '.join(cards)} {'supplies' if len(cards) == 1 else 'supply'}"
-        logger.info("tokenizer %s, %s; %s what no flag sets", tokenizer_name, settings, supplied)
+        logger.info("tokenizer %s, %s; %s what no flag sets", chosen.name, settings, supplied)
     keys: dict[str, Any] = {
         "dataset_type": arguments.dataset_type,
         "image_key": arguments.image_key,
@@ -117,7 +112,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     return Inputs(
         config=fitted(config, model_config),
         model_config=model_config,
-        tokenizer=tokenizer,
+        tokenizer=chosen.tokenizer,
         train=open_pairs(arguments.train_data, weights=arguments.train_data_weights or None, **keys),
         validation=open_pairs(arguments.val_data, **keys) if arguments.val_data else None,
         labelled=open_labelled(arguments.zeroshot_data) if arguments.zeroshot_data else None,
@@ -134,8 +129,8 @@ def model_preprocessing(model: str, tokenizer: str | None) -> tuple[Tokenizer, d
     arguments = TrainArguments(deepspeed_config="", model=model, train_data=["none"], tokenizer=tokenizer)
     card = _find_model_card(arguments, "auto")
     config = _model_config(model, card, "auto")
-    loaded = load_tokenizer(_tokenizer_name(arguments, card, config), **config.tokenizer_settings())
-    return loaded, {"size": config.vision_cfg.image_size, **_preprocess(arguments, card)}
+    chosen = choose_tokenizer(tokenizer, card, config)
+    return chosen.tokenizer, {"size": config.vision_cfg.image_size, **_preprocess(arguments, card)}
 
 
 def _transform(card: ModelCard | None, **settings: Any) -> ImageTransform:
@@ -147,38 +142,6 @@ def _transform(card: ModelCard | None, **settings: Any) -> ImageTransform:
             raise
         flags = "--image-mean, --image-std, --image-interpolation or --image-resize-mode"
         raise ConfigError(f"{card.path}: {error}; override it with {flags}") from None
-
-
-def _text_settings(tokenizer: Tokenizer, config: ModelDescription) -> dict[str, Any]:
-    """Return the settings of `text_cfg` with which the text tower fits the tokenizer, in MegaCLIP and in open_clip."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = tokenizer.write_open_clip(folder)
-    if isinstance(tokenizer, HuggingFaceTokenizer):  # a name makes open_clip read the files beside the card
-        settings["hf_tokenizer_name"] = config.text_cfg.hf_tokenizer_name or "hugging face"
-    elif config.text_cfg.pool_type == "eos":
-        settings["eos_id"] = tokenizer.eos_id
-    return settings
-
-
-def _check_vocabulary(tokenizer: Tokenizer, name: str, config: ModelDescription) -> None:
-    """Raise if the text tower has no embedding for some of the tokenizer's ids and cannot be given more."""
-    text = config.text_cfg
-    if isinstance(config, OpenClipConfig) and config.text_cfg.hf_model_name is not None:
-        kind, rows = "text_cfg.hf_model_name", int(configuration(config.text_cfg.hf_model_name).vocab_size)
-        if not isinstance(tokenizer, HuggingFaceTokenizer):
-            raise ConfigError(
-                f"--tokenizer {name} is not the tokenizer of {kind} {config.text_cfg.hf_model_name!r}; give a "
-                "directory with the files of that model's tokenizer"
-            )
-    elif isinstance(tokenizer, HuggingFaceTokenizer):
-        kind, rows = "text_cfg.vocab_size", text.vocab_size
-    else:
-        return  # the text tower gets as many embeddings as the tokenizer has ids
-    if tokenizer.vocab_size > rows:
-        raise ConfigError(
-            f"--tokenizer {name} has {tokenizer.vocab_size} ids, and the text tower has {rows} embeddings ({kind}); "
-            "use the tokenizer of the model, or set text_cfg.vocab_size in a copy of the model's JSON"
-        )
 
 
 def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_config: ModelDescription) -> None:
@@ -346,29 +309,6 @@ def _warn_of_other_features(model: str, config: ModelDescription, card: ModelCar
                 card.directory,
                 there,
             )
-
-
-def _tokenizer_name(arguments: TrainArguments, card: ModelCard | None, config: ModelDescription) -> str:
-    """Return the tokenizer, as `load_tokenizer` takes it: from --tokenizer, else from the card, else the model's."""
-    given = arguments.tokenizer
-    if card is None:
-        own_name = config.text_cfg.hf_tokenizer_name
-        if given is not None or not own_name:
-            return given or "clip"
-        return own_name if Path(own_name).is_dir() else CACHED + own_name
-    try:
-        own = card.tokenizer()
-    except CheckpointError:
-        if given is None:
-            raise
-        return given
-    if given is not None and given != own and not _are_equal_files(given, own):
-        logger.warning("--tokenizer %s is not the tokenizer of the model in %s, %s", given, card.directory, own)
-    return given or own
-
-
-def _are_equal_files(first: str, second: str) -> bool:
-    return Path(first).is_file() and Path(second).is_file() and filecmp.cmp(first, second, shallow=False)
 
 
 def _preprocess(arguments: TrainArguments, card: ModelCard | None) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from megaclip.checkpoint.model_card import read_model_card
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights
 from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
 from megaclip.comm.collectives import raise_on_all_ranks
-from megaclip.data import ImageTransform, Tokenizer, load_tokenizer
+from megaclip.data import ImageTransform, Tokenizer
+from megaclip.engine.tokenizer_choice import choose_tokenizer
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import DualEncoder
 from megaclip.models.config import CARD_NAME
@@ -34,11 +35,13 @@ def load_saved_model(
     Args:
         source: an exported open_clip directory, or a path of a run that `search.locate` accepts.
         tag: name of a checkpoint of the run, such as "step_00000100"; None selects the latest.
-        tokenizer: as `load_tokenizer` takes it; None selects the tokenizer of the model card.
+        tokenizer: as `load_tokenizer` takes it; None selects the tokenizer of the model card. Another tokenizer than
+            the card's gives a warning.
         ema: load the moving average of a run's weights.
 
     Raises:
-        ConfigError: a tag or `ema` was given for an exported directory, or the model card or tokenizer cannot be read.
+        ConfigError: a tag or `ema` was given for an exported directory, the model card or tokenizer cannot be
+            read, or the given tokenizer has more ids than the model has embeddings.
         CheckpointError: `source` holds no model, or an incomplete or damaged one.
     """
     folder: Path | None = None
@@ -72,6 +75,12 @@ def load_saved_model(
         else:
             card, weights = read_model_card(folder / MODEL_CARD), consolidated_weights(folder, tag, ema=ema)
         transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
-        words = load_tokenizer(tokenizer or card.tokenizer(), **card.config.tokenizer_settings())
-        loaded = SavedModel(assigned_model(card.config, weights), transform, words)
-    return loaded
+        chosen = choose_tokenizer(tokenizer, card, card.config)
+        model = assigned_model(card.config, weights)
+        if chosen.owner is None and chosen.tokenizer.vocab_size > model.vocab_size:
+            raise ConfigError(
+                f"--tokenizer {chosen.name} has {chosen.tokenizer.vocab_size} ids, and the text tower has "
+                f"{model.vocab_size} embeddings; leave out --tokenizer, or give the tokenizer that the model was "
+                "trained with"
+            )
+    return SavedModel(model, transform, chosen.tokenizer)

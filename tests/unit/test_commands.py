@@ -1,5 +1,6 @@
 """The command line `megaclip COMMAND`: every command starts, with the launcher's argument too, and so does its file."""
 
+import logging
 import sys
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def test_a_mistake_is_one_line(arguments, message, tmp_path, monkeypatch):
     (tmp_path / "data.csv").write_text("filepath,title\na.png,the quick brown fox jumps over the lazy dog\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["megaclip", *arguments])
+    monkeypatch.setattr(logging, "disable", lambda level: None)  # it would hold for the tests after this one
     with pytest.raises(SystemExit, match=message) as end:
         main()
     assert str(end.value.code).startswith("error: ") and "\n" not in str(end.value.code)

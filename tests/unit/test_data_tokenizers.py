@@ -3,6 +3,7 @@
 import json
 import random
 import string
+from typing import get_args
 
 import ftfy
 import pytest
@@ -10,7 +11,7 @@ import tokenizers
 import torch
 
 from megaclip.data import load_tokenizer
-from megaclip.data.text_cleaning import clean_caption
+from megaclip.data.text_cleaning import Cleaning, clean_caption
 from megaclip.data.tokenizers import ClipTokenizer, train_sentencepiece
 from megaclip.errors import ConfigError
 from megaclip.open_clip_package import import_open_clip
@@ -32,6 +33,9 @@ HARD = [
     "word " * 200,
     "\0nul \x1b[31mred\x1b[0m \ufeffbom",
     "<end_of_text> in a caption",
+    "a <s>red</s> photo<pad> of an <unk> thing </s>",
+    "</s>",
+    "<unk></s><pad> <unk> \u2581</s>\u2581",
     "&amp;amp;lt; twice and no more, beside <b>",
     "it'\u017f long s \u212a kelvin",
     "\u00a8a \u00a8 b\u00a8",
@@ -74,10 +78,15 @@ def test_clip_tokens_equal_open_clips(captions):
     assert ours.eos_id == theirs.eot_token_id
 
 
-def test_cleaning_equals_open_clips(captions):
+@pytest.mark.parametrize("clean", get_args(Cleaning))
+def test_cleaning_equals_open_clips(captions, clean):
     theirs = import_open_clip().tokenizer
-    assert [clean_caption(c) for c in captions] == [theirs.get_clean_fn("whitespace")(c) for c in captions]
-    assert [clean_caption(c, lower=True) for c in captions] == [theirs.get_clean_fn("lower")(c) for c in captions]
+    assert [clean_caption(c, clean) for c in captions] == [theirs.get_clean_fn(clean)(c) for c in captions]
+    shouted = [*captions, *(c.upper() for c in captions)]
+    ours = load_tokenizer("clip", 77, options={"clean": clean})
+    assert torch.equal(ours(shouted), theirs.SimpleTokenizer(clean=clean)(shouted))
+    assert ours.write_open_clip("")["tokenizer_kwargs"] == (None if clean == "lower" else {"clean": clean})
+    assert (ours.identity == load_tokenizer("clip", 77).identity) == (clean == "lower")
 
 
 def test_ftfy_does_not_change_the_text_for_which_cleaning_skips_it():
@@ -117,14 +126,34 @@ def test_the_exported_tokenizer_returns_equal_ids(sentencepiece_tokenizer, capti
     assert settings["pool_type"] == "eos" and settings["eos_id"] == 2 and settings["hf_tokenizer_name"]
     assert settings["vocab_size"] == exported.get_vocab_size()
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["eos_token"] == "</s>"
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast" and written["eos_token"] == "</s>\n"
 
 
-def test_open_clip_itself_loads_the_export(sentencepiece_tokenizer, captions, tmp_path):
+@pytest.mark.parametrize("clean", get_args(Cleaning))
+def test_open_clip_itself_loads_the_export(sentencepiece_tokenizer, captions, tmp_path, clean):
     pytest.importorskip("transformers", reason="open_clip loads such tokenizers with transformers")
-    sentencepiece_tokenizer.write_open_clip(tmp_path)
-    theirs = import_open_clip().tokenizer.HFTokenizer(str(tmp_path), context_length=20)
-    assert torch.equal(sentencepiece_tokenizer(captions), theirs(captions))
+    (path,) = sentencepiece_tokenizer.files
+    ours = load_tokenizer(str(path), 20, options={"clean": clean})
+    options = ours.write_open_clip(tmp_path)["tokenizer_kwargs"]
+    assert options == (None if clean == "whitespace" else {"clean": clean})
+    theirs = import_open_clip().tokenizer.HFTokenizer(str(tmp_path), context_length=20, **(options or {}))
+    assert torch.equal(ours(captions), theirs(captions))
+    assert (ours.identity == sentencepiece_tokenizer.identity) == (clean == "whitespace")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "clips"}, r'text_cfg.tokenizer_mode "clips" is not an option of tokenizer .*; expected null; '),
+        ({"options": {"strip_sep_token": True}}, r"tokenizer_kwargs {\"strip_sep_token\": true} is .* only clean; "),
+        ({"options": {"clean": "no"}}, r"expected clean 'whitespace', 'lower', 'canonicalize'; change it in a copy"),
+    ],
+)
+def test_options_that_a_tokenizer_does_not_have_are_refused(sentencepiece_tokenizer, settings, message):
+    for name in ("clip", str(sentencepiece_tokenizer.files[0])):
+        with pytest.raises(ConfigError, match=message):
+            load_tokenizer(name, 20, **settings)
+        assert load_tokenizer(name, 20, options={"strip_sep_token": False})
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
@@ -139,6 +168,7 @@ def test_frequent_words_are_single_pieces_even_in_a_small_vocabulary(tmp_path, m
 
 def test_the_clip_tokenizer_exports_no_files(tmp_path):
     expected = {"hf_tokenizer_name": None, "vocab_size": 49408, "context_length": 16}
+    expected |= {"tokenizer_mode": None, "tokenizer_kwargs": None}
     assert ClipTokenizer(16).write_open_clip(tmp_path) == expected
     assert list(tmp_path.iterdir()) == []
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, write_m
 from megaclip.checkpoint.open_clip_weights import read_weights, write_weights
 from megaclip.commands import evaluate, export_open_clip
 from megaclip.data import ImageTransform, load_tokenizer
+from megaclip.data.tokenizers import train_sentencepiece
 from megaclip.engine.saved_model import load_saved_model
-from megaclip.errors import CheckpointError
+from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import ClipModel, build_model, load_model_config
 from tests.evaluation_oracle import ranks_by_sorting, recall, retrieval_by_sorting
 from tests.unit.data_samples import write_tar
@@ -175,6 +177,36 @@ def test_captions_without_a_readable_image_are_one_error(
     for flags in ([], ["--group-captions"]):
         with pytest.raises(SystemExit, match="error: retrieval requires at least one image with a caption"):
             run(monkeypatch, folder / "model", "--val-data", tmp_path / "bad.tar", "--workers", 0, *flags)
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+def test_the_tokenizer_is_compared_with_that_of_the_model(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
+    """A copy is the same tokenizer. Another one gives a warning, or an error if it has ids without an embedding."""
+    source = tmp_path / "model"
+    source.mkdir()
+    own = train_sentencepiece(CAPTIONS, source / "own.model", vocab_size=40)
+    config = CONFIG.replace(text_cfg=own.write_open_clip(source))
+    write_model_card(source, config, OPENAI_PREPROCESS)
+    write_weights(source, build_model(config).state_dict(), config)
+    copy = shutil.copy(source / "own.model", tmp_path / "copy.model")
+    for tokenizer in (None, str(source / "own.model"), str(copy)):
+        assert load_saved_model(source, tokenizer=tokenizer).tokenizer.identity == own.identity
+    assert warnings.messages == []
+    renamed = [caption.replace("picture", "painting") for caption in CAPTIONS]
+    (other,) = train_sentencepiece(renamed, tmp_path / "other.model", vocab_size=own.vocab_size).files
+    assert load_saved_model(source, tokenizer=str(other)).tokenizer.identity != own.identity
+    assert warnings.messages == [
+        f"--tokenizer {other} is not the tokenizer of the model in {source}, {source / 'own.model'}"
+    ]
+    message = rf"--tokenizer clip has 49408 ids, and the text tower has {own.vocab_size} embeddings; leave out --token"
+    with pytest.raises(ConfigError, match=message):
+        load_saved_model(source, tokenizer="clip")
 
 
 def test_sentencepiece_model_must_be_beside_its_card(tmp_path: Path) -> None:

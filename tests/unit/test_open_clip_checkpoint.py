@@ -87,7 +87,7 @@ def test_verification_passes_on_the_same_model_and_tokenizer(exported, model, co
     assert result.passed
     assert EXPORT.limit == TOLERANCE
     assert_close(result.max_abs_diff, 0.0, EXPORT, size=1)
-    assert (result.captions_compared, result.captions_differing) == (5, 0)
+    assert (result.captions_compared, result.captions_differing) == (6, 0)
 
 
 @pytest.mark.parametrize("parameter", ["visual.proj", "text.ln_final.bias", "logit_scale"])
@@ -104,7 +104,7 @@ def test_verification_fails_if_one_parameter_differs(exported, model, parameter)
 def test_verification_counts_captions_with_different_tokens(exported, model, config):
     tokenizer = load_tokenizer("clip", config.text_cfg.context_length)
     result = verify(exported, model, lambda captions: tokenizer([caption[:12] for caption in captions]))
-    assert result.captions_differing == 4  # all except the empty caption
+    assert result.captions_differing == 5  # all except the empty caption
     assert not result.passed
 
 
@@ -120,7 +120,7 @@ def test_verification_passes_with_a_sentencepiece_tokenizer(tmp_path, config):
     write_weights(tmp_path / "out", small.state_dict(), small.config)
     result = verify(tmp_path / "out", small, tokenizer)
     assert result.passed
-    assert (result.captions_compared, result.captions_differing) == (5, 0)
+    assert (result.captions_compared, result.captions_differing) == (6, 0)
 
 
 def test_verification_without_weights_raises(tmp_path, model, config):

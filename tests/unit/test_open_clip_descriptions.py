@@ -119,7 +119,7 @@ def test_a_hugging_face_tokenizer_is_read_from_a_directory(tmp_path):
     assert torch.equal(loaded(captions), load_tokenizer(str(tmp_path / "own.model"), 20)(captions))
     assert loaded.identity != load_tokenizer(str(tmp_path / "tokenizer"), 20, options={"clean": "lower"}).identity
     settings = loaded.write_open_clip(tmp_path / "copy")
-    assert settings == {"context_length": 20}
+    assert settings == {"context_length": 20, "tokenizer_mode": None, "tokenizer_kwargs": None}
     assert torch.equal(load_tokenizer(str(tmp_path / "copy"), 20)(captions), loaded(captions))
     with pytest.raises(ConfigError, match="downloads nothing"):
         load_tokenizer("hf:nobody/no-such-tokenizer", 20)

@@ -1,0 +1,192 @@
+"""Choose the tokenizer of a model, and fit the text tower to it.
+
+The tokenizer comes from --tokenizer, else from the model card of the weights, else from the model description. Weights
+depend on the tokenizer that they were trained with, so a tokenizer that differs from the card's gives a warning.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaclip.checkpoint.model_card import OWN_TOKENIZER, ModelCard
+from megaclip.data import Tokenizer, load_tokenizer
+from megaclip.data.choose_tokenizer import is_hugging_face
+from megaclip.data.hugging_face_tokenizer import CACHED, HuggingFaceTokenizer
+from megaclip.errors import CheckpointError, ConfigError
+from megaclip.logging import get_logger
+from megaclip.models import ModelDescription, OpenClipConfig
+from megaclip.models.hugging_face import configuration
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ChosenTokenizer:
+    """Tokenizer of a model, and where it comes from."""
+
+    tokenizer: Tokenizer
+    name: str
+    """The tokenizer, as `load_tokenizer` takes it."""
+    owner: ModelDescription | None
+    """Description whose own tokenizer this is; None: --tokenizer names another one."""
+
+
+def choose_tokenizer(given: str | None, card: ModelCard | None, config: ModelDescription) -> ChosenTokenizer:
+    """Load the tokenizer; warn if `given` is not the tokenizer of `card`.
+
+    Args:
+        given: --tokenizer, as `load_tokenizer` takes it, or None.
+        card: model card of the weights, or None.
+        config: description of the model, which sets the context length.
+
+    Raises:
+        CheckpointError: the card's tokenizer is not beside it, and no other one is given.
+        ConfigError: the tokenizer cannot be loaded.
+    """
+    owner = config if card is None else card.config
+    try:
+        own = _named_by(config) if card is None else card.tokenizer()
+    except CheckpointError:
+        if given is None:
+            raise
+        return ChosenTokenizer(_load(given, config, owner), given, None)
+    if given is None or given == own:
+        return ChosenTokenizer(_load(own, config, owner), own, owner)
+    tokenizer = _load(given, config, owner)
+    if _is_equal(tokenizer, own, config, owner):
+        return ChosenTokenizer(tokenizer, given, owner)
+    if card is not None:
+        logger.warning("--tokenizer %s is not the tokenizer of the model in %s, %s", given, card.directory, own)
+    return ChosenTokenizer(tokenizer, given, None)
+
+
+def check_vocabulary(chosen: ChosenTokenizer, config: ModelDescription) -> None:
+    """Raise if the text tower has no embedding for some of the tokenizer's ids and cannot be given more."""
+    tokenizer, name, text = chosen.tokenizer, chosen.name, config.text_cfg
+    if isinstance(config, OpenClipConfig) and config.text_cfg.hf_model_name is not None:
+        kind, rows = "text_cfg.hf_model_name", int(configuration(config.text_cfg.hf_model_name).vocab_size)
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise ConfigError(
+                f"--tokenizer {name} is not the tokenizer of {kind} {config.text_cfg.hf_model_name!r}; give a "
+                "directory with the files of that model's tokenizer"
+            )
+    elif isinstance(tokenizer, HuggingFaceTokenizer):
+        kind, rows = "text_cfg.vocab_size", text.vocab_size
+    else:
+        return  # the text tower gets as many embeddings as the tokenizer has ids
+    if tokenizer.vocab_size > rows:
+        raise ConfigError(
+            f"--tokenizer {name} has {tokenizer.vocab_size} ids, and the text tower has {rows} embeddings ({kind}); "
+            "use the tokenizer of the model, or set text_cfg.vocab_size in a copy of the model's JSON"
+        )
+
+
+def text_settings(chosen: ChosenTokenizer, config: ModelDescription) -> dict[str, Any]:
+    """Return the settings of `text_cfg` with which the text tower fits the tokenizer, in MegaCLIP and in open_clip.
+
+    Raises ConfigError if the text tower takes the feature at the end of text, and captions do not end with it.
+    """
+    tokenizer, text = chosen.tokenizer, config.text_cfg
+    with tempfile.TemporaryDirectory() as folder:
+        settings = tokenizer.write_open_clip(folder)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        described = text.hf_tokenizer_name
+        # a name makes open_clip read the files beside the card
+        settings["hf_tokenizer_name"] = described if described and described != OWN_TOKENIZER else "hugging face"
+        settings.update(_pool_settings(tokenizer, chosen, config))
+    elif text.pool_type == "eos":
+        settings["eos_id"] = tokenizer.eos_id
+    return settings
+
+
+def _named_by(config: ModelDescription) -> str:
+    """Return the tokenizer that a model description without a card names, as `load_tokenizer` takes it."""
+    name = config.text_cfg.hf_tokenizer_name
+    if not name:
+        return "clip"
+    return name if Path(name).is_dir() else CACHED + name
+
+
+def _load(name: str, config: ModelDescription, owner: ModelDescription) -> Tokenizer:
+    """Load the tokenizer with the options of the description that has such a tokenizer, `owner` first.
+
+    A description's options belong to its own tokenizer. CLIP's tokenizer and sentencepiece models do not have most
+    options of Hugging Face tokenizers, which get those of `config` in any case.
+    """
+    settings = config.tokenizer_settings()
+    for description in (owner, config):
+        if _kind(name) == _described_kind(description):
+            settings = {**description.tokenizer_settings(), "context_length": config.text_cfg.context_length}
+            return load_tokenizer(name, **settings)
+    if not is_hugging_face(name):
+        settings.update(mode=None, options=None)
+    return load_tokenizer(name, **settings)
+
+
+def _kind(name: str) -> str:
+    if is_hugging_face(name):
+        return "hugging face"
+    return "clip" if name == "clip" else OWN_TOKENIZER
+
+
+def _described_kind(config: ModelDescription) -> str:
+    name = config.text_cfg.hf_tokenizer_name
+    if not name:
+        return "clip"
+    return OWN_TOKENIZER if name == OWN_TOKENIZER else "hugging face"
+
+
+def _is_equal(tokenizer: Tokenizer, own: str, config: ModelDescription, owner: ModelDescription) -> bool:
+    """Return whether the tokenizer named `own` can be loaded and has the vocabulary of `tokenizer`."""
+    try:
+        return _load(own, config, owner).identity == tokenizer.identity
+    except ConfigError:
+        return False
+
+
+def _pool_settings(
+    tokenizer: HuggingFaceTokenizer, chosen: ChosenTokenizer, config: ModelDescription
+) -> dict[str, Any]:
+    """Return the settings of `text_cfg` with which the text tower takes the feature at the tokenizer's end of text.
+
+    A tower keeps its setting if the description that owns the tokenizer has it, because weights were trained with it.
+    """
+    text, owner = config.text_cfg, chosen.owner
+    if isinstance(config, OpenClipConfig) and config.text_cfg.hf_model_name is not None:
+        return {}
+    padding = {} if owner is not None else {"pad_id": tokenizer.pad_id}
+    finds_the_end = text.pool_type in ("argmax", "eos")
+    if not finds_the_end or (isinstance(config, OpenClipConfig) and config.text_cfg.embed_cls):
+        return padding
+    is_highest = tokenizer.eos_id == tokenizer.vocab_size - 1
+    if owner is not None and owner.text_cfg.pool_type == text.pool_type:
+        if text.pool_type == "argmax":
+            if not is_highest:
+                logger.warning(
+                    'text_cfg.pool_type "argmax" takes the feature at the highest token id of a caption, which is not '
+                    "the end of text (id %d) of tokenizer %s; to train from random weights, set "
+                    '"pool_type": "eos" and "eos_id": %d in a copy of the model\'s JSON',
+                    tokenizer.eos_id,
+                    chosen.name,
+                    tokenizer.eos_id,
+                )
+            return {}
+        end = owner.text_cfg.eos_id
+        if not text.no_causal_mask:  # without the mask the first token, the fallback, attends to the whole caption
+            _check_end(tokenizer, chosen.name, end)
+        return {"eos_id": end}
+    _check_end(tokenizer, chosen.name, tokenizer.eos_id)
+    if text.pool_type == "argmax" and is_highest:
+        return padding
+    return {**padding, "pool_type": "eos", "eos_id": tokenizer.eos_id}
+
+
+def _check_end(tokenizer: HuggingFaceTokenizer, name: str, end: int) -> None:
+    """Raise if captions do not end with the token `end`, at which the text tower takes the feature."""
+    if not tokenizer.ends_captions_with(end):
+        raise ConfigError(
+            f"tokenizer {name} does not end every caption with id {end}, where the text tower takes the feature; use a "
+            "tokenizer that appends an end-of-text token (post_processor of tokenizer.json), and set text_cfg.eos_id "
+            "to its id"
+        )
