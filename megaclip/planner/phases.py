@@ -30,8 +30,8 @@ Phase = dict[str, float]
 """Bytes by part."""
 Phases = dict[str, Phase]
 KEPT = "kept graphs"
-"""Name of the part of a phase that the kept graphs take, those of the phase itself included. A graph that a phase makes
-while another part of it has its peak belongs to that part."""
+"""Name of the part of a phase that the kept graphs take, those of the phase itself included. If all graphs of a partly
+locked tower are kept, the last one is part of the activations of the forward pass that makes it."""
 
 
 def loss_sizes(workload: Workload) -> LossSizes:
@@ -107,8 +107,8 @@ def step_phases(workload: Workload, states: States) -> Phases:
 def _forward_activations(workload: Workload, work: TowerWork) -> tuple[float, float]:
     """Return the peak of a tower's last forward pass, and the bytes of it that belong to a kept graph.
 
-    A locked part of a tower has no backward pass. So with a partly locked tower a forward pass may have the highest
-    peak of the step, and everything that it holds is counted, except for a tower whose graphs are all kept and whole.
+    With a partly locked tower, a forward pass may have the highest peak of the step, so everything that it holds is
+    counted. A tower whose graphs are all kept and whole is an exception: its backward pass has a higher peak.
     """
     tower, samples, width = work.tower, work.micro_batch, workload.compute_bytes
     all_kept = work.kept == work.chunks

@@ -164,7 +164,7 @@ class Tower:
         """
         if (part := self.part_with_graph) is not self:
             return part.backward_peak(samples, compute_bytes, checkpointing)
-        if self.is_part and self.layers == self.pooled:  # no block computes all tokens
+        if self.is_part and self.layers == int(self.pooled):  # no block computes all tokens
             numbers = self._blocks + 2 / self.tensor_ranks if self.pooled else 0.0
             blocks = self.layers
         elif checkpointing:

@@ -172,7 +172,7 @@ def _is_trained(module: nn.Module) -> bool:
 def _graph_operations(description: str, name: str, unlocked_groups: int | None) -> float:
     """Return half the operations of products in the backward pass of one sample."""
     model = _locked_model(description, name, unlocked_groups)
-    with _fused_attention() as attention:
+    with _fused_attention() as attention, _LiveBytes():  # transformers asks it about padding
         features = (model.visual if name == "image" else model.text)(_inputs(model, name, _FEW, torch.float32))
         with FlopCounterMode(display=False) as flops:
             features.sum().backward()
