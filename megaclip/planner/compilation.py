@@ -34,15 +34,17 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
     section = workload.megaclip
     if isinstance(workload.model, OpenClipConfig):  # what its many kinds of towers save is not known
         return CompileEstimate(0.0, 0.0, section.compile is True)
-    plain, compiled = (
-        tower_seconds(workload.with_megaclip(compile=setting), cluster.rates) for setting in (False, True)
+    both = [workload.with_megaclip(compile=setting) for setting in (False, True)]
+    whole, graph = (
+        zip(*(tower_seconds(each, cluster.rates, with_graph=with_graph) for each in both), strict=True)
+        for with_graph in (False, True)
     )
-    forwards = 2 if workload.checkpointing else 1
-    step = sum(
-        workload.local_batch * (forwards * (slow.forward - fast.forward) + slow.backward - fast.backward)
-        for slow, fast, parameters in zip(plain, compiled, workload.parameters, strict=True)
-        if parameters.trained
-    )
+    step = 0.0
+    for (slow, fast), (slow_graph, fast_graph), parameters in zip(whole, graph, workload.parameters, strict=True):
+        if parameters.trained:
+            again = slow_graph.forward - fast_graph.forward if workload.checkpointing else 0.0
+            forward = slow.forward - fast.forward + again
+            step += workload.local_batch * (forward + slow_graph.backward - fast_graph.backward)
     saved = math.inf if workload.steps is None else workload.steps * step
     image, _ = towers(workload)
     startup = _text_shapes(workload) * COMPILE_BLOCKS_SECONDS + (

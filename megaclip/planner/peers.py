@@ -68,7 +68,7 @@ def peer_gpu_bytes(workload: Workload, method: str, *, autocast: bool = True) ->
 
     method: one of PEERS. autocast: open_clip's precision amp_bf16, else pure_bf16.
     """
-    image, text = towers(workload)
+    image, text = (tower.whole for tower in towers(workload))
     assert isinstance(image, Tower), "the peers' formulas are those of MegaCLIP's towers"
     width = 4 if autocast else 2
     buckets = width if workload.world_size > 1 else 0

@@ -30,7 +30,8 @@ Phase = dict[str, float]
 """Bytes by part."""
 Phases = dict[str, Phase]
 KEPT = "kept graphs"
-"""Name of the part of a phase that the kept graphs take, those of the phase itself included."""
+"""Name of the part of a phase that the kept graphs take, those of the phase itself included. If all graphs of a partly
+locked tower are kept, the last one is part of the activations of the forward pass that makes it."""
 
 
 def loss_sizes(workload: Workload) -> LossSizes:
@@ -80,9 +81,10 @@ def step_phases(workload: Workload, states: States) -> Phases:
     text_first = not text.parameters.trained and image.chunks == 1
     for number, work in enumerate((text, image) if text_first else (image, text)):
         kept += image_graphs if work is image else text_graphs
+        activations, made = _forward_activations(workload, work)
         phases[f"{work.tower.name} tower forward"] = {
-            KEPT: kept,
-            "activations": work.tower.forward_peak(work.micro_batch, workload.compute_bytes),
+            KEPT: kept - made,
+            "activations": activations,
             "data chunks": 2 * work.tower.input_bytes * work.micro_batch,
             "embeddings": on_gpu / 2 * (number + 1),
             "gathered parameters": gathered_bytes(workload, work.parameters),
@@ -100,6 +102,21 @@ def step_phases(workload: Workload, states: States) -> Phases:
     }
     phases["optimizer step"] = {"gradients": reduced_gradient_bytes(workload), "update": states.update}
     return _without_zeros(phases)
+
+
+def _forward_activations(workload: Workload, work: TowerWork) -> tuple[float, float]:
+    """Return the peak of a tower's last forward pass, and the bytes of it that belong to a kept graph.
+
+    With a partly locked tower, a forward pass may have the highest peak of the step, so everything that it holds is
+    counted. A tower whose graphs are all kept and whole is an exception: its backward pass has a higher peak.
+    """
+    tower, samples, width = work.tower, work.micro_batch, workload.compute_bytes
+    all_kept = work.kept == work.chunks
+    if all_kept and _partly_locked(work):
+        peak = tower.peak_of_forward_with_graph(samples, width, workload.checkpointing)
+        return peak, tower.graph_bytes(samples, width, workload.checkpointing)
+    with_callers = not all_kept and any(_partly_locked(each) for each in tower_work(workload))
+    return tower.forward_peak(samples, width, with_callers=with_callers), 0.0
 
 
 def _backward_phases(workload: Workload, states: States, work: TowerWork, kept: float) -> list[Phase]:
@@ -133,7 +150,14 @@ def _backward_phases(workload: Workload, states: States, work: TowerWork, kept: 
         chunks = 2 * tower.input_bytes * work.micro_batch
         other_done = image.parameters.trained > 0 if is_text else text.kept > 0
         phases.append({"activations": activations, "data chunks": chunks, **phase(other_done)})
+        if _partly_locked(work):  # the forward pass over the locked blocks may have the higher peak
+            forward = tower.peak_of_forward_with_graph(work.micro_batch, workload.compute_bytes, workload.checkpointing)
+            phases.append({**phases[-1], "activations": forward, "reduction": 0.0})
     return phases
+
+
+def _partly_locked(work: TowerWork) -> bool:
+    return work.tower.part_with_graph is not work.tower
 
 
 def evaluation_phases(workload: Workload, evaluation: EvaluationSets) -> Phases:

@@ -45,17 +45,24 @@ class PassSeconds(NamedTuple):
         return PassSeconds(factor * self.forward, factor * self.backward)
 
 
-def tower_seconds(workload: Workload, rates: Rates) -> tuple[PassSeconds, PassSeconds]:
-    """Return one rank's seconds for one of its samples in the image tower and in the text tower."""
+def tower_seconds(workload: Workload, rates: Rates, *, with_graph: bool = False) -> tuple[PassSeconds, PassSeconds]:
+    """Return one rank's seconds for one of its samples in the image tower and in the text tower.
+
+    with_graph: of the parts of partly locked towers that have a graph. The backward pass runs over these only.
+    """
     image_time, text_time = compiled_time(workload)
-    image, text = (_pass_seconds(tower, rates, workload.compute_bytes) for tower in towers(workload, mean=True))
+    image, text = (
+        _pass_seconds(tower.part_with_graph if with_graph else tower.whole, rates, workload.compute_bytes)
+        for tower in towers(workload, mean=True)
+    )
     return image.times(image_time), text.times(TEXT_FACTOR * text_time)
 
 
 def _pass_seconds(tower: Tower | TracedTower, rates: Rates, compute_bytes: int) -> PassSeconds:
     if isinstance(tower, TracedTower):
         traced = tower.trace(compute_bytes)
-        products, activations = traced.operations / (rates.product_flops * PRODUCT_SHARE), traced.kept / rates.memory
+        operations = tower.graph_operations() if tower.unlocked_groups is not None else traced.operations
+        products, activations = operations / (rates.product_flops * PRODUCT_SHARE), traced.kept / rates.memory
         return PassSeconds(forward=products + 2 * activations, backward=2 * products + 3 * activations)
     products = tower.product_operations() / (rates.product_flops * PRODUCT_SHARE)
     attention = attention_operations(tower) / rates.attention_flops

@@ -15,6 +15,11 @@ queries, keys, values, attention's output and the hidden layers, (4 + 2 r) / T, 
 operations in the blocks is T m rows divided by T; patch embedding and projection run on all T m rows on every rank.
 Sizes are given for this rank's m rows and count what the T m rows take.
 
+A locked tower whose last groups are trained keeps a graph of these groups only: of N groups, the projection and N - 1
+blocks. The blocks below run as without a graph. `Tower.part_with_graph` is a tower of these blocks. Beside few
+blocks the tensors of one token are not negligible, so a part counts them: what a pooled block keeps of its own token,
+and the input and output of the last norm.
+
 The peak of the backward pass is at the last whole block's MLP (the gradient of its output and of its hidden layer), or,
 if that is more, at the pooled block's attention (gradients of keys and values). With activation checkpointing only the
 blocks' inputs are kept, and one block is run again.
@@ -61,6 +66,38 @@ class Tower:
     recomputes: bool = False
     """True if layer norms and activation functions are computed again in the backward pass, as with
     megaclip.selective_recompute."""
+    projection_operations: int = 0
+    """Operations of one sample's projection in a forward pass, which `stem_operations` includes."""
+    stem_numbers: int = 0
+    """Numbers of one sample that a forward pass holds until the end of the blocks, beside the blocks' own: the
+    embedded patches."""
+    unlocked_groups: int | None = None
+    """Number of trained groups of a locked tower. None: the tower is not locked."""
+    is_part: bool = False
+    """True for the part of a locked tower that has a graph."""
+
+    @property
+    def whole(self) -> "Tower":
+        """The tower without a lock."""
+        return replace(self, unlocked_groups=None)
+
+    @property
+    def part_with_graph(self) -> "Tower":
+        """The trained part of a partly locked tower, as a tower; otherwise the tower itself."""
+        groups = self.unlocked_groups
+        if not groups or groups > self.layers + 1:  # nothing is trained, or the stem is
+            return self
+        return replace(
+            self,
+            layers=groups - 1,
+            pooled=self.pooled and groups > 1,
+            stem_copies=0,
+            head_copies=self.head_copies if groups > 1 else 0,
+            patch_numbers=0,
+            stem_operations=self.projection_operations,
+            unlocked_groups=None,
+            is_part=True,
+        )
 
     @property
     def _ratio(self) -> float:
@@ -79,6 +116,19 @@ class Tower:
         return (self.layers - 1) * self._block + (2 + 2 / self.tensor_ranks if self.pooled else self._block)
 
     @property
+    def _pooled_block_rows(self) -> float:
+        """Numbers that a pooled block saves of its one token, in units of the width, with a copy of the token itself.
+        Counted in a part only: in a whole tower they are negligible."""
+        return self._block - 1 - 2 / self.tensor_ranks if self.is_part and self.pooled else 0
+
+    @property
+    def _head_rows(self) -> int:
+        """Numbers that the parts after the blocks save of one token, in units of the width. Counted in a part only."""
+        if not self.is_part:
+            return 0
+        return 2 if self.layers and not self.head_copies else 1  # the projection's input, and the norm's
+
+    @property
     def _mlp_gradients(self) -> float:
         """Numbers per token that a whole block's MLP takes in its backward pass, beside those saved."""
         return 1 + self._ratio * (2 if self.quick_gelu or self.recomputes else 1) / self.tensor_ranks
@@ -90,22 +140,34 @@ class Tower:
 
     def saved_bytes(self, samples: int, compute_bytes: int) -> float:
         """Return what autograd keeps of a forward pass without checkpointing, without the tower's input."""
+        if (part := self.part_with_graph) is not self:
+            return part.saved_bytes(samples, compute_bytes)
         numbers = self._blocks + self.stem_copies + self.head_copies
-        patches = self.tensor_ranks * self.patch_numbers
-        return samples * (self._token_bytes(numbers, self.layers, compute_bytes) + patches * compute_bytes)
+        others = self.tensor_ranks * (self.patch_numbers + (self._pooled_block_rows + self._head_rows) * self.width)
+        return samples * (self._token_bytes(numbers, self.layers, compute_bytes) + others * compute_bytes)
 
     def graph_bytes(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
         """Return the bytes on the GPU that a graph keeps until its backward pass, without the tower's input."""
         if not checkpointing:
             return self.saved_bytes(samples, compute_bytes)
+        if (part := self.part_with_graph) is not self:
+            return part.graph_bytes(samples, compute_bytes, checkpointing)
         outside = self._token_bytes(self.stem_copies + self.head_copies, 0, compute_bytes)
-        patches = self.tensor_ranks * self.patch_numbers * compute_bytes
+        others = self.tensor_ranks * (self.patch_numbers + self._head_rows * self.width) * compute_bytes
         inputs = self.block_input_bytes(samples, compute_bytes) if checkpointing == "gpu" else 0.0
-        return samples * (outside + patches) + inputs
+        return samples * (outside + others) + inputs
 
     def backward_peak(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
-        """Return the peak of input, activations and their gradients during the backward pass."""
-        if checkpointing:
+        """Return the peak of input, activations and their gradients during the backward pass.
+
+        The forward pass before it may have a higher peak if the tower is partly locked: see `forward_peak`.
+        """
+        if (part := self.part_with_graph) is not self:
+            return part.backward_peak(samples, compute_bytes, checkpointing)
+        if self.is_part and self.layers == int(self.pooled):  # no block computes all tokens
+            numbers = self._blocks + 2 / self.tensor_ranks if self.pooled else 0.0
+            blocks = self.layers
+        elif checkpointing:
             inputs = 1 if checkpointing == "cpu" else self.layers + (-1 if self.pooled else 1)
             numbers = inputs - 1 + self._block + self._mlp_gradients
             blocks = 1
@@ -114,16 +176,39 @@ class Tower:
             numbers = max(whole, self._blocks + 2 / self.tensor_ranks) if self.pooled else whole
             blocks = self.layers
         numbers += self.stem_copies
-        kept = self._inputs + self.tensor_ranks * self.patch_numbers
+        rows = (self._pooled_block_rows + self._head_rows) * self.width
+        kept = self._inputs + self.tensor_ranks * (self.patch_numbers + rows)
         return samples * (self._token_bytes(numbers, blocks, compute_bytes) + kept * compute_bytes)
 
-    def forward_peak(self, samples: int, compute_bytes: int) -> float:
-        """Return the peak of a forward pass without graph: the input and one block's working set."""
+    def forward_peak(self, samples: int, compute_bytes: int, *, with_callers: bool = False) -> float:
+        """Return the peak of a forward pass without graph: the input and one block's working set.
+
+        with_callers: count also the tensors that the callers of a block hold, and QuickGELU's third hidden layer.
+        Without them the peak is too low, which has no effect while a whole tower's backward pass has a higher one.
+        """
         kept = self._inputs * compute_bytes
-        return samples * (self._token_bytes(2 + 2 * self._ratio / self.tensor_ranks, 0, compute_bytes) + kept)
+        if not with_callers:
+            return samples * (self._token_bytes(2 + 2 * self._ratio / self.tensor_ranks, 0, compute_bytes) + kept)
+        ranks = self.tensor_ranks
+        block = self._token_bytes(4 + (3 if self.quick_gelu else 2) * self._ratio / ranks, 0, compute_bytes)
+        in_blocks = block + ranks * self.stem_numbers * compute_bytes
+        in_stem = ranks * (self.stem_numbers + max(self.patch_numbers, 2 * self.stem_numbers)) * compute_bytes
+        return samples * (max(in_blocks, in_stem) + kept)
+
+    def peak_of_forward_with_graph(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
+        """Return the peak of a partly locked tower's forward pass that makes a graph."""
+        locked = self.forward_peak(samples, compute_bytes, with_callers=True)
+        graph = self.graph_bytes(samples, compute_bytes, checkpointing)
+        if checkpointing:
+            return locked + graph
+        stem = self.tensor_ranks * (self.stem_numbers + self.tokens * self.width)
+        return max(locked, samples * (self._inputs + stem) * compute_bytes + graph)
 
     def block_input_bytes(self, samples: int, compute_bytes: int) -> float:
-        """Return the bytes of all blocks' inputs, which are what activation checkpointing keeps."""
+        """Return the bytes of the blocks' inputs that activation checkpointing keeps: all, or those of the blocks with
+        a graph."""
+        if (part := self.part_with_graph) is not self:
+            return part.block_input_bytes(samples, compute_bytes)
         return samples * self.tensor_ranks * self.tokens * self.width * self.layers * compute_bytes
 
     def summed_numbers(self, forward: float, backward: int) -> float:
@@ -187,6 +272,8 @@ def own_image_tower(model: ModelConfig, tensor_ranks: int = 1) -> Tower:
         patch_numbers=3 * vision.patch_size**2 * patches,
         stem_operations=2 * patches * 3 * vision.patch_size**2 * vision.width + 2 * vision.width * model.embed_dim,
         tensor_ranks=tensor_ranks,
+        projection_operations=2 * vision.width * model.embed_dim,
+        stem_numbers=patches * vision.width,
     )
 
 
@@ -210,6 +297,7 @@ def own_text_tower(model: ModelConfig, tensor_ranks: int = 1) -> Tower:
         patch_numbers=0,
         stem_operations=2 * text.width * model.embed_dim,
         tensor_ranks=tensor_ranks,
+        projection_operations=2 * text.width * model.embed_dim,
     )
 
 
@@ -247,16 +335,22 @@ def compiled_time(workload: Workload) -> tuple[float, float]:
 
 
 def towers(workload: Workload, *, mean: bool = False) -> tuple[Tower | TracedTower, Tower | TracedTower]:
-    """Return the sizes of the image tower and of the text tower.
+    """Return the sizes of the image tower and of the text tower, with their locks.
 
     mean: captions have the mean length after cutting, which time and traffic depend on. Default: the full length, which
     a chunk with a long caption has, and which memory is planned for.
     """
     if isinstance(workload.model, OpenClipConfig):
         share = workload.text_positions / workload.model.text_cfg.context_length if mean else 1.0
-        return traced_image_tower(workload.model), replace(traced_text_tower(workload.model), share=share)
+        return (
+            replace(traced_image_tower(workload.model), unlocked_groups=_partly_unlocked(workload, 0)),
+            replace(traced_text_tower(workload.model), unlocked_groups=_partly_unlocked(workload, 1), share=share),
+        )
     ranks = workload.tensor_ranks
-    pair = own_image_tower(workload.model, ranks), own_text_tower(workload.model, ranks)
+    pair = (
+        replace(own_image_tower(workload.model, ranks), unlocked_groups=workload.image_unlocked),
+        replace(own_text_tower(workload.model, ranks), unlocked_groups=workload.text_unlocked),
+    )
     if mean:
         pair = pair[0], replace(pair[1], tokens=workload.text_positions)
     if workload.megaclip.compile is True:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
@@ -264,3 +358,15 @@ def towers(workload: Workload, *, mean: bool = False) -> tuple[Tower | TracedTow
         image, text = (replace(tower, quick_gelu=False, recomputes=recomputes) for tower in pair)
         pair = image, text
     return pair
+
+
+def _partly_unlocked(workload: Workload, tower: int) -> int | None:
+    """Return the number of unlocked groups of one of open_clip's towers. None: all or nothing of it is trained.
+
+    With 0 groups, towers of timm and Hugging Face keep a trained projection.
+    """
+    unlocked = (workload.image_unlocked, workload.text_unlocked)[tower]
+    if unlocked is None:
+        return None
+    parameters = workload.parameters[tower]
+    return unlocked if parameters.trainable and parameters.frozen else None

@@ -8,6 +8,8 @@ Attention counts as one fused kernel, which keeps queries, keys, values, its out
 meta device PyTorch would take the plain kernels, which keep the whole score matrix. Workspaces of convolution kernels
 are unknown, and so is the time of everything that is not a product: it is taken as the time of reading the kept
 activations twice forward and three times backward.
+
+A partly locked tower is traced with its lock, so that the graph is that of its trained part.
 """
 
 import functools
@@ -15,7 +17,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -44,7 +46,7 @@ class Traced(NamedTuple):
     backward_peak: float
     """Peak bytes of a forward and backward pass, with the input, without gradients of parameters."""
     block_inputs: float
-    """Bytes of all blocks' inputs."""
+    """Bytes of the inputs of all blocks that have trained parameters."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,33 @@ class TracedTower:
     share: float = 1.0
     """Part of the tokens that the tower computes, for the mean costs of captions that are cut."""
     tensor_ranks: int = 1
+    unlocked_groups: int | None = None
+    """Number of trained groups of a partly locked tower. None: all of it is trained, or nothing."""
+
+    @property
+    def _description(self) -> str:
+        return json.dumps(self.model.to_open_clip(), sort_keys=True)
+
+    @property
+    def whole(self) -> "TracedTower":
+        """The tower without a lock."""
+        return replace(self, unlocked_groups=None)
+
+    @property
+    def part_with_graph(self) -> "TracedTower":
+        """The trained part of a partly locked tower, as a tower; otherwise the tower itself."""
+        if self.unlocked_groups is None:
+            return self
+        return replace(self, layers=_trained_blocks(self._description, self.name, self.unlocked_groups))
 
     def trace(self, compute_bytes: int, checkpointing: str = "") -> Traced:
         """Return the costs of one sample."""
-        description = json.dumps(self.model.to_open_clip(), sort_keys=True)
-        whole = _trace(description, self.name, compute_bytes, bool(checkpointing))
-        return Traced(*(self.share * cost for cost in whole))
+        costs = _trace(self._description, self.name, compute_bytes, bool(checkpointing), self.unlocked_groups)
+        return Traced(*(self.share * cost for cost in costs))
+
+    def graph_operations(self) -> float:
+        """Return half the operations of products in one sample's backward pass."""
+        return self.share * _graph_operations(self._description, self.name, self.unlocked_groups)
 
     def saved_bytes(self, samples: int, compute_bytes: int) -> float:
         """Return what autograd keeps of a forward pass without checkpointing, without the tower's input."""
@@ -79,16 +102,21 @@ class TracedTower:
         return samples * (traced.kept - (traced.block_inputs if checkpointing == "cpu" else 0.0))
 
     def backward_peak(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
-        """Return the peak of input, activations and their gradients during the backward pass."""
+        """Return the peak of input, activations and their gradients during a forward and backward pass."""
         traced = self.trace(compute_bytes, checkpointing)
         return samples * (traced.backward_peak - (traced.block_inputs if checkpointing == "cpu" else 0.0))
 
-    def forward_peak(self, samples: int, compute_bytes: int) -> float:
-        """Return the peak of a forward pass without graph."""
+    def forward_peak(self, samples: int, compute_bytes: int, *, with_callers: bool = False) -> float:
+        """Return the peak of a forward pass without graph; a trace always counts what callers hold."""
         return samples * self.trace(compute_bytes).forward_peak
 
+    def peak_of_forward_with_graph(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
+        """Return an upper bound of the peak of a partly locked tower's forward pass that makes a graph."""
+        return self.backward_peak(samples, compute_bytes, checkpointing)
+
     def block_input_bytes(self, samples: int, compute_bytes: int) -> float:
-        """Return the bytes of all blocks' inputs, which are what activation checkpointing keeps."""
+        """Return the bytes of the blocks' inputs that activation checkpointing keeps: all, or those of the blocks with
+        a graph."""
         return samples * self.trace(compute_bytes).block_inputs
 
     def summed_numbers(self, forward: float, backward: int) -> float:
@@ -121,17 +149,50 @@ def _layers(description: str) -> tuple[int, int]:
     return len(image), len(text)
 
 
+def _locked_model(description: str, name: str, unlocked_groups: int | None) -> DualEncoder:
+    """Return the model on the meta device, in training mode. name: tower that is locked, except for its last groups."""
+    model = meta_model(OpenClipConfig.from_dict(json.loads(description)))
+    if unlocked_groups is not None:
+        (model.lock_image_tower if name == "image" else model.lock_text_tower)(unlocked_groups)
+    return model.train()
+
+
 @functools.lru_cache(maxsize=64)
-def _trace(description: str, name: str, compute_bytes: int, checkpointing: bool) -> Traced:
-    config = OpenClipConfig.from_dict(json.loads(description))
-    model = meta_model(config).train()
+def _trained_blocks(description: str, name: str, unlocked_groups: int | None) -> int:
+    """Return the number of blocks with trained parameters."""
+    model = _locked_model(description, name, unlocked_groups)
+    return sum(map(_is_trained, model.tower_blocks(model.visual if name == "image" else model.text)))
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+@functools.lru_cache(maxsize=64)
+def _graph_operations(description: str, name: str, unlocked_groups: int | None) -> float:
+    """Return half the operations of products in the backward pass of one sample."""
+    model = _locked_model(description, name, unlocked_groups)
+    with _fused_attention() as attention, _LiveBytes():  # transformers asks it about padding
+        features = (model.visual if name == "image" else model.text)(_inputs(model, name, _FEW, torch.float32))
+        with FlopCounterMode(display=False) as flops:
+            features.sum().backward()
+    return (flops.get_total_flops() + attention.backward_operations) / (2 * _FEW)
+
+
+@functools.lru_cache(maxsize=64)
+def _trace(description: str, name: str, compute_bytes: int, checkpointing: bool, unlocked_groups: int | None) -> Traced:
+    model = _locked_model(description, name, unlocked_groups)
     if compute_bytes == 2:
         for parameter in model.parameters():  # as DeepSpeed casts a model: buffers stay
             parameter.data = parameter.data.bfloat16()
     if checkpointing:
         model.set_activation_checkpointing(functools.partial(checkpoint, use_reentrant=False))
     few, many = (trace_tower(model, name, samples) for samples in (_FEW, _MANY))
-    return Traced(*((large - small) / (_MANY - _FEW) for small, large in zip(few, many, strict=True)))
+    one = Traced(*((large - small) / (_MANY - _FEW) for small, large in zip(few, many, strict=True)))
+    if unlocked_groups is None:
+        return one
+    # The pass with fewer samples may have its peak among gradients, the other one in the locked blocks.
+    return one._replace(backward_peak=max(one.backward_peak, one.forward_peak))
 
 
 def trace_tower(model: DualEncoder, name: str, samples: int) -> Traced:
@@ -148,7 +209,8 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> Traced:
     def freed(parameter: torch.Tensor) -> None:
         parameter.grad = None  # the planner counts the gradients of parameters itself
 
-    hooks = [block.register_forward_pre_hook(count, with_kwargs=True) for block in model.tower_blocks(tower)]
+    blocks = filter(_is_trained, model.tower_blocks(tower))
+    hooks = [block.register_forward_pre_hook(count, with_kwargs=True) for block in blocks]
     hooks += [p.register_post_accumulate_grad_hook(freed) for p in tower.parameters() if p.requires_grad]
     trained = [parameter for parameter in tower.parameters() if parameter.requires_grad]
     try:
@@ -210,9 +272,10 @@ class _LiveBytes(TorchDispatchMode):
 
 
 class _Attention:
-    """The operations of fused attention."""
+    """The operations of fused attention, forward and backward."""
 
     operations = 0.0
+    backward_operations = 0.0
 
 
 @contextmanager
@@ -221,8 +284,9 @@ def _fused_attention() -> Iterator[_Attention]:
     counted = _Attention()
 
     def attend(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-        counted.operations += 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
-        return _Fused.apply(query, key, value)
+        operations = 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        counted.operations += operations
+        return _Fused.apply(query, key, value, counted, operations)
 
     replacement: Callable[..., Any] = attend
     with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", replacement):
@@ -231,15 +295,19 @@ def _fused_attention() -> Iterator[_Attention]:
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, counted: _Attention, operations: float
+    ) -> torch.Tensor:
+        ctx.counted, ctx.operations = counted, operations
         out = _as_kernels_return(query, value.shape[-1])
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.counted.backward_operations += 2 * ctx.operations
         query, key, value, *_ = ctx.saved_tensors
-        return tuple(_as_kernels_return(part, part.shape[-1]) for part in (query, key, value))
+        return *(_as_kernels_return(part, part.shape[-1]) for part in (query, key, value)), None, None
 
 
 def _as_kernels_return(like: torch.Tensor, channels: int) -> torch.Tensor:

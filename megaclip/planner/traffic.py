@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
 from megaclip.planner.states import parameters_on_disk
-from megaclip.planner.towers import tower_work
+from megaclip.planner.towers import TowerWork, tower_work
 from megaclip.planner.workload import Workload
 
 
@@ -74,11 +74,13 @@ def tensor_traffic(workload: Workload) -> float:
     """
     ranks, numbers = workload.tensor_ranks, 0.0
     for work in tower_work(workload, mean=True):
-        trained = work.parameters.trained > 0
-        numbers += work.tower.summed_numbers(
-            forward=2 * (1 + work.encoded_again / work.chunks) + (1 if trained and workload.checkpointing else 0),
-            backward=2 if trained else 0,
-        )
+        trained, part = work.parameters.trained > 0, work.tower.part_with_graph
+        forward, backward = 2 * (1 + work.encoded_again / work.chunks), 2 if trained else 0
+        again = 1 if trained and workload.checkpointing else 0
+        if part is work.tower:
+            numbers += part.summed_numbers(forward + again, backward)
+        else:
+            numbers += work.tower.summed_numbers(forward, 0) + part.summed_numbers(again, backward)
     size = ranks * workload.local_batch * numbers * workload.compute_bytes
     return 2 * (ranks - 1) / ranks * size
 
@@ -103,7 +105,10 @@ def offload_traffic(workload: Workload) -> float:
     if workload.checkpointing == "cpu":
         for work in tower_work(workload, mean=True):
             if work.parameters.trained:
-                moved += 2 * work.tower.block_input_bytes(workload.local_batch, width)
+                # Inputs of locked blocks are copied to the host too, and freed there.
+                moved += sum(
+                    tower.block_input_bytes(workload.local_batch, width) for tower in (work.tower.whole, work.tower)
+                )
     return moved
 
 
@@ -124,17 +129,26 @@ def _reduces_every_chunk(workload: Workload) -> bool:
 def _moved_elements(workload: Workload) -> _MovedElements:
     gathered = reduced = 0
     every_chunk = _reduces_every_chunk(workload)
-    for work in tower_work(workload):
+    works = tower_work(workload)
+    for work in works:
         parameters = work.parameters
-        gathered += parameters.total * (work.chunks * (2 if parameters.trained else 1) + work.encoded_again)
+        gathered += parameters.total * (work.chunks + work.encoded_again) + work.chunks * _backward_elements(work)
         reduced += parameters.trained * (work.chunks if every_chunk else 1)
     # The gradient cache runs both towers in the first backward pass, and with offload in the last one too.
-    image, text = workload.parameters
+    image, text = works
     offloads = workload.offload_optimizer != "none"
-    if workload.backward_passes > 1 and image.trained and text.trained and not workload.coalesces:
+    if workload.backward_passes > 1 and image.parameters.trained and text.parameters.trained and not workload.coalesces:
         first_is_text, last_is_text = workload.kept.text > 0, workload.encoded_again[1] > 0
         first, last = image if first_is_text else text, image if last_is_text else text
         for tower, takes_part in ((first, offloads or workload.zero.stage == 3), (last, offloads)):
-            gathered += 2 * tower.total * takes_part
-            reduced += tower.trained * (takes_part and every_chunk)
+            gathered += (tower.parameters.total + _backward_elements(tower)) * takes_part
+            reduced += tower.parameters.trained * (takes_part and every_chunk)
     return _MovedElements(gathered, reduced)
+
+
+def _backward_elements(work: TowerWork) -> int:
+    """Return the number of a tower's parameters that its backward pass uses: of a partly locked one, the trained."""
+    parameters = work.parameters
+    if not parameters.trained:
+        return 0
+    return parameters.total if work.tower.part_with_graph is work.tower else parameters.trained
