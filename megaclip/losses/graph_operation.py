@@ -7,11 +7,17 @@ runs: it looks up the group by its name, checks the features of all ranks, and m
 The shapes of an operation's results must be known before it runs. So it returns the gradients' sums, as
 `LossAndSums`, and not the columns of all ranks, which exist with one exchange only. Its backward pass finishes the
 gradients and communicates nothing.
+
+torch.compile traces that backward pass into its own code and keeps the code on disk, under a key made of the forward
+graph. So a digest of the source is an argument of the operation: else another version of MegaCLIP would be given the
+old backward pass.
 """
 
 import functools
+import hashlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +27,16 @@ from megaclip.comm.groups import RankGroup, named
 from megaclip.losses.first_order import first_order
 from megaclip.losses.sums import LossAndSums, finish_gradients
 from megaclip.ops.tiles import accumulation_dtype
+
+
+def _digest_of_source() -> str:
+    """Return a digest of the files from which the graphs of losses are traced: those of this folder and of ops."""
+    folder = Path(__file__).parent
+    files = sorted([*folder.glob("*.py"), *folder.with_name("ops").glob("*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+_SOURCE = _digest_of_source()
 
 
 class GraphLoss(Protocol):
@@ -53,7 +69,7 @@ def in_graph(
     """
     tensors = (x, y, logit_scale) if logit_bias is None else (x, y, logit_scale, logit_bias)
     gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return operation(x, y, logit_scale, logit_bias, loss.settings_json, loss.group_name, gradients)[0]
+    return operation(x, y, logit_scale, logit_bias, loss.settings_json, loss.group_name, gradients, _SOURCE)[0]
 
 
 def register_loss(name: str, loss_class: Callable[..., GraphLoss]) -> Any:
@@ -74,6 +90,7 @@ def register_loss(name: str, loss_class: Callable[..., GraphLoss]) -> Any:
         settings: str,
         group: str,
         gradients: bool,
+        source: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         found = construct(settings).evaluate(x, y, logit_scale, logit_bias, ranks=named(group), gradients=gradients)
         if not gradients:
@@ -83,7 +100,7 @@ def register_loss(name: str, loss_class: Callable[..., GraphLoss]) -> Any:
         copies = (number.to(x.device, copy=True) for number in numbers)
         return loss, dx, dy, pull, *copies  # type: ignore[return-value]
 
-    def fake(x, y, logit_scale, logit_bias, settings, group, gradients):  # type: ignore[no-untyped-def]
+    def fake(x, y, logit_scale, logit_bias, settings, group, gradients, source):  # type: ignore[no-untyped-def]
         sums = x.new_empty((), dtype=accumulation_dtype(x))
         shapes = (x.shape, y.shape, x.shape[:1], (), (), ()) if gradients else ((0,),) * 6
         return sums, *(sums.new_empty(shape) for shape in shapes)
@@ -97,7 +114,7 @@ def register_loss(name: str, loss_class: Callable[..., GraphLoss]) -> Any:
     def backward(ctx: Any, d_loss: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         x, y, logit_scale, logit_bias, *sums = ctx.saved_tensors
         arguments = (LossAndSums(d_loss, *sums), x, y, logit_scale, logit_bias)
-        return *finish_gradients(d_loss, *arguments, torch.ops.megaclip.finish_gradients), None, None, None
+        return *finish_gradients(d_loss, *arguments, torch.ops.megaclip.finish_gradients), *(None,) * 4
 
     # Ranks exchange messages through their hosts, which a CUDA graph cannot repeat. Older PyTorch has no such tag.
     tags = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []

@@ -46,7 +46,9 @@ def _softmax_pairs_kernel(
     row_lse_ptr,  # in: (m,) float32
     col_lse_ptr,  # in: (m,) float32
     scale_ptr,  # in: (1,) float32
-    out_ptr,  # out: (4, m) float32: losses, row_full, col_full, pull
+    losses_ptr,  # out: (m,) float32
+    full_ptr,  # out: (2, m) float32
+    pull_ptr,  # out: (m,) float32
     weight,
     m,
     x_row,
@@ -67,10 +69,10 @@ def _softmax_pairs_kernel(
     positive = tl.load(scale_ptr) * tl.sum(x * y, axis=1)
     row_loss, row_missing = _softplus_and_sigmoid(tl.load(row_lse_ptr + rows, mask=inside, other=0.0) - positive)
     col_loss, col_missing = _softplus_and_sigmoid(tl.load(col_lse_ptr + rows, mask=inside, other=0.0) - positive)
-    tl.store(out_ptr + rows, weight * (row_loss + col_loss), mask=inside)
-    tl.store(out_ptr + m + rows, positive + row_loss, mask=inside)
-    tl.store(out_ptr + 2 * m + rows, positive + col_loss, mask=inside)
-    tl.store(out_ptr + 3 * m + rows, weight * (row_missing + col_missing), mask=inside)
+    tl.store(losses_ptr + rows, weight * (row_loss + col_loss), mask=inside)
+    tl.store(full_ptr + rows, positive + row_loss, mask=inside)
+    tl.store(full_ptr + m + rows, positive + col_loss, mask=inside)
+    tl.store(pull_ptr + rows, weight * (row_missing + col_missing), mask=inside)
 
 
 @triton.jit
@@ -136,10 +138,12 @@ def softmax_pairs(
     x: Tensor, y: Tensor, row_lse: Tensor, col_lse: Tensor, scale: Tensor, weight: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the fields of `megaclip.ops.rows.SoftmaxPairs`."""
-    out = torch.empty((4, len(x)), dtype=torch.float32, device=x.device)
-    arguments = (x, y, row_lse.contiguous(), col_lse.contiguous(), scale, out, weight)
+    # Tensors of their own, not rows of one: compiled code assumes that results of operations are aligned to 16 bytes.
+    losses, pull = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
+    full_2m = torch.empty((2, len(x)), dtype=torch.float32, device=x.device)
+    arguments = (x, y, row_lse.contiguous(), col_lse.contiguous(), scale, losses, full_2m, pull, weight)
     _launch(_softmax_pairs_kernel, x, *arguments, len(x), *x.stride(), *y.stride())
-    return out[0], out[1:3], out[3]
+    return losses, full_2m, pull
 
 
 def finish_gradient(

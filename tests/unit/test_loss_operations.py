@@ -1,5 +1,7 @@
 """Losses as graph operations on one rank, second derivatives of losses, and the names under which losses are found."""
 
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -94,7 +96,7 @@ def test_operations(loss: ClipLoss | SigLipLoss, dtype: torch.dtype) -> None:
     operation = torch.ops.megaclip.clip_loss if isinstance(loss, ClipLoss) else torch.ops.megaclip.siglip_loss
     for gradients in (True, False):
         leaves = [tensor if gradients else tensor.detach() for tensor in (*batch(dtype), scale, bias)]
-        torch.library.opcheck(operation, (*leaves, loss.settings_json, loss.group_name, gradients))
+        torch.library.opcheck(operation, (*leaves, loss.settings_json, loss.group_name, gradients, "source"))
 
 
 def test_losses_of_equal_settings_share_a_compilation() -> None:
@@ -118,3 +120,29 @@ def test_the_first_call_of_a_process_is_compiled() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["tensor(True)"], done.stderr
+
+
+@pytest.mark.long
+def test_another_version_does_not_run_the_code_that_was_compiled_for_the_first(tmp_path: Path) -> None:
+    """PyTorch keeps compiled code on disk. A copy of the package whose gradients are negated shares that folder."""
+    shutil.copytree(REPOSITORY / "megaclip", tmp_path / "megaclip", ignore=shutil.ignore_patterns("__pycache__"))
+    sums = tmp_path / "megaclip" / "losses" / "sums.py"
+    result = "return dx, dy, d_scale, None"
+    assert result in sums.read_text()
+    sums.write_text(sums.read_text().replace(result, "return -dx, dy, d_scale, None"))
+    code = (
+        "import torch\nfrom torch._dynamo.utils import counters\nfrom megaclip import ClipLoss\n"
+        "x = torch.eye(3).requires_grad_()\ntorch.compile(ClipLoss(), fullgraph=True)(x, 2 * x.detach(), 1.0).backward()\n"
+        "print(*x.grad.flatten().tolist())\nprint(counters['aot_autograd']['autograd_cache_hit'])"
+    )
+    kept = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kept")}
+
+    def run(folder: Path) -> tuple[list[float], int]:
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, env=kept, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        *gradient, hits = map(float, done.stdout.split())
+        return gradient, int(hits)
+
+    first, again, other = run(REPOSITORY), run(REPOSITORY), run(tmp_path)
+    assert first[1] == 0 and again == (first[0], 1)  # the folder works
+    assert other == ([-number for number in first[0]], 0) and any(first[0])
