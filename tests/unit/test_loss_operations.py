@@ -132,7 +132,8 @@ def test_another_version_does_not_run_the_code_that_was_compiled_for_the_first(t
     sums.write_text(sums.read_text().replace(result, "return -dx, dy, d_scale, None"))
     code = (
         "import torch\nfrom torch._dynamo.utils import counters\nfrom megaclip import ClipLoss\n"
-        "x = torch.eye(3).requires_grad_()\ntorch.compile(ClipLoss(), fullgraph=True)(x, 2 * x.detach(), 1.0).backward()\n"
+        "x = torch.eye(3).requires_grad_()\nloss = torch.compile(ClipLoss(), fullgraph=True)\n"
+        "loss(x, 2 * x.detach(), 1.0).backward()\n"
         "print(*x.grad.flatten().tolist())\nprint(counters['aot_autograd']['autograd_cache_hit'])"
     )
     kept = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "kept")}
