@@ -32,6 +32,7 @@ from megaclip.models.open_clip_config import OpenClipConfig
 from megaclip.models.open_clip_layers import open_clip_layer_groups
 from megaclip.models.packing import Pieces
 from megaclip.models.text import is_cut_exact
+from megaclip.models.vision import patch_products
 from megaclip.open_clip_package import import_open_clip
 
 _BLOCK_CLASS = re.compile(r".*(Block\w*|Layer|Bottleneck)$")
@@ -66,6 +67,9 @@ class OpenClipModel(DualEncoder):
         if is_cut_exact(config.text_cfg):
             transformer = self.text.get_submodule("transformer")
             transformer.register_forward_pre_hook(_with_mask_of_its_length, with_kwargs=True)
+        for module in self.visual.modules():
+            if _embeds_patches(module):
+                module.__class__ = _PatchConvolution
         self._norms = [module for module in self.modules() if isinstance(module, _BatchNorm)]
         for norm in self._norms:
             norm.__class__ = _with_float32_statistics(type(norm))
@@ -176,6 +180,26 @@ class OpenClipModel(DualEncoder):
             if before is not None and after.dtype != torch.promote_types(after.dtype, torch.float32):
                 setattr(norm, name, before.to(after.device))
         return self
+
+
+class _PatchConvolution(nn.Conv2d):
+    """Convolution of images (b, 3, height, width) whose stride is its kernel size, computed as a matrix product."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        rows = images.shape[2] // self.kernel_size[0]
+        return patch_products(images, self).transpose(1, 2).unflatten(2, (rows, -1))
+
+
+def _embeds_patches(module: nn.Module) -> bool:
+    """Return whether a module is the patch embedding of a vision transformer. Convolutional towers have smaller
+    strides, and the memory format of their first result would change what follows."""
+    return (
+        type(module) is nn.Conv2d
+        and module.in_channels == 3
+        and module.stride == module.kernel_size
+        and min(module.stride) >= 8
+        and (module.padding, module.dilation, module.groups) == ((0, 0), (1, 1), 1)
+    )
 
 
 def _with_mask_of_its_length(

@@ -42,21 +42,28 @@ class PatchDropout(nn.Module):
         return torch.cat([x_bLC[:, :1], x_bLC[:, 1:][row_b1, index_bk]], dim=1)
 
 
-class PatchEmbedding(nn.Conv2d):
-    """Convolution with a stride equal to its kernel size, computed as a matrix product; its output is tokens.
+def patch_products(images: torch.Tensor, convolution: nn.Conv2d) -> torch.Tensor:
+    """Return a convolution whose stride is its kernel size, as tokens (b, P, C), row by row; partial patches are left
+    out. It is a matrix product: cuDNN's convolution of three channels is slower, and would have to be transposed.
 
-    cuDNN's convolution of three channels is slower than this product, and its output would have to be transposed.
+    images: (b, 3, height, width).
     """
+    high, wide = convolution.kernel_size
+    rows, columns = images.shape[2] // high, images.shape[3] // wide
+    patches = images[:, :, : rows * high, : columns * wide].unflatten(3, (columns, wide)).unflatten(2, (rows, high))
+    patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    return F.linear(patches, convolution.weight.flatten(1), convolution.bias)
+
+
+class PatchEmbedding(nn.Conv2d):
+    """Convolution that returns tokens."""
 
     def __init__(self, width: int, patch_size: int) -> None:
         super().__init__(3, width, patch_size, stride=patch_size, bias=False)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return patches (b, P, C) of images (b, 3, height, width), row by row. Partial patches are left out."""
-        size = self.kernel_size[0]
-        rows, columns = images.shape[2] // size, images.shape[3] // size
-        patches = images[:, :, : rows * size, : columns * size].unflatten(3, (columns, size)).unflatten(2, (rows, size))
-        return F.linear(patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2), self.weight.flatten(1))
+        """Return patches (b, P, C) of images (b, 3, height, width)."""
+        return patch_products(images, self)
 
 
 class VisionTower(CompilablePart):

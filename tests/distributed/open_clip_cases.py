@@ -132,7 +132,9 @@ class SmoothReLU(nn.Softplus):
 def smooth_activations() -> Iterator[None]:
     """Let models that are built in the body of the `with` statement have SmoothReLU for ReLU."""
     import_open_clip()  # first, because timm, which it imports, stores ReLU in tables
-    with mock.patch("torch.nn.ReLU", SmoothReLU):
+    from transformers import activations  # whose table is made at its first import, with the ReLU of that moment
+
+    with mock.patch("torch.nn.ReLU", SmoothReLU), mock.patch.dict(activations.ACT2CLS, relu=SmoothReLU):
         yield
 
 

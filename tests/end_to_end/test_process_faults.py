@@ -258,6 +258,7 @@ def test_a_store_whose_process_is_stopped_does_not_block_the_watchdog(without_ra
         watched._store = torch.distributed.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
         assert watched._beat() and watched._beat()
         server.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED)  # until all of its threads stand still
         began = time.monotonic()
         assert [watched._beat() for _ in range(3)] == [False] * 3
         assert watched._heartbeats() == {} and not watched._others_have_found_a_hang()

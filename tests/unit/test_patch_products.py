@@ -1,0 +1,61 @@
+"""Patch embeddings as matrix products equal the convolutions that they replace, in values and gradients."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megaclip.models import build_model
+from megaclip.models.open_clip_model import _embeds_patches, _PatchConvolution
+from tests.open_clip_families import family
+from tests.tolerances import FEATURES, assert_close
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kernel", [(8, 8), (14, 9)])
+def test_equals_the_convolution(kernel: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(0)
+    module = nn.Conv2d(3, 10, kernel, stride=kernel, bias=bias, dtype=torch.float64)
+    assert _embeds_patches(module)
+    module.__class__ = _PatchConvolution
+    images = torch.randn(4, 3, 31, 43, dtype=torch.float64, requires_grad=True)  # with partial patches
+    expected = F.conv2d(images, module.weight, module.bias, stride=kernel)
+    found = module(images)
+    assert found.shape == expected.shape
+    leaves = [images, *module.parameters()]
+    factors = torch.randn_like(expected)
+    gradients = (torch.autograd.grad((factors * value).sum(), leaves) for value in (found, expected))
+    assert_close(found, expected, FEATURES["float64"])
+    for one, other in zip(*gradients, strict=True):
+        assert_close(one, other, FEATURES["float64"])
+    tokens = found.flatten(2).transpose(1, 2)
+    assert tokens.is_contiguous()  # no copy where the tower makes tokens of the result
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"in_channels": 4},
+        {"stride": 4, "kernel_size": 4},  # the stem of a convolutional tower
+        {"stride": 8},
+        {"padding": 1},
+        {"padding": "same", "stride": 1, "kernel_size": 1},
+        {"dilation": 2},
+        {"groups": 3, "out_channels": 9},
+    ],
+    ids=str,
+)
+def test_other_convolutions_stay(changed: dict[str, int]) -> None:
+    arguments = {"in_channels": 3, "out_channels": 10, "kernel_size": 16, "stride": 16} | changed
+    assert not _embeds_patches(nn.Conv2d(**arguments))
+
+
+def test_towers_of_open_clip(tmp_path: Path) -> None:
+    """The patch embedding of a vision transformer is replaced; its weights keep their names."""
+    replaced = {}
+    for name in ("eva", "convnext", "resnet"):
+        tower = build_model(family(name, tmp_path)).visual
+        replaced[name] = [key for key, module in tower.named_modules() if isinstance(module, _PatchConvolution)]
+    assert replaced == {"eva": ["trunk.patch_embed.proj"], "convnext": [], "resnet": []}
