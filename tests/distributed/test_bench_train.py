@@ -16,7 +16,7 @@ from megaclip.models import build_model
 from megaclip.models.open_clip_config import OpenClipConfig
 from megaclip.open_clip_package import import_open_clip
 from tests.distributed.harness import run_ranks
-from tests.tolerances import RUN, assert_close
+from tests.tolerances import FEATURES, RUN, assert_close
 
 TOOLS = Path(__file__).parents[2] / "tools"
 MODEL: dict[str, Any] = {
@@ -138,7 +138,9 @@ def test_open_clips_model_starts_with_the_values_of_the_same_seed(
     images, tokens = torch.randn(2, 3, 16, 16), torch.randint(1, 400, (2, 24))
     found = theirs(images, tokens)
     expected = ours(images, tokens)
-    assert torch.equal(found["image_features"], expected[0]) and torch.equal(found["text_features"], expected[1])
+    # Not the same bits for images: MegaCLIP computes the convolution that embeds patches as a matrix product.
+    assert_close(found["image_features"], expected[0], FEATURES["float32"])
+    assert torch.equal(found["text_features"], expected[1])
 
 
 class Fits:
