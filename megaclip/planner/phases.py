@@ -107,16 +107,14 @@ def step_phases(workload: Workload, states: States) -> Phases:
 def _forward_activations(workload: Workload, work: TowerWork) -> tuple[float, float]:
     """Return the peak of a tower's last forward pass, and the bytes of it that belong to a kept graph.
 
-    With a partly locked tower, a forward pass may have the highest peak of the step, so everything that it holds is
-    counted. A tower whose graphs are all kept and whole is an exception: its backward pass has a higher peak.
+    If a tower is locked, or some graphs are kept, a forward pass may have the highest peak of the step.
     """
     tower, samples, width = work.tower, work.micro_batch, workload.compute_bytes
     all_kept = work.kept == work.chunks
     if all_kept and _partly_locked(work):
         peak = tower.peak_of_forward_with_graph(samples, width, workload.checkpointing)
         return peak, tower.graph_bytes(samples, width, workload.checkpointing)
-    with_callers = not all_kept and any(_partly_locked(each) for each in tower_work(workload))
-    return tower.forward_peak(samples, width, with_callers=with_callers), 0.0
+    return tower.forward_peak(samples, width), 0.0
 
 
 def _backward_phases(workload: Workload, states: States, work: TowerWork, kept: float) -> list[Phase]:

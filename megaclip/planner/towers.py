@@ -180,15 +180,10 @@ class Tower:
         kept = self._inputs + self.tensor_ranks * (self.patch_numbers + rows)
         return samples * (self._token_bytes(numbers, blocks, compute_bytes) + kept * compute_bytes)
 
-    def forward_peak(self, samples: int, compute_bytes: int, *, with_callers: bool = False) -> float:
-        """Return the peak of a forward pass without graph: the input and one block's working set.
-
-        with_callers: count also the tensors that the callers of a block hold, and QuickGELU's third hidden layer.
-        Without them the peak is too low, which has no effect while a whole tower's backward pass has a higher one.
-        """
+    def forward_peak(self, samples: int, compute_bytes: int) -> float:
+        """Return the peak of a forward pass without graph: the input, one block's working set and what its callers
+        hold."""
         kept = self._inputs * compute_bytes
-        if not with_callers:
-            return samples * (self._token_bytes(2 + 2 * self._ratio / self.tensor_ranks, 0, compute_bytes) + kept)
         ranks = self.tensor_ranks
         block = self._token_bytes(4 + (3 if self.quick_gelu else 2) * self._ratio / ranks, 0, compute_bytes)
         in_blocks = block + ranks * self.stem_numbers * compute_bytes
@@ -197,7 +192,7 @@ class Tower:
 
     def peak_of_forward_with_graph(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
         """Return the peak of a partly locked tower's forward pass that makes a graph."""
-        locked = self.forward_peak(samples, compute_bytes, with_callers=True)
+        locked = self.forward_peak(samples, compute_bytes)
         graph = self.graph_bytes(samples, compute_bytes, checkpointing)
         if checkpointing:
             return locked + graph

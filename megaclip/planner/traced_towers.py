@@ -106,8 +106,8 @@ class TracedTower:
         traced = self.trace(compute_bytes, checkpointing)
         return samples * (traced.backward_peak - (traced.block_inputs if checkpointing == "cpu" else 0.0))
 
-    def forward_peak(self, samples: int, compute_bytes: int, *, with_callers: bool = False) -> float:
-        """Return the peak of a forward pass without graph; a trace always counts what callers hold."""
+    def forward_peak(self, samples: int, compute_bytes: int) -> float:
+        """Return the peak of a forward pass without graph."""
         return samples * self.trace(compute_bytes).forward_peak
 
     def peak_of_forward_with_graph(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
