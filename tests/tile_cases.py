@@ -242,6 +242,8 @@ def check_row_operations(module: Any, dtype: torch.dtype, device: str, gradient_
             products = module.paired_products(x, y)
             gradient, dots = module.finish_gradient(total, x, y, pull, factor)
             both = module.finish_gradients(total, total.flip(0), x, y, pull, factor)
+            twice = module.finish_gradients(total, total.flip(0), x, y, pull, factor / 2, torch.full_like(factor, 2.0))
+        assert all(map(torch.equal, twice, both))  # a power of two does not round
         assert torch.equal(both[0], gradient) and torch.equal(both[2], dots)
         assert torch.equal(both[1], module.finish_gradient(total.flip(0), y, x, pull, factor)[0])
         expected = total.double() - pull.double()[:, None] * y.double()

@@ -167,6 +167,6 @@ class _InfoNCE(torch.autograd.Function):
         alpha = working_scalar(logit_scale, x)
         kept = _Forward(d_loss, *forward)
         totals = _backward_pass(x, y, alpha, kept, ctx.plan)
-        dx, dy, dots = finish_gradients(*totals, x, y, kept.pull, alpha * d_loss)
+        dx, dy, dots = finish_gradients(*totals, x, y, kept.pull, alpha, d_loss)
         d_alpha = _d_alpha(dots, ctx.plan) * d_loss
         return dx, dy, gradient_of_scalar(d_alpha, logit_scale), None

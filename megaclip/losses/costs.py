@@ -73,7 +73,7 @@ def contrastive_traffic(exchange: str, reduction: str, sizes: Sizes) -> Traffic:
     It includes the four int64 that ranks compare before the exchange, and the sums of the loss and of logit_scale's
     gradient.
     """
-    moved = _tile_traffic(exchange, reduction, sizes, scales=0, terms=1)
+    moved = _tile_traffic(exchange, reduction, sizes, scales=0, terms=1, dots=0)
     return replace(moved, scalars=moved.scalars + sizes.hops * 4 * 8 + _all_reduced(2, sizes))
 
 
@@ -96,14 +96,15 @@ def global_contrastive_traffic(variant: str, exchange: str, reduction: str, size
     """Return the traffic of a step of FastClipLoss: forward, backward, and the update of the samples' state.
 
     Per-sample temperatures (isogclr, fastclip_v2) move three terms of the gradient tile per sample (scale, shift,
-    weight), where the others move one, and a scale for the statistics. Their state has four columns to fetch and to
+    weight), where the others move one, a scale for the statistics, and a sum with the gradient of a feature. Their state has four columns to fetch and to
     write back instead of two. State is counted for ids spread evenly over their owners, as random ids are on average:
     (W-1)/W of the rows move. It includes the int64 ids, which all ranks gather, and six more int64 per rank: the four
     that are compared before the exchange, and one for each of two checks that raise on all ranks.
     """
     hops, individual = sizes.hops, VARIANTS[variant].individual
     sums = 4 if VARIANTS[variant].temperature == "global" else 2  # loss and mean of log tau; the temperature's gradient
-    moved = _tile_traffic(exchange, reduction, sizes, scales=1 if individual else 0, terms=3 if individual else 1)
+    values = {"scales": 1, "terms": 3, "dots": 1} if individual else {"scales": 0, "terms": 1, "dots": 0}
+    moved = _tile_traffic(exchange, reduction, sizes, **values)
     columns = 4 if individual else 2
     return replace(
         moved,
@@ -112,20 +113,21 @@ def global_contrastive_traffic(variant: str, exchange: str, reduction: str, size
     )
 
 
-def _tile_traffic(exchange: str, reduction: str, sizes: Sizes, *, scales: int, terms: int) -> Traffic:
+def _tile_traffic(exchange: str, reduction: str, sizes: Sizes, *, scales: int, terms: int, dots: int) -> Traffic:
     """Return the traffic of the two passes of `megaclip.losses.distributed_tiles`.
 
     scales: number of per-sample values that ranks exchange with a column for the statistics; terms: number that they
-    exchange with a row, and with a column, for the gradient (its log-normaliser is one).
+    exchange with a row, and with a column, for the gradient (its log-normaliser is one); dots: number of sums that
+    return with a column's gradient.
     """
     if sizes.world_size == 1:
         return Traffic(0, 0, 0)
     hops, rows = sizes.hops, sizes.batch * sizes.embedding
     # Units of b*D features, b*D gradients, b per-sample values. In a ring one more hop returns results to their owner.
     features, gradients, values = {
-        ("ring", "feature"): (2 * hops, hops + 1, (scales + 1 + terms + 1) * hops + 2),
+        ("ring", "feature"): (2 * hops, hops + 1, (scales + 1 + terms + dots) * hops + 1 + dots),
         ("ring", "scalar"): (3 * hops, 0, (scales + 1 + 2 * terms) * hops + 1),
-        ("all_gather", "feature"): (hops, hops, (scales + 1 + terms + 1) * hops),
+        ("all_gather", "feature"): (hops, hops, (scales + 1 + terms + dots) * hops),
         ("all_gather", "scalar"): (2 * hops, 0, (scales + 1 + 2 * terms) * hops),
     }[exchange, reduction]
     return Traffic(

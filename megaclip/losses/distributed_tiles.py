@@ -39,8 +39,8 @@ class BatchGrads(NamedTuple):
 
     dx: Tensor  # (b, D)
     dy: Tensor  # (b, D)
-    row_dot: Tensor  # (b,); zeros unless the plan needs dots
-    col_dot: Tensor  # (b,)
+    row_dot: Tensor | None  # (b,); None unless the plan needs dots
+    col_dot: Tensor | None  # (b,)
 
 
 def gather_columns(y: Tensor, plan: Plan) -> Tensor | None:
@@ -114,11 +114,11 @@ def _ring_feature(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> B
     for owner, (y_block, *moved) in circulate((y, *terms.vectors), **transfer_arguments(plan)):
         diagonal = 0 if owner == plan.ranks.rank else None
         dx, dy, row_dot, col_dot = _both_sides(x, y_block, row, Terms(*terms.joined(moved)), plan, diagonal, dx)
-        row_dots = merge_sums(row_dots, (row_dot,))
-        columns.add((dy, col_dot))
+        row_dots = merge_sums(row_dots, _given(row_dot))
+        columns.add((dy, *_given(col_dot)))
     assert dx is not None and row_dots is not None, "a ring has at least one block"
-    dy, col_dot = columns.home()
-    return BatchGrads(dx, dy, row_dots[0], col_dot)
+    dy, *col_dots = columns.home()
+    return BatchGrads(dx, dy, *(row_dots or (None,)), *(col_dots or (None,)))
 
 
 def _ring_scalar(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> BatchGrads:
@@ -130,8 +130,9 @@ def _ring_scalar(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> Ba
     dx, dy, row_dot, col_dot = _both_sides(x, y, row, col, plan, diagonal=0)
     for _, (x_block, y_block, *moved) in blocks:
         others_rows, others_cols = Terms(*row_terms.joined(moved[:split])), Terms(*col_terms.joined(moved[split:]))
-        row_dot += _row_side(x, y_block, row, others_cols, plan, diagonal=None, dx=dx)[1]
-        col_dot += _column_side(x_block, y, others_rows, col, plan, diagonal=None, dy=dy)[1]
+        more_rows = _row_side(x, y_block, row, others_cols, plan, diagonal=None, dx=dx)[1]
+        more_cols = _column_side(x_block, y, others_rows, col, plan, diagonal=None, dy=dy)[1]
+        merge_sums(_given(row_dot, col_dot), _given(more_rows, more_cols))
     return BatchGrads(dx, dy, row_dot, col_dot)
 
 
@@ -140,7 +141,8 @@ def _gathered_feature(x: Tensor, y_all: Tensor, row: Terms, col: Terms, plan: Pl
     col_all = Terms(*_PerSample(col).gathered(plan))
     part = _both_sides(x, y_all, row, col_all, plan, diagonal=plan.ranks.rank * len(x))
     dy = reduce_scatter_rows(part.dy, **transfer_arguments(plan))
-    return BatchGrads(part.dx, dy, part.row_dot, reduce_scatter_rows(part.col_dot, group=plan.ranks))
+    col_dot = None if part.col_dot is None else reduce_scatter_rows(part.col_dot, group=plan.ranks)
+    return BatchGrads(part.dx, dy, part.row_dot, col_dot)
 
 
 def _gathered_scalar(x: Tensor, y: Tensor, y_all: Tensor, row: Terms, col: Terms, plan: Plan) -> BatchGrads:
@@ -163,7 +165,7 @@ def _both_sides(
 
 def _row_side(
     x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None, dx: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Return dx and row_dot of a block whose columns belong to another rank. dx: tensor to add to."""
     options = {"need_dy": False, "add_to": (dx, None), **_options(plan)}
     dx, _, row_dot, _ = tile_grads(x, y, row, col, diagonal=diagonal, **options)
@@ -173,7 +175,7 @@ def _row_side(
 
 def _column_side(
     x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None, dy: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Return dy and col_dot of a block whose rows belong to another rank. dy: tensor to add to."""
     options = {"need_dx": False, "add_to": (None, dy), **_options(plan)}
     _, dy, _, col_dot = tile_grads(x, y, row, col, diagonal=diagonal, **options)
@@ -210,6 +212,11 @@ class _PerSample:
 
 def _is_vector(value: Scalars) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() == 1
+
+
+def _given(*tensors: Tensor | None) -> Tensors:
+    """Return the tensors that are not None."""
+    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def merge_sums(total: Tensors | None, part: Tensors) -> Tensors:

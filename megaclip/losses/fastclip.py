@@ -390,6 +390,7 @@ class _GlobalContrastive(torch.autograd.Function):
         step.ran_backward = True
         if loss.individual:
             # sum_j exp((s_ij - s_ii)/tau_i) (s_ij - s_ii) / ((B-1)(eps+u_i)), both sides.
+            assert negatives.row_dot is not None and negatives.col_dot is not None, "the plan has them"
             spread_x = negatives.row_dot / row_weight - s_ii * ratio[:, 0]
             spread_y = negatives.col_dot / col_weight - s_ii * ratio[:, 1]
             through_g = torch.stack([-spread_x / tau_x, -spread_y / tau_y], dim=1)

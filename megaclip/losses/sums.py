@@ -45,7 +45,7 @@ def finish_gradients(
 
     d_loss: (), the upstream gradient. sums: its field `loss` is not used.
     """
-    dx, dy, _ = finish(sums.dx, sums.dy, x, y, sums.pull, sums.factor * d_loss)
+    dx, dy, _ = finish(sums.dx, sums.dy, x, y, sums.pull, sums.factor, d_loss)
     d_scale = gradient_of_scalar(sums.d_alpha * d_loss, logit_scale)
     if logit_bias is None:
         return dx, dy, d_scale, None

@@ -67,11 +67,22 @@ def finish_gradient(
 
 
 def finish_gradients(
-    total_x: Tensor, total_y: Tensor, x: Tensor, y: Tensor, pull: Tensor, factor: Tensor
+    total_x: Tensor,
+    total_y: Tensor,
+    x: Tensor,
+    y: Tensor,
+    pull: Tensor,
+    factor: Tensor,
+    upstream: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x and y (m, D), and `<x_i, d_i>` (m,), as `finish_gradient` does, in one kernel."""
+    """Return the gradients of x and y (m, D), and `<x_i, d_i>` (m,), as `finish_gradient` does, in one kernel.
+
+    upstream: one element by which the factor is multiplied.
+    """
     if kernels := _kernels(x):
-        return kernels.finish_gradients(total_x, total_y, x, y, pull, factor)
+        return kernels.finish_gradients(total_x, total_y, x, y, pull, factor, upstream)
+    if upstream is not None:
+        factor = factor * upstream
     dx, dots = finish_gradient(total_x, x, y, pull, factor)
     return dx, finish_gradient(total_y, y, x, pull, factor)[0], dots
 

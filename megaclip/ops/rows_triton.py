@@ -90,6 +90,7 @@ def _finish_gradients_kernel(
     y_ptr,  # in: (m, D) features
     pull_ptr,  # in: (m,) float32
     factor_ptr,  # in: (1,) float32
+    upstream_ptr,  # in: (1,) float32, a second factor; unused without HAS_UPSTREAM
     dx_ptr,  # out: (m, D) features' dtype, contiguous
     dy_ptr,  # out: (m, D) features' dtype, contiguous
     dots_ptr,  # out: (m,) float32
@@ -99,6 +100,7 @@ def _finish_gradients_kernel(
     x_col,
     y_row,
     y_col,
+    HAS_UPSTREAM: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -117,6 +119,8 @@ def _finish_gradients_kernel(
     y = _load(y_ptr, rows, cols, y_row, y_col, mask)
     pull = tl.load(pull_ptr + rows, mask=inside, other=0.0)[:, None]
     factor = tl.load(factor_ptr)
+    if HAS_UPSTREAM:
+        factor *= tl.load(upstream_ptr)
     entries = rows[:, None] * D + cols[None, :]
     if is_x:
         d = tl.load(total_x_ptr + entries, mask=mask, other=0.0) - pull * y
@@ -150,28 +154,41 @@ def finish_gradient(
     total: Tensor, features: Tensor, partners: Tensor, pull: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `megaclip.ops.rows.finish_gradient`."""
-    gradient, _, dots = _finished((total, total), features, partners, pull, factor, sides=1)
+    gradient, _, dots = _finished((total, total), features, partners, pull, factor, None, sides=1)
     return gradient, dots
 
 
 def finish_gradients(
-    total_x: Tensor, total_y: Tensor, x: Tensor, y: Tensor, pull: Tensor, factor: Tensor
+    total_x: Tensor,
+    total_y: Tensor,
+    x: Tensor,
+    y: Tensor,
+    pull: Tensor,
+    factor: Tensor,
+    upstream: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `megaclip.ops.rows.finish_gradients`."""
-    return _finished((total_x, total_y), x, y, pull, factor, sides=2)
+    return _finished((total_x, total_y), x, y, pull, factor, upstream, sides=2)
 
 
 def _finished(
-    totals: tuple[Tensor, Tensor], x: Tensor, y: Tensor, pull: Tensor, factor: Tensor, sides: int
+    totals: tuple[Tensor, Tensor],
+    x: Tensor,
+    y: Tensor,
+    pull: Tensor,
+    factor: Tensor,
+    upstream: Tensor | None,
+    sides: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x and y and the dots; with sides=1 the gradient of x stands in for that of y."""
     totals = totals[0].contiguous(), totals[1].contiguous()
     pull, factor = pull.to(torch.float32).contiguous(), factor.to(torch.float32)
+    second = factor if upstream is None else upstream.to(torch.float32)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dy = torch.empty_like(dx) if sides == 2 else dx
     dots = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    arguments = (*totals, x, y, pull, factor, dx, dy, dots, len(x), _tiles(x))
-    _launch(_finish_gradients_kernel, x, *arguments, *x.stride(), *y.stride(), sides=sides)
+    arguments = (*totals, x, y, pull, factor, second, dx, dy, dots, len(x), _tiles(x))
+    _launch(_finish_gradients_kernel, x, *arguments, *x.stride(), *y.stride(), upstream is not None, sides=sides)
     return dx, dy, dots
 
 

@@ -120,7 +120,7 @@ def tile_grads(
     need_dots: bool = True,
     add_to: Accumulators = (None, None),
     options: TileOptions = DEFAULT_OPTIONS,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return dx (m, D), dy (n, D), row_dot (m,) and col_dot (n,), float32 (float64 for float64 features).
 
     `P_ij = row.weight_i*exp(row.scale_i*s_ij - row.shift_i) + col.weight_j*exp(col.scale_j*s_ij - col.shift_j)`;
@@ -130,7 +130,7 @@ def tile_grads(
     x, y, diagonal, errors: as in `tile_stats`.
     row: numbers or (m,). col: numbers or (n,). A direction whose scale, shift and weight are 0 is left out.
     need_dx, need_dy: False saves the product of that side, which is then returned as None.
-    need_dots: False saves the sums of both dots, which are then zeros. Their total is also `sum(x * dx)`.
+    need_dots: False saves the sums of both dots, which are then None. Their total is also `sum(x * dx)`.
     add_to: contiguous tensors (m, D) and (n, D) in the dtype of the results. dx and dy are added to them in place, and
         they are returned. None allocates a new tensor.
     """

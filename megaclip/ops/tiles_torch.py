@@ -57,19 +57,19 @@ def tile_grads(
     need_dots: bool,
     add_to: Accumulators,
     options: TileOptions,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return dx (m, D), dy (n, D), row_dot (m,) and col_dot (n,); see `megaclip.ops.tiles.tile_grads`."""
     dx, dy = _accumulators(x, y, row.scale, need_dx, need_dy, add_to)
-    row_dot, col_dot = torch.zeros_like(row.scale), torch.zeros_like(col.scale)
+    row_dot, col_dot = (torch.zeros_like(terms.scale) if need_dots else None for terms in (row, col))
     x, y = _operands(x, y, options.precision)
-    side = _tile_side(options.tile_budget_mib, _GRADS_BUFFERS, row_dot.dtype)
+    side = _tile_side(options.tile_budget_mib, _GRADS_BUFFERS, row.scale.dtype)
     with _tf32(options.precision == "tf32"):
         for rows, cols, offset, s_mn in _similarities(x, y, diagonal, side):
             p_mn = _weights(s_mn, offset, *(value[rows, None] for value in row))
-            if need_dots:
+            if row_dot is not None:
                 row_dot[rows] += (p_mn * s_mn).sum(1)
             col_mn = _weights(s_mn, offset, *(value[None, cols] for value in col))
-            if need_dots:
+            if col_dot is not None:
                 col_dot[cols] += (col_mn * s_mn).sum(0)
             _add_products(dx, dy, p_mn.add_(col_mn).to(x.dtype), x, y, rows, cols)
     return dx, dy, row_dot, col_dot

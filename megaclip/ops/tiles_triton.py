@@ -81,11 +81,13 @@ def tile_grads(
     need_dots: bool,
     add_to: Accumulators,
     options: TileOptions,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return dx (m, D), dy (n, D), row_dot (m,) and col_dot (n,), float32; see `megaclip.ops.tiles.tile_grads`."""
     m = x.shape[0]
-    dots = x.new_zeros((m + y.shape[0],), dtype=torch.float32)
-    row_dot, col_dot = dots[:m], dots[m:]
+    row_dot, col_dot = None, None
+    if need_dots:
+        dots = x.new_zeros((m + y.shape[0],), dtype=torch.float32)
+        row_dot, col_dot = dots[:m], dots[m:]
     tiling = Tiling(x, y, "grads", diagonal, options)
     tile = tiling.tile
     row_shift, col_shift = row.shift.contiguous(), col.shift.contiguous()
@@ -94,10 +96,10 @@ def tile_grads(
         row_limits, col_limits = _tile_limits(x, y, row.scale, col.scale, (row_shift, col_shift), tile)
         for block in tiling.blocks(tiling.p_dtype.itemsize, keeps_tile=True):
             rows, cols = block.rows, block.cols
-            row_parts, col_parts = row_dot, col_dot  # the kernel does not write them
+            row_parts, col_parts = row_limits, col_limits  # the kernel does not write them
             if need_dots:
-                row_parts = row_dot.new_empty((block.col_tiles, block.m))
-                col_parts = col_dot.new_empty((block.row_tiles, block.n))
+                row_parts = row_limits.new_empty((block.col_tiles, block.m))
+                col_parts = col_limits.new_empty((block.row_tiles, block.n))
             _tile_grads_kernel[block.grid(block.row_tiles)](
                 *block.factors,
                 block.p_descriptor,
@@ -114,7 +116,7 @@ def tile_grads(
                 **block.constants,
             )
             products.add(block)
-            if need_dots:
+            if row_dot is not None and col_dot is not None:
                 row_dot[rows] += row_parts.sum(0)
                 col_dot[cols] += col_parts.sum(0)
     return products.dx, products.dy, row_dot, col_dot

@@ -4,6 +4,9 @@ Each operation calls the function of that name in `megaclip.ops.tiles` or `megac
 numbers are tensors with one element, and every result is computed. The fake implementations return shapes and dtypes
 without computing.
 
+Vectors may be parts of one buffer, so they are copied: results of an operation must not share memory, and compiled code
+assumes that each is aligned to 16 bytes.
+
 No operation has a gradient formula, and backward through one is an error. `tile_grads` is the gradient of `tile_stats`,
 and `tile_sigmoid` returns its own gradients; a loss multiplies them in, as `megaclip.losses` does.
 """
@@ -28,7 +31,8 @@ def tile_stats(
 ) -> tuple[Tensor, Tensor]:
     """Return row_lse (m,) and col_lse (n,); see `megaclip.ops.tiles.tile_stats`."""
     options = _options(precision, implementation, tile_budget_mib)
-    return tiles.tile_stats(x, y, row_scale, col_scale, diagonal=diagonal, options=options)
+    row_lse, col_lse = tiles.tile_stats(x, y, row_scale, col_scale, diagonal=diagonal, options=options)
+    return row_lse.clone(), col_lse.clone()
 
 
 @tile_stats.register_fake
@@ -56,7 +60,8 @@ def tile_grads(
     options = _options(precision, implementation, tile_budget_mib)
     dx, dy, row_dot, col_dot = tiles.tile_grads(x, y, row, col, diagonal=diagonal, options=options)
     assert dx is not None and dy is not None, "both sides are computed by default"
-    return dx, dy, row_dot, col_dot
+    assert row_dot is not None and col_dot is not None, "dots are computed by default"
+    return dx, dy, row_dot.clone(), col_dot.clone()
 
 
 @tile_grads.register_fake
@@ -79,7 +84,6 @@ def tile_sigmoid(
     options = _options(precision, implementation, tile_budget_mib)
     row_loss, dx, dy, row_dot, row_sum = tiles.tile_sigmoid(x, y, scale, bias, diagonal=diagonal, options=options)
     assert dx is not None and dy is not None, "both sides are computed by default"
-    # The three are rows of one buffer, and results of an operation must not share memory.
     return row_loss.clone(), dx, dy, row_dot.clone(), row_sum.clone()
 
 
@@ -90,14 +94,20 @@ def _(x, y, *scalars_diagonal_and_options, **others):
 
 @torch.library.custom_op("megaclip::finish_gradients", mutates_args=())
 def finish_gradients(
-    total_x: Tensor, total_y: Tensor, x: Tensor, y: Tensor, pull: Tensor, factor: Tensor
+    total_x: Tensor,
+    total_y: Tensor,
+    x: Tensor,
+    y: Tensor,
+    pull: Tensor,
+    factor: Tensor,
+    upstream: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x and y (m, D) and `<x_i, d_i>` (m,); see `megaclip.ops.rows.finish_gradients`."""
-    return rows.finish_gradients(total_x, total_y, x, y, pull, factor)
+    return rows.finish_gradients(total_x, total_y, x, y, pull, factor, upstream)
 
 
 @finish_gradients.register_fake
-def _(total_x, total_y, x, y, *pull_and_factor):
+def _(total_x, total_y, x, y, *pull_and_factors):
     return *(torch.empty_like(features, memory_format=torch.contiguous_format) for features in (x, y)), _row_values(x)
 
 

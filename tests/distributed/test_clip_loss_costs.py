@@ -105,11 +105,11 @@ def check_traffic() -> None:
     batch, embedding, hops = 16, 24, group_size() - 1
     features, agreement = batch * embedding, 4 * 2 * hops
     expected = {
-        # y, then the column statistics, which need one more hop to return. Then y with its shifts; dy and dots follow.
+        # y, then the column statistics, which need one more hop to return. Then y with its shifts; dy follows.
         ("ring", "feature"): {
             "batch_isend_irecv": (hops * features + (hops + 1) * batch)
             + hops * (features + batch)
-            + (hops + 1) * (features + batch),
+            + (hops + 1) * features,
             "all_gather_into_tensor": agreement,
         },
         # Forward as above; then x and y with one shift each, and no gradient.
@@ -117,11 +117,11 @@ def check_traffic() -> None:
             "batch_isend_irecv": (hops * features + (hops + 1) * batch) + hops * 2 * (features + batch),
             "all_gather_into_tensor": agreement,
         },
-        # y forward, column shifts backward; dy and dots are reduced.
+        # y forward, column shifts backward; dy is reduced.
         ("all_gather", "feature"): {
             "all_gather_into_tensor": hops * (features + batch) + agreement,
             "all_to_all_single": hops * batch,
-            "reduce_scatter_tensor": hops * (features + batch),
+            "reduce_scatter_tensor": hops * features,
         },
         # y forward; x and both shifts backward, and no gradient.
         ("all_gather", "scalar"): {

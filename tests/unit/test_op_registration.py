@@ -98,8 +98,9 @@ def test_the_last_step_of_a_gradient(dtype: torch.dtype) -> None:
     x, y = batch(8, 0, dtype).T, batch(8, 1, dtype)  # a matrix whose columns are not adjacent
     total, pull = torch.randn(8, 8, dtype=tiles.accumulation_dtype(x)), torch.rand(8, dtype=tiles.accumulation_dtype(x))
     operation = torch.ops.megaclip.finish_gradients
-    arguments = (total, total.flip(0), x, y, pull, 3 * pull[0])
-    torch.library.opcheck(operation, arguments, test_utils=("test_schema", "test_faketensor"))
+    arguments = (total, total.flip(0), x, y, pull, pull[0], torch.full_like(pull[0], 3.0))
+    for given in (arguments, arguments[:-1]):
+        torch.library.opcheck(operation, given, test_utils=("test_schema", "test_faketensor"))
     d = total.double() - pull.double()[:, None] * y.double()
     d_y = total.double().flip(0) - pull.double()[:, None] * x.double()
     *gradients, dots = operation(*arguments)
