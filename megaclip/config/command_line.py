@@ -25,6 +25,9 @@ DEFAULT_WORKERS = 4
 DEFAULT_SKIPS_IN_A_ROW = 10
 """Largest number of consecutive steps that --on-nonfinite skip leaves out."""
 
+_LARGEST_SEED = 2**64 - 1
+"""PyTorch's generators accept no larger seed."""
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
@@ -139,7 +142,9 @@ class TrainArguments(BaseModel):
     cooldown_steps: Positive | None = Field(default=None, description="steps of cooldown at the end (const-cooldown)")
     lr_cooldown_power: float = Field(default=1.0, gt=0, description="power of the decay (const-cooldown)")
     lr_cooldown_end: float = Field(default=0.0, ge=0, description="last learning rate (const-cooldown)")
-    seed: NotNegative = Field(default=0, description="seed of the data order, augmentation, initialisation and dropout")
+    seed: NotNegative = Field(
+        default=0, le=_LARGEST_SEED, description="seed of the data order, augmentation, initialisation and dropout"
+    )
 
     logs: str = Field(default="runs", description="folder of all runs")
     name: str | None = Field(
