@@ -249,6 +249,9 @@ class Run:
 
     def train_to_end(self) -> signal.Signals | None:
         """Train until the last step or until a signal stops the run; return that signal, or None."""
+        with report_write_errors():
+            if self.rank == 0:
+                self._summary.unlink(missing_ok=True)  # of a shorter run, or of the branch that a run has left
         logger.info(
             "training steps %d to %d of %d: contrastive batch %d = %d ranks x %d image chunks of %d or %d text chunks "
             "of %d, %d samples an epoch",
