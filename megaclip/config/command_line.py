@@ -203,6 +203,15 @@ class TrainArguments(BaseModel):
     def _accept_latest(cls, resume: str | None) -> str | None:
         return "auto" if resume == "latest" else resume
 
+    @field_validator(
+        "pretrained", "pretrained_image", "pretrained_text", "zeroshot_data", "data_offload_dir", "tokenizer", "resume"
+    )
+    @classmethod
+    def _refuse_empty(cls, path: str | None) -> str | None:
+        if path == "":  # such as "$WEIGHTS" of a variable that is not set
+            raise ValueError("the value is empty; give it a value, or leave it out")
+        return path
+
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str | None) -> str | None:
