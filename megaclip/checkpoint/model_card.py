@@ -4,13 +4,15 @@ The card is `open_clip_config.json`. An exported model has it beside its weights
 `RUN/checkpoints/model`. `read_model_card` parses it once into a `ModelCard`, which all readers use.
 """
 
+import contextlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaclip.checkpoint import manifest
 from megaclip.checkpoint.durable import write_atomically
 from megaclip.errors import CheckpointError
 from megaclip.models import ModelDescription, OpenClipConfig
@@ -116,6 +118,19 @@ def read_model_card(
     settings = {**OPENAI_PREPROCESS, **preprocess}
     tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
     return ModelCard(directory, config, tuples)
+
+
+def remove_earlier_files(directory: Path, kept: Collection[str]) -> None:
+    """Delete the files that the manifest beside an earlier model card lists, except those named `kept`.
+
+    Files of another tokenizer would otherwise be read together with those of the new one. Files that are not in the
+    manifest stay.
+    """
+    with contextlib.suppress(CheckpointError):  # no manifest, or a damaged one
+        listed = manifest.read(directory).files if (directory / CARD_NAME).is_file() else {}
+        for name in listed.keys() - set(kept):
+            if Path(name).name == name:  # no path that leads out of the directory
+                (directory / name).unlink(missing_ok=True)
 
 
 def write_model_card(

@@ -98,6 +98,7 @@ def write_weights(directory: str | Path, state_dict: StateDict, config: ModelDes
 
     Raises:
         CheckpointError: the parameters or their shapes differ from those of the model that `config` describes.
+        OSError: the file cannot be written; nothing of it is left.
     """
     model = meta_model(config)
     _require_complete(compare_weights(model, state_dict), "the weights do not fit the model in the card")
@@ -105,11 +106,16 @@ def write_weights(directory: str | Path, state_dict: StateDict, config: ModelDes
     tensors = {name: value.contiguous() for name, value in to_open_clip(exact, config).items()}
     path = Path(directory) / WEIGHTS_NAME
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.touch()
-    mode = temporary.stat().st_mode  # as the umask sets it; safetensors lets only the owner read
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.chmod(mode)
-    os.replace(temporary, path)
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # as the umask sets it; safetensors lets only the owner read
+        save_file(tensors, temporary, metadata={"format": "pt"})
+        temporary.chmod(mode)
+        os.replace(temporary, path)
+    except SafetensorError as error:
+        raise OSError(first_line(error)) from None
+    finally:
+        temporary.unlink(missing_ok=True)
     return path
 
 

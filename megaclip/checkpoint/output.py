@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megaclip.errors import CheckpointError, ConfigError
+from megaclip.errors import CheckpointError, ConfigError, first_line
 
 
 def check_output(out_dir: Path, source: Path, *, overwrite: bool) -> None:
@@ -33,6 +33,17 @@ def check_output(out_dir: Path, source: Path, *, overwrite: bool) -> None:
             raise CheckpointError(f"{out_dir} is not empty; choose another directory, or add --overwrite")
     except OSError as error:
         raise CheckpointError(f"cannot write to {out_dir}: {error}; choose another directory") from None
+
+
+@contextmanager
+def writing_to(out_dir: Path) -> Iterator[None]:
+    """Raise an OSError inside the `with` statement, such as a full disk, as a CheckpointError that names `out_dir`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write to {out_dir}: {first_line(error)}; free space there, or choose another directory"
+        ) from None
 
 
 def prepare_folder(folder: Path) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.durable import make_folders, sync_files
-from megaclip.checkpoint.model_card import ModelCard, read_model_card
+from megaclip.checkpoint.model_card import ModelCard, read_model_card, remove_earlier_files
 from megaclip.checkpoint.open_clip_weights import assigned_model, write_weights
-from megaclip.checkpoint.output import check_output
+from megaclip.checkpoint.output import check_output, writing_to
 from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
 from megaclip.checkpoint.verify import TOLERANCE, verify
 from megaclip.data import load_tokenizer
@@ -69,13 +69,15 @@ def export(
     manifest.require_whole(folder / MODEL_CARD)
     card = read_model_card(folder / MODEL_CARD)
     weights = consolidated_weights(folder, tag, ema=ema)
-    make_folders(out_dir)
-    (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # until it describes the new files
     names = [path.name for path in card.directory.iterdir() if path.is_file() and path.name != manifest.MANIFEST]
-    for name in names:
-        shutil.copyfile(card.directory / name, out_dir / name)
-    names.append(write_weights(out_dir, weights, card.config).name)
-    manifest.write(out_dir, sync_files(out_dir, names))
+    with writing_to(out_dir):
+        make_folders(out_dir)
+        remove_earlier_files(out_dir, kept=names)
+        (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # until it describes the new files
+        for name in names:
+            shutil.copyfile(card.directory / name, out_dir / name)
+        names.append(write_weights(out_dir, weights, card.config).name)
+        manifest.write(out_dir, sync_files(out_dir, names))
     return replace(card, directory=out_dir), weights
 
 

@@ -16,9 +16,15 @@ from pathlib import Path
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.durable import sync_files
-from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, check_inside, read_model_card, write_model_card
+from megaclip.checkpoint.model_card import (
+    OPENAI_PREPROCESS,
+    check_inside,
+    read_model_card,
+    remove_earlier_files,
+    write_model_card,
+)
 from megaclip.checkpoint.open_clip_weights import LoadReport, compare_weights, read_weights, write_weights
-from megaclip.checkpoint.output import check_output
+from megaclip.checkpoint.output import check_output, writing_to
 from megaclip.errors import MegaclipError
 from megaclip.models import load_model_config, meta_model
 from megaclip.models.config import CARD_NAME
@@ -67,11 +73,13 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
     report = compare_weights(meta_model(config), state_dict)
     if report.complete:
         files = tokenizer_files(source)
-        (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # until it describes the new files
-        write_model_card(out_dir, config, preprocess, files)
-        weights = write_weights(out_dir, state_dict, config)
-        names = [CARD_NAME, weights.name, *(path.name for path in files)]
-        manifest.write(out_dir, sync_files(out_dir, names))
+        names = [CARD_NAME, *(path.name for path in files)]
+        with writing_to(out_dir):
+            remove_earlier_files(out_dir, kept=names)
+            (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # until it describes the new files
+            write_model_card(out_dir, config, preprocess, files)
+            names.append(write_weights(out_dir, state_dict, config).name)
+            manifest.write(out_dir, sync_files(out_dir, names))
     return report
 
 

@@ -67,6 +67,8 @@ _REFUSED = {
     "bf16.bf16_master_weights_and_grads": "masters of bfloat16 lose small updates, and resumed runs would differ; "
     "leave it out",
     "bf16.bf16_optimizer_states": "states of bfloat16 lose small updates; leave it out",
+    "bf16.immediate_grad_update": "it is for DeepSpeed's BF16_Optimizer, which is not supported; leave it out",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "the optimizer Muon is not supported; leave it out",
 }
 """Setting of DeepSpeed's -> why it is refused and what to do. It is accepted where it is switched off."""
 
@@ -76,6 +78,20 @@ _SWITCHES = (
     "zero_optimization.compute_grad_norm",
 )
 """Settings that must be true or false, like every setting named "enabled"."""
+
+_ONLY_AT_STAGE_3 = (
+    "zero_optimization.stage3_",
+    "zero_optimization.offload_param",
+    "zero_optimization.sub_group_size",
+    "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.zero_quantized_",
+    "zero_optimization.memory_efficient_linear",
+    "zero_optimization.log_trace_cache_warnings",
+    "zero_optimization.enable_sanity_checks",
+    "zero_optimization.override_module_apply",
+    "zero_optimization.leaf_module",
+)
+"""Beginnings of the settings that only ZeRO-3 uses."""
 
 _MONITOR_PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
 
@@ -206,12 +222,13 @@ def _check_zero(config: DsConfig, values: dict[str, Any]) -> None:
     """Refuse settings of zero_optimization that its stage or the optimizer does not use."""
     zero = config.zero_optimization
     for setting in values:
-        if zero.stage != 3 and setting.startswith(("zero_optimization.stage3_", "zero_optimization.offload_param")):
+        if zero.stage != 3 and setting.startswith(_ONLY_AT_STAGE_3):
             raise ConfigError(
                 f"{setting} has no effect at zero_optimization.stage {zero.stage}; use stage 3, or leave it out"
             )
-    if zero.stage == 0 and "zero_optimization.offload_optimizer" in values:
-        raise ConfigError("zero_optimization.offload_optimizer has no effect at stage 0; use stage 1, 2 or 3")
+        is_of_stages = setting.startswith("zero_optimization.") and setting != "zero_optimization.stage"
+        if zero.stage == 0 and is_of_stages and setting not in _REFUSED:
+            raise ConfigError(f"{setting} has no effect at stage 0; use stage 1, 2 or 3, or leave it out")
     for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
         setting = f"zero_optimization.{name}"
         if section is not None and section.device == "none":
@@ -225,6 +242,17 @@ def _check_zero(config: DsConfig, values: dict[str, Any]) -> None:
             )
         if not values.get(f"{setting}.nvme_path"):
             raise ConfigError(f'{setting}.device "nvme" requires {setting}.nvme_path; set it to a folder on that disk')
+    devices = [section.device for section in (zero.offload_optimizer, zero.offload_param) if section is not None]
+    if "aio" in values and "nvme" not in devices:
+        raise ConfigError(
+            "aio has no effect without offload to a disk; leave it out, or set the device of "
+            "zero_optimization.offload_optimizer or offload_param to 'nvme'"
+        )
+    if "zero_force_ds_cpu_optimizer" in values:
+        raise ConfigError(
+            "zero_force_ds_cpu_optimizer has no effect: DeepSpeed reads it for optimizers that it does not construct, "
+            "and those cannot be offloaded; leave it out"
+        )
     if zero.offload_optimizer and zero.offload_optimizer.ratio != 1:
         raise ConfigError(
             "zero_optimization.offload_optimizer.ratio cannot be below 1: the weights that stay on the GPU get an "
@@ -237,7 +265,12 @@ def _check_precision(config: DsConfig, values: dict[str, Any]) -> None:
 
     tests/distributed/test_engine_guards.py measures that bf16 at stage 0 computes something else.
     """
-    accumulate, stage = config.data_types.grad_accum_dtype, config.zero_optimization.stage
+    accumulate, stage = config.data_types.grad_accum_dtype, int(config.zero_optimization.stage)
+    if values.get("bf16.check_grad_overflow") and not (config.bf16.enabled and stage in (1, 2)):
+        raise ConfigError(
+            f"bf16.check_grad_overflow has no effect at zero_optimization.stage {stage}"
+            f"{'' if config.bf16.enabled else ' without bf16.enabled'}; leave it out"
+        )
     if not config.bf16.enabled:
         if accumulate == "bf16":
             raise ConfigError(

@@ -25,6 +25,9 @@ DEFAULT_WORKERS = 4
 DEFAULT_SKIPS_IN_A_ROW = 10
 """Largest number of consecutive steps that --on-nonfinite skip leaves out."""
 
+_LARGEST_SEED = 2**64 - 1
+"""PyTorch's generators accept no larger seed."""
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
@@ -139,7 +142,9 @@ class TrainArguments(BaseModel):
     cooldown_steps: Positive | None = Field(default=None, description="steps of cooldown at the end (const-cooldown)")
     lr_cooldown_power: float = Field(default=1.0, gt=0, description="power of the decay (const-cooldown)")
     lr_cooldown_end: float = Field(default=0.0, ge=0, description="last learning rate (const-cooldown)")
-    seed: NotNegative = Field(default=0, description="seed of the data order, augmentation, initialisation and dropout")
+    seed: NotNegative = Field(
+        default=0, le=_LARGEST_SEED, description="seed of the data order, augmentation, initialisation and dropout"
+    )
 
     logs: str = Field(default="runs", description="folder of all runs")
     name: str | None = Field(
@@ -197,6 +202,15 @@ class TrainArguments(BaseModel):
     @classmethod
     def _accept_latest(cls, resume: str | None) -> str | None:
         return "auto" if resume == "latest" else resume
+
+    @field_validator(
+        "pretrained", "pretrained_image", "pretrained_text", "zeroshot_data", "data_offload_dir", "tokenizer", "resume"
+    )
+    @classmethod
+    def _refuse_empty(cls, path: str | None) -> str | None:
+        if path == "":  # such as "$WEIGHTS" of a variable that is not set
+            raise ValueError("the value is empty; give it a value, or leave it out")
+        return path
 
     @field_validator("name")
     @classmethod

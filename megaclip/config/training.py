@@ -91,7 +91,9 @@ class TrainingConfig:
         if self.bf16:
             config["bf16"] = DEEPSPEED_DEFAULTS["bf16"] | config["bf16"]
         if self._settings.steps_per_print is None:
-            config["timers"] = DEEPSPEED_DEFAULTS["timers"] | config.get("timers", {})
+            timers = config.get("timers", {})
+            throughput = DEEPSPEED_DEFAULTS["timers"]["throughput"] | timers.get("throughput", {})
+            config["timers"] = timers | {"throughput": throughput}
         return config
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megaclip.config import TrainArguments
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -25,6 +26,12 @@ _NOT_OF_THE_TRAINING = {
     "local_rank",
 }
 """Command-line settings that change no step: paths, and when and how a run starts and ends."""
+_DEFAULTS: dict[str, Any] = {
+    name: json.loads(json.dumps(field.default))
+    for name, field in TrainArguments.model_fields.items()
+    if not field.is_required()
+}
+"""Values of the flags that an earlier version did not have, and so did not record."""
 
 
 def report_changed_settings(before: Path, now: dict[str, Any]) -> None:
@@ -45,7 +52,9 @@ def report_changed_settings(before: Path, now: dict[str, Any]) -> None:
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
     for section in ("arguments", "ds_config"):
         was, is_ = (_flat(settings.get(section, {})) for settings in (old, new))
-        for key in sorted({*was, *is_}):
+        if section == "arguments":
+            was = _DEFAULTS | was
+        for key in sorted(is_.keys() | (was.keys() - _DEFAULTS.keys())):
             if was.get(key) != is_.get(key) and key not in _NOT_OF_THE_TRAINING:
                 name = f"--{key.replace('_', '-')}" if section == "arguments" else key
                 yield f"{name} from {json.dumps(was.get(key))} to {json.dumps(is_.get(key))}"

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import signal
+import tempfile
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -23,7 +24,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint import manifest, store
 from megaclip.checkpoint.durable import write_atomically
-from megaclip.checkpoint.model_card import write_model_card
+from megaclip.checkpoint.model_card import remove_earlier_files, write_model_card
 from megaclip.checkpoint.search import MODEL_CARD, locate
 from megaclip.comm.collectives import gather_objects, sum_counts, wait_for_all_ranks
 from megaclip.comm.parallelism import parallel_groups
@@ -61,6 +62,7 @@ from megaclip.evaluation import (
     group_captions,
 )
 from megaclip.logging import get_logger
+from megaclip.models.config import CARD_NAME
 from megaclip.planner import MemoryPlan
 
 logger = get_logger(__name__)
@@ -212,6 +214,10 @@ class Run:
                 card = self.checkpoints / MODEL_CARD
                 card.mkdir(exist_ok=True)
                 inputs = self.inputs
+                with tempfile.TemporaryDirectory() as written:
+                    inputs.tokenizer.write_open_clip(written)
+                    names = [CARD_NAME, *os.listdir(written), *(file.name for file in inputs.tokenizer.files)]
+                remove_earlier_files(card, kept=names)
                 inputs.tokenizer.write_open_clip(card)
                 write_model_card(card, inputs.model_config, inputs.preprocess_cfg, inputs.tokenizer.files)
                 manifest.write(card)
@@ -243,6 +249,9 @@ class Run:
 
     def train_to_end(self) -> signal.Signals | None:
         """Train until the last step or until a signal stops the run; return that signal, or None."""
+        with report_write_errors():
+            if self.rank == 0:
+                self._summary.unlink(missing_ok=True)  # of a shorter run, or of the branch that a run has left
         logger.info(
             "training steps %d to %d of %d: contrastive batch %d = %d ranks x %d image chunks of %d or %d text chunks "
             "of %d, %d samples an epoch",

@@ -40,12 +40,14 @@ for _stage in (1, 2, 3):
         f"zero{_stage} bf16 clipped": _clipped,
         f"zero{_stage} bf16 below the limit": replace(_clipped, clipping=INACTIVE),
         f"zero{_stage} bf16 without limit": replace(_clipped, clipping=0.0),
-        f"zero{_stage} bf16 checked": replace(_clipped, check_overflow=True),
         f"zero{_stage} bf16 offloaded": replace(_clipped, offload="optimizer"),
         f"zero{_stage} bf16 {'Lion' if _stage == 2 else 'SGD'}": replace(
             _clipped, optimizer="Lion" if _stage == 2 else "SGD"
         ),
     }
+CASES |= {
+    f"zero{_stage} bf16 checked": replace(CASES[f"zero{_stage} bf16 clipped"], check_overflow=True) for _stage in (1, 2)
+}
 CASES["zero2 bf16 summed in fp32"] = Case(2, 2, bf16=True, clipping=ACTIVE, grad_accum_dtype="fp32", text_chunks=1)
 CASES["zero3 bf16 summed in fp32"] = replace(CASES["zero2 bf16 summed in fp32"], stage=3)
 CASES["zero1 bf16 coalesced"] = Case(1, 2, bf16=True, clipping=ACTIVE, coalesce=True)

@@ -301,6 +301,29 @@ def test_a_run_killed_in_its_last_evaluation_only_evaluates_when_resumed(runs, t
     assert scores["steps"] == 2 and 0 <= scores["retrieval_r1_i2t"] <= 1 and "samples_per_s" not in scores
 
 
+@pytest.mark.parametrize("runs", ["zero1"], indirect=True)
+def test_a_run_that_goes_back_is_not_complete_until_its_own_end(runs, tiny_run):
+    """The summary of the branch that it leaves says that the run is complete, and has other scores."""
+
+    def command(**changes: Any) -> list[str]:
+        data = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16}
+        schedule = {**SCHEDULE, "train_steps": 2, "warmup": 1, "save_every_steps": 1}
+        return flags(tiny_run, runs.config, runs.logs, name="back", **schedule, **data, **changes)
+
+    run = runs.logs / "back"
+    (ends,) = run_in_ranks([command()])
+    assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
+    assert json.loads((run / "metrics.json").read_text())["steps"] == 2
+    with pytest.raises(RankFailure):
+        back = command(resume=run / "checkpoints" / "step_00000001")
+        run_ranks(fails_to_evaluate, WORLD_SIZE, back, str(runs.logs / "unused_for_back"))
+    assert (run / "checkpoints" / "latest").read_text() == "step_00000002" and not (run / "metrics.json").exists()
+    (ends,) = run_in_ranks([command(resume="auto")])
+    assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
+    assert "evaluation at step 2: " in ends[0].output
+    assert json.loads((run / "metrics.json").read_text())["steps"] == 2
+
+
 KILLS_ALL = f"""
 import os, signal, sys
 from megaclip.engine.metrics import Metrics

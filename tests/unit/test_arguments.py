@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 
 from megaclip.commands import demo
 from megaclip.config import MegaclipSection
@@ -29,6 +30,13 @@ def test_flags_are_typed():
     assert parse_arguments([*REQUIRED, "--image-mean", "0.5", "0.4", "0.3"]).image_mean == (0.5, 0.4, 0.3)
 
 
+def test_the_largest_seed_is_one_that_torch_accepts():
+    seed = parse_arguments([*REQUIRED, "--seed", str(2**64 - 1)]).seed
+    torch.Generator().manual_seed(seed)
+    with pytest.raises(ValueError, match="Overflow"):
+        torch.Generator().manual_seed(seed + 1)
+
+
 def test_resume_latest_means_auto_as_in_open_clip():
     resumed = [parse_arguments([*REQUIRED, "--resume", word]).resume for word in ("auto", "latest", "runs/latest")]
     assert resumed == ["auto", "auto", "runs/latest"]
@@ -45,6 +53,11 @@ def test_resume_latest_means_auto_as_in_open_clip():
         (["--lr=1"], "--lr is set in ds_config.json"),
         (["--warmup", "many"], "--warmup: "),
         (["--warmup", "-1"], "greater than or equal to 0"),
+        (["--pretrained", ""], "--pretrained: the value is empty; give it a value, or leave it out, got ''"),
+        (["--pretrained-text", ""], "--pretrained-text: the value is empty; give it a value, or leave it out"),
+        (["--zeroshot-data="], "--zeroshot-data: the value is empty; give it a value, or leave it out"),
+        (["--resume", ""], "--resume: the value is empty; give it a value, or leave it out"),
+        (["--seed", str(2**64)], f"--seed: Input should be less than or equal to {2**64 - 1}"),
         (["--epochs", "1", "--train-steps", "2"], "exclude each other; use one of them"),
         (["--lr-scheduler", "const-cooldown"], "const-cooldown together with --epochs-cooldown"),
         (["--lr-scheduler", "linear"], "'cosine', 'const' or 'const-cooldown'"),

@@ -63,6 +63,10 @@ NO_TIMER = {"throughput": {"enabled": False}}
             {"timers": {"throughput": {"enabled": True, "synchronized": False}}},
             {"timers": {"throughput": {"enabled": True, "synchronized": False}}},
         ),
+        (
+            {"timers": {"throughput": {"synchronized": False}}},
+            {"timers": {"throughput": {"enabled": False, "synchronized": False}}},
+        ),
     ],
 )
 def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_path, changes, expected):
@@ -305,6 +309,52 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
             {"megaclip": {"compile": True, "layer_norm": "apex"}},
             "megaclip.compile true cannot be used with megaclip.layer_norm 'apex'",
         ),
+        *(
+            (
+                {"zero_optimization": {"stage": stage, setting: value}},
+                f"zero_optimization.{setting} has no effect at zero_optimization.stage {stage}; use stage 3",
+            )
+            for stage, setting, value in (
+                (0, "sub_group_size", 1000),
+                (1, "zero_quantized_weights", True),
+                (1, "zero_quantized_gradients", True),
+                (2, "zero_hpz_partition_size", 8),
+                (2, "memory_efficient_linear", False),
+                (2, "leaf_module", {"classes": ["Block"]}),
+            )
+        ),
+        *(
+            (
+                {"zero_optimization": {"stage": 0, setting: value}},
+                f"zero_optimization.{setting} has no effect at stage 0; use stage 1, 2 or 3, or leave it out",
+            )
+            for setting, value in (
+                ("overlap_comm", True),
+                ("reduce_bucket_size", 1000),
+                ("offload_optimizer", {"device": "cpu"}),
+            )
+        ),
+        ({"aio": {"queue_depth": 16}}, "aio has no effect without offload to a disk; leave it out, or set the device"),
+        (
+            {"zero_force_ds_cpu_optimizer": False},
+            "zero_force_ds_cpu_optimizer has no effect: DeepSpeed reads it for optimizers that it does not construct",
+        ),
+        (
+            {"bf16": {"enabled": True, "immediate_grad_update": True}},
+            "bf16.immediate_grad_update cannot be used: it is",
+        ),
+        (
+            {"bf16": {"enabled": True, "check_grad_overflow": True}},
+            "bf16.check_grad_overflow has no effect at zero_optimization.stage 3; leave it out",
+        ),
+        (
+            {"bf16": {"check_grad_overflow": True}, "zero_optimization": {"stage": 2}},
+            "check_grad_overflow has no effect at zero_optimization.stage 2 without bf16.enabled; leave it out",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "fp32_optimizer_states": False}}},
+            "optimizer.params.fp32_optimizer_states false has no effect: the states would have the dtype of the master",
+        ),
         (
             {"compile": {"deepcompile": True}},
             "compile cannot be used: DeepCompile is not supported; use",
@@ -344,6 +394,14 @@ def test_a_mistake_is_one_line_that_names_the_setting_and_what_to_do(tmp_path, c
 
 def test_a_section_that_is_switched_off_is_accepted(tmp_path):
     load_training_config(write(tmp_path, fp16={"enabled": False}, prescale_gradients=False))
+
+
+def test_settings_that_only_one_device_or_stage_uses_are_accepted_there(tmp_path):
+    on_disk = {"device": "nvme", "nvme_path": "/nvme"}
+    stage_3 = {"stage": 3, "sub_group_size": 1000, "zero_quantized_weights": True, "offload_optimizer": on_disk}
+    load_training_config(write(tmp_path, zero_optimization=stage_3, aio={"queue_depth": 16}))
+    off = {"stage": 0, "round_robin_gradients": False}
+    load_training_config(write(tmp_path, zero_optimization=off, bf16={"immediate_grad_update": False}))
 
 
 def test_auto_is_accepted_in_the_section_megaclip(tmp_path):

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import types
@@ -14,8 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaclip.checkpoint import manifest
+from megaclip.checkpoint.durable import checksum
 from megaclip.checkpoint.manifest import MANIFEST
-from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, remove_earlier_files, write_model_card
 from megaclip.checkpoint.open_clip_weights import (
     assigned_model,
     compare_weights,
@@ -354,3 +356,45 @@ def test_import_refuses_a_directory_with_other_files(tmp_path, exported):
     (exported / "file.txt").touch()
     with pytest.raises(CheckpointError, match="choose another directory"):
         import_command.import_weights(exported, exported / "file.txt", None)
+
+
+def test_import_replaces_the_tokenizer_of_an_earlier_import(tmp_path, exported):
+    out = tmp_path / "out"
+    for name in ("first.model", "second.model"):
+        (exported / name).write_text(name)
+        assert import_command.import_weights(exported, out, None, overwrite=True).complete
+        (exported / name).unlink()
+        assert [path.name for path in out.glob("*.model")] == [name]
+    assert manifest.find_damage(out) == []
+
+
+def test_earlier_files_are_only_deleted_beside_a_model_card_and_inside_the_directory(tmp_path, exported):
+    outside = tmp_path / "outside.txt"
+    outside.touch()
+    manifest.write(exported, {"../outside.txt": checksum(outside), "a.txt": checksum(outside)})
+    (exported / "a.txt").touch()
+    card = exported / "open_clip_config.json"
+    kept = card.read_text()
+    card.unlink()
+    remove_earlier_files(exported, kept=[])
+    assert (exported / "a.txt").exists()
+    card.write_text(kept)
+    remove_earlier_files(exported, kept=[])
+    assert not (exported / "a.txt").exists() and outside.exists()
+    assert (exported / "open_clip_model.safetensors").exists(), "the manifest does not list it"
+
+
+@pytest.mark.parametrize("largest", [100, 100_000])  # bytes per file: no card, or a card without weights
+def test_import_to_a_full_disk_is_one_line_and_leaves_no_part_of_the_weights(tmp_path, exported, largest):
+    command = [sys.executable, "-m", "megaclip", "import", str(exported), str(tmp_path / "out")]
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"error: cannot write to {tmp_path / 'out'}: " in done.stderr and "File too large" in done.stderr
+    assert not list((tmp_path / "out").glob("*safetensors*")) + list((tmp_path / "out").glob(".*safetensors*"))

@@ -1,0 +1,43 @@
+"""A run's folder and its exports hold the files of one tokenizer, also if they held those of another one before."""
+
+import shutil
+from pathlib import Path
+
+from megaclip.checkpoint import manifest
+from megaclip.checkpoint.model_card import read_model_card
+from megaclip.commands import export_open_clip
+from megaclip.data import load_tokenizer
+from tests.end_to_end.training_runs import flags, run_in_ranks
+
+
+def models(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.model"))
+
+
+def test_a_renamed_tokenizer_replaces_the_file_of_before(tiny_run, tmp_path):
+    renamed = tmp_path / "renamed.model"
+    shutil.copyfile(tiny_run / "tokenizer.model", renamed)
+    options = {"lr_scheduler": "const", "resume": "auto"}
+
+    def command(**changes):
+        return flags(tiny_run, tiny_run / "zero1.json", tmp_path, **options, **changes)
+
+    run_in_ranks([command(train_steps=1)])
+    first = tmp_path / "first"
+    export_open_clip.export(tmp_path / "run", first, None)
+    assert models(first) == ["tokenizer.model"]
+    (first / "notes.txt").write_text("mine")
+
+    card = tmp_path / "run" / "checkpoints" / "model"
+    run_in_ranks([command(train_steps=2, tokenizer=renamed)])
+    assert models(card) == ["renamed.model"] and manifest.find_damage(card) == []
+    run_in_ranks([command(train_steps=3, tokenizer=card / "renamed.model")])  # its only copy is in the folder
+    assert models(card) == ["renamed.model"] and manifest.find_damage(card) == []
+    assert (card / "renamed.model").read_bytes() == renamed.read_bytes()
+
+    export_open_clip.export(tmp_path / "run", first, None, overwrite=True)
+    assert models(first) == ["renamed.model"] and manifest.find_damage(first) == []
+    assert (first / "notes.txt").read_text() == "mine"
+    exported = read_model_card(first)
+    expected = load_tokenizer(str(renamed), **exported.config.tokenizer_settings())(["a red three"])
+    assert load_tokenizer(exported.tokenizer(), **exported.config.tokenizer_settings())(["a red three"]).equal(expected)
