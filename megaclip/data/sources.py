@@ -205,6 +205,7 @@ def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_ke
         return Table(HubTable.parse(spec.removeprefix("hf:")).load(), spec, "hub", None, image_key, caption_key)
     paths = expand_pattern(spec)
     _refuse_compressed_tars(spec, paths)
+    _refuse_several_folders(spec, paths)
     if dataset_type == "auto":
         dataset_type, paths = _recognise(spec, paths)
     elif len(paths) == 1 and os.path.isdir(paths[0]) and dataset_type in _TYPE_OF_SUFFIX.values():
@@ -230,6 +231,15 @@ def _refuse_compressed_tars(spec: str, paths: Sequence[str]) -> None:
         raise DataError(
             f"data {spec!r}: {compressed[0]} is compressed, and samples are read from their place in a tar file; "
             "decompress the shards, for example with  gunzip shards/*.tar.gz  (images are compressed already)"
+        )
+
+
+def _refuse_several_folders(spec: str, paths: Sequence[str]) -> None:
+    folder = next((path for path in paths if os.path.isdir(path)), None)
+    if folder is not None and len(paths) > 1:
+        raise DataError(
+            f"data {spec!r} stands for {len(paths)} files or folders, and {folder} is a folder; give each folder as an "
+            "entry of its own, or a pattern of files"
         )
 
 

@@ -149,6 +149,17 @@ def test_a_folder_stands_for_its_files(tmp_path):
     assert len(open_pairs([str(tmp_path / "table")], dataset_type="parquet")) == COUNT
 
 
+@pytest.mark.parametrize("dataset_type", ["auto", "imagefolder", "saved", "webdataset", "csv"])
+def test_a_pattern_of_several_folders_is_an_error(tmp_path, dataset_type):
+    """Once, image folders and saved datasets after the first one were left out, and the other types had a traceback."""
+    for name in "ab":
+        write_folder_of_pairs(tmp_path / name)
+    with pytest.raises(DataError, match="stands for 2 files or folders, .*; give each folder as an entry of its own"):
+        open_pairs([str(tmp_path / "*")], dataset_type=dataset_type)
+    both = open_pairs([str(tmp_path / name) for name in "ab"])
+    assert captions(both) == _texts() * 2
+
+
 def test_tables_in_several_folders_do_not_take_each_others_images(tmp_path):
     """Once, the images of all tables were looked for in the folder of the first one."""
     for name, number in (("a", 0), ("b", 1)):
