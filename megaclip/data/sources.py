@@ -8,7 +8,6 @@ cannot be read before a run begins.
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from megaclip.data.image_folder import ImageFolder
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
 from megaclip.data.patterns import expand_pattern
-from megaclip.data.tables import TABLE_TYPES, HubTable, Table, open_table
+from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, HubTable, Table, open_table
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError
 
@@ -36,6 +35,8 @@ _TYPE_OF_SUFFIX = {
     ".json": "json",
     ".jsonl": "json",
 }
+_IMG2DATASET_REPORT = re.compile(r"(\d+)(_stats)?")
+"""Stems of the tables that img2dataset writes beside a folder of pictures. They hold no images."""
 _COMPRESSED_TAR = re.compile(r"\.(tgz|tbz2|txz|tar\.(gz|bz2|xz|zst|lz4))$", re.IGNORECASE)
 
 
@@ -245,13 +246,20 @@ def _refuse_several_folders(spec: str, paths: Sequence[str]) -> None:
 
 def _has_metadata(folder: str) -> bool:
     """Return True if the folder or a sub-folder has a table of its pictures, as `datasets` expects it."""
-    return any(Path(name).stem == "metadata" for _, _, names in os.walk(folder) for name in names)
+    return any(name in METADATA_FILES for _, _, names in os.walk(folder) for name in names)
 
 
 def _lie_beside_pictures(files: list[str]) -> bool:
-    """Return True if the first JSON file describes one picture, as in img2dataset's folders, and is no table."""
-    stem = os.path.splitext(files[0])[0]
-    return any(os.path.exists(f"{stem}.{extension}") for extension in IMAGE_EXTENSIONS)
+    """Return True if the first table or JSON file only describes a picture or a folder of pictures beside it.
+
+    img2dataset writes such files: 000000.json beside 000000.jpg, 00000.parquet and 00000_stats.json beside 00000.
+    """
+    folder, name = os.path.split(os.path.splitext(files[0])[0])
+    report = _IMG2DATASET_REPORT.fullmatch(name)
+    if report is not None and os.path.isdir(os.path.join(folder, report[1])):
+        return True
+    pictures = (os.path.join(folder, f"{name}.{extension}") for extension in IMAGE_EXTENSIONS)
+    return files[0].endswith(".json") and any(map(os.path.exists, pictures))
 
 
 def _extensions(key: str | None) -> tuple[str, ...]:
@@ -264,10 +272,10 @@ def _recognise(spec: str, paths: list[str]) -> tuple[str, list[str]]:
         folder = paths[0]
         if any(os.path.exists(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json")):
             return "saved", paths
-        if not glob.glob(os.path.join(glob.escape(folder), "metadata.*")):
+        if not any(os.path.exists(os.path.join(folder, name)) for name in METADATA_FILES):
             for dataset_type in ("webdataset", "parquet", "json", "csv"):
                 files = _files_of_type(folder, dataset_type, may_be_empty=True)
-                if files and not (dataset_type == "json" and _lie_beside_pictures(files)):
+                if files and (dataset_type == "webdataset" or not _lie_beside_pictures(files)):
                     return dataset_type, files
             _refuse_compressed_tars(spec, sorted(os.listdir(folder)))
         return "imagefolder", paths
@@ -283,7 +291,7 @@ def _files_of_type(folder: str, dataset_type: str, *, may_be_empty: bool = False
     files = sorted(
         os.path.join(folder, name)
         for name in os.listdir(folder)
-        if _TYPE_OF_SUFFIX.get(Path(name).suffix.lower()) == dataset_type
+        if _TYPE_OF_SUFFIX.get(Path(name).suffix.lower()) == dataset_type and not name.startswith(".")
     )
     if not files and not may_be_empty:
         _refuse_compressed_tars(folder, sorted(os.listdir(folder)))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 TABLE_TYPES = ("parquet", "csv", "json", "imagefolder", "saved", "hub")
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "img", "filepath", "file_path", "image_path", "file_name", "path")
 CAPTION_COLUMNS = ("caption", "text", "txt", "title", "captions", "sentence", "alt_text")
+METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""Tables of the pictures in a folder, as `datasets` names them."""
 MAX_SHOWN = 200
 """Largest number of characters of a path in a message."""
 
@@ -174,10 +176,14 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
     """Open files, or one folder for "imagefolder" and "saved", as a table. Raises DataError."""
     if kind == "saved":
         return Table(_load_saved(paths[0]), paths[0], kind, None, image_key, caption_key)
-    if kind == "imagefolder":
-        dataset = _load("imagefolder", data_dir=paths[0], split="train", drop_labels=True)
-        return Table(dataset, paths[0], kind, None, image_key, caption_key)
     options: dict[str, Any] = {}
+    if kind == "imagefolder":
+        # `datasets` takes folders and files with names such as "test" for splits. If the folder itself has the metadata
+        # file, the file lists the pictures of all of them.
+        if any(os.path.exists(os.path.join(paths[0], name)) for name in METADATA_FILES):
+            options = {"data_files": ["**"]}
+        dataset = _load("imagefolder", data_dir=paths[0], split="train", drop_labels=True, **options)
+        return Table(dataset, paths[0], kind, None, image_key, caption_key)
     if kind == "csv":
         # By default pandas reads the captions "NA", "null" and "None" as missing.
         options = {"sep": _separator(paths[0]), "keep_default_na": False}

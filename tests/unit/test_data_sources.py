@@ -141,6 +141,58 @@ def test_every_source_yields_equal_pairs(tmp_path, make):
     check_manifest(json.loads(json.dumps(dataset.manifest())), dataset.manifest())
 
 
+def test_a_folder_of_img2dataset_is_read_as_pictures(tmp_path):
+    """img2dataset writes 00000.parquet and 00000_stats.json, without images, beside the folder 00000 of pictures."""
+    import datasets
+
+    write_folder_of_pairs(tmp_path / "00000")
+    rows = {"url": ["a"] * COUNT, "caption": _texts(), "key": ["b"] * COUNT}
+    (tmp_path / "00000_stats.json").write_text(json.dumps({"count": COUNT, "successes": COUNT}))
+    assert captions(open_pairs([str(tmp_path)])) == _texts()
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "00000.parquet")
+    assert captions(open_pairs([str(tmp_path)])) == _texts()
+
+
+def test_a_table_beside_the_folder_of_its_images_is_read_as_a_table(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "0.png").write_bytes(picture(0))
+    (tmp_path / "train.csv").write_text("filepath,title\ntrain/0.png,caption 0\n")
+    assert images(open_pairs([str(tmp_path)])) == [picture(0)]
+
+
+def test_other_files_named_metadata_are_no_captions(tmp_path):
+    """Once, any file of this name made `datasets` read the pictures, and no caption was found."""
+    write_folder_of_pairs(tmp_path)
+    (tmp_path / "metadata.txt").write_text("crawled in spring")
+    (tmp_path / "deep" / "metadata.json").write_text("{}")
+    assert captions(open_pairs([str(tmp_path)])) == _texts()
+
+
+@pytest.mark.parametrize("other", ["b-train-1.png", "b.png", "deep/b.png"])
+def test_names_of_splits_in_the_names_of_pictures_leave_nothing_out(tmp_path, other):
+    """`datasets` takes files such as a-test-0.png for the split "test", which is then missing in "train"."""
+    names = ["a-test-0.png", other, "test/c.png"]
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(picture(number))
+    lines = [f"{name},caption {number}" for number, name in enumerate(names)]
+    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,text", *lines]))
+    dataset = open_pairs([str(tmp_path)])
+    pairs = sorted(zip(captions(dataset), images(dataset), strict=True))
+    assert pairs == [(f"caption {number}", picture(number)) for number in range(3)]
+
+
+@pytest.mark.parametrize("name", ["._00000.tar", ".index.json", ".cache.csv"])
+def test_hidden_files_in_a_folder_are_no_data(tmp_path, name):
+    """macOS writes ._00000.tar beside 00000.tar on disks of other systems."""
+    make_tars(tmp_path)
+    (tmp_path / name).write_bytes(b"\0\5\26\7")
+    assert open_pairs([str(tmp_path)]).problems == {}
+    write_folder_of_pairs(tmp_path / "pictures")
+    (tmp_path / "pictures" / name).write_bytes(b"\0\5\26\7")
+    assert captions(open_pairs([str(tmp_path / "pictures")])) == _texts()
+
+
 def test_a_folder_stands_for_its_files(tmp_path):
     make_tars(tmp_path / "tars")
     assert len(open_pairs([str(tmp_path / "tars")])) == COUNT
