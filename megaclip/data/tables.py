@@ -6,6 +6,7 @@ undecoded: a column holds the bytes or the path of a file, relative to the table
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.captions import MAX_CAPTION_BYTES, cleaned
+from megaclip.data.captions import MAX_CAPTION_BYTES, cleaned, decoded
 from megaclip.data.images import MAX_IMAGE_BYTES, read_image_file
 from megaclip.data.order import runs_of_rows
 from megaclip.errors import DataError, first_line, shortened
@@ -134,7 +135,7 @@ class Table:
     def _captions(value: Any, key: str) -> tuple[str, ...]:
         """Return the caption or captions in a cell, with every run of white space replaced by one space."""
         values = value if isinstance(value, list | tuple) else [value]
-        texts = [str(text) for text in values if text is not None]
+        texts = [_text(text, key) for text in values if text is not None]
         if not texts:
             raise BadSample("missing caption", key)
         captions = cleaned(texts, key)
@@ -157,6 +158,13 @@ class Table:
         if self._folder is not None and os.path.exists(os.path.join(self._folder, path)):
             path = os.path.join(self._folder, path)
         return read_image_file(path, key, f" in {self._folder} or in the working directory" if self._folder else "")
+
+
+def _text(value: Any, key: str) -> str:
+    """Return one caption of a cell. Raises BadSample if it is no text."""
+    if isinstance(value, dict | list | tuple):
+        raise BadSample("missing caption", f"{key}: expected text, got {type(value).__name__}")
+    return decoded(value, key) if isinstance(value, bytes) else str(value)
 
 
 def _record(rows: Dataset, row: int, key: str) -> dict[str, Any]:
@@ -186,7 +194,10 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
         return Table(dataset, paths[0], kind, None, image_key, caption_key)
     if kind == "csv":
         # By default pandas reads the captions "NA", "null" and "None" as missing.
-        options = {"sep": _separator(paths[0]), "keep_default_na": False}
+        separator = _separator(paths[0])
+        # Cells stay text: numbers would lose zeros, and a column may have numbers only in its first rows.
+        as_text = dict.fromkeys(_names(paths[0], separator), str)
+        options = {"sep": separator, "keep_default_na": False, "converters": as_text}
     dataset = _load(kind, data_files=[os.path.abspath(path) for path in paths], split="train", **options)
     unnamed = dataset.features.get("__index_level_0__") if kind == "csv" else None
     if unnamed is not None and not unnamed.dtype.startswith("int"):  # pandas has shifted every cell to the left
@@ -206,10 +217,23 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
     return table
 
 
+def _header(path: str) -> str:
+    """Return the first line of a CSV file."""
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
+        return file.readline(1 << 16)
+
+
+def _names(path: str, separator: str) -> list[str]:
+    """Return the names of the columns of a CSV file, or none if its first line cannot be read."""
+    try:
+        return next(csv.reader([_header(path)], delimiter=separator), [])
+    except csv.Error:  # pandas reports the reason
+        return []
+
+
 def _separator(path: str) -> str:
     """Return the separator of a CSV file by its first line: tab, semicolon or comma."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        header = file.readline(1 << 16)
+    header = _header(path)
     if "\t" in header:
         return "\t"
     return ";" if header.count(";") > header.count(",") else ","

@@ -246,6 +246,43 @@ def test_captions_that_pandas_reads_as_missing_are_kept(tmp_path):
     assert captions(open_pairs([str(tmp_path / "pairs.csv")])) == ["NA", "null", "None"]
 
 
+def test_text_in_a_csv_that_looks_like_numbers_is_kept(tmp_path):
+    """Once, the cells 007 and 1.50 were the captions 7.0 and 1.5, and the file 0 was no image."""
+    (tmp_path / "0").write_bytes(picture(0))
+    (tmp_path / "pairs.csv").write_text("filepath,title,score\n0,007,1\n0,1.50,2\n0,true,3\n")
+    dataset = open_pairs([str(tmp_path / "pairs.csv")])
+    assert captions(dataset) == ["007", "1.50", "true"]
+    assert images(dataset) == [picture(0)] * 3
+
+
+def test_a_csv_may_have_words_after_thousands_of_numbers(tmp_path):
+    """`datasets` chooses a type per column by the first 10,000 rows, and could not read words in later ones."""
+    rows = ["0.png,7,1"] * 20_000 + ["0.png,seven,0.5"]
+    (tmp_path / "pairs.csv").write_text("\n".join(["filepath,title,score", *rows]))
+    dataset = open_pairs([str(tmp_path / "pairs.csv")])
+    assert (dataset.caption(0), dataset.caption(20_000)) == ("7", "seven")
+
+
+def test_captions_of_a_table_may_be_bytes(tmp_path):
+    """Once, the caption of the first row was "b'gr\\xc3\\xbcn'"."""
+    import datasets
+
+    rows = {"jpg": [picture(0)] * 2, "txt": ["grün".encode(), b"gr\xfcn"]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "pairs.parquet")
+    dataset = open_pairs([str(tmp_path / "pairs.parquet")])
+    assert dataset.caption(0) == "grün"
+    with pytest.raises(BadSample, match=r"caption is not UTF-8: 1: byte 0xfc at position 2; convert it to UTF-8"):
+        dataset.caption(1)
+
+
+def test_a_caption_of_a_table_that_is_no_text_is_a_bad_sample(tmp_path):
+    """COCO on the Hugging Face hub has a list of dictionaries. Once, their Python code was the caption."""
+    rows = [{"image": "0.png", "caption": [{"raw": "a dog", "id": 1}]}]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(BadSample, match="missing caption: 0: expected text, got dict"):
+        open_pairs([str(tmp_path / "pairs.jsonl")]).caption(0)
+
+
 def test_a_column_of_row_numbers_may_have_no_name(tmp_path):
     """R writes such a column when it writes some rows of a table."""
     _write_pictures(tmp_path)
