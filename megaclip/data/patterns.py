@@ -9,6 +9,7 @@ import glob
 import itertools
 import os
 import re
+from collections.abc import Sequence
 
 from braceexpand import braceexpand
 
@@ -62,10 +63,15 @@ def expand_pattern(pattern: str) -> list[str]:
             f"{len(missing)} of {len(paths)} files are missing, first {missing[0]}" if missing else "no file matches"
         )
         raise DataError(f"data {pattern!r}: {problem} (working directory {os.getcwd()}){_advice(pattern)}")
-    special = next((path for path in paths if not (os.path.isfile(path) or os.path.isdir(path))), None)
-    if special is not None:  # reading a pipe or a device could block or never end
-        raise DataError(f"data {pattern!r}: {special} is neither a file nor a folder; copy the data to a file")
+    refuse_special_files(pattern, paths)
     return paths
+
+
+def refuse_special_files(pattern: str, paths: Sequence[str]) -> None:
+    """Raise DataError for pipes, devices and broken links. Reading a pipe or a device could block or never end."""
+    special = next((path for path in paths if not (os.path.isfile(path) or os.path.isdir(path))), None)
+    if special is not None:
+        raise DataError(f"data {pattern!r}: {special} is neither a file nor a folder; copy the data to a file")
 
 
 def _advice(pattern: str) -> str:

@@ -21,7 +21,7 @@ from megaclip.data.captions import CaptionKeys
 from megaclip.data.image_folder import ImageFolder
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
-from megaclip.data.patterns import expand_pattern
+from megaclip.data.patterns import expand_pattern, refuse_special_files
 from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, HubTable, Table, open_table
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError
@@ -293,6 +293,7 @@ def _files_of_type(folder: str, dataset_type: str, *, may_be_empty: bool = False
         for name in os.listdir(folder)
         if _TYPE_OF_SUFFIX.get(Path(name).suffix.lower()) == dataset_type and not name.startswith(".")
     )
+    refuse_special_files(folder, files)
     if not files and not may_be_empty:
         _refuse_compressed_tars(folder, sorted(os.listdir(folder)))
         suffixes = ", ".join(suffix for suffix, type_ in _TYPE_OF_SUFFIX.items() if type_ == dataset_type)

@@ -133,6 +133,7 @@ def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
                 yield extended.get(b"path", _ustar_name(header)), place, size
             extended = {}
         place += -(-size // BLOCK) * BLOCK
+    raise _Damaged(f"no end of the archive at byte {end}: samples behind it may be missing")
 
 
 def _read(file: BinaryIO, place: int, size: int) -> bytes:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import pytest
 from data_samples import pair_members, picture, write_folder_of_pairs, write_shards, write_tar
@@ -182,6 +183,15 @@ def test_names_of_splits_in_the_names_of_pictures_leave_nothing_out(tmp_path, ot
     assert pairs == [(f"caption {number}", picture(number)) for number in range(3)]
 
 
+@pytest.mark.parametrize("name", ["0.tar", "0.csv"])
+@pytest.mark.timeout(60)
+def test_a_pipe_in_a_folder_of_shards_or_tables_is_an_error(tmp_path, name):
+    """Reading a pipe that nobody writes to would never end."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name} is neither a file nor a folder"):
+        open_pairs([str(tmp_path)])
+
+
 @pytest.mark.parametrize("name", ["._00000.tar", ".index.json", ".cache.csv"])
 def test_hidden_files_in_a_folder_are_no_data(tmp_path, name):
     """macOS writes ._00000.tar beside 00000.tar on disks of other systems."""
@@ -206,7 +216,7 @@ def test_a_pattern_of_several_folders_is_an_error(tmp_path, dataset_type):
     """Once, image folders and saved datasets after the first one were left out, and the other types had a traceback."""
     for name in "ab":
         write_folder_of_pairs(tmp_path / name)
-    with pytest.raises(DataError, match="stands for 2 files or folders, .*; give each folder as an entry of its own"):
+    with pytest.raises(DataError, match=r"stands for 2 files or folders, .*; give each folder as an entry of its own"):
         open_pairs([str(tmp_path / "*")], dataset_type=dataset_type)
     both = open_pairs([str(tmp_path / name) for name in "ab"])
     assert captions(both) == _texts() * 2
