@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import CaptionKeys
+from megaclip.data.image_folder import walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS, read_image_file
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError
@@ -54,8 +55,8 @@ class _ImageFolder:
         self._files = [
             (path, label)
             for label, name in enumerate(self.classes)
-            for path in sorted((folder / name).rglob("*"))
-            if path.suffix.lower().lstrip(".") in IMAGE_EXTENSIONS
+            for path in sorted(Path(place, file) for place, files in walk_folder(str(folder / name)) for file in files)
+            if path.suffix.lower().lstrip(".") in IMAGE_EXTENSIONS and path.name[0] != "."
         ]
 
     def __len__(self) -> int:

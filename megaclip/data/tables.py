@@ -45,7 +45,8 @@ class HubTable:
         parts = text.split(":")
         if not parts[0] or len(parts) > 3:
             raise DataError(f"data 'hf:{text}' is not a hub dataset; write hf:NAME[:SPLIT[:CONFIG]]")
-        return cls(*parts)
+        name, split, config = (*parts, "", "")[:3]
+        return cls(name, split or "train", config or None)
 
     def load(self) -> Dataset:
         """Open the dataset from the cache, or download it."""

@@ -168,9 +168,10 @@ class TarShards:
         if len(self) == 0:
             reason = f"; {damaged[0]['name']}: {damaged[0]['damage']}" if damaged else ""
             images, captions = self._image_extensions, self._caption_keys.extensions
+            flags = ": --image-key and --caption-key set these extensions" if self._caption_keys.flag else ""
             raise DataError(
                 f"no samples in {len(self.shards)} tar shards, first {self._paths[0]}{reason}; expected members such "
-                f"as 000000.{images[0]} and 000000.{captions[0]}: --image-key and --caption-key set these extensions"
+                f"as 000000.{images[0]} and 000000.{captions[0]}{flags}"
             )
         if damaged:
             listed = ", ".join(f"{shard['name']} ({shard['damage']})" for shard in damaged[:3])

@@ -1,6 +1,7 @@
 """Sources: every file format yields equal pairs; file patterns, mixtures, and manifests that detect changed data."""
 
 import csv
+import errno
 import json
 import os
 
@@ -11,6 +12,7 @@ from megaclip.data import check_manifest, open_labelled, open_pairs, patterns
 from megaclip.data.batch import BadSample
 from megaclip.data.order import ROWS_PER_SHARD
 from megaclip.data.patterns import expand_braces, expand_pattern
+from megaclip.data.tables import HubTable
 from megaclip.errors import DataError
 
 COUNT = 5
@@ -494,6 +496,67 @@ def test_labelled_datasets_in_both_layouts(tmp_path):
         open_labelled(folder)
     with pytest.raises(DataError, match="expected a folder"):
         open_labelled(tmp_path / "nowhere")
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    """Once, pictures behind a link to a folder were left out without a message."""
+    write_folder_of_pairs(tmp_path / "elsewhere")
+    (tmp_path / "pairs").mkdir()
+    (tmp_path / "pairs" / "part").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "pairs")
+    assert captions(open_pairs([str(tmp_path / "pairs")])) == _texts()
+    for name in ("cat", "dog"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        (tmp_path / "classes" / name / "part").symlink_to(tmp_path / "elsewhere")
+    labelled = open_labelled(tmp_path / "classes")
+    assert [labelled.read(n).caption for n in range(len(labelled))] == ["0"] * COUNT + ["1"] * COUNT
+
+
+def test_a_sub_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    """Once, its pictures were left out without a message. Permissions would not stop root."""
+    write_folder_of_pairs(tmp_path)
+    scandir = os.scandir
+
+    def refuse(path):
+        if os.fspath(path).endswith("deep"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"cannot read the folder .*/deep: Permission denied"):
+        open_pairs([str(tmp_path)], dataset_type="imagefolder")
+
+
+def test_hidden_files_in_a_class_are_no_images(tmp_path):
+    """macOS writes ._0.png beside 0.png on disks of other systems."""
+    for number, name in enumerate(("cat", "dog")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(picture(number))
+        (tmp_path / name / "._0.png").write_bytes(b"\0\5\26\7")
+    assert images(open_labelled(tmp_path)) == [picture(0), picture(1)]
+
+
+def test_labelled_shards_with_other_members_name_no_flag(tmp_path):
+    """--image-key and --caption-key are for pairs."""
+    write_tar(tmp_path / "0.tar", [("0.dat", picture(0))])
+    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
+    with pytest.raises(DataError, match=r"no samples .* such as 000000\.jpg and 000000\.cls$"):
+        open_labelled(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("name", ("name", "train", None)),
+        ("name:test", ("name", "test", None)),
+        ("name:test:de", ("name", "test", "de")),
+        ("name::de", ("name", "train", "de")),
+    ],
+)
+def test_names_of_hub_datasets(spec, expected):
+    """An empty split is the default, as README says of a split that is left out."""
+    table = HubTable.parse(spec)
+    assert (table.name, table.split, table.config) == expected
 
 
 def test_a_single_folder_of_images_is_an_error(tmp_path):
