@@ -94,7 +94,7 @@ def cleaned(texts: Iterable[str], key: str) -> tuple[str, ...]:
 def json_record(text: str | bytes) -> dict[str, Any] | None:
     """Return the JSON object in `text`, or None if it holds something else."""
     try:
-        record = json.loads(text)
+        record = json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
     except (ValueError, RecursionError):  # the latter from thousands of nested brackets
         return None
     return record if isinstance(record, dict) else None

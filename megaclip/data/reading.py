@@ -155,8 +155,8 @@ def decode_image(transform: ImageTransform, raw: RawSample, seeds: tuple[int, in
 
 
 def check_caption(raw: RawSample) -> None:
-    """Raise BadSample if the caption is empty or only white space."""
-    if not raw.caption.strip("\0 \t\r\n"):
+    """Raise BadSample if the caption is empty, or only white space or a byte order mark."""
+    if not "".join(raw.caption.split()).strip("\0\ufeff"):
         raise BadSample("empty caption", raw.key)
 
 

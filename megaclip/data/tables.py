@@ -74,7 +74,8 @@ class Table:
         self._files = list(files)
         self._image = _column(dataset, image_key, IMAGE_COLUMNS, "image", name)
         self._caption = _column(dataset, caption_key, CAPTION_COLUMNS, "caption", name)
-        dataset = dataset.select_columns([self._image, self._caption])
+        # A saved dataset may have the format of NumPy or another library, in which a list is not a Python list.
+        dataset = dataset.with_format(None).select_columns([self._image, self._caption])
         if isinstance(dataset.features[self._image], Image):
             dataset = dataset.cast_column(self._image, Image(decode=False))
         self._rows = dataset

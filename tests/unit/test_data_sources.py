@@ -356,6 +356,17 @@ def test_several_captions_of_an_image_are_kept_separately(tmp_path):
     assert sample.alternatives == ("a dog", "an animal") and sample.caption == "a dog\nan animal"
 
 
+@pytest.mark.parametrize("kind", ["numpy", "pandas", "torch"])
+def test_the_format_of_a_saved_dataset_does_not_change_its_captions(tmp_path, kind):
+    """`datasets` saves the format. Once, the caption of NumPy's was "['a dog' 'an animal']"."""
+    import datasets
+
+    rows = {"image": [picture(0)], "caption": [["a dog", "an animal"]]}
+    datasets.Dataset.from_dict(rows).with_format(kind).save_to_disk(tmp_path / "saved")
+    sample = open_pairs([str(tmp_path / "saved")]).read(0)
+    assert sample.alternatives == ("a dog", "an animal") and sample.image == picture(0)
+
+
 def test_a_table_is_divided_into_runs_of_rows_as_shards(tmp_path):
     import datasets
 
