@@ -117,6 +117,15 @@ def test_a_shard_without_an_end_is_reported(tmp_path, caplog, monkeypatch, cut):
     assert f"{path.name} (no end of the archive at byte {sizes[cut]}" in caplog.text
 
 
+def test_repeated_names_in_a_shard_are_reported(tmp_path):
+    """`tar --concatenate` makes such shards, if each was numbered from 0. Once, samples were lost without a message."""
+    members = [("0.png", picture(0)), ("0.txt", b"first"), ("0.png", picture(1)), ("0.txt", b"second")]
+    shards = TarShards([write_tar(tmp_path / "shard.tar", members)])
+    assert [shards.read(row).caption for row in range(len(shards))] == ["first"]
+    assert shards.problems == {"damaged shard": 1}
+    assert shards.shards[0]["damage"] == "2 members have the name of an earlier one and are left out, first '0.png'"
+
+
 def test_garbage_in_the_middle_ends_the_walk_and_is_reported(tmp_path):
     path = write_tar(tmp_path / "shard.tar", pair_members(range(5)))
     with tarfile.open(path) as tar:
