@@ -24,7 +24,7 @@ from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
 from megaclip.data.patterns import expand_pattern, refuse_special_files
 from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, HubTable, Table, open_table
 from megaclip.data.tar_shards import TarShards
-from megaclip.errors import DataError
+from megaclip.errors import DataError, os_reason
 
 DATASET_TYPES = ("auto", "webdataset", *TABLE_TYPES)
 _TYPE_OF_SUFFIX = {
@@ -171,7 +171,7 @@ def open_pairs(
         raise DataError("no data was given; give at least one pattern, folder or hf:NAME")
     if dataset_type not in DATASET_TYPES:
         raise DataError(f"--dataset-type is {dataset_type!r}; use one of {', '.join(DATASET_TYPES)}")
-    return PairDataset([_open_source(spec, dataset_type, image_key, caption_key) for spec in specs], weights)
+    return PairDataset([_open_readable(spec, dataset_type, image_key, caption_key) for spec in specs], weights)
 
 
 def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
@@ -199,6 +199,14 @@ def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
                 is_ = ", ".join(f"{field} {value}" for field, value in zip(fields, new_file, strict=True))
                 raise DataError(f"dataset {number} had a file with {was}; now it has {is_}; {advice}")
     raise DataError(f"the data differs from that of the checkpoint; {advice}")
+
+
+def _open_readable(spec: str, dataset_type: str, image_key: str | None, caption_key: str | None) -> Source:
+    """Return the source of a spec. Raises DataError, also if the system refuses to read the data."""
+    try:
+        return _open_source(spec, dataset_type, image_key, caption_key)
+    except OSError as error:
+        raise DataError(f"cannot read data {spec!r}: {os_reason(error)}") from error
 
 
 def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_key: str | None) -> Source:

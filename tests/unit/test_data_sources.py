@@ -538,6 +538,23 @@ def test_a_sub_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
         open_pairs([str(tmp_path)], dataset_type="imagefolder")
 
 
+def test_data_that_may_not_be_read_is_one_error(tmp_path, monkeypatch):
+    """Permissions would not stop root."""
+    (tmp_path / "tables" / "0.csv").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"cannot read data '.*/tables': .*0\.csv.*directory"):
+        open_pairs([str(tmp_path / "tables")])
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"cannot read data '.*/tables': .*tables: Permission denied"):
+        open_pairs([str(tmp_path / "tables")])
+    with pytest.raises(DataError, match=r"cannot read zero-shot data '.*/tables': .*tables: Permission denied"):
+        open_labelled(tmp_path / "tables")
+
+
 def test_hidden_files_in_a_class_are_no_images(tmp_path):
     """macOS writes ._0.png beside 0.png on disks of other systems."""
     for number, name in enumerate(("cat", "dog")):
