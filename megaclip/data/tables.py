@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import glob
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ class HubTable:
 
     def load(self) -> Dataset:
         """Open the dataset from the cache, or download it."""
-        return _load(self.name, self.config, split=self.split)
+        return _load(self.name, self.name, self.config, split=self.split)
 
 
 class Table:
@@ -192,7 +193,8 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
         # file, the file lists the pictures of all of them.
         if any(os.path.exists(os.path.join(paths[0], name)) for name in METADATA_FILES):
             options = {"data_files": ["**"]}
-        dataset = _load("imagefolder", data_dir=paths[0], split="train", drop_labels=True, **options)
+        escaped = glob.escape(paths[0])
+        dataset = _load(paths[0], "imagefolder", data_dir=escaped, split="train", drop_labels=True, **options)
         return Table(dataset, paths[0], kind, None, image_key, caption_key)
     if kind == "csv":
         # By default pandas reads the captions "NA", "null" and "None" as missing.
@@ -200,7 +202,9 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
         # Cells stay text: numbers would lose zeros, and a column may have numbers only in its first rows.
         as_text = dict.fromkeys(_names(paths[0], separator), str)
         options = {"sep": separator, "keep_default_na": False, "converters": as_text}
-    dataset = _load(kind, data_files=[os.path.abspath(path) for path in paths], split="train", **options)
+    what = paths[0] + (f" and {len(paths) - 1} more files" if len(paths) > 1 else "")
+    names = [glob.escape(os.path.abspath(path)) for path in paths]  # `datasets` takes names for patterns
+    dataset = _load(what, kind, data_files=names, split="train", **options)
     unnamed = dataset.features.get("__index_level_0__") if kind == "csv" else None
     if unnamed is not None and not unnamed.dtype.startswith("int"):  # pandas has shifted every cell to the left
         raise DataError(
@@ -241,16 +245,14 @@ def _separator(path: str) -> str:
     return ";" if header.count(";") > header.count(",") else ","
 
 
-def _load(*arguments: Any, **options: Any) -> Dataset:
+def _load(what: str, kind: str, *arguments: Any, **options: Any) -> Dataset:
+    """Return what `datasets` loads. what: the data, for the error. kind: its type, or the name of a hub dataset."""
     import datasets
 
     try:
-        return datasets.load_dataset(*arguments, **options)
+        return datasets.load_dataset(kind, *arguments, **options)
     except Exception as error:  # `datasets` raises many types; all mean that the data cannot be read
-        files = options.get("data_files", [])
-        what = options.get("data_dir") or (files[0] if files else arguments[0])
-        others = f" and {len(files) - 1} more files" if len(files) > 1 else ""
-        raise DataError(f"cannot read {what}{others} as {arguments[0]}: {_reason(error)}") from error
+        raise DataError(f"cannot read {what} as {kind}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -448,6 +448,22 @@ def test_patterns_find_files_or_name_the_missing_ones(tmp_path):
         open_pairs([str(tmp_path / "bad.parquet")])
 
 
+def test_a_glob_among_braces_that_matches_nothing_is_an_error(tmp_path):
+    """Once, a dataset with a wrong name was left out without a message."""
+    write_shards(tmp_path / "first", [1, 1])
+    with pytest.raises(DataError, match=r"1 of 3 files are missing, first .*/secnod/\*\.tar"):
+        expand_pattern(str(tmp_path / "{first,secnod}" / "*.tar"))
+
+
+@pytest.mark.parametrize("make", [make_csv, make_json_lines, make_parquet_of_plain_bytes, make_image_folder])
+def test_names_of_tables_may_contain_characters_of_patterns(tmp_path, make):
+    """`datasets` takes names for patterns too."""
+    folder = tmp_path / "crawl [2] {a,b} ?"
+    folder.mkdir()
+    make(folder)
+    assert images(open_pairs([str(folder)])) == [picture(n) for n in range(COUNT)]
+
+
 def test_sources_are_concatenated_and_ids_have_bounds(tmp_path):
     first, second = write_shards(tmp_path, [2, 3])
     dataset = open_pairs([str(second), str(first)])
