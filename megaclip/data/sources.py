@@ -225,7 +225,11 @@ def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_ke
             image_extensions=_extensions(image_key) or IMAGE_EXTENSIONS,
             caption_keys=CaptionKeys.parse(caption_key),
         )
-    if dataset_type == "imagefolder" and not _has_metadata(paths[0]):
+    metadata = _metadata_of(paths[0]) if dataset_type == "imagefolder" else []
+    if metadata == [os.path.join(paths[0], "metadata.csv")]:
+        # As an image folder, `datasets` would read captions such as "NA" as missing, and 007 as a number.
+        return open_table(metadata, "csv", None if image_key == "image" else image_key, caption_key)
+    if dataset_type == "imagefolder" and not metadata:
         return ImageFolder(
             paths[0],
             image_extensions=_extensions(image_key) or IMAGE_EXTENSIONS,
@@ -252,9 +256,11 @@ def _refuse_several_folders(spec: str, paths: Sequence[str]) -> None:
         )
 
 
-def _has_metadata(folder: str) -> bool:
-    """Return True if the folder or a sub-folder has a table of its pictures, as `datasets` expects it."""
-    return any(name in METADATA_FILES for _, _, names in os.walk(folder) for name in names)
+def _metadata_of(folder: str) -> list[str]:
+    """Return the tables of pictures in the folder and its sub-folders, as `datasets` expects them."""
+    return [
+        os.path.join(place, name) for place, _, names in os.walk(folder) for name in names if name in METADATA_FILES
+    ]
 
 
 def _lie_beside_pictures(files: list[str]) -> bool:

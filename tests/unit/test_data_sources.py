@@ -171,15 +171,19 @@ def test_other_files_named_metadata_are_no_captions(tmp_path):
     assert captions(open_pairs([str(tmp_path)])) == _texts()
 
 
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
 @pytest.mark.parametrize("other", ["b-train-1.png", "b.png", "deep/b.png"])
-def test_names_of_splits_in_the_names_of_pictures_leave_nothing_out(tmp_path, other):
+def test_names_of_splits_in_the_names_of_pictures_leave_nothing_out(tmp_path, other, kind):
     """`datasets` takes files such as a-test-0.png for the split "test", which is then missing in "train"."""
     names = ["a-test-0.png", other, "test/c.png"]
     for number, name in enumerate(names):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(picture(number))
-    lines = [f"{name},caption {number}" for number, name in enumerate(names)]
-    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,text", *lines]))
+    if kind == "csv":
+        lines = ["file_name,text", *(f"{name},caption {number}" for number, name in enumerate(names))]
+    else:
+        lines = [json.dumps({"file_name": name, "text": f"caption {number}"}) for number, name in enumerate(names)]
+    (tmp_path / f"metadata.{kind}").write_text("\n".join(lines))
     dataset = open_pairs([str(tmp_path)])
     pairs = sorted(zip(captions(dataset), images(dataset), strict=True))
     assert pairs == [(f"caption {number}", picture(number)) for number in range(3)]
@@ -265,6 +269,25 @@ def test_text_in_a_csv_that_looks_like_numbers_is_kept(tmp_path):
     dataset = open_pairs([str(tmp_path / "pairs.csv")])
     assert captions(dataset) == ["007", "1.50", "true"]
     assert images(dataset) == [picture(0)] * 3
+
+
+@pytest.mark.parametrize("image_key", [None, "image", "file_name"])
+def test_text_in_the_metadata_of_a_folder_is_kept(tmp_path, image_key):
+    """Once, the caption NA was missing there, and 007 was 7.0."""
+    _write_pictures(tmp_path)
+    (tmp_path / "metadata.csv").write_text("file_name,text\n0.png,NA\n1.png,007\n2.png,1.5\n")
+    dataset = open_pairs([str(tmp_path)], image_key=image_key)
+    assert captions(dataset) == ["NA", "007", "1.5"]
+    assert images(dataset) == [picture(n) for n in range(3)]
+
+
+def test_a_folder_with_a_metadata_file_per_folder_has_the_pictures_of_all(tmp_path):
+    for name, number in ((".", 0), ("deep", 1)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / f"{number}.png").write_bytes(picture(number))
+        (tmp_path / name / "metadata.csv").write_text(f"file_name,text\n{number}.png,caption {number}\n")
+    dataset = open_pairs([str(tmp_path)])
+    assert sorted(captions(dataset)) == ["caption 0", "caption 1"]
 
 
 def test_a_csv_may_have_words_after_thousands_of_numbers(tmp_path):
