@@ -29,6 +29,12 @@ def shortened(line: str) -> str:
     return line if len(line) <= 200 else line[:197] + "..."
 
 
+def os_reason(error: OSError) -> str:
+    """Return the file and the reason of an error of the operating system, in one line."""
+    reason = error.strerror or first_line(error)
+    return reason if error.filename is None else f"{error.filename}: {reason}"
+
+
 def nearest(word: str, known: set[str]) -> str:
     """Return "; did you mean ...?" with the known word closest to `word`, or "" if none is close."""
     close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)

@@ -119,8 +119,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if not arguments.val_data and not arguments.zeroshot_data:
         parser.error("no data to evaluate on; give --val-data, --zeroshot-data or both")
-    for flag in ("pictures", "group_captions", "image_key", "caption_key"):
-        if getattr(arguments, flag) and not arguments.val_data:
+    for flag in ("pictures", "group_captions", "image_key", "caption_key", "dataset_type"):
+        if getattr(arguments, flag) != parser.get_default(flag) and not arguments.val_data:
             parser.error(
                 f"--{flag.replace('_', '-')} has no effect without --val-data; add --val-data, or leave it out"
             )

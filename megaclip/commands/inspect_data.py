@@ -90,19 +90,20 @@ class Look:
         self.shown = [usable[place] for place in places]
 
     def _measure(self, raw: RawSample) -> dict[str, Any]:
-        """Record the figures of a sample, and return them as they are shown."""
+        """Record the figures of a sample, and return them as they are shown, with the tokens of its longest caption."""
         image = open_image(raw.image)
-        ids = self._tokenizer([raw.caption])
-        token_count = int((ids == self._tokenizer.eos_id).int().argmax()) + 1
-        measured = (len(raw.caption), token_count, *image.size, len(raw.image))
-        for name, value in zip(self._values, measured, strict=True):
-            self._values[name].append(value)
-        self._captions.add(raw.caption)
+        captions = raw.alternatives or (raw.caption,)  # training takes one of several at a time
+        is_end = self._tokenizer(captions) == self._tokenizer.eos_id
+        token_counts = (is_end.int().argmax(dim=1) + 1).tolist()
+        measured = (map(len, captions), token_counts, [image.width], [image.height], [len(raw.image)])
+        for name, values in zip(self._values, measured, strict=True):
+            self._values[name] += values
+        self._captions.update(captions)
         with contextlib.suppress(Exception):  # damaged EXIF data raises almost anything, and is ignored in training
             self._noted["exif_orientation_ignored"] += image.getexif().get(EXIF_ORIENTATION, 1) != 1
         self._noted["transparency_dropped"] += image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
         shown = {"caption": shortened(raw.caption), "width": image.width, "height": image.height}
-        return {**shown, "format": image.format, "tokens": token_count, "sample": raw.key}
+        return {**shown, "format": image.format, "tokens": max(token_counts), "sample": raw.key}
 
     @property
     def bad_fraction(self) -> float:

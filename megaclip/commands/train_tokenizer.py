@@ -42,6 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="+", help="patterns, folders or hf:NAME, as for --train-data")
     parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
+    parser.add_argument("--image-key", help="column of the images, or their extension; only to recognise the samples")
     parser.add_argument("--caption-key", help="column of the captions, or their extension in tar shards")
     parser.add_argument(
         "--vocab-size", type=integer(1), default=16_000, help="largest number of pieces (default: %(default)s)"
@@ -63,7 +64,12 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     try:
-        dataset = open_pairs(arguments.data, dataset_type=arguments.dataset_type, caption_key=arguments.caption_key)
+        dataset = open_pairs(
+            arguments.data,
+            dataset_type=arguments.dataset_type,
+            image_key=arguments.image_key,
+            caption_key=arguments.caption_key,
+        )
         prepare_file(arguments.out)
         captions = read_captions(dataset, arguments.max_captions)
         tokenizer = train_sentencepiece(

@@ -51,13 +51,7 @@ class CaptionKeys:
 
     def decode(self, content: bytes, extension: str, key: str) -> tuple[str, ...]:
         """Return the caption or captions in a file with this extension. key: origin of the sample. Raises BadSample."""
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            byte = content[error.start]
-            raise BadSample(
-                "caption is not UTF-8", f"{key}: byte 0x{byte:02x} at position {error.start}; convert it to UTF-8"
-            ) from error
+        text = decoded(content, key)
         if extension != JSON or not self.fields:
             return (text,)
         record = json_record(text)
@@ -75,6 +69,17 @@ TEXT_FILES = CaptionKeys()
 """Captions in text files: the default."""
 
 
+def decoded(content: bytes, key: str) -> str:
+    """Return the text in `content`. key: origin of the sample. Raises BadSample if it is not UTF-8."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = content[error.start]
+        raise BadSample(
+            "caption is not UTF-8", f"{key}: byte 0x{byte:02x} at position {error.start}; convert it to UTF-8"
+        ) from error
+
+
 def cleaned(texts: Iterable[str], key: str) -> tuple[str, ...]:
     """Return the captions that are not empty, with every run of white space replaced by one space.
 
@@ -89,7 +94,7 @@ def cleaned(texts: Iterable[str], key: str) -> tuple[str, ...]:
 def json_record(text: str | bytes) -> dict[str, Any] | None:
     """Return the JSON object in `text`, or None if it holds something else."""
     try:
-        record = json.loads(text)
+        record = json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
     except (ValueError, RecursionError):  # the latter from thousands of nested brackets
         return None
     return record if isinstance(record, dict) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class ImageFolder:
         self._rows: list[tuple[str, str | None]] = []
         """Paths of the picture and of its caption file."""
         self._manifest: list[list[Any]] = []
-        for place, _, names in sorted(os.walk(folder)):
+        for place, names in sorted(walk_folder(folder)):
             rows = list(_pairs(place, names, self._image_extensions, caption_keys.extensions))
             if rows:
                 size = sum(os.stat(path).st_size for row in rows for path in row if path and os.path.exists(path))
@@ -122,6 +122,25 @@ class ImageFolder:
         if not os.path.isfile(beside):
             return ""
         return f"; {beside} has {text_fields(_record(beside))}: set --caption-key to one of them, as in json.caption"
+
+
+def walk_folder(folder: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the path and the file names of a folder and of all folders below it, links to folders included.
+
+    A folder that several links name is visited once. Raises DataError if a folder cannot be read.
+    """
+    visited = set[str]()
+    for place, folders, names in os.walk(folder, onerror=_raise_data_error, followlinks=True):
+        folders.sort()  # the same one of several links in every process
+        if (real := os.path.realpath(place)) in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        yield place, names
+
+
+def _raise_data_error(error: OSError) -> None:
+    raise DataError(f"cannot read the folder {error.filename}: {error.strerror}") from error
 
 
 def _pairs(

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import CaptionKeys
+from megaclip.data.image_folder import walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS, read_image_file
 from megaclip.data.tar_shards import TarShards
-from megaclip.errors import DataError
+from megaclip.errors import DataError, os_reason
 
 CLASS_NAMES_FILE = "classnames.txt"
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
@@ -54,8 +55,8 @@ class _ImageFolder:
         self._files = [
             (path, label)
             for label, name in enumerate(self.classes)
-            for path in sorted((folder / name).rglob("*"))
-            if path.suffix.lower().lstrip(".") in IMAGE_EXTENSIONS
+            for path in sorted(Path(place, file) for place, files in walk_folder(str(folder / name)) for file in files)
+            if path.suffix.lower().lstrip(".") in IMAGE_EXTENSIONS and path.name[0] != "."
         ]
 
     def __len__(self) -> int:
@@ -70,13 +71,20 @@ class _ImageFolder:
 
 
 def open_labelled(path: str | Path) -> LabelledDataset:
-    """Open a labelled dataset. Raises DataError if the layout of the folder is neither of the two."""
+    """Open a labelled dataset. Raises DataError if the layout of the folder is neither of the two, or unreadable."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise DataError(
             f"zero-shot data {str(path)!r} is not a folder; expected a folder in CLIP_benchmark's layout, or one with "
             "an image folder per class"
         )
+    try:
+        return _open_folder(folder)
+    except OSError as error:
+        raise DataError(f"cannot read zero-shot data {str(path)!r}: {os_reason(error)}") from error
+
+
+def _open_folder(folder: Path) -> LabelledDataset:
     shards = sorted(folder.glob("*.tar"), key=_by_number) or sorted(folder.glob("test/*.tar"), key=_by_number)
     templates = _lines(folder / TEMPLATES_FILE) or DEFAULT_TEMPLATES
     wrong = [template for template in templates if "{c}" not in template]

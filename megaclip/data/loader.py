@@ -22,7 +22,7 @@ import torch
 from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch
 from megaclip.data.images import ImageTransform
 from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
-from megaclip.data.reading import BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
+from megaclip.data.reading import INSPECT_ADVICE, BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
 from megaclip.data.workers import map_in_workers
@@ -185,6 +185,7 @@ class EvaluationLoader:
     ) -> None:
         self._dataset = dataset
         self._reader = EvaluationReader(dataset, transform, tokenizer)
+        self._advice = "" if tokenizer is None else INSPECT_ADVICE
         self._samples = len(dataset)
         self._batch_size = batch_size
         self._rank = rank
@@ -198,7 +199,7 @@ class EvaluationLoader:
         return -(-self._samples // (self._batch_size * self._world_size))
 
     def __iter__(self) -> Iterator[EvaluationBatch | LabelledBatch]:
-        log = BadSampleLog(self._max_bad_fraction, "it is left out")
+        log = BadSampleLog(self._max_bad_fraction, "it is left out", advice=self._advice)
         for loaded in map_in_workers(
             self._reader.read,
             self._rank_ids(),

@@ -9,6 +9,7 @@ import glob
 import itertools
 import os
 import re
+from collections.abc import Sequence
 
 from braceexpand import braceexpand
 
@@ -47,25 +48,31 @@ def expand_pattern(pattern: str) -> list[str]:
     """Return the existing paths that `pattern` stands for.
 
     A file or folder with exactly the name `pattern` is used as it is. Raises DataError if nothing matches or if a file
-    that the braces name is missing.
+    or glob that the braces name is missing.
     """
     whole = os.path.expanduser(pattern)
     paths: list[str] = []
     for name in [whole] if os.path.exists(whole) else expand_braces(whole):
         if glob.has_magic(name) and not os.path.exists(name):
-            paths.extend(sorted(glob.glob(name, recursive=True)))
+            found = sorted(glob.glob(name, recursive=True))
+            paths.extend(found or [name])
         else:
             paths.append(name)
     missing = [path for path in paths if not os.path.exists(path)]
-    if missing or not paths:
-        problem = (
-            f"{len(missing)} of {len(paths)} files are missing, first {missing[0]}" if missing else "no file matches"
-        )
+    if missing:
+        problem = f"{len(missing)} of {len(paths)} files are missing, first {missing[0]}"
+        if len(paths) == 1 and glob.has_magic(paths[0]):
+            problem = "no file matches"
         raise DataError(f"data {pattern!r}: {problem} (working directory {os.getcwd()}){_advice(pattern)}")
-    special = next((path for path in paths if not (os.path.isfile(path) or os.path.isdir(path))), None)
-    if special is not None:  # reading a pipe or a device could block or never end
-        raise DataError(f"data {pattern!r}: {special} is neither a file nor a folder; copy the data to a file")
+    refuse_special_files(pattern, paths)
     return paths
+
+
+def refuse_special_files(pattern: str, paths: Sequence[str]) -> None:
+    """Raise DataError for pipes, devices and broken links. Reading a pipe or a device could block or never end."""
+    special = next((path for path in paths if not (os.path.isfile(path) or os.path.isdir(path))), None)
+    if special is not None:
+        raise DataError(f"data {pattern!r}: {special} is neither a file nor a folder; copy the data to a file")
 
 
 def _advice(pattern: str) -> str:

@@ -27,6 +27,8 @@ from megaclip.logging import get_logger
 SUBSTITUTE_TRIES = 16
 MIN_SAMPLES_FOR_LIMIT = 1000
 """Number of samples to which the limit of bad samples applies at the beginning of a run."""
+INSPECT_ADVICE = " (`megaclip inspect` lists the problems)"
+"""How to find bad pairs. The command does not read labelled images."""
 
 _logger = get_logger(__name__)
 
@@ -123,11 +125,13 @@ class TrainReader:
         return None
 
 
-def _unreadable(dataset: ReadableSet, sample_id: int, error: Exception) -> str:
+def _unreadable(
+    dataset: ReadableSet, sample_id: int, error: Exception, what: str = "the data with `megaclip inspect`"
+) -> str:
     """Return the reason why a sample that caused an unexpected error ends the run; log the traceback."""
     place = f"sample {sample_id} of {dataset.shard_name(sample_id)}"
     _logger.error("cannot read %s", place, exc_info=error)
-    return f"cannot read {place}: {type(error).__name__}: {first_line(error)}; check the data with `megaclip inspect`"
+    return f"cannot read {place}: {type(error).__name__}: {first_line(error)}; check {what}"
 
 
 def _substitutes(seed: int, sample_id: int, first: int, count: int) -> Iterator[int]:
@@ -151,8 +155,8 @@ def decode_image(transform: ImageTransform, raw: RawSample, seeds: tuple[int, in
 
 
 def check_caption(raw: RawSample) -> None:
-    """Raise BadSample if the caption is empty or only white space."""
-    if not raw.caption.strip("\0 \t\r\n"):
+    """Raise BadSample if the caption is empty, or only white space or a byte order mark."""
+    if not "".join(raw.caption.split()).strip("\0\ufeff"):
         raise BadSample("empty caption", raw.key)
 
 
@@ -182,7 +186,8 @@ class EvaluationReader:
             except BadSample as bad:
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(sample_id)))
             except Exception as error:  # as in training
-                return Loaded(None, bad_samples, fatal=_unreadable(self._dataset, sample_id, error))
+                what = "the data" if self._tokenizer is None else "the data with `megaclip inspect`"
+                return Loaded(None, bad_samples, fatal=_unreadable(self._dataset, sample_id, error, what))
         kept_ids, reads = torch.from_numpy(kept), int((ids != PADDING_ID).sum())
         if self._tokenizer is not None:
             return Loaded(EvaluationBatch(images, self._tokenizer(captions), kept_ids), bad_samples, reads)
@@ -195,13 +200,15 @@ class BadSampleLog:
 
     limit: largest fraction of bad samples. consequence: words for the log, such as "a substitute is used".
     setting: flag that sets the limit, for the error; "" if it is fixed.
+    advice: how to find the problems, for the error.
     """
 
-    def __init__(self, limit: float, consequence: str, setting: str = "") -> None:
+    def __init__(self, limit: float, consequence: str, setting: str = "", *, advice: str = INSPECT_ADVICE) -> None:
         self.counts: Counter[str] = Counter()
         self._limit = limit
         self._consequence = consequence
         self._setting = setting
+        self._advice = advice
         self._read = 0
         self._shards: Counter[str] = Counter()
 
@@ -222,6 +229,6 @@ class BadSampleLog:
             limit = f"{self._setting or 'the limit'} {self._limit:g}"
             raise DataError(
                 f"{total} of the {self._read} samples read so far are bad ({kinds}), over {limit}; most are in "
-                f"{worst}; repair the data (`megaclip inspect` lists the problems)"
+                f"{worst}; repair the data{self._advice}"
                 + (f" or set a larger {self._setting}" if self._setting else "")
             )

@@ -8,7 +8,6 @@ cannot be read before a run begins.
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Sequence
@@ -22,10 +21,10 @@ from megaclip.data.captions import CaptionKeys
 from megaclip.data.image_folder import ImageFolder
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
-from megaclip.data.patterns import expand_pattern
-from megaclip.data.tables import TABLE_TYPES, HubTable, Table, open_table
+from megaclip.data.patterns import expand_pattern, refuse_special_files
+from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, HubTable, Table, open_table
 from megaclip.data.tar_shards import TarShards
-from megaclip.errors import DataError
+from megaclip.errors import DataError, os_reason
 
 DATASET_TYPES = ("auto", "webdataset", *TABLE_TYPES)
 _TYPE_OF_SUFFIX = {
@@ -36,6 +35,8 @@ _TYPE_OF_SUFFIX = {
     ".json": "json",
     ".jsonl": "json",
 }
+_IMG2DATASET_REPORT = re.compile(r"(\d+)(_stats)?")
+"""Stems of the tables that img2dataset writes beside a folder of pictures. They hold no images."""
 _COMPRESSED_TAR = re.compile(r"\.(tgz|tbz2|txz|tar\.(gz|bz2|xz|zst|lz4))$", re.IGNORECASE)
 
 
@@ -170,7 +171,7 @@ def open_pairs(
         raise DataError("no data was given; give at least one pattern, folder or hf:NAME")
     if dataset_type not in DATASET_TYPES:
         raise DataError(f"--dataset-type is {dataset_type!r}; use one of {', '.join(DATASET_TYPES)}")
-    return PairDataset([_open_source(spec, dataset_type, image_key, caption_key) for spec in specs], weights)
+    return PairDataset([_open_readable(spec, dataset_type, image_key, caption_key) for spec in specs], weights)
 
 
 def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
@@ -200,11 +201,20 @@ def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
     raise DataError(f"the data differs from that of the checkpoint; {advice}")
 
 
+def _open_readable(spec: str, dataset_type: str, image_key: str | None, caption_key: str | None) -> Source:
+    """Return the source of a spec. Raises DataError, also if the system refuses to read the data."""
+    try:
+        return _open_source(spec, dataset_type, image_key, caption_key)
+    except OSError as error:
+        raise DataError(f"cannot read data {spec!r}: {os_reason(error)}") from error
+
+
 def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_key: str | None) -> Source:
     if spec.startswith("hf:") or dataset_type == "hub":
         return Table(HubTable.parse(spec.removeprefix("hf:")).load(), spec, "hub", None, image_key, caption_key)
     paths = expand_pattern(spec)
     _refuse_compressed_tars(spec, paths)
+    _refuse_several_folders(spec, paths)
     if dataset_type == "auto":
         dataset_type, paths = _recognise(spec, paths)
     elif len(paths) == 1 and os.path.isdir(paths[0]) and dataset_type in _TYPE_OF_SUFFIX.values():
@@ -215,7 +225,11 @@ def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_ke
             image_extensions=_extensions(image_key) or IMAGE_EXTENSIONS,
             caption_keys=CaptionKeys.parse(caption_key),
         )
-    if dataset_type == "imagefolder" and not _has_metadata(paths[0]):
+    metadata = _metadata_of(paths[0]) if dataset_type == "imagefolder" else []
+    if metadata == [os.path.join(paths[0], "metadata.csv")]:
+        # As an image folder, `datasets` would read captions such as "NA" as missing, and 007 as a number.
+        return open_table(metadata, "csv", None if image_key == "image" else image_key, caption_key)
+    if dataset_type == "imagefolder" and not metadata:
         return ImageFolder(
             paths[0],
             image_extensions=_extensions(image_key) or IMAGE_EXTENSIONS,
@@ -233,15 +247,33 @@ def _refuse_compressed_tars(spec: str, paths: Sequence[str]) -> None:
         )
 
 
-def _has_metadata(folder: str) -> bool:
-    """Return True if the folder or a sub-folder has a table of its pictures, as `datasets` expects it."""
-    return any(Path(name).stem == "metadata" for _, _, names in os.walk(folder) for name in names)
+def _refuse_several_folders(spec: str, paths: Sequence[str]) -> None:
+    folder = next((path for path in paths if os.path.isdir(path)), None)
+    if folder is not None and len(paths) > 1:
+        raise DataError(
+            f"data {spec!r} stands for {len(paths)} files or folders, and {folder} is a folder; give each folder as an "
+            "entry of its own, or a pattern of files"
+        )
+
+
+def _metadata_of(folder: str) -> list[str]:
+    """Return the tables of pictures in the folder and its sub-folders, as `datasets` expects them."""
+    return [
+        os.path.join(place, name) for place, _, names in os.walk(folder) for name in names if name in METADATA_FILES
+    ]
 
 
 def _lie_beside_pictures(files: list[str]) -> bool:
-    """Return True if the first JSON file describes one picture, as in img2dataset's folders, and is no table."""
-    stem = os.path.splitext(files[0])[0]
-    return any(os.path.exists(f"{stem}.{extension}") for extension in IMAGE_EXTENSIONS)
+    """Return True if the first table or JSON file only describes a picture or a folder of pictures beside it.
+
+    img2dataset writes such files: 000000.json beside 000000.jpg, 00000.parquet and 00000_stats.json beside 00000.
+    """
+    folder, name = os.path.split(os.path.splitext(files[0])[0])
+    report = _IMG2DATASET_REPORT.fullmatch(name)
+    if report is not None and os.path.isdir(os.path.join(folder, report[1])):
+        return True
+    pictures = (os.path.join(folder, f"{name}.{extension}") for extension in IMAGE_EXTENSIONS)
+    return files[0].endswith(".json") and any(map(os.path.exists, pictures))
 
 
 def _extensions(key: str | None) -> tuple[str, ...]:
@@ -254,10 +286,10 @@ def _recognise(spec: str, paths: list[str]) -> tuple[str, list[str]]:
         folder = paths[0]
         if any(os.path.exists(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json")):
             return "saved", paths
-        if not glob.glob(os.path.join(glob.escape(folder), "metadata.*")):
+        if not any(os.path.exists(os.path.join(folder, name)) for name in METADATA_FILES):
             for dataset_type in ("webdataset", "parquet", "json", "csv"):
                 files = _files_of_type(folder, dataset_type, may_be_empty=True)
-                if files and not (dataset_type == "json" and _lie_beside_pictures(files)):
+                if files and (dataset_type == "webdataset" or not _lie_beside_pictures(files)):
                     return dataset_type, files
             _refuse_compressed_tars(spec, sorted(os.listdir(folder)))
         return "imagefolder", paths
@@ -273,8 +305,9 @@ def _files_of_type(folder: str, dataset_type: str, *, may_be_empty: bool = False
     files = sorted(
         os.path.join(folder, name)
         for name in os.listdir(folder)
-        if _TYPE_OF_SUFFIX.get(Path(name).suffix.lower()) == dataset_type
+        if _TYPE_OF_SUFFIX.get(Path(name).suffix.lower()) == dataset_type and not name.startswith(".")
     )
+    refuse_special_files(folder, files)
     if not files and not may_be_empty:
         _refuse_compressed_tars(folder, sorted(os.listdir(folder)))
         suffixes = ", ".join(suffix for suffix, type_ in _TYPE_OF_SUFFIX.items() if type_ == dataset_type)

@@ -6,14 +6,16 @@ undecoded: a column holds the bytes or the path of a file, relative to the table
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import glob
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.captions import MAX_CAPTION_BYTES, cleaned
+from megaclip.data.captions import MAX_CAPTION_BYTES, cleaned, decoded
 from megaclip.data.images import MAX_IMAGE_BYTES, read_image_file
 from megaclip.data.order import runs_of_rows
 from megaclip.errors import DataError, first_line, shortened
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 TABLE_TYPES = ("parquet", "csv", "json", "imagefolder", "saved", "hub")
 IMAGE_COLUMNS = ("image", "jpg", "png", "webp", "img", "filepath", "file_path", "image_path", "file_name", "path")
 CAPTION_COLUMNS = ("caption", "text", "txt", "title", "captions", "sentence", "alt_text")
+METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+"""Tables of the pictures in a folder, as `datasets` names them."""
 MAX_SHOWN = 200
 """Largest number of characters of a path in a message."""
 
@@ -42,11 +46,12 @@ class HubTable:
         parts = text.split(":")
         if not parts[0] or len(parts) > 3:
             raise DataError(f"data 'hf:{text}' is not a hub dataset; write hf:NAME[:SPLIT[:CONFIG]]")
-        return cls(*parts)
+        name, split, config = (*parts, "", "")[:3]
+        return cls(name, split or "train", config or None)
 
     def load(self) -> Dataset:
         """Open the dataset from the cache, or download it."""
-        return _load(self.name, self.config, split=self.split)
+        return _load(self.name, self.name, self.config, split=self.split)
 
 
 class Table:
@@ -70,7 +75,8 @@ class Table:
         self._files = list(files)
         self._image = _column(dataset, image_key, IMAGE_COLUMNS, "image", name)
         self._caption = _column(dataset, caption_key, CAPTION_COLUMNS, "caption", name)
-        dataset = dataset.select_columns([self._image, self._caption])
+        # A saved dataset may have the format of NumPy or another library, in which a list is not a Python list.
+        dataset = dataset.with_format(None).select_columns([self._image, self._caption])
         if isinstance(dataset.features[self._image], Image):
             dataset = dataset.cast_column(self._image, Image(decode=False))
         self._rows = dataset
@@ -132,7 +138,7 @@ class Table:
     def _captions(value: Any, key: str) -> tuple[str, ...]:
         """Return the caption or captions in a cell, with every run of white space replaced by one space."""
         values = value if isinstance(value, list | tuple) else [value]
-        texts = [str(text) for text in values if text is not None]
+        texts = [_text(text, key) for text in values if text is not None]
         if not texts:
             raise BadSample("missing caption", key)
         captions = cleaned(texts, key)
@@ -157,6 +163,13 @@ class Table:
         return read_image_file(path, key, f" in {self._folder} or in the working directory" if self._folder else "")
 
 
+def _text(value: Any, key: str) -> str:
+    """Return one caption of a cell. Raises BadSample if it is no text."""
+    if isinstance(value, dict | list | tuple):
+        raise BadSample("missing caption", f"{key}: expected text, got {type(value).__name__}")
+    return decoded(value, key) if isinstance(value, bytes) else str(value)
+
+
 def _record(rows: Dataset, row: int, key: str) -> dict[str, Any]:
     """Return one row. Raises BadSample if its text is not UTF-8, which is found only here, or if it cannot be read."""
     try:
@@ -174,14 +187,24 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
     """Open files, or one folder for "imagefolder" and "saved", as a table. Raises DataError."""
     if kind == "saved":
         return Table(_load_saved(paths[0]), paths[0], kind, None, image_key, caption_key)
-    if kind == "imagefolder":
-        dataset = _load("imagefolder", data_dir=paths[0], split="train", drop_labels=True)
-        return Table(dataset, paths[0], kind, None, image_key, caption_key)
     options: dict[str, Any] = {}
+    if kind == "imagefolder":
+        # `datasets` takes folders and files with names such as "test" for splits. If the folder itself has the metadata
+        # file, the file lists the pictures of all of them.
+        if any(os.path.exists(os.path.join(paths[0], name)) for name in METADATA_FILES):
+            options = {"data_files": ["**"]}
+        escaped = glob.escape(paths[0])
+        dataset = _load(paths[0], "imagefolder", data_dir=escaped, split="train", drop_labels=True, **options)
+        return Table(dataset, paths[0], kind, None, image_key, caption_key)
     if kind == "csv":
         # By default pandas reads the captions "NA", "null" and "None" as missing.
-        options = {"sep": _separator(paths[0]), "keep_default_na": False}
-    dataset = _load(kind, data_files=[os.path.abspath(path) for path in paths], split="train", **options)
+        separator = _separator(paths[0])
+        # Cells stay text: numbers would lose zeros, and a column may have numbers only in its first rows.
+        as_text = dict.fromkeys(_names(paths[0], separator), str)
+        options = {"sep": separator, "keep_default_na": False, "converters": as_text}
+    what = paths[0] + (f" and {len(paths) - 1} more files" if len(paths) > 1 else "")
+    names = [glob.escape(os.path.abspath(path)) for path in paths]  # `datasets` takes names for patterns
+    dataset = _load(what, kind, data_files=names, split="train", **options)
     unnamed = dataset.features.get("__index_level_0__") if kind == "csv" else None
     if unnamed is not None and not unnamed.dtype.startswith("int"):  # pandas has shifted every cell to the left
         raise DataError(
@@ -200,25 +223,36 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
     return table
 
 
+def _header(path: str) -> str:
+    """Return the first line of a CSV file."""
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
+        return file.readline(1 << 16)
+
+
+def _names(path: str, separator: str) -> list[str]:
+    """Return the names of the columns of a CSV file, or none if its first line cannot be read."""
+    try:
+        return next(csv.reader([_header(path)], delimiter=separator), [])
+    except csv.Error:  # pandas reports the reason
+        return []
+
+
 def _separator(path: str) -> str:
     """Return the separator of a CSV file by its first line: tab, semicolon or comma."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        header = file.readline(1 << 16)
+    header = _header(path)
     if "\t" in header:
         return "\t"
     return ";" if header.count(";") > header.count(",") else ","
 
 
-def _load(*arguments: Any, **options: Any) -> Dataset:
+def _load(what: str, kind: str, *arguments: Any, **options: Any) -> Dataset:
+    """Return what `datasets` loads. what: the data, for the error. kind: its type, or the name of a hub dataset."""
     import datasets
 
     try:
-        return datasets.load_dataset(*arguments, **options)
+        return datasets.load_dataset(kind, *arguments, **options)
     except Exception as error:  # `datasets` raises many types; all mean that the data cannot be read
-        files = options.get("data_files", [])
-        what = options.get("data_dir") or (files[0] if files else arguments[0])
-        others = f" and {len(files) - 1} more files" if len(files) > 1 else ""
-        raise DataError(f"cannot read {what}{others} as {arguments[0]}: {_reason(error)}") from error
+        raise DataError(f"cannot read {what} as {kind}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

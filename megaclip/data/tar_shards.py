@@ -23,9 +23,9 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from filelock import FileLock
@@ -52,6 +52,7 @@ _ROWS_CHECKED, _JSON_CHECKED = 10_000, 16
 """Numbers of first samples, and of JSON members among them, that are read to check that they have the fields."""
 _OPEN_SHARDS = 64
 _LOCK_POLL_S = 0.2
+T = TypeVar("T")
 
 _logger = get_logger(__name__)
 
@@ -167,9 +168,10 @@ class TarShards:
         if len(self) == 0:
             reason = f"; {damaged[0]['name']}: {damaged[0]['damage']}" if damaged else ""
             images, captions = self._image_extensions, self._caption_keys.extensions
+            flags = ": --image-key and --caption-key set these extensions" if self._caption_keys.flag else ""
             raise DataError(
                 f"no samples in {len(self.shards)} tar shards, first {self._paths[0]}{reason}; expected members such "
-                f"as 000000.{images[0]} and 000000.{captions[0]}: --image-key and --caption-key set these extensions"
+                f"as 000000.{images[0]} and 000000.{captions[0]}{flags}"
             )
         if damaged:
             listed = ", ".join(f"{shard['name']} ({shard['damage']})" for shard in damaged[:3])
@@ -224,7 +226,7 @@ def _open_index(paths: list[Path], image_extensions: tuple[str, ...], caption_ex
     """Return the path of the .npy file of these shards' index. Makes the index if there is none."""
     root = Path(os.path.commonpath([path.parent for path in paths]))
     facts = [_FORMAT, image_extensions, caption_extensions]
-    stats = [path.stat() for path in paths]
+    stats = [_of_shard(path, path.stat) for path in paths]
     names = [str(path.relative_to(root)) for path in paths]
     facts += [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats, strict=True)]
     fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
@@ -232,13 +234,26 @@ def _open_index(paths: list[Path], image_extensions: tuple[str, ...], caption_ex
     for folder in folders:
         if _is_complete(folder / f"{fingerprint}.npy"):
             return folder / f"{fingerprint}.npy"
-    folder = next(folder for folder in folders if _writable(folder))
-    index = folder / f"{fingerprint}.npy"
+    writable = next(filter(_writable, folders), None)
+    if writable is None:
+        raise DataError(
+            f"the index of the tar shards cannot be written to {' or '.join(map(str, folders))}; make a folder "
+            "writable, or set XDG_CACHE_HOME to one that is"
+        )
+    index = writable / f"{fingerprint}.npy"
     with _locked(index.with_suffix(".lock")):
         if not _is_complete(index):  # it is if another process has made the index meanwhile
             contents = _walk_all(paths, image_extensions, caption_extensions)
             _write_index(index, contents, names, [stat.st_size for stat in stats])
     return index
+
+
+def _of_shard(path: Path, function: Callable[[], T]) -> T:
+    """Return the result of `function`, which reads a shard. Raises DataError, with the shard, if it cannot be read."""
+    try:
+        return function()
+    except OSError as error:
+        raise DataError(f"cannot read the tar shard {path}: {error.strerror or error}") from error
 
 
 def _is_complete(index: Path) -> bool:
@@ -266,8 +281,11 @@ def _is_complete(index: Path) -> bool:
 
 
 def _index_folders(root: Path) -> list[Path]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     place = hashlib.sha256(str(root).encode()).hexdigest()[:16]
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home folder
+        return [root / INDEX_FOLDER]
     return [root / INDEX_FOLDER, cache / "megaclip" / place]
 
 
@@ -305,21 +323,21 @@ def _walk_all(
 ) -> list[ShardContents]:
     """Walk every shard, in threads, which hide the latency of remote disks. Parsing itself is not parallel."""
     began = time.monotonic()
-    work = functools.partial(walk_shard, image_extensions=image_extensions, caption_extensions=caption_extensions)
+    extensions = {"image_extensions": image_extensions, "caption_extensions": caption_extensions}
+
+    def walk(path: Path) -> ShardContents:
+        return _of_shard(path, lambda: walk_shard(path, **extensions))
+
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        contents = list(pool.map(work, paths))
+        contents = list(pool.map(walk, paths))
     samples = sum(len(shard.entries) for shard in contents)
     _logger.info("indexed %s samples in %d shards in %.1f s", f"{samples:,}", len(paths), time.monotonic() - began)
     return contents
 
 
 def _write_index(index: Path, contents: list[ShardContents], names: list[str], sizes: list[int]) -> None:
+    """Write both files of the index. Raises DataError if they cannot be written."""
     entries = np.concatenate([shard.entries for shard in contents]) if contents else np.empty(0, ENTRY)
-    # Processes of different machines may have the same process id.
-    unfinished = index.with_name(f"{index.stem}.{uuid.uuid4().hex}.unfinished")
-    with open(unfinished, "wb") as file:
-        np.save(file, entries)
-    os.replace(unfinished, index)
     shards = [
         {
             "name": name,
@@ -332,6 +350,20 @@ def _write_index(index: Path, contents: list[ShardContents], names: list[str], s
         }
         for name, size, shard in zip(names, sizes, contents, strict=True)
     ]
-    # The manifest is written last, so that an index with a manifest is complete.
-    unfinished.write_text(json.dumps({"format": _FORMAT, "shards": shards}))
-    os.replace(unfinished, index.with_suffix(".json"))
+    manifest = json.dumps({"format": _FORMAT, "shards": shards}).encode()
+    # Processes of different machines may have the same process id.
+    unfinished = index.with_name(f"{index.stem}.{uuid.uuid4().hex}.unfinished")
+    try:
+        with open(unfinished, "wb") as file:
+            np.save(file, entries)
+        os.replace(unfinished, index)
+        # The manifest is written last, so that an index with a manifest is complete.
+        unfinished.write_bytes(manifest)
+        os.replace(unfinished, index.with_suffix(".json"))
+    except OSError as error:
+        raise DataError(
+            f"cannot write the index {index}: {error.strerror or error}; free some space, or check the disk"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)

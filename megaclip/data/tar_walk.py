@@ -17,6 +17,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megaclip.errors import shortened
+
 BLOCK = 512
 MISSING = -1
 """Size of a member that the sample does not have."""
@@ -49,7 +51,7 @@ class ShardContents:
     """Offsets and sizes of n samples, (n,) ENTRY, in the order of the shard. `caption_extension` is an index into the
     extensions that the caller gave."""
     damage: str
-    """Reason why the walk ended early; empty for an undamaged shard."""
+    """Reason why samples may be missing; empty for an undamaged shard."""
     images: Counter[str]
     """Number of samples whose image has an extension, by extension."""
     captions: Counter[str]
@@ -70,17 +72,25 @@ def walk_shard(path: Path | str, image_extensions: Sequence[str], caption_extens
     samples: dict[bytes, dict[str, tuple[int, int]]] = {}
     wanted = {*image_extensions, *caption_extensions}
     others: dict[str, tuple[int, int]] = {}
+    repeated: list[bytes] = []
     damage = ""
     try:
         with open(path, "rb") as file:
             for name, offset, size in _members(file):
                 key, extension = _split_name(name)
                 if extension in wanted:
-                    samples.setdefault(key, {}).setdefault(extension, (offset, size))
+                    members = samples.setdefault(key, {})
+                    if extension in members:
+                        repeated.append(name)
+                    else:
+                        members[extension] = (offset, size)
                 elif extension not in others and len(others) < _MAX_OTHERS:
                     others[extension] = (offset, size)
     except _Damaged as error:
         damage = str(error)
+    if repeated and not damage:
+        first = shortened(repr(repeated[0].decode("utf-8", "replace")))
+        damage = f"{len(repeated)} members have the name of an earlier one and are left out, first {first}"
     rows, images, captions = [], Counter[str](), Counter[str]()
     absent = (0, MISSING)
     for key, members in samples.items():
@@ -133,6 +143,7 @@ def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
                 yield extended.get(b"path", _ustar_name(header)), place, size
             extended = {}
         place += -(-size // BLOCK) * BLOCK
+    raise _Damaged(f"no end of the archive at byte {end}: samples behind it may be missing")
 
 
 def _read(file: BinaryIO, place: int, size: int) -> bytes:

@@ -74,6 +74,22 @@ def test_a_mistake_is_one_line(arguments, message, tmp_path, monkeypatch):
     assert str(end.value.code).startswith("error: ") and "\n" not in str(end.value.code)
 
 
+def test_the_tokenizer_accepts_the_column_that_its_error_asks_for(tmp_path, monkeypatch):
+    """The error names --image-key, which the command did not have."""
+    rows = "".join(f"a.png,a photo of a dog number {n}\n" for n in range(50))
+    (tmp_path / "data.csv").write_text(f"Photo,title\n{rows}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging, "disable", lambda level: None)  # it would hold for the tests after this one
+    command = ["megaclip", "tokenizer", "data.csv", "--vocab-size", "60", "--out", "t.model"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="it has Photo, title; set --image-key to one of them"):
+        main()
+    monkeypatch.setattr(sys, "argv", [*command, "--image-key", "Photo"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code is None and (tmp_path / "t.model").stat().st_size > 0
+
+
 def test_shipped_configurations_are_found_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("zero3_offload", "fastclip/fastclip_v3_cc12m"):

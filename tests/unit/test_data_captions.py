@@ -7,7 +7,9 @@ import pytest
 from data_samples import pair_members, picture, write_folder_of_pairs, write_tar
 
 from megaclip.data import open_labelled, open_pairs
-from megaclip.data.batch import BadSample
+from megaclip.data.batch import BadSample, RawSample
+from megaclip.data.reading import check_caption
+from megaclip.data.text_cleaning import clean_caption
 from megaclip.errors import DataError
 
 COUNT = 5
@@ -154,6 +156,21 @@ def test_compressed_shards_are_refused_with_the_command(tmp_path, name):
     for spec, kind in ((tmp_path / name, "auto"), (tmp_path, "auto"), (tmp_path, "webdataset")):
         with pytest.raises(DataError, match=rf"{name} is compressed.*gunzip shards/\*\.tar\.gz"):
             open_pairs([str(spec)], dataset_type=kind)
+
+
+def test_json_may_begin_with_a_byte_order_mark(tmp_path):
+    """Some programs on Windows write one."""
+    content = b"\xef\xbb\xbf" + json.dumps({"caption": "a cat"}).encode()
+    shard = write_tar(tmp_path / "0.tar", [("0.png", picture(0)), ("0.json", content)])
+    assert open_pairs([str(shard)], caption_key="json.caption").caption(0) == "a cat"
+
+
+@pytest.mark.parametrize("text", ["", " \n", "\0", "\u00a0", "\u3000\n", "\ufeff", "\ufeff \n"])
+def test_a_caption_that_cleaning_makes_empty_is_a_bad_sample(text):
+    """Once, a sample with the text U+00A0, a space that is not broken, was trained on without a caption."""
+    assert clean_caption(text) == ""
+    with pytest.raises(BadSample, match="empty caption"):
+        check_caption(RawSample(b"", text, "a"))
 
 
 def test_pipes_and_devices_in_a_folder_are_bad_samples(tmp_path):

@@ -336,6 +336,17 @@ def test_the_error_of_an_evaluation_names_no_flag_that_it_does_not_have(tmp_path
     assert "--max-bad-fraction" not in str(caught.value)
 
 
+def test_the_error_for_labelled_images_does_not_name_inspect(tmp_path):
+    """`megaclip inspect` reads pairs, and refuses a folder of images per class."""
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for number in range(10):
+            (tmp_path / name / f"{number}.png").write_bytes(b"broken")
+    loader = EvaluationLoader(open_labelled(tmp_path), ImageTransform(8), None, batch_size=20)
+    with pytest.raises(DataError, match=r"^20 of the 20 samples .*; repair the data$"):
+        list(loader)
+
+
 # ---------------------------------------------------------------- evaluation
 
 

@@ -1,7 +1,9 @@
 """Sources: every file format yields equal pairs; file patterns, mixtures, and manifests that detect changed data."""
 
 import csv
+import errno
 import json
+import os
 
 import pytest
 from data_samples import pair_members, picture, write_folder_of_pairs, write_shards, write_tar
@@ -10,6 +12,7 @@ from megaclip.data import check_manifest, open_labelled, open_pairs, patterns
 from megaclip.data.batch import BadSample
 from megaclip.data.order import ROWS_PER_SHARD
 from megaclip.data.patterns import expand_braces, expand_pattern
+from megaclip.data.tables import HubTable
 from megaclip.errors import DataError
 
 COUNT = 5
@@ -141,12 +144,88 @@ def test_every_source_yields_equal_pairs(tmp_path, make):
     check_manifest(json.loads(json.dumps(dataset.manifest())), dataset.manifest())
 
 
+def test_a_folder_of_img2dataset_is_read_as_pictures(tmp_path):
+    """img2dataset writes 00000.parquet and 00000_stats.json, without images, beside the folder 00000 of pictures."""
+    import datasets
+
+    write_folder_of_pairs(tmp_path / "00000")
+    rows = {"url": ["a"] * COUNT, "caption": _texts(), "key": ["b"] * COUNT}
+    (tmp_path / "00000_stats.json").write_text(json.dumps({"count": COUNT, "successes": COUNT}))
+    assert captions(open_pairs([str(tmp_path)])) == _texts()
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "00000.parquet")
+    assert captions(open_pairs([str(tmp_path)])) == _texts()
+
+
+def test_a_table_beside_the_folder_of_its_images_is_read_as_a_table(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "0.png").write_bytes(picture(0))
+    (tmp_path / "train.csv").write_text("filepath,title\ntrain/0.png,caption 0\n")
+    assert images(open_pairs([str(tmp_path)])) == [picture(0)]
+
+
+def test_other_files_named_metadata_are_no_captions(tmp_path):
+    """Once, any file of this name made `datasets` read the pictures, and no caption was found."""
+    write_folder_of_pairs(tmp_path)
+    (tmp_path / "metadata.txt").write_text("crawled in spring")
+    (tmp_path / "deep" / "metadata.json").write_text("{}")
+    assert captions(open_pairs([str(tmp_path)])) == _texts()
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize("other", ["b-train-1.png", "b.png", "deep/b.png"])
+def test_names_of_splits_in_the_names_of_pictures_leave_nothing_out(tmp_path, other, kind):
+    """`datasets` takes files such as a-test-0.png for the split "test", which is then missing in "train"."""
+    names = ["a-test-0.png", other, "test/c.png"]
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(picture(number))
+    if kind == "csv":
+        lines = ["file_name,text", *(f"{name},caption {number}" for number, name in enumerate(names))]
+    else:
+        lines = [json.dumps({"file_name": name, "text": f"caption {number}"}) for number, name in enumerate(names)]
+    (tmp_path / f"metadata.{kind}").write_text("\n".join(lines))
+    dataset = open_pairs([str(tmp_path)])
+    pairs = sorted(zip(captions(dataset), images(dataset), strict=True))
+    assert pairs == [(f"caption {number}", picture(number)) for number in range(3)]
+
+
+@pytest.mark.parametrize("name", ["0.tar", "0.csv"])
+@pytest.mark.timeout(60)
+def test_a_pipe_in_a_folder_of_shards_or_tables_is_an_error(tmp_path, name):
+    """Reading a pipe that nobody writes to would never end."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name} is neither a file nor a folder"):
+        open_pairs([str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["._00000.tar", ".index.json", ".cache.csv"])
+def test_hidden_files_in_a_folder_are_no_data(tmp_path, name):
+    """macOS writes ._00000.tar beside 00000.tar on disks of other systems."""
+    make_tars(tmp_path)
+    (tmp_path / name).write_bytes(b"\0\5\26\7")
+    assert open_pairs([str(tmp_path)]).problems == {}
+    write_folder_of_pairs(tmp_path / "pictures")
+    (tmp_path / "pictures" / name).write_bytes(b"\0\5\26\7")
+    assert captions(open_pairs([str(tmp_path / "pictures")])) == _texts()
+
+
 def test_a_folder_stands_for_its_files(tmp_path):
     make_tars(tmp_path / "tars")
     assert len(open_pairs([str(tmp_path / "tars")])) == COUNT
     (tmp_path / "table").mkdir()
     make_parquet(tmp_path / "table")
     assert len(open_pairs([str(tmp_path / "table")], dataset_type="parquet")) == COUNT
+
+
+@pytest.mark.parametrize("dataset_type", ["auto", "imagefolder", "saved", "webdataset", "csv"])
+def test_a_pattern_of_several_folders_is_an_error(tmp_path, dataset_type):
+    """Once, image folders and saved datasets after the first one were left out, and the other types had a traceback."""
+    for name in "ab":
+        write_folder_of_pairs(tmp_path / name)
+    with pytest.raises(DataError, match=r"stands for 2 files or folders, .*; give each folder as an entry of its own"):
+        open_pairs([str(tmp_path / "*")], dataset_type=dataset_type)
+    both = open_pairs([str(tmp_path / name) for name in "ab"])
+    assert captions(both) == _texts() * 2
 
 
 def test_tables_in_several_folders_do_not_take_each_others_images(tmp_path):
@@ -181,6 +260,62 @@ def test_captions_that_pandas_reads_as_missing_are_kept(tmp_path):
     _write_pictures(tmp_path)
     (tmp_path / "pairs.csv").write_text("filepath,title\n0.png,NA\n1.png,null\n2.png,None\n")
     assert captions(open_pairs([str(tmp_path / "pairs.csv")])) == ["NA", "null", "None"]
+
+
+def test_text_in_a_csv_that_looks_like_numbers_is_kept(tmp_path):
+    """Once, the cells 007 and 1.50 were the captions 7.0 and 1.5, and the file 0 was no image."""
+    (tmp_path / "0").write_bytes(picture(0))
+    (tmp_path / "pairs.csv").write_text("filepath,title,score\n0,007,1\n0,1.50,2\n0,true,3\n")
+    dataset = open_pairs([str(tmp_path / "pairs.csv")])
+    assert captions(dataset) == ["007", "1.50", "true"]
+    assert images(dataset) == [picture(0)] * 3
+
+
+@pytest.mark.parametrize("image_key", [None, "image", "file_name"])
+def test_text_in_the_metadata_of_a_folder_is_kept(tmp_path, image_key):
+    """Once, the caption NA was missing there, and 007 was 7.0."""
+    _write_pictures(tmp_path)
+    (tmp_path / "metadata.csv").write_text("file_name,text\n0.png,NA\n1.png,007\n2.png,1.5\n")
+    dataset = open_pairs([str(tmp_path)], image_key=image_key)
+    assert captions(dataset) == ["NA", "007", "1.5"]
+    assert images(dataset) == [picture(n) for n in range(3)]
+
+
+def test_a_folder_with_a_metadata_file_per_folder_has_the_pictures_of_all(tmp_path):
+    for name, number in ((".", 0), ("deep", 1)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / f"{number}.png").write_bytes(picture(number))
+        (tmp_path / name / "metadata.csv").write_text(f"file_name,text\n{number}.png,caption {number}\n")
+    dataset = open_pairs([str(tmp_path)])
+    assert sorted(captions(dataset)) == ["caption 0", "caption 1"]
+
+
+def test_a_csv_may_have_words_after_thousands_of_numbers(tmp_path):
+    """`datasets` chooses a type per column by the first 10,000 rows, and could not read words in later ones."""
+    rows = ["0.png,7,1"] * 20_000 + ["0.png,seven,0.5"]
+    (tmp_path / "pairs.csv").write_text("\n".join(["filepath,title,score", *rows]))
+    dataset = open_pairs([str(tmp_path / "pairs.csv")])
+    assert (dataset.caption(0), dataset.caption(20_000)) == ("7", "seven")
+
+
+def test_captions_of_a_table_may_be_bytes(tmp_path):
+    """Once, the caption of the first row was "b'gr\\xc3\\xbcn'"."""
+    import datasets
+
+    rows = {"jpg": [picture(0)] * 2, "txt": ["grün".encode(), b"gr\xfcn"]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "pairs.parquet")
+    dataset = open_pairs([str(tmp_path / "pairs.parquet")])
+    assert dataset.caption(0) == "grün"
+    with pytest.raises(BadSample, match=r"caption is not UTF-8: 1: byte 0xfc at position 2; convert it to UTF-8"):
+        dataset.caption(1)
+
+
+def test_a_caption_of_a_table_that_is_no_text_is_a_bad_sample(tmp_path):
+    """COCO on the Hugging Face hub has a list of dictionaries. Once, their Python code was the caption."""
+    rows = [{"image": "0.png", "caption": [{"raw": "a dog", "id": 1}]}]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(BadSample, match="missing caption: 0: expected text, got dict"):
+        open_pairs([str(tmp_path / "pairs.jsonl")]).caption(0)
 
 
 def test_a_column_of_row_numbers_may_have_no_name(tmp_path):
@@ -242,6 +377,17 @@ def test_several_captions_of_an_image_are_kept_separately(tmp_path):
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "0.png", "caption": ["a  dog", "an\nanimal"]}))
     sample = open_pairs([str(tmp_path / "pairs.jsonl")]).read(0)
     assert sample.alternatives == ("a dog", "an animal") and sample.caption == "a dog\nan animal"
+
+
+@pytest.mark.parametrize("kind", ["numpy", "pandas", "torch"])
+def test_the_format_of_a_saved_dataset_does_not_change_its_captions(tmp_path, kind):
+    """`datasets` saves the format. Once, the caption of NumPy's was "['a dog' 'an animal']"."""
+    import datasets
+
+    rows = {"image": [picture(0)], "caption": [["a dog", "an animal"]]}
+    datasets.Dataset.from_dict(rows).with_format(kind).save_to_disk(tmp_path / "saved")
+    sample = open_pairs([str(tmp_path / "saved")]).read(0)
+    assert sample.alternatives == ("a dog", "an animal") and sample.image == picture(0)
 
 
 def test_a_table_is_divided_into_runs_of_rows_as_shards(tmp_path):
@@ -325,6 +471,22 @@ def test_patterns_find_files_or_name_the_missing_ones(tmp_path):
         open_pairs([str(tmp_path / "bad.parquet")])
 
 
+def test_a_glob_among_braces_that_matches_nothing_is_an_error(tmp_path):
+    """Once, a dataset with a wrong name was left out without a message."""
+    write_shards(tmp_path / "first", [1, 1])
+    with pytest.raises(DataError, match=r"1 of 3 files are missing, first .*/secnod/\*\.tar"):
+        expand_pattern(str(tmp_path / "{first,secnod}" / "*.tar"))
+
+
+@pytest.mark.parametrize("make", [make_csv, make_json_lines, make_parquet_of_plain_bytes, make_image_folder])
+def test_names_of_tables_may_contain_characters_of_patterns(tmp_path, make):
+    """`datasets` takes names for patterns too."""
+    folder = tmp_path / "crawl [2] {a,b} ?"
+    folder.mkdir()
+    make(folder)
+    assert images(open_pairs([str(folder)])) == [picture(n) for n in range(COUNT)]
+
+
 def test_sources_are_concatenated_and_ids_have_bounds(tmp_path):
     first, second = write_shards(tmp_path, [2, 3])
     dataset = open_pairs([str(second), str(first)])
@@ -384,6 +546,84 @@ def test_labelled_datasets_in_both_layouts(tmp_path):
         open_labelled(folder)
     with pytest.raises(DataError, match="expected a folder"):
         open_labelled(tmp_path / "nowhere")
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    """Once, pictures behind a link to a folder were left out without a message."""
+    write_folder_of_pairs(tmp_path / "elsewhere")
+    (tmp_path / "pairs").mkdir()
+    (tmp_path / "pairs" / "part").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "pairs")
+    assert captions(open_pairs([str(tmp_path / "pairs")])) == _texts()
+    for name in ("cat", "dog"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        (tmp_path / "classes" / name / "part").symlink_to(tmp_path / "elsewhere")
+    labelled = open_labelled(tmp_path / "classes")
+    assert [labelled.read(n).caption for n in range(len(labelled))] == ["0"] * COUNT + ["1"] * COUNT
+
+
+def test_a_sub_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    """Once, its pictures were left out without a message. Permissions would not stop root."""
+    write_folder_of_pairs(tmp_path)
+    scandir = os.scandir
+
+    def refuse(path):
+        if os.fspath(path).endswith("deep"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"cannot read the folder .*/deep: Permission denied"):
+        open_pairs([str(tmp_path)], dataset_type="imagefolder")
+
+
+def test_data_that_may_not_be_read_is_one_error(tmp_path, monkeypatch):
+    """Permissions would not stop root."""
+    (tmp_path / "tables" / "0.csv").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"cannot read data '.*/tables': .*0\.csv.*directory"):
+        open_pairs([str(tmp_path / "tables")])
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"cannot read data '.*/tables': .*tables: Permission denied"):
+        open_pairs([str(tmp_path / "tables")])
+    with pytest.raises(DataError, match=r"cannot read zero-shot data '.*/tables': .*tables: Permission denied"):
+        open_labelled(tmp_path / "tables")
+
+
+def test_hidden_files_in_a_class_are_no_images(tmp_path):
+    """macOS writes ._0.png beside 0.png on disks of other systems."""
+    for number, name in enumerate(("cat", "dog")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(picture(number))
+        (tmp_path / name / "._0.png").write_bytes(b"\0\5\26\7")
+    assert images(open_labelled(tmp_path)) == [picture(0), picture(1)]
+
+
+def test_labelled_shards_with_other_members_name_no_flag(tmp_path):
+    """--image-key and --caption-key are for pairs."""
+    write_tar(tmp_path / "0.tar", [("0.dat", picture(0))])
+    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
+    with pytest.raises(DataError, match=r"no samples .* such as 000000\.jpg and 000000\.cls$"):
+        open_labelled(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("name", ("name", "train", None)),
+        ("name:test", ("name", "test", None)),
+        ("name:test:de", ("name", "test", "de")),
+        ("name::de", ("name", "train", "de")),
+    ],
+)
+def test_names_of_hub_datasets(spec, expected):
+    """An empty split is the default, as README says of a split that is left out."""
+    table = HubTable.parse(spec)
+    assert (table.name, table.split, table.config) == expected
 
 
 def test_a_single_folder_of_images_is_an_error(tmp_path):

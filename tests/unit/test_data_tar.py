@@ -97,6 +97,35 @@ def test_a_truncated_shard_yields_its_complete_samples(tmp_path, caplog):
     assert TarShards([path]).problems == {"damaged shard": 1}
 
 
+@pytest.mark.parametrize("cut", ["empty", "behind a member", "in the padding"])
+def test_a_shard_without_an_end_is_reported(tmp_path, caplog, monkeypatch, cut):
+    """Once, an empty file and a shard that was cut off between two members lost samples without a message."""
+    whole, path = write_shards(tmp_path, [1, 5])
+    with tarfile.open(path) as tar:
+        member = tar.getmember("000003.txt")
+    blocks = -(-member.size // 512)
+    sizes = {
+        "empty": 0,
+        "behind a member": member.offset_data + blocks * 512,
+        "in the padding": member.offset_data + 20,
+    }
+    os.truncate(path, sizes[cut])
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    shards = TarShards([whole, path])
+    assert len(shards) == (1 if cut == "empty" else 4)
+    assert shards.problems == {"damaged shard": 1}
+    assert f"{path.name} (no end of the archive at byte {sizes[cut]}" in caplog.text
+
+
+def test_repeated_names_in_a_shard_are_reported(tmp_path):
+    """`tar --concatenate` makes such shards, if each was numbered from 0. Once, samples were lost without a message."""
+    members = [("0.png", picture(0)), ("0.txt", b"first"), ("0.png", picture(1)), ("0.txt", b"second")]
+    shards = TarShards([write_tar(tmp_path / "shard.tar", members)])
+    assert [shards.read(row).caption for row in range(len(shards))] == ["first"]
+    assert shards.problems == {"damaged shard": 1}
+    assert shards.shards[0]["damage"] == "2 members have the name of an earlier one and are left out, first '0.png'"
+
+
 def test_garbage_in_the_middle_ends_the_walk_and_is_reported(tmp_path):
     path = write_tar(tmp_path / "shard.tar", pair_members(range(5)))
     with tarfile.open(path) as tar:
@@ -201,6 +230,43 @@ def test_the_index_of_a_read_only_folder_is_in_the_users_cache(tmp_path, monkeyp
     (tmp_path / "shards" / ".megaclip").write_text("")
     assert TarShards(paths).read(1).caption == "caption 1"
     assert list((tmp_path / "cache" / "megaclip").rglob("*.npy"))
+
+
+def test_an_index_that_cannot_be_written_is_one_error(tmp_path, monkeypatch):
+    (path,) = write_shards(tmp_path / "shards", [2])
+    (tmp_path / "shards" / ".megaclip").write_text("")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DataError, match=r"index .* to .*shards/\.megaclip or .*file/megaclip/.*set XDG_CACHE_HOME"):
+        TarShards([path])
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(tar_shards.Path, "home", no_home)
+    with pytest.raises(DataError, match=r"index .* to .*shards/\.megaclip; .*set XDG_CACHE_HOME"):
+        TarShards([path])
+
+
+def test_a_full_disk_is_one_error_that_names_the_index(tmp_path, monkeypatch):
+    (path,) = write_shards(tmp_path, [2])
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tar_shards.np, "save", full)
+    with pytest.raises(DataError, match=r"cannot write the index .*/\.megaclip/.*\.npy: No space left on device; free"):
+        TarShards([path])
+    assert not list((tmp_path / ".megaclip").glob("*.unfinished"))
+
+
+def test_a_folder_or_a_missing_file_in_place_of_a_shard_is_one_error(tmp_path):
+    (tmp_path / "0.tar").mkdir()
+    with pytest.raises(DataError, match=r"cannot read the tar shard .*0\.tar.*[Dd]irectory"):
+        TarShards([tmp_path / "0.tar"])
+    with pytest.raises(DataError, match=r"cannot read the tar shard .*1\.tar.*No such file"):
+        TarShards([tmp_path / "1.tar"])
 
 
 def test_processes_that_open_shards_at_once_walk_them_once(tmp_path):

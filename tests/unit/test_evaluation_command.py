@@ -161,7 +161,9 @@ def test_results_that_cannot_be_written_are_an_error_before_the_evaluation(
         run(monkeypatch, "model", "--val-data", "pairs.tar", *flags)
 
 
-@pytest.mark.parametrize("flag", [["--pictures", "p"], ["--group-captions"], ["--image-key", "a"]])
+@pytest.mark.parametrize(
+    "flag", [["--pictures", "p"], ["--group-captions"], ["--image-key", "a"], ["--dataset-type", "csv"]]
+)
 def test_flags_without_effect_are_refused(
     folder: Path, flag: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

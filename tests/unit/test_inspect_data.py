@@ -113,6 +113,19 @@ def test_columns_of_every_kind_of_source(tmp_path, inspect):
     assert "images filepath, captions title" in inspect(tmp_path / "pairs.csv")[1]
 
 
+def test_captions_of_one_image_are_measured_one_by_one(tmp_path, inspect):
+    """Training takes one of them at a time. Once, their lengths were added, and they seemed to fill the context."""
+    captions = ["a red cat " * 4, "a dog", "a blue bird " * 4]  # 12, 2 and 12 words of one token each
+    (tmp_path / "0.png").write_bytes(picture(0))
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "0.png", "caption": captions}))
+    code, output = inspect(tmp_path / "pairs.jsonl", "--json", "--context-length", 20)
+    sample = json.loads(output)["sample"]
+    assert code == 0
+    assert sample["distinct_captions"] == 3 and sample["captions_that_fill_the_context"] == 0
+    assert sample["tokens"] == {"min": 4, "median": 14, "p95": 14, "max": 14}  # with start and end of text
+    assert sample["caption_characters"]["min"] == len("a dog")
+
+
 def test_ignored_orientation_and_dropped_transparency_are_counted(tmp_path, inspect):
     exif = Image.Exif()
     exif[0x0112] = 6
