@@ -96,10 +96,11 @@ def global_contrastive_traffic(variant: str, exchange: str, reduction: str, size
     """Return the traffic of a step of FastClipLoss: forward, backward, and the update of the samples' state.
 
     Per-sample temperatures (isogclr, fastclip_v2) move three terms of the gradient tile per sample (scale, shift,
-    weight), where the others move one, a scale for the statistics, and a sum with the gradient of a feature. Their state has four columns to fetch and to
-    write back instead of two. State is counted for ids spread evenly over their owners, as random ids are on average:
-    (W-1)/W of the rows move. It includes the int64 ids, which all ranks gather, and six more int64 per rank: the four
-    that are compared before the exchange, and one for each of two checks that raise on all ranks.
+    weight), where the others move one, a scale for the statistics, and a sum with the gradient of a feature. Their
+    state has four columns to fetch and to write back instead of two. State is counted for ids spread evenly over their
+    owners, as random ids are on average: (W-1)/W of the rows move. It includes the int64 ids, which all ranks gather,
+    and six more int64 per rank: the four that are compared before the exchange, and one for each of two checks that
+    raise on all ranks.
     """
     hops, individual = sizes.hops, VARIANTS[variant].individual
     sums = 4 if VARIANTS[variant].temperature == "global" else 2  # loss and mean of log tau; the temperature's gradient
