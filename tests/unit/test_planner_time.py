@@ -127,10 +127,10 @@ def test_offload_takes_time_on_gpus_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "megabytes"),
-    [  # measured by tools/bench_comm.py on four H200s (docs/performance.md), bfloat16 features
-        ({"exchange": "ring", "reduction": "feature"}, 58.9),
+    [  # tools/bench_comm.py on four H200s or CPU ranks (docs/performance.md), bfloat16 features
+        ({"exchange": "ring", "reduction": "feature"}, 58.8),
         ({"exchange": "ring", "reduction": "scalar"}, 37.9),
-        ({"exchange": "all_gather", "reduction": "feature"}, 37.9),
+        ({"exchange": "all_gather", "reduction": "feature"}, 37.8),
         ({"exchange": "all_gather", "reduction": "scalar"}, 25.3),
         ({"exchange": "all_gather", "reduction": "feature", "loss": "fastclip_v3"}, 38.0),
         ({"exchange": "all_gather", "reduction": "feature", "loss": "fastclip_v2"}, 38.2),
