@@ -200,6 +200,8 @@ def test_sizes_and_rates_are_read_or_refused(tmp_path: Path) -> None:
     for wrong in wrong_sizes:
         with pytest.raises(ConfigError, match=r"--gpu-memory .* is not a size with its unit; write for example 80GiB"):
             describe(gpu_memory=wrong)
+    with pytest.raises(ConfigError, match="--network '200Gb/s' is a number of bits; write an eighth of it with a B"):
+        describe(network="200Gb/s")  # 200 Gbit/s were taken as 200 GB/s
     with pytest.raises(ConfigError, match="is unknown"):
         describe(gpu="h2000")
     path = tmp_path / "rates.json"
