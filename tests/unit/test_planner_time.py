@@ -141,8 +141,8 @@ def test_offload_takes_time_on_gpus_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "megabytes"),
-    # Measured by tools/bench_comm.py on four H200s (docs/performance.md), bfloat16 features. InfoNCE and FastCLIP v3 then
-    # sent a dot with every gradient of a feature, 4 bytes per sample and hop, and in a ring once more.
+    # Measured by tools/bench_comm.py on four H200s (docs/performance.md), bfloat16 features. InfoNCE and FastCLIP v3
+    # then sent a dot with every gradient of a feature, 4 bytes per sample and hop, and in a ring once more.
     [
         ({"exchange": "ring", "reduction": "feature"}, 58.9 - 4 * 4096 * 4 / 1e6),
         ({"exchange": "ring", "reduction": "scalar"}, 37.9),
