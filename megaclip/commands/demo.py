@@ -20,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 
+from megaclip.config.argument_types import integer
+
 DATA = Path("data/digit_scenes")
 RUNS = Path("runs")
 RANKS = 2
@@ -53,7 +55,9 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="seed of the training run (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of batch {BATCH} (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=integer(1), default=STEPS, help=f"steps of batch {BATCH} (default: %(default)s)"
+    )
     parser.add_argument(
         "--name", default="demo", help="name of the run's folder in runs/; an older run with this name is deleted"
     )
@@ -94,7 +98,7 @@ def train(data: Path, run: Path, arguments: argparse.Namespace) -> None:
         **os.environ,
     }
     command = [
-        Path(sys.executable).with_name("deepspeed"), "--num_gpus", RANKS, "--master_port", port,
+        sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", RANKS, "--master_port", port,
         "--module", "megaclip", "train", "--deepspeed_config", "demo_cpu", "--model", "demo-tiny",
         "--train-data", data / "train/*.tar", "--shard-order", "sequential", "--tokenizer", data / "tokenizer.model",
         "--val-data", data / "held_out/*.tar", "--zeroshot-data", data / "zero_shot",

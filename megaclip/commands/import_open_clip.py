@@ -56,6 +56,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="preset or model JSON (default: the model card of SOURCE)")
     parser.add_argument("--overwrite", action="store_true", help="write to OUT_DIR even if it is not empty")
     arguments = parser.parse_args()
+    if not arguments.source.exists():
+        parser.error(f"{arguments.source} does not exist; expected an open_clip directory or a weights file")
     if arguments.model is None and not (arguments.source / CARD_NAME).is_file():
         parser.error(f"{arguments.source} has no {CARD_NAME}; name its model with --model")
     return arguments

@@ -37,6 +37,8 @@ def main() -> None:
             raise ConfigError("open_clip is not installed; run  pip install 'megaclip[open-clip]'")
         for name in names:
             model_file(name)
+        if arguments.write is not None:
+            table_of(Path(arguments.write))  # before the long work
         text = table(names)
         if arguments.write is None:
             print(text, end="")
@@ -57,9 +59,10 @@ def table(names: list[str]) -> str:
     """Return the table of these models in Markdown, below a line that counts them."""
     rows = [row(name) for name in names]
     running = {towers: sum(f"| {towers} |" in line for line in rows) for towers in (OWN, OPEN_CLIP)}
+    source = f" of open_clip {metadata.version('open_clip_torch')}" if open_clip_descriptions() else ""
     counts = (
-        f"{sum(running.values())} of the {len(names)} descriptions of open_clip {metadata.version('open_clip_torch')} "
-        f"run: {running[OWN]} with MegaCLIP's own towers, {running[OPEN_CLIP]} with open_clip's.\n\n"
+        f"{sum(running.values())} of the {len(names)} descriptions{source} run: {running[OWN]} with MegaCLIP's own "
+        f"towers, {running[OPEN_CLIP]} with open_clip's.\n\n"
     )
     return counts + HEADER + "".join(rows)
 
@@ -84,19 +87,24 @@ def row(name: str) -> str:
 
 def table_of(page: Path) -> str:
     """Return the table in a page. Raises ConfigError if the page has no markers."""
+    return _parts(page)[1].strip("\n") + "\n"
+
+
+def _parts(page: Path) -> tuple[str, str, str]:
+    """Return the text of a page until the first marker, between the markers, and from the second marker on."""
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {str(page)!r}: {error.strerror}; name an existing page") from None
-    if BEGIN not in text or END not in text:
+    before, begin, rest = text.partition(BEGIN)
+    between, end, after = rest.partition(END)
+    if not begin or not end:
         raise ConfigError(f"{page} has no table; write the lines {BEGIN!r} and {END!r} where it belongs")
-    return text.partition(BEGIN)[2].partition(END)[0].strip("\n") + "\n"
+    return before + begin, between, end + after
 
 
 def write(page: Path, text: str) -> None:
     """Replace the table in a page."""
-    before = table_of(page)
+    before, _, after = _parts(page)
     with writing(page):
-        page.write_text(
-            page.read_text(encoding="utf-8").replace(before.strip("\n"), text.strip("\n")), encoding="utf-8"
-        )
+        page.write_text("\n\n".join([before, text.strip("\n"), after]), encoding="utf-8")

@@ -41,7 +41,7 @@ from megaclip.planner import (
     plan_time,
     tensor_parallel_verdict,
 )
-from megaclip.planner.cluster import GPUS, parse_size, rates_json
+from megaclip.planner.cluster import GPUS, gpu_preset, parse_size, rates_json
 from megaclip.planner.memory import format_bytes
 from megaclip.planner.peers import (
     PEERS,
@@ -140,7 +140,12 @@ def _parser() -> argparse.ArgumentParser:
         "--sweep", metavar="PICTURE.png", help="draw memory and time over the batch, here and in other codes"
     )
     other.add_argument("--json", type=Path, help="with --sweep: write the figures too")
-    other.add_argument("--compare", type=Path, nargs="+", help="JSON of tools/bench_train.py: planned beside measured")
+    other.add_argument(
+        "--compare",
+        type=Path,
+        nargs="+",
+        help="JSON of tools/bench_train.py: planned beside measured, on one host of the GPUs of --gpu or --rates",
+    )
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher's
     return parser
 
@@ -148,10 +153,16 @@ def _parser() -> argparse.ArgumentParser:
 def _cluster(arguments: argparse.Namespace) -> Cluster:
     if arguments.here:
         return _clusters_like_this(arguments)
-    names = ("gpu", "gpus", "hosts", "gpu_memory", "host_memory", "disk", "link", "network")
+    counts = {"hosts": arguments.hosts} | ({} if arguments.gpus is None else {"gpus": arguments.gpus})
+    return _described(arguments, **counts)
+
+
+def _described(arguments: argparse.Namespace, **counts: Any) -> Cluster:
+    """Return the cluster that the flags describe, with these numbers of GPUs and hosts instead of the flags'."""
+    names = ("gpu", "gpu_memory", "host_memory", "disk", "link", "network")
     described = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    rates = Rates.read(arguments.rates, GPUS[arguments.gpu or "h200"][1]) if arguments.rates else None
-    return describe(rates=rates, **described)
+    rates = Rates.read(arguments.rates, gpu_preset(arguments.gpu or "h200")[1]) if arguments.rates else None
+    return describe(rates=rates, **described, **counts)
 
 
 def _clusters_like_this(arguments: argparse.Namespace) -> Cluster:
@@ -273,10 +284,20 @@ def _sweep(arguments: argparse.Namespace, workload: Workload, cluster: Cluster) 
             f"--sweep compares with other codes by formulas for MegaCLIP's own towers, and open_clip's modules run "
             f"{arguments.model}; leave --sweep out"
         )
+    if not cluster.gpu_memory:
+        raise ConfigError("--sweep compares the memory of GPUs, and this plan is for CPUs; name a GPU with --gpu")
+    if locked := [name for name in ("lock_image", "lock_text") if getattr(arguments, name) is not None]:
+        raise ConfigError(
+            "--sweep compares with other codes by formulas for training both towers; leave "
+            f"--{locked[0].replace('_', '-')} or --sweep out"
+        )
     if workload.megaclip.keep_graphs == "auto":
         workload = workload.with_megaclip(keep_graphs=0)
     rows: list[dict[str, Any]] = []
-    quantum = workload.world_size * math.lcm(workload.batch.micro_batch, workload.batch.text_micro_batch)
+    chunk = workload.batch.micro_batch
+    if workload.megaclip.text_micro_batch_size:  # otherwise text chunks follow the number of image chunks
+        chunk = math.lcm(chunk, workload.batch.text_micro_batch)
+    quantum = workload.world_size * chunk
     for power in range(25):
         batch = quantum * 2**power
         if batch > 2**26:
@@ -343,6 +364,8 @@ def _draw(rows: list[dict[str, Any]], title: str, cluster: Cluster, out: str) ->
 
 def _compare(arguments: argparse.Namespace) -> int:
     """Print planned beside measured GPU peaks and steps, from the rows of tools/bench_train.py."""
+    if arguments.here:
+        raise ConfigError("--here has no effect on --compare; describe the measured GPU with --gpu or --rates")
     print(f"{'run':58}{'planned':>10}{'measured':>10}{'ratio':>7}{'plan s':>8}{'s':>8}{'ratio':>7}  peak")
     outside = 0
     for path in arguments.compare:
@@ -350,7 +373,7 @@ def _compare(arguments: argparse.Namespace) -> int:
             record = json.loads(path.read_text())
             rows = [row for row in record["results"] if row["method"] == "megaclip" and row["peak_mib"]]
             for row in rows:
-                outside += _compare_row(row)
+                outside += _compare_row(row, _described(arguments, gpus=row["world_size"]))
         except ConfigError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -362,7 +385,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     return 1 if outside else 0
 
 
-def _compare_row(row: dict[str, Any]) -> int:
+def _compare_row(row: dict[str, Any], cluster: Cluster) -> int:
     """Print one row; return 1 if its peak is more than a tenth off."""
     ds_config, ranks = row["ds_config"], row["world_size"]
     # Rows without `kept_graphs` were measured before graphs were kept, others before compiled towers recomputed.
@@ -380,7 +403,6 @@ def _compare_row(row: dict[str, Any]) -> int:
     workload = workload.with_megaclip(compile=row.get("compiled", False))
     if "update_ms" not in row:
         workload = replace(workload, checks_gradients=True)
-    cluster = describe(gpus=ranks)
     cluster = replace(cluster, rates=replace(cluster.rates, decoded=math.inf))  # synthetic samples are not decoded
     plan, step = plan_memory(workload, cluster), plan_time(workload, cluster)
     measured = row["peak_mib"] * 2**20

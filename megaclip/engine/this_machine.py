@@ -56,7 +56,8 @@ def free_host_memory() -> int:
 
 def _preset(device: str) -> str:
     """Return the GPU whose rates are used for `device`: the one with its name, else the one that was measured."""
-    return next((name for name in GPUS if name in device.lower()), "h200")
+    words = {name: name.split("-") for name in GPUS}  # such as "NVIDIA A100-SXM4-40GB" for "a100-40gb"
+    return next((name for name in GPUS if all(word in device.lower() for word in words[name])), "h200")
 
 
 def _existing(folder: Path) -> Path:

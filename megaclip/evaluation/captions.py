@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megaclip.comm.collectives import gather_integers
+from megaclip.comm.collectives import gather_integers, raise_on_all_ranks
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.data.batch import PADDING_ID, BadSample
 from megaclip.data.reading import check_caption
@@ -61,18 +61,22 @@ class CaptionGroups:
 
 
 def group_captions(dataset: PairSource, *, group: Any = None) -> CaptionGroups:
-    """Read all pairs once, over all ranks, and group their captions by image. Every rank must call it."""
+    """Read all pairs once, over all ranks, and group their captions by image. Every rank must call it.
+
+    Raises DataError on every rank if one of them cannot read its pairs.
+    """
     captions: dict[int, list[str]] = {}
     digests: list[int] = []
-    for pair in range(group_rank(group), len(dataset), group_size(group)):
-        try:
-            sample = dataset.read(pair)
-            check_caption(sample)
-        except BadSample:  # counted here as a separate image without captions; the loader reports it
-            digests.append(_digest(b"unreadable", pair))
-            continue
-        digests.append(_digest(sample.image))
-        captions[pair] = [line.strip() for line in sample.caption.splitlines() if line.strip()] or [""]
+    with raise_on_all_ranks(group=group):
+        for pair in range(group_rank(group), len(dataset), group_size(group)):
+            try:
+                sample = dataset.read(pair)
+                check_caption(sample)
+            except BadSample:  # counted here as a separate image without captions; the loader reports it
+                digests.append(_digest(b"unreadable", pair))
+                continue
+            digests.append(_digest(sample.image))
+            captions[pair] = [line.strip() for line in sample.caption.splitlines() if line.strip()] or [""]
     image_of_pair = _first_equal(_interleave(digests, len(dataset), group))
     texts, image_ids, leading_ids = [], [], []
     for pair, lines in captions.items():

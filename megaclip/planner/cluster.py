@@ -151,6 +151,13 @@ GPUS: dict[str, tuple[float, Rates]] = {
 }
 
 
+def gpu_preset(gpu: str) -> tuple[float, Rates]:
+    """Return the memory and the rates of a GPU of `GPUS`, in upper or lower case. Raises ConfigError."""
+    if gpu.lower() not in GPUS:
+        raise ConfigError(f"--gpu {gpu!r} is unknown; use one of {', '.join(GPUS)}, with --gpu-memory for another GPU")
+    return GPUS[gpu.lower()]
+
+
 def describe(
     *,
     gpu: str = "h200",
@@ -164,11 +171,9 @@ def describe(
     network: str | None = None,
 ) -> Cluster:
     """Return the cluster that the command line describes, with `gpus` per host. Raises ConfigError for wrong values."""
-    if gpu.lower() not in GPUS:
-        raise ConfigError(f"--gpu {gpu!r} is unknown; use one of {', '.join(GPUS)}, with --gpu-memory for another GPU")
+    memory, preset = gpu_preset(gpu)
     if gpus < 1 or hosts < 1:
         raise ConfigError(f"--gpus {gpus} --hosts {hosts}: give at least one GPU and one host")
-    memory, preset = GPUS[gpu.lower()]
     memory = memory if gpu_memory is None else parse_size(gpu_memory, "--gpu-memory")
     chosen = rates or preset
     if link is not None:
@@ -190,9 +195,12 @@ def describe(
 def parse_size(text: str, flag: str) -> float:
     """Return the bytes of "80GiB", "141 GB" or "4TB", or bytes per second of "300GB/s".
 
-    Raises ConfigError, which names the flag, for anything else. A number without a unit, such as "24", is refused.
+    Raises ConfigError, which names the flag, for anything else. A number without a unit, such as "24", is refused, and
+    so is "200Gb/s", because links are sold in bits.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)(/s)?\s*", text)
+    if match and re.fullmatch("[KMGT]i?b", match.group(2)):
+        raise ConfigError(f"{flag} {text!r} is a number of bits; write an eighth of it with a B, for bytes")
     unit = match and _UNITS.get(match.group(2).upper())
     size = float(match.group(1)) * unit if match and unit else 0.0
     if not 0 < size < math.inf:

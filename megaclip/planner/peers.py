@@ -68,7 +68,7 @@ def peer_gpu_bytes(workload: Workload, method: str, *, autocast: bool = True) ->
 
     method: one of PEERS. autocast: open_clip's precision amp_bf16, else pure_bf16.
     """
-    image, text = (tower.whole for tower in towers(workload))
+    image, text = (tower.whole for tower in towers(_uncompiled(workload)))
     assert isinstance(image, Tower), "the peers' formulas are those of MegaCLIP's towers"
     width = 4 if autocast else 2
     buckets = width if workload.world_size > 1 else 0
@@ -92,7 +92,7 @@ def peer_step_seconds(workload: Workload, cluster: Cluster, method: str) -> floa
     batch = workload.local_batch
     chunks = 1 if method == OPEN_CLIP else max(1, batch // workload.batch.micro_batch)
     forwards = (1 if chunks == 1 else 2) + (1 if workload.checkpointing else 0)
-    with_padding = workload.with_megaclip(cut_captions=False)  # no peer cuts captions
+    with_padding = _uncompiled(workload).with_megaclip(cut_captions=False)  # no peer cuts captions
     each = (forwards * tower.forward + tower.backward for tower in tower_seconds(with_padding, cluster.rates))
     seconds = batch * sum(each) / TOWER_SPEED
     sizes = LossSizes(batch, workload.model.embed_dim, workload.world_size)
@@ -101,3 +101,8 @@ def peer_step_seconds(workload: Workload, cluster: Cluster, method: str) -> floa
     if method == INF_CL:
         return seconds + counted / (cluster.rates.product_flops * LOSS_SHARES["Inf-CL"])
     return seconds + chunks * counted / (cluster.rates.product_flops * LOSS_SHARES["open_clip"])
+
+
+def _uncompiled(workload: Workload) -> Workload:
+    """Return the workload without megaclip.compile: ACTIVATIONS and TOWER_SPEED are ratios to plain PyTorch towers."""
+    return workload.with_megaclip(compile=False)

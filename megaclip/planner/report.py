@@ -77,7 +77,7 @@ def time_table(step: StepTime, cluster: Cluster) -> str:
         "sums inside a tensor-parallel replica": step.tensor_parallel,
         "samples to the GPU (behind the towers)": step.copies,
         "step store on disk" + (" (behind the towers)" if step.disk_hidden else ""): step.disk,
-        "decoding (other processes)": step.decoding,
+        "decoding" + (" (other processes)" if step.decoding_hidden else ""): step.decoding,
         "ZeRO-3's host work (behind the towers)": step.host,
         "  of it beyond the towers": step.host_wait,
         "offload between host and GPU": step.offload,

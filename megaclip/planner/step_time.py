@@ -21,6 +21,7 @@ Terms that run at the same time count as the longest of them:
 * A ring's exchange of features runs behind the loss, except between GPUs of one host (`Cluster.hides_exchanges`).
 * Gradients that are reduced in the background (overlap_comm) and parameters that are gathered ahead run behind the
   towers, and so do copies to the GPU (a second stream). Decoding, in other processes, runs behind the whole step.
+  Without loader processes the rank itself decodes, and the term is added.
 * A thread writes a step store on disk, and on a GPU it is read one chunk ahead of the towers. On a CPU each chunk is
   read when it is needed, and the term is added. The term assumes that host memory caches nothing of the file.
 * Offload is added whole. At the end of every backward pass DeepSpeed waits for the gradients of its last bucket, and
@@ -86,6 +87,8 @@ class StepTime:
     """True if the term `parameters` runs behind the towers."""
     disk_hidden: bool
     """True if the term `disk` runs behind the towers."""
+    decoding_hidden: bool
+    """True if the term `decoding` runs behind the step, in other processes."""
     global_batch: int
 
     @property
@@ -99,7 +102,8 @@ class StepTime:
         added = [loss, self.tensor_parallel, self.offload, self.swap, self.update]
         (behind if self.parameters_hidden else added).append(self.parameters)
         (behind if self.disk_hidden else added).append(self.disk)
-        return max(max(behind) + sum(added), self.decoding)
+        seconds = max(behind) + sum(added)
+        return max(seconds, self.decoding) if self.decoding_hidden else seconds + self.decoding
 
     @property
     def samples_per_s(self) -> float:
@@ -160,6 +164,7 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
         features_hidden=section.exchange == "ring" and cluster.hides_exchanges,
         parameters_hidden=bool(workload.zero.overlap_comm) and not workload.coalesces,
         disk_hidden=bool(cluster.gpu_memory),
+        decoding_hidden=workload.workers > 0,
         global_batch=workload.batch.global_batch,
     )
 

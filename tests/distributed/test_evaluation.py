@@ -252,6 +252,21 @@ def check_loader_errors() -> None:
         evaluate(ToyModel(), tokenizer=tokenizer, labelled=ZeroShotTask(failing(), ["1"], ["{c}"]))
 
 
+class Unreadable(Pairs):
+    """Pairs of which the last rank cannot read its own."""
+
+    def read(self, pair: int) -> SimpleNamespace:
+        if group_rank() == group_size() - 1:
+            raise DataError("cannot read the tar shard")
+        return super().read(pair)
+
+
+def check_grouping_errors() -> None:
+    """The last rank cannot read a shard, and all ranks must raise instead of waiting for its digests."""
+    with pytest.raises(DataError, match="cannot read the tar shard"):
+        group_captions(Unreadable(WORDS[:6].numpy(), ["a word"] * 6))
+
+
 ZERO_3 = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": 0.0,
@@ -336,6 +351,7 @@ def checks(world_size: int) -> dict[str, Callable[[], None]]:
     for layout in ("one caption", "captions on lines", "image repeated"):
         result[f"retrieval and zero-shot, {layout}"] = partial(check_suite, layout)
     result["loader errors on every rank"] = check_loader_errors
+    result["errors of grouped captions on every rank"] = check_grouping_errors
     if world_size == 2:
         for pool_type in ("last", "eos"):
             result[f"ZeRO-3, {pool_type}"] = partial(check_zero_3, pool_type)

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import re
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -106,6 +107,27 @@ def test_the_demo_deletes_only_folders_of_runs(monkeypatch, capsys, name):
     with pytest.raises(SystemExit):
         demo.parse_arguments()
     assert "is not the name of a folder in runs/" in capsys.readouterr().err
+
+
+def test_the_demo_needs_an_integer_of_steps(monkeypatch, capsys):
+    """The error named --train, which is a flag of another command."""
+    monkeypatch.setattr("sys.argv", ["demo.py", "--steps", "0"])
+    with pytest.raises(SystemExit):
+        demo.parse_arguments()
+    assert "argument --steps: '0' is not an integer of at least 1" in capsys.readouterr().err
+
+
+def test_the_demo_needs_no_deepspeed_beside_the_interpreter(monkeypatch, tmp_path):
+    """Scripts of the system's Python are in another folder, such as /usr/local/bin or ~/.local/bin."""
+    commands = []
+    interpreter = tmp_path / "python"
+    interpreter.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(interpreter))
+    monkeypatch.setattr(demo.subprocess, "run", lambda command, **options: commands.append(command))
+    monkeypatch.setattr("sys.argv", ["demo.py"])
+    demo.train(tmp_path / "data", tmp_path / "run", demo.parse_arguments())
+    ((program, *arguments),) = commands
+    assert Path(program).is_file() and arguments[:2] == ["-m", "deepspeed.launcher.runner"]
 
 
 @pytest.mark.parametrize("name", ["my-run", "group/my run", "..x", "$(touch x)", "grün;"])

@@ -1,5 +1,7 @@
 """The command line `megaclip COMMAND`: every command starts, with the launcher's argument too, and so does its file."""
 
+import importlib.metadata
+import importlib.util
 import logging
 import sys
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaclip import commands
-from megaclip.commands import COMMANDS, evaluate, main
+from megaclip.commands import COMMANDS, evaluate, import_open_clip, list_models, main
 from megaclip.config import load_training_config
 from megaclip.config.training import SHIPPED
 from megaclip.errors import ConfigError
@@ -60,6 +62,7 @@ def test_an_unknown_command_is_refused_with_the_known_ones(monkeypatch):
     [
         (["models", "ViT-Z-32"], "error: unknown model 'ViT-Z-32'"),
         (["models", "ViT-B-32", "--write", "no_page.md"], "error: cannot read 'no_page.md': No such file"),
+        (["models", "--write", "data.csv"], "error: data.csv has no table; write the lines '<!-- begin"),
         (["tokenizer", "data.csv", "--vocab-size", "10", "--out", "t.model"], "Vocabulary size is smaller than .*char"),
         (["tokenizer", "data.csv", "--out", "data.csv/t.model"], "error: cannot write 'data.csv': File exists"),
     ],
@@ -72,6 +75,44 @@ def test_a_mistake_is_one_line(arguments, message, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=message) as end:
         main()
     assert str(end.value.code).startswith("error: ") and "\n" not in str(end.value.code)
+
+
+def test_a_table_is_written_between_markers_that_have_none_yet(tmp_path, monkeypatch):
+    """The text between the markers was replaced wherever it occurred, and an empty text occurs everywhere."""
+    page, markers = tmp_path / "page.md", (list_models.BEGIN, list_models.END)
+    page.write_text("Above.\n{}\n{}\nBelow.\n".format(*markers))
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    monkeypatch.setattr(sys, "argv", ["models", "ViT-B-32", "--write", str(page)])
+    for _ in range(2):  # the second call replaces the table of the first
+        list_models.main()
+        lines = page.read_text().splitlines()
+        assert [lines[0], lines[1], *lines[-2:]] == ["Above.", markers[0], markers[1], "Below."]
+        assert sum(line.startswith("| ViT-B-32 | MegaCLIP |") for line in lines) == 1 and len(lines) == 11
+
+
+def test_own_models_are_listed_without_open_clip(monkeypatch, capsys):
+    """The version of open_clip was read, and a package that is not installed has none."""
+
+    def not_installed(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    installed = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "open_clip" else installed(name))
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    monkeypatch.setattr(sys, "argv", ["models", "ViT-B-32"])
+    list_models.main()
+    assert capsys.readouterr().out.startswith("1 of the 1 descriptions run: 1 with MegaCLIP's own towers, 0 with")
+
+
+@pytest.mark.parametrize("model", [[], ["--model", "ViT-B-32"]])
+def test_importing_a_path_that_does_not_exist_asks_for_no_model(model, tmp_path, monkeypatch, capsys):
+    """It was an error that asked for --model, and with --model another one."""
+    monkeypatch.setattr(sys, "argv", ["import", str(tmp_path / "epoch_32.pt"), str(tmp_path / "out"), *model])
+    with pytest.raises(SystemExit):
+        import_open_clip.main()
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith("epoch_32.pt does not exist; expected an open_clip directory or a weights file")
 
 
 def test_the_tokenizer_accepts_the_column_that_its_error_asks_for(tmp_path, monkeypatch):

@@ -2,11 +2,14 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from megaclip.commands import plan
+from megaclip.planner import describe
+from megaclip.planner.cluster import rates_json
 
 CONFIG = {
     "train_batch_size": 64,
@@ -33,6 +36,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--sweep", "picture.png", "--model", "RN50"], "open_clip's modules run RN50; leave --sweep out"),
         (["--compare", "list.json"], "'list.json' is no file that tools/bench_train.py --json has written: TypeError"),
         (["--compare", "row.json"], "'row.json' is no file that tools/bench_train.py --json has written: KeyError"),
+        (
+            ["--compare", "row.json", "--here"],
+            "--here has no effect on --compare; describe the measured GPU with --gpu",
+        ),
+        (["--gpu", "h2000", "--rates", "list.json"], "--gpu 'h2000' is unknown; use one of a100-40gb, a100, a800"),
+        (["--gpu", "H100", "--rates", "list.json"], "--rates 'list.json' is not a file of `megaclip plan --calibrate`"),
+        (["--gpu", "cpu", "--sweep", "picture.png"], "--sweep compares the memory of GPUs, and this plan is for CPUs"),
+        (["--lock-text", "--sweep", "picture.png"], "training both towers; leave --lock-text or --sweep out"),
         (["--lock-image", "100"], "--lock-image with 100 unlocked groups trains every parameter of the image tower"),
         (["--model", "RN50", "--lock-text", "100"], "--lock-text with 100 unlocked groups trains every parameter"),
     ],
@@ -49,3 +60,66 @@ def test_a_mistake_is_one_line(
     assert plan.main() == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["plan", *arguments])
+    assert plan.main() == 0
+    return capsys.readouterr().out
+
+
+def test_measured_runs_are_compared_with_plans_of_their_gpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--gpu and --rates had no effect: every run was planned for an H200."""
+    measured = json.loads((Path(__file__).parent / "planner_h200_runs.json").read_text())["results"]
+    row = next(row for row in measured if row["method"] == "megaclip" and row["step_s"] > 10)
+    (folder / "one.json").write_text(json.dumps({"results": [row]}))
+    third = {name: rate / 3 for name, rate in asdict(describe().rates).items()}
+    (folder / "third.json").write_text(rates_json("a machine", third))
+
+    def seconds(*flags: str) -> float:
+        line = run(monkeypatch, capsys, "--compare", "one.json", *flags).splitlines()[1]
+        return float(line[58:].replace(" GiB", "").split()[3])
+
+    assert seconds("--rates", "third.json") == pytest.approx(3 * seconds(), rel=0.01)
+    # An A100 has 0.32 of the product rate and 0.43 of the memory bandwidth.
+    assert seconds() / 0.43 < seconds("--gpu", "a100") < seconds() / 0.32
+    assert seconds("--gpu", "h200") == seconds()
+
+
+@pytest.mark.parametrize(("text_chunk", "first"), [(None, 128), (512, 512)])
+def test_a_sweep_begins_at_the_smallest_batch(
+    folder: Path,
+    text_chunk: int | None,
+    first: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Text chunks of a large batch have the samples of several image chunks. The sweep began at such a text chunk, and
+    open_clip, which fits below it, fitted nowhere."""
+    section = {} if text_chunk is None else {"text_micro_batch_size": text_chunk}
+    (folder / "ds.json").write_text(json.dumps({**CONFIG, "train_batch_size": 8192, "megaclip": section}))
+    monkeypatch.setattr(plan, "_draw", lambda *arguments: None)
+    arguments = ["--deepspeed_config", "ds.json", "--model", "ViT-L-14", "--gpus", "1", "--micro-batch", "128"]
+    run(monkeypatch, capsys, *arguments, "--gpu", "a800", "--sweep", "s.png", "--json", "s.json")
+    batches = {row["batch"] for row in json.loads((folder / "s.json").read_text())["results"]}
+    assert batches == {first * 2**power for power in range(25) if first * 2**power <= 2**26}
+
+
+def test_compiled_towers_change_no_figure_of_other_codes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their times and activations are ratios to plain towers, and followed megaclip.compile true."""
+    monkeypatch.setattr(plan, "_draw", lambda *arguments: None)
+    arguments = ["--deepspeed_config", "ds.json", "--model", "ViT-L-14", "--sweep", "s.png", "--json", "s.json"]
+    ours, others = [], []
+    for compiled in (True, False):
+        section = {"compile": compiled, "selective_recompute": compiled}
+        more = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "megaclip": section}
+        (folder / "ds.json").write_text(json.dumps(CONFIG | more))
+        run(monkeypatch, capsys, *arguments)
+        rows = json.loads((folder / "s.json").read_text())["results"]
+        ours.append(sum(row["seconds"] for row in rows if row["method"] == "MegaCLIP"))
+        others.append([row for row in rows if row["method"] in plan.PEERS])
+    assert ours[0] < ours[1] and others[0] == others[1] != []

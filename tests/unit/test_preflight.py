@@ -146,6 +146,22 @@ def test_shared_memory_holds_two_chunks_a_worker_one_in_hand_and_the_evaluations
             start("139GiB", *flags, shared_memory=shared_memory, validation=validation)
 
 
+@pytest.mark.parametrize(
+    ("device", "preset"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),  # was "a100", whose memory is a third faster
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA A800-SXM4-80GB", "a800"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+    ],
+)
+def test_the_rates_are_those_of_the_gpu_with_the_name(device: str, preset: str) -> None:
+    assert this_machine._preset(device) == preset
+
+
 def test_this_machine_has_memory_and_a_disk(tmp_path: Path) -> None:
     machine = this_machine.this_machine(2, tmp_path / "not" / "there", [tmp_path / "nvme"])
     assert machine.gpu_memory == 0 and machine.gpus == 2
