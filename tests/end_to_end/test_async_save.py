@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ SIGNALLED_AFTER = 5
 
 
 def train(commands: dict[str, list[str]], stores: str) -> dict[str, Finished]:
-    """Train with each command in this rank. All but "synchronous" write slowly; "full" finds a full disk at step 4."""
+    """Train with each command in this rank. All but "synchronous" write slowly, and "background" writes the save of
+    step 4 until step 8 at least. "full" finds a full disk at step 4."""
     ends = {}
     for name, command in commands.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -31,8 +33,11 @@ def train(commands: dict[str, list[str]], stores: str) -> dict[str, Finished]:
 
 def slow_down(patch: pytest.MonkeyPatch, name: str) -> None:
     record, rank = Metrics.record_step, os.environ["RANK"]
+    next_save_is_due = threading.Event()
 
     def slow(content: Any, path: Path) -> Any:
+        if name == "background" and path.parent.name == "step_00000004":
+            assert next_save_is_due.wait(120)
         time.sleep(SLOW_S)
         if name == "full" and path.parent.name == "step_00000004" and rank == "1":
             raise OSError(28, "No space left on device")
@@ -40,6 +45,8 @@ def slow_down(patch: pytest.MonkeyPatch, name: str) -> None:
 
     def signalling(metrics: Metrics, step: int, *arguments: Any) -> None:
         record(metrics, step, *arguments)
+        if step == 8:
+            next_save_is_due.set()
         if name == "signalled" and step == SIGNALLED_AFTER and rank == "1":
             os.kill(os.getpid(), signal.SIGTERM)
 
