@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megaclip.errors import CheckpointError, ConfigError, first_line
+from megaclip.errors import CheckpointError, ConfigError, MegaclipError
 
 
 def check_output(out_dir: Path, source: Path, *, overwrite: bool) -> None:
@@ -35,17 +35,6 @@ def check_output(out_dir: Path, source: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"cannot write to {out_dir}: {error}; choose another directory") from None
 
 
-@contextmanager
-def writing_to(out_dir: Path) -> Iterator[None]:
-    """Raise an OSError inside the `with` statement, such as a full disk, as a CheckpointError that names `out_dir`."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write to {out_dir}: {first_line(error)}; free space there, or choose another directory"
-        ) from None
-
-
 def prepare_folder(folder: Path) -> None:
     """Make a folder for results, and its parents. Raises ConfigError if no file can be written in it."""
     with writing(folder):
@@ -62,9 +51,9 @@ def prepare_file(path: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise an OSError inside the `with` statement as a ConfigError that names `path`."""
+def writing(path: Path, raises: type[MegaclipError] = ConfigError) -> Iterator[None]:
+    """Raise an OSError inside the `with` statement, such as a full disk, as an error that names `path`."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror or error}; choose another path") from None
+        raise raises(f"cannot write {str(path)!r}: {error.strerror or error}; choose another path") from None

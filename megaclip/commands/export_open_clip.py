@@ -21,11 +21,11 @@ from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.durable import make_folders, sync_files
 from megaclip.checkpoint.model_card import ModelCard, read_model_card, remove_earlier_files
 from megaclip.checkpoint.open_clip_weights import assigned_model, write_weights
-from megaclip.checkpoint.output import check_output, writing_to
+from megaclip.checkpoint.output import check_output, writing
 from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
 from megaclip.checkpoint.verify import TOLERANCE, verify
 from megaclip.data import load_tokenizer
-from megaclip.errors import MegaclipError
+from megaclip.errors import CheckpointError, MegaclipError
 from megaclip.models.open_clip_keys import StateDict
 
 
@@ -70,7 +70,7 @@ def export(
     card = read_model_card(folder / MODEL_CARD)
     weights = consolidated_weights(folder, tag, ema=ema)
     names = [path.name for path in card.directory.iterdir() if path.is_file() and path.name != manifest.MANIFEST]
-    with writing_to(out_dir):
+    with writing(out_dir, CheckpointError):
         make_folders(out_dir)
         remove_earlier_files(out_dir, kept=names)
         (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # until it describes the new files

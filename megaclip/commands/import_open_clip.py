@@ -24,8 +24,8 @@ from megaclip.checkpoint.model_card import (
     write_model_card,
 )
 from megaclip.checkpoint.open_clip_weights import LoadReport, compare_weights, read_weights, write_weights
-from megaclip.checkpoint.output import check_output, writing_to
-from megaclip.errors import MegaclipError
+from megaclip.checkpoint.output import check_output, writing
+from megaclip.errors import CheckpointError, MegaclipError
 from megaclip.models import load_model_config, meta_model
 from megaclip.models.config import CARD_NAME
 
@@ -76,7 +76,7 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
     if report.complete:
         files = tokenizer_files(source)
         names = [CARD_NAME, *(path.name for path in files)]
-        with writing_to(out_dir):
+        with writing(out_dir, CheckpointError):
             remove_earlier_files(out_dir, kept=names)
             (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # until it describes the new files
             write_model_card(out_dir, config, preprocess, files)

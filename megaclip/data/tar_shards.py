@@ -23,9 +23,9 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -52,7 +52,6 @@ _ROWS_CHECKED, _JSON_CHECKED = 10_000, 16
 """Numbers of first samples, and of JSON members among them, that are read to check that they have the fields."""
 _OPEN_SHARDS = 64
 _LOCK_POLL_S = 0.2
-T = TypeVar("T")
 
 _logger = get_logger(__name__)
 
@@ -226,7 +225,10 @@ def _open_index(paths: list[Path], image_extensions: tuple[str, ...], caption_ex
     """Return the path of the .npy file of these shards' index. Makes the index if there is none."""
     root = Path(os.path.commonpath([path.parent for path in paths]))
     facts = [_FORMAT, image_extensions, caption_extensions]
-    stats = [_of_shard(path, path.stat) for path in paths]
+    stats = []
+    for path in paths:
+        with _reading(path):
+            stats.append(path.stat())
     names = [str(path.relative_to(root)) for path in paths]
     facts += [(name, stat.st_size, stat.st_mtime_ns) for name, stat in zip(names, stats, strict=True)]
     fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
@@ -248,10 +250,11 @@ def _open_index(paths: list[Path], image_extensions: tuple[str, ...], caption_ex
     return index
 
 
-def _of_shard(path: Path, function: Callable[[], T]) -> T:
-    """Return the result of `function`, which reads a shard. Raises DataError, with the shard, if it cannot be read."""
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise an OSError inside the `with` statement as a DataError that names the shard."""
     try:
-        return function()
+        yield
     except OSError as error:
         raise DataError(f"cannot read the tar shard {path}: {error.strerror or error}") from error
 
@@ -326,7 +329,8 @@ def _walk_all(
     extensions = {"image_extensions": image_extensions, "caption_extensions": caption_extensions}
 
     def walk(path: Path) -> ShardContents:
-        return _of_shard(path, lambda: walk_shard(path, **extensions))
+        with _reading(path):
+            return walk_shard(path, **extensions)
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         contents = list(pool.map(walk, paths))

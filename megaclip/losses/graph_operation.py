@@ -100,7 +100,16 @@ def register_loss(name: str, loss_class: Callable[..., GraphLoss]) -> Any:
         copies = (number.to(x.device, copy=True) for number in numbers)
         return loss, dx, dy, pull, *copies  # type: ignore[return-value]
 
-    def fake(x, y, logit_scale, logit_bias, settings, group, gradients, source):  # type: ignore[no-untyped-def]
+    def fake(
+        x: Tensor,
+        y: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None,
+        settings: str,
+        group: str,
+        gradients: bool,
+        source: str,
+    ) -> tuple[Tensor, ...]:
         sums = x.new_empty((), dtype=accumulation_dtype(x))
         shapes = (x.shape, y.shape, x.shape[:1], (), (), ()) if gradients else ((0,),) * 6
         return sums, *(sums.new_empty(shape) for shape in shapes)

@@ -154,7 +154,7 @@ def finish_gradient(
     total: Tensor, features: Tensor, partners: Tensor, pull: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `megaclip.ops.rows.finish_gradient`."""
-    gradient, _, dots = _finished((total, total), features, partners, pull, factor, None, sides=1)
+    gradient, _, dots = finish_gradients(total, total, features, partners, pull, factor, sides=1)
     return gradient, dots
 
 
@@ -166,22 +166,11 @@ def finish_gradients(
     pull: Tensor,
     factor: Tensor,
     upstream: Tensor | None = None,
+    *,
+    sides: int = 2,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `megaclip.ops.rows.finish_gradients`."""
-    return _finished((total_x, total_y), x, y, pull, factor, upstream, sides=2)
-
-
-def _finished(
-    totals: tuple[Tensor, Tensor],
-    x: Tensor,
-    y: Tensor,
-    pull: Tensor,
-    factor: Tensor,
-    upstream: Tensor | None,
-    sides: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x and y and the dots; with sides=1 the gradient of x stands in for that of y."""
-    totals = totals[0].contiguous(), totals[1].contiguous()
+    """See `megaclip.ops.rows.finish_gradients`. With sides=1 the gradient of x stands in for that of y."""
+    totals = total_x.contiguous(), total_y.contiguous()
     pull, factor = pull.to(torch.float32).contiguous(), factor.to(torch.float32)
     second = factor if upstream is None else upstream.to(torch.float32)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

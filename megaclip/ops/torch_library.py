@@ -92,18 +92,7 @@ def _(x, y, *scalars_diagonal_and_options, **others):
     return _row_values(x), _feature_values(x), _feature_values(y), _row_values(x), _row_values(x)
 
 
-@torch.library.custom_op("megaclip::finish_gradients", mutates_args=())
-def finish_gradients(
-    total_x: Tensor,
-    total_y: Tensor,
-    x: Tensor,
-    y: Tensor,
-    pull: Tensor,
-    factor: Tensor,
-    upstream: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x and y (m, D) and `<x_i, d_i>` (m,); see `megaclip.ops.rows.finish_gradients`."""
-    return rows.finish_gradients(total_x, total_y, x, y, pull, factor, upstream)
+finish_gradients = torch.library.custom_op("megaclip::finish_gradients", rows.finish_gradients, mutates_args=())
 
 
 @finish_gradients.register_fake

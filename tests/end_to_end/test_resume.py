@@ -303,7 +303,7 @@ def test_a_run_killed_in_its_last_evaluation_only_evaluates_when_resumed(runs, t
 
 @pytest.mark.parametrize("runs", ["zero1"], indirect=True)
 def test_a_run_that_goes_back_is_not_complete_until_its_own_end(runs, tiny_run):
-    """The summary of the branch that it leaves says that the run is complete, and has other scores."""
+    """That file has the scores of the branch that the run leaves, and would say that the run is complete."""
 
     def command(**changes: Any) -> list[str]:
         data = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16}

@@ -621,7 +621,7 @@ def test_labelled_shards_with_other_members_name_no_flag(tmp_path):
     ],
 )
 def test_names_of_hub_datasets(spec, expected):
-    """An empty split is the default, as README says of a split that is left out."""
+    """`hf:NAME::CONFIG` leaves the split out. It is "train" then, as in `hf:NAME`."""
     table = HubTable.parse(spec)
     assert (table.name, table.split, table.config) == expected
 

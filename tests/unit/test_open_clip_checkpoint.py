@@ -396,5 +396,5 @@ def test_import_to_a_full_disk_is_one_line_and_leaves_no_part_of_the_weights(tmp
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"error: cannot write to {tmp_path / 'out'}: " in done.stderr and "File too large" in done.stderr
+    assert f"error: cannot write '{tmp_path / 'out'}': " in done.stderr and "File too large" in done.stderr
     assert not list((tmp_path / "out").glob("*safetensors*")) + list((tmp_path / "out").glob(".*safetensors*"))

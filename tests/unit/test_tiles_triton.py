@@ -81,6 +81,18 @@ else:
         ):
             assert_close(ours, other, VALUE[torch.float32])
 
+    def test_results_of_operations_share_no_memory() -> None:
+        """The kernels write row and column values into parts of one buffer; compiled code assumes aligned results."""
+        x, y = torch.randn(33, 24), torch.randn(40, 24)
+        one, rows, columns = torch.ones(1), torch.ones(33), torch.ones(40)
+        for results in (
+            torch.ops.megaclip.tile_stats(x, y, one, one, implementation="triton"),
+            torch.ops.megaclip.tile_grads(x, y, one, rows, one, one, columns, one, implementation="triton"),
+            torch.ops.megaclip.tile_sigmoid(x, y, one, one, implementation="triton"),
+        ):
+            assert all(result.storage_offset() == 0 for result in results)
+            assert len({result.untyped_storage().data_ptr() for result in results}) == len(results)
+
     def test_dots_that_are_not_needed() -> None:
         x, y = torch.randn(33, 24), torch.randn(40, 24)
         terms = Terms(1.0, 5.0, 0.5), Terms(1.0, 4.0, 0.25)
