@@ -318,9 +318,9 @@ def clip_methods(ranks: Ranks) -> dict[str, Callable[[], Loss]]:
 
     methods = {name: ours(**settings) for name, settings in our_exchanges(ranks).items()}
     variants = {f"megaclip {variant}": global_contrastive(variant) for variant in ("fastclip_v3", "fastclip_v2")}
-    methods["megaclip graphs"] = ours(cuda_graphs=True)
-    methods["megaclip compiled"] = compiled(ours())
-    methods["megaclip graphs compiled"] = compiled(ours(cuda_graphs=True))
+    for name, setting in (("graphs", True), ("no graphs", False)):
+        methods[f"megaclip {name}"] = ours(cuda_graphs=setting)
+        methods[f"megaclip {name} compiled"] = compiled(ours(cuda_graphs=setting))
     return {
         **methods,
         **variants,

@@ -60,12 +60,22 @@ class BatchPlan:
         return self.local_batch // self.text_micro_batch
 
 
-def default_text_micro_batch(micro_batch: int, accumulation: int, captions_per_image: int) -> int:
+@dataclass(frozen=True)
+class TextChunks:
+    """Limits of text chunks if megaclip.text_micro_batch_size is not set (`megaclip.planner.rules.text_chunks_for`)."""
+
+    captions_per_image: int = 1
+    """Captions that take about as much memory as one image."""
+    least: int = 1
+    """Number of text chunks per step below which text chunks are not larger than image chunks."""
+
+
+def default_text_micro_batch(micro_batch: int, accumulation: int, text_chunks: TextChunks) -> int:
     """Return the number of captions per text chunk: as many image chunks' samples as take the memory of one such chunk.
 
-    accumulation: number of image chunks. captions_per_image: captions that take about as much memory as one image.
+    accumulation: number of image chunks.
     """
-    most = min(accumulation, captions_per_image)
+    most = max(1, min(accumulation // text_chunks.least, text_chunks.captions_per_image))
     return micro_batch * next(number for number in range(most, 0, -1) if accumulation % number == 0)
 
 
@@ -76,9 +86,8 @@ class TrainingConfig:
     path: Path
     deepspeed: dict[str, Any]
     megaclip: MegaclipSection
-    captions_per_image: int = 1
-    """Captions that take about as much memory as one image (`megaclip.planner.rules.captions_per_image`). Text chunks
-    have so many times the samples of an image chunk, if megaclip.text_micro_batch_size is not set."""
+    text_chunks: TextChunks = TextChunks()
+    """Sizes of text chunks that suit the model (`megaclip.planner.rules.fitted`)."""
 
     @cached_property
     def _settings(self) -> DsConfig:
@@ -186,7 +195,7 @@ class TrainingConfig:
                 f"{' x '.join(factors)}; change one of them or the number of ranks"
             )
         text_micro = self.megaclip.text_micro_batch_size or default_text_micro_batch(
-            micro, accumulation, self.captions_per_image
+            micro, accumulation, self.text_chunks
         )
         if (micro * accumulation) % text_micro:
             raise ConfigError(

@@ -5,7 +5,7 @@ sources.py opens datasets, order.py computes the order of the samples, and loade
 
 from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch, RawSample
 from megaclip.data.choose_tokenizer import load_tokenizer
-from megaclip.data.images import OPENAI_MEAN, OPENAI_STD, ImageTransform
+from megaclip.data.images import OPENAI_MEAN, OPENAI_STD, ImageTransform, normalised_pixels
 from megaclip.data.labelled import LabelledDataset, open_labelled
 from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch
 from megaclip.data.shared_memory import free_pages
@@ -31,6 +31,7 @@ __all__ = [
     "check_manifest",
     "free_pages",
     "load_tokenizer",
+    "normalised_pixels",
     "open_labelled",
     "open_pairs",
 ]

@@ -17,6 +17,7 @@ import functools
 import io
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 _RATIO = (3 / 4, 4 / 3)
+
+
+def normalised_pixels(
+    pixels: torch.Tensor, mean: torch.Tensor, std: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return (pixels / largest - mean) / std in `dtype`, computed in float32. pixels: (b, 3, H, W) uint8."""
+    return pixels.to(torch.float32).div_(largest).sub_(mean).div_(std).to(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +94,17 @@ class ImageTransform:
             raise BadSample("undecodable image", f"{type(error).__name__}: {error}") from error
         return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
 
-    def normalise(self, pixels: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Turn pixels (b, 3, H, W) uint8 into the model's input on the same device: computed in float32, then cast."""
-        mean, std, largest = _constants(self.mean, self.std, pixels.device)
-        return pixels.to(torch.float32).div_(largest).sub_(mean).div_(std).to(dtype)
+    def normalise(
+        self,
+        pixels: torch.Tensor,
+        dtype: torch.dtype = torch.float32,
+        compute: Callable[..., torch.Tensor] = normalised_pixels,
+    ) -> torch.Tensor:
+        """Turn pixels (b, 3, H, W) uint8 into the model's input on the same device: computed in float32, then cast.
+
+        compute: `normalised_pixels`, or that function compiled.
+        """
+        return compute(pixels, *_constants(self.mean, self.std, pixels.device), dtype)
 
     def _random_crop(self, image: Image.Image, seeds: tuple[int, int, int]) -> Image.Image:
         full = image.size

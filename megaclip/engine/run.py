@@ -326,6 +326,7 @@ class Run:
             self.engine,
             place=self.memory_plan.image_place,
             read_once=self.batch_plan.accumulation - self.memory_plan.workload.encoded_again[0],
+            compiles=self.memory_plan.compiles,
             folder=self.folder,
             samples_consumed=self.samples_consumed,
         )

@@ -47,6 +47,8 @@ class RunLoss:
                     f"megaclip.fastclip.temperature_warmup {options['temperature_warmup']} is longer than the run of "
                     f"{total_steps} steps; set it to {total_steps} or less"
                 )
+        else:
+            options["cuda_graphs"] = False  # the host launches the loss while the GPU is busy with the towers
         self._loss = LOSSES[section.loss](**options).to(device)
         self._global = self._loss if isinstance(self._loss, FastClipLoss) else None
 

@@ -87,7 +87,11 @@ class DeviceFeed:
         overwritten.
         """
         prepare = self._normalised if tower is Tower.IMAGE else _as_indices
-        return map(prepare, chunks) if self.device.type == "cpu" else _one_ahead(chunks, self.device, prepare)
+        if self.device.type == "cpu":
+            return map(prepare, chunks)
+        if tower is Tower.TEXT:  # from pageable memory the host would wait until the copy's turn has come
+            chunks = (chunk.pin_memory() for chunk in chunks)
+        return _one_ahead(chunks, self.device, prepare)
 
     def _normalised(self, pixels: Tensor) -> Tensor:
         return self.normalise(pixels, self.dtype)

@@ -16,6 +16,7 @@ collectives; `agree` then ends the step on all ranks, before parameters are upda
 Shapes: n image chunks of m rows each, b = n m rows of this rank, L tokens.
 """
 
+import functools
 import itertools
 import threading
 import time
@@ -30,13 +31,14 @@ from torch import Tensor
 
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.config import BatchPlan, TrainArguments
-from megaclip.data import TrainLoader, free_pages
+from megaclip.data import TrainLoader, free_pages, normalised_pixels
 from megaclip.engine.caption_chunks import CaptionChunks, DivideCaptions, division_of_captions
 from megaclip.engine.image_slots import WINDOW, ImageSlots
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.step_batch import DeviceFeed, Tower
 from megaclip.errors import DataError, MegaclipError, first_line
 from megaclip.logging import get_logger
+from megaclip.models.compilation import compiled_function
 from megaclip.models.packing import Pieces
 from megaclip.planner.rules import ImagePlace
 
@@ -57,6 +59,7 @@ def open_step_store(
     *,
     place: ImagePlace,
     read_once: int,
+    compiles: bool,
     folder: Path,
     samples_consumed: int,
 ) -> Iterator["StepStore"]:
@@ -65,6 +68,7 @@ def open_step_store(
     Args:
         place: where the run's plan keeps a step's images (`megaclip.engine.preflight`).
         read_once: number of image chunks that every step reads once only.
+        compiles: torch.compile runs the towers (`MemoryPlan.compiles`), and normalises their images.
         folder: the folder of a file of images, unless the command line names another one.
 
     Raises:
@@ -93,7 +97,10 @@ def open_step_store(
     count = batch_plan.accumulation if place.keeps else min(WINDOW, readings)
     file_folder = Path(arguments.data_offload_dir or folder) if place.name == "disk" else None
     slots = ImageSlots((count, *slot), engine.device, file_folder)
-    feed = DeviceFeed(engine.device, engine.get_data_types()[0], inputs.train_transform.normalise)
+    normalise = inputs.train_transform.normalise
+    if compiles:
+        normalise = functools.partial(normalise, compute=compiled_function(normalised_pixels))
+    feed = DeviceFeed(engine.device, engine.get_data_types()[0], normalise)
     text = inputs.model_config.text_cfg
     with (
         closing(slots),

@@ -5,7 +5,7 @@ idle. From the third call with the same sizes on, such a loss replays a recordin
 kernels, so its results have the same bits.
 
 A recording keeps its buffers: the features, the sums of gradients and a tile of logits. So a loss keeps two of them at
-most, and training runs do without: there the host launches the loss while the GPU is still busy with the towers.
+most, and MegaCLIP's own runs do without: there the host launches the loss while the GPU is still busy with the towers.
 """
 
 import functools
@@ -60,8 +60,9 @@ class RecordableLoss(BatchLoss):
     def records(self, x: Tensor, plan: Plan) -> bool:
         """Return whether steps with features like x (b, D) are recorded if they repeat; it is equal on all ranks."""
         b, embedding = x.shape
+        setting = self.settings.cuda_graphs
         return (
-            self.settings.cuda_graphs
+            (plan.ranks.size == 1 if setting == "auto" else setting)
             and x.is_cuda
             and 8 * b * b * plan.ranks.size * embedding <= _MOST_OPERATIONS
             and (plan.ranks.size == 1 or (plan.exchange == "all_gather" and plan.ranks.message_device.type == "cuda"))

@@ -77,9 +77,18 @@ def compiled_class(library_class: type[nn.Module], *, recomputes: bool = False) 
     return type(library_class.__name__, (library_class,), {"forward": forward})
 
 
+def compiled_function(function: Compiled) -> Compiled:
+    """Return a compiled function without parameters, such as the preparation of a tower's input."""
+    return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)
+
+
 def _compile(function: Callable[..., Any], recomputes: bool) -> Callable[..., Any]:
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     # By default the compiler keeps a value that a matrix product of the backward pass reads, although it could compute
     # the value again in the kernel that reads the inputs of the norm or activation function anyway.
     torch._functorch.config.ban_recompute_materialized_backward = not recomputes
+    # Inductor would round the rows of intermediate results up to 128 bytes. A product with such a result cannot add its
+    # bias in the same kernel: PyTorch fills the result with the bias first. In SO400M's MLP (4,304 channels, 65,536
+    # rows, H200) that took 0.5 ms besides 0.9 ms, and the rounded rows saved nothing.
+    torch._inductor.config.comprehensive_padding = False
     return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)

@@ -14,9 +14,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megaclip.config import TrainingConfig
+from megaclip.config.training import TextChunks
 from megaclip.models import ModelDescription, OpenClipConfig, OpenClipText, TextConfig
 from megaclip.models.text import is_cut_exact
-from megaclip.planner.constants import EMBEDDINGS_SHARE, LEAST_KEPT_SHARE, RECOMPUTE_SHARE
+from megaclip.planner.constants import EMBEDDINGS_SHARE, LEAST_CUT_CHUNKS, LEAST_KEPT_SHARE, RECOMPUTE_SHARE
+from megaclip.planner.traced_towers import traced_image_tower, traced_text_tower
 
 
 class ImagePlace(NamedTuple):
@@ -127,21 +129,27 @@ def place_images(setting: str, *, encoded_again: int, nbytes: float, host_memory
     return ImagePlace(setting, fits=nbytes <= (host_memory if setting == "cpu" else disk))
 
 
-def captions_per_image(model: ModelDescription) -> int:
-    """Return the number of captions whose activations take about as much memory as those of one image.
+def text_chunks_for(model: ModelDescription, compute_bytes: int, cut_captions: bool | str) -> TextChunks:
+    """Return what decides the size of a run's text chunks: captions that take about as much memory as one image.
 
-    It is 1 for open_clip's modules."""
+    open_clip's text towers, whose chunks are not divided into pieces, get as few positions of padding as the captions
+    of an image chunk only in several text chunks. compute_bytes: bytes of an activation. cut_captions:
+    megaclip.cut_captions.
+    """
     if isinstance(model, OpenClipConfig):
-        return 1
-    vision, text = model.vision_cfg, model.text_cfg
-    tokens = 1 + vision.grid_size**2 * (1 - vision.patch_dropout)
-    numbers = text.context_length * text.width * text.layers
-    return max(1, round(tokens * vision.width * vision.layers / numbers))
+        image, text = traced_image_tower(model).trace(compute_bytes), traced_text_tower(model).trace(compute_bytes)
+        least = LEAST_CUT_CHUNKS if cuts_captions(cut_captions, model.text_cfg) else 1
+        return TextChunks(max(1, int(image.backward_peak / text.backward_peak)), least)
+    tower, captions = model.vision_cfg, model.text_cfg
+    tokens = 1 + tower.grid_size**2 * (1 - tower.patch_dropout)
+    numbers = captions.context_length * captions.width * captions.layers
+    return TextChunks(max(1, round(tokens * tower.width * tower.layers / numbers)))
 
 
 def fitted(config: TrainingConfig, model: ModelDescription) -> TrainingConfig:
-    """Return the settings of a run with the size of text chunks that suits the model."""
-    return replace(config, captions_per_image=captions_per_image(model))
+    """Return the settings of a run with the sizes of text chunks that suit the model."""
+    compute_bytes = 2 if config.bf16 else 4
+    return replace(config, text_chunks=text_chunks_for(model, compute_bytes, config.megaclip.cut_captions))
 
 
 def recomputation_pays(*, fits_without: bool, more_kept: int, image_chunks: int) -> bool:

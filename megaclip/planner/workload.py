@@ -164,6 +164,7 @@ class Workload:
         if text_micro_batch is not None:
             section = section.model_copy(update={"text_micro_batch_size": text_micro_batch * tensor_ranks})
         rows, chunk = local_batch or self.batch.local_batch, micro_batch or self.batch.micro_batch
+        limits = rules.text_chunks_for(self.model, self.compute_bytes, section.cut_captions)
         batch = BatchPlan(
             global_batch=rows * self.world_size,
             micro_batch=chunk,
@@ -171,7 +172,7 @@ class Workload:
             world_size=self.world_size,
             text_micro_batch=section.text_micro_batch_size // tensor_ranks
             if section.text_micro_batch_size
-            else default_text_micro_batch(chunk, rows // chunk, rules.captions_per_image(self.model)),
+            else default_text_micro_batch(chunk, rows // chunk, limits),
         )
         return replace(self, megaclip=section, batch=batch)
 

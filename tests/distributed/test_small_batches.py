@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaclip.comm.groups import group_rank, group_size
-from megaclip.losses import ClipLoss, SigLipLoss
+from megaclip.losses import ClipLoss, SigLipLoss, small_batches
 from megaclip.losses.small_batches import RecordableLoss
 from tests.distributed.harness import run_ranks
 
@@ -143,3 +143,14 @@ def test_a_cpu_records_nothing(settings: dict[str, bool]) -> None:
     for seed in range(4):
         results(loss, leaves(4, torch.float32, seed))
     assert not loss._recordings._recordings
+
+
+@pytest.mark.parametrize(("setting", "recorded"), [("auto", [True, False]), (True, [True, True]), (False, [False] * 2)])
+def test_the_default_records_on_one_rank(setting: Any, recorded: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_batches, "implementation_for", lambda tiles, x: "triton")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    features: Any = SimpleNamespace(shape=(8, 16), is_cuda=True)
+    for ranks, expected in zip((1, 2), recorded, strict=True):
+        group = SimpleNamespace(size=ranks, message_device=torch.device("cuda"))
+        plan: Any = SimpleNamespace(ranks=group, exchange="all_gather", tiles=None)
+        assert ClipLoss(cuda_graphs=setting).records(features, plan) == expected

@@ -36,7 +36,7 @@ def recordings(loss: ClipLoss | SigLipLoss) -> int:
 
 def check_sizes(kind: type, b: int, embedding: int, dtype: torch.dtype, reduction: str) -> None:
     way = {"exchange": "all_gather", "reduction": reduction}
-    plain, loss = kind(**way), kind(cuda_graphs=True, **way)
+    plain, loss = kind(cuda_graphs=False, **way), kind(cuda_graphs=True, **way)
     compiled = torch.compile(kind(cuda_graphs=True, **way), fullgraph=True)
     for step in range(5):
         arguments = leaves(b, embedding, dtype, step)
@@ -81,6 +81,10 @@ def check_everything() -> None:
             check_sizes(kind, b, embedding, dtype, reduction)
     check_limits()
     gc.collect()
+    loss = ClipLoss()
+    for seed in range(4):
+        results(loss, leaves(8, 16, torch.bfloat16, seed))
+    assert recordings(loss) == (group_size() == 1)  # the default
     loss = ClipLoss(**WAY)
     for seed in range(4):
         results(loss, leaves(64, 64, torch.bfloat16, seed))

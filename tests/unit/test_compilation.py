@@ -11,11 +11,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils.checkpoint import checkpoint
 
+from megaclip.data import ImageTransform, normalised_pixels
 from megaclip.engine import compilation as run_compilation
 from megaclip.engine.compilation import report_compilation
 from megaclip.errors import ConfigError
 from megaclip.models import ClipModel, ModelConfig, attention, build_model, compilation, load_model_config
-from megaclip.models.compilation import compiled_body
+from megaclip.models.compilation import compiled_body, compiled_function
 from megaclip.planner import describe, plan_memory, plan_time
 from megaclip.planner.compilation import compile_estimate
 from megaclip.planner.rules import compiles, compiles_whole_tower
@@ -209,3 +210,24 @@ def test_a_plan_compiles_a_long_run_and_counts_what_it_saves(tmp_path: Path) -> 
     for changed in ({"layer_norm": "apex"}, {"tensor_parallel_size": 2}):
         assert not compile_estimate(auto.with_megaclip(**changed), machine).pays
     assert not plan_memory(auto, describe(gpu="cpu", gpus=1)).compiles
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_compiled_code_normalises_pixels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for all chunks. Inductor's divisions may differ from PyTorch's in the last bit."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend(backend)
+    monkeypatch.setattr(compilation, "BACKEND", counter)
+    compute, transform = compiled_function(normalised_pixels), ImageTransform(8)
+    for seed in range(2):
+        pixels = torch.randint(0, 256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+        kept = pixels.clone()
+        for dtype, relative in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
+            torch.testing.assert_close(
+                transform.normalise(pixels, dtype, compute),
+                transform.normalise(pixels, dtype),
+                rtol=relative,
+                atol=1e-6,
+            )
+        assert torch.equal(pixels, kept)
+    assert counter.frame_count == 2  # dtypes

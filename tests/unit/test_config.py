@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaclip.config import MegaclipSection, TrainingConfig, load_training_config
+from megaclip.config.training import TextChunks
 from megaclip.engine import build
 from megaclip.errors import ConfigError
 
@@ -482,10 +483,19 @@ def test_text_chunks_divide_the_samples_of_a_rank(tmp_path):
 def test_a_text_chunk_takes_no_more_memory_than_an_image_chunk(tmp_path, accumulation, captions, chunk):
     """It has the samples of a number of image chunks that divides all of them."""
     path = write(tmp_path, train_batch_size=3 * accumulation, train_micro_batch_size_per_gpu=3)
-    config = replace(load_training_config(path), captions_per_image=captions)
+    config = replace(load_training_config(path), text_chunks=TextChunks(captions))
     assert config.batch_plan(world_size=1).text_micro_batch == 3 * chunk
     section = config.megaclip.model_copy(update={"text_micro_batch_size": 1})
     assert replace(config, megaclip=section).batch_plan(world_size=1).text_micro_batch == 1
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "captions", "chunk"), [(32, 7, 4), (64, 7, 4), (16, 7, 2), (8, 7, 1), (4, 7, 1), (16, 1, 1)]
+)
+def test_fewer_text_chunks_than_the_least_have_the_size_of_image_chunks(tmp_path, accumulation, captions, chunk):
+    path = write(tmp_path, train_batch_size=3 * accumulation, train_micro_batch_size_per_gpu=3)
+    config = replace(load_training_config(path), text_chunks=TextChunks(captions, least=8))
+    assert config.batch_plan(world_size=1).text_micro_batch == 3 * chunk
 
 
 @pytest.mark.parametrize("world_size", [4, 5, 48])

@@ -11,6 +11,7 @@ import torch
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_weights import meta_model, write_weights
 from megaclip.config import parse_arguments
+from megaclip.config.training import TextChunks
 from megaclip.data import ImageTransform
 from megaclip.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
 from megaclip.engine import resume
@@ -19,7 +20,6 @@ from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import CheckpointError, ConfigError, DataError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.config import CARD_NAME
-from megaclip.planner.rules import captions_per_image
 from tests.unit.data_samples import write_shards
 
 CAPTIONS = [
@@ -112,7 +112,7 @@ def test_training_uses_the_tokenizer_and_preprocessing_of_the_card(folder: Path,
     assert torch.equal(inputs.tokenizer(CAPTIONS), evaluated.tokenizer(CAPTIONS))
     assert inputs.tokenizer.files == (folder / "exported" / "tokenizer.model",)
     assert inputs.model_config.text_cfg == evaluated.model.config.text_cfg
-    assert inputs.config.captions_per_image == captions_per_image(inputs.model_config) == 2
+    assert inputs.config.text_chunks == TextChunks(2)
     if "--pretrained" not in flags:
         tokenizer, pixels = model_preprocessing(flags[1], None)
         assert torch.equal(tokenizer(CAPTIONS), inputs.tokenizer(CAPTIONS))

@@ -54,6 +54,13 @@ def test_every_setting_of_the_section_reaches_the_loss() -> None:
     assert loss.settings.model_dump() == expected
 
 
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+def test_runs_do_not_record_their_loss(loss: str) -> None:
+    section = MegaclipSection(loss=loss)
+    built = RunLoss(section, samples=9, epochs=2, total_steps=9, warmup=0, device=torch.device("cpu"))._loss
+    assert built.settings.cuda_graphs is False
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

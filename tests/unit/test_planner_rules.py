@@ -12,6 +12,7 @@ import torch
 from megaclip.comm.groups import NodeGroup, RankGroup
 from megaclip.comm.machine import Machine
 from megaclip.config import load_training_config, parse_arguments
+from megaclip.config.training import TextChunks
 from megaclip.data import ImageTransform
 from megaclip.engine import preflight
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
@@ -21,10 +22,11 @@ from megaclip.losses.costs import LOSS_COSTS
 from megaclip.models import ModelConfig, build_model, load_model_config
 from megaclip.planner import Cluster, Workload, describe, plan_memory
 from megaclip.planner.memory import resolve_auto
-from megaclip.planner.rules import ImagePlace, captions_per_image, embeddings_on_cpu, place_images
+from megaclip.planner.rules import ImagePlace, embeddings_on_cpu, place_images, text_chunks_for
 from megaclip.planner.step_time import plan_time
 from megaclip.planner.tower_time import tower_seconds
 from megaclip.planner.towers import tower_work, towers
+from megaclip.planner.traced_towers import traced_image_tower, traced_text_tower
 from tests.distributed.memory_batch import MemoryBatch
 from tests.unit.planner_cases import GIB, workload
 
@@ -283,9 +285,19 @@ def test_captions_of_a_text_chunk_take_the_memory_of_an_image_chunk(tmp_path: Pa
     for model, number in (("ViT-B-16", 4), ("ViT-B-32", 1), ("ViT-L-14", 9), ("ViT-L-14-336", 20)):
         job = workload(tmp_path, 1, model)
         image, text = towers(job)
-        assert captions_per_image(job.model) == number
+        assert text_chunks_for(job.model, 2, True) == TextChunks(number)
         assert image.saved_bytes(1, 2) / text.saved_bytes(1, 2) == pytest.approx(number, rel=0.15)
-    assert captions_per_image(load_model_config("ViT-B-32", "open_clip")) == 1
+    # The same for open_clip's modules, whose captions are cut (ViT-B-32, ConvNeXt) or keep their padding (SigLIP).
+    for model, chunks in (
+        ("ViT-B-32", TextChunks(1, 8)),
+        ("convnext_base", TextChunks(7, 8)),
+        ("ViT-SO400M-14-SigLIP", TextChunks(15)),
+    ):
+        description = load_model_config(model, "open_clip")
+        assert text_chunks_for(description, 2, "auto") == chunks
+        image, text = traced_image_tower(description), traced_text_tower(description)
+        assert image.saved_bytes(1, 2) / text.saved_bytes(1, 2) == pytest.approx(chunks.captions_per_image, rel=0.15)
+    assert text_chunks_for(load_model_config("ViT-B-32", "open_clip"), 2, False) == TextChunks(1)
     assert workload(tmp_path, 1, "ViT-B-16").chunks == (8, 2)
 
 
