@@ -192,13 +192,13 @@ class _PatchConvolution(nn.Conv2d):
 
 
 def _embeds_patches(module: nn.Module) -> bool:
-    """Return whether a module is the patch embedding of a vision transformer. Convolutional towers have smaller
-    strides, and the memory format of their first result would change what follows."""
+    """Return whether a module embeds patches that do not overlap, as vision transformers and ConvNeXt do. The result
+    has the memory format "channels last", which ConvNeXt's first layer norm would make otherwise."""
     return (
         type(module) is nn.Conv2d
         and module.in_channels == 3
         and module.stride == module.kernel_size
-        and min(module.stride) >= 8
+        and min(module.stride) >= 4
         and (module.padding, module.dilation, module.groups) == ((0, 0), (1, 1), 1)
     )
 

@@ -14,7 +14,7 @@ from tests.tolerances import FEATURES, assert_close
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kernel", [(8, 8), (14, 9)])
+@pytest.mark.parametrize("kernel", [(4, 4), (8, 8), (14, 9)])
 def test_equals_the_convolution(kernel: tuple[int, int], bias: bool) -> None:
     torch.manual_seed(0)
     module = nn.Conv2d(3, 10, kernel, stride=kernel, bias=bias, dtype=torch.float64)
@@ -38,7 +38,7 @@ def test_equals_the_convolution(kernel: tuple[int, int], bias: bool) -> None:
     "changed",
     [
         {"in_channels": 4},
-        {"stride": 4, "kernel_size": 4},  # the stem of a convolutional tower
+        {"stride": 2, "kernel_size": 2},
         {"stride": 8},
         {"padding": 1},
         {"padding": "same", "stride": 1, "kernel_size": 1},
@@ -53,9 +53,9 @@ def test_other_convolutions_stay(changed: dict[str, int]) -> None:
 
 
 def test_towers_of_open_clip(tmp_path: Path) -> None:
-    """The patch embedding of a vision transformer is replaced; its weights keep their names."""
+    """Patch embeddings are replaced; their weights keep their names."""
     replaced = {}
     for name in ("eva", "convnext", "resnet"):
         tower = build_model(family(name, tmp_path)).visual
         replaced[name] = [key for key, module in tower.named_modules() if isinstance(module, _PatchConvolution)]
-    assert replaced == {"eva": ["trunk.patch_embed.proj"], "convnext": [], "resnet": []}
+    assert replaced == {"eva": ["trunk.patch_embed.proj"], "convnext": ["trunk.stem.0"], "resnet": []}
