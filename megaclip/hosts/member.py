@@ -310,7 +310,7 @@ class Member:
                 logger.warning("another host of the run has failed; the ranks of this host are ended")
                 ended = True
                 self._end_ranks(script)
-            if not grows and chosen[0] == self.own and self._could_grow(chosen, alive, first_step):
+            if not grows and chosen[0].name == self.own.name and self._could_grow(chosen, alive, first_step):
                 logger.info("more hosts can be used: the ranks save, end, and start again")
                 grows = True
                 script.send_signal(signal.SIGUSR1)
@@ -362,7 +362,7 @@ def own_host(hosts: Sequence[Host], node_rank: int) -> Host:
     """
     if not 0 <= node_rank < len(hosts):
         raise ConfigError(
-            f"--node_rank {node_rank}: expected the index of this host in the hostfile, 0 to {len(hosts)}"
+            f"--node_rank {node_rank}: expected the index of this host in the hostfile, 0 to {len(hosts) - 1}"
         )
     return hosts[node_rank]
 

@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from megaclip.errors import ConfigError
 from megaclip.hosts.hostfile import Host
-from megaclip.hosts.member import Member, Times, attempt_code
+from megaclip.hosts.member import Member, Times, attempt_code, own_host
 
 HOSTS = [Host("a", 1), Host("b", 1), Host("c", 2)]
 TIMES = Times(beat_s=0.05, silence_s=1.5, first_wait_s=10.0, gather_s=1.0, give_up_s=3.0)
@@ -126,6 +127,28 @@ def test_the_others_continue_without_a_host_and_use_it_when_it_is_back(meeting: 
     wait_until(lambda: len([line for line in meeting.starts() if line.endswith(" a+b+c")]) == 6)
     (meeting.folder / "stop").touch()
     assert meeting.codes() == {"a": 138, "b": 138, "c": 138}
+
+
+def test_a_host_that_runs_fewer_ranks_than_it_has_slots_uses_hosts_that_are_back(meeting: Meeting) -> None:
+    """Host c alone has 2 slots, and the batch can be divided among 1 or 4 ranks."""
+    for host in HOSTS:
+        meeting.start(host, ENDLESS, fits=lambda ranks: ranks in (1, 4))
+    wait_until(lambda: len(meeting.starts()) == 3)
+    meeting.step.write_text("10")
+    for name in "ab":
+        meeting.vanish(name)
+    wait_until(lambda: "c 0 c" in meeting.starts())
+    meeting.step.write_text("20")
+    for host in HOSTS[:2]:
+        meeting.start(host, ENDLESS, fits=lambda ranks: ranks in (1, 4))
+    wait_until(lambda: sum(line.endswith(" a+b+c") for line in meeting.starts()) == 6)
+    (meeting.folder / "stop").touch()
+    assert meeting.codes() == {"a": 138, "b": 138, "c": 138}
+
+
+def test_a_place_that_the_hostfile_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--node_rank 3: expected the index of this host in the hostfile, 0 to 2$"):
+        own_host(HOSTS, 3)
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(78, 1), (143, 1), (1, 2)])
