@@ -102,6 +102,7 @@ supervise() {
 
 # setsid detaches the launcher from the terminal, so that Ctrl-C reaches only `stop`.
 launch=(setsid deepspeed "${options[@]}")
+completed='' # temporary file, with --no_ssh
 
 if $no_ssh; then
   ! $check_hosts || fail "--check_hosts asks the hosts through ssh; it does not work with --no_ssh"
@@ -115,8 +116,8 @@ if $no_ssh; then
   done
   launch+=(--no_ssh --node_rank "$node_rank" "$root/launch/train.py" "$@")
   # `deepspeed` exits with 0 when the launcher of the ranks was killed. The ranks report a complete run themselves.
-  MEGACLIP_COMPLETED_FILE=$(mktemp)
-  export MEGACLIP_COMPLETED_FILE
+  completed=$(mktemp)
+  export MEGACLIP_COMPLETED_FILE=$completed
 else
   [[ -z $node_rank ]] || fail "--node_rank $node_rank requires --no_ssh"
   command -v pdsh >/dev/null || fail "pdsh is not installed: install it on this host, or use --no_ssh on every host"
@@ -249,8 +250,7 @@ wait_for_launcher() {
     failed
   fi
   if $no_ssh; then
-    [[ $code != 0 || -s $MEGACLIP_COMPLETED_FILE ]] || code=1
-    rm -f "$MEGACLIP_COMPLETED_FILE"
+    [[ $code != 0 || -s $completed ]] || code=1
     ((code != 1)) || echo "multi_node.sh: the launcher of the ranks was killed; they save and end" >&2
   fi
   exit "$code"
@@ -268,7 +268,7 @@ wait_for_last_output() {
 trap 'stop TERM' INT TERM
 trap 'stop USR1' USR1
 trap failed USR2
-trap 'wait_for_last_output; [[ ${MEGACLIP_HOST_CODES-} ]] || rm -f "$host_codes"' EXIT
+trap 'wait_for_last_output; rm -f ${completed:+"$completed"}; [[ ${MEGACLIP_HOST_CODES-} ]] || rm -f "$host_codes"' EXIT
 exec {errors}> >(watch_for_failure)
 watcher=$!
 # Slurm can send SIGUSR1 to every process of a job. The launcher must ignore it and wait for the ranks.

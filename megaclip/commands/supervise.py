@@ -9,6 +9,7 @@ be divided among. docs/multi_node.md describes the rules.
 import argparse
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,12 +77,18 @@ def supervisor(arguments: argparse.Namespace, training: list[str]) -> Supervisor
     hosts = read_hostfile(arguments.hostfile)
     checkpoints, fits = checked_run(hosts, training)
     clean = end_leftover_ranks(hosts, arguments.master_port)
+    check_script(arguments.script)
+    if arguments.folder is not None and not arguments.folder.is_dir():
+        raise ConfigError(f"--folder {str(arguments.folder)!r} is not a folder; create it first")
+    probe = probe_words(arguments.probe, hosts[0], clean)[0]
+    if shutil.which(probe) is None:
+        raise ConfigError(f"--probe {arguments.probe!r}: the command {probe!r} is not on PATH; install it")
     return Supervisor(
         hosts=hosts,
         fits=fits,
         restarts=arguments.restarts,
         start_command=lambda hostfile, chosen: start_command(arguments, training, hosts, hostfile, chosen),
-        probe_command=lambda host: [part.format(host=host.name, clean=clean) for part in shlex.split(arguments.probe)],
+        probe_command=lambda host: probe_words(arguments.probe, host, clean),
         checkpoints=checkpoints,
         folder=arguments.folder,
     )
@@ -92,6 +99,7 @@ def member(arguments: argparse.Namespace, training: list[str]) -> Member:
     hosts = read_hostfile(arguments.hostfile)
     own = own_host(hosts, arguments.node_rank)
     checkpoints, fits = checked_run(hosts, training)
+    check_script(arguments.script)
 
     def start(hostfile: Path, chosen: Sequence[Host], place: int) -> list[str]:
         command, *rest = start_command(arguments, training, hosts, hostfile, chosen)
@@ -106,6 +114,22 @@ def member(arguments: argparse.Namespace, training: list[str]) -> Member:
         start_command=start,
         newest_step=lambda: newest_step(checkpoints),
     )
+
+
+def check_script(script: Path) -> None:
+    """Raise ConfigError unless `script` can be run."""
+    if shutil.which(script) is None:
+        raise ConfigError(f"--script {str(script)!r} is not an executable file; give the path of one")
+
+
+def probe_words(probe: str, host: Host, clean: str) -> list[str]:
+    """Return the words of the command --probe for a host. Raises ConfigError for a command that cannot be read."""
+    try:
+        if words := [part.format(host=host.name, clean=clean) for part in shlex.split(probe)]:
+            return words
+    except (ValueError, LookupError, AttributeError):
+        pass
+    raise ConfigError(f"--probe {probe!r}: expected a command with {{host}} and {{clean}}; write other braces twice")
 
 
 def checked_run(hosts: Sequence[Host], training: list[str]) -> tuple[Path, Callable[[int], bool]]:

@@ -242,7 +242,7 @@ class Run:
         With --resume auto the last evaluation must be done too: the run may have been killed after its last step.
         """
         scored_step = None
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             scored_step = json.loads(self._summary.read_text(encoding="utf-8"))["steps"]
         scored_step = gather_objects(scored_step)[0]  # the first rank wrote the file; all ranks must decide alike
         return self.step >= self.last_step and (self.arguments.resume != "auto" or scored_step == self.step)

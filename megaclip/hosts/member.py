@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, MegaclipError, os_reason
 from megaclip.hosts import policy
 from megaclip.hosts.host_codes import HOST_CODES_FILE, read_codes
 from megaclip.hosts.hostfile import Host, write_hostfile
@@ -74,12 +75,21 @@ class Member:
     _stop: signal.Signals | None = None
     _script: subprocess.Popen | None = None
     _seen: dict[str, tuple[tuple[str, int], float]] = field(default_factory=dict)
-    """By host: the last heartbeat, and when it changed."""
+    """By host: id and number of the last heartbeat, and when they changed."""
+    _last_read: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By host: the last heartbeat that could be read."""
     _id: str = field(default_factory=lambda: f"{os.getpid()}-{time.time_ns()}")
 
     def run(self) -> int:
-        """Take part until the run is complete, stopped, or given up; return the exit code of `Supervisor.run`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Take part until the run is complete, stopped, or given up; return the exit code of `Supervisor.run`.
+
+        Raises:
+            MegaclipError: the folder cannot be written to.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_write(self.folder, error) from None
         self._attempt = max(self._plans(), default=0) + 1
         ends = threading.Event()
         thread = threading.Thread(target=self._beat_until, args=(ends,), name="heartbeat", daemon=True)
@@ -118,12 +128,12 @@ class Member:
             state = {
                 "id": self._id,
                 "beats": self._beats,
-                "attempt": self._attempt,
                 "last": self._last,
+                "attempt": self._attempt,
                 "stop": self._stop,
             }
             with contextlib.suppress(OSError):  # a folder that cannot be written to for a while
-                _replace(self._path(self.own), state)
+                _overwrite(self._path(self.own), state)
             if ends.wait(self.times.beat_s):
                 return
 
@@ -131,7 +141,7 @@ class Member:
         """Return the newest heartbeat of each host that is alive, by name."""
         alive, now = {}, time.monotonic()
         for host in self.hosts:
-            beat = _read(self._path(host))
+            beat = self._newest_beat(host)
             if beat is None:
                 continue
             mark = (str(beat.get("id")), int(beat.get("beats", 0)))
@@ -145,6 +155,19 @@ class Member:
                 alive[host.name] = beat
         return alive
 
+    def _newest_beat(self, host: Host) -> dict[str, Any] | None:
+        """Return a host's heartbeat, or None if there is no such file.
+
+        If the file cannot be read at the moment, return the last heartbeat that could be read: only a heartbeat that
+        does not change for `Times.silence_s` shows that a host is lost.
+        """
+        path = self._path(host)
+        if (beat := _read(path)) is not None:
+            self._last_read[host.name] = beat
+        elif _is_missing(path):
+            self._last_read.pop(host.name, None)
+        return self._last_read.get(host.name)
+
     # ------------------------------------------------------------------------------------------------ plans
 
     def _plans(self) -> list[int]:
@@ -155,8 +178,12 @@ class Member:
         return _read(self.folder / f"plan_{number:06d}.json")
 
     def _wait_for_plan(self) -> dict[str, Any] | None:
-        """Return the plan of the next attempt, which this member writes if it is the first one alive; None: stopped."""
-        ready_at = time.monotonic()
+        """Return the plan of the next attempt, which this member writes if it is the first one alive; None: stopped.
+
+        Raises:
+            MegaclipError: the plan cannot be written for `Times.give_up_s`, or when the run is to stop.
+        """
+        ready_at, has_failed = time.monotonic(), False
         while True:
             if (plan := self._plan(self._attempt)) is not None:
                 return plan
@@ -165,7 +192,14 @@ class Member:
             decides = next((host.name for host in self.hosts if host.name in alive), None) == self.own.name
             # A heartbeat that was written before the last attempt is of an earlier number.
             if decides and all(beat["attempt"] >= self._attempt for beat in alive.values()):
-                self._decide(alive, waited_s)
+                try:
+                    self._decide(alive, waited_s)
+                except OSError as error:
+                    if self._stop is not None or waited_s > self.times.give_up_s:
+                        raise _cannot_write(self.folder, error) from None
+                    if not has_failed:
+                        logger.warning("trying again: %s", _cannot_write(self.folder, error))
+                    has_failed = True
             elif self._stop is not None and self.own.name not in _names(self._before(alive)):
                 return None  # a spare host, or one that is left out
             time.sleep(self.times.beat_s / 2)
@@ -181,7 +215,7 @@ class Member:
         return plan if plan["exit"] is not None or ids & set(plan["members"]) else _NO_ATTEMPT
 
     def _decide(self, alive: dict[str, dict[str, Any]], waited_s: float) -> None:
-        """Write the plan of the next attempt, unless it is too early."""
+        """Write the plan of the next attempt, unless it is too early. Raises OSError if it cannot be written."""
         before = self._before(alive)
         ends = [_end_of(one) for one in before["ends"]]
         took_part = _names(before)
@@ -248,10 +282,12 @@ class Member:
             "reason": reason,
         }
         temporary = self.folder / f".plan.{self.own.name}.{os.getpid()}"
-        temporary.write_text(json.dumps(content), encoding="utf-8")
-        with contextlib.suppress(FileExistsError):  # another member was faster
-            os.link(temporary, self.folder / f"plan_{self._attempt:06d}.json")
-        temporary.unlink()
+        try:
+            temporary.write_text(json.dumps(content), encoding="utf-8")
+            with contextlib.suppress(FileExistsError):  # another member was faster
+                os.link(temporary, self.folder / f"plan_{self._attempt:06d}.json")
+        finally:
+            temporary.unlink(missing_ok=True)
 
     # ------------------------------------------------------------------------------------------------ attempts
 
@@ -269,27 +305,26 @@ class Member:
             return
         step = self.newest_step()
         logger.info("attempt %d from step %d: %d ranks on %s", self._attempt, step, ranks, " ".join(names))
-        hostfile = self.folder / f".hostfile.{self.own.name}"
-        write_hostfile(hostfile, chosen)
         place = names.index(self.own.name)
-        codes = self.folder / f".codes.{self.own.name}"
-        codes.write_text("")
-        environment = {**os.environ, HOST_CODES_FILE: str(codes)}
-        command = self.start_command(hostfile, chosen, place)
-        self._script = subprocess.Popen(command, env=environment, start_new_session=True)
-        if self._stop is not None:  # the signal came before there was a script
-            self._script.send_signal(self._stop)
-        code, grows = self._wait_for_script(self._script, chosen, step)
-        self._script = None
-        if self._stop is not None and code == -self._stop:
-            code = 128 + self._stop  # it had no handler yet, and no ranks
-        if code != _ENDED:  # the script's own code is 1, however a rank has ended
-            code = read_codes(codes, chosen).get(self.own.name, code)
+        # Not on the shared disk, which may be full.
+        with tempfile.TemporaryDirectory(prefix="megaclip-hosts-") as folder:
+            hostfile, codes = Path(folder) / "hostfile", Path(folder) / "codes"
+            write_hostfile(hostfile, chosen)
+            codes.write_text("")
+            environment = {**os.environ, HOST_CODES_FILE: str(codes)}
+            command = self.start_command(hostfile, chosen, place)
+            self._script = subprocess.Popen(command, env=environment, start_new_session=True)
+            if self._stop is not None:  # the signal came before there was a script
+                self._script.send_signal(self._stop)
+            code, grows = self._wait_for_script(self._script, chosen, step)
+            self._script = None
+            if self._stop is not None and code == -self._stop:
+                code = 128 + self._stop  # it had no handler yet, and no ranks
+            if code != _ENDED:  # the script's own code is 1, however a rank has ended
+                code = read_codes(codes, chosen).get(self.own.name, code)
         # In this order: who reads the new number finds the end of the attempt.
         self._last = (self._attempt, code, grows)
         self._attempt += 1
-        for path in (hostfile, codes):
-            path.unlink(missing_ok=True)
 
     def _wait_for_script(self, script: subprocess.Popen, chosen: Sequence[Host], first_step: int) -> tuple[int, bool]:
         """Wait until the script has ended; return its exit code and whether more hosts were the reason.
@@ -310,7 +345,7 @@ class Member:
                 logger.warning("another host of the run has failed; the ranks of this host are ended")
                 ended = True
                 self._end_ranks(script)
-            if not grows and chosen[0] == self.own and self._could_grow(chosen, alive, first_step):
+            if not grows and chosen[0].name == self.own.name and self._could_grow(chosen, alive, first_step):
                 logger.info("more hosts can be used: the ranks save, end, and start again")
                 grows = True
                 script.send_signal(signal.SIGUSR1)
@@ -342,6 +377,8 @@ _NO_ATTEMPT: dict[str, Any] = {"exit": 0, "hosts": [], "ends": [], "members": []
 """Stands for the plan of the attempt before the first one."""
 _ENDED = -1
 """Stands for the exit code of ranks that their member has ended."""
+_RECORD_BYTES = 1024
+"""Size of the file of a heartbeat."""
 
 
 def attempt_code(codes: Iterable[int], host_is_lost: bool) -> int:
@@ -362,7 +399,7 @@ def own_host(hosts: Sequence[Host], node_rank: int) -> Host:
     """
     if not 0 <= node_rank < len(hosts):
         raise ConfigError(
-            f"--node_rank {node_rank}: expected the index of this host in the hostfile, 0 to {len(hosts)}"
+            f"--node_rank {node_rank}: expected the index of this host in the hostfile, 0 to {len(hosts) - 1}"
         )
     return hosts[node_rank]
 
@@ -377,10 +414,28 @@ def _end_of(content: dict[str, Any]) -> End:
     return End(**{**content, **sets})
 
 
-def _replace(path: Path, content: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content), encoding="utf-8")
-    os.replace(temporary, path)
+def _overwrite(path: Path, content: dict[str, Any]) -> None:
+    """Write a record of fixed size in place, so that a full disk does not end the heartbeat."""
+    text = json.dumps(content).ljust(_RECORD_BYTES - 1) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.pwrite(descriptor, text.encode(), 0)
+    finally:
+        os.close(descriptor)
+
+
+def _cannot_write(folder: Path, error: OSError) -> MegaclipError:
+    return MegaclipError(
+        f"cannot write to {str(folder)!r} ({os_reason(error)}); free space, fix permissions, or choose another --logs"
+    )
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        path.stat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """Restarts without ssh: members that meet in a folder, with stand-ins for the script that starts the ranks."""
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -13,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from megaclip.errors import ConfigError, MegaclipError
 from megaclip.hosts.hostfile import Host
-from megaclip.hosts.member import Member, Times, attempt_code
+from megaclip.hosts.member import Member, Times, attempt_code, own_host
 
 HOSTS = [Host("a", 1), Host("b", 1), Host("c", 2)]
 TIMES = Times(beat_s=0.05, silence_s=1.5, first_wait_s=10.0, gather_s=1.0, give_up_s=3.0)
@@ -126,6 +128,88 @@ def test_the_others_continue_without_a_host_and_use_it_when_it_is_back(meeting: 
     wait_until(lambda: len([line for line in meeting.starts() if line.endswith(" a+b+c")]) == 6)
     (meeting.folder / "stop").touch()
     assert meeting.codes() == {"a": 138, "b": 138, "c": 138}
+
+
+def test_a_host_that_runs_fewer_ranks_than_it_has_slots_uses_hosts_that_are_back(meeting: Meeting) -> None:
+    """Host c alone has 2 slots, and the batch can be divided among 1 or 4 ranks."""
+    for host in HOSTS:
+        meeting.start(host, ENDLESS, fits=lambda ranks: ranks in (1, 4))
+    wait_until(lambda: len(meeting.starts()) == 3)
+    meeting.step.write_text("10")
+    for name in "ab":
+        meeting.vanish(name)
+    wait_until(lambda: "c 0 c" in meeting.starts())
+    meeting.step.write_text("20")
+    for host in HOSTS[:2]:
+        meeting.start(host, ENDLESS, fits=lambda ranks: ranks in (1, 4))
+    wait_until(lambda: sum(line.endswith(" a+b+c") for line in meeting.starts()) == 6)
+    (meeting.folder / "stop").touch()
+    assert meeting.codes() == {"a": 138, "b": 138, "c": 138}
+
+
+def test_a_heartbeat_that_cannot_be_read_for_a_moment_ends_nothing(meeting: Meeting) -> None:
+    for host in HOSTS:
+        meeting.start(host, ENDLESS)
+    wait_until(lambda: len(meeting.starts()) == 3)
+    time.sleep(TIMES.silence_s)  # until then an attempt is not watched
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        (meeting.folder / "meeting" / "beat_b.json").write_text("{")
+    time.sleep(TIMES.gather_s + 0.5)
+    assert len(meeting.starts()) == 3
+    (meeting.folder / "stop").touch()
+    assert meeting.codes() == {"a": 138, "b": 138, "c": 138}
+
+
+def test_a_heartbeat_takes_no_new_space_on_the_disk(meeting: Meeting) -> None:
+    meeting.start(HOSTS[0], "exit 0")
+    file = meeting.folder / "meeting" / "beat_a.json"
+    wait_until(file.exists)
+    before = file.stat()
+    wait_until(lambda: meeting.beat("a")["beats"] > 3)
+    assert (file.stat().st_ino, file.stat().st_size) == (before.st_ino, before.st_size)
+
+
+class FullDisk(Member):
+    """A member that cannot write its first plans."""
+
+    failures = 0
+
+    def _write_plan(self, *arguments: Any, **named: Any) -> None:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super()._write_plan(*arguments, **named)
+
+
+def full_disk(folder: Path, failures: int) -> FullDisk:
+    host = Host("a", 1)
+    times = Times(beat_s=0.02, silence_s=1.0, first_wait_s=1.0, gather_s=0.1, give_up_s=0.5)
+    member = FullDisk(folder, [host], host, lambda ranks: True, 1, lambda *_: ["true"], lambda: 0, times)
+    member.failures = failures
+    return member
+
+
+def test_a_disk_that_is_full_for_a_while_delays_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    member = full_disk(tmp_path / "meeting", failures=5)
+    assert member.run() == 0
+    assert caplog.text.count("No space left on device") == 1
+
+
+def test_a_disk_that_stays_full_is_an_error_of_one_line(tmp_path: Path) -> None:
+    with pytest.raises(MegaclipError, match=r"cannot write to '.*meeting' \(No space left on device\); free space"):
+        full_disk(tmp_path / "meeting", failures=10**6).run()
+
+
+def test_a_folder_that_cannot_be_created_is_an_error_of_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MegaclipError, match=r"file/meeting: Not a directory\); free space.* choose another --logs$"):
+        full_disk(tmp_path / "file" / "meeting", failures=0).run()
+
+
+def test_a_place_that_the_hostfile_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--node_rank 3: expected the index of this host in the hostfile, 0 to 2$"):
+        own_host(HOSTS, 3)
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(78, 1), (143, 1), (1, 2)])

@@ -127,6 +127,17 @@ def test_without_ssh_an_exit_code_of_0_counts_only_if_the_ranks_report_a_complet
     assert "the launcher of the ranks was killed" in done.stderr
 
 
+@pytest.mark.parametrize("code", [0, 3, 143])
+def test_no_temporary_file_is_left(bench: Bench, code: int) -> None:
+    temporary = bench.folder / "temporary"
+    temporary.mkdir()
+    bench.environment["TMPDIR"] = str(temporary)
+    bench.stub("deepspeed", f"#!/bin/bash\nexit {code}\n")
+    for without_ssh in ([], ["--no_ssh", "--node_rank", 0]):
+        bench.run("multi_node.sh", "--hostfile", bench.hostfile, *without_ssh, *TRAINING)
+    assert list(temporary.iterdir()) == []
+
+
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 
 

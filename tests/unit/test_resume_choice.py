@@ -1,12 +1,14 @@
 """Resume: how a checkpoint is loaded, and which checkpoints are refused before anything is loaded."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megaclip.config import parse_arguments
 from megaclip.engine import resume
+from megaclip.engine.run import Run
 from megaclip.errors import CheckpointError, MegaclipError
 
 IDENTITY: dict[str, Any] = {
@@ -130,3 +132,14 @@ def test_the_length_may_change_if_no_setting_depends_on_it(monkeypatch, was, fla
         resume_shorter_or_longer()
     assert f"of {was} steps in all and this run has 6" in str(refused.value)
     assert f"--train-steps {was}" in str(refused.value) and "--pretrained" in str(refused.value)
+
+
+@pytest.mark.parametrize(("content", "finished"), [('{"steps": 6}', True), ("{}", False), ("[]", False), ("7", False)])
+def test_only_a_summary_of_the_last_step_shows_that_a_run_is_finished(
+    content: str, finished: bool, tmp_path: Path
+) -> None:
+    """A metrics.json with other content is ignored: the run evaluates again."""
+    summary = tmp_path / "metrics.json"
+    summary.write_text(content)
+    run: Any = SimpleNamespace(_summary=summary, step=6, last_step=6, arguments=SimpleNamespace(resume="auto"))
+    assert Run.is_finished(run) == finished

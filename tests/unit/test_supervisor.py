@@ -144,3 +144,28 @@ def test_the_command_refuses_what_a_restart_cannot_continue(tmp_path: Path, caps
     training = ["--deepspeed_config", "zero1", "--model", "ViT-B-32", "--train-data", "x"]
     assert supervise.main([*options, *training]) == ConfigError.exit_code
     assert "--restarts requires --resume auto and --name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--script": "missing.sh"}, "--script 'missing.sh' is not an executable file; give the path of one"),
+        ({"--folder": "missing"}, "--folder 'missing' is not a folder; create it first"),
+        ({"--probe": "missing-command {host}"}, "the command 'missing-command' is not on PATH"),
+        ({"--probe": "true {node}"}, "--probe 'true {node}': expected a command with {host} and {clean}"),
+        ({"--probe": ""}, "--probe '': expected a command with {host} and {clean}"),
+        ({"--script": "missing.sh", "--node_rank": "0"}, "--script 'missing.sh' is not an executable file"),
+        ({"--node_rank": "0"}, "choose another --logs"),
+    ],
+)
+def test_a_mistake_in_the_command_is_an_error_of_one_line(
+    changes: dict[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hostfile").write_text("a slots=1\n")
+    options = {"--restarts": "1", "--script": "true", "--probe": "true", "--hostfile": str(tmp_path / "hostfile")}
+    training = ["--deepspeed_config", "zero1", "--model", "ViT-B-32", "--train-data", "x", "--resume", "auto"]
+    training += ["--name", "run", "--logs", str(tmp_path / "hostfile")]
+    command = [word for option in (options | changes).items() for word in option]
+    assert supervise.main([*command, "--", *training]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
