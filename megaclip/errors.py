@@ -37,8 +37,19 @@ def os_reason(error: OSError) -> str:
 
 def nearest(word: str, known: set[str]) -> str:
     """Return "; did you mean ...?" with the known word closest to `word`, or "" if none is close."""
-    close = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = closest(word, known, cutoff=0.6)
+    return "" if close is None else f"; did you mean {close!r}?"
+
+
+def closest(word: str, known: set[str], *, cutoff: float) -> str | None:
+    """Return the known word closest to `word`, whatever its case and with - for _ and /; None below the cutoff."""
+    plain = {_plain(name): name for name in sorted(known, reverse=True)}  # --lr-min replaces --lr_min
+    close = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=cutoff)
+    return plain[close[0]] if close else None
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("_", "-").replace("/", "-")
 
 
 class MegaclipError(Exception):

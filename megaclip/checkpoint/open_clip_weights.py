@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megaclip.checkpoint.manifest import require_whole
+from megaclip.checkpoint.search import refuse_run
 from megaclip.errors import CheckpointError, first_line
 from megaclip.logging import get_logger
 from megaclip.models import ClipModel, DualEncoder, ModelDescription, OpenClipConfig, build_model, meta_model
@@ -334,6 +335,7 @@ def _weights_file(path: Path) -> Path:
     for name in _WEIGHTS_NAMES:
         if (path / name).is_file():
             return path / name
+    refuse_run(path)
     raise CheckpointError(f"{path} holds no weights; expected {WEIGHTS_NAME} in it")
 
 

@@ -168,6 +168,16 @@ def locate(path: Path, tag: str | None = None) -> tuple[Path, str]:
     )
 
 
+def refuse_run(path: Path) -> None:
+    """Raise CheckpointError if `path`, where open_clip's weights are expected, is a path of a run."""
+    is_step = _TAG.fullmatch(path.name) is not None and path.is_dir()
+    if is_step or any((folder / LATEST).is_file() for folder in (path, path / "checkpoints")):
+        raise CheckpointError(
+            f"{str(path)!r} holds DeepSpeed checkpoints of a run, not open_clip weights; write them with "
+            f"`megaclip export {path} OUT_DIR` and give OUT_DIR"
+        )
+
+
 def require_complete(folder: Path, tag: str) -> None:
     """Raise CheckpointError unless checkpoint `tag` exists and is complete."""
     if not is_complete(folder, tag):

@@ -25,6 +25,7 @@ from megaclip.checkpoint.model_card import (
 )
 from megaclip.checkpoint.open_clip_weights import LoadReport, compare_weights, read_weights, write_weights
 from megaclip.checkpoint.output import check_output, writing
+from megaclip.checkpoint.search import refuse_run
 from megaclip.errors import CheckpointError, MegaclipError
 from megaclip.models import load_model_config, meta_model
 from megaclip.models.config import CARD_NAME
@@ -58,6 +59,10 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if not arguments.source.exists():
         parser.error(f"{arguments.source} does not exist; expected an open_clip directory or a weights file")
+    try:
+        refuse_run(arguments.source)
+    except CheckpointError as error:
+        parser.error(str(error))
     if arguments.model is None and not (arguments.source / CARD_NAME).is_file():
         parser.error(f"{arguments.source} has no {CARD_NAME}; name its model with --model")
     return arguments

@@ -196,15 +196,17 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
         escaped = glob.escape(paths[0])
         dataset = _load(paths[0], "imagefolder", data_dir=escaped, split="train", drop_labels=True, **options)
         return Table(dataset, paths[0], kind, None, image_key, caption_key)
+    filled = [path for path in paths if not _is_empty(path, kind)]  # `datasets` would fail for most of the others
+    if not filled:
+        raise DataError(_no_rows(_with_others(paths)))
     if kind == "csv":
         # By default pandas reads the captions "NA", "null" and "None" as missing.
-        separator = _separator(paths[0])
+        separator = _separator(filled[0])
         # Cells stay text: numbers would lose zeros, and a column may have numbers only in its first rows.
-        as_text = dict.fromkeys(_names(paths[0], separator), str)
+        as_text = dict.fromkeys(_names(filled[0], separator), str)
         options = {"sep": separator, "keep_default_na": False, "converters": as_text}
-    what = paths[0] + (f" and {len(paths) - 1} more files" if len(paths) > 1 else "")
-    names = [glob.escape(os.path.abspath(path)) for path in paths]  # `datasets` takes names for patterns
-    dataset = _load(what, kind, data_files=names, split="train", **options)
+    names = [glob.escape(os.path.abspath(path)) for path in filled]  # `datasets` takes names for patterns
+    dataset = _load(_with_others(filled), kind, data_files=names, split="train", **options)
     unnamed = dataset.features.get("__index_level_0__") if kind == "csv" else None
     if unnamed is not None and not unnamed.dtype.startswith("int"):  # pandas has shifted every cell to the left
         raise DataError(
@@ -221,6 +223,25 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
             "give the tables of each folder as an entry of their own"
         )
     return table
+
+
+def _is_empty(path: str, kind: str) -> bool:
+    """Return whether a file has no bytes, or a parquet file no rows. Files that cannot be read are not empty."""
+    import pyarrow.parquet as pq
+
+    try:
+        return os.path.getsize(path) == 0 or (kind == "parquet" and pq.read_metadata(path).num_rows == 0)
+    except (OSError, ValueError):  # pyarrow's errors are ValueErrors
+        return False
+
+
+def _with_others(paths: list[str]) -> str:
+    """Return the first of the paths and the number of the others, for errors."""
+    return paths[0] + (f" and {len(paths) - 1} more files" if len(paths) > 1 else "")
+
+
+def _no_rows(what: str) -> str:
+    return f"data {what!r}: no rows; give tables with one row per sample"
 
 
 def _header(path: str) -> str:
@@ -252,6 +273,8 @@ def _load(what: str, kind: str, *arguments: Any, **options: Any) -> Dataset:
     try:
         return datasets.load_dataset(kind, *arguments, **options)
     except Exception as error:  # `datasets` raises many types; all mean that the data cannot be read
+        if "corresponds to no data" in str(error):
+            raise DataError(_no_rows(what)) from error
         raise DataError(f"cannot read {what} as {kind}: {_reason(error)}") from error
 
 

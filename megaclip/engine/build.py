@@ -35,6 +35,7 @@ from megaclip.errors import ConfigError, config_error
 from megaclip.logging import get_logger
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model
 from megaclip.models.layers import require_apex, whole_shape
+from megaclip.ops.tiles import require_implementation
 
 logger = get_logger(__name__)
 
@@ -66,6 +67,8 @@ def build_engine(
         _check_quantized_collectives(config)
         if config.megaclip.layer_norm == "apex":
             require_apex()
+        device = torch.device(get_accelerator().device_name())
+        require_implementation(config.megaclip.implementation, device, "megaclip.implementation")
     _warn_of_locks()
     torch.manual_seed(arguments.seed)
     parallel = parallel_groups(config.megaclip.tensor_parallel_size)

@@ -60,6 +60,11 @@ def load_saved_model(
             raise CheckpointError(
                 f"{source} is a file without a model card; convert it to a directory with `megaclip import`"
             )
+        elif not source.exists():
+            raise CheckpointError(
+                f"no checkpoint at {str(source)!r}, and no exported model; give an exported directory, a run or one of "
+                "its checkpoints"
+            )
         else:
             folder, tag = locate(source, tag)
     if folder is None:

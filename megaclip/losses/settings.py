@@ -140,6 +140,6 @@ class StandaloneFastClipSettings(StandaloneSettings, FastClipSettings):
 class BatchLossSettings(StandaloneSettings):
     """Settings of a `ClipLoss` or `SigLipLoss` that is constructed in Python."""
 
-    cuda_graphs: bool | Literal["auto"] = "auto"
+    cuda_graphs: Literal[True, False, "auto"] = "auto"
     """True runs the kernels of small batches on GPUs as CUDA graphs, except with the exchange "ring";
     `megaclip.losses.small_batches` has the limits. Results have the same bits. "auto": True on one rank."""

@@ -5,12 +5,11 @@ preset. A path reads that JSON file instead: either a bare model description, or
 (`open_clip_config.json`), which holds the description under "model_cfg".
 """
 
-import difflib
 import json
 from pathlib import Path
 from typing import Any, Literal
 
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, closest
 from megaclip.models.config import CARD_NAME, ModelConfig, list_models, presets, read_json_object, reason_not_own
 from megaclip.models.dual_encoder import ModelDescription
 from megaclip.models.open_clip_config import OpenClipConfig, open_clip_descriptions, reason_refused
@@ -42,7 +41,7 @@ def model_file(name: str) -> Any:
         path = path / CARD_NAME
     if not path.is_file():
         names = sorted({*list_models(), *open_clip_descriptions()})
-        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+        nearest = closest(name, set(names), cutoff=0.0)
         raise ConfigError(
             f"unknown model {name!r}; expected a file, a directory with {CARD_NAME}, or a preset, the nearest of which "
             f"is {nearest!r} (all: {', '.join(names)})"

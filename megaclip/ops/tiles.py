@@ -17,6 +17,7 @@ Shapes: m rows, n columns, D embedding. `s_ij = <x_i, y_j>`.
 
 import contextlib
 import importlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -25,6 +26,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from megaclip.errors import ConfigError
 from megaclip.logging import get_logger, log_once
 
 Scalars = float | Tensor
@@ -270,8 +272,19 @@ def implementation_for(options: TileOptions, x: Tensor) -> str:
     return _automatic(x)[0] if options.implementation == "auto" else options.implementation
 
 
+def require_implementation(implementation: str, device: torch.device, setting: str = "implementation") -> None:
+    """Raise ConfigError if the implementation does not run on the device. setting: its name, for the error."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if implementation == "triton" and device.type != "cuda" and not interpreted:
+        raise ConfigError(
+            f"{setting} 'triton' requires CUDA, and the features are on the device {device.type!r}; use 'torch' or "
+            "'auto'"
+        )
+
+
 def _implementation(options: TileOptions, x: Tensor) -> ModuleType:
     """Return the module that runs for tensors like x, and log once which one it is and why."""
+    require_implementation(options.implementation, x.device)
     name: str = options.implementation
     reason = "selected by the setting"
     if name == "auto":

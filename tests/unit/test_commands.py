@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from megaclip import commands
+from megaclip.checkpoint.open_clip_weights import read_weights
 from megaclip.commands import COMMANDS, evaluate, import_open_clip, list_models, main
 from megaclip.config import load_training_config
 from megaclip.config.training import SHIPPED
-from megaclip.errors import ConfigError
+from megaclip.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +62,7 @@ def test_an_unknown_command_is_refused_with_the_known_ones(monkeypatch):
     ("arguments", "message"),
     [
         (["models", "ViT-Z-32"], "error: unknown model 'ViT-Z-32'"),
+        (["models", "vit-b-32"], "error: unknown model 'vit-b-32'; .* the nearest of which is 'ViT-B-32'"),
         (["models", "ViT-B-32", "--write", "no_page.md"], "error: cannot read 'no_page.md': No such file"),
         (["models", "--write", "data.csv"], "error: data.csv has no table; write the lines '<!-- begin"),
         (["tokenizer", "data.csv", "--vocab-size", "10", "--out", "t.model"], "Vocabulary size is smaller than .*char"),
@@ -113,6 +115,21 @@ def test_importing_a_path_that_does_not_exist_asks_for_no_model(model, tmp_path,
         import_open_clip.main()
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.endswith("epoch_32.pt does not exist; expected an open_clip directory or a weights file")
+
+
+def test_importing_a_run_names_the_export(tmp_path, monkeypatch, capsys):
+    """It asked for --model, and with --model it missed open_clip's weights."""
+    step = tmp_path / "run" / "checkpoints" / "step_00000004"
+    step.mkdir(parents=True)
+    (step.parent / "latest").write_text(step.name)
+    for source in (tmp_path / "run", step.parent, step):
+        monkeypatch.setattr(sys, "argv", ["import", str(source), str(tmp_path / "out")])
+        with pytest.raises(SystemExit):
+            import_open_clip.main()
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.endswith(f"write them with `megaclip export {source} OUT_DIR` and give OUT_DIR")
+        with pytest.raises(CheckpointError, match=r"holds DeepSpeed checkpoints of a run.*megaclip export"):
+            read_weights(source)
 
 
 def test_the_tokenizer_accepts_the_column_that_its_error_asks_for(tmp_path, monkeypatch):

@@ -5,8 +5,10 @@ import errno
 import json
 import os
 
+import pyarrow
 import pytest
 from data_samples import pair_members, picture, write_folder_of_pairs, write_shards, write_tar
+from pyarrow import parquet
 
 from megaclip.data import check_manifest, open_labelled, open_pairs, patterns
 from megaclip.data.batch import BadSample
@@ -316,6 +318,36 @@ def test_a_caption_of_a_table_that_is_no_text_is_a_bad_sample(tmp_path):
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(BadSample, match="missing caption: 0: expected text, got dict"):
         open_pairs([str(tmp_path / "pairs.jsonl")]).caption(0)
+
+
+@pytest.mark.parametrize("name", ["0.csv", "1.csv", "2.jsonl", "3.jsonl", "4.parquet"])
+def test_a_table_without_rows_is_refused(tmp_path, name):
+    """The error was `datasets`' own, such as "StopIteration: " or "BatchSize must be greater than 0"."""
+    (tmp_path / "0.csv").write_text("")
+    (tmp_path / "1.csv").write_text("filepath,title\n")
+    (tmp_path / "2.jsonl").write_text("")
+    (tmp_path / "3.jsonl").write_text("\n\n")
+    parquet.write_table(pyarrow.table({"image": [b""], "caption": ["red"]}).slice(1), tmp_path / "4.parquet")
+    with pytest.raises(DataError, match=rf"data '.*{name}': no rows; give tables with one row per sample"):
+        open_pairs([str(tmp_path / name)])
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_tables_without_rows_among_others_add_none(tmp_path, kind):
+    """Spark writes such parts. The data were refused, with the name of another file."""
+    rows = pyarrow.table({"image": [picture(0)], "caption": ["red"]})
+    for number in range(3):
+        path = tmp_path / f"{number}.{kind}"
+        if number == 1 and kind == "parquet":
+            parquet.write_table(rows, path)
+        elif number == 1:
+            path.write_text("image,caption\n0.png,red\n" if kind == "csv" else '{"image": "0.png", "caption": "red"}\n')
+        elif kind == "parquet":
+            parquet.write_table(rows.slice(1), path)
+        else:
+            path.write_text("")
+    (tmp_path / "0.png").write_bytes(picture(0))
+    assert captions(open_pairs([str(tmp_path / f"*.{kind}")])) == ["red"]
 
 
 def test_a_column_of_row_numbers_may_have_no_name(tmp_path):

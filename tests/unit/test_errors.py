@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaclip.errors import ConfigError, first_line
+from megaclip.errors import ConfigError, first_line, nearest
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,16 @@ def test_a_value_of_any_length_is_shown_in_part() -> None:
     """It may come from a file that somebody else has made."""
     shown = str(ConfigError(f"--lr is {'9' * 5000} instead of a number"))
     assert shown == f"--lr is {'9' * 400}... instead of a number"
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "expected"),
+    [
+        ("adamw", {"Adam", "AdamW", "SGD"}, "AdamW"),  # its letters are closer to those of Adam
+        ("vit_b_32", {"ViT-B-32", "ViT-S-32", "convnext_base_w_320"}, "ViT-B-32"),
+        ("ViT-B/32", {"ViT-B-32", "ViT-S-32"}, "ViT-B-32"),
+        ("--lrr", {"--lr-min", "--lr_min"}, "--lr-min"),  # as --help writes it
+    ],
+)
+def test_the_case_of_letters_and_the_separators_do_not_matter_for_the_nearest_word(word, known, expected) -> None:
+    assert nearest(word, known) == f"; did you mean {expected!r}?"

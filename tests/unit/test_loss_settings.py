@@ -94,6 +94,12 @@ def test_a_wrong_value_is_refused(settings: dict[str, Any], message: str) -> Non
         FastClipLoss(**{"samples": 9, **settings})
 
 
+def test_all_values_of_cuda_graphs_are_named() -> None:
+    """The error was "cuda_graphs.bool: Input should be a valid boolean", and "auto" is accepted too."""
+    with pytest.raises(ConfigError, match=r"^cuda_graphs: Input should be True, False or 'auto', got 'on'$"):
+        ClipLoss(cuda_graphs="on")
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_unknown_name_is_refused(name: str) -> None:
     needed = {} if name in ("clip", "siglip") else {"samples": 9}

@@ -306,6 +306,15 @@ def test_offload_to_disk_without_libaio_is_one_error(monkeypatch: pytest.MonkeyP
     build._check_offload_to_disk(config)
 
 
+def test_triton_on_a_cpu_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback in the first step."""
+    monkeypatch.setattr(build, "raise_on_all_ranks", contextlib.nullcontext)
+    monkeypatch.setattr(build, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu"))
+    config = TrainingConfig(Path("ds.json"), REQUIRED, MegaclipSection(implementation="triton"))
+    with pytest.raises(ConfigError, match=r"megaclip.implementation 'triton' requires CUDA.*; use 'torch' or 'auto'"):
+        build.build_engine(config, arguments=None, model_config=None)
+
+
 def test_quantized_collectives_on_a_cpu_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     zero = {"stage": 3, "zero_quantized_gradients": True}
     config = TrainingConfig(Path("ds.json"), {**REQUIRED, "zero_optimization": zero}, MegaclipSection())

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaclip.errors import ConfigError
 from megaclip.ops import reference, tiles, tiles_torch
 from megaclip.ops.tiles import Terms, TileOptions
 from tests.tile_cases import SIDES_CASES, check_sides_and_accumulators
@@ -184,6 +185,14 @@ def test_terms_of_another_length_are_refused() -> None:
 def test_wrong_tile_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TileOptions(**options)
+
+
+def test_triton_on_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own error was "0 active drivers ([]). There should only be one."."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    x = torch.zeros(3, 5)
+    with pytest.raises(ConfigError, match=r"implementation 'triton' requires CUDA, .* 'cpu'; use 'torch' or 'auto'"):
+        tiles.tile_stats(x, x, 1.0, 1.0, options=TileOptions(implementation="triton"))
 
 
 def test_integer_features_and_reduced_float64_are_refused() -> None:
