@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from megaclip.errors import ConfigError, first_line
 from megaclip.logging import get_logger, log_once
 
 Scalars = float | Tensor
@@ -64,7 +65,8 @@ class TileOptions:
     that format, to which they are rounded first. Sums are float32 in every case. float64 features require "auto"."""
 
     implementation: Implementation = "auto"
-    """"auto": Triton for CUDA tensors if it can be imported, else PyTorch."""
+    """"auto": Triton for CUDA tensors if it can be imported, else PyTorch. "triton" refuses other tensors, and float64
+    features."""
 
     tile_budget_mib: float = 128
     """Upper limit, in MiB, of the memory for the buffers of one tile of logits."""
@@ -276,8 +278,23 @@ def _implementation(options: TileOptions, x: Tensor) -> ModuleType:
     reason = "selected by the setting"
     if name == "auto":
         name, reason = _automatic(x)
+    if name == "triton":
+        _check_triton(x)
     log_once(_logger.info, f"tiles of logits run in {name} ({reason})")
     return importlib.import_module(f"megaclip.ops.tiles_{name}")
+
+
+def _check_triton(x: Tensor) -> None:
+    """Raise ConfigError unless the Triton kernels can run for tensors like x."""
+    try:
+        kernels = importlib.import_module("megaclip.ops.tiles_triton")
+    except ImportError as error:
+        problem = f"the Triton kernels cannot be imported: {first_line(error)}"
+    else:
+        if (x.is_cuda or kernels.INTERPRETED) and x.dtype != torch.float64:
+            return
+        problem = f"the features are {x.dtype} on {x.device.type}; they must be bfloat16, float16 or float32 on CUDA"
+    raise ConfigError(f"implementation is 'triton', but {problem}; set it to 'auto' or 'torch'")
 
 
 def _automatic(x: Tensor) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaclip.errors import ConfigError
 from megaclip.ops import reference, tiles, tiles_torch
 from megaclip.ops.tiles import Terms, TileOptions
 from tests.tile_cases import SIDES_CASES, check_sides_and_accumulators
@@ -192,3 +193,13 @@ def test_integer_features_and_reduced_float64_are_refused() -> None:
         tiles.tile_stats(whole, whole, 1.0, 1.0)
     with pytest.raises(ValueError, match="precision is 'bf16'; float64 features require 'auto'"):
         tiles.tile_stats(whole.double(), whole.double(), 1.0, 1.0, options=BF16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("operation", ["tile_stats", "tile_grads", "tile_sigmoid"])
+def test_triton_is_refused_for_features_that_its_kernels_do_not_take(operation: str, dtype: torch.dtype) -> None:
+    x, terms = torch.zeros(3, 5, dtype=dtype), Terms(1.0, 0.0, 1.0)
+    arguments = (x, x, terms, terms) if operation == "tile_grads" else (x, x, 1.0, 1.0)
+    message = r"implementation is 'triton', but the .*; set it to 'auto' or 'torch'$"
+    with pytest.raises(ConfigError, match=message):
+        getattr(tiles, operation)(*arguments, options=TileOptions(implementation="triton"))
