@@ -89,6 +89,11 @@ def working_scalar(scalar: Tensor, features: Tensor) -> Tensor:
     return scalar.reshape(()).to(features.device, accumulation_dtype(features))
 
 
+def with_unused(loss: Tensor, scalar: Tensor | float | None) -> Tensor:
+    """Return the loss unchanged. A scalar without effect on it, such as ClipLoss's logit_bias, gets a zero gradient."""
+    return loss + (0.0 * scalar.sum()).to(loss) if isinstance(scalar, Tensor) else loss
+
+
 def _unknown_settings_message(loss: str, names: set[str]) -> str:
     theirs = ", ".join(sorted(names & _OPEN_CLIP_SETTINGS))
     if not theirs:
