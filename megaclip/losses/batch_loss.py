@@ -1,5 +1,6 @@
 """Base of the losses over the batch of all ranks. It holds the process group and the settings, and makes the plan."""
 
+import copy
 import inspect
 from typing import Any
 
@@ -62,6 +63,14 @@ class BatchLoss(nn.Module):
             for name in [name for name in fields if name not in listed]:
                 listed[name] = parameters[name].replace(annotation=fields[name].annotation)
         cls.__signature__ = inspect.Signature(sorted(listed.values(), key=lambda parameter: parameter.kind))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BatchLoss":
+        """Return a copy in the same process group. Averages of weights copy the module that holds the loss."""
+        handle = self.group.handle if isinstance(self.group, RankGroup) else self.group
+        memo[id(handle)] = handle  # a process group cannot be copied
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def plan(self, features: Tensor, ranks: RankGroup, cost: LossCost, *, need_dots: bool = False) -> Plan:
         """Return the plan of a step with local features (b, D). cost: costs of this loss. need_dots: as in `Plan`."""
