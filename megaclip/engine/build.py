@@ -68,7 +68,8 @@ def build_engine(
         if config.megaclip.layer_norm == "apex":
             require_apex()
         device = torch.device(get_accelerator().device_name())
-        require_implementation(config.megaclip.implementation, device, "megaclip.implementation")
+        dtype = torch.bfloat16 if config.bf16 else torch.float32
+        require_implementation(config.megaclip.implementation, device, dtype, "megaclip.implementation")
     _warn_of_locks()
     torch.manual_seed(arguments.seed)
     parallel = parallel_groups(config.megaclip.tensor_parallel_size)

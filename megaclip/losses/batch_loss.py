@@ -1,5 +1,6 @@
 """Base of the losses over the batch of all ranks. It holds the process group and the settings, and makes the plan."""
 
+import copy
 import inspect
 from typing import Any
 
@@ -63,6 +64,14 @@ class BatchLoss(nn.Module):
                 listed[name] = parameters[name].replace(annotation=fields[name].annotation)
         cls.__signature__ = inspect.Signature(sorted(listed.values(), key=lambda parameter: parameter.kind))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BatchLoss":
+        """Return a copy in the same process group. Averages of weights copy the module that holds the loss."""
+        handle = self.group.handle if isinstance(self.group, RankGroup) else self.group
+        memo[id(handle)] = handle  # a process group cannot be copied
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
+
     def plan(self, features: Tensor, ranks: RankGroup, cost: LossCost, *, need_dots: bool = False) -> Plan:
         """Return the plan of a step with local features (b, D). cost: costs of this loss. need_dots: as in `Plan`."""
         return make_plan(
@@ -87,6 +96,11 @@ def as_scalar(value: Tensor | float, features: Tensor) -> Tensor:
 def working_scalar(scalar: Tensor, features: Tensor) -> Tensor:
     """Return a scalar as () on the features' device, in the dtype of sums."""
     return scalar.reshape(()).to(features.device, accumulation_dtype(features))
+
+
+def with_unused(loss: Tensor, scalar: Tensor | float | None) -> Tensor:
+    """Return the loss unchanged. A scalar without effect on it, such as ClipLoss's logit_bias, gets a zero gradient."""
+    return loss + (0.0 * scalar.sum()).to(loss) if isinstance(scalar, Tensor) else loss
 
 
 def _unknown_settings_message(loss: str, names: set[str]) -> str:

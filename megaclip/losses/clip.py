@@ -18,7 +18,7 @@ from torch import Tensor
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import RankGroup, resolve
 from megaclip.losses.agreement import check_features
-from megaclip.losses.batch_loss import as_scalar, working_scalar
+from megaclip.losses.batch_loss import as_scalar, with_unused, working_scalar
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.first_order import first_order
@@ -66,8 +66,7 @@ class ClipLoss(RecordableLoss):
                 loss = _Recorded.apply(*arguments, None, functools.partial(self.sums, plan=plan))
             else:
                 loss = _InfoNCE.apply(*arguments, plan)
-        if isinstance(logit_bias, Tensor):
-            loss = loss + 0.0 * logit_bias.sum()
+        loss = with_unused(loss, logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def evaluate(

@@ -47,7 +47,7 @@ from megaclip.comm.collectives import raise_on_all_ranks, sum_over_ranks
 from megaclip.comm.groups import resolve
 from megaclip.errors import CheckpointError, DataError, NonFiniteError
 from megaclip.losses.agreement import check_features
-from megaclip.losses.batch_loss import BatchLoss
+from megaclip.losses.batch_loss import BatchLoss, with_unused
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.estimators import SampleState, Ticket, mean_per_row
@@ -185,8 +185,7 @@ class FastClipLoss(BatchLoss):
         if self.training:
             self._pending = step
             self.temperature.log_scale.grad = None  # a step that was abandoned after its backward pass leaves one
-        if isinstance(logit_scale, Tensor):
-            loss = loss + 0.0 * logit_scale.sum()
+        loss = with_unused(loss, logit_scale)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def step(self, steps_done: int | None = None, total_steps: int | None = None) -> None:

@@ -17,7 +17,6 @@ Shapes: m rows, n columns, D embedding. `s_ij = <x_i, y_j>`.
 
 import contextlib
 import importlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -26,7 +25,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, first_line
 from megaclip.logging import get_logger, log_once
 
 Scalars = float | Tensor
@@ -66,7 +65,8 @@ class TileOptions:
     that format, to which they are rounded first. Sums are float32 in every case. float64 features require "auto"."""
 
     implementation: Implementation = "auto"
-    """"auto": Triton for CUDA tensors if it can be imported, else PyTorch."""
+    """"auto": Triton for CUDA tensors if it can be imported, else PyTorch. "triton" refuses other tensors, and float64
+    features."""
 
     tile_budget_mib: float = 128
     """Upper limit, in MiB, of the memory for the buffers of one tile of logits."""
@@ -272,19 +272,29 @@ def implementation_for(options: TileOptions, x: Tensor) -> str:
     return _automatic(x)[0] if options.implementation == "auto" else options.implementation
 
 
-def require_implementation(implementation: str, device: torch.device, setting: str = "implementation") -> None:
-    """Raise ConfigError if the implementation does not run on the device. setting: its name, for the error."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if implementation == "triton" and device.type != "cuda" and not interpreted:
-        raise ConfigError(
-            f"{setting} 'triton' requires CUDA, and the features are on the device {device.type!r}; use 'torch' or "
-            "'auto'"
-        )
+def require_implementation(
+    implementation: str, device: torch.device, dtype: torch.dtype, setting: str = "implementation"
+) -> None:
+    """Raise ConfigError if `implementation` is "triton" and its kernels do not take features of a dtype on a device.
+
+    setting: name of the setting, for the error.
+    """
+    if implementation != "triton":
+        return
+    try:
+        kernels = importlib.import_module("megaclip.ops.tiles_triton")
+    except ImportError as error:
+        problem = f"the Triton kernels cannot be imported: {first_line(error)}"
+    else:
+        if (device.type == "cuda" or kernels.INTERPRETED) and dtype != torch.float64:
+            return
+        problem = f"the features are {dtype} on {device.type}; they must be bfloat16, float16 or float32 on CUDA"
+    raise ConfigError(f"{setting} is 'triton', but {problem}; set it to 'auto' or 'torch'")
 
 
 def _implementation(options: TileOptions, x: Tensor) -> ModuleType:
     """Return the module that runs for tensors like x, and log once which one it is and why."""
-    require_implementation(options.implementation, x.device)
+    require_implementation(options.implementation, x.device, x.dtype)
     name: str = options.implementation
     reason = "selected by the setting"
     if name == "auto":

@@ -5,6 +5,7 @@ reduction contract (features times W, logit_scale whole). The functions of the r
 launch per world size runs all of them.
 """
 
+import copy
 import itertools
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
-from megaclip.comm.groups import group_rank, group_size
-from megaclip.losses import ClipLoss, SigLipLoss
+from megaclip.comm.groups import group_rank, group_size, resolve
+from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
 from megaclip.ops.reference import LossAndGrads, info_nce
 from tests.distributed.harness import run_ranks
 from tests.tolerances import (
@@ -304,6 +306,38 @@ def check_torch_distributed_alone() -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------------------- tests
+
+
+def check_copies() -> list[str]:
+    """Check that copies of losses in a subgroup of ranks compute the same loss as the originals, in the same group."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    group = pairs[dist.get_rank() // 2]
+    x, y = random_batch(4, 5, torch.float64, seed=dist.get_rank())
+    found = []
+    for given in (group, resolve(group)):
+        averaged = AveragedModel(nn.ModuleList([ClipLoss(group=given), SigLipLoss(group=given)]))
+        for original, copied in zip(averaged.module, copy.deepcopy(averaged).module, strict=True):
+            if copied is original or resolve(copied.group).handle is not group:
+                found.append(f"{type(copied).__name__} was not copied, or its copy has another group")
+            if copied(x, y, 3.0) != original(x, y, 3.0):
+                found.append(f"the copy of {type(copied).__name__} computes another loss")
+        originals = FastClipLoss("fastclip_v2", samples=12, group=given, state_dtype=torch.float64)
+        losses = [originals, copy.deepcopy(originals)]
+        if losses[0].state.values.data_ptr() == losses[1].state.values.data_ptr():
+            found.append("the copy of FastClipLoss shares its state")
+        ids = torch.arange(4) + 4 * group_rank(group)
+        features = x.requires_grad_()
+        for loss in losses:
+            loss(features, y, ids=ids, epoch=0.0).backward()
+            loss.step()
+        if not torch.equal(*(loss.state.values.nan_to_num(-1.0) for loss in losses)):
+            found.append("the copy of FastClipLoss has another state after a step")
+    return found
+
+
+def test_copies_keep_their_group() -> None:
+    """Averages of weights copy the module that holds the loss, and process groups cannot be copied."""
+    assert run_ranks(check_copies, 3) == [[]] * 3
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

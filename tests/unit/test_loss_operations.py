@@ -147,3 +147,16 @@ def test_another_version_does_not_run_the_code_that_was_compiled_for_the_first(t
     first, again, other = run(REPOSITORY), run(REPOSITORY), run(tmp_path)
     assert first[1] == 0 and again == (first[0], 1)  # the folder works
     assert other == ([-number for number in first[0]], 0) and any(first[0])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_scalar_without_effect_does_not_change_the_dtype_of_the_loss(compiled: bool) -> None:
+    x, y = batch(torch.float32)
+    unused = torch.full((1,), -10.0, dtype=torch.float64, requires_grad=True)
+    clip = torch.compile(ClipLoss(), backend="aot_eager") if compiled else ClipLoss()
+    fastclip_loss = FastClipLoss(samples=9)
+    values = [clip(x, y, 10.0, unused), fastclip_loss(x, y, unused, ids=torch.arange(6), epoch=0.5)]
+    for value, plain in zip(values, [ClipLoss()(x, y, 10.0), fastclip("fastclip_v3")(x, y, None)], strict=True):
+        assert value.dtype == torch.float32 and value == plain
+        value.backward()
+        assert unused.grad == 0

@@ -311,7 +311,7 @@ def test_triton_on_a_cpu_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "raise_on_all_ranks", contextlib.nullcontext)
     monkeypatch.setattr(build, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu"))
     config = TrainingConfig(Path("ds.json"), REQUIRED, MegaclipSection(implementation="triton"))
-    with pytest.raises(ConfigError, match=r"megaclip.implementation 'triton' requires CUDA.*; use 'torch' or 'auto'"):
+    with pytest.raises(ConfigError, match=r"megaclip.implementation is 'triton', but .* on cpu; .*; set it to 'auto'"):
         build.build_engine(config, arguments=None, model_config=None)
 
 

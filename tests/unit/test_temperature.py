@@ -92,3 +92,20 @@ def test_the_released_adam_counts_epochs_and_uses_no_momentum_in_the_first() -> 
         gradients = torch.full((1, 2), gradient, dtype=torch.float64)
         state = step_individual(state, gradients, learning_rate=rate, released_epoch=epoch, **OPTIONS)
         assert state[0, :6].tolist() == pytest.approx([tau, tau, first, first, second, second], rel=1e-12)
+
+
+@pytest.mark.parametrize("learnable", [True, False])
+def test_the_temperature_keeps_float32_in_a_module_of_16_bits(learnable: bool) -> None:
+    """In bfloat16 a step of 2e-4 would round back to the old value."""
+    own = GlobalTemperature(0.07, (0.01, 1.0), learnable=learnable)
+    before = own.value
+    module = torch.nn.ModuleList([own, torch.nn.Linear(2, 2)])
+    for convert in (module.bfloat16, module.half, lambda: module.to("cpu", torch.bfloat16)):
+        convert()
+        assert own.log_scale.dtype == own.first_moment.dtype == torch.float32 and own.value == before
+    assert module[1].weight.dtype == torch.bfloat16
+    if learnable:
+        own.log_scale.grad = torch.ones(1)
+        own.step(2e-4, BETAS, EPS)
+        assert own.value / before == pytest.approx(math.exp(2e-4 / (1 + EPS)), rel=1e-6)
+    assert module.double() is module and own.log_scale.dtype == torch.float64

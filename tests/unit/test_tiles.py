@@ -187,17 +187,19 @@ def test_wrong_tile_options_are_refused(options: dict[str, Any], message: str) -
         TileOptions(**options)
 
 
-def test_triton_on_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's own error was "0 active drivers ([]). There should only be one."."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    x = torch.zeros(3, 5)
-    with pytest.raises(ConfigError, match=r"implementation 'triton' requires CUDA, .* 'cpu'; use 'torch' or 'auto'"):
-        tiles.tile_stats(x, x, 1.0, 1.0, options=TileOptions(implementation="triton"))
-
-
 def test_integer_features_and_reduced_float64_are_refused() -> None:
     whole = torch.zeros(3, 5, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"the features are torch\.int64; expected bfloat16"):
         tiles.tile_stats(whole, whole, 1.0, 1.0)
     with pytest.raises(ValueError, match="precision is 'bf16'; float64 features require 'auto'"):
         tiles.tile_stats(whole.double(), whole.double(), 1.0, 1.0, options=BF16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("operation", ["tile_stats", "tile_grads", "tile_sigmoid"])
+def test_triton_is_refused_for_features_that_its_kernels_do_not_take(operation: str, dtype: torch.dtype) -> None:
+    x, terms = torch.zeros(3, 5, dtype=dtype), Terms(1.0, 0.0, 1.0)
+    arguments = (x, x, terms, terms) if operation == "tile_grads" else (x, x, 1.0, 1.0)
+    message = r"implementation is 'triton', but the .*; set it to 'auto' or 'torch'$"
+    with pytest.raises(ConfigError, match=message):
+        getattr(tiles, operation)(*arguments, options=TileOptions(implementation="triton"))
