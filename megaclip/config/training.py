@@ -25,9 +25,12 @@ DEEPSPEED_DEFAULTS: dict[str, dict[str, Any]] = {
     "bf16": {"check_grad_overflow": False},
     # A timer that waits for the GPU before every forward pass. Its result is logged every `steps_per_print` steps.
     "timers": {"throughput": {"enabled": False}},
+    # Every parameter starts at a multiple of 16 bytes. Behind a bias of 2,730 numbers (EVA02-L-14) all others would
+    # start at other addresses, and a product with such a bias takes three times as long (H200: 2.09 and 0.70 ms).
+    "zero_optimization": {"parameter_alignment": True},
 }
 """Settings for which DeepSpeed receives another default than its own: "bf16" where bf16 is enabled, "timers" without
-`steps_per_print`."""
+`steps_per_print`, "zero_optimization" at ZeRO-1 and 2."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ class TrainingConfig:
         config = dict(self.deepspeed)
         if self.bf16:
             config["bf16"] = DEEPSPEED_DEFAULTS["bf16"] | config["bf16"]
+        if self.zero_stage in (1, 2):
+            config["zero_optimization"] = DEEPSPEED_DEFAULTS["zero_optimization"] | config["zero_optimization"]
         if self._settings.steps_per_print is None:
             timers = config.get("timers", {})
             throughput = DEEPSPEED_DEFAULTS["timers"]["throughput"] | timers.get("throughput", {})

@@ -38,7 +38,7 @@ def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPla
 
     A resumed run must have the same, except for those in `_PARTITIONING` and, in some cases, `total_steps`.
     """
-    zero = inputs.config.zero.model_dump(exclude_unset=True)
+    zero = inputs.config.for_deepspeed.get("zero_optimization", {})
     return {
         "world_size": dist.get_world_size(),
         "tensor_parallel_size": inputs.config.megaclip.tensor_parallel_size,

@@ -46,6 +46,7 @@ def test_a_valid_file_is_typed_and_passed_on_unchanged(tmp_path):
 
 
 CHECK = {"check_grad_overflow": False}
+ALIGNED = {"parameter_alignment": True}
 NO_TIMER = {"throughput": {"enabled": False}}
 
 
@@ -60,6 +61,12 @@ NO_TIMER = {"throughput": {"enabled": False}}
             {"bf16": {"enabled": True, "check_grad_overflow": True}, "timers": NO_TIMER},
         ),
         ({"steps_per_print": 10}, {"steps_per_print": 10}),
+        ({"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage": 2, **ALIGNED}, "timers": NO_TIMER}),
+        ({"zero_optimization": {"stage": 3}}, {"zero_optimization": {"stage": 3}, "timers": NO_TIMER}),
+        (
+            {"zero_optimization": {"stage": 1, "parameter_alignment": False}},
+            {"zero_optimization": {"stage": 1, "parameter_alignment": False}, "timers": NO_TIMER},
+        ),
         (
             {"timers": {"throughput": {"enabled": True, "synchronized": False}}},
             {"timers": {"throughput": {"enabled": True, "synchronized": False}}},
@@ -73,6 +80,7 @@ NO_TIMER = {"throughput": {"enabled": False}}
 def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_path, changes, expected):
     changes = {"zero_optimization": {"stage": 1}, **changes}
     config = load_training_config(write(tmp_path, **changes))
+    expected = {"zero_optimization": {"stage": 1, **ALIGNED}, **expected}
     assert config.for_deepspeed == {**VALID, **changes, **expected}
     assert config.deepspeed == {**VALID, **changes}, "settings.json shows the file as it is"
     assert config.checks_each_gradient == bool(changes.get("bf16", {}).get("check_grad_overflow"))
