@@ -26,14 +26,16 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Arguments of the command, which has trained its runs."""
     folder = tmp_path_factory.mktemp("compare")
     sizes = ["--scenes", "80", "--held-out", "12", "--steps", "4", "--seeds", "3", "--jobs", "2"]
-    return [*sizes, "--data", str(folder / "data"), "--out", str(folder / "out"), "--methods", *LABELS]
+    arguments = [*sizes, "--data", str(folder / "data"), "--out", str(folder / "out"), "--methods", *LABELS]
+    assert main(arguments) == 0
+    return arguments
 
 
 def test_runs_once_and_records_every_evaluation(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     out = Path(command[command.index("--out") + 1])
-    assert main(command) == 0
     runs = json.loads((out / "results.json").read_text())["runs"]
     assert [(run["label"], run["seed"]) for run in runs] == [(label, 3) for label in LABELS]
     for run in runs:
