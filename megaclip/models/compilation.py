@@ -78,7 +78,7 @@ def compiled_class(library_class: type[nn.Module], *, recomputes: bool = False) 
 
 
 def compiled_function(function: Compiled) -> Compiled:
-    """Return a compiled function without parameters, such as the preparation of a tower's input."""
+    """Return a compiled function, such as the preparation of a tower's input. It compiles as one graph or fails."""
     return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)
 
 
@@ -91,4 +91,4 @@ def _compile(function: Callable[..., Any], recomputes: bool) -> Callable[..., An
     # bias in the same kernel: PyTorch fills the result with the bias first. In SO400M's MLP (4,304 channels, 65,536
     # rows, H200) that took 0.5 ms besides 0.9 ms, and the rounded rows saved nothing. Products require 16 bytes.
     torch._inductor.config.padding_alignment_bytes = 16
-    return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)
+    return compiled_function(function)

@@ -56,8 +56,8 @@ RECOMPUTE_TIME = 1.018
 """Time of compiled towers with selective recomputation over their time without it: whole steps of one chunk on an H200,
 ViT-B/16 at 1,024 (3,676 and 3,610 samples/s) and ViT-L/14 at 256 (895 and 881)."""
 LEAST_CUT_CHUNKS = 8
-"""Number of cut text chunks that save 59 % of the text positions; four save 52 % (docs/huge_batches.md). Fewer chunks
-without pieces would encode more padding than larger chunks gain."""
+"""Number of cut text chunks that save 59 % of the text positions; four save 52 % (docs/huge_batches.md). With fewer,
+larger chunks that are not divided into pieces, the text tower encodes more padding."""
 RECOMPUTE_SHARE = 0.06
 """Share of a step's image chunks whose graphs must be kept in addition, so that selective recomputation pays: a second
 forward pass is a third of a chunk's time, and the recomputation takes RECOMPUTE_TIME."""
