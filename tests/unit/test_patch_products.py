@@ -1,15 +1,17 @@
-"""Patch embeddings as matrix products equal the convolutions that they replace, in values and gradients."""
+"""Patch embeddings are matrix products, equal to the convolutions that they replace; layer norms take rows."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaclip.models import build_model
 from megaclip.models.open_clip_model import _embeds_patches, _PatchConvolution
-from tests.open_clip_families import family
+from tests.open_clip_families import IMAGE_SIZE, family
 from tests.tolerances import FEATURES, assert_close
 
 
@@ -59,3 +61,23 @@ def test_towers_of_open_clip(tmp_path: Path) -> None:
         tower = build_model(family(name, tmp_path)).visual
         replaced[name] = [key for key, module in tower.named_modules() if isinstance(module, _PatchConvolution)]
     assert replaced == {"eva": ["trunk.patch_embed.proj"], "convnext": ["trunk.stem.0"], "resnet": []}
+
+
+class NormShapes(TorchDispatchMode):
+    """Notes the number of dimensions of every input of a layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dimensions: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.native_layer_norm.default:
+            self.dimensions.append(args[0].dim())
+        return function(*args, **(kwargs or {}))
+
+
+def test_layer_norms_take_positions_as_rows(tmp_path: Path) -> None:
+    model = build_model(family("convnext", tmp_path))
+    with NormShapes() as norms:
+        model.visual(torch.randn(2, 3, IMAGE_SIZE, IMAGE_SIZE))
+    assert norms.dimensions and set(norms.dimensions) == {2}
