@@ -168,11 +168,15 @@ for_launchers() {
 # Send a signal to the ranks of this job. It must not reach DeepSpeed's signal handlers: one of them ends every DeepSpeed
 # job of this user, the other gives a rank only 30 s. Ranks survive the ssh connection that started them. A rank that
 # waits in a collective for a dead rank would keep its GPU until the backend's timeout. A launcher without ranks, which
-# takes seconds to import DeepSpeed, is ended itself.
+# takes seconds to import DeepSpeed, is ended itself. A launcher whose ranks have just ended must not be: their exit code
+# would be lost. It is gone after a moment.
+moment_s=3
 signal_ranks() {
-  local or_launcher=TERM
-  [[ $1 != KILL ]] || or_launcher=KILL
-  for_launchers "pkill -$1 -P \$0 || kill -$or_launcher \$0"
+  if [[ $1 == KILL ]]; then
+    for_launchers 'pkill -KILL -P $0 || kill -KILL $0'
+  else
+    for_launchers "pkill -$1 -P \$0 || { sleep $moment_s; pkill -$1 -P \$0 || kill -TERM \$0; } 2>/dev/null"
+  fi
 }
 
 # End launchers that had not started when a signal was sent to the ranks, before they start ranks.
@@ -180,7 +184,7 @@ end_late_launchers() {
   for _ in {1..30}; do
     sleep 2
     kill -0 "$launcher" 2>/dev/null || return 0
-    for_launchers 'pgrep -P $0 >/dev/null || kill -TERM $0'
+    for_launchers "pgrep -P \$0 || { sleep $moment_s; pgrep -P \$0 || kill -TERM \$0; }" >/dev/null 2>&1
   done
 }
 

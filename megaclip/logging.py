@@ -18,6 +18,11 @@ def rank_from_environment() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank_from_environment() -> int:
+    """Return the rank on this host that the launcher gave this process, or 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def _root_logger() -> logging.Logger:
     root = logging.getLogger(_ROOT)
     if not root.handlers:

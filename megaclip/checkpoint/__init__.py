@@ -1,1 +1,21 @@
-"""Checkpoints: atomic save, exact resume on any number of ranks, import from and export to open_clip's format."""
+"""Checkpoints: atomic save, exact resume on any number of ranks, import from and export to open_clip's format.
+
+A run's own checkpoints:
+
+- `store`: saves and loads them. `background` saves while training continues, from the copies that `host_copy` makes.
+- `search`: finds the checkpoints of a run, and checks that they are whole.
+- `reshard`: loads a checkpoint with another number of ranks, ZeRO stage or precision. `consolidate` joins whole
+  weights, for exports and evaluations. Both read through `saved_states`, which finds parameters by name.
+- `deepspeed_files`: writes and reads DeepSpeed's files without executing anything from them.
+
+open_clip's format:
+
+- `open_clip_weights`, `tower_weights`: weights of a whole model, and of one tower.
+- `model_card`: model description, image preprocessing and tokenizer, beside the weights.
+- `verify`: compares an export with the model that open_clip loads from it.
+
+Files in general:
+
+- `durable`: writes files that survive a power cut. `manifest` records their sizes and checksums.
+- `output`: checks the output paths of commands.
+"""

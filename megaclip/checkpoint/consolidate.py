@@ -1,9 +1,9 @@
 """Join the files that DeepSpeed saved at one step of a run into whole float32 weights.
 
 With ZeRO the weights are the float32 masters. Without ZeRO they are the weights of the forward pass, which are float32
-too, because bfloat16 training requires ZeRO. Frozen parameters have no masters; their working copies are converted.
-Moving averages of the weights are joined alike. Parameters that the run does not update have none: their average is
-their value.
+too, because bfloat16 training requires ZeRO. Frozen parameters have no masters; their working copies are converted to
+float32. Moving averages of the weights are joined in the same way. A parameter that the run does not update has no
+average; its value is used instead.
 
 Nothing in the files is executed (`megaclip.checkpoint.deepspeed_files`).
 """
@@ -44,13 +44,14 @@ def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateD
     except CheckpointError:
         raise
     except Exception as error:  # a damaged file can cause any exception inside torch.load
-        raise CheckpointError(f"{step} cannot be joined: {first_line(error)}") from None
+        raise CheckpointError(f"{step} cannot be joined: {first_line(error)}; choose another checkpoint") from None
 
 
 def _whole(saved: SavedStates, name: str, ema: bool) -> torch.Tensor:
+    """Return a parameter in float32: its average with `ema`, else its master, else its working copy."""
     shape = saved.whole_shape(name)
     weights = torch.empty(shape)
-    kinds = (EMA, FP32, WORKING) if ema else (FP32, WORKING)
-    kind = next(kind for kind in kinds if saved.has(name, kind) or kind == WORKING)
+    preferred = (EMA, FP32) if ema else (FP32,)
+    kind = next((kind for kind in preferred if saved.has(name, kind)), WORKING)
     saved.read(name, kind, shape, ONE_RANK, 0, weights.view(-1))
     return weights

@@ -4,10 +4,9 @@ A file is on the disk only after `fsync` of the file, and its name only after `f
 file system may keep a name whose file is empty. The functions here return after both.
 """
 
-import contextlib
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +121,11 @@ def sync_files(folder: Path, names: Iterable[str] | None = None) -> dict[str, Fi
 
 def sync_folder(folder: Path) -> None:
     """Make the names in `folder` survive a power cut."""
-    with _opened(folder) as descriptor:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def make_folders(folder: Path) -> None:
@@ -132,12 +134,3 @@ def make_folders(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
         sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

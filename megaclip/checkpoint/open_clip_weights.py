@@ -275,13 +275,6 @@ def _differs_in_length(table: torch.Tensor | None, parameter: torch.Tensor | Non
     )
 
 
-def load_pretrained(model: DualEncoder, path_or_dir: str | Path) -> LoadReport:
-    """Copy weights in open_clip's format into `model`; arguments and errors are those of the two functions below."""
-    weights, report = pretrained_weights(model, path_or_dir)
-    copy_weights(model, weights)
-    return report
-
-
 def pretrained_weights(model: DualEncoder, path_or_dir: str | Path) -> tuple[StateDict, LoadReport]:
     """Read weights in open_clip's format that fit `model`; return them by the model's names.
 
@@ -343,7 +336,9 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file: {first_line(error)}") from None
+        raise CheckpointError(
+            f"{path} is not a safetensors file, or is damaged: {first_line(error)}; download or copy it again"
+        ) from None
 
 
 def _read_pickle(path: Path) -> Any:
@@ -355,7 +350,9 @@ def _read_pickle(path: Path) -> Any:
             "code. Save only its state dict, preferably as safetensors"
         ) from None
     except Exception as error:  # a damaged file can cause any exception inside torch.load
-        raise CheckpointError(f"{path} is not a PyTorch weights file: {first_line(error)}") from None
+        raise CheckpointError(
+            f"{path} is not a PyTorch weights file, or is damaged: {first_line(error)}; download or copy it again"
+        ) from None
 
 
 def _is_dense_tensor(value: Any) -> bool:

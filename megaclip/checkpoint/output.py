@@ -1,4 +1,4 @@
-"""What commands write: checked before the long work, and refused where it would mix with other files."""
+"""Check the output paths of a command before its long work, and refuse those where files would mix."""
 
 import os
 import tempfile

@@ -48,7 +48,9 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path) -> None:
         except CheckpointError:
             raise
         except Exception as problem:  # a damaged file can cause any exception inside torch.load or DeepSpeed
-            raise CheckpointError(f"cannot load checkpoint {str(folder)!r}: {first_line(problem)}") from problem
+            raise CheckpointError(
+                f"cannot load checkpoint {str(folder)!r}: {first_line(problem)}; choose another one"
+            ) from problem
     if is_zero_3:
         engine.optimizer.checkpoint_event_epilogue()
     elif hasattr(engine.optimizer, "update_lp_params"):  # ZeRO-1 and 2

@@ -80,7 +80,9 @@ class SavedStates:
             if (match := _MODEL_FILE.fullmatch(path.name))
         }
         if not model_files:
-            raise CheckpointError(f"checkpoint {str(folder)!r} is incomplete: it has no *_model_states.pt")
+            raise CheckpointError(
+                f"checkpoint {str(folder)!r} is incomplete: it has no *_model_states.pt; choose another one"
+            )
         # ZeRO-0 to 2 write one model file for each tensor-parallel rank, ZeRO-3 one for each rank.
         one_model_file = (folder / "mp_rank_00_model_states.pt").is_file()
         first = _map(model_files[min(model_files)])
@@ -100,7 +102,7 @@ class SavedStates:
         return saved
 
     def state_kinds(self, name: str) -> list[str]:
-        """Return the kinds of a parameter's optimizer state tensors."""
+        """Return the kinds of a parameter's optimizer state tensors, such as "exp_avg"."""
         kinds = [kind for (other, kind, tensor_rank) in self._pieces if (other, tensor_rank) == (name, 0)]
         return [kind for kind in kinds if kind not in (FP32, WORKING)]
 
@@ -120,13 +122,13 @@ class SavedStates:
         return torch.Size(shape)
 
     def read(self, name: str, kind: str, shape: torch.Size, group: RankGroup, start: int, out: torch.Tensor) -> None:
-        """Fill `out` with consecutive elements of this rank's part of a parameter.
+        """Fill `out` with consecutive elements of one tensor-parallel rank's part of a parameter.
 
         Args:
             name: the parameter.
             kind: FP32, WORKING, or one of `state_kinds`.
-            shape: of this rank's part, which is the whole parameter where tensor parallelism does not split it.
-            group: tensor-parallel group of this rank.
+            shape: shape of that part, which is the whole parameter where tensor parallelism does not split it.
+            group: tensor-parallel group of the rank that reads.
             start: index of the first element in the flattened part.
             out: (elements,), any dtype.
 

@@ -6,6 +6,7 @@ every file still is as the manifest records it. `latest` names the newest comple
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 from megaclip.checkpoint import manifest
@@ -22,7 +23,9 @@ STATE = "state.json"
 MODEL_CARD = "model"
 STATE_FORMAT = 2
 """Value of "format" in state.json. Checkpoints of format 1 have neither this entry nor a manifest."""
-_TAG = re.compile(r"step_\d{8,}")
+TAG_PATTERN = r"step_\d{8,}"
+"""Regular expression of a checkpoint's name, which `tag_of` writes."""
+_TAG = re.compile(TAG_PATTERN)
 
 
 def all_tags(folder: Path) -> list[str]:
@@ -174,7 +177,7 @@ def refuse_run(path: Path) -> None:
     if is_step or any((folder / LATEST).is_file() for folder in (path, path / "checkpoints")):
         raise CheckpointError(
             f"{str(path)!r} holds DeepSpeed checkpoints of a run, not open_clip weights; write them with "
-            f"`megaclip export {path} OUT_DIR` and give OUT_DIR"
+            f"`megaclip export {shlex.quote(str(path))} OUT_DIR` and give OUT_DIR"
         )
 
 
@@ -183,7 +186,7 @@ def require_complete(folder: Path, tag: str) -> None:
     if not is_complete(folder, tag):
         raise CheckpointError(
             f"checkpoint {str(folder / tag)!r} does not exist or is incomplete: it has no {MANIFEST}; choose a whole "
-            f"one, run  megaclip check {folder}  to list them"
+            f"one, {how_to_list(folder)}"
         )
 
 
@@ -207,6 +210,11 @@ def require_whole(folder: Path, tag: str) -> None:
     """
     if problems := find_damage(folder, tag):
         raise CheckpointError(
-            f"checkpoint {str(folder / tag)!r} is damaged: {manifest.summary(problems)}; choose a whole one, run  "
-            f"megaclip check {folder}  to list them"
+            f"checkpoint {str(folder / tag)!r} is damaged: {manifest.summary(problems)}; choose a whole one, "
+            f"{how_to_list(folder)}"
         )
+
+
+def how_to_list(folder: Path) -> str:
+    """Return the advice how to list the checkpoints in `folder`, for an error."""
+    return f"run  megaclip check {shlex.quote(str(folder))}  to list them"

@@ -15,11 +15,13 @@ Every checkpoint records the run that wrote it. A run deletes only its own check
 """
 
 import contextlib
+import glob
 import json
 import pickle
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +181,7 @@ def publish(target: Target, files: dict[str, FileRecord]) -> None:
     write_atomically(checkpoint / STATE, json.dumps({**target.state, "format": STATE_FORMAT}, indent=1))
     manifest.write(checkpoint, {**files, STATE: checksum(checkpoint / STATE)}, run=target.run)
     write_atomically(folder / LATEST, target.tag)
-    for old in _to_delete(folder, target.tag, target.keep_last, target.keep_every, target.best, target.run):
+    for old in _to_delete(target):
         _delete(folder / old)
 
 
@@ -212,19 +214,18 @@ def _delete(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-def _to_delete(
-    folder: Path, newest: str, keep_last: int, keep_every: int | None, best: str | None, run: str
-) -> list[str]:
-    """Return the checkpoints to delete after `newest` has been saved: incomplete ones, and old ones of this run.
+def _to_delete(target: Target) -> list[str]:
+    """Return the checkpoints to delete after `target` has been saved: incomplete ones, and old ones of this run.
 
-    Among those of this run, the ones after step `newest` go first: the run has resumed from an earlier step because
+    Among those of this run, the ones after the target's step go first: the run has resumed from an earlier step because
     they were damaged. Then the others follow by age.
     """
+    folder, newest = target.folder, target.tag
     others = [tag for tag in all_tags(folder) if tag != newest]
     incomplete = [tag for tag in others if not is_complete(folder, tag)]
-    own = [tag for tag in others if tag not in incomplete and run_of(folder, tag) == run]
+    own = [tag for tag in others if tag not in incomplete and run_of(folder, tag) == target.run]
     own = [*sorted(own, key=lambda tag: (tag <= newest, tag)), newest]
-    kept = {*own[-keep_last:], *_every(own, keep_every), best}
+    kept = {*own[-target.keep_last :], *_every(own, target.keep_every), target.best}
     return incomplete + [tag for tag in own if tag not in kept]
 
 
@@ -268,7 +269,7 @@ def read_state(folder: Path, tag: str) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {str(path)!r}: {error}") from None
+        raise CheckpointError(f"cannot read {str(path)!r}: {first_line(error)}; choose another checkpoint") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{str(path)!r} does not hold a JSON object; choose another checkpoint")
     return state
@@ -291,20 +292,39 @@ def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     if epilogue is not None:
         engine.optimizer.checkpoint_event_epilogue = lambda: None
     engine.checkpoint_engine = CheckedFiles()  # reads without executing anything
+    # DeepSpeed searches the files with a glob pattern: a run's name may contain "[", "*" or "?".
+    search = partial(type(engine)._get_all_ckpt_names, engine)
+    engine._get_all_ckpt_names = lambda folder, tag: search(glob.escape(folder), tag)
     with raise_on_all_ranks():
         try:
             loaded, _ = engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
             for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
                 group.update(own)
+            if engine.zero_optimization_stage() == 0:
+                _count_in_every_parameter(engine.optimizer)
         except CheckpointError:
             raise
         except Exception as problem:  # a damaged file can cause any exception inside DeepSpeed
-            raise CheckpointError(f"cannot load checkpoint {str(folder / tag)!r}: {first_line(problem)}") from problem
+            raise CheckpointError(
+                f"cannot load checkpoint {str(folder / tag)!r}: {first_line(problem)}; choose another one"
+            ) from problem
         if loaded is None:
             raise CheckpointError(f"checkpoint {str(folder / tag)!r} lacks DeepSpeed's files; choose another one")
     if epilogue is not None:
         engine.optimizer.checkpoint_event_epilogue = epilogue
         epilogue()
+
+
+def _count_in_every_parameter(optimizer: torch.optim.Optimizer) -> None:
+    """Give the state of every parameter the number of steps of the optimizer.
+
+    DeepSpeed's FusedAdam counts its steps only in the last parameter of a group. PyTorch's Adam, with which the run may
+    be resumed, reads the count of every parameter, and would correct the bias of the moments as in its first step.
+    """
+    counting = [state for state in optimizer.state.values() if "step" in state]
+    steps = max((int(state["step"]) for state in counting), default=0)
+    for state in counting:
+        state["step"] = torch.full_like(state["step"], steps) if torch.is_tensor(state["step"]) else steps
 
 
 def read_loss_states(folder: Path, tag: str) -> Iterator[dict[str, Any]]:
@@ -316,4 +336,6 @@ def read_loss_states(folder: Path, tag: str) -> Iterator[dict[str, Any]]:
         try:
             yield torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"cannot read {str(path)!r}: {first_line(error)}") from None
+            raise CheckpointError(
+                f"cannot read {str(path)!r}: {first_line(error)}; choose another checkpoint"
+            ) from None

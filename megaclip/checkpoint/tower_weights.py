@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaclip.checkpoint.manifest import require_whole
-from megaclip.checkpoint.open_clip_weights import adapt_positions, compare_weights, copy_weights, read_tensors
+from megaclip.checkpoint.open_clip_weights import adapt_positions, compare_weights, read_tensors
 from megaclip.errors import CheckpointError
 from megaclip.models import DualEncoder
 from megaclip.models.dual_encoder import TOWER_PREFIXES
@@ -35,13 +35,6 @@ class _Reading:
     """True if the file has no projection, and may have other parameters, such as a classifier."""
     ignored: tuple[str, ...] = ()
     """Names in the file that are not read."""
-
-
-def load_pretrained_tower(model: DualEncoder, tower: str, path_or_dir: str | Path) -> str:
-    """Copy the weights of one tower into `model` with `copy_weights`; the rest as for `pretrained_tower_weights`."""
-    weights, line = pretrained_tower_weights(model, tower, path_or_dir)
-    copy_weights(model, weights)
-    return line
 
 
 def pretrained_tower_weights(model: DualEncoder, tower: str, path_or_dir: str | Path) -> tuple[StateDict, str]:

@@ -1,29 +1,20 @@
 """Compile the DeepSpeed ops that CPU runs use, so that the first run does not have to.
 
-The compiled ops are stored in TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions). A build that was killed leaves
-a lock file, and every later build waits for it without end. This command deletes such files first, so do not start it
-twice at the same time.
+The compiled ops are stored in TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions). A killed build leaves a lock
+file there. This command first deletes the locks that no process of this host has open.
 """
 
 import argparse
-import os
 import sys
 import time
-from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 from megaclip.errors import MegaclipError
+from megaclip.hosts.op_builds import delete_abandoned_locks
 
 CPU_OPS = ("CPUAdamBuilder", "FusedAdamBuilder")
-
-
-def remove_stale_locks() -> None:
-    """Delete the lock files of builds that were killed."""
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
-    for lock in folder.glob("**/lock"):
-        lock.unlink()
 
 
 def build(name: str) -> None:
@@ -38,7 +29,7 @@ def build(name: str) -> None:
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    remove_stale_locks()
+    delete_abandoned_locks(patience_s=5)
     started = time.monotonic()
     try:
         for name in tqdm(CPU_OPS, desc="compiling DeepSpeed's CPU ops", unit="op"):

@@ -5,8 +5,9 @@
 
 MODEL is an exported open_clip directory, a run (runs/NAME) or its checkpoints folder; --tag selects the step of a run.
 Ties count against the model, so repeated images lower the recall. COCO and Flickr have several captions per image and
-need --group-captions: equal images then count as one image, and every line of a caption is one caption. --pictures
-writes the similarity heat map and the retrieved images that training shows in TensorBoard.
+need --group-captions: equal images then count as one image, and every line of a caption is one caption. Without it,
+only the first caption of a list is used. --pictures writes the similarity heat map and the retrieved images that
+training shows in TensorBoard.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from megaclip.comm.groups import group_rank, group_size
 from megaclip.config.argument_types import integer
 from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.data import DATASET_TYPES, LabelledDataset, PairDataset, open_labelled, open_pairs
+from megaclip.engine.equal_inputs import data_text, require_equal
 from megaclip.engine.process_group import start_process_group
 from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import MegaclipError
@@ -60,6 +62,7 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
     loaded = load_saved_model(arguments.model, tag=arguments.tag, tokenizer=arguments.tokenizer, ema=arguments.ema)
     with raise_on_all_ranks():
         pairs, labelled = open_data(arguments)
+    require_equal({"--val-data": data_text(pairs), "--zeroshot-data": data_text(labelled)})
     device, dtype = torch.device(get_accelerator().current_device_name()), PRECISIONS[arguments.precision]
     encode = ModelEncoder(
         loaded.model.to(device, dtype),

@@ -42,6 +42,7 @@ from megaclip.planner import (
     tensor_parallel_verdict,
 )
 from megaclip.planner.cluster import GPUS, gpu_preset, parse_size, rates_json
+from megaclip.planner.compilation import compile_estimate
 from megaclip.planner.memory import format_bytes
 from megaclip.planner.peers import (
     PEERS,
@@ -52,7 +53,7 @@ from megaclip.planner.peers import (
 )
 from megaclip.planner.phases import loss_sizes
 from megaclip.planner.report import graphs_text, loss_table, memory_table, time_table
-from megaclip.planner.rules import cuts_captions
+from megaclip.planner.rules import check_recomputation, cuts_captions
 from megaclip.planner.tensor_parallel import fastest_without
 from megaclip.planner.workload import EvaluationSets, nvme_paths
 
@@ -81,6 +82,8 @@ def main() -> int:
                 f"megaclip.loss {workload.megaclip.loss!r} keeps state of every sample; give --train-num-samples, "
                 "the size of the dataset"
             )
+        compiles = compile_estimate(workload, cluster).pays
+        check_recomputation(workload.megaclip.selective_recompute, compiles=compiles)
         return _sweep(arguments, workload, cluster) if arguments.sweep else _plan(workload, cluster)
     except MegaclipError as error:
         print(f"error: {error}", file=sys.stderr)

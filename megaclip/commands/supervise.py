@@ -76,7 +76,7 @@ def supervisor(arguments: argparse.Namespace, training: list[str]) -> Supervisor
     """
     hosts = read_hostfile(arguments.hostfile)
     checkpoints, fits = checked_run(hosts, training)
-    clean = end_leftover_ranks(hosts, arguments.master_port)
+    clean = end_leftover_ranks(hosts, arguments.master_addr, arguments.master_port)
     check_script(arguments.script)
     if arguments.folder is not None and not arguments.folder.is_dir():
         raise ConfigError(f"--folder {str(arguments.folder)!r} is not a folder; create it first")
@@ -164,14 +164,16 @@ def start_command(
     return [str(part) for part in (arguments.script, *options, *training)]
 
 
-def end_leftover_ranks(hosts: Sequence[Host], master_port: int) -> str:
+def end_leftover_ranks(hosts: Sequence[Host], master_addr: str, master_port: int) -> str:
     """Return the shell command that ends the ranks, and launchers without ranks, of earlier attempts on one host.
 
     It always succeeds.
 
     A host whose network was cut still runs its ranks, which wait for the others. launch/multi_node.sh ends the ranks
     of one attempt by the same pattern.
+
+    master_addr: --master_addr, which `start_command` uses for some attempts, or "".
     """
-    addresses = "|".join(re.escape(host.address) for host in hosts)
+    addresses = "|".join(re.escape(address) for address in (master_addr, *(host.address for host in hosts)) if address)
     launchers = f"^[^ ]+ -u -m deepspeed.launcher.launch .*--master_addr=({addresses}) --master_port={master_port} "
     return f"pgrep -f '{launchers}' | xargs -r -n 1 sh -c 'pkill -KILL -P $0 || kill -KILL $0'; true"

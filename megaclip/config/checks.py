@@ -306,11 +306,17 @@ def _check_megaclip(config: DsConfig) -> None:
             "megaclip.ema_decay cannot be used with zero_optimization.offload_optimizer.device 'nvme': the average "
             'reads all masters in every step; use "cpu"'
         )
-    if section.compile is True and section.layer_norm != "torch":
+    if section.layer_norm != "torch" and (name := _setting_that_compiles(section)):
         raise ConfigError(
-            f"megaclip.compile true cannot be used with megaclip.layer_norm {section.layer_norm!r}: torch.compile does "
+            f"{name} true cannot be used with megaclip.layer_norm {section.layer_norm!r}: torch.compile does "
             "not trace apex's kernels, and fuses PyTorch's layer norm itself; leave one of them out"
         )
+
+
+def _setting_that_compiles(section: MegaclipSection) -> str | None:
+    """Return the name of a setting that is true and requires torch.compile, or None."""
+    settings = {"compile": section.compile, "selective_recompute": section.selective_recompute}
+    return next((f"megaclip.{name}" for name, value in settings.items() if value is True), None)
 
 
 def _check_tensor_parallel(config: DsConfig) -> None:
@@ -335,9 +341,9 @@ def _check_tensor_parallel(config: DsConfig) -> None:
                 f"zero_optimization.{name} cannot be used with {setting}: DeepSpeed forms its groups from consecutive "
                 "ranks, which hold different parts of the model; leave it out"
             )
-    if config.megaclip.compile is True:
+    if compiling := _setting_that_compiles(config.megaclip):
         raise ConfigError(
-            f"megaclip.compile true cannot be used with {setting}: torch.compile does not trace Megatron-core's "
+            f"{compiling} true cannot be used with {setting}: torch.compile does not trace Megatron-core's "
             "asynchronous all-reduce; leave it out"
         )
 

@@ -60,7 +60,10 @@ class TrainArguments(BaseModel):
         description="column, extension or JSON field of the captions; json.FIELD is only the field",
     )
     val_data: list[str] = Field(default=[], description="held-out image-text pairs for retrieval")
-    group_captions: bool = Field(default=False, description="--val-data has several captions per image (COCO, Flickr)")
+    group_captions: bool = Field(
+        default=False,
+        description="--val-data has several captions per image (COCO, Flickr); default: the first of a list is used",
+    )
     zeroshot_data: str | None = Field(
         default=None,
         description="labelled images for zero-shot classification: a folder with one folder per class, or "
@@ -273,6 +276,8 @@ class TrainArguments(BaseModel):
         for flag, given in (("--eval-every-steps", self.eval_every_steps), ("--eval-ema", self.eval_ema)):
             if self.val_data == [] and self.zeroshot_data is None and given:
                 raise ValueError(f"{flag} requires --val-data or --zeroshot-data; set one of them")
+        if self.resume == "auto" and self.name is None:
+            raise ValueError("--resume auto requires --name; set it to the name of the run to resume")
         return self
 
 

@@ -37,7 +37,7 @@ _ELSEWHERE = {
     "--val-num-samples": "leave it out: the samples are counted",
     "--train-data-upsampling-factors": "use --train-data A B --train-data-weights 1 2 (shares, not factors)",
     "--dataset-resampled": "leave it out: an epoch contains every sample once; --train-data-weights makes a mixture",
-    "--csv-separator": "leave it out: the separator is a tab if the header line contains one, otherwise a comma",
+    "--csv-separator": "leave it out: a tab, semicolon or comma is found in the header line",
     "--csv-img-key": "use --image-key",
     "--csv-caption-key": "use --caption-key",
     "--imagenet-val": "use --zeroshot-data with a folder that has one folder per class and classnames.txt",

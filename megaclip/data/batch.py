@@ -36,7 +36,8 @@ class RawSample:
     key: str
     """Origin of the sample for messages: shard and name, or table, row and file."""
     alternatives: tuple[str, ...] = ()
-    """Single captions, where the source has several per image. Training takes one of them at a time."""
+    """Single captions, where the source has several per image. Training takes one of them at a time, an evaluation the
+    first one (with --group-captions all of them)."""
 
 
 class _Tensors:

@@ -8,6 +8,7 @@ image folder per class the two text files are optional: the classes are the sort
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 from megaclip.data.batch import BadSample, RawSample
@@ -16,11 +17,16 @@ from megaclip.data.image_folder import walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS, read_image_file
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError, os_reason
+from megaclip.logging import get_logger
 
 CLASS_NAMES_FILE = "classnames.txt"
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
 DEFAULT_TEMPLATES = ["a photo of a {c}."]
+_SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test"}
+"""Names of folders that hold the classes of a split."""
 _WORDNET_ID = re.compile(r"n\d{8}")
+
+_logger = get_logger(__name__)
 
 
 class LabelledDataset:
@@ -59,6 +65,12 @@ class _ImageFolder:
             if path.suffix.lower().lstrip(".") in IMAGE_EXTENSIONS and path.name[0] != "."
         ]
 
+    @property
+    def empty_classes(self) -> list[str]:
+        """Names of the folders without images."""
+        labels = {label for _, label in self._files}
+        return [name for label, name in enumerate(self.classes) if label not in labels]
+
     def __len__(self) -> int:
         return len(self._files)
 
@@ -79,9 +91,26 @@ def open_labelled(path: str | Path) -> LabelledDataset:
             "an image folder per class"
         )
     try:
-        return _open_folder(folder)
+        dataset = _open_folder(folder)
     except OSError as error:
         raise DataError(f"cannot read zero-shot data {str(path)!r}: {os_reason(error)}") from error
+    _warn_of_equal_names(folder, dataset.class_names)
+    return dataset
+
+
+def _warn_of_equal_names(folder: Path, names: list[str]) -> None:
+    """Warn of classes with one name. Their prompts are equal, and ties count against the model."""
+    counts = {name: count for name, count in Counter(names).items() if count > 1}
+    if counts:
+        _logger.warning(
+            "zero-shot data %s: %d of %d classes share their names (%s); ties count against the model, so their images "
+            "are never correct at top-1: write a different name for each class to %s",
+            folder,
+            sum(counts.values()),
+            len(names),
+            _listed(list(counts)),
+            CLASS_NAMES_FILE,
+        )
 
 
 def _open_folder(folder: Path) -> LabelledDataset:
@@ -113,12 +142,30 @@ def _open_folder(folder: Path) -> LabelledDataset:
             f"zero-shot data {folder}: {len(names)} class names for {len(images.classes)} folders of images; write one "
             f"name per folder to {CLASS_NAMES_FILE}"
         )
-    if not names and all(_WORDNET_ID.fullmatch(name) for name in images.classes):
+    if not names and {name.lower() for name in images.classes} <= _SPLITS:
+        raise DataError(
+            f"zero-shot data {folder}: the folders {_listed(images.classes)} are splits; expected one folder of images "
+            f"per class: give one split, such as {folder / images.classes[-1]}"
+        )
+    if not names and any(_WORDNET_ID.fullmatch(name) for name in images.classes):
         raise DataError(
             f"zero-shot data {folder}: the folders are named by WordNet ids (as ImageNet's); write the class names to "
             f"{CLASS_NAMES_FILE} in it, one per line, in the order of the sorted folders"
         )
+    if not names and (empty := images.empty_classes):
+        _logger.warning(
+            "zero-shot data %s: %d of %d folders have no images (%s) and count as classes: delete folders that are no "
+            "classes",
+            folder,
+            len(empty),
+            len(images.classes),
+            _listed(empty),
+        )
     return LabelledDataset(images, names or [name.replace("_", " ") for name in images.classes], templates)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
 def _by_number(path: Path) -> tuple[int, str]:

@@ -68,7 +68,8 @@ class TrainLoader:
         self.samples_consumed = samples_consumed
         self._micro_batches_per_step = micro_batches_per_step
         reread_from = micro_batches_per_step if reread_from is None else reread_from
-        self._readings_per_step = 2 * micro_batches_per_step - reread_from
+        self.readings_per_step = 2 * micro_batches_per_step - reread_from
+        """Number of micro-batches that a step yields, those that are read again included."""
         self._micro_batch_size = micro_batch_size
         self._rank, self._world_size = rank, world_size
         self._taken = 0
@@ -99,7 +100,7 @@ class TrainLoader:
         if loaded.fatal:
             raise DataError(loaded.fatal)
         self._taken += 1
-        if self._taken == self._readings_per_step:
+        if self._taken == self.readings_per_step:
             self._taken = 0
             self.samples_consumed += self._step_size
         return loaded.batch

@@ -161,7 +161,10 @@ def check_caption(raw: RawSample) -> None:
 
 
 class EvaluationReader:
-    """Read batches of pairs (with a tokenizer) or labelled images (without one). Bad samples become padding rows."""
+    """Read batches of pairs (with a tokenizer) or labelled images (without one). Bad samples become padding rows.
+
+    Of an image with several captions the first one is read.
+    """
 
     def __init__(self, dataset: ReadableSet, transform: ImageTransform, tokenizer: Tokenizer | None) -> None:
         self._dataset = dataset
@@ -182,7 +185,7 @@ class EvaluationReader:
                 raw = self._dataset.read(sample_id)
                 check_caption(raw)
                 images[row] = decode_image(self._transform, raw, (0, 0, 0))
-                captions[row], kept[row] = raw.caption, sample_id
+                captions[row], kept[row] = _one_caption(raw, 0), sample_id
             except BadSample as bad:
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(sample_id)))
             except Exception as error:  # as in training

@@ -299,6 +299,8 @@ def _load_saved(folder: str) -> Dataset:
 
     try:
         loaded = datasets.load_from_disk(folder)
+    except IndexError as error:  # of the first table of a dataset that was saved without rows
+        raise DataError(_no_rows(folder)) from error
     except Exception as error:  # `datasets` raises many types; all mean that the folder cannot be read
         raise DataError(f"cannot read the saved dataset {folder}: {_reason(error)}") from error
     if isinstance(loaded, datasets.DatasetDict):

@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -53,8 +54,8 @@ _timeout_s = WORKER_TIMEOUT_S
 _handler_installed = False
 _main_thread_waits = False
 """True while the main thread waits for data. The SIGCHLD handler may only raise then."""
-_deaths: list[RuntimeError] = []
-"""Deaths of this process's workers that the SIGCHLD handler has recorded."""
+_deaths: list[str] = []
+"""Messages on the deaths of this process's workers that the SIGCHLD handler has recorded."""
 _running: weakref.WeakSet[WorkerResults] = weakref.WeakSet()
 _stack_file: int | None = None
 """File descriptor of the file in memory to which the workers of this process write their stacks."""
@@ -111,29 +112,49 @@ def map_in_workers(
     one thread may then take the results.
 
     describe_row: words for a row that a worker has noted, for the error if it dies.
+
+    Raises DataError if the system refuses to start the processes.
     """
     parallel: dict[str, Any] = {}
     rows: Any = []
-    if num_workers > 0:
-        context = CheckedForkContext() if sys.platform == "linux" else multiprocessing.get_context()
-        parallel = {"timeout": _timeout_s, "multiprocessing_context": context}
-        rows = context.RawArray("q", [-1] * num_workers)
-        _open_stack_file()
-    loader: DataLoader = DataLoader(
-        _FunctionDataset(function),
-        batch_size=None,
-        sampler=items,
-        num_workers=num_workers,
-        collate_fn=_identity,
-        worker_init_fn=functools.partial(_start_worker, rows),
-        pin_memory=pin_memory,
-        generator=torch.Generator(),  # without it torch draws from the global generator, which changes the training run
-        **parallel,
-    )
-    batches = iter(loader)
+    with _start_errors(num_workers):
+        if num_workers > 0:
+            context = CheckedForkContext() if sys.platform == "linux" else multiprocessing.get_context()
+            parallel = {"timeout": _timeout_s, "multiprocessing_context": context}
+            rows = context.RawArray("q", [-1] * num_workers)
+            _open_stack_file()
+        loader: DataLoader = DataLoader(
+            _FunctionDataset(function),
+            batch_size=None,
+            sampler=items,
+            num_workers=num_workers,
+            collate_fn=_identity,
+            worker_init_fn=functools.partial(_start_worker, rows),
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # without it torch draws from the global one, which changes the training run
+            **parallel,
+        )
+        batches = iter(loader)
     if num_workers > 0:
         _install_handler()
     return WorkerResults(batches, rows, describe_row)
+
+
+@contextlib.contextmanager
+def _start_errors(num_workers: int) -> Iterator[None]:
+    """Raise DataError if the body cannot start the worker processes, and end those that it has started."""
+    try:
+        yield
+    except OSError as error:
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        try:
+            traceback.clear_frames(error.__traceback__)  # deletes torch's iterator, which shows a second traceback
+        finally:
+            sys.unraisablehook = hook
+        raise DataError(
+            f"--workers {num_workers}: cannot start the data workers ({first_line(error)}); set fewer --workers, or "
+            "raise the limits on open files (ulimit -n), processes (ulimit -u, docker --pids-limit) and memory"
+        ) from None
 
 
 class WorkerResults:
@@ -188,11 +209,15 @@ class WorkerResults:
     def check(self) -> None:
         """Raise DataError if a worker has died. A main thread calls this while another thread takes the results."""
         if len(_deaths) > self._deaths_before:
-            raise self._failed(_deaths[-1]) from _deaths[-1]
+            raise self._failed(RuntimeError(_deaths[-1]))
 
     def close(self) -> None:
         """End the worker processes. Iterating afterwards stops at once."""
+        # The traceback of an error that was caught may still refer to torch's iterator, so it is not left to its
+        # deletion to end the workers.
+        end_workers = getattr(self._batches, "_shutdown_workers", lambda: None)
         self._batches = iter(())
+        end_workers()
 
     def reading(self, worker: int) -> str:
         """Return words for the row that a worker has noted last, or "" if it has noted none."""
@@ -275,7 +300,7 @@ def _install_handler() -> None:
             if callable(torch_handler):
                 torch_handler(number, frame)
         except RuntimeError as error:
-            _deaths.append(error)
+            _deaths.append(str(error))
             if _main_thread_waits:
                 raise
 

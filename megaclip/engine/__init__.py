@@ -11,16 +11,19 @@ Words used in this package:
 A run starts (`run.train`):
 
 - `run`: the run, its training loop, its checkpoints and evaluations.
-- `inputs`: reads configuration, data, tokenizer and model description, before any process group exists.
-- `process_group`: joins the ranks that the launcher has started.
+- `inputs`, `tokenizer_choice`: read configuration, data, tokenizer and model description, before any process group
+  exists.
+- `process_group`: joins the ranks that the launcher has started. `equal_inputs` then compares their inputs.
 - `preflight`: compares the planned memory of the run with the free memory (`this_machine`), and refuses a run that
   does not fit. It also decides where images and embeddings are kept, and how many graphs.
+- `run_folder`, `run_lock`: create the run's folder and lock it for this run.
 - `run_length`, `schedules`: the number of steps, when to save and evaluate, and the learning rate of each step.
-- `build`: builds the model and the DeepSpeed engine; `optimizers`: parameter groups, optimizers, and the update.
+- `build`: builds the model and the DeepSpeed engine, from `parameter_groups`, `optimizers`, `deepspeed_update`
+  (DeepSpeed's update with grouped kernels) and `compilation` (torch.compile).
 - `run_loss`: the loss, with the sample ids, the epoch, and the optimizer and state that some losses own.
 - `resume`: finds the checkpoint that --resume specifies, checks that it belongs to this run, and loads it.
   `megaclip.checkpoint.store` writes and reads the files; `megaclip.checkpoint.reshard` converts them if the number of
-  ranks, the ZeRO stage or the precision differs.
+  ranks, the ZeRO stage or the precision differs. `changed_settings` logs what the resumed run does differently.
 
 A step runs (`run.Run.train_step`), on each rank:
 
@@ -35,8 +38,13 @@ A step runs (`run.Run.train_step`), on each rank:
 4. `run_loss` passes the settings `exchange` and `reduction` to the loss. If one of them is "auto",
    `megaclip.losses.plan.make_plan` measures the link speed and the compute speed, and `choose_way` chooses by them. The
    loss holds one tile of logits at a time.
-5. `optimizers` takes the step and refuses gradients that are not finite. `logit_scale` clamps the logit scale.
-6. `metrics` reports the step; `stop` checks whether a signal has asked the run to stop.
+5. `optimizers` takes the step and refuses gradients that are not finite; `loss_watch` counts such steps and reports
+   loss spikes. `logit_scale` clamps the logit scale. `weight_average` adds the weights to their moving average.
+6. `metrics` reports the step, in the log and through `curves`. `stop` checks whether a signal has asked the run to
+   stop.
+
+Between steps `saving` writes checkpoints, and `best_checkpoint` records the one with the best scores. Two threads watch
+the run: `watchdog` ends it if it hangs, with the `stacks` of all threads, and `launcher` if its launcher is gone.
 
 Tools use `saved_model`, which loads an export or a checkpoint with its transform and tokenizer, and
 `machine_rates`, which measures this machine for the planner.

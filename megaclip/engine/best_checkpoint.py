@@ -7,12 +7,13 @@ the run's folder. `checkpoint.store.save` keeps the checkpoint that it names, wh
 
 import contextlib
 import math
+import shlex
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from megaclip.checkpoint.durable import write_atomically
-from megaclip.checkpoint.search import run_of, step_of, tag_of
+from megaclip.checkpoint.search import TAG_PATTERN, run_of, step_of, tag_of
 from megaclip.config import TrainArguments
 from megaclip.logging import get_logger
 
@@ -38,7 +39,7 @@ class _Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    checkpoint: str = Field(pattern=r"^step_\d{8,}$")
+    checkpoint: str = Field(pattern=f"^{TAG_PATTERN}$")
     """Name of the checkpoint, such as "step_00000100"."""
     main_score: str
     """Name of the score that ranks checkpoints."""
@@ -126,7 +127,7 @@ class BestCheckpoint:
                 self._record.checkpoint,
                 self._record.main_score,
                 self._record.value,
-                self._folder,
+                shlex.quote(str(self._folder)),
                 self._record.checkpoint,
                 " --ema" * self._record.data.eval_ema,
             )

@@ -2,11 +2,8 @@
 
 import contextlib
 import functools
-import os
-import time
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -18,7 +15,6 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
 from pydantic import ValidationError
 from torch.utils.checkpoint import checkpoint
-from torch.utils.cpp_extension import get_default_build_root
 
 from megaclip.checkpoint.open_clip_weights import copy_weights, pretrained_weights
 from megaclip.checkpoint.reshard import write_masters
@@ -32,15 +28,14 @@ from megaclip.engine.deepspeed_update import group_kernels
 from megaclip.engine.optimizers import guard_gradients, step_without_history, timm_optimizer
 from megaclip.engine.parameter_groups import parameter_groups
 from megaclip.errors import ConfigError, config_error
-from megaclip.logging import get_logger
+from megaclip.hosts.op_builds import delete_abandoned_locks
+from megaclip.logging import get_logger, local_rank_from_environment
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model
 from megaclip.models.layers import require_apex, whole_shape
 from megaclip.ops.tiles import require_implementation
 
 logger = get_logger(__name__)
 
-_OLD_LOCK_S = 60.0
-"""Age in seconds from which the lock file of a compilation is reported. Loading a compiled op takes less than one."""
 _MANY_CHUNKS = 32
 """Number of chunks above which the rounding errors of a bfloat16 sum (2^-9 each, random) exceed those of its terms."""
 
@@ -55,26 +50,25 @@ def build_engine(
 ) -> DeepSpeedEngine:
     """Build the model (partitioned at ZeRO-3), load pretrained weights and start DeepSpeed's engine.
 
-    Every rank calls it with the same arguments, after the process group exists. compiles: torch.compile runs the towers
-    (`MemoryPlan.compiles`). recomputes: they recompute selectively (`MemoryPlan.recomputes`).
+    Every rank calls it with the same arguments, after the process group exists.
+
+    Args:
+        compiles: torch.compile runs the towers (`MemoryPlan.compiles`).
+        recomputes: compiled towers compute some activations again in the backward pass (`MemoryPlan.recomputes`).
 
     Raises:
         ConfigError: DeepSpeed refuses the configuration or cannot run it on this machine.
         CheckpointError: the pretrained weights cannot be read or do not fit.
     """
     with raise_on_all_ranks():
-        _check_offload_to_disk(config)
-        _check_quantized_collectives(config)
-        if config.megaclip.layer_norm == "apex":
-            require_apex()
-        device = torch.device(get_accelerator().device_name())
-        dtype = torch.bfloat16 if config.bf16 else torch.float32
-        require_implementation(config.megaclip.implementation, device, dtype, "megaclip.implementation")
-    _warn_of_locks()
+        _check_machine(config)
+        if local_rank_from_environment() == 0:
+            delete_abandoned_locks()
     torch.manual_seed(arguments.seed)
     parallel = parallel_groups(config.megaclip.tensor_parallel_size)
+    batch_plan = config.batch_plan(dist.get_world_size())
     model = _construct(config, arguments, model_config, parallel)
-    if model.statistics(model.visual) and config.batch_plan(dist.get_world_size()).micro_batch == 1:
+    if model.statistics(model.visual) and batch_plan.micro_batch == 1:
         raise ConfigError(
             "train_micro_batch_size_per_gpu 1 cannot be used with the batch norms of this image tower, which normalise "
             "a chunk by its own mean and deviation; use 2 or more"
@@ -87,14 +81,7 @@ def build_engine(
         model.lock_text_tower(arguments.lock_text_unlocked_layers)
     if config.zero_stage == 3:
         _gather_whole_blocks(model)
-    groups = parameter_groups(model, config)
-    optimizer = timm_optimizer(config.optimizer, groups) if config.optimizer.type in TIMM_OPTIMIZERS else None
-    try:
-        engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, model_parameters=groups, config=config.for_deepspeed, mpu=parallel.mpu
-        )
-    except ValidationError as error:
-        raise ConfigError(f"{config.path}: {config_error(error)}") from None
+    engine = _initialize(config, model, parallel)
     write_masters(engine, pretrained)
     del pretrained
     if config.activation_checkpointing:
@@ -109,8 +96,31 @@ def build_engine(
             "refuses an update whose gradient norm is infinite or NaN without it"
         )
     _describe(engine, config, model, compiled)
-    batch_plan = config.batch_plan(dist.get_world_size())
     _warn_of_bf16_accumulation(config, max(batch_plan.accumulation, batch_plan.text_chunks))
+    return engine
+
+
+def _check_machine(config: TrainingConfig) -> None:
+    """Raise ConfigError if a setting requires a device or a package that this rank does not have."""
+    _check_offload_to_disk(config)
+    _check_quantized_collectives(config)
+    if config.megaclip.layer_norm == "apex":
+        require_apex()
+    device = torch.device(get_accelerator().device_name())
+    dtype = torch.bfloat16 if config.bf16 else torch.float32
+    require_implementation(config.megaclip.implementation, device, dtype, "megaclip.implementation")
+
+
+def _initialize(config: TrainingConfig, model: DualEncoder, parallel: Parallelism) -> DeepSpeedEngine:
+    """Return DeepSpeed's engine around the model, with the optimizer of ds_config.json."""
+    groups = parameter_groups(model, config)
+    optimizer = timm_optimizer(config.optimizer, groups) if config.optimizer.type in TIMM_OPTIMIZERS else None
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, model_parameters=groups, config=config.for_deepspeed, mpu=parallel.mpu
+        )
+    except ValidationError as error:
+        raise ConfigError(f"{config.path}: {config_error(error)}") from None
     return engine
 
 
@@ -161,20 +171,6 @@ def _pretrained_weights(model: DualEncoder, arguments: TrainArguments) -> dict[s
             weights |= of_tower
             logger.info("%s", line)
     return weights
-
-
-def _warn_of_locks() -> None:
-    """Warn of lock files left by runs that were killed while compiling: PyTorch waits for them for ever, silently."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
-        with contextlib.suppress(FileNotFoundError):  # released just now
-            age_s = time.time() - lock.stat().st_mtime
-            if age_s > _OLD_LOCK_S and os.environ.get("LOCAL_RANK", "0") == "0":
-                logger.warning(
-                    "%s is %d minutes old and may block this run for ever; delete it unless another run is compiling",
-                    lock,
-                    age_s / 60,
-                )
 
 
 def _gather_whole_blocks(model: DualEncoder) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from megaclip.comm.groups import RankGroup
 from megaclip.logging import get_logger
 from megaclip.models import OpenClipText, TextConfig
-from megaclip.models.packing import Pieces
+from megaclip.models.packing import Pieces, joined
 from megaclip.models.text import caption_lengths, cut_lengths, reason_not_to_cut
 from megaclip.planner.rules import cuts_captions, piece_rows
 
@@ -40,7 +40,13 @@ class CaptionChunks:
     tokens: Tensor
     """Token ids (b, L) of any integer type, in the order of the batch."""
     pieces: list[Pieces]
-    """Pieces of each chunk, (n,), whose lengths never rise."""
+    """Pieces of each chunk, (n,), whose lengths fall."""
+    packed: bool = False
+    """Whether the first chunk is encoded piece by piece, also if it is one piece.
+
+    It is the same on all ranks: other code would give the gradients of its parameters in another order, and DeepSpeed
+    adds up the ranks' gradients in the order in which they become ready.
+    """
     order: Tensor | None = None
     """Row of the batch at each place of the chunks, (b,) int64. None: the chunks are in the order of the batch."""
     mean_tokens: float | None = None
@@ -62,12 +68,12 @@ class CaptionChunks:
         own = caption_lengths(tokens, config)
         rows = [piece_rows(len(tokens) // count, chunk, count, config, tensor.size) for chunk in range(count)]
         counts = list(itertools.chain.from_iterable(rows))
-        order = None if len(counts) == 1 else own.argsort(descending=True, stable=True)
-        longest = own if order is None else own[order]
-        lengths = cut_lengths([int(part.max()) for part in longest.split(counts)], config, tensor)
+        order = own.argsort(descending=True, stable=True)
+        lengths = cut_lengths([int(part.max()) for part in own[order].split(counts)], config, tensor)
         pieces = iter(zip(counts, lengths, strict=True))
-        by_chunk = [tuple(itertools.islice(pieces, len(of_chunk))) for of_chunk in rows]
-        return cls(tokens, by_chunk, order, float(own.double().mean()))
+        by_chunk = [joined(tuple(itertools.islice(pieces, len(of_chunk)))) for of_chunk in rows]
+        mean_tokens = float(own.double().mean())
+        return cls(tokens, by_chunk, len(rows[0]) > 1, order if len(set(lengths)) > 1 else None, mean_tokens)
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield the tokens of each chunk, (b / n, L') with the length L' of its first piece."""
@@ -77,9 +83,8 @@ class CaptionChunks:
             yield tokens[start:end] if self.order is None else tokens.index_select(0, self.order[start:end])
 
     def pieces_of(self, chunk: int) -> Pieces | None:
-        """Return the pieces of a chunk; None if it is not divided."""
-        pieces = self.pieces[chunk]
-        return pieces if len(pieces) > 1 else None
+        """Return the pieces of a chunk; None if it is not packed."""
+        return self.pieces[chunk] if self.packed and chunk == 0 else None
 
     @property
     def saved_share(self) -> float:

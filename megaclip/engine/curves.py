@@ -1,4 +1,4 @@
-"""Write scalars and pictures to TensorBoard and to DeepSpeed's monitors. a run continues if they cannot be written."""
+"""Write scalars and pictures to TensorBoard and to DeepSpeed's monitors. A run continues if they cannot be written."""
 
 import threading
 from pathlib import Path
@@ -34,7 +34,7 @@ class Curves:
         try:
             self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
         except OSError as error:
-            self._go_on_without_tensorboard(error)
+            self._continue_without_tensorboard(error)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """Write scalars by name."""
@@ -66,9 +66,9 @@ class Curves:
         try:
             action(self._writer)
         except OSError as error:
-            self._go_on_without_tensorboard(error)
+            self._continue_without_tensorboard(error)
 
-    def _go_on_without_tensorboard(self, error: OSError) -> None:
+    def _continue_without_tensorboard(self, error: OSError) -> None:
         self._writer = None
         logger.warning(
             "TensorBoard's files in %s cannot be written (%s); the run continues without curves: free space, or fix "

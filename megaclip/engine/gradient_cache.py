@@ -177,26 +177,18 @@ class _Passes:
         is_trained = [tower in self._trained for tower in Tower]
         self._kept = kept or kept_graphs(0, chunks, is_trained)
         self._graphs: dict[_Pass, _Graph] = {}
-        # A text tower that is not trained keeps no graph, so it runs first, unless it has to wait for several chunks of
-        # images (`StepBatch.chunks`). The graphs of the text tower, which are smaller, are the first to be
-        # back-propagated.
-        text_first = Tower.TEXT not in self._trained and chunks[Tower.IMAGE] == 1
-        one_by_one = [(tower,) for tower in sorted(Tower, reverse=text_first)]
-        together = encodes_together(chunks, is_trained)
-        self._forward_order: list[tuple[Tower, ...]] = [tuple(Tower)] if together else [*one_by_one]
+        self._forward_order = _forward_order(chunks, is_trained)
         self._trained_order = [towers for towers in self._forward_order if towers[0] in self._trained]
-        self._backward_order = [
-            *(
-                _Pass(towers, index)
-                for towers in reversed(self._trained_order)
-                for index in range(self._kept[towers[0]])
-            ),
-            *(
-                _Pass(towers, index)
-                for towers in self._trained_order
-                for index in range(self._kept[towers[0]], batch.chunk_count(towers[0]))
-            ),
+        # The graphs of the text tower, which are smaller, are the first to be back-propagated.
+        self._kept_passes = [
+            _Pass(towers, index) for towers in reversed(self._trained_order) for index in range(self._kept[towers[0]])
         ]
+        self._repeated_passes = [
+            _Pass(towers, index)
+            for towers in self._trained_order
+            for index in range(self._kept[towers[0]], chunks[towers[0]])
+        ]
+        self._backward_order = self._kept_passes + self._repeated_passes
         self._with_other_tower = self._passes_with_both_towers(coalesce)
 
     @property
@@ -207,7 +199,7 @@ class _Passes:
     @property
     def read_again(self) -> bool:
         """True if some chunks are read for the second time, on every rank."""
-        return len(self._backward_order) > sum(self._kept[towers[0]] for towers in self._trained_order)
+        return bool(self._repeated_passes)
 
     def _passes_with_both_towers(self, coalesce: bool) -> set[_Pass]:
         """Return the passes over one tower in which the other takes part, with one blank row and a gradient of zero.
@@ -227,12 +219,12 @@ class _Passes:
         features: dict[Tower, Tensor] = {}
         for towers in self._forward_order:
             for index, inputs in enumerate(self._inputs(towers, again=False)):
-                encoded, keeps = _Pass(towers, index), index < self._kept[towers[0]]
-                outputs = self._forward(encoded, inputs, with_graph=keeps)
+                this_pass, keeps = _Pass(towers, index), index < self._kept[towers[0]]
+                outputs = self._forward(this_pass, inputs, with_graph=keeps)
                 for tower in towers:
                     self._store(features, tower, index, outputs[tower])
                 if keeps:
-                    self._graphs[encoded] = _Graph(outputs, _gradients_to_come(self._engine.module))
+                    self._graphs[this_pass] = _Graph(outputs, _gradients_to_come(self._engine.module))
         return features
 
     def back_propagate(self, cached: _Cached, sums: "_GradientSums | None") -> None:
@@ -243,11 +235,13 @@ class _Passes:
         if not self._trained:
             self._backward(self._engine(None, None), {}, cached.scalars)
             return
-        for encoded, outputs in self._outputs():
-            is_last = encoded == self._backward_order[-1]
+        for this_pass, outputs in self._outputs():
+            is_last = this_pass == self._backward_order[-1]
             # Times zero, not left out: ZeRO expects the same parameters to take part in every backward pass.
             scalars = cached.scalars if is_last else [0 * gradient for gradient in cached.scalars]
-            gradients = {tower: cached.features[tower][self._rows(tower, encoded.chunk)] for tower in encoded.towers}
+            gradients = {
+                tower: cached.features[tower][self._rows(tower, this_pass.chunk)] for tower in this_pass.towers
+            }
             self._backward(outputs, gradients, scalars, is_last=is_last)
             del outputs  # frees what is left of their graph before the next one
             if sums is not None:
@@ -257,12 +251,12 @@ class _Passes:
 
     def _outputs(self) -> Iterator[tuple[_Pass, _Outputs]]:
         """Yield each pass of the backward order with the outputs of its graph."""
-        for encoded in self._backward_order[: len(self._graphs)]:
-            yield encoded, self._resumed(self._graphs.pop(encoded))
+        for this_pass in self._kept_passes:
+            yield this_pass, self._resumed(self._graphs.pop(this_pass))
         for towers in self._trained_order:
             for index, inputs in enumerate(self._inputs(towers, again=True), start=self._kept[towers[0]]):
-                encoded = _Pass(towers, index)
-                yield encoded, self._forward(encoded, inputs, with_graph=True)
+                this_pass = _Pass(towers, index)
+                yield this_pass, self._forward(this_pass, inputs, with_graph=True)
 
     def _resumed(self, graph: _Graph) -> _Outputs:
         """Return the graph's outputs, and put DeepSpeed's counts into the state after the graph's own forward pass.
@@ -309,20 +303,20 @@ class _Passes:
         read_once = self._kept[towers[0]] if towers[0] in self._trained else self._batch.chunk_count(towers[0])
         return zip(*(self._batch.chunks(tower, read_once=read_once, again=again) for tower in towers), strict=True)
 
-    def _forward(self, encoded: _Pass, inputs: Sequence[Tensor], *, with_graph: bool) -> _Outputs:
+    def _forward(self, this_pass: _Pass, inputs: Sequence[Tensor], *, with_graph: bool) -> _Outputs:
         """Encode chunks with their random numbers.
 
         The model runs the image tower first and then calls `before_text`, so each tower draws the same numbers with
         and without the other. Blank rows do not change running statistics.
         """
         model: DualEncoder = self._engine.module
-        self._random_state.reseed(encoded.towers[0], encoded.chunk)
-        model.before_text = functools.partial(self._random_state.reseed, Tower.TEXT, encoded.chunk)
-        by_tower = dict(zip(encoded.towers, inputs, strict=True))
-        pieces = self._batch.pieces(encoded.chunk) if Tower.TEXT in by_tower else None
+        self._random_state.reseed(this_pass.towers[0], this_pass.chunk)
+        model.before_text = functools.partial(self._random_state.reseed, Tower.TEXT, this_pass.chunk)
+        by_tower = dict(zip(this_pass.towers, inputs, strict=True))
+        pieces = self._batch.pieces(this_pass.chunk) if Tower.TEXT in by_tower else None
         unchanged: list[Tensor] = []
-        if with_graph and encoded in self._with_other_tower:
-            other = Tower(1 - encoded.towers[0])
+        if with_graph and this_pass in self._with_other_tower:
+            other = Tower(1 - this_pass.towers[0])
             by_tower[other] = model.blank(self._batch.blank(other))
             unchanged = model.statistics((model.visual, model.text)[other])
         try:
@@ -344,13 +338,25 @@ class _Passes:
         return slice(index * count, (index + 1) * count)
 
 
+def _forward_order(chunks: Sequence[int], is_trained: Sequence[bool]) -> list[tuple[Tower, ...]]:
+    """Return the towers in the order in which they encode the batch: both at once, or one after the other.
+
+    A text tower that is not trained keeps no graph, so it runs first, unless it has to wait for several chunks of
+    images (`StepBatch.chunks`).
+    """
+    if encodes_together(chunks, is_trained):
+        return [tuple(Tower)]
+    text_first = not is_trained[Tower.TEXT] and chunks[Tower.IMAGE] == 1
+    return [(tower,) for tower in sorted(Tower, reverse=text_first)]
+
+
 @contextmanager
 def statistics_undone_on_failure(model: DualEncoder) -> Iterator[None]:
     """Give the model's running statistics their values back if the body of the `with` statement, a step, raises.
 
     The forward passes change them before a step is known to be good.
     """
-    with _restored(_running_statistics(model), always=False):
+    with _restored(_running_statistics(model), only_on_failure=True):
         yield
 
 
@@ -359,10 +365,10 @@ def _running_statistics(model: DualEncoder) -> list[Tensor]:
 
 
 @contextmanager
-def _restored(statistics: list[Tensor], *, always: bool = True) -> Iterator[None]:
+def _restored(statistics: list[Tensor], *, only_on_failure: bool = False) -> Iterator[None]:
     """Give running statistics the values back that they had before the body of the `with` statement.
 
-    always: False for only if the body raises.
+    only_on_failure: do so only if the body raises.
     """
     before = [values.clone() for values in statistics]
     failed = True
@@ -370,7 +376,7 @@ def _restored(statistics: list[Tensor], *, always: bool = True) -> Iterator[None
         yield
         failed = False
     finally:
-        if always or failed:
+        if failed or not only_on_failure:
             for values, kept in zip(statistics, before, strict=True):
                 values.data.copy_(kept)  # data, because graphs that are kept hold them, and nothing reads them there
 

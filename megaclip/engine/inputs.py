@@ -93,11 +93,6 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     check_vocabulary(chosen, model_config)
     model_config = model_config.replace(text_cfg=text_settings(chosen, model_config))
     _check_cut(arguments, config.megaclip, model_config)
-    if arguments.eval_ema and config.megaclip.ema_decay is None:
-        raise ConfigError(
-            "--eval-ema evaluates the moving average of the weights, and megaclip.ema_decay is not set; set it, or "
-            "leave out --eval-ema"
-        )
     preprocess = _preprocess(arguments, image_card)
     if cards := dict.fromkeys(str(used.path) for used in (text_card, image_card) if used is not None):
         settings = ", ".join(f"{name} {value}" for name, value in preprocess.items())
@@ -158,6 +153,16 @@ def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_c
             f"--logit-scale-max has no effect with megaclip.loss {section.loss!r}; set "
             "megaclip.fastclip.temperature_min instead, which bounds its temperature"
         )
+    if arguments.eval_ema and section.ema_decay is None:
+        raise ConfigError(
+            "--eval-ema evaluates the moving average of the weights, and megaclip.ema_decay is not set; set it, or "
+            "leave out --eval-ema"
+        )
+    _check_data_offload_dir(arguments, section)
+
+
+def _check_data_offload_dir(arguments: TrainArguments, section: MegaclipSection) -> None:
+    """Raise for a --data-offload-dir that has no effect or does not exist."""
     if arguments.data_offload_dir is None:
         return
     if section.data_offload in ("cpu", "reread"):

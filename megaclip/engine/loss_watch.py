@@ -56,7 +56,7 @@ class SkippedSteps:
 
 
 class LossLevel:
-    """The running level of the loss: the median of the last 100 finite losses, and their spread around it."""
+    """The running level of the loss: the median of the last `_WINDOW` finite losses, and their spread around it."""
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=_WINDOW)
@@ -65,7 +65,7 @@ class LossLevel:
     def spike(self, step: int, loss: float) -> float | None:
         """Return how far the loss is above its level in standard deviations if that is a spike, else None.
 
-        The first step of a spike is logged. A spike is a finite loss that is 10 standard deviations above the level.
+        A spike is a finite loss more than `_SPIKE` standard deviations above the level. Its first step is logged.
         """
         if not math.isfinite(loss):
             return None

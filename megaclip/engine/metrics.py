@@ -84,16 +84,15 @@ class Metrics:
             log_every: period of log lines in steps.
             monitor: DeepSpeed's MonitorMaster, or None.
         """
-        self._first_rank = first_rank
         self._global_batch = global_batch
         self._log_every = log_every
         self._total_steps = total_steps
         self._curves = Curves(folder / "tensorboard", start_step, monitor) if first_rank else None
-        on_terminal = first_rank and sys.stderr.isatty()
+        """None on the ranks that do not report."""
+        self._shows_bar = first_rank and sys.stderr.isatty()
         self._bar = tqdm(
-            total=total_steps, initial=start_step, unit="step", disable=not on_terminal, dynamic_ncols=True
+            total=total_steps, initial=start_step, unit="step", disable=not self._shows_bar, dynamic_ncols=True
         )
-        self._shows_bar = on_terminal
         self._on_exit = ExitStack()
         self._training_s = 0.0
         self._steps = 0
@@ -111,7 +110,7 @@ class Metrics:
     ) -> None:
         self._bar.close()
         self._on_exit.close()
-        if self._curves:
+        if self._curves is not None:
             self._curves.close()
 
     def progress(self, batches: Iterable[T], description: str) -> Iterable[T]:
@@ -133,7 +132,7 @@ class Metrics:
         self._training_s += now - self._step_ends[-1]
         self._steps += 1
         self._step_ends.append(now)
-        if not self._first_rank:
+        if self._curves is None:
             return
         recent_s = (now - self._step_ends[0]) / (len(self._step_ends) - 1)
         samples_per_s = self._global_batch / recent_s
@@ -156,9 +155,9 @@ class Metrics:
                 left = f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
                 logger.info("step %d/%d %s, %s left", step, self._total_steps, text, left)
             scalars = {**asdict(metrics), "loss_spike": None, "samples_per_s": samples_per_s, "peak_mib": peak_mib}
-            self._write(step, {f"train/{name}": value for name, value in scalars.items() if value is not None})
+            self._curves.write(step, {f"train/{name}": value for name, value in scalars.items() if value is not None})
         if metrics.loss_spike is not None:
-            self._write(step, {"train/loss_spike": metrics.loss_spike})
+            self._curves.write(step, {"train/loss_spike": metrics.loss_spike})
 
     def _is_log_overdue(self, now: float) -> bool:
         return self._last_logged_at is None or now - self._last_logged_at >= LONGEST_LOG_INTERVAL_S
@@ -181,33 +180,27 @@ class Metrics:
             left_out: number of bad samples that the evaluation left out, by kind.
             of_average: the weights were their moving average.
         """
-        if not self._first_rank:
+        if self._curves is None:
             return
         what = "evaluation of the moving average" if of_average else "evaluation"
         shown = ", ".join(f"{key} {value:.4f}" for key, value in scores.items())
         logger.info("%s at step %d: %s", what, step, shown)
         if left_out:
             logger.warning("bad samples left out of the evaluation: %s", _listed(left_out))
-        self._write(step, {f"evaluation/{name}": value for name, value in scores.items()})
-        assert self._curves is not None
+        self._curves.write(step, {f"evaluation/{name}": value for name, value in scores.items()})
         self._curves.write_pictures(step, {f"evaluation/{name}": picture for name, picture in pictures.items()})
         self._curves.flush()
 
     def record_bad_samples(self, step: int, counts: dict[str, int]) -> None:
         """Report the number of bad samples that all ranks have replaced since the process started, by kind."""
-        if not self._first_rank:
+        if self._curves is None:
             return
         total = sum(counts.values())
         if total > self._bad_samples:
             logger.warning("bad samples replaced until step %d: %s", step, _listed(counts))
         self._bad_samples = total
-        self._write(step, {"train/bad_samples": total})
-        assert self._curves is not None
+        self._curves.write(step, {"train/bad_samples": total})
         self._curves.flush()  # this follows a checkpoint, and a run that resumes from it needs the history before it
-
-    def _write(self, step: int, scalars: dict[str, float]) -> None:
-        assert self._curves is not None
-        self._curves.write(step, scalars)
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -42,7 +42,7 @@ from megaclip.planner.constants import MEASURED_MARGIN
 from megaclip.planner.memory import format_bytes, loader_bytes, store_bytes, with_kept_graphs
 from megaclip.planner.phases import graph_bytes
 from megaclip.planner.report import graphs_text, summary
-from megaclip.planner.rules import graphs_that_fit
+from megaclip.planner.rules import check_recomputation, graphs_that_fit
 from megaclip.planner.workload import EvaluationSets, nvme_paths
 
 logger = get_logger(__name__)
@@ -55,7 +55,7 @@ states at the end of the first step."""
 
 
 def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
-    """Plan the run and log the plan; with --no-plan do not check it.
+    """Plan the run, log the plan and, without --no-plan, check that it fits; return the plan.
 
     Every rank calls it, after the process group exists and before the model is built.
 
@@ -80,35 +80,46 @@ def plan_run(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
 
 
 def _plan(arguments: TrainArguments, inputs: Inputs) -> tuple[MemoryPlan, Workload, Cluster]:
-    workload = workload_of(arguments, inputs, dist.get_world_size())
+    """Return the plan of the run, the workload that all ranks have agreed on, and this machine; log the decisions."""
+    requested = workload_of(arguments, inputs, dist.get_world_size())
     folder = Path(arguments.data_offload_dir or arguments.logs)
-    cluster = this_machine(dist.get_world_size(), folder, nvme_paths(workload.zero))
-    section = workload.megaclip
-    setting = section.keep_graphs
-    plan = plan_memory(workload, cluster)
-    with raise_on_all_ranks():
-        if section.selective_recompute is True and not plan.compiles:
-            raise ConfigError(
-                "megaclip.selective_recompute true requires torch.compile, which this run does not use; set "
-                'megaclip.compile to true, or selective_recompute to "auto"'
-            )
-    if True in gather_objects(plan.recomputes) and not plan.recomputes:  # another GPU has less memory
-        workload = workload.with_megaclip(selective_recompute=True)
-        plan = plan_memory(workload, cluster)
-    workload = workload.with_megaclip(selective_recompute=plan.recomputes)
-    may_keep, number = plan.graph_bytes, _least(sum(plan.workload.kept))
-    if number < sum(plan.workload.kept):  # another GPU has less memory, and all ranks keep the same graphs
-        workload = workload.with_megaclip(keep_graphs=number)
-        plan = plan_memory(workload, cluster)
-    places = gather_objects(plan.image_place.name)
-    if "disk" in places and plan.image_place.name == "cpu":  # hosts differ, and all ranks use the same place
-        workload = workload.with_megaclip(data_offload="disk")
-        plan = plan_memory(workload, cluster)
-    plan = replace(plan, graph_bytes=may_keep)
-    logger.info("%s: %s", graphs_text(plan.workload), _reason_for_graphs(plan, setting, cluster))
+    cluster = this_machine(dist.get_world_size(), folder, nvme_paths(requested.zero))
+    plan, workload = _agree(requested, cluster)
+    reason = _reason_for_graphs(plan, requested.megaclip.keep_graphs, cluster)
+    logger.info("%s: %s", graphs_text(plan.workload), reason)
     _log_places(plan, workload, cluster, folder)
     _log_compilation(plan, workload, cluster)
     return plan, workload, cluster
+
+
+def _agree(workload: Workload, cluster: Cluster) -> tuple[MemoryPlan, Workload]:
+    """Return a plan with the same decisions on every rank, and the workload with the settings that lead to it.
+
+    GPUs and hosts may have different amounts of free memory, so that their own plans differ. All ranks then follow the
+    plan that needs the least memory: they recompute if one of them does, keep the fewest graphs, and keep images on
+    disk if one of them does.
+
+    Raises:
+        ConfigError: on every rank, if selective_recompute cannot be used.
+    """
+    plan = plan_memory(workload, cluster)
+    with raise_on_all_ranks():
+        check_recomputation(workload.megaclip.selective_recompute, compiles=plan.compiles)
+    any_rank_recomputes = True in gather_objects(plan.recomputes)
+    if any_rank_recomputes and not plan.recomputes:
+        plan = plan_memory(workload.with_megaclip(selective_recompute=True), cluster)
+    workload = workload.with_megaclip(selective_recompute=plan.recomputes)
+    own_graph_bytes, own_graphs = plan.graph_bytes, sum(plan.workload.kept)
+    fewest_graphs = _least(own_graphs)
+    if fewest_graphs < own_graphs:
+        workload = workload.with_megaclip(keep_graphs=fewest_graphs)
+        plan = plan_memory(workload, cluster)
+    any_rank_uses_disk = "disk" in gather_objects(plan.image_place.name)
+    if any_rank_uses_disk and plan.image_place.name == "cpu":
+        workload = workload.with_megaclip(data_offload="disk")
+        plan = plan_memory(workload, cluster)
+    # `keep_more_graphs` may keep more later; the plan of a fixed number of graphs has no sizes of further ones.
+    return replace(plan, graph_bytes=own_graph_bytes), workload
 
 
 def keep_more_graphs(plan: MemoryPlan) -> MemoryPlan:
@@ -121,9 +132,8 @@ def keep_more_graphs(plan: MemoryPlan) -> MemoryPlan:
         return plan
     free, total = torch.cuda.mem_get_info()
     free -= torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()  # free at the peak
-    longer_captions = (
-        plan.workload.kept.text * graph_bytes(plan.workload)[1]
-    )  # that kept graphs may have in other steps
+    # The captions of other steps may be longer, and their kept graphs larger.
+    longer_captions = plan.workload.kept.text * graph_bytes(plan.workload)[1]
     number = _least(graphs_that_fit(kept, plan.graph_bytes, free - longer_captions - MEASURED_MARGIN * total))
     if number > kept:
         plan = with_kept_graphs(plan, number)

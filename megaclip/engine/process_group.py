@@ -9,6 +9,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megaclip.comm.collectives import wait_for_all_ranks
 from megaclip.comm.groups import init_distributed
+from megaclip.logging import local_rank_from_environment
 
 
 def start_process_group() -> None:
@@ -20,7 +21,7 @@ def start_process_group() -> None:
         os.environ.setdefault(name, value)
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
-        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+        accelerator.set_device(local_rank_from_environment())
     if accelerator.device_name() == "cuda":
         # DeepSpeed would choose 9.0a on Hopper GPUs, for which its ops do not compile.
         major, minor = torch.cuda.get_device_capability()

@@ -122,7 +122,7 @@ def resume(
         store.load(engine, *found)
     else:
         shape = "{world_size} ranks at ZeRO-{zero_stage} in {precision}, tensor-parallel size {tensor_parallel_size}"
-        was, now = (shape.format(**run) for run in (state, identity))
+        was, now = (shape.format(**properties) for properties in (state, identity))
         logger.info("dividing a checkpoint of %s among %s", was, now)
         load_resharded(engine, found[0] / found[1])
     with raise_on_all_ranks():
@@ -153,7 +153,8 @@ def _find_checkpoint(wanted: str | None, checkpoints: Path) -> tuple[Path, str] 
     """
     if wanted is None:
         return None
-    folder, tags = checkpoints, list[str]()
+    folder = checkpoints
+    tags: list[str] = []
     with raise_on_all_ranks():
         if wanted == "auto":
             tags = search.candidates(checkpoints)
@@ -181,7 +182,7 @@ def _newest_whole(folder: Path, tags: list[str]) -> tuple[Path, str] | None:
         return None
     raise CheckpointError(
         f"{str(folder)!r} holds no whole checkpoint of this run up to the latest ({first_problem}); restore it from a "
-        f"copy, give --resume the folder of another one (run  megaclip check {folder}  to list them), or choose "
+        f"copy, give --resume the folder of another one ({search.how_to_list(folder)}), or choose "
         "another --name to start from the beginning"
     )
 

@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import os
+import shlex
 import signal
 import tempfile
 import time
@@ -34,6 +35,7 @@ from megaclip.engine.best_checkpoint import BestCheckpoint
 from megaclip.engine.build import build_engine
 from megaclip.engine.changed_settings import report_changed_settings
 from megaclip.engine.compilation import report_compilation
+from megaclip.engine.equal_inputs import require_equal_inputs
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients, statistics_undone_on_failure
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.launcher import end_with_launcher
@@ -53,15 +55,16 @@ from megaclip.engine.step_store import StepStore, open_step_store
 from megaclip.engine.stop import StopSignals
 from megaclip.engine.watchdog import Watchdog
 from megaclip.engine.weight_average import WeightAverage
-from megaclip.errors import ConfigError, DataError, MegaclipError, NonFiniteError
+from megaclip.errors import DataError, MegaclipError, NonFiniteError
 from megaclip.evaluation import (
     CaptionGroups,
+    Evaluation,
     ModelEncoder,
     evaluate_datasets,
     example_pictures,
     group_captions,
 )
-from megaclip.logging import get_logger
+from megaclip.logging import get_logger, local_rank_from_environment
 from megaclip.models.config import CARD_NAME
 from megaclip.planner import MemoryPlan
 
@@ -86,7 +89,7 @@ def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
         arguments = parse_arguments(argv)
         exit_code = train(arguments)
     except MegaclipError as error:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        if local_rank_from_environment() == 0:
             logger.error("%s", error)
         elif other_ranks_delay_s is not None:
             time.sleep(other_ranks_delay_s)
@@ -109,9 +112,8 @@ def train(arguments: TrainArguments) -> int:
         MegaclipError: on every rank, for any problem that the user can solve.
     """
     inputs = read_inputs(arguments)
-    if arguments.resume == "auto" and arguments.name is None:
-        raise ConfigError("--resume auto requires --name; set it to the name of the run to resume")
     start_process_group()
+    require_equal_inputs(arguments, inputs)
     batch_plan = inputs.config.batch_plan(dist.get_world_size())
     check_batch(batch_plan.global_batch, inputs.train.order(seed=arguments.seed))
     memory_plan = check_fit(arguments, inputs)
@@ -205,27 +207,34 @@ class Run:
             self.average.loaded(self.step)
 
     def write_description(self) -> None:
-        """Write the model card and the tokenizer, which an export copies, and settings.json, on the first rank.
+        """Write the model card, the tokenizer and settings.json on the first rank.
 
-        The record of the best checkpoint is read or, if it does not apply, deleted.
+        The record of the best checkpoint is read or, if it does not apply to this run, deleted.
         """
         with report_write_errors():
             if self.rank == 0:
-                card = self.checkpoints / MODEL_CARD
-                card.mkdir(exist_ok=True)
-                inputs = self.inputs
-                with tempfile.TemporaryDirectory() as written:
-                    inputs.tokenizer.write_open_clip(written)
-                    names = [CARD_NAME, *os.listdir(written), *(file.name for file in inputs.tokenizer.files)]
-                remove_earlier_files(card, kept=names)
-                inputs.tokenizer.write_open_clip(card)
-                write_model_card(card, inputs.model_config, inputs.preprocess_cfg, inputs.tokenizer.files)
-                manifest.write(card)
-                settings = self._settings()
-                if self.step > 0:
-                    report_changed_settings(self._resumed_folder() / "settings.json", settings)
-                write_atomically(self.folder / "settings.json", json.dumps(settings, indent=1))
+                self._write_model_folder()
+                self._write_settings()
                 self.best.resume(self.step, self.run_id)
+
+    def _write_model_folder(self) -> None:
+        """Write the model card and the tokenizer, which an export copies."""
+        card, inputs = self.checkpoints / MODEL_CARD, self.inputs
+        card.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory() as written:
+            inputs.tokenizer.write_open_clip(written)
+            names = [CARD_NAME, *os.listdir(written), *(file.name for file in inputs.tokenizer.files)]
+        remove_earlier_files(card, kept=names)
+        inputs.tokenizer.write_open_clip(card)
+        write_model_card(card, inputs.model_config, inputs.preprocess_cfg, inputs.tokenizer.files)
+        manifest.write(card)
+
+    def _write_settings(self) -> None:
+        """Write settings.json; log the settings that a resumed run has changed."""
+        settings = self._settings()
+        if self.step > 0:
+            report_changed_settings(self._resumed_folder() / "settings.json", settings)
+        write_atomically(self.folder / "settings.json", json.dumps(settings, indent=1))
 
     def _settings(self) -> dict[str, Any]:
         """Return the command line and ds_config.json, in JSON types."""
@@ -252,6 +261,29 @@ class Run:
         with report_write_errors():
             if self.rank == 0:
                 self._summary.unlink(missing_ok=True)  # of a shorter run, or of the branch that a run has left
+        self._log_batch()
+        self.saves.training_starts()
+        with StopSignals() as signals, self.watchdog, self._open_metrics() as metrics, self.open_data() as batch:
+            try:
+                stop_signal = self._train_steps(batch, metrics, signals)
+            except DataError as error:  # on every rank, and before an update, so the last step is complete
+                stop_signal = signals.received_by_any_rank()  # a launcher that stops a run ends its data workers too
+                self._save_before_failing(error)
+                if stop_signal is None:
+                    raise
+            except MegaclipError:  # on every rank
+                with self.watchdog.phase("a checkpoint"):
+                    self.saves.finish_before_failing()
+                raise
+            if stop_signal is None:
+                with report_write_errors(has_trained=True):
+                    if self.rank == 0:
+                        self._write_summary(metrics)
+            self._log_end(stop_signal)
+        return stop_signal
+
+    def _log_batch(self) -> None:
+        """Log the steps of this process and how the contrastive batch is divided."""
         logger.info(
             "training steps %d to %d of %d: contrastive batch %d = %d ranks x %d image chunks of %d or %d text chunks "
             "of %d, %d samples an epoch",
@@ -266,35 +298,23 @@ class Run:
             self.batch_plan.text_micro_batch,
             len(self.inputs.train),
         )
-        self.saves.training_starts()
-        with StopSignals() as signals, self.watchdog, self._open_metrics() as metrics, self.open_data() as batch:
-            try:
-                stop_signal = self._train_steps(batch, metrics, signals)
-            except DataError as error:  # on every rank, and before an update, so the last step is complete
-                stop_signal = signals.received_by_any_rank()  # a launcher that stops a run ends its data workers too
-                self._save_before_failing(error)
-                if stop_signal is None:
-                    raise
-            except MegaclipError:  # on every rank
-                with self.watchdog.phase("a checkpoint"):
-                    self.saves.finish_before_failing()
-                raise
-            if stop_signal:
-                flags = f"--name {self.folder.name} --resume auto"
-                logger.info("stopped by %s after step %d; resume with %s", stop_signal.name, self.step, flags)
-            else:
-                with report_write_errors():
-                    if self.rank == 0:
-                        self._write_summary(metrics)
-                logger.info(
-                    "trained to step %d. To export it: megaclip export %s OUT_DIR --verify. To see its curves and "
-                    "pictures: tensorboard --logdir %s",
-                    self.step,
-                    self.folder,
-                    self.folder / "tensorboard",
-                )
-                self.best.report()
-        return stop_signal
+
+    def _log_end(self, stop_signal: signal.Signals | None) -> None:
+        """Log how to resume a run that was stopped, or how to use the model of a run that has trained to its end."""
+        if stop_signal is not None:
+            name = shlex.quote(os.path.relpath(self.folder, self.arguments.logs))
+            flags = f"--name {name} --resume auto"
+            logger.info("stopped by %s after step %d; resume with %s", stop_signal.name, self.step, flags)
+            return
+        logger.info(
+            "trained to step %d. To export it: megaclip export %s OUT_DIR%s --verify. To see its curves and "
+            "pictures: tensorboard --logdir %s",
+            self.step,
+            shlex.quote(str(self.folder)),
+            " --ema" * self.arguments.eval_ema,  # the weights that were evaluated
+            shlex.quote(str(self.folder / "tensorboard")),
+        )
+        self.best.report()
 
     def _train_steps(self, batch: StepStore, metrics: Metrics, signals: StopSignals) -> signal.Signals | None:
         """Run the training loop: step, save and evaluate until the last step or a stop signal."""
@@ -415,9 +435,12 @@ class Run:
         """Evaluate on all ranks, if the command line names evaluation data, and record the scores."""
         if self.inputs.validation is not None or self.inputs.labelled is not None:
             with self.watchdog.phase("an evaluation"):
-                self._record_evaluation(metrics)
+                result, left_out = self._run_evaluation(metrics)
+                self._record_evaluation(metrics, result, left_out)
+                metrics.restart_clock()
 
-    def _record_evaluation(self, metrics: Metrics) -> None:
+    def _run_evaluation(self, metrics: Metrics) -> tuple[Evaluation, dict[str, int]]:
+        """Evaluate the model, or with --eval-ema its moving average; return as `evaluate_datasets` does."""
         inputs = self.inputs
         encode = ModelEncoder(
             self.engine,
@@ -429,7 +452,7 @@ class Run:
         self.engine.eval()
         try:
             with self.average.in_model() if self.arguments.eval_ema else nullcontext():
-                result, left_out = evaluate_datasets(
+                return evaluate_datasets(
                     encode,
                     pairs=inputs.validation,
                     labelled=inputs.labelled,
@@ -442,16 +465,18 @@ class Run:
                 )
         finally:
             self.engine.train()
+
+    def _record_evaluation(self, metrics: Metrics, result: Evaluation, left_out: dict[str, int]) -> None:
+        """Report the scores and pictures of an evaluation, and record whether its checkpoint is the best so far."""
         self.scores = result.metrics
         pictures = {}
-        if self.rank == 0 and result.examples is not None and inputs.validation is not None:
-            pictures = example_pictures(result.examples, inputs.validation)
+        if self.rank == 0 and result.examples is not None and self.inputs.validation is not None:
+            pictures = example_pictures(result.examples, self.inputs.validation)
         metrics.record_evaluation(self.step, result.metrics, pictures, left_out, of_average=self.arguments.eval_ema)
         self.saves.finish()  # a checkpoint counts when it is complete
-        with report_write_errors():
+        with report_write_errors(has_trained=True):
             if self.rank == 0:
                 self.best.evaluated(self.step, result.metrics)
-        metrics.restart_clock()
 
     @cached_property
     def _validation_captions(self) -> CaptionGroups | None:
@@ -475,13 +500,13 @@ class Run:
             self.average.write_log_scale(loss_scale)
         loss_state = self.loss.checkpoint_state()
         target = store.Target(
-            self.checkpoints,
-            self.step,
-            state,
-            self.arguments.keep_last,
-            self.arguments.keep_every_steps,
-            self.run_id,
-            self.best.tag,
+            folder=self.checkpoints,
+            step=self.step,
+            state=state,
+            keep_last=self.arguments.keep_last,
+            keep_every=self.arguments.keep_every_steps,
+            run=self.run_id,
+            best=self.best.tag,
         )
         self.saves.save(self.engine, target, loss_state, training_continues=training_continues)
 

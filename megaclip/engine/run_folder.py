@@ -1,6 +1,6 @@
 """The folder of a run: created and locked by the first rank, and known to every rank.
 
-Other modules write its files: checkpoints, TensorBoard's files, settings.json, metrics.json and the stacks of a hang.
+Other modules write its files, which docs/run_folder.md lists.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.config import TrainArguments
 from megaclip.engine.resume import require_own_folder
 from megaclip.engine.run_lock import RunLock
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, MegaclipError
 
 
 @contextlib.contextmanager
@@ -42,10 +42,17 @@ def run_folder(arguments: TrainArguments) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def report_write_errors() -> Iterator[None]:
-    """Raise errors of the body on all ranks; an OSError becomes a ConfigError. The body writes on the first rank."""
+def report_write_errors(*, has_trained: bool = False) -> Iterator[None]:
+    """Raise errors of the body on all ranks; an OSError becomes an error for users. The body writes on the first rank.
+
+    has_trained: the folder could be written when the run started. So --logs is not refused, as a ConfigError would
+        report: the same command resumes the run when the cause is removed.
+    """
     with raise_on_all_ranks():
         try:
             yield
         except OSError as error:
-            raise ConfigError(f"cannot write to the run's folder: {error}; choose another --logs") from error
+            problem = f"cannot write to the run's folder: {error}"
+            if has_trained:
+                raise MegaclipError(f"{problem}; free space or fix permissions, then --resume auto") from error
+            raise ConfigError(f"{problem}; choose another --logs") from error

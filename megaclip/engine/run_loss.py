@@ -39,7 +39,7 @@ class RunLoss:
         options: dict[str, Any] = section.model_dump(include=set(LossSettings.model_fields))
         if section.is_global:
             options |= section.fastclip.model_dump(exclude_none=True) | {"samples": samples}
-            self._gamma_epochs_are_ours = section.fastclip.gamma_epochs is None
+            self._gamma_epochs_are_default = section.fastclip.gamma_epochs is None
             options.setdefault("gamma_epochs", epochs / 2)  # FastCLIP, section 5: half of the epochs
             options.setdefault("temperature_warmup", warmup)
             if options["temperature_warmup"] > total_steps:
@@ -61,7 +61,7 @@ class RunLoss:
         """
         if self._global is None:
             return self._loss
-        loss, ticket = self._global, self._global.fetch(ids())
+        loss, ticket = self._global, self._global.state.fetch(ids())  # a run gives every rank as many ids
 
         def evaluate(
             image_features: torch.Tensor, text_features: torch.Tensor, scale: torch.Tensor, *bias: torch.Tensor
@@ -87,7 +87,7 @@ class RunLoss:
         """The setting of the loss whose effect depends on the number of steps in the run, or None."""
         if self._global is None:
             return None
-        if self._global.gamma_schedule == "cosine" and self._gamma_epochs_are_ours:
+        if self._global.gamma_schedule == "cosine" and self._gamma_epochs_are_default:
             return "megaclip.fastclip.gamma_epochs, by default half of the epochs,"
         if self._global.settings.temperature_schedule == "cosine":
             return 'megaclip.fastclip.temperature_schedule "cosine"'

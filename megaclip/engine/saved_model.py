@@ -44,41 +44,21 @@ def load_saved_model(
             read, or the given tokenizer has more ids than the model has embeddings.
         CheckpointError: `source` holds no model, or an incomplete or damaged one.
     """
-    folder: Path | None = None
+    checkpoint: tuple[Path, str] | None = None
     with raise_on_all_ranks():
-        if (source / CARD_NAME).is_file():
-            if tag is not None:
-                raise ConfigError(
-                    f"--tag {tag} selects a checkpoint of a run, but {source} is an exported model; omit it"
-                )
-            if ema:
-                raise ConfigError(
-                    f"--ema selects the moving average of a run, but {source} is an exported model; export it with "
-                    "`megaclip export --ema` and leave --ema out"
-                )
-        elif source.is_file():
-            raise CheckpointError(
-                f"{source} is a file without a model card; convert it to a directory with `megaclip import`"
-            )
-        elif not source.exists():
-            raise CheckpointError(
-                f"no checkpoint at {str(source)!r}, and no exported model; give an exported directory, a run or one of "
-                "its checkpoints"
-            )
-        else:
-            folder, tag = locate(source, tag)
-    if folder is None:
+        checkpoint = _locate(source, tag, ema)
+    if checkpoint is None:
         manifest.require_whole(source)
     else:
-        assert tag is not None
-        require_whole(folder, tag)
-        manifest.require_whole(folder / MODEL_CARD)
+        require_whole(*checkpoint)
+        manifest.require_whole(checkpoint[0] / MODEL_CARD)
     with raise_on_all_ranks():
-        if folder is None or tag is None:
+        if checkpoint is None:
             card = read_model_card(source)
             weights = read_weights(source, card.config)
         else:
-            card, weights = read_model_card(folder / MODEL_CARD), consolidated_weights(folder, tag, ema=ema)
+            card = read_model_card(checkpoint[0] / MODEL_CARD)
+            weights = consolidated_weights(*checkpoint, ema=ema)
         transform = ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
         chosen = choose_tokenizer(tokenizer, card, card.config)
         model = assigned_model(card.config, weights)
@@ -89,3 +69,26 @@ def load_saved_model(
                 "trained with"
             )
     return SavedModel(model, transform, chosen.tokenizer)
+
+
+def _locate(source: Path, tag: str | None, ema: bool) -> tuple[Path, str] | None:
+    """Return the checkpoints folder and the tag of a run's checkpoint, or None if `source` is an exported model."""
+    if (source / CARD_NAME).is_file():
+        if tag is not None:
+            raise ConfigError(f"--tag {tag} selects a checkpoint of a run, but {source} is an exported model; omit it")
+        if ema:
+            raise ConfigError(
+                f"--ema selects the moving average of a run, but {source} is an exported model; export it with "
+                "`megaclip export --ema` and leave --ema out"
+            )
+        return None
+    if source.is_file():
+        raise CheckpointError(
+            f"{source} is a file without a model card; convert it to a directory with `megaclip import`"
+        )
+    if not source.exists():
+        raise CheckpointError(
+            f"no checkpoint at {str(source)!r}, and no exported model; give an exported directory, a run or one of "
+            "its checkpoints"
+        )
+    return locate(source, tag)

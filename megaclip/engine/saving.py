@@ -6,7 +6,7 @@ from typing import Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint import store
-from megaclip.checkpoint.background import BackgroundSaves
+from megaclip.checkpoint.background import BackgroundSaves, Saved
 from megaclip.checkpoint.store import Target
 from megaclip.errors import MegaclipError
 from megaclip.logging import get_logger
@@ -63,13 +63,11 @@ class Saves:
 
     def poll(self) -> None:
         """Log the save in flight if it has been completed. Call it between two steps."""
-        if (saved := self._background.poll()) is not None:
-            logger.info("saved %s: complete %.1f s after its copy", saved.tag, saved.seconds)
+        _log_completed(self._background.poll())
 
     def finish(self) -> None:
         """Wait for the save in flight."""
-        if (saved := self._background.finish()) is not None:
-            logger.info("saved %s: complete %.1f s after its copy", saved.tag, saved.seconds)
+        _log_completed(self._background.finish())
 
     def finish_before_failing(self) -> None:
         """Wait for the save in flight, and log its error: another error is about to end the run."""
@@ -87,3 +85,8 @@ class Saves:
         if pause > _LONG_PAUSE_S and share > _LONG_SHARE and not self._in_background:
             advice = "; --async-save writes while training continues"
         return f"training waited {pause:.2f} s, {share:.1%} of the {interval:.3g} s since the previous save{advice}"
+
+
+def _log_completed(saved: Saved | None) -> None:
+    if saved is not None:
+        logger.info("saved %s: complete %.1f s after its copy", saved.tag, saved.seconds)

@@ -73,28 +73,28 @@ def open_step_store(
 
     Raises:
         ConfigError: on every rank, if the images' memory or file cannot be reserved.
-        DataError: on every rank, if the batch is larger than the data.
+        DataError: on every rank, if the batch is larger than the data, or a rank cannot start its data workers.
     """
     size = inputs.train_transform.size
     slot = (batch_plan.micro_batch, 3, size, size)
     reread_from = batch_plan.accumulation if place.keeps else read_once
-    loader = TrainLoader(
-        inputs.train,
-        inputs.train_transform,
-        inputs.tokenizer,
-        micro_batch_size=batch_plan.micro_batch,
-        micro_batches_per_step=batch_plan.accumulation,
-        reread_from=reread_from,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        seed=arguments.seed,
-        num_workers=arguments.workers,
-        samples_consumed=samples_consumed,
-        shard_order=arguments.shard_order,
-        max_bad_fraction=arguments.max_bad_fraction,
-    )
-    readings = 2 * batch_plan.accumulation - reread_from
-    count = batch_plan.accumulation if place.keeps else min(WINDOW, readings)
+    with raise_on_all_ranks():
+        loader = TrainLoader(
+            inputs.train,
+            inputs.train_transform,
+            inputs.tokenizer,
+            micro_batch_size=batch_plan.micro_batch,
+            micro_batches_per_step=batch_plan.accumulation,
+            reread_from=reread_from,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            seed=arguments.seed,
+            num_workers=arguments.workers,
+            samples_consumed=samples_consumed,
+            shard_order=arguments.shard_order,
+            max_bad_fraction=arguments.max_bad_fraction,
+        )
+    count = batch_plan.accumulation if place.keeps else min(WINDOW, loader.readings_per_step)
     file_folder = Path(arguments.data_offload_dir or folder) if place.name == "disk" else None
     slots = ImageSlots((count, *slot), engine.device, file_folder)
     normalise = inputs.train_transform.normalise
@@ -253,11 +253,7 @@ class StepStore:
     @property
     def _first_chunk(self) -> int:
         """Number of this step's first chunk, counted from the start of the run."""
-        return self._step * self._chunks_per_step
-
-    @property
-    def _chunks_per_step(self) -> int:
-        return 2 * self._batch_plan.accumulation - self._reread_from
+        return self._step * self._loader.readings_per_step
 
     def _wait_for(self, number: int) -> bool:
         """Wait for chunk `number`; return whether it has arrived (it has not if the data failed)."""
@@ -290,7 +286,7 @@ class StepStore:
                     if self._closing:
                         return
                 self._slots[number % len(self._slots)].copy_(batch.images)
-                step, chunk = divmod(number, self._chunks_per_step)
+                step, chunk = divmod(number, self._loader.readings_per_step)
                 if chunk < self._batch_plan.accumulation:
                     start = chunk * self._batch_plan.micro_batch
                     self._tokens[step % 2, start : start + self._batch_plan.micro_batch].copy_(batch.tokens)

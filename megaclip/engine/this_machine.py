@@ -1,5 +1,6 @@
 """The memory and disk that are free on this machine, for the planner."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -56,8 +57,8 @@ def free_host_memory() -> int:
 
 def _preset(device: str) -> str:
     """Return the GPU whose rates are used for `device`: the one with its name, else the one that was measured."""
-    words = {name: name.split("-") for name in GPUS}  # such as "NVIDIA A100-SXM4-40GB" for "a100-40gb"
-    return next((name for name in GPUS if all(word in device.lower() for word in words[name])), "h200")
+    words = set(re.split(r"\W+", device.lower()))  # such as "NVIDIA A100-SXM4-40GB" for "a100-40gb"
+    return next((name for name in GPUS if words.issuperset(name.split("-"))), "h200")
 
 
 def _existing(folder: Path) -> Path:

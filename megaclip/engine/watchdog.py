@@ -65,6 +65,8 @@ _MISSED_HEARTBEATS = 3
 """A rank is alive if its heartbeat changes within this number of heartbeats."""
 _REPORT_S = 10.0
 """Seconds that the other ranks have to write their stacks after one has found the hang."""
+_AFTER_WATCHDOG_S = 600.0
+"""Seconds by which the time-out of collectives exceeds twice the longest limit of the watchdog."""
 _NAMED_RANKS = 16
 """Largest number of ranks that the log names."""
 _STEP = "a step"
@@ -104,7 +106,7 @@ class Watchdog:
         if self._hang_timeout_s == 0:
             return self
         self._store = self._connect()
-        set_collective_timeout(2 * self._longest_s() + 600)
+        self._set_collective_timeout()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -161,6 +163,10 @@ class Watchdog:
     def _limit_s(self) -> float:
         return self.step_limit_s() if self._phase == _STEP else self._longest_s()
 
+    def _set_collective_timeout(self) -> None:
+        """Let collectives wait longer than the watchdog, so that it can report a hang before they fail."""
+        set_collective_timeout(2 * self._longest_s() + _AFTER_WATCHDOG_S)
+
     def _run(self) -> None:
         """Run in the thread. A fault of the watchdog itself does not end the run."""
         try:
@@ -172,15 +178,16 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        timeouts_are_for = None
+        last_basis = None
         while not self._wait():
             self._set_timer()
             answers = self._beat()
-            # A loss creates groups in the first step, and the limit grows with the duration of the steps.
-            needed = (len(distributed_c10d._world.pg_map), round(math.log(self._longest_s()), 1))
-            if needed != timeouts_are_for:
-                timeouts_are_for = needed
-                set_collective_timeout(2 * self._longest_s() + 600)
+            # The time-outs are set again when a loss has created groups, as in the first step, or when the limit, which
+            # follows the duration of the steps, has changed by about a tenth.
+            basis = (len(distributed_c10d._world.pg_map), round(math.log(self._longest_s()), 1))
+            if basis != last_basis:
+                last_basis = basis
+                self._set_collective_timeout()
             if answers and self._others_have_found_a_hang():
                 self._report(None)
             elif self._state()["late"] and (verdict := self._verdict(answers)) is not None:
@@ -241,8 +248,13 @@ class Watchdog:
         """Send a heartbeat; return whether the store, which is in the process of rank 0, answers."""
         self._beats += 1
         state, key = json.dumps(self._state()), f"watchdog/{self._rank}"
+
+        def send(store: Any) -> bool:
+            store.set(key, state)  # does not wait for the store
+            return bool(store.check([key]))
+
         try:
-            return self._ask(lambda store: store.set(key, state) or store.check([key]))  # `set` does not wait
+            return self._ask(send)
         except RuntimeError:  # the store does not answer in time, or the connection is broken
             self._connection_lost = self._answer is not None and self._answer.done()
             return False

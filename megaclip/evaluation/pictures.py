@@ -4,6 +4,7 @@ They are drawn with Pillow and numpy on the rank that writes the log. All functi
 layout of `SummaryWriter.add_image`. Their data comes from `examples.retrieval_examples`.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,6 +35,8 @@ _CAPTION_WIDTH = 250
 _LABEL_WIDTH = 340
 _THUMBNAIL = 128
 _GAP = 10
+_LONGEST_TEXT = 2000
+"""Number of characters of a caption that are measured; fewer fit into a column."""
 
 
 @dataclass(frozen=True)
@@ -191,21 +194,25 @@ def _font(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont | ImageFon
         return ImageFont.load_default(size)
 
 
+def _start(text: str) -> str:
+    """Return the start of the text, on one line. Pillow takes minutes to measure long text, and refuses a megabyte."""
+    return " ".join(text.split())[:_LONGEST_TEXT]
+
+
 def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
     """Return the text on one line; text wider than `width` pixels is cut and ends in an ellipsis."""
-    text = " ".join(text.split())
+    text = _start(text)
     if font.getlength(text) <= width:
         return text
-    while text and font.getlength(text + "…") > width:
-        text = text[:-1]
-    return text.rstrip() + "…"
+    kept = bisect_right(range(1, len(text)), float(width), key=lambda length: font.getlength(text[:length] + "…"))
+    return text[:kept].rstrip() + "…"
 
 
 def _wrapped(
     text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int, *, most_lines: int
 ) -> list[str]:
     """Return lines no wider than `width` pixels, broken between words; the last one ends in an ellipsis if cut."""
-    words = text.split()
+    words = _start(text).split()
     lines: list[str] = []
     while words and len(lines) < most_lines - 1:
         line = words.pop(0)

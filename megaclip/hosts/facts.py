@@ -1,6 +1,5 @@
 """Collect what `megaclip check-hosts` compares, on one host: software, accelerators, disks, data and speed."""
 
-import os
 import platform
 import shutil
 import subprocess
@@ -12,11 +11,11 @@ from pathlib import Path
 import torch
 from deepspeed.accelerator import get_accelerator
 from pydantic import BaseModel, ConfigDict
-from torch.utils.cpp_extension import get_default_build_root
 
 import megaclip
 from megaclip.data.patterns import expand_pattern
 from megaclip.errors import DataError, first_line
+from megaclip.hosts.op_builds import op_builds_root
 
 PACKAGES = ("torch", "deepspeed", "numpy", "pillow", "open_clip_torch", "timm", "transformers", "triton")
 """Packages whose versions must be equal on all hosts. A package may be missing on all of them."""
@@ -130,8 +129,7 @@ def _driver() -> str:
 
 def _is_built(name: str) -> bool:
     """Return whether a DeepSpeed op is compiled in TORCH_EXTENSIONS_DIR, or was installed with DeepSpeed."""
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    if any(root.glob(f"**/{name}/{name}*.so")):
+    if any(op_builds_root().glob(f"**/{name}/{name}*.so")):
         return True
     try:
         from deepspeed.git_version_info_installed import installed_ops  # only in a DeepSpeed with installed ops

@@ -3,7 +3,7 @@
 Each host runs a `Member`. It writes a heartbeat to `beat_NAME.json`. Before each attempt, the first host of the
 hostfile that is alive writes `plan_N.json`: the hosts of attempt N, or the exit code with which all members end. The
 rules are those of `megaclip.hosts.policy`. A member starts its own ranks only. It ends them if another host of the
-attempt has failed or is gone.
+attempt has failed, was stopped or is gone.
 
 A plan is linked to its name, so that of two members that write one at the same time only one succeeds. Clocks are not
 compared: a host is alive if its heartbeat has changed lately.
@@ -73,6 +73,8 @@ class Member:
     """Number, exit code, and whether more hosts were the reason, of the last attempt of this member."""
     _beats: int = 0
     _stop: signal.Signals | None = None
+    _grows: bool = False
+    """True if this member has asked its script to end because more hosts can be used."""
     _script: subprocess.Popen | None = None
     _seen: dict[str, tuple[tuple[str, int], float]] = field(default_factory=dict)
     """By host: id and number of the last heartbeat, and when they changed."""
@@ -112,9 +114,13 @@ class Member:
                 self._path(self.own).unlink()
 
     def stop(self, number: int) -> None:
-        """Pass a signal on to the ranks of this host, and do not restart."""
+        """Pass a signal on to the ranks of this host, and do not restart.
+
+        The first signal is not passed on to ranks that save for more hosts: `Supervisor` documents why.
+        """
+        saves_already = self._grows and self._stop is None
         self._stop = self._stop or signal.Signals(number)
-        if self._script is not None and self._script.poll() is None:
+        if self._script is not None and self._script.poll() is None and not saves_already:
             self._script.send_signal(number)
 
     # ------------------------------------------------------------------------------------------------ heartbeats
@@ -312,51 +318,58 @@ class Member:
             write_hostfile(hostfile, chosen)
             codes.write_text("")
             environment = {**os.environ, HOST_CODES_FILE: str(codes)}
-            command = self.start_command(hostfile, chosen, place)
+            command, self._grows = self.start_command(hostfile, chosen, place), False
             self._script = subprocess.Popen(command, env=environment, start_new_session=True)
             if self._stop is not None:  # the signal came before there was a script
                 self._script.send_signal(self._stop)
-            code, grows = self._wait_for_script(self._script, chosen, step)
+            code = self._wait_for_script(self._script, chosen, step)
             self._script = None
             if self._stop is not None and code == -self._stop:
                 code = 128 + self._stop  # it had no handler yet, and no ranks
             if code != _ENDED:  # the script's own code is 1, however a rank has ended
                 code = read_codes(codes, chosen).get(self.own.name, code)
         # In this order: who reads the new number finds the end of the attempt.
-        self._last = (self._attempt, code, grows)
+        self._last = (self._attempt, code, self._grows)
         self._attempt += 1
 
-    def _wait_for_script(self, script: subprocess.Popen, chosen: Sequence[Host], first_step: int) -> tuple[int, bool]:
-        """Wait until the script has ended; return its exit code and whether more hosts were the reason.
+    def _wait_for_script(self, script: subprocess.Popen, chosen: Sequence[Host], first_step: int) -> int:
+        """Wait until the script has ended; return its exit code. The first host asks it to end for more hosts.
 
-        The code is `_ENDED` if this member has ended its ranks, because another host has failed or is gone.
+        The code is `_ENDED` if this member has ended its ranks, because another host has failed, was stopped or is
+        gone.
         """
-        grows, failed_at, ended = False, None, False
+        left_at, ended = None, False
         started = time.monotonic()
         while script.poll() is None:
             time.sleep(self.times.beat_s / 2)
             alive = self._alive()
             if time.monotonic() - started < self.times.silence_s:
                 continue
-            if failed_at is None and any(self._has_failed(alive.get(host.name)) for host in chosen):
-                failed_at = time.monotonic()
+            if left_at is None and any(self._has_left(alive.get(host.name)) for host in chosen):
+                left_at = time.monotonic()
             # Its ranks notice it too, and their own errors are the better explanation.
-            if failed_at is not None and not ended and time.monotonic() - failed_at > self.times.gather_s:
-                logger.warning("another host of the run has failed; the ranks of this host are ended")
+            if left_at is not None and not ended and time.monotonic() - left_at > self.times.gather_s:
+                logger.warning("another host of the run has failed or was stopped; the ranks of this host are ended")
                 ended = True
                 self._end_ranks(script)
-            if not grows and chosen[0].name == self.own.name and self._could_grow(chosen, alive, first_step):
-                logger.info("more hosts can be used: the ranks save, end, and start again")
-                grows = True
-                script.send_signal(signal.SIGUSR1)
-        return (_ENDED if ended else script.returncode), grows
+            decides = chosen[0].name == self.own.name and not self._grows
+            if decides and self._could_grow(chosen, alive, first_step):
+                self._grows = self._stop is None  # a run that is to stop saves already
+                if self._grows:
+                    logger.info("more hosts can be used: the ranks save, end, and start again")
+                    script.send_signal(signal.SIGUSR1)
+        return _ENDED if ended else script.returncode
 
-    def _has_failed(self, beat: dict[str, Any] | None) -> bool:
-        """Return whether a host of this attempt is gone or has ended it with a failure."""
+    def _has_left(self, beat: dict[str, Any] | None) -> bool:
+        """Return whether a host of this attempt is gone, has failed, or was stopped.
+
+        The ranks of all hosts save and end together. But a host that is stopped before its ranks start ends alone, and
+        the ranks of the others wait for them.
+        """
         if beat is None:
             return True
         last = beat["last"]
-        return last is not None and last[0] == self._attempt and last[1] not in (0, *policy.STOP_CODES)
+        return last is not None and last[0] == self._attempt and last[1] != 0
 
     def _end_ranks(self, script: subprocess.Popen) -> None:
         for _ in range(2):  # the second one ends them at once

@@ -67,6 +67,8 @@ class Supervisor:
     _script: subprocess.Popen | None = None
     _stop: signal.Signals | None = None
     """First signal that has asked the supervisor to stop."""
+    _grows: bool = False
+    """True if the script was asked to end because more hosts are there."""
 
     def run(self) -> int:
         """Start the run and restart it until it is complete, stopped, or given up; return the exit code.
@@ -95,9 +97,14 @@ class Supervisor:
                     return verdict.exit_code
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        """Handle a signal: pass it on to the script, which lets the ranks save, and do not restart."""
+        """Handle a signal: pass it on to the script, which lets the ranks save, and do not restart.
+
+        Ranks that save for more hosts already save; the script would take the first signal for a second one, and end
+        them at once.
+        """
+        saves_already = self._grows and self._stop is None
         self._stop = self._stop or signal.Signals(number)
-        if self._script is not None and self._script.poll() is None:
+        if self._script is not None and self._script.poll() is None and not saves_already:
             self._script.send_signal(number)
 
     def _attempt(self, folder: Path, chosen: Sequence[Host]) -> End:
@@ -114,19 +121,19 @@ class Supervisor:
             " ".join(host.name for host in chosen),
         )
         # In a session of its own: Ctrl-C in a terminal must not reach the script twice.
-        environment = {**os.environ, HOST_CODES_FILE: str(codes)}
+        environment, self._grows = {**os.environ, HOST_CODES_FILE: str(codes)}, False
         self._script = subprocess.Popen(self.start_command(hostfile, chosen), env=environment, start_new_session=True)
         if self._stop is not None:  # the signal came before there was a script
             self._script.send_signal(self._stop)
-        grows = self._wait_for_script(chosen, first_step)
+        self._wait_for_script(chosen, first_step)
         code, self._script = self._script.returncode, None
-        if self._stop is not None and code == -self._stop:
-            code = 128 + self._stop  # it had no handler yet, and no ranks
+        if self._stop is not None and (code == -self._stop or (self._grows and code in policy.STOP_CODES)):
+            code = 128 + self._stop  # it had no handler yet, and no ranks; or it did not get this signal
         by_host = read_codes(codes, chosen)
         if policy.REFUSED_CODES & set(by_host.values()):
             code = policy.REFUSED_EXIT_CODE  # srun returns the code of the launchers that it has ended
         if code in (0, *policy.STOP_CODES, *policy.REFUSED_CODES):
-            return End(code, newest_step(self.checkpoints), for_more_hosts=grows)
+            return End(code, newest_step(self.checkpoints), for_more_hosts=self._grows)
         answering = self._answering(chosen)
         lost = frozenset(host.name for host in chosen if host not in answering)
         failed = policy.hosts_to_blame(by_host, lost)
@@ -134,22 +141,21 @@ class Supervisor:
             logger.warning("host %s %s", name, "does not answer" if name in lost else "has ended a rank by a signal")
         return End(code, newest_step(self.checkpoints), failed_hosts=failed, lost_hosts=lost)
 
-    def _wait_for_script(self, chosen: Sequence[Host], first_step: int) -> bool:
-        """Wait until the script has ended; return whether it was asked to end because more hosts are there."""
+    def _wait_for_script(self, chosen: Sequence[Host], first_step: int) -> None:
+        """Wait until the script has ended. Ask it to end when more hosts are there."""
         assert self._script is not None
-        next_look, grows = time.monotonic() + self.absent_probe_s, False
+        next_look = time.monotonic() + self.absent_probe_s
         while self._script.poll() is None:
             time.sleep(_POLL_S)
-            if grows or self._stop is not None or time.monotonic() < next_look:
+            if self._grows or self._stop is not None or time.monotonic() < next_look:
                 continue
             # Only after a checkpoint of this attempt: hosts that come and go then cannot stop the progress.
             if newest_step(self.checkpoints) > first_step and self._could_grow(chosen):
-                logger.info("more hosts can be used: the ranks save, end, and start again")
-                grows = True
-                if self._script.poll() is None:
+                self._grows = self._stop is None  # a signal may have come during the look
+                if self._grows and self._script.poll() is None:
+                    logger.info("more hosts can be used: the ranks save, end, and start again")
                     self._script.send_signal(signal.SIGUSR1)
             next_look = time.monotonic() + self.absent_probe_s
-        return grows
 
     def _could_grow(self, chosen: Sequence[Host]) -> bool:
         """Return whether hosts that are not `chosen` answer and would allow more ranks."""
@@ -214,9 +220,14 @@ class Supervisor:
 
 
 def newest_step(checkpoints: Path) -> int:
-    """Return the step of the newest complete checkpoint, 0 if there is none or the folder cannot be read."""
+    """Return the step of the newest complete checkpoint, 0 if there is none or the folder cannot be read.
+
+    It is the one that `latest` names: a run that went back to an earlier checkpoint keeps those of later steps.
+    """
     with contextlib.suppress(OSError):
-        return max(map(search.step_of, search.newest_first(checkpoints)), default=0)
+        complete, latest = search.newest_first(checkpoints), search.latest_tag(checkpoints)
+        if complete:
+            return search.step_of(latest if latest in complete else complete[0])
     return 0
 
 

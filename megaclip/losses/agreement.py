@@ -5,12 +5,18 @@ call of a loss starts with a gather of four integers. If they differ, or if a ra
 features, every rank raises the same DataError, which is a ValueError.
 """
 
+import itertools
+
+import torch
 from torch import Tensor
 
 from megaclip.comm.collectives import gather_integers, raise_on_all_ranks
 from megaclip.comm.groups import RankGroup
 from megaclip.errors import DataError
 from megaclip.ops.tiles import FEATURE_DTYPES
+
+_KINDS = list(itertools.product(FEATURE_DTYPES, (True, False)))
+"""Data types of features, on the CPU and elsewhere. Collectives of tensors on different devices do not meet."""
 
 
 def check_features(
@@ -32,7 +38,11 @@ def check_features(
     signature = [1, 0, 0, 0]
     try:
         _check_own(image_features, text_features, logit_scale, logit_bias, f"on rank {ranks.rank}")
-        signature = [0, *image_features.shape, FEATURE_DTYPES.index(image_features.dtype)]
+        signature = [
+            0,
+            *image_features.shape,
+            _KINDS.index((image_features.dtype, image_features.device.type == "cpu")),
+        ]
     except DataError as error:
         problem = error
     signatures = gather_integers(signature, group=ranks)
@@ -44,8 +54,8 @@ def check_features(
         if other != signatures[0]:
             raise DataError(
                 f"the features are {_description(signatures[0])} on rank 0 and {_description(other)} on rank {rank}; "
-                "expected one shape and dtype on all ranks: give every rank the same local batch, and drop a shorter "
-                "last one"
+                "expected one shape and dtype on all ranks, on CPUs or on accelerators: give every rank the same local "
+                "batch, and drop a shorter last one"
             )
 
 
@@ -53,6 +63,11 @@ def _check_own(
     image_features: Tensor, text_features: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, where: str
 ) -> None:
     """Raise DataError unless the arguments of this rank fit together. where: names the rank in the message."""
+    for name, features in (("image_features", image_features), ("text_features", text_features)):
+        if not isinstance(features, Tensor):
+            raise DataError(f"{name} is a {type(features).__name__} {where}; expected a tensor (b, D)")
+        if features.layout != torch.strided or features.is_meta:
+            raise DataError(f"{name} is {features.layout} on {features.device} {where}; expected a dense tensor (b, D)")
     if image_features.dim() != 2 or image_features.shape != text_features.shape or not len(image_features):
         raise DataError(
             f"image_features and text_features have shapes {tuple(image_features.shape)} and "
@@ -73,5 +88,6 @@ def _check_own(
 
 
 def _description(signature: list[int]) -> str:
-    _, batch, embedding, dtype = signature
-    return f"({batch}, {embedding}) {FEATURE_DTYPES[dtype]}"
+    _, batch, embedding, kind = signature
+    dtype, on_cpu = _KINDS[kind]
+    return f"({batch}, {embedding}) {dtype} ({'CPU' if on_cpu else 'accelerator'})"

@@ -90,6 +90,8 @@ def as_scalar(value: Tensor | float, features: Tensor) -> Tensor:
     """Return a logit_scale or logit_bias as a tensor: a number becomes () in the dtype of sums, on the same device."""
     if isinstance(value, Tensor):
         return value
+    if not isinstance(features, Tensor):  # `check_features` raises for it, on all ranks
+        return torch.tensor(float(value))
     return torch.full((), float(value), dtype=accumulation_dtype(features), device=features.device)
 
 

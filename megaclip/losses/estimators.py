@@ -35,6 +35,15 @@ Merge = Callable[[Tensor, Tensor, Tensor], Tensor]
 row (r,). Returns the new rows (k, C)."""
 
 
+def check_ids(ids: object, rows: int | None = None) -> None:
+    """Raise DataError unless `ids` is a tensor (b,) of int64. rows: the expected b. None: any."""
+    expected = f"one int64 sample id per row, ({'b' if rows is None else rows},)"
+    if not isinstance(ids, Tensor):
+        raise DataError(f"ids are a {type(ids).__name__}; expected a tensor, {expected}: use torch.as_tensor(ids)")
+    if ids.dim() != 1 or ids.dtype != torch.int64 or rows not in (None, len(ids)):
+        raise DataError(f"ids are {tuple(ids.shape)} {ids.dtype}; expected {expected}")
+
+
 class SampleIndex:
     """Owner and row of each sample: id i is row `i // W` of rank `i % W`.
 
@@ -126,11 +135,16 @@ class SampleState:
         """Request the rows of this rank's ids, (b,) int64 on any device. Every rank calls it with the same b.
 
         Raises DataError: on all ranks for ids outside the dataset, on this rank alone for another shape or dtype.
+        Raises RuntimeError if distributed training was initialised after this object was constructed.
         """
+        check_ids(ids)
         ids = ids.detach().cpu()
-        if ids.dim() != 1 or ids.dtype != torch.int64:
-            raise DataError(f"ids are {tuple(ids.shape)} {ids.dtype}; expected sample ids (b,) of int64")
-        ranks = self.ranks
+        ranks = resolve(self.group)
+        if ranks != self.ranks:
+            raise RuntimeError(
+                f"the state per sample was constructed for rank {self.ranks.rank} of {self.ranks.size}, and this is "
+                f"rank {ranks.rank} of {ranks.size}; construct the loss after distributed training is initialised"
+            )
         everyone = gather_on_host(ids, group=ranks).flatten()
         self.index.check(everyone)
         owners = self.index.owner(everyone)
@@ -172,7 +186,7 @@ class SampleState:
     def load_state_dicts(self, parts: Iterable[dict[str, Any]]) -> None:
         """Read this rank's samples from the parts of all ranks that saved; their number may differ.
 
-        Raises CheckpointError if a part is missing, or belongs to another dataset size or another loss.
+        Raises CheckpointError if a part is missing, or belongs to another dataset size, loss or checkpoint.
         """
         seen: set[int] = set()
         size = 0
@@ -183,6 +197,11 @@ class SampleState:
                         f"the per-sample state was saved with {name} {part[name]!r}, this run has {here!r}; "
                         "use the loss and the training data with which it was saved"
                     )
+            if seen and part["world_size"] != size:
+                raise CheckpointError(
+                    f"some parts of the per-sample state were saved by {size} ranks, others by {part['world_size']}; "
+                    "give only the parts of one checkpoint"
+                )
             seen.add(part["rank"])
             size = part["world_size"]
             ids = torch.arange(len(part["values"])) * size + part["rank"]
@@ -190,7 +209,9 @@ class SampleState:
             slots = self.index.slots(ids[mine])
             self.values[slots.to(self.values.device)] = part["values"][mine].to(self.values)
         if not seen:
-            raise CheckpointError("the checkpoint holds no per-sample state; another loss wrote it")
+            raise CheckpointError(
+                "the checkpoint holds no per-sample state, because another loss wrote it; set the loss that wrote it"
+            )
         if seen != set(range(size)):
             raise CheckpointError(
                 f"the per-sample state was saved by {size} ranks, only {sorted(seen)} are here; restore the parts of "

@@ -43,14 +43,14 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from megaclip.comm.collectives import raise_on_all_ranks, sum_over_ranks
+from megaclip.comm.collectives import gather_integers, raise_on_all_ranks, sum_over_ranks
 from megaclip.comm.groups import resolve
-from megaclip.errors import CheckpointError, DataError, NonFiniteError
+from megaclip.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss, with_unused
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
-from megaclip.losses.estimators import SampleState, Ticket, mean_per_row
+from megaclip.losses.estimators import SampleState, Ticket, check_ids, mean_per_row
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.first_order import first_order
 from megaclip.losses.plan import Plan
@@ -88,10 +88,15 @@ class FastClipLoss(BatchLoss):
     """A global loss of the table above, with its temperature, its state and their updates.
 
     A step is `loss(image_features, text_features, ids=..., epoch=...)`, `backward()`, `step()`. Only `step()` changes
-    the state and the temperature, so a step that is abandoned before it changes nothing.
+    the state and the temperature, so a step that is abandoned before it changes nothing. The next call of the
+    loss abandons a step: with gradient accumulation, call `step()` after every backward pass.
+
+    `state_dict()` lacks the samples' state. To resume, save `checkpoint_state()` of every rank, and give all of them to
+    `load_checkpoint_state()`.
 
     variant: a key of `VARIANTS`. samples: number n of samples of the dataset; sample ids are 0 to n-1.
-    group: as in `BatchLoss`. state_dtype: dtype of the per-sample state.
+    group: as in `BatchLoss`. state_dtype: dtype of the per-sample state. 16 bits suffice for log u, not for per-sample
+        temperatures.
     settings: fields of `megaclip.losses.settings.StandaloneFastClipSettings`, which documents them.
 
     Raises ConfigError, a ValueError, for a wrong value, and TypeError for an unknown name.
@@ -122,6 +127,11 @@ class FastClipLoss(BatchLoss):
             limit = PUBLISHED_GRADIENT_LIMIT
         self.gradient_limit = limit or math.inf
         self.individual = self.rule.individual
+        if not state_dtype.is_floating_point or (self.individual and state_dtype.itemsize < 4):
+            raise ConfigError(
+                f"state_dtype is {state_dtype}; expected torch.float32 or torch.float64, because other formats lose "
+                f"small updates of the state of {variant}: set one of them"
+            )
         learnable = self.rule.temperature == "global"
         self.temperature = GlobalTemperature(chosen.temperature, self.bounds, learnable=learnable)
         on_accelerator = chosen.state_device == "accelerator"
@@ -136,7 +146,20 @@ class FastClipLoss(BatchLoss):
         self._pending: _Step | None = None
 
     def fetch(self, ids: Tensor) -> Ticket:
-        """Start to fetch the state of the samples with these ids, (b,) int64. Pass the result to the loss as `ids`."""
+        """Start to fetch the state of the samples with these ids, (b,) int64. Pass the result to the loss as `ids`.
+
+        Every rank must call it. Raises DataError, a ValueError, on all ranks for ids that do not fit.
+        """
+        ranks = resolve(self.group)
+        with raise_on_all_ranks(group=ranks):
+            check_ids(ids)
+        counts = [count for (count,) in gather_integers([len(ids)], group=ranks)]
+        for rank, count in enumerate(counts):
+            if count != counts[0]:
+                raise DataError(
+                    f"rank 0 has {counts[0]} ids and rank {rank} has {count}; expected one number on all ranks: give "
+                    "every rank the same local batch, and drop a shorter last one"
+                )
         return self.state.fetch(ids)
 
     def forward(
@@ -171,7 +194,7 @@ class FastClipLoss(BatchLoss):
             raise DataError("the batch of all ranks is 1 sample, which has no negatives; expected at least 2 samples")
         with raise_on_all_ranks(group=ranks):
             _check_arguments(image_features, ids, epoch)
-        ticket = ids if isinstance(ids, Ticket) else self.fetch(ids)
+        ticket = ids if isinstance(ids, Ticket) else self.state.fetch(ids)
         plan = self.plan(image_features, ranks, LOSS_COSTS[self.settings.variant], need_dots=self.individual)
         gamma = inner_rate(
             self.gamma_schedule,
@@ -200,6 +223,13 @@ class FastClipLoss(BatchLoss):
         step = self._pending
         if step is None or not step.ran_backward:
             raise RuntimeError("no backward pass is finished; call loss(...).backward() in training mode before step()")
+        log_scale = self.temperature.log_scale
+        trains_scale = self.temperature.learnable and log_scale.requires_grad  # False: the caller has frozen it
+        if trains_scale and log_scale.grad is None:
+            raise RuntimeError(
+                "the temperature has no gradient, because zero_grad() has cleared it or torch.autograd.grad() leaves "
+                "it out; call loss(...).backward(), then step(), and zero_grad() after that"
+            )
         chosen = self.settings
         rate = scheduled_rate(
             chosen.temperature_learning_rate,
@@ -230,10 +260,10 @@ class FastClipLoss(BatchLoss):
             return torch.cat([new[:, :2], temperatures], dim=1)
 
         self.state.commit(step.ticket, torch.cat(sent, dim=1), merge)
-        if self.temperature.learnable:
+        if trains_scale:
             self.temperature.step(rate, chosen.temperature_betas, chosen.temperature_eps)
         elif self.individual:
-            self.temperature.log_scale.copy_(step.mean_log_scale)
+            log_scale.copy_(step.mean_log_scale)
 
     def check_step(self) -> None:
         """Raise NonFiniteError, on all ranks, if `step()` would; the pending step is then abandoned.
@@ -271,24 +301,36 @@ class FastClipLoss(BatchLoss):
         return self.temperature.log_scale.detach()
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return this rank's part of the state from which a run resumes exactly: tensors, numbers and strings."""
+        """Return this rank's part of the state from which a run resumes exactly: tensors, numbers and strings.
+
+        Later steps do not change it.
+        """
         return {
             "variant": self.settings.variant,
-            "temperature": self.temperature.state_dict(),
+            "temperature": {name: value.clone() for name, value in self.temperature.state_dict().items()},
             "samples": self.state.state_dict(),
         }
 
     def load_checkpoint_state(self, parts: Iterable[dict[str, Any]]) -> None:
-        """Resume from the parts of all ranks that saved; their number may differ. Raises CheckpointError."""
+        """Resume from the parts of all ranks that saved; their number may differ. Raises CheckpointError.
+
+        A constant temperature is a setting, which may have changed. A learned one is loaded.
+        """
 
         def samples() -> Iterator[dict[str, Any]]:
             for part in parts:
+                if not isinstance(part, dict) or "variant" not in part:
+                    raise CheckpointError(
+                        f"a part of the loss's state is {str(part)[:40]!r}; expected what checkpoint_state() returned "
+                        "on each rank that saved, in a list"
+                    )
                 if part["variant"] != self.settings.variant:
                     raise CheckpointError(
                         f"the checkpoint was written with the loss {part['variant']}, not {self.settings.variant}; "
                         "set the loss that wrote it"
                     )
-                self.temperature.load_state_dict(part["temperature"])
+                if self.rule.temperature != "constant":
+                    self.temperature.load_state_dict(part["temperature"])
                 yield part["samples"]
 
         self.state.load_state_dicts(samples())
@@ -303,10 +345,7 @@ def _check_arguments(features: Tensor, ids: Tensor | Ticket, epoch: float) -> No
         )
     if not 0 <= epoch < math.inf:
         raise DataError(f"epoch is {epoch}; expected the number of epochs done, 0 or more")
-    rows = len(features)
-    ids = ids.ids if isinstance(ids, Ticket) else ids
-    if ids.shape != (rows,) or ids.dtype != torch.int64:
-        raise DataError(f"ids are {tuple(ids.shape)} {ids.dtype}; expected one int64 sample id per row, ({rows},)")
+    check_ids(ids.ids if isinstance(ids, Ticket) else ids, len(features))
 
 
 class _Step:
@@ -324,6 +363,10 @@ class _Step:
         self.ran_backward = False
         self.is_checked = False
         self.temperature_gradient: Tensor | None = None  # (b, 2), for per-sample temperatures
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Copies of a loss, also in other processes, have no step to finish. A message to a rank cannot be copied."""
+        return type(None), ()
 
     def mixed(self, log_g: Tensor) -> Tensor:
         """Return the new log u (b, 2), by FastCLIP, equation 1. A sample that was never seen takes u = g."""

@@ -62,16 +62,15 @@ class GlobalTemperature(nn.Module):
 
     def __init__(self, temperature: float, bounds: tuple[float, float], *, learnable: bool) -> None:
         super().__init__()
-        log_scale = torch.tensor([-math.log(temperature)])
+        log_scale = torch.tensor([-math.log(temperature)], dtype=torch.float32)  # also if the default has 16 bits
         if learnable:
             self.log_scale = nn.Parameter(log_scale)
         else:
             self.register_buffer("log_scale", log_scale)
         self.learnable = learnable
         self._bounds = (-math.log(bounds[1]), -math.log(bounds[0]))
-        self.register_buffer("first_moment", torch.zeros(1))
-        self.register_buffer("second_moment", torch.zeros(1))
-        self.register_buffer("steps", torch.zeros(1))
+        for name in ("first_moment", "second_moment", "steps"):
+            self.register_buffer(name, torch.zeros_like(log_scale))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GlobalTemperature:
         """Move or convert the tensors for `nn.Module.to` and its like, but never to a format of 16 bits.

@@ -7,12 +7,19 @@ runs once over it; only attention runs piece by piece.
 Shapes: b rows of a chunk; T tokens of all its rows; C width.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
 Pieces = tuple[tuple[int, int], ...]
 """Number of rows, and of tokens per row, of each piece, in the order of the rows."""
+
+
+def joined(pieces: Pieces) -> Pieces:
+    """Return the pieces with neighbours of equal length joined to one: attention runs once per piece."""
+    groups = itertools.groupby(pieces, key=lambda piece: piece[1])
+    return tuple((sum(rows for rows, _ in group), tokens) for tokens, group in groups)
 
 
 def rows_of(pieces: Pieces) -> list[int]:

@@ -12,15 +12,13 @@ is one, and `megaclip report` lists the op instead. Triton compiles the kernels 
 from types import ModuleType
 
 import deepspeed.ops
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import op_builder
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 from megaclip.ops import tiles
-
-# The lowest compute capability with hardware for the kernels' bfloat16 products.
-_LOWEST_CAPABILITY = (8, 0)
 
 
 class ContrastiveTilesBuilder(OpBuilder):
@@ -54,14 +52,7 @@ def _reason_without_kernels() -> str:
     accelerator = get_accelerator()
     if accelerator.device_name() != "cuda" or not accelerator.is_available():
         return f"the Triton kernels require a CUDA device, and DeepSpeed's accelerator is {accelerator.device_name()}"
-    capability = accelerator.torch().cuda.get_device_capability()
-    if capability < _LOWEST_CAPABILITY:
-        return f"the Triton kernels require compute capability 8.0; this device has {'.'.join(map(str, capability))}"
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        return f"triton cannot be imported ({error})"
-    return ""
+    return tiles.reason_without_kernels(torch.device(accelerator.current_device_name()))
 
 
 def _register(builder: type[OpBuilder]) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaclip.ops.tiles import accumulation_dtype
+from megaclip.ops.tiles import accumulation_dtype, reason_without_kernels
 
 
 class SoftmaxPairs(NamedTuple):
@@ -89,9 +89,6 @@ def finish_gradients(
 
 def _kernels(x: Tensor) -> ModuleType | None:
     """Return the module of Triton kernels if they run for tensors like x."""
-    if not x.is_cuda or x.dtype == torch.float64:
+    if not x.is_cuda or x.dtype == torch.float64 or reason_without_kernels(x.device):
         return None
-    try:
-        return importlib.import_module("megaclip.ops.rows_triton")
-    except ImportError:
-        return None
+    return importlib.import_module("megaclip.ops.rows_triton")

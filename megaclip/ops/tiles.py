@@ -16,6 +16,7 @@ Shapes: m rows, n columns, D embedding. `s_ij = <x_i, y_j>`.
 """
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ Accumulators = tuple[Tensor | None, Tensor | None]
 Implementation = Literal["auto", "torch", "triton"]
 Precision = Literal["auto", "float32", "tf32", "bf16"]
 
+LOWEST_CAPABILITY = (8, 0)
+"""The lowest compute capability of GPUs with hardware for the kernels' bfloat16 products."""
 FEATURE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _logger = get_logger(__name__)
@@ -281,15 +284,28 @@ def require_implementation(
     """
     if implementation != "triton":
         return
+    problem = reason_without_kernels(device)
+    if not problem and dtype == torch.float64:
+        problem = "the features are float64; they must be bfloat16, float16 or float32"
+    if problem:
+        raise ConfigError(f"{setting} is 'triton', but {problem}; set it to 'auto' or 'torch'")
+
+
+@functools.cache
+def reason_without_kernels(device: torch.device) -> str:
+    """Return why the Triton kernels cannot run on a device, or an empty string if they can."""
     try:
         kernels = importlib.import_module("megaclip.ops.tiles_triton")
     except ImportError as error:
-        problem = f"the Triton kernels cannot be imported: {first_line(error)}"
-    else:
-        if (device.type == "cuda" or kernels.INTERPRETED) and dtype != torch.float64:
-            return
-        problem = f"the features are {dtype} on {device.type}; they must be bfloat16, float16 or float32 on CUDA"
-    raise ConfigError(f"{setting} is 'triton', but {problem}; set it to 'auto' or 'torch'")
+        return f"the Triton kernels cannot be imported: {first_line(error)}"
+    if device.type != "cuda":
+        return "" if kernels.INTERPRETED else f"the Triton kernels require features on CUDA, not on {device.type}"
+    if torch.version.hip:
+        return "the Triton kernels require an NVIDIA GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LOWEST_CAPABILITY:
+        return f"the Triton kernels require compute capability 8.0; this GPU has {capability[0]}.{capability[1]}"
+    return ""
 
 
 def _implementation(options: TileOptions, x: Tensor) -> ModuleType:
@@ -309,8 +325,6 @@ def _automatic(x: Tensor) -> tuple[str, str]:
         return "torch", f"features on {x.device.type}"
     if x.dtype == torch.float64:
         return "torch", "float64 features"
-    try:
-        importlib.import_module("megaclip.ops.tiles_triton")
-    except ImportError as error:
-        return "torch", f"the Triton kernels cannot be imported: {error}"
+    if reason := reason_without_kernels(x.device):
+        return "torch", reason
     return "triton", f"{x.dtype} features on CUDA"

@@ -16,8 +16,9 @@ Precision:
 * P of 16-bit features is rounded to bfloat16 for its two products, and so are float16 features there, because P spans
   more orders of magnitude than float16 can represent. All products accumulate in float32.
 
-The copy engine reads features in place only if they have the right dtype, contiguous rows and an alignment of 16 bytes.
-Other features are staged (copied) block by block.
+The kernels read features in place only if they have the right dtype, contiguous rows and an alignment of 16 bytes.
+Other features are staged (copied) block by block. From compute capability 9.0 on a copy engine loads whole tiles; other
+GPUs get pointers instead of tensor descriptors.
 
 Set TRITON_INTERPRET=1 before triton is imported to run all of this on the CPU, slowly.
 """
@@ -102,7 +103,7 @@ def tile_grads(
                 col_parts = col_limits.new_empty((block.row_tiles, block.n))
             _tile_grads_kernel[block.grid(block.row_tiles)](
                 *block.factors,
-                block.p_descriptor,
+                block.p_matrix,
                 *(part(row.scale, rows), part(row_shift, rows), part(row.weight, rows)),
                 *(part(col.scale, cols), part(col_shift, cols), part(col.weight, cols)),
                 row_limits[rows.start // tile.block_m :],
@@ -143,7 +144,7 @@ def tile_sigmoid(
             row_parts = row_results.new_empty((3, block.col_tiles, block.m))
             _tile_sigmoid_kernel[block.grid(block.row_tiles)](
                 *block.factors,
-                block.p_descriptor,
+                block.p_matrix,
                 scale,
                 bias,
                 row_parts,

@@ -1,7 +1,7 @@
 """Cuts a call of the Triton tiles into blocks that stay within the tile budget, and prepares the launch arguments.
 
 A block is the work of one launch: some rows of x and some rows of y. All blocks share one buffer for P, or for exact
-logits, which P overwrites. Features that the copy engine cannot read in place are staged for one block at a time.
+logits, which P overwrites. Features that the kernels cannot read in place are staged for one block at a time.
 """
 
 import functools
@@ -36,8 +36,9 @@ class TileConfig:
     stores: int = 1  # number of pieces in which the gradient kernel writes a tile of P
 
 
-# Measured on an H200. Two programs share a multiprocessor, so that the epilogue of one runs during the products of the
-# other; 32 KiB per stage and a piece of P fill the shared memory. The sigmoid kernel is faster with one program.
+# For Hopper, measured on an H200. Two programs share a multiprocessor, so that the epilogue of one runs during the
+# products of the other; 32 KiB per stage and a piece of P fill the shared memory. The sigmoid kernel is faster with one
+# program.
 TILES = {
     ("bf16", "stats"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2),
     ("bf16", "grads"): TileConfig(128, 128, 64, num_warps=4, num_stages=3, programs_per_sm=2, stores=2),
@@ -49,7 +50,24 @@ TILES = {
     ("float32", "grads"): TileConfig(64, 128, 64, num_warps=4, num_stages=2),
     ("float32", "sigmoid"): TileConfig(64, 128, 64, num_warps=4, num_stages=2),
 }
-_INTERPRETER_TILE = TileConfig(32, 64, 32, num_warps=2, num_stages=1, group=2, stores=2)
+# For other GPUs, which have 99 KiB of shared memory or more. Chosen by what the compilers report (shared memory,
+# spilled registers, width of copies), not measured.
+SMALL_TILES = TILES | {
+    ("bf16", "stats"): TileConfig(128, 128, 64, num_warps=8, num_stages=3),
+    ("bf16", "grads"): TileConfig(128, 128, 64, num_warps=8, num_stages=3, stores=2),
+    ("bf16", "sigmoid"): TileConfig(128, 128, 64, num_warps=8, num_stages=3),
+    ("tf32", "stats"): TileConfig(128, 128, 32, num_warps=8, num_stages=3),
+    ("tf32", "grads"): TileConfig(128, 128, 32, num_warps=8, num_stages=3, stores=2),
+    ("float32", "grads"): TileConfig(64, 128, 64, num_warps=8, num_stages=2),
+}
+# For B200, whose threads hold whole rows of a tile: only half as many columns fit into the registers. Chosen likewise.
+B200_TILES = SMALL_TILES | {
+    ("bf16", "stats"): TileConfig(128, 64, 64, num_warps=8, num_stages=3),
+    ("bf16", "grads"): TileConfig(128, 64, 64, num_warps=8, num_stages=3),
+    ("tf32", "stats"): TileConfig(128, 64, 32, num_warps=8, num_stages=3),
+    ("tf32", "grads"): TileConfig(128, 64, 32, num_warps=8, num_stages=3),
+}
+_INTERPRETER_TILES = dict.fromkeys(TILES, TileConfig(32, 64, 32, num_warps=2, num_stages=1, group=2, stores=2))
 _INTERPRETER_PROGRAMS = 3
 
 
@@ -67,7 +85,8 @@ class Tiling:
         # P spans more orders of magnitude than float16 can represent.
         self.p_dtype = torch.bfloat16 if self.dtype == torch.float16 else self.dtype
         self.exact = precision == "float32"
-        self.tile = _INTERPRETER_TILE if INTERPRETED else TILES[precision, kernel]
+        tiles, self.pointers = tiles_of(x.device)
+        self.tile = tiles[precision, kernel]
         self.stores = 4 if kernel == "sigmoid" else self.tile.stores
         self.diagonal = diagonal
         self.budget_bytes = options.tile_budget_mib * 2**20
@@ -103,6 +122,12 @@ class Tiling:
                 cols = slice(col0, min(col0 + cols_per_block, n))
                 yield Block(self, rows, cols, x, _Side(part(self.y, cols), self), buffer)
 
+    def matrix(self, values: Tensor, height: int, width: int) -> TensorDescriptor | tuple[Tensor, int]:
+        """Return a matrix as the kernels take it, which read or write blocks (height, width) of it."""
+        if self.pointers:
+            return values, values.stride(0)
+        return TensorDescriptor.from_tensor(values, [height, width])
+
     def _even(self, total: int, limit: float) -> int:
         """Return a block length that cuts `total` evenly: at most `limit`, but at least one quantum."""
         quantum = max(self.tile.block_m, self.tile.block_n)
@@ -129,15 +154,16 @@ class Block:
         if buffer is not None:
             pitch = _aligned(self.n)
             self.p = buffer[: self.m * pitch].view(self.m, pitch)[:, : self.n]
-            self.p_descriptor = TensorDescriptor.from_tensor(self.p, [tile.block_m, tile.block_n // tiling.stores])
+            self.p_matrix = tiling.matrix(self.p, tile.block_m, tile.block_n // tiling.stores)
         if tiling.exact:
+            assert self.p is not None, "exact logits have a buffer"
             torch.mm(x.kernel, y.kernel.T, out=self.p)
-            logits = TensorDescriptor.from_tensor(self.p, [tile.block_m, tile.block_n])
+            logits = tiling.matrix(self.p, tile.block_m, tile.block_n)
             self.factors = (logits, logits)
         else:
             self.factors = (
-                TensorDescriptor.from_tensor(x.kernel, [tile.block_m, tile.block_k]),
-                TensorDescriptor.from_tensor(y.kernel, [tile.block_n, tile.block_k]),
+                tiling.matrix(x.kernel, tile.block_m, tile.block_k),
+                tiling.matrix(y.kernel, tile.block_n, tile.block_k),
             )
         diagonal = _NO_DIAGONAL if tiling.diagonal is None else tiling.diagonal + rows.start - cols.start
         diagonal = max(-_NO_DIAGONAL, min(diagonal, _NO_DIAGONAL))
@@ -153,6 +179,7 @@ class Block:
             BLOCK_K=tile.block_k,
             GROUP=tile.group,
             LOADED=tiling.exact,
+            POINTERS=tiling.pointers,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -162,13 +189,27 @@ class Block:
         return (min(self.programs, item_rows * self.col_tiles),)
 
 
+@functools.cache
+def tiles_of(device: torch.device) -> tuple[dict[tuple[str, str], TileConfig], bool]:
+    """Return the tiles for a device, and whether the kernels get pointers instead of tensor descriptors."""
+    return (_INTERPRETER_TILES, False) if INTERPRETED else tiles_for(torch.cuda.get_device_capability(device)[0])
+
+
+def tiles_for(capability: int) -> tuple[dict[tuple[str, str], TileConfig], bool]:
+    """Return the result of `tiles_of` for GPUs with this first number of the compute capability, from 8 on.
+
+    Before 9 there is no copy engine. Triton replaces descriptors with loads of single elements there, which are slow.
+    """
+    return {9: TILES, 10: B200_TILES}.get(capability, SMALL_TILES), capability < 9
+
+
 def _readable(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the copy engine can read x in place."""
+    """Return whether the kernels can read x in place."""
     return x.dtype == dtype and x.stride(1) == 1 and x.stride(0) * x.itemsize % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def _staged(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x if the copy engine can read it in place, else a copy that it can read."""
+    """Return x if the kernels can read it in place, else a copy that they can read."""
     if _readable(x, dtype):
         return x
     copy = x.new_empty((len(x), _aligned(x.shape[1])), dtype=dtype)[:, : x.shape[1]]

@@ -53,17 +53,70 @@ def _dot(x, y, s):
 
 
 @triton.jit
-def _add_slice(s, x_desc, y_desc, row0, col0, k0, LOADED: tl.constexpr):
+def _places(matrix, row0, col0, rows, cols, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the offsets of a block (HEIGHT, WIDTH) of a matrix (rows, cols), and whether they are inside of it."""
+    i = row0 + tl.arange(0, HEIGHT)
+    j = col0 + tl.arange(0, WIDTH)
+    # Rows start at multiples of 16 bytes. The compiler needs to know it to move 16 bytes at a time.
+    MULTIPLE: tl.constexpr = 128 // matrix[0].dtype.element_ty.primitive_bitwidth
+    row_starts = tl.multiple_of(i.to(tl.int64) * matrix[1], MULTIPLE)
+    return row_starts[:, None] + j[None, :], (i < rows)[:, None] & (j < cols)[None, :]
+
+
+@triton.jit
+def _load_block(matrix, row0, col0, rows, cols, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, POINTERS: tl.constexpr):
+    """Return a block (HEIGHT, WIDTH) of a matrix (rows, cols), with 0 outside of the matrix.
+
+    matrix: a tensor descriptor; with POINTERS, a pointer and the stride of the rows.
+    """
+    if POINTERS:
+        places, inside = _places(matrix, row0, col0, rows, cols, HEIGHT, WIDTH)
+        block = tl.load(matrix[0] + places, mask=inside, other=0.0)
+    else:
+        block = matrix.load([row0, col0])
+    return block
+
+
+@triton.jit
+def _store_block(matrix, row0, col0, block, rows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, POINTERS: tl.constexpr):
+    """Write a block (HEIGHT, WIDTH), rounded, to a matrix of so many rows; see `_load_block`.
+
+    With POINTERS it also writes to the padding at the end of each row, so that 16 bytes can be written at a time.
+    """
+    if POINTERS:
+        places, inside = _places(matrix, row0, col0, rows, matrix[1], HEIGHT, WIDTH)
+        tl.store(matrix[0] + places, block.to(matrix[0].dtype.element_ty), mask=inside)
+    else:
+        matrix.store([row0, col0], block.to(matrix.dtype))
+
+
+@triton.jit
+def _add_slice(
+    s,
+    x,
+    y,
+    row0,
+    col0,
+    k0,
+    m,
+    n,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LOADED: tl.constexpr,
+    POINTERS: tl.constexpr,
+):
     """Add the products of one slice of D, from column k0 on, to the similarities s of a tile.
 
     With LOADED the similarities are computed already, and are loaded instead.
     """
     if LOADED:
-        s = x_desc.load([row0, col0])
+        s = _load_block(x, row0, col0, m, n, BLOCK_M, BLOCK_N, POINTERS)
     else:
-        x = x_desc.load([row0, k0])
-        y = y_desc.load([col0, k0])
-        s = _dot(x, y, s)
+        x_block = _load_block(x, row0, k0, m, D, BLOCK_M, BLOCK_K, POINTERS)
+        y_block = _load_block(y, col0, k0, n, D, BLOCK_N, BLOCK_K, POINTERS)
+        s = _dot(x_block, y_block, s)
     return s
 
 
@@ -100,7 +153,7 @@ def _is_bounded(t, limit_from_norms):
     """Return whether |t| <= EXPONENT_LIMIT in the whole tile. The tile is read only if the norms do not prove it."""
     bounded = limit_from_norms <= EXPONENT_LIMIT
     if not bounded:
-        bounded = tl.max(tl.max(tl.abs(t), axis=1), axis=0) <= EXPONENT_LIMIT
+        bounded = tl.max(tl.abs(t)) <= EXPONENT_LIMIT
     return bounded
 
 

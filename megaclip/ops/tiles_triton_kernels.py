@@ -37,16 +37,17 @@ from megaclip.ops.tiles_triton_common import (
     _log2_add,
     _masked,
     _relative_scale,
+    _store_block,
     _tile_scale,
 )
 
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
 def _tile_stats_kernel(
-    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K). With LOADED: the
-    # similarities s (m, n)
-    x_desc,
-    y_desc,  # in: (n, D) features of that dtype, descriptor with block (BLOCK_N, BLOCK_K)
+    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); with POINTERS, as for
+    # the other matrices, pointer and row stride. With LOADED: the similarities s (m, n)
+    x,
+    y,  # in: (n, D) features of that dtype, descriptor with block (BLOCK_N, BLOCK_K)
     row_scale_ptr,  # in: (m,) float32
     col_scale_ptr,  # in: (n,) float32
     row_limits_ptr,  # in: (row_tiles, LIMITS) float32, from `_tile_limits_kernel`
@@ -67,6 +68,7 @@ def _tile_stats_kernel(
     CHUNK: tl.constexpr,
     NUM_WARPS: tl.constexpr,
     LOADED: tl.constexpr,
+    POINTERS: tl.constexpr,
 ):
     """Compute the partial sums of row and column log-sum-exp of every tile. Persistent: a program runs many tiles."""
     K_TILES: tl.constexpr = 1 if LOADED else (D + BLOCK_K - 1) // BLOCK_K
@@ -87,7 +89,7 @@ def _tile_stats_kernel(
             row_tile = row_chunk * CHUNK + step
         row0 = row_tile * BLOCK_M
         col0 = col_tile * BLOCK_N
-        s = _add_slice(s, x_desc, y_desc, row0, col0, k * BLOCK_K, LOADED)
+        s = _add_slice(s, x, y, row0, col0, k * BLOCK_K, m, n, D, BLOCK_M, BLOCK_N, BLOCK_K, LOADED, POINTERS)
         if k == K_TILES - 1:
             row_limits = row_limits_ptr + tl.minimum(row_tile, row_tiles - 1) * LIMITS
             scale, similarity = _tile_scale(row_limits, col_limits_ptr + col_tile * LIMITS)
@@ -135,23 +137,34 @@ def _halves(tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _store_tile(p_desc, row0, col0, p, STORES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _store_tile(
+    matrix,
+    row0,
+    col0,
+    p,
+    m,
+    STORES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    POINTERS: tl.constexpr,
+):
     """Write p (BLOCK_M, BLOCK_N), rounded: in one piece, or in two halves that need half the shared memory."""
     if STORES == 1:
-        p_desc.store([row0, col0], p.to(p_desc.dtype))
+        _store_block(matrix, row0, col0, p, m, BLOCK_M, BLOCK_N, POINTERS)
     else:
+        HALF: tl.constexpr = BLOCK_N // 2
         left, right = _halves(p, BLOCK_M, BLOCK_N)
-        p_desc.store([row0, col0], left.to(p_desc.dtype))
-        p_desc.store([row0, col0 + BLOCK_N // 2], right.to(p_desc.dtype))
+        _store_block(matrix, row0, col0, left, m, BLOCK_M, HALF, POINTERS)
+        _store_block(matrix, row0, col0 + HALF, right, m, BLOCK_M, HALF, POINTERS)
 
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
 def _tile_grads_kernel(
-    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K). With LOADED: the
-    # similarities s (m, n)
-    x_desc,
-    y_desc,  # in: (n, D) features of that dtype, descriptor with block (BLOCK_N, BLOCK_K)
-    p_desc,  # out: (m, n) P, descriptor with block (BLOCK_M, BLOCK_N // STORES); may be the buffer of s
+    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); with POINTERS, as for
+    # the other matrices, pointer and row stride. With LOADED: the similarities s (m, n)
+    x,
+    y,  # in: (n, D) features of that dtype, descriptor with block (BLOCK_N, BLOCK_K)
+    p_matrix,  # out: (m, n) P, descriptor with block (BLOCK_M, BLOCK_N // STORES); may be the buffer of s
     row_scale_ptr,  # in: (m,) float32
     row_shift_ptr,  # in: (m,) float32
     row_weight_ptr,  # in: (m,) float32
@@ -176,6 +189,7 @@ def _tile_grads_kernel(
     GROUP: tl.constexpr,
     STORES: tl.constexpr,
     LOADED: tl.constexpr,
+    POINTERS: tl.constexpr,
     DOTS: tl.constexpr,
 ):
     """Compute P of every tile, and the partial sums of row_dot and col_dot. Persistent."""
@@ -192,7 +206,7 @@ def _tile_grads_kernel(
             row_tile, col_tile = _item_origin(index // K_TILES, row_tiles, col_tiles, GROUP)
         row0 = row_tile * BLOCK_M
         col0 = col_tile * BLOCK_N
-        s = _add_slice(s, x_desc, y_desc, row0, col0, k * BLOCK_K, LOADED)
+        s = _add_slice(s, x, y, row0, col0, k * BLOCK_K, m, n, D, BLOCK_M, BLOCK_N, BLOCK_K, LOADED, POINTERS)
         if k == K_TILES - 1:
             # All loads come first, because the last products of the tile are still running.
             rows = row0 + tl.arange(0, BLOCK_M)
@@ -222,7 +236,7 @@ def _tile_grads_kernel(
                     tl.store(row_part, row_factor * tl.sum(es, axis=1) / scale2, mask=rows < m)
                     tl.store(col_part, col_factor * tl.sum(es, axis=0) / scale2, mask=cols < n)
                 p = e * (row_factor[:, None] + col_factor[None, :])
-                _store_tile(p_desc, row0, col0, p, STORES, BLOCK_M, BLOCK_N)
+                _store_tile(p_matrix, row0, col0, p, m, STORES, BLOCK_M, BLOCK_N, POINTERS)
             else:
                 # t is s * scale2: with the scale that the tile shares, or with LOG2_E if it shares none.
                 kept = t > 0.5 * MASKED
@@ -235,7 +249,7 @@ def _tile_grads_kernel(
                 if DOTS:
                     tl.store(row_part, tl.sum(row_p * t, axis=1) / scale2, mask=rows < m)
                     tl.store(col_part, tl.sum(col_p * t, axis=0) / scale2, mask=cols < n)
-                _store_tile(p_desc, row0, col0, row_p + col_p, STORES, BLOCK_M, BLOCK_N)
+                _store_tile(p_matrix, row0, col0, row_p + col_p, m, STORES, BLOCK_M, BLOCK_N, POINTERS)
             s = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
 
@@ -260,7 +274,19 @@ def _fold_columns(e, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _sigmoid_piece(
-    s, sums, p_desc, row0, col0, m, n, diagonal, scale2, bias2, HEIGHT: tl.constexpr, WIDTH: tl.constexpr
+    s,
+    sums,
+    p_matrix,
+    row0,
+    col0,
+    m,
+    n,
+    diagonal,
+    scale2,
+    bias2,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    POINTERS: tl.constexpr,
 ):
     """Write P of one piece of a tile, s (HEIGHT, WIDTH), and add its sums to `sums`, four tensors (HEIGHT, 8)."""
     q, above, dot, total = sums
@@ -268,7 +294,7 @@ def _sigmoid_piece(
     u = tl.exp2(-tl.abs(z))
     root = tl.rsqrt(1.0 + u)
     p = root * root * tl.where(z > 0.0, 1.0, u)
-    p_desc.store([row0, col0], p.to(p_desc.dtype))
+    _store_block(p_matrix, row0, col0, p, m, HEIGHT, WIDTH, POINTERS)
     q = _join_log1p(q, tl.reduce(tl.reshape(u, (HEIGHT, WIDTH // 8, 8)), 1, _join_log1p))
     above += _fold_columns(tl.maximum(z, 0.0), HEIGHT, WIDTH)
     dot += _fold_columns(p * z, HEIGHT, WIDTH)
@@ -278,11 +304,11 @@ def _sigmoid_piece(
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
 def _tile_sigmoid_kernel(
-    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K). With LOADED: the
-    # similarities s (m, n)
-    x_desc,
-    y_desc,  # in: (n, D) features of that dtype, descriptor with block (BLOCK_N, BLOCK_K)
-    p_desc,  # out: (m, n) P = sigmoid(z), descriptor with block (BLOCK_M, BLOCK_N // 4); may be the buffer of s
+    # in: (m, D) bfloat16, float16 or float32 features, descriptor with block (BLOCK_M, BLOCK_K); with POINTERS, as for
+    # the other matrices, pointer and row stride. With LOADED: the similarities s (m, n)
+    x,
+    y,  # in: (n, D) features of that dtype, descriptor with block (BLOCK_N, BLOCK_K)
+    p_matrix,  # out: (m, n) P = sigmoid(z), descriptor with block (BLOCK_M, BLOCK_N // 4); may be the buffer of s
     scale_ptr,  # in: (1,) float32
     bias_ptr,  # in: (1,) float32
     row_part_ptr,  # out: (3, col_tiles, m) float32: sums over one column tile of softplus(z), P * s and P
@@ -295,6 +321,7 @@ def _tile_sigmoid_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     LOADED: tl.constexpr,
+    POINTERS: tl.constexpr,
 ):
     """Compute the sigmoid loss and P of every tile, with z = scale * s + bias. Persistent.
 
@@ -316,7 +343,7 @@ def _tile_sigmoid_kernel(
             row_tile, col_tile = _item_origin(index // K_TILES, row_tiles, col_tiles, GROUP)
         row0 = row_tile * BLOCK_M
         col0 = col_tile * BLOCK_N
-        s = _add_slice(s, x_desc, y_desc, row0, col0, k * BLOCK_K, LOADED)
+        s = _add_slice(s, x, y, row0, col0, k * BLOCK_K, m, n, D, BLOCK_M, BLOCK_N, BLOCK_K, LOADED, POINTERS)
         if k == K_TILES - 1:
             zeros = tl.zeros((BLOCK_M, 8), dtype=tl.float32)
             sums = (zeros, zeros, zeros, zeros)
@@ -326,13 +353,17 @@ def _tile_sigmoid_kernel(
             left, right = _halves(s, BLOCK_M, BLOCK_N)
             s0, s1 = _halves(left, BLOCK_M, HALF)
             s2, s3 = _halves(right, BLOCK_M, HALF)
-            sums = _sigmoid_piece(s0, sums, p_desc, row0, col0, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE)
-            sums = _sigmoid_piece(s1, sums, p_desc, row0, col0 + PIECE, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE)
             sums = _sigmoid_piece(
-                s2, sums, p_desc, row0, col0 + 2 * PIECE, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE
+                s0, sums, p_matrix, row0, col0, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE, POINTERS
             )
             sums = _sigmoid_piece(
-                s3, sums, p_desc, row0, col0 + 3 * PIECE, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE
+                s1, sums, p_matrix, row0, col0 + PIECE, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE, POINTERS
+            )
+            sums = _sigmoid_piece(
+                s2, sums, p_matrix, row0, col0 + 2 * PIECE, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE, POINTERS
+            )
+            sums = _sigmoid_piece(
+                s3, sums, p_matrix, row0, col0 + 3 * PIECE, m, n, diagonal, scale2, bias2, BLOCK_M, PIECE, POINTERS
             )
             q, above, dot, total = sums
             row_sum = tl.sum(total, axis=1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, nearest
 from megaclip.planner.constants import (
     ATTENTION_SHARE,
     DECODED_PER_CORE,
@@ -50,14 +50,23 @@ class Rates:
     @classmethod
     def read(cls, path: str | Path, preset: "Rates") -> "Rates":
         """Read a file of `--calibrate`; `preset` has the links that one rank cannot measure. Raises ConfigError."""
+        names = [field.name for field in fields(cls)]
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))["rates"]
-            measured = [field.name for field in fields(cls) if field.name in values or field.name not in _LINKS]
-            return replace(preset, **{name: float(values[name]) for name in measured})
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            values = {
+                name: float(value)
+                for name, value in json.loads(Path(path).read_text(encoding="utf-8"))["rates"].items()
+            }
+            measured = {name: values[name] for name in names if name in values or name not in _LINKS}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"--rates {str(path)!r} is not a file of `megaclip plan --calibrate`: {error!r}"
             ) from None
+        for name, value in values.items():
+            if name not in names:
+                raise ConfigError(f"--rates {str(path)!r} has the unknown rate {name!r}{nearest(name, set(names))}")
+            if not 0 < value < math.inf:
+                raise ConfigError(f"--rates {str(path)!r}: {name} is {value}; write a number above 0 per second")
+        return replace(preset, **measured)
 
 
 def rates_json(machine: str, measured: Mapping[str, float]) -> str:
@@ -139,14 +148,24 @@ def _preset(product: float, memory: float, link: float, host_to_device: float) -
     )
 
 
-# Memory is what the driver reports. The H200's product rate was measured (docs/performance.md); those of other GPUs are
-# three quarters of the maker's dense bf16 figure. PCIe: three quarters of the maker's figure, one direction.
+# Memory is what PyTorch reports as total. The H200's product rate was measured (docs/performance.md); those of others
+# are three quarters of the maker's figure for dense bf16 products that accumulate in float32 (H100: two thirds). PCIe:
+# three quarters of the maker's figure, one direction.
 GPUS: dict[str, tuple[float, Rates]] = {
     "a100-40gb": (39.4 * GIB, _preset(234e12, 1.56e12, 300e9, 24e9)),
     "a100": (79.2 * GIB, _preset(234e12, 2.04e12, 300e9, 24e9)),
     "a800": (79.2 * GIB, _preset(234e12, 2.04e12, 200e9, 24e9)),
+    "h20": (95.1 * GIB, _preset(111e12, 4.0e12, 450e9, 48e9)),
     "h100": (79.1 * GIB, _preset(660e12, 3.35e12, 450e9, 48e9)),
     "h200": (139.8 * GIB, _preset(730e12, 4.8e12, 450e9, 48e9)),
+    "b200": (178.3 * GIB, _preset(1690e12, 8.0e12, 900e9, 48e9)),
+    "a10g": (22.1 * GIB, _preset(52e12, 0.6e12, 32e9, 24e9)),
+    "a6000": (47.5 * GIB, _preset(116e12, 0.77e12, 32e9, 24e9)),
+    "l4": (22.1 * GIB, _preset(91e12, 0.3e12, 32e9, 24e9)),
+    "l40s": (44.4 * GIB, _preset(272e12, 0.86e12, 32e9, 24e9)),
+    "rtx-3090": (23.6 * GIB, _preset(53e12, 0.94e12, 32e9, 24e9)),
+    "rtx-4090": (23.6 * GIB, _preset(124e12, 1.01e12, 32e9, 24e9)),
+    "rtx-5090": (31.3 * GIB, _preset(157e12, 1.79e12, 64e9, 48e9)),
     "cpu": (0.0, _preset(5e10, 2e10, 3e9, 1e10)),
 }
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megaclip.config import TrainingConfig
 from megaclip.config.training import TextChunks
+from megaclip.errors import ConfigError
 from megaclip.models import ModelDescription, OpenClipConfig, OpenClipText, TextConfig
 from megaclip.models.text import is_cut_exact
 from megaclip.planner.constants import EMBEDDINGS_SHARE, LEAST_CUT_CHUNKS, LEAST_KEPT_SHARE, RECOMPUTE_SHARE
@@ -160,6 +161,15 @@ def recomputation_pays(*, fits_without: bool, more_kept: int, image_chunks: int)
     not without it. image_chunks: number of image chunks of a step.
     """
     return not fits_without or more_kept >= max(1, RECOMPUTE_SHARE * image_chunks)
+
+
+def check_recomputation(setting: bool | str, *, compiles: bool) -> None:
+    """Raise ConfigError if megaclip.selective_recompute is true and torch.compile does not run the towers."""
+    if setting is True and not compiles:
+        raise ConfigError(
+            "megaclip.selective_recompute true requires torch.compile, which this run does not use; set "
+            'megaclip.compile to true, or selective_recompute to "auto"'
+        )
 
 
 def compiles(setting: bool | str, *, on_gpu: bool, possible: bool, saved_s: float, startup_s: float) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from megaclip.config.optimizers import needs_permission
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.search import fits
 from megaclip.planner.step_time import plan_time
@@ -83,6 +84,8 @@ def _without(workload: Workload) -> Iterator[tuple[str, Workload]]:
         changed = [] if factor == ranks else [f"train_micro_batch_size_per_gpu {rows}"]
         if changed and captions:
             changed.append(f"megaclip.text_micro_batch_size {text_rows}")
+        if workload.zero.stage == 0 and needs_permission(workload.optimizer, stage):
+            changed.append("zero_allow_untested_optimizer true")
         if stage < 3 and "nvme" in (workload.offload_optimizer, workload.offload_parameters):
             continue
         if stage == 1 and workload.bf16 and workload.gradient_bytes == 4:  # refused (megaclip.config.checks)

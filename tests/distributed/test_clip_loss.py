@@ -7,6 +7,7 @@ launch per world size runs all of them.
 
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed.comm as dist
@@ -240,13 +241,25 @@ def check_errors() -> list[str]:
     def two_scales() -> None:
         ClipLoss()(torch.randn(4, 5), torch.randn(4, 5), torch.ones(2) if last else scale)
 
-    found = expect_same_error(unequal_towers, "shapes (4, 5) and (4, 6) on rank")
+    def other_features(features: Any) -> Callable[[], Any]:
+        good = torch.randn(4, 5)
+        return lambda: ClipLoss()(good, features if last else good, 10.0)
+
+    def no_images() -> None:
+        SigLipLoss()(None if last else torch.randn(4, 5), torch.randn(4, 5), 10.0)
+
+    found = expect_same_error(no_images, "image_features is a NoneType on rank")
+    found += expect_same_error(other_features((torch.randn(4, 5),)), "text_features is a tuple on rank")
+    found += expect_same_error(other_features(torch.randn(4, 5).to_sparse()), "torch.sparse_coo on cpu on rank")
+    found += expect_same_error(other_features(torch.randn(4, 5, device="meta")), "torch.strided on meta on rank")
+    found += expect_same_error(unequal_towers, "shapes (4, 5) and (4, 6) on rank")
     found += expect_same_error(two_scales, "logit_scale has shape (2,) on rank")
     if group_size() > 1:
         found += expect_same_error(
-            shorter_batch, f"(4, 5) torch.float32 on rank 0 and (3, 5) torch.float32 on rank {group_size() - 1}"
+            shorter_batch,
+            f"(4, 5) torch.float32 (CPU) on rank 0 and (3, 5) torch.float32 (CPU) on rank {group_size() - 1}",
         )
-        found += expect_same_error(other_dtype, "torch.bfloat16 on rank")
+        found += expect_same_error(other_dtype, "torch.bfloat16 (CPU) on rank")
     return found
 
 

@@ -1,15 +1,19 @@
 """FastClipLoss called directly: abandoned steps leave nothing behind, and wrong or infinite values are refused."""
 
+import copy
 import math
+import pickle
+from pathlib import Path
 from typing import Any
 
+import deepspeed.comm as dist
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megaclip.comm.groups import group_rank, group_size
-from megaclip.errors import DataError, NonFiniteError
+from megaclip.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from megaclip.losses import FastClipLoss
 from megaclip.losses.fastclip_variants import VARIANTS
 from tests.distributed.harness import run_ranks
@@ -118,6 +122,147 @@ def test_float16_features_are_refused() -> None:
     loss = FastClipLoss("fastclip_v3", samples=256, temperature=0.01)
     with pytest.raises(DataError, match=r"the features are torch\.float16, .* expected bfloat16, float32 or float64"):
         loss(x.detach().half(), y.half(), ids=torch.arange(256), epoch=0.0)
+
+
+@pytest.mark.parametrize("variant", ["fastclip_v2", "fastclip_v3"])
+def test_a_run_can_return_to_an_earlier_checkpoint_state(variant: str) -> None:
+    loss = make_loss(variant)
+    backward(loss, 1)
+    loss.step()
+    before, state = contents(loss), loss.checkpoint_state()
+    backward(loss, 2)
+    loss.step()
+    assert not same(contents(loss), before)
+    loss.load_checkpoint_state([state])
+    assert same(contents(loss), before)
+
+
+@pytest.mark.parametrize(("variant", "is_loaded"), [("sogclr", False), ("fastclip_v1", False), ("fastclip_v3", True)])
+def test_a_resumed_run_may_change_a_constant_temperature(variant: str, is_loaded: bool) -> None:
+    """It is reported as a changed setting, so it must have an effect. A learned temperature only starts at its own."""
+    before, after = make_loss(variant, temperature=0.07), make_loss(variant, temperature=0.05)
+    after.load_checkpoint_state([before.checkpoint_state()])
+    assert after.temperature.value == pytest.approx(0.07 if is_loaded else 0.05, rel=1e-6)
+
+
+def check_copies_in_the_middle_of_a_step() -> None:
+    """Check that a copy between loss() and step() has the loss's state, and no part in its step."""
+    loss = make_loss("fastclip_v3")
+    backward(loss, 1)
+    for copied in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert same(contents(copied), contents(loss))
+        with pytest.raises(RuntimeError, match=r"call loss\(\.\.\.\)\.backward\(\)"):
+            copied.step()
+    loss.step()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loss_can_be_copied_in_the_middle_of_a_step(world_size: int) -> None:
+    run_ranks(check_copies_in_the_middle_of_a_step, world_size)
+
+
+@pytest.mark.parametrize(
+    ("variant", "state_dtype"),
+    [("fastclip_v2", torch.bfloat16), ("isogclr", torch.float16), ("fastclip_v3", torch.int64)],
+)
+def test_a_state_that_would_lose_updates_is_refused(variant: str, state_dtype: torch.dtype) -> None:
+    """In bfloat16 0.999, the decay of Adam's second moment, is 1, so no per-sample temperature would ever change."""
+    with pytest.raises(ConfigError, match=rf"state_dtype is {state_dtype}; expected torch\.float32 or torch\.float64"):
+        FastClipLoss(variant, samples=SAMPLES, state_dtype=state_dtype)
+
+
+def test_an_estimate_may_have_16_bits() -> None:
+    exact, rounded = (FastClipLoss(samples=SAMPLES, state_dtype=dtype) for dtype in (torch.float32, torch.float16))
+    for loss in (exact, rounded):
+        backward(loss.double(), 1)
+        loss.step()
+    ids = batch_of(1)[2]
+    torch.testing.assert_close(rounded.state.values[ids].float(), exact.state.values[ids], rtol=2e-3, atol=0)
+
+
+def test_step_refuses_a_cleared_gradient_of_the_temperature() -> None:
+    """It has then changed nothing: the estimates and the temperature belong together."""
+    loss = make_loss("fastclip_v3")
+    before = contents(loss)
+    backward(loss, 1)
+    loss.zero_grad()
+    with pytest.raises(RuntimeError, match=r"temperature has no gradient, because zero_grad\(\) has cleared it"):
+        loss.step()
+    assert same(contents(loss), before)
+
+
+def test_parts_of_two_checkpoints_are_refused() -> None:
+    """A folder of a run on four ranks that continues on two has both: the newer parts of ranks 0 and 1."""
+    loss = make_loss("fastclip_v3")
+
+    def part(rank: int, world_size: int) -> dict[str, Any]:
+        state = loss.checkpoint_state()
+        own = {"rank": rank, "world_size": world_size, "values": loss.state.values[rank::world_size]}
+        return state | {"samples": state["samples"] | own}
+
+    with pytest.raises(CheckpointError, match=r"some parts .* were saved by 2 ranks, others by 4; give only the parts"):
+        loss.load_checkpoint_state([part(0, 2), part(1, 2), part(2, 4), part(3, 4)])
+    loss.load_checkpoint_state([part(0, 2), part(1, 2)])
+
+
+def test_a_state_that_is_not_in_a_list_is_refused() -> None:
+    loss = make_loss("fastclip_v3")
+    for parts in (loss.checkpoint_state(), [{}]):
+        with pytest.raises(CheckpointError, match=r"expected what checkpoint_state\(\) returned .* in a list$"):
+            loss.load_checkpoint_state(parts)  # type: ignore[arg-type]  # a wrong type is what is tested
+
+
+def test_a_frozen_temperature_stays_and_the_estimates_do_not() -> None:
+    loss = make_loss("fastclip_v3").requires_grad_(False)
+    values, *temperature = contents(loss)
+    backward(loss, 1)
+    loss.step()
+    assert same(contents(loss)[1:], temperature) and not torch.equal(contents(loss)[0], values)
+
+
+def test_ids_that_are_no_tensor_are_refused() -> None:
+    """NumPy's int64 looks like torch's in the message, so the message has the type."""
+    loss = make_loss("fastclip_v3")
+    x, y, ids = batch_of(1)
+    for wrong in (ids.tolist(), ids.numpy()):
+        for call in (lambda ids: loss(x, y, ids=ids, epoch=0.0), loss.fetch):
+            message = rf"ids are a {type(wrong).__name__}; expected a tensor, .*: use torch\.as_tensor\(ids\)$"
+            with pytest.raises(DataError, match=message):
+                call(wrong)
+
+
+def check_that_ids_are_refused_on_every_rank() -> None:
+    """Check that ids of one rank that do not fit raise on both ranks, and that the next fetch is possible."""
+    loss = make_loss("fastclip_v3")
+    _, _, ids = batch_of(1)
+    is_last = group_rank() == group_size() - 1
+    for wrong, message in (
+        (ids[:2], "rank 0 has 3 ids and rank 1 has 2; expected one number on all ranks"),
+        (ids.int(), r"ids are \(3,\) torch\.int32; expected one int64 sample id per row, \(b,\)"),
+    ):
+        with pytest.raises(DataError, match=message):
+            loss.fetch(wrong if is_last else ids)
+    assert loss.fetch(ids).rows().shape == (3, 2)
+
+
+def test_ids_of_one_rank_that_do_not_fit_are_refused_on_every_rank() -> None:
+    run_ranks(check_that_ids_are_refused_on_every_rank, 2, time_limit_s=60)
+
+
+def check_a_loss_that_was_constructed_too_early(store: str) -> None:
+    """Check that a loss of before the start of distributed training does not keep a whole state on every rank."""
+    rank, size = group_rank(), group_size()
+    dist.destroy_process_group()
+    loss = make_loss("fastclip_v3")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    message = rf"constructed for rank 0 of 1, and this is rank {rank} of 2; construct the loss after distributed"
+    with pytest.raises(RuntimeError, match=message):
+        backward(loss, 1)
+    backward(make_loss("fastclip_v3"), 1)
+
+
+def test_a_loss_that_was_constructed_before_distributed_training_is_refused(tmp_path: Path) -> None:
+    run_ranks(check_a_loss_that_was_constructed_too_early, 2, str(tmp_path / "store"), time_limit_s=60)
 
 
 def test_the_cosine_of_the_temperature_requires_the_numbers_of_steps() -> None:

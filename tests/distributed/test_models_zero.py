@@ -21,13 +21,13 @@ from megaclip.checkpoint import store
 from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
-from megaclip.checkpoint.open_clip_weights import load_pretrained, write_weights
+from megaclip.checkpoint.open_clip_weights import write_weights
 from megaclip.checkpoint.search import MODEL_CARD
-from megaclip.checkpoint.tower_weights import load_pretrained_tower
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
 from tests.distributed.checks import assert_passed, run_checks
 from tests.distributed.harness import run_ranks
+from tests.pretrained import load_pretrained, load_pretrained_tower
 from tests.tolerances import EXPORT, assert_close
 
 REPOSITORY = Path(__file__).parents[2]

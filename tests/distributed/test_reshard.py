@@ -71,13 +71,13 @@ State = dict[str, np.ndarray]
 """Name and kind of every float32 master and every optimizer state tensor -> its whole values."""
 
 
-def start(case: Case) -> DeepSpeedEngine:
-    """Start an engine. ZeRO-1 and 3 use torch's AdamW, which counts its steps in tensors.
+def start(case: Case, *, torch_adam: bool = False) -> DeepSpeedEngine:
+    """Start an engine. ZeRO-1 and 3 use torch's AdamW, which counts its steps in tensors; the others can.
 
     ZeRO-3 uses sub-groups so small that their boundaries depend on the number of ranks.
     """
     config = training_config(case)
-    if case.stage in (1, 3) and case.optimizer == "AdamW" and not case.offload:
+    if torch_adam or (case.stage in (1, 3) and case.optimizer == "AdamW" and not case.offload):
         config.deepspeed["optimizer"]["params"]["torch_adam"] = True
     if case.stage == 3:
         config.deepspeed["zero_optimization"]["sub_group_size"] = 3000
@@ -122,7 +122,8 @@ def _joined(engine: DeepSpeedEngine, name: str, part: torch.Tensor) -> torch.Ten
 def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
     """Train, save, and train one more step: name -> state at the save, third loss, parameters after the third step.
 
-    The results "NAME again" are those of another engine of two ranks that has loaded the checkpoint.
+    The results "NAME again" are those of another engine of two ranks that has loaded the checkpoint. "zero0 torch_adam"
+    has loaded "zero0", which DeepSpeed's Adam has saved, into PyTorch's.
     """
     results = {}
     for name, case in SAVED.items():
@@ -145,6 +146,10 @@ def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
             engine_cases.SEED -= 1
             again = (state_of(engine, case), train_step(engine, case, STEPS), whole_parameters(engine))
             results[f"{name} again"] = again
+    engine = start(SAVED["zero0"], torch_adam=True)
+    store.load(engine, Path(folder) / "zero0", tag)
+    loss = train_step(engine, SAVED["zero0"], STEPS)
+    results["zero0 torch_adam"] = ({}, loss, whole_parameters(engine))
     return results
 
 
@@ -207,6 +212,13 @@ def test_next_step_equals_that_of_the_saving_engine(saved, loaded, ranks, name):
         assert_close(loss, expected_loss, ENGINE["loss"], "loss")
         bound = ENGINE["parameters"]
         assert exceeded(compare(parameters[key], expected[key], bound, key, size=RATE) for key in parameters) == []
+
+
+def test_another_implementation_of_adam_continues_the_count_of_steps(saved):
+    (_, expected_loss, expected), (_, loss, parameters) = saved["zero0"], saved["zero0 torch_adam"]
+    assert_close(loss, expected_loss, ENGINE["loss"], "loss")
+    bound = ENGINE["parameters"]
+    assert exceeded(compare(parameters[key], expected[key], bound, key, size=RATE) for key in parameters) == []
 
 
 @pytest.mark.parametrize("name", [name for name, case in SAVED.items() if case.optimizer != "AdamW"])

@@ -23,6 +23,8 @@ from tests.drills.jobs import WORLD_SIZE, Job, Prepare
 from tests.end_to_end.two_hosts import ADDRESSES, INTERFACE, Host, connect, set_cable
 
 STEPS, SAVE_EVERY = 24, 4
+_PAUSE_S = 0.5
+"""Pause after each step of the runs whose fault must happen between two saves, at least one step before the next."""
 _CLONE_NEWNET = 0x40000000
 """Flag of unshare(2): a network of its own."""
 _READ_AHEAD = 8
@@ -69,10 +71,10 @@ class Trial:
     def checkpoints(self) -> Path:
         return self.logs / "run" / "checkpoints"
 
-    def start(self, prepare: Prepare | None = None, **changes: Any) -> Job:
+    def start(self, prepare: Prepare | None = None, pause_s: float = 0.0, **changes: Any) -> Job:
         from tests.drills.jobs import start
 
-        self.job = start(self.command(**changes), self.folder / "first", prepare)
+        self.job = start(self.command(**changes), self.folder / "first", prepare, pause_s=pause_s)
         return self.job
 
     def command(self, **changes: Any) -> list[str]:
@@ -84,6 +86,14 @@ class Trial:
         """Wait until a random moment between the first step and step `last`."""
         job.wait_for_step(self.random.randrange(1, last))
         time.sleep(self.random.uniform(0, 2 * self.step_s))
+
+    def wait_between_saves(self, job: Job) -> None:
+        """Wait until a random moment between two saves and after the first steps: --hang-timeout holds only then.
+
+        The run must have been started with `pause_s=_PAUSE_S`: without it, the next save may begin before the fault.
+        """
+        job.wait_for_step(self.random.randrange(1, STEPS // SAVE_EVERY) * SAVE_EVERY + 1)
+        time.sleep(self.random.uniform(0, self.step_s + _PAUSE_S))
 
     def send(self, process: int, number: int) -> None:
         try:
@@ -134,13 +144,9 @@ def sigusr1(trial: Trial) -> Verdict:
 
 
 def rank_stopped(trial: Trial) -> Verdict:
-    """SIGSTOP of one rank, which the watchdog must notice.
-
-    It happens between two saves and after the first steps, because --hang-timeout holds for no other time.
-    """
-    job = trial.start(hang_timeout=3)
-    job.wait_for_step(trial.random.randrange(1, STEPS // SAVE_EVERY) * SAVE_EVERY + 1)
-    time.sleep(trial.random.uniform(0, trial.step_s))
+    """SIGSTOP of one rank, which the watchdog must notice."""
+    job = trial.start(hang_timeout=3, pause_s=_PAUSE_S)
+    trial.wait_between_saves(job)
     victim = trial.random.randrange(WORLD_SIZE)
     trial.send(job.ranks[victim], signal.SIGSTOP)
     return Verdict((75,), error=f"rank {victim} has not arrived")
@@ -148,9 +154,8 @@ def rank_stopped(trial: Trial) -> Verdict:
 
 def network_cut(trial: Trial) -> Verdict:
     """The cable between the hosts of the two ranks is pulled out. Both watchdogs must notice."""
-    job, first = _on_two_hosts(trial, hang_timeout=3)
-    job.wait_for_step(trial.random.randrange(1, STEPS // SAVE_EVERY) * SAVE_EVERY + 1)
-    time.sleep(trial.random.uniform(0, trial.step_s))
+    job, first = _on_two_hosts(trial, hang_timeout=3, pause_s=_PAUSE_S)
+    trial.wait_between_saves(job)
     set_cable(first, "down")
     return Verdict((75,), error="has not arrived")
 

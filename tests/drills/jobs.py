@@ -104,13 +104,19 @@ class Job:
         return found
 
 
-def start(command: list[str], folder: Path, prepare: Prepare | None = None, limit_s: float = LIMIT_S) -> Job:
-    """Start a run. folder: new folder for the records of the job."""
+def start(
+    command: list[str],
+    folder: Path,
+    prepare: Prepare | None = None,
+    limit_s: float = LIMIT_S,
+    pause_s: float = 0.0,
+) -> Job:
+    """Start a run. folder: new folder for the records of the job. pause_s: each rank sleeps so long after a step."""
     folder.mkdir(parents=True)
     port = free_port()
     pid = os.fork()
     if pid == 0:
-        _never_returns(lambda: _launch(command, folder, port, prepare))
+        _never_returns(lambda: _launch(command, folder, port, prepare, pause_s))
     return Job(pid, folder, limit_s)
 
 
@@ -138,7 +144,7 @@ def _never_returns(function: Callable[[], int]) -> None:
         os._exit(code)
 
 
-def _launch(command: list[str], folder: Path, port: int, prepare: Prepare | None) -> int:
+def _launch(command: list[str], folder: Path, port: int, prepare: Prepare | None, pause_s: float) -> int:
     os.setsid()
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -147,7 +153,8 @@ def _launch(command: list[str], folder: Path, port: int, prepare: Prepare | None
     for rank in range(WORLD_SIZE):
         pid = os.fork()
         if pid == 0:
-            _never_returns(lambda rank=rank: _train(command, folder, port, rank, prepare))  # type: ignore[misc]
+            # mypy cannot infer the type of a lambda with a default value
+            _never_returns(lambda rank=rank: _train(command, folder, port, rank, prepare, pause_s))  # type: ignore[misc]
         ranks.append(pid)
     (folder / "pids.tmp").write_text(" ".join(map(str, ranks)))
     (folder / "pids.tmp").rename(folder / "pids")
@@ -176,7 +183,7 @@ def _launch(command: list[str], folder: Path, port: int, prepare: Prepare | None
     return first_failure
 
 
-def _train(command: list[str], folder: Path, port: int, rank: int, prepare: Prepare | None) -> int:
+def _train(command: list[str], folder: Path, port: int, rank: int, prepare: Prepare | None, pause_s: float) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD_SIZE, "LOCAL_WORLD_SIZE": WORLD_SIZE}
     values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -192,6 +199,7 @@ def _train(command: list[str], folder: Path, port: int, rank: int, prepare: Prep
     def recording(metrics: Metrics, step: int, values: Any) -> None:
         os.write(steps, f"{step} {values.loss.hex()}\n".encode())
         record(metrics, step, values)
+        time.sleep(pause_s)
 
     def publishing(target: store.Target, files: Any) -> None:
         publish(target, files)

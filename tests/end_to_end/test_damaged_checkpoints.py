@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from megaclip.checkpoint import manifest, search
-from megaclip.checkpoint.open_clip_weights import load_pretrained, read_weights
+from megaclip.checkpoint.open_clip_weights import read_weights
 from megaclip.commands import check_checkpoint, evaluate, export_open_clip
 from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import CheckpointError
 from megaclip.models import ModelConfig, build_model
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import DS_CONFIG, MODEL, WORLD_SIZE, Finished, flags, run_in_ranks, scalars
+from tests.pretrained import load_pretrained
 from tools import inspect_estimators
 
 STEPS, EVERY, LAST = 8, 2, 6

@@ -57,6 +57,7 @@ def test_fine_tuning_resumes_exports_its_average_and_hands_a_tower_on(tiny_run, 
     )
 
     assert "evaluation of the moving average at step 2: " in log
+    assert re.search(r"trained to step \d+\. To export it: megaclip export \S+/whole OUT_DIR --ema --verify", log)
     assert re.search(r"To export it: megaclip export \S+/whole OUT_DIR --tag step_\d+ --ema --verify", log)
     scores = tmp_path / "scores.json"
     command = ["evaluate", str(tmp_path / "whole"), "--ema", "--val-data", str(evaluation["val_data"])]

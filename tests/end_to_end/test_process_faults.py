@@ -4,6 +4,7 @@ The ranks of the harness end themselves; its report shows how. The test at the e
 """
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import random
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +23,15 @@ import psutil
 import pytest
 import torch
 
+from megaclip.checkpoint.durable import write_atomically
 from megaclip.data import workers
+from megaclip.engine import run as engine_run
 from megaclip.engine import watchdog
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.run import Run, main
 from megaclip.engine.run_lock import LOCK
 from megaclip.engine.watchdog import HANG_EXIT_CODE
+from megaclip.errors import DataError
 from tests.distributed import harness
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.end_to_end.training_runs import (
@@ -129,6 +134,53 @@ def slow_everything(command: list[str], store: str) -> Finished:
         patch.setattr(Run, "_record_evaluation", slow_evaluation)
         patch.setattr(Run, "_write_checkpoint", slow_checkpoint)
         return run_here(command, Path(store))
+
+
+def no_more_processes(command: list[str], store: str) -> Finished:
+    """Call `main(command)`; the system refuses rank 1 its data workers."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    fork = os.fork
+
+    def refused() -> int:
+        if threading.current_thread() is threading.main_thread():
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(os, "fork", refused)
+        return run_here(command, Path(store))
+
+
+def test_a_rank_that_cannot_start_data_workers_ends_all_ranks_with_one_error(tiny_run, tmp_path):
+    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, workers=1)
+    ends = run_ranks(no_more_processes, WORLD_SIZE, command, str(tmp_path / "store"))
+    assert [end.exit_code for end in ends] == [DataError.exit_code] * WORLD_SIZE, ends[0].output
+    (error,) = ends[0].errors
+    assert "--workers 1: cannot start the data workers" in error and "ulimit" in error
+    assert not any("Traceback" in end.output for end in ends)
+
+
+def full_disk_after_training(command: list[str], store: str) -> Finished:
+    """Call `main(command)`; the disk is full when the run writes metrics.json."""
+
+    def write(path: Path, text: str) -> None:
+        if path.name == "metrics.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomically(path, text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_run, "write_atomically", write)
+        return run_here(command, Path(store))
+
+
+def test_a_disk_that_becomes_full_is_no_refused_setting(tiny_run, tmp_path):
+    """With exit code 78 `multi_node.sh --restarts` would not start the run again."""
+    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=1, warmup=0)
+    ends = run_ranks(full_disk_after_training, WORLD_SIZE, command, str(tmp_path / "store"))
+    assert [end.exit_code for end in ends] == [1] * WORLD_SIZE, ends[0].output
+    (error,) = ends[0].errors
+    assert "No space left on device; free space" in error and "--resume auto" in error
 
 
 @pytest.mark.long

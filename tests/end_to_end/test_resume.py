@@ -57,6 +57,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "activation_checkpointing": {"cpu_checkpointing": True},
     },
 }
+SIGNALLED = "group [1]/signalled"
+"""Name of a run in a subfolder of --logs, with characters that shells and glob patterns interpret."""
 FLAGS: dict[str, dict[str, Any]] = {
     "zero1": {"force_patch_dropout": 0.5, "aug_scale": [0.5, 1.0], "shard_order": "sequential"},
     "zero3": {"force_patch_dropout": 0.5, "logit_scale_max": 12},  # less than the initial value
@@ -163,8 +165,8 @@ def runs(request, tiny_run, tmp_path_factory) -> Runs:
         "path": command("path", resume=logs / "never" / "checkpoints" / "step_00000008", **evaluation),
         "stopped": command("stopped", stop_after_steps=3),
         "continued": command("stopped", resume="auto"),
-        "signalled": command("signalled"),
-        "taken up": command("signalled", resume="auto"),
+        "signalled": command(SIGNALLED),
+        "taken up": command(SIGNALLED, resume="auto"),
     }
     sent = {"signalled": Sent(STOP_SIGNAL, STOPPED_AFTER, ranks=(1,))}
     per_rank = run_ranks(record_all, WORLD_SIZE, commands, str(logs), sent)
@@ -179,7 +181,7 @@ CONTINUED = {
     "resumed": ("killed", SAVE_EVERY),
     "path": ("path", 8),
     "continued": ("stopped", 3),
-    "taken up": ("signalled", STOPPED_AFTER),
+    "taken up": (SIGNALLED, STOPPED_AFTER),
 }
 """Name of the resumed run -> its folder, and the number of steps done when it resumes."""
 
@@ -259,7 +261,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(runs):
     first, second = runs.recorded["signalled"]
     assert len(first.ids) == len(second.ids) == STOPPED_AFTER
     assert (
-        f"stopped by SIGTERM after step {STOPPED_AFTER}; resume with --name signalled --resume auto" in first.end.output
+        f"stopped by SIGTERM after step {STOPPED_AFTER}; resume with --name '{SIGNALLED}' --resume auto"
+        in first.end.output
     )
 
 

@@ -6,7 +6,7 @@ The cases are those of the interpreter, and sizes that are too large for it.
 import pytest
 import torch
 
-from megaclip.ops import rows, tiles
+from megaclip.ops import rows, tiles, tiles_triton_blocks
 from megaclip.ops.tiles import Terms, TileOptions
 from tests.tile_cases import (
     SIDES_CASES,
@@ -55,6 +55,24 @@ def test_statistics_and_gradients(case: TileCase) -> None:
 @pytest.mark.parametrize("case", [c for c in [*SMALL_CASES, *LARGE_CASES] if not c.per_sample_scales], ids=str)
 def test_sigmoid(case: TileCase, bias: float) -> None:
     check_sigmoid_case("triton", case, "cuda", bias)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the tiles of smaller GPUs, with pointers as on those without a copy engine."""
+    monkeypatch.setattr(tiles_triton_blocks, "tiles_of", lambda device: (tiles_triton_blocks.SMALL_TILES, True))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("case", [*SMALL_CASES[::3], *LARGE_CASES], ids=str)
+def test_statistics_and_gradients_of_smaller_gpus(case: TileCase) -> None:
+    check_tile_case("triton", case, "cuda")
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("case", [c for c in LARGE_CASES if not c.per_sample_scales], ids=str)
+def test_sigmoid_of_smaller_gpus(case: TileCase) -> None:
+    check_sigmoid_case("triton", case, "cuda", -10.0)
 
 
 @pytest.mark.parametrize("case", [*SIDES_CASES, TileCase(3000, 5000, 768, budget_mib=4)], ids=str)

@@ -15,6 +15,7 @@ from megaclip.config import MegaclipSection
 from megaclip.config.command_line import TrainArguments, build_parser, parse_arguments
 from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
 from megaclip.data import DATASET_TYPES
+from megaclip.data.tables import _separator
 from megaclip.engine.run import main
 from megaclip.errors import ConfigError
 
@@ -39,7 +40,8 @@ def test_the_largest_seed_is_one_that_torch_accepts():
 
 
 def test_resume_latest_means_auto_as_in_open_clip():
-    resumed = [parse_arguments([*REQUIRED, "--resume", word]).resume for word in ("auto", "latest", "runs/latest")]
+    words = ("auto", "latest", "runs/latest")
+    resumed = [parse_arguments([*REQUIRED, "--name", "x", "--resume", word]).resume for word in words]
     assert resumed == ["auto", "auto", "runs/latest"]
 
 
@@ -58,6 +60,7 @@ def test_resume_latest_means_auto_as_in_open_clip():
         (["--pretrained-text", ""], "--pretrained-text: the value is empty; give it a value, or leave it out"),
         (["--zeroshot-data="], "--zeroshot-data: the value is empty; give it a value, or leave it out"),
         (["--resume", ""], "--resume: the value is empty; give it a value, or leave it out"),
+        (["--resume", "latest"], "--resume auto requires --name; set it to the name of the run to resume"),
         (["--seed", str(2**64)], f"--seed: Input should be less than or equal to {2**64 - 1}"),
         (["--epochs", "1", "--train-steps", "2"], "exclude each other; use one of them"),
         (["--lr-scheduler", "const-cooldown"], "const-cooldown together with --epochs-cooldown"),
@@ -191,3 +194,10 @@ def test_who_says_what_is_wrong(monkeypatch, caplog, rank, patience_s, speaks):
     argv = ["--deepspeed_config", "nowhere.json", "--model", "x", "--train-data", "y"]
     assert main(argv, other_ranks_delay_s=patience_s) == ConfigError.exit_code
     assert ("nowhere.json" in caplog.text) == speaks
+
+
+@pytest.mark.parametrize(("separator", "word"), [("\t", "tab"), (";", "semicolon"), (",", "comma")])
+def test_the_advice_on_csv_separator_names_the_separators_that_are_detected(tmp_path, separator, word):
+    (tmp_path / "pairs.csv").write_text(separator.join(("filepath", "title")) + "\n")
+    assert _separator(str(tmp_path / "pairs.csv")) == separator
+    assert word in OPEN_CLIP_FLAGS["--csv-separator"]

@@ -89,6 +89,15 @@ def test_the_report_names_the_export_command(tmp_path, caplog, monkeypatch):
     assert f"megaclip export {tmp_path} OUT_DIR --tag {TAGS[1]} --verify" in caplog.text
 
 
+def test_the_folder_in_the_command_is_quoted_for_the_shell(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    caplog.set_level(logging.INFO, "megaclip")
+    best = best_of(tmp_path / "my run")
+    save_and_evaluate(tmp_path / "my run", best, {1: 0.25})
+    best.report()
+    assert f"megaclip export '{tmp_path}/my run' OUT_DIR --tag" in caplog.text
+
+
 def test_the_best_moving_average_is_exported_with_its_flag(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     caplog.set_level(logging.INFO, "megaclip")

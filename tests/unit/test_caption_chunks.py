@@ -9,6 +9,7 @@ from megaclip.comm.parallelism import ONE_RANK
 from megaclip.engine.caption_chunks import CaptionChunks, division_of_captions
 from megaclip.engine.step_batch import DeviceFeed, Tower
 from megaclip.models import TextConfig, build_model, load_model_config
+from megaclip.models.packing import Pieces
 from megaclip.models.text import CUT_MULTIPLE, caption_lengths, cut_length, is_cut_exact, reason_not_to_cut
 from tests.tolerances import FEATURES, TOWER_GRADIENT, assert_close, assert_far
 
@@ -137,12 +138,44 @@ def test_one_chunk_is_cut_and_keeps_its_order():
 def test_the_first_chunk_is_divided_into_pieces_of_an_eighth_an_eighth_a_quarter_and_a_half():
     lengths = [3, 24, 3, 9, 12, 2, 16, 3, 17, 2, 3, 4, 16, 5, 3, 2, 2, 1]
     chunks = chunks_of(2, lengths)
-    assert chunks.pieces == [((1, 24), (1, 24), (2, 16), (5, 16)), ((9, 8),)]
+    assert chunks.pieces == [((2, 24), (7, 16)), ((9, 8),)]  # neighbours of equal length are one piece
     assert (chunks.pieces_of(0), chunks.pieces_of(1)) == (chunks.pieces[0], None)
     assert [tuple(tokens.shape) for tokens in chunks] == [(9, 24), (9, 8)]
     assert chunks.saved_share == pytest.approx(1 - (2 * 24 + 7 * 16 + 9 * 8) / (18 * 24))
-    (whole,) = chunks_of(1, lengths)
-    assert whole.shape == (18, 24)
+    one = chunks_of(1, lengths)
+    assert one.pieces == [((2, 24), (6, 16), (10, 8))]
+    assert [tuple(tokens.shape) for tokens in one] == [(18, 24)]
+
+
+def test_captions_of_one_length_are_one_piece_and_keep_their_order():
+    """Attention would run four times, and its results would be copied together, for nothing."""
+    for count in (1, 2):
+        chunks = chunks_of(count, [20, 17] * 8)
+        assert chunks.order is None and chunks.pieces == [((16 // count, 24),)] * count
+        assert torch.equal(torch.cat(list(chunks)), chunks.tokens)
+        # Packed as on ranks with other lengths, see the next test.
+        assert chunks.pieces_of(0) == chunks.pieces[0] and chunks_of(count, [20, 1] * 8).pieces_of(1) is None
+
+
+def gradient_order(pieces: Pieces) -> list[str]:
+    """Return the parameters of a text tower in the order in which a backward pass finishes their gradients."""
+    text = text_model().text
+    names: list[str] = []
+    for name, parameter in text.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.append(name))
+    tokens = torch.full((16, 24), 9)
+    tokens[:, 7] = EOS
+    text(tokens, pieces).square().sum().backward()
+    return names
+
+
+def test_gradients_are_ready_in_one_order_whatever_the_pieces():
+    """DeepSpeed adds up the gradients of ranks in this order, without names."""
+    first, *others = map(
+        gradient_order,
+        [((16, 8),), ((2, 24), (14, 8)), ((2, 24), (2, 16), (12, 8)), ((2, 24), (2, 20), (4, 16), (8, 8))],
+    )
+    assert len(first) > 20 and all(other == first for other in others)
 
 
 def test_whole_chunks_keep_order_and_padding():

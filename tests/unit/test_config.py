@@ -318,6 +318,10 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
             {"megaclip": {"compile": True, "layer_norm": "apex"}},
             "megaclip.compile true cannot be used with megaclip.layer_norm 'apex'",
         ),
+        (
+            {"megaclip": {"selective_recompute": True, "tensor_parallel_size": 2}},
+            "megaclip.selective_recompute true cannot be used with megaclip.tensor_parallel_size 2",
+        ),
         *(
             (
                 {"zero_optimization": {"stage": stage, setting: value}},

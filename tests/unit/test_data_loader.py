@@ -372,6 +372,16 @@ def test_evaluation_yields_each_sample_once_in_equally_many_batches(pairs, world
     assert len(lengths) == 1
 
 
+def test_evaluation_takes_the_first_of_several_captions(tmp_path):
+    """Once, it encoded all of them as one text, which is easier to retrieve than any of them."""
+    (tmp_path / "0.png").write_bytes(picture(0))
+    row = {"image": "0.png", "caption": ["caption 3", "caption 4"]}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row))
+    pairs = open_pairs([str(tmp_path / "pairs.jsonl")])
+    (batch,) = EvaluationLoader(pairs, ImageTransform(8), CountingTokenizer(), batch_size=1)
+    assert batch.tokens[0, 0] == 3
+
+
 def test_evaluation_omits_bad_samples(tmp_path):
     loader = EvaluationLoader(
         make_bad(tmp_path, BAD), ImageTransform(8), CountingTokenizer(), batch_size=16, max_bad_fraction=0.5

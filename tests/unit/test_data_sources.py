@@ -3,6 +3,7 @@
 import csv
 import errno
 import json
+import logging
 import os
 
 import pyarrow
@@ -332,6 +333,15 @@ def test_a_table_without_rows_is_refused(tmp_path, name):
         open_pairs([str(tmp_path / name)])
 
 
+def test_a_saved_dataset_without_rows_is_refused(tmp_path):
+    """The error was `datasets`' own IndexError."""
+    import datasets
+
+    datasets.Dataset.from_dict({"image": [], "caption": []}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"data '.*saved': no rows; give tables with one row per sample"):
+        open_pairs([str(tmp_path / "saved")])
+
+
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_tables_without_rows_among_others_add_none(tmp_path, kind):
     """Spark writes such parts. The data were refused, with the name of another file."""
@@ -635,6 +645,35 @@ def test_hidden_files_in_a_class_are_no_images(tmp_path):
     assert images(open_labelled(tmp_path)) == [picture(0), picture(1)]
 
 
+def test_classes_that_share_a_name_are_reported(tmp_path, caplog, monkeypatch):
+    """open_clip's list of ImageNet's classes has two such pairs. Their images are never correct at top-1."""
+    for number, name in enumerate(("crane_bird", "crane_machine", "dog")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(picture(number))
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    open_labelled(tmp_path)
+    assert caplog.text == ""
+    (tmp_path / "classnames.txt").write_text("crane\ncrane\ndog\n")
+    open_labelled(tmp_path)
+    assert f"zero-shot data {tmp_path}: 2 of 3 classes share their names ('crane'); ties count" in caplog.text
+
+
+def test_folders_without_images_are_reported(tmp_path, caplog, monkeypatch):
+    """Archives from macOS have a folder __MACOSX. Once, it was a class without a message."""
+    for number, name in enumerate(("cat", "dog")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(picture(number))
+    (tmp_path / "__MACOSX" / "cat").mkdir(parents=True)
+    (tmp_path / "__MACOSX" / "cat" / "._0.png").write_bytes(b"\0\5\26\7")
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    open_labelled(tmp_path)
+    assert f"zero-shot data {tmp_path}: 1 of 3 folders have no images ('__MACOSX') and count as" in caplog.text
+    caplog.clear()
+    (tmp_path / "classnames.txt").write_text("no class\ncat\ndog\n")
+    open_labelled(tmp_path)
+    assert caplog.text == ""
+
+
 def test_labelled_shards_with_other_members_name_no_flag(tmp_path):
     """--image-key and --caption-key are for pairs."""
     write_tar(tmp_path / "0.tar", [("0.dat", picture(0))])
@@ -665,12 +704,27 @@ def test_a_single_folder_of_images_is_an_error(tmp_path):
         open_labelled(tmp_path)
 
 
+def test_splits_are_not_accepted_as_classes(tmp_path):
+    """Once, imagenet/ in place of imagenet/val was scored with the two classes "train" and "val"."""
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        (tmp_path / split / "cat" / "0.png").write_bytes(picture(0))
+    with pytest.raises(DataError, match=r"the folders 'train', 'val' are splits; .* give one split, such as .*/val$"):
+        open_labelled(tmp_path)
+    (tmp_path / "boat").mkdir()
+    assert open_labelled(tmp_path).class_names == ["boat", "train", "val"]
+
+
 def test_wordnet_ids_are_not_accepted_as_class_names(tmp_path):
     for name in ("n01440764", "n01443537"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "1.png").write_bytes(picture(1))
     with pytest.raises(DataError, match=r"WordNet ids .* to classnames\.txt"):
         open_labelled(tmp_path)
+    (tmp_path / "lost+found").mkdir()  # once, one more folder made class names of the ids
+    with pytest.raises(DataError, match=r"WordNet ids .* to classnames\.txt"):
+        open_labelled(tmp_path)
+    (tmp_path / "lost+found").rmdir()
     (tmp_path / "classnames.txt").write_text("tench\ngoldfish\n")
     assert open_labelled(tmp_path).class_names == ["tench", "goldfish"]
 

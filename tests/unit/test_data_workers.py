@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from data_samples import CountingTokenizer, write_shards
@@ -89,6 +90,23 @@ def test_workers_that_never_begin_are_a_data_error(monkeypatch):
         map_in_workers(lambda item: item, [1], num_workers=1)
 
 
+def test_a_system_that_refuses_processes_is_a_data_error_without_a_traceback(monkeypatch, capfd):
+    fork, children = os.fork, []
+
+    def one_process() -> int:
+        if children:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        child = fork()
+        children.append(child)
+        return child
+
+    monkeypatch.setattr(os, "fork", one_process)
+    with pytest.raises(DataError, match=r"--workers 2: cannot start .*temporarily unavailable.*; set fewer --workers"):
+        map_in_workers(abs, [1], num_workers=2)
+    assert "Traceback" not in capfd.readouterr().err
+    assert not psutil.pid_exists(children[0]) or psutil.Process(children[0]).status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_killed_worker_of_a_loader_is_named_with_sample_and_shard(pairs, monkeypatch):
     """The worker is killed while it reads; the signal reaches the main thread at once."""
 
@@ -119,9 +137,9 @@ def kill_a_worker_at_random(trial: int) -> str:
                 os.kill(victim.pid, signal.SIGKILL)
                 victim = None
     except Exception as error:
+        results.close()  # while the traceback still refers to torch's iterator
+        assert not any(worker.is_alive() for worker in results.workers)
         return type(error).__name__
-    finally:
-        results.close()
 
 
 def test_a_worker_killed_at_a_random_time_is_always_a_data_error():

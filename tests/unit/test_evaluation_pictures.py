@@ -1,6 +1,7 @@
 """The pictures for TensorBoard: the data that they show, and the positions of their elements, pixel by pixel."""
 
 import io
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,6 +83,15 @@ def test_long_captions_do_not_leave_their_column() -> None:
     for caption in ("word " * 200, "w" * 500, "", "\n\n"):
         picture = retrieval_grid([row(None, caption)])
         assert (picture[:, 62:-10, 272:288] > 220).all()
+
+
+@pytest.mark.parametrize("caption", ["word " * 220_000, "w" * 1_100_000], ids=["words", "one word"])
+def test_captions_of_a_megabyte_are_drawn_at_once(caption: str) -> None:
+    """Pillow refuses to measure them, and measures shorter ones slowly: the other ranks wait for the pictures."""
+    began = time.monotonic()
+    retrieval_grid([row(None, caption), row(None, caption[:100_000])])
+    similarity_heatmap(np.zeros((2, 2)), [caption, caption[:100_000]], [None, None])
+    assert time.monotonic() - began < 10
 
 
 def test_spread_is_even_and_without_duplicates() -> None:

@@ -9,12 +9,13 @@ import pytest
 
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import CARD_NAME, OPENAI_PREPROCESS, read_model_card, write_model_card
-from megaclip.checkpoint.open_clip_weights import load_pretrained, write_weights
+from megaclip.checkpoint.open_clip_weights import write_weights
 from megaclip.commands import import_open_clip
 from megaclip.data import ImageTransform
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.config import ModelConfig
+from tests.pretrained import load_pretrained
 
 
 @pytest.fixture(scope="module")

@@ -119,3 +119,11 @@ def test_every_test_file_has_a_name_of_its_own():
     """pytest cannot collect two test files of one name, and reports it only if both folders are collected."""
     names = [path.name for path in (REPOSITORY / "tests").rglob("test_*.py")]
     assert [name for name in set(names) if names.count(name) > 1] == []
+
+
+@pytest.mark.parametrize("package", ["checkpoint", "comm", "engine"])
+def test_the_docstring_of_a_package_names_each_of_its_modules(package):
+    """It is the map with which a reader starts."""
+    text = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text(encoding="utf-8")))
+    modules = {path.stem for path in (PACKAGE / package).glob("*.py")} - {"__init__"}
+    assert not {module for module in modules if f"`{module}" not in text}

@@ -243,6 +243,22 @@ def test_a_stop_while_members_wait_for_a_lost_host_ends_the_run(meeting: Meeting
     assert len(meeting.starts()) == 3
 
 
+def test_a_stop_while_the_ranks_save_for_more_hosts_lets_them_save(meeting: Meeting) -> None:
+    """The script would end them at once, because it has received a signal before."""
+    saving = "touch saving; for _ in {1..10}; do sleep 0.1; done; touch saved-$HOSTS; exit 138"
+    script = f"trap '{saving}' USR1; trap 'exit 1' TERM; while [[ ! -e saved-$HOSTS ]]; do sleep 0.03; done; exit 138"
+    for host in HOSTS[:2]:
+        meeting.start(host, script, fits=lambda ranks: ranks in (2, 4))
+    wait_until(lambda: len(meeting.starts()) == 2)
+    meeting.step.write_text("10")
+    meeting.start(HOSTS[2], script, fits=lambda ranks: ranks in (2, 4))
+    wait_until((meeting.folder / "saving").exists)
+    meeting.send(signal.SIGTERM, "a")
+    assert {name: code for name, code in meeting.codes().items() if name != "c"} == {"a": 143, "b": 143}
+    assert (meeting.folder / "saved-a+b").exists()
+    assert len(meeting.starts()) == 2
+
+
 def test_a_stop_between_two_attempts_starts_no_further_one(meeting: Meeting) -> None:
     for host in HOSTS:
         meeting.start(host, ENDLESS)
@@ -251,6 +267,16 @@ def test_a_stop_between_two_attempts_starts_no_further_one(meeting: Meeting) -> 
     time.sleep(0.3)  # before its silence is noticed
     meeting.send(signal.SIGTERM, "a", "b")
     assert meeting.codes() == {"a": 143, "b": 143}
+    assert len(meeting.starts()) == 3
+
+
+def test_a_stop_before_the_ranks_of_one_host_start_ends_the_run(meeting: Meeting) -> None:
+    """The script of that host ends at once, and the ranks of the others wait for its ranks."""
+    for host in HOSTS:
+        meeting.start(host, "trap 'exit 143' TERM; while [[ ! -e stop ]]; do sleep 0.03; done; exit 1")
+    wait_until(lambda: len(meeting.starts()) == 3)
+    meeting.send(signal.SIGTERM, "b")
+    assert meeting.codes() == {"a": 143, "b": 143, "c": 143}
     assert len(meeting.starts()) == 3
 
 

@@ -177,7 +177,7 @@ def test_exit_code_after_a_signal_follows_the_ranks(
         _, errors = script.communicate(timeout=600)
     assert script.returncode == expected
     assert ("a rank failed" in errors) == (ranks_code in (1, 241))
-    assert re.findall("pkill -([A-Z0-9]+) ", arrived.read_text()) == forwarded.split()
+    assert re.findall("sh -c 'pkill -([A-Z0-9]+) ", arrived.read_text()) == forwarded.split()
 
 
 # A launcher of DeepSpeed: for some seconds, in which it imports, it has no child. `exec -a` gives it its name.
@@ -211,7 +211,7 @@ def test_no_rank_starts_after_the_end(bench: Bench, sent: list[str], fails: bool
     bench.stub("pdsh", '#!/bin/bash\nbash -c "${@: -1}"\n')  # as on each host, for one of them
     failure = "sleep 1; echo 'pdsh@here: node-1: ssh exited with exit code 255' >&2" if fails else ""
     wait = f"echo >{bench.folder}/begun; sleep {waits}"
-    imports = 9 if fails else 4  # seconds; after a failure the script waits 5 s for the errors of the other hosts
+    imports = 9  # seconds; after a failure the script waits 5 s for the errors of the other hosts
     bench.stub("deepspeed", LAUNCHER.format(folder=bench.folder, wait=wait, failure=failure, imports=imports))
     with bench.start(stderr=subprocess.PIPE) as script:
         for file in sent:
@@ -220,8 +220,25 @@ def test_no_rank_starts_after_the_end(bench: Bench, sent: list[str], fails: bool
             time.sleep(0.3)
         _, errors = script.communicate(timeout=60)
     assert script.returncode == expected, errors
-    time.sleep(5)
+    time.sleep(imports)
     assert not (bench.folder / "rank").exists()
+
+
+def test_a_launcher_whose_ranks_have_just_ended_keeps_their_exit_code(bench: Bench) -> None:
+    """The signal comes when the launcher has collected its rank's exit code, but has not ended."""
+    launched = bench.folder / "launched"
+    name = f"{bench.folder}/python -u -m deepspeed.launcher.launch --master_addr=node-0 --master_port=29500 -"
+    bench.stub("pdsh", '#!/bin/bash\nbash -c "${@: -1}"\n')
+    bench.stub(
+        "deepspeed",
+        f'#!/bin/bash\nexec -a "{name}" bash -c "exec 3<>{bench.folder}/fifo; '
+        f'echo >{launched}; read -t 1.5 -u 3; exit 138"\n',
+    )
+    os.mkfifo(bench.folder / "fifo")
+    with bench.start() as script:
+        wait_for_lines(launched, 1)
+        script.send_signal(USR1)
+        assert script.wait(60) == 138
 
 
 @pytest.mark.parametrize(("ranks_code", "expected"), [(0, 0), (1, 1), (138, 138)])

@@ -21,7 +21,6 @@ from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, remove_earlier_fil
 from megaclip.checkpoint.open_clip_weights import (
     assigned_model,
     compare_weights,
-    load_pretrained,
     read_weights,
     write_weights,
 )
@@ -33,6 +32,7 @@ from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.open_clip_keys import to_open_clip
 from megaclip.open_clip_package import import_open_clip
+from tests.pretrained import load_pretrained
 from tests.tolerances import EXPORT, POSITIONS, assert_close, assert_far
 
 REPOSITORY = Path(__file__).parents[2]

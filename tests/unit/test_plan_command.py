@@ -62,6 +62,19 @@ def test_a_mistake_is_one_line(
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
 
 
+@pytest.mark.parametrize("flags", [[], ["--sweep", "picture.png"]])
+def test_a_plan_refuses_recomputation_that_the_run_refuses(
+    folder: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((folder / "ds.json").read_text())
+    section = {"compile": False, "selective_recompute": True}
+    (folder / "recompute.json").write_text(json.dumps({**config, "megaclip": section}))
+    command = ["plan", "--deepspeed_config", "recompute.json", "--model", "ViT-B-32", "--gpus", "1", *flags]
+    monkeypatch.setattr(sys, "argv", command)
+    assert plan.main() == 1
+    assert "selective_recompute true requires torch.compile" in capsys.readouterr().err
+
+
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     monkeypatch.setattr(sys, "argv", ["plan", *arguments])
     assert plan.main() == 0

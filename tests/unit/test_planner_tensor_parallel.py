@@ -289,3 +289,9 @@ def test_alternatives_have_only_settings_that_a_run_accepts(tmp_path: Path) -> N
     plain = {"tensor_parallel_size": 2}
     best = fastest_without(split_over(tmp_path, 2, stage=2, data_types=accumulates, megaclip=plain), H200)
     assert best is not None and best.workload.zero.stage > 1  # ZeRO-1 refuses float32 sums in bf16
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": False}, "megaclip": plain}
+    best = fastest_without(split_over(tmp_path, 2, stage=0, **sgd), H200)
+    assert best is not None and "zero_allow_untested_optimizer true" in best.settings
+    allowed = {"zero_allow_untested_optimizer": True}
+    best = fastest_without(split_over(tmp_path, 2, stage=1, **sgd, **allowed), H200)
+    assert best is not None and "zero_allow_untested_optimizer" not in best.settings

@@ -5,6 +5,7 @@ import statistics
 from collections import Counter
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -231,6 +232,26 @@ def test_sizes_and_rates_are_read_or_refused(tmp_path: Path) -> None:
         path.write_text(wrong)
         with pytest.raises(ConfigError, match="--calibrate"):
             Rates.read(path, cpu)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"product_flops": 0}, r"rates\.json': product_flops is 0\.0; write a number above 0 per second$"),
+        ({"memory": -1e12}, "memory is -1000000000000.0; write"),
+        ({"decoded": math.nan}, "decoded is nan; write"),
+        ({"network": math.inf}, "network is inf; write"),
+        ({"netwrok": 5e9}, r"has the unknown rate 'netwrok'; did you mean 'network'\?$"),
+        ({"decoded": {}}, "is not a file of `megaclip plan --calibrate`"),
+    ],
+)
+def test_rates_with_which_nothing_can_be_planned_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(rates_json("a machine", asdict(H200.rates) | change))
+    with pytest.raises(ConfigError, match=message):
+        Rates.read(path, H200.rates)
 
 
 def test_only_ranks_that_have_others_measure_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ class Loader:
 
     def __init__(self, reread_from: int) -> None:
         self.samples_consumed, self.bad_counts, self.taken = 0, {}, 0
+        self.readings_per_step = 2 * CHUNKS - reread_from
         self._batches = self._all(reread_from)
 
     def _all(self, reread_from: int) -> Iterator[Batch]:

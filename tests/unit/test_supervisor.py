@@ -2,14 +2,17 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megaclip.checkpoint.manifest import MANIFEST
+from megaclip.checkpoint.search import LATEST
 from megaclip.commands import supervise
 from megaclip.errors import ConfigError
 from megaclip.hosts.host_codes import read_codes
@@ -62,6 +65,10 @@ def saved(step: int) -> str:
     return f"mkdir {folder}; echo >{folder}/{MANIFEST}; "
 
 
+def latest(step: int) -> str:
+    return f"echo step_{step:08d} >checkpoints/{LATEST}; "
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
@@ -91,6 +98,14 @@ def test_a_lost_host_that_is_back_is_used_after_the_next_checkpoint(cluster: Clu
     assert run.ends[1].for_more_hosts and run.ends[1].code == 138
 
 
+def test_a_run_that_went_back_proceeds_below_the_checkpoints_that_it_has_left(cluster: Cluster) -> None:
+    """Step 40 is of the branch before; `latest` names the steps of this one."""
+    subprocess.run(["bash", "-c", f"cd {cluster.folder}; {saved(40)} {saved(20)} {latest(20)}"], check=True)
+    run = cluster.supervisor("exit 1", f"{saved(30)} {latest(30)} exit 1", "exit 0")
+    assert run.run() == 0
+    assert [end.step for end in run.ends] == [20, 30, 30]
+
+
 def test_without_a_new_checkpoint_the_run_is_not_interrupted_for_a_host(cluster: Cluster) -> None:
     run = cluster.supervisor(f"{saved(10)} rm up/c; exit 1", "touch up/c; trap 'exit 138' USR1; sleep 1; exit 0")
     assert run.run() == 0
@@ -117,19 +132,33 @@ def test_too_few_hosts_end_the_run(cluster: Cluster, caplog: pytest.LogCaptureFi
     assert "0 of 3 hosts answer" in caplog.text
 
 
+def send_when_started(cluster: Cluster, number: signal.Signals) -> None:
+    """Send a signal to this process when a script has written the file `started`."""
+    deadline = time.monotonic() + 60
+    while not (cluster.folder / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(os.getpid(), number)
+
+
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
 def test_a_signal_reaches_the_ranks_and_is_no_failure(cluster: Cluster, sent: signal.Signals, code: int) -> None:
-    def send() -> None:
-        deadline = time.monotonic() + 60
-        while not (cluster.folder / "started").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.kill(os.getpid(), sent)
-
-    thread = threading.Thread(target=send)
+    thread = threading.Thread(target=send_when_started, args=(cluster, sent))
     thread.start()
     assert cluster.supervisor(ENDLESS).run() == code
     thread.join()
     assert len(cluster.starts()) == 1
+
+
+def test_a_stop_while_the_ranks_save_for_more_hosts_lets_them_save(cluster: Cluster) -> None:
+    """The script would end them at once, because it has received a signal before."""
+    saving = "trap 'echo >started; for _ in {1..10}; do sleep 0.1; done; exit 138' USR1; trap 'exit 1' TERM; "
+    again = f"touch up/c; {saved(20)} {saving} while :; do sleep 0.05; done"
+    run = cluster.supervisor(f"{saved(10)} rm up/c; exit 1", again)
+    thread = threading.Thread(target=send_when_started, args=(cluster, signal.SIGTERM))
+    thread.start()
+    assert run.run() == 143
+    thread.join()
+    assert len(cluster.starts()) == 2
 
 
 def test_exit_codes_after_the_script_has_ended_the_ranks_do_not_count(tmp_path: Path) -> None:
@@ -144,6 +173,32 @@ def test_the_command_refuses_what_a_restart_cannot_continue(tmp_path: Path, caps
     training = ["--deepspeed_config", "zero1", "--model", "ViT-B-32", "--train-data", "x"]
     assert supervise.main([*options, *training]) == ConfigError.exit_code
     assert "--restarts requires --resume auto and --name" in capsys.readouterr().err
+
+
+def test_a_probe_ends_ranks_of_earlier_attempts_also_with_an_address_of_its_own(tmp_path: Path) -> None:
+    """Attempts with the first host use --master_addr, the others the name of their first host."""
+    (tmp_path / "hostfile").write_text("node-0 slots=1\nnode-1 slots=1\n")
+    options = ["--restarts", "1", "--script", "true", "--hostfile", str(tmp_path / "hostfile")]
+    options += ["--master_addr", "10.99.0.1", "--master_port", "17", "--probe", "bash -c {clean}"]
+    training = ["--deepspeed_config", "zero1", "--model", "ViT-B-32", "--train-data", "x", "--resume", "auto"]
+    arguments = supervise.argument_parser().parse_args([*options, "--", *training])
+    run = supervise.supervisor(arguments, [*training, "--name", "run"])
+    launchers = []
+    for address in ("10.99.0.1", "node-1", "other-job"):
+        name = f"python -u -m deepspeed.launcher.launch --master_addr={address} --master_port=17 train.py"
+        launchers.append(subprocess.Popen(["bash", "-c", f"exec -a '{name}' sleep 60"]))
+    try:
+        deadline = time.monotonic() + 60
+        # A process has no command line for a moment of its exec.
+        while any("deepspeed" not in "".join(psutil.Process(one.pid).cmdline()[:1]) for one in launchers):
+            assert time.monotonic() < deadline
+        assert subprocess.run(run.probe_command(HOSTS[0])).returncode == 0
+        assert [one.wait(20) for one in launchers[:2]] == [-signal.SIGKILL] * 2
+        assert launchers[2].poll() is None
+    finally:
+        for one in launchers:
+            one.kill()
+            one.wait()
 
 
 @pytest.mark.parametrize(

@@ -109,3 +109,15 @@ def test_the_temperature_keeps_float32_in_a_module_of_16_bits(learnable: bool) -
         own.step(2e-4, BETAS, EPS)
         assert own.value / before == pytest.approx(math.exp(2e-4 / (1 + EPS)), rel=1e-6)
     assert module.double() is module and own.log_scale.dtype == torch.float64
+
+
+@pytest.mark.parametrize("learnable", [True, False])
+def test_the_temperature_is_float32_at_any_default_dtype(learnable: bool) -> None:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        own = GlobalTemperature(0.07, (0.01, 1.0), learnable=learnable)
+    finally:
+        torch.set_default_dtype(default)
+    assert {tensor.dtype for tensor in own.state_dict().values()} == {torch.float32}
+    assert own.value == pytest.approx(0.07, rel=1e-6)

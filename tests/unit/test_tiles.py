@@ -1,6 +1,7 @@
 """Compare the PyTorch tiles with the float64 reference: odd sizes, all diagonals, extreme scales, tiny tiles."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaclip.errors import ConfigError
-from megaclip.ops import reference, tiles, tiles_torch
+from megaclip.ops import reference, rows, tiles, tiles_torch
 from megaclip.ops.tiles import Terms, TileOptions
 from tests.tile_cases import SIDES_CASES, check_sides_and_accumulators
 from tests.tolerances import GRADIENT, VALUE, assert_close, assert_far
@@ -146,9 +147,9 @@ def test_tiles_cover_everything_once_and_stay_within_the_budget(budget_mib: floa
     side = tiles_torch._tile_side(budget_mib, 4, torch.float32)
     for m, n in ((1, 1), (1000, 3), (3, 1000), (333, 777), (0, 5)):
         counts = torch.zeros(m, n)
-        for rows, cols in tiles_torch._tiles(m, n, side):
-            counts[rows, cols] += 1
-            assert (rows.stop - rows.start) * (cols.stop - cols.start) * 4 * 4 <= budget_mib * 2**20
+        for down, across in tiles_torch._tiles(m, n, side):
+            counts[down, across] += 1
+            assert (down.stop - down.start) * (across.stop - across.start) * 4 * 4 <= budget_mib * 2**20
         assert (counts == 1).all()
 
 
@@ -203,3 +204,31 @@ def test_triton_is_refused_for_features_that_its_kernels_do_not_take(operation: 
     message = r"implementation is 'triton', but the .*; set it to 'auto' or 'torch'$"
     with pytest.raises(ConfigError, match=message):
         getattr(tiles, operation)(*arguments, options=TileOptions(implementation="triton"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "reason"),
+    [
+        ((7, 5), None, "the Triton kernels require compute capability 8.0; this GPU has 7.5"),
+        ((9, 4), "6.4", "the Triton kernels require an NVIDIA GPU"),
+        ((8, 0), None, ""),
+    ],
+)
+def test_gpus_that_the_kernels_were_not_written_for_use_pytorch(
+    capability: tuple[int, int], hip: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "auto" selected the kernels on every GPU. A T4 would spill up to 30 KB of registers per thread in them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    device = torch.device("cuda", 99)  # the result is cached by device
+    tiles.reason_without_kernels.cache_clear()
+    try:
+        features = SimpleNamespace(is_cuda=True, dtype=torch.float32, device=device)
+        expected = ("torch", reason) if reason else ("triton", "torch.float32 features on CUDA")
+        assert tiles._automatic(features) == expected
+        assert (rows._kernels(features) is None) == bool(reason)
+        if reason:
+            with pytest.raises(ConfigError, match=rf"implementation is 'triton', but {reason}; set it to 'auto'"):
+                tiles.require_implementation("triton", device, torch.float32)
+    finally:
+        tiles.reason_without_kernels.cache_clear()

@@ -50,6 +50,22 @@ else:
     def test_sigmoid(case: TileCase, bias: float) -> None:
         check_sigmoid_case("triton", case, "cpu", bias)
 
+    @pytest.fixture
+    def pointers(monkeypatch: pytest.MonkeyPatch) -> None:
+        """Give the kernels pointers instead of tensor descriptors, as on GPUs without a copy engine."""
+        tiles_of, _ = tiles_triton_blocks.tiles_of(torch.device("cpu"))
+        monkeypatch.setattr(tiles_triton_blocks, "tiles_of", lambda device: (tiles_of, True))
+
+    @pytest.mark.usefixtures("pointers")
+    @pytest.mark.parametrize("case", SMALL_CASES[1::3], ids=str)
+    def test_statistics_and_gradients_by_pointers(case: TileCase) -> None:
+        check_tile_case("triton", case, "cpu")
+
+    @pytest.mark.usefixtures("pointers")
+    @pytest.mark.parametrize("case", [case for case in SMALL_CASES if not case.per_sample_scales][::4], ids=str)
+    def test_sigmoid_by_pointers(case: TileCase) -> None:
+        check_sigmoid_case("triton", case, "cpu", -2.0)
+
     @pytest.mark.parametrize("case", SIDES_CASES, ids=str)
     def test_sides_and_accumulators(case: TileCase) -> None:
         check_sides_and_accumulators("triton", case, "cpu")

@@ -10,12 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megaclip.checkpoint.open_clip_weights import load_pretrained
-from megaclip.checkpoint.tower_weights import load_pretrained_tower
 from megaclip.errors import CheckpointError
 from megaclip.models import DualEncoder, ModelConfig, OpenClipConfig, build_model
 from megaclip.models.open_clip_keys import to_open_clip
 from tests.open_clip_families import HUGGING_FACE, family
+from tests.pretrained import load_pretrained, load_pretrained_tower
 
 OWN = ModelConfig.from_dict(
     {
