@@ -245,9 +245,11 @@ watch_for_failure() {
 }
 
 wait_for_launcher() {
+  # A signal interrupts `wait`, which then returns the signal's code, and bash may lose that of a launcher which ends at
+  # this moment. So wait only for a launcher that has ended. A signal is too late then.
+  while kill -0 "$launcher" 2>/dev/null; do sleep 0.2 || true; done
+  trap '' INT TERM USR1
   code=0
-  # A trapped signal interrupts `wait`, which then returns the signal's code.
-  while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done
   wait "$launcher" || code=$? # bash keeps the exit code
   if [[ ! $code =~ ^(0|$stop_codes)$ ]]; then
     if $no_ssh; then echo "${hosts[10#$node_rank]} $code" >>"$host_codes"; fi
@@ -269,8 +271,9 @@ wait_for_last_output() {
   done
 }
 
-trap 'stop TERM' INT TERM
-trap 'stop USR1' USR1
+early='' # signal that has arrived before the launcher's process was noted: `stop` needs it, and changes $!
+trap 'early=TERM' INT TERM
+trap 'early=USR1' USR1
 trap failed USR2
 trap 'wait_for_last_output; rm -f ${completed:+"$completed"}; [[ ${MEGACLIP_HOST_CODES-} ]] || rm -f "$host_codes"' EXIT
 exec {errors}> >(watch_for_failure)
@@ -279,4 +282,7 @@ watcher=$!
 (trap '' USR1 && exec "${launch[@]}" 2>&"$errors" {errors}>&-) &
 launcher=$!
 exec {errors}>&-
+trap 'stop TERM' INT TERM
+trap 'stop USR1' USR1
+[[ -z $early ]] || stop "$early"
 wait_for_launcher # does not return, so bash does not read more of this file, which may have changed

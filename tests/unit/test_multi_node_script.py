@@ -16,6 +16,8 @@ LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 RECORDER = '#!/bin/bash\nprintf "%s\\n" "$@" >"$RECORDS/${0##*/}"\nenv >"$RECORDS/environment"\n'
 RECORDER += '[[ -z ${MEGACLIP_COMPLETED_FILE-} ]] || echo 0 >"$MEGACLIP_COMPLETED_FILE"\n'  # as a complete run does
 TRAINING = ["--deepspeed_config", "zero3.json", "--model", "ViT-B-32"]
+# Of launchers that the script can find. Another run of these tests on this machine must not find them.
+ADDRESS = f"node-{os.getpid()}"
 
 
 class Bench:
@@ -53,10 +55,10 @@ class Bench:
         assert done.returncode == 0, done.stderr
         return (self.records / "deepspeed").read_text().splitlines()
 
-    def start(self, stderr: int | IO[str] | None = None) -> subprocess.Popen:
+    def start(self, *options: str, stderr: int | IO[str] | None = None) -> subprocess.Popen:
         """Start multi_node.sh with the hostfile of this folder, without waiting for it."""
         return subprocess.Popen(
-            [str(LAUNCH / "multi_node.sh"), "--hostfile", str(self.hostfile), *TRAINING],
+            [str(LAUNCH / "multi_node.sh"), "--hostfile", str(self.hostfile), *options, *TRAINING],
             cwd=self.folder,
             env=self.environment,
             stderr=stderr,
@@ -64,6 +66,16 @@ class Bench:
             # bash cannot trap a signal that the test process ignores
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+
+    def launcher(self) -> str:
+        """Return the command line by which the script finds a launcher of DeepSpeed."""
+        return f"{self.folder}/python -u -m deepspeed.launcher.launch --master_addr={ADDRESS} --master_port=29500 -"
+
+    def pause_before_the_launcher_is_noted(self, command: str) -> None:
+        """Let the script run a command between the start of `deepspeed` and its next command."""
+        pause = self.folder / "pause.sh"
+        pause.write_text(f"set -T\ntrap 'case $BASH_COMMAND in launcher=*) {command} ;; esac' DEBUG\n")
+        self.environment |= {"BASH_ENV": str(pause)}
 
 
 @pytest.fixture
@@ -180,65 +192,92 @@ def test_exit_code_after_a_signal_follows_the_ranks(
     assert re.findall("sh -c 'pkill -([A-Z0-9]+) ", arrived.read_text()) == forwarded.split()
 
 
-# A launcher of DeepSpeed: for some seconds, in which it imports, it has no child. `exec -a` gives it its name.
+# A deepspeed with one launcher, which imports and has no child. `exec -a` gives it its name.
 LAUNCHER = """#!/bin/bash
-{wait}
-setsid bash -c 'exec -a "{folder}/python -u -m deepspeed.launcher.launch --master_addr=node-0 --master_port=29500 -" \\
-  bash -c "exec 3<>{folder}/fifo; echo >{folder}/launched; read -t {imports} -u 3; \\
-    echo >{folder}/rank; sleep 60"' &>/dev/null &
-{failure}
-sleep 0.5
-while pgrep -f "^{folder}/python -u -m deepspeed.launcher.launch" >/dev/null; do sleep 0.1; done
+{before}
+setsid bash -c 'exec -a "{name}" bash -c "exec 3<>{folder}/fifo; echo >{folder}/launched; read -t 600 -u 3"' \
+  &>/dev/null &
+{after}
+wait
 """
 
 
 @pytest.mark.parametrize(
-    ("sent", "fails", "waits", "expected"),
+    ("sent", "fails", "expected"),
     [
-        (["launched"], False, 0, 0),
-        pytest.param(["begun"], False, 3, 0, marks=pytest.mark.long),  # nothing had started when the signal came
-        pytest.param(["launched", "launched"], False, 0, 1, marks=pytest.mark.long),
-        ([], True, 0, 1),
+        (["launched"], False, 0),
+        pytest.param(["begun"], False, 0, marks=pytest.mark.long),  # nothing had started when the signal came
+        pytest.param(["launched", "launched"], False, 1, marks=pytest.mark.long),
+        ([], True, 1),
     ],
     ids=["stopped", "stopped before the launcher", "stopped twice", "another host fails"],
 )
-def test_no_rank_starts_after_the_end(bench: Bench, sent: list[str], fails: bool, waits: int, expected: int) -> None:
-    """The launchers have no ranks yet.
+def test_no_rank_starts_after_the_end(bench: Bench, sent: list[str], fails: bool, expected: int) -> None:
+    """The launchers have no ranks yet. When the script has ended, there is none that would start a rank.
 
-    sent: after which file each SIGTERM is sent. waits: seconds before the launchers start.
+    sent: after which file each SIGTERM is sent.
     """
     os.mkfifo(bench.folder / "fifo")
-    bench.stub("pdsh", '#!/bin/bash\nbash -c "${@: -1}"\n')  # as on each host, for one of them
-    failure = "sleep 1; echo 'pdsh@here: node-1: ssh exited with exit code 255' >&2" if fails else ""
-    wait = f"echo >{bench.folder}/begun; sleep {waits}"
-    imports = 9  # seconds; after a failure the script waits 5 s for the errors of the other hosts
-    bench.stub("deepspeed", LAUNCHER.format(folder=bench.folder, wait=wait, failure=failure, imports=imports))
-    with bench.start(stderr=subprocess.PIPE) as script:
-        for file in sent:
+    asked, answered = bench.folder / "asked", bench.folder / "answered"
+    # As on each host, for one of them.
+    bench.stub("pdsh", f'#!/bin/bash\necho >>{asked}\nbash -c "${{@: -1}}"\necho >>{answered}\n')
+    before, after = f"echo >{bench.folder}/begun", ""
+    if sent == ["begun"]:
+        before += f"; until [[ -e {answered} ]]; do sleep 0.05; done"
+    if fails:
+        after = f"until [[ -e {bench.folder}/launched ]]; do sleep 0.05; done\n"
+        after += "echo 'pdsh@here: node-1: ssh exited with exit code 255' >&2"
+    stub = LAUNCHER.format(folder=bench.folder, name=bench.launcher(), before=before, after=after)
+    bench.stub("deepspeed", stub)
+    with bench.start("--master_addr", ADDRESS, stderr=subprocess.PIPE) as script:
+        for count, file in enumerate(sent, start=1):
             wait_for_lines(bench.folder / file, 1)
             script.send_signal(TERM)
-            time.sleep(0.3)
-        _, errors = script.communicate(timeout=60)
+            wait_for_lines(asked, count)
+        _, errors = script.communicate(timeout=300)
     assert script.returncode == expected, errors
-    time.sleep(imports)
-    assert not (bench.folder / "rank").exists()
+    assert subprocess.run(["pgrep", "-f", f"^{bench.launcher()}"]).returncode == 1, "a launcher is left"
 
 
 def test_a_launcher_whose_ranks_have_just_ended_keeps_their_exit_code(bench: Bench) -> None:
-    """The signal comes when the launcher has collected its rank's exit code, but has not ended."""
-    launched = bench.folder / "launched"
-    name = f"{bench.folder}/python -u -m deepspeed.launcher.launch --master_addr=node-0 --master_port=29500 -"
+    """The signal comes when the launcher has collected its rank's exit code, but has not ended.
+
+    It ends while the script gives it a moment.
+    """
+    launched, fifo = bench.folder / "launched", bench.folder / "fifo"
+    os.mkfifo(fifo)
     bench.stub("pdsh", '#!/bin/bash\nbash -c "${@: -1}"\n')
     bench.stub(
-        "deepspeed",
-        f'#!/bin/bash\nexec -a "{name}" bash -c "exec 3<>{bench.folder}/fifo; '
-        f'echo >{launched}; read -t 1.5 -u 3; exit 138"\n',
+        "sleep",
+        f'#!/bin/bash\n[[ $1 == 3 ]] || exec /bin/sleep "$@"\necho >{fifo}\n'
+        f"while pgrep -f '^{bench.launcher()}' >/dev/null; do /bin/sleep 0.02; done\n",
     )
-    os.mkfifo(bench.folder / "fifo")
-    with bench.start() as script:
+    bench.stub(
+        "deepspeed",
+        f'#!/bin/bash\nexec -a "{bench.launcher()}" '
+        f'bash -c "exec 3<>{fifo}; echo >{launched}; read -t 600 -u 3; exit 138"\n',
+    )
+    with bench.start("--master_addr", ADDRESS) as script:
         wait_for_lines(launched, 1)
         script.send_signal(USR1)
-        assert script.wait(60) == 138
+        assert script.wait(300) == 138
+
+
+def test_a_signal_right_after_the_start_reaches_the_ranks(bench: Bench) -> None:
+    """The signal arrives before the script has noted the launcher's process."""
+    started, sent, arrived = (bench.records / name for name in ("started", "sent", "arrived"))
+    bench.pause_before_the_launcher_is_noted(f"until [[ -e {sent} ]]; do sleep 0.05; done")
+    bench.stub("pdsh", f"#!/bin/bash\necho >>{arrived}\n")
+    bench.stub(
+        "deepspeed",
+        f"#!/bin/bash\necho >{started}\nfor _ in {{1..6000}}; do\n"
+        f"  sleep 0.05\n  [[ -e {arrived} ]] && exit 138\ndone\n",
+    )
+    with bench.start() as script:
+        wait_for_lines(started, 1)
+        script.send_signal(USR1)
+        sent.touch()
+        assert script.wait(300) == 138
 
 
 @pytest.mark.parametrize(("ranks_code", "expected"), [(0, 0), (1, 1), (138, 138)])
@@ -422,9 +461,7 @@ def test_restarts_through_ssh_leave_out_a_host_that_does_not_answer(bench: Bench
 
 def test_a_failure_right_after_the_start_is_reported(bench: Bench) -> None:
     """The failure arrives before the script has noted the launcher's process: bash waits a second before it does."""
-    pause = bench.folder / "pause.sh"
-    pause.write_text("set -T\ntrap 'case $BASH_COMMAND in launcher=*) sleep 1 ;; esac' DEBUG\n")
-    bench.environment |= {"BASH_ENV": str(pause)}
+    bench.pause_before_the_launcher_is_noted("sleep 1")
     bench.stub("deepspeed", "#!/bin/bash\necho 'pdsh@here: node-1: ssh exited with exit code 78' >&2\nsleep 20\n")
     done = bench.run("multi_node.sh", "--hostfile", bench.hostfile, *TRAINING)
     assert done.returncode == 78 and "a rank failed" in done.stderr and "unbound" not in done.stderr
