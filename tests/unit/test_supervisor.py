@@ -20,7 +20,9 @@ from megaclip.hosts.hostfile import Host
 from megaclip.hosts.supervisor import Supervisor
 
 HOSTS = [Host("a", 1), Host("b", 1), Host("c", 2)]
-ENDLESS = "trap 'exit 138' USR1; trap 'exit 143' TERM; echo >started; while :; do sleep 0.05; done"
+TRAPS = "trap 'exit 138' USR1; trap 'exit 143' TERM; "
+"""Before a checkpoint, after which a script may receive SIGUSR1."""
+ENDLESS = f"{TRAPS} echo >started; while :; do sleep 0.05; done"
 
 
 class Cluster:
@@ -91,7 +93,7 @@ def test_a_host_is_left_out_after_two_failures_although_it_answers(cluster: Clus
 
 
 def test_a_lost_host_that_is_back_is_used_after_the_next_checkpoint(cluster: Cluster) -> None:
-    again = f"touch up/c; {saved(20)} {ENDLESS}"
+    again = f"{TRAPS} touch up/c; {saved(20)} {ENDLESS}"
     run = cluster.supervisor(f"{saved(10)} rm up/c; exit 1", again, "exit 0")
     assert run.run() == 0
     assert cluster.starts() == ["a:1 b:1 c:2", "a:1 b:1", "a:1 b:1 c:2"]
@@ -133,11 +135,13 @@ def test_too_few_hosts_end_the_run(cluster: Cluster, caplog: pytest.LogCaptureFi
 
 
 def send_when_started(cluster: Cluster, number: signal.Signals) -> None:
-    """Send a signal to this process when a script has written the file `started`."""
+    """Send a signal to this process when a script has written the file `started`; then write the file `sent`."""
     deadline = time.monotonic() + 60
-    while not (cluster.folder / "started").exists() and time.monotonic() < deadline:
+    while not (cluster.folder / "started").exists():
+        assert time.monotonic() < deadline  # without a supervisor the signal would end the tests
         time.sleep(0.02)
     os.kill(os.getpid(), number)
+    (cluster.folder / "sent").touch()
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
@@ -151,8 +155,8 @@ def test_a_signal_reaches_the_ranks_and_is_no_failure(cluster: Cluster, sent: si
 
 def test_a_stop_while_the_ranks_save_for_more_hosts_lets_them_save(cluster: Cluster) -> None:
     """The script would end them at once, because it has received a signal before."""
-    saving = "trap 'echo >started; for _ in {1..10}; do sleep 0.1; done; exit 138' USR1; trap 'exit 1' TERM; "
-    again = f"touch up/c; {saved(20)} {saving} while :; do sleep 0.05; done"
+    save = "echo >started; until [[ -e sent ]]; do sleep 0.05; done; for _ in {1..10}; do sleep 0.1; done; exit 138"
+    again = f"trap '{save}' USR1; trap 'exit 1' TERM; touch up/c; {saved(20)} while :; do sleep 0.05; done"
     run = cluster.supervisor(f"{saved(10)} rm up/c; exit 1", again)
     thread = threading.Thread(target=send_when_started, args=(cluster, signal.SIGTERM))
     thread.start()
@@ -186,7 +190,7 @@ def test_a_probe_ends_ranks_of_earlier_attempts_also_with_an_address_of_its_own(
     launchers = []
     for address in ("10.99.0.1", "node-1", "other-job"):
         name = f"python -u -m deepspeed.launcher.launch --master_addr={address} --master_port=17 train.py"
-        launchers.append(subprocess.Popen(["bash", "-c", f"exec -a '{name}' sleep 60"]))
+        launchers.append(subprocess.Popen(["bash", "-c", f"exec -a '{name}' sleep 600"]))
     try:
         deadline = time.monotonic() + 60
         # A process has no command line for a moment of its exec.
