@@ -53,9 +53,9 @@ def measure(rank: int, hosts: int, address: str, port: int, *, limit_s: float = 
             problem=f"cannot reach {address} at port {port} ({first_line(error)}); open the firewall between the "
             "hosts, or pass an address of the first host with --master_addr"
         )
-    store.set(f"joined/{rank}", "1")
     everyone = [f"joined/{number}" for number in range(hosts)]
     try:
+        store.set(f"joined/{rank}", "1")
         store.wait(everyone, limit)
     except RuntimeError:
         absent = [number for number in range(hosts) if not store.check([f"joined/{number}"])] if rank == 0 else []
