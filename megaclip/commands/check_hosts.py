@@ -126,11 +126,13 @@ def ask_for_facts(hosts: Sequence[Host], question: dict[str, Any]) -> list[Repor
     """Return the facts of all hosts, which are asked at the same time."""
 
     def one(host: Host) -> Report:
+        began = time.monotonic()
         facts, failure = ask(host, question, Facts, FACTS_LIMIT_S)
         if facts is None:
             return Report(host, failure=failure)
-        # The host reads its clock shortly before it answers.
-        return Report(host, facts, clock_s=facts.time_s - time.time(), clock_error_s=1.0)
+        # How long the question and the answer took together. The host read its clock between them.
+        way_s = time.monotonic() - began - facts.ran_s
+        return Report(host, facts, clock_s=facts.time_s - (time.time() - way_s / 2), clock_error_s=way_s / 2)
 
     with ThreadPoolExecutor(min(128, len(hosts))) as pool:
         return list(pool.map(one, hosts))

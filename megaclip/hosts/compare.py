@@ -37,7 +37,7 @@ class Report:
     clock_s: float = 0.0
     """Its clock minus that of the machine that asks, in seconds."""
     clock_error_s: float = 0.0
-    """Largest error of `clock_s`: the time of the question and its answer."""
+    """Largest error of `clock_s`: half the time of the question and its answer."""
     network: str = ""
     """Why the host could not take part in the collectives, "" if it could."""
     mib_per_s: float | None = None
@@ -164,12 +164,13 @@ def _clocks(reports: Sequence[Report]) -> Iterator[Problem]:
     known = [report for report in reports if report.facts is not None]
     if not known:
         return
-    middle = statistics.median_low(report.clock_s for report in known)
+    middle = sorted(known, key=lambda report: report.clock_s)[(len(known) - 1) // 2]
     for report in known:
-        if abs(report.clock_s - middle) > CLOCK_LIMIT_S + report.clock_error_s:
+        difference_s = report.clock_s - middle.clock_s
+        if abs(difference_s) > CLOCK_LIMIT_S + report.clock_error_s + middle.clock_error_s:
             yield Problem(
                 report.host.name,
-                f"its clock differs by {report.clock_s - middle:+.1f} s; synchronise it, for example with chrony",
+                f"its clock differs by {difference_s:+.1f} s; synchronise it, for example with chrony",
             )
 
 

@@ -1,5 +1,6 @@
 """Collect what `megaclip check-hosts` compares, on one host: software, accelerators, disks, data and speed."""
 
+import os
 import platform
 import shutil
 import subprocess
@@ -49,6 +50,8 @@ class Facts(BaseModel):
     """True if g++ and ninja are on PATH."""
     time_s: float
     """Seconds since 1970 by the host's clock."""
+    ran_s: float
+    """Seconds for which the process that answers had run when it read the clock."""
     free_gib: dict[str, float]
     """Free GiB by folder."""
     token: str
@@ -82,12 +85,19 @@ def collect(*, shared: Path | None, token: str, data: Sequence[str]) -> Facts:
         ops={name: _is_built(name) for name in OPS},
         can_compile=all(shutil.which(program) for program in ("g++", "ninja")),
         time_s=time.time(),
+        ran_s=_running_s(),
         free_gib=dict(_free_gib([*([shared] if shared else []), Path("/tmp"), Path("/dev/shm")])),
         token=_read(shared / token) if shared is not None and token else "",
         data={pattern: _visible(pattern) for pattern in data},
         matmul_ms=[milliseconds for milliseconds, _ in products],
         matmul_is_right=all(is_right for _, is_right in products),
     )
+
+
+def _running_s() -> float:
+    """Return for how many seconds this process has run."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # starttime in `man proc_pid_stat`
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -5,8 +5,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from megaclip.commands import check_hosts
@@ -30,6 +32,7 @@ HEALTHY = Facts(
     ops={"cpu_adam": True},
     can_compile=True,
     time_s=1000.0,
+    ran_s=10.0,
     free_gib={"/logs": 500.0, "/tmp": 3.0},
     token="secret",
     data={"shards/*.tar": "332 files"},
@@ -97,6 +100,26 @@ def test_a_fault_outside_of_the_facts_is_named(own: dict[str, Any], word: str) -
     assert host == "node-2" and word in text
 
 
+@pytest.mark.parametrize(("wrong_by_s", "found"), [(0.0, []), (-9.0, ["its clock differs by -9.0 s"])])
+def test_an_answer_that_arrives_late_is_no_wrong_clock(
+    wrong_by_s: float, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+
+    def ask(host: Host, *_: object) -> tuple[Facts, str]:
+        """Let the answer of one host take 5 s after it has read its clock."""
+        nonlocal now_s
+        now_s += HEALTHY.ran_s
+        time_s = now_s + (wrong_by_s if host.name == "node-1" else 0.0)
+        now_s += 5.0 if host.name == "node-3" else 0.0
+        return HEALTHY.model_copy(update={"time_s": time_s}), ""
+
+    monkeypatch.setattr(check_hosts, "ask", ask)
+    monkeypatch.setattr(check_hosts, "time", SimpleNamespace(time=lambda: now_s, monotonic=lambda: now_s))
+    answers = [check_hosts.ask_for_facts([Host(f"node-{number}", 8)], {})[0] for number in range(5)]
+    assert [text.partition(";")[0] for _, text in problems(answers)] == found
+
+
 def test_of_two_hosts_the_slower_one_is_named() -> None:
     slow = HEALTHY.model_copy(update={"matmul_ms": [1.6] * 7 + [9.9]})
     pair = [Report(Host("node-0", 8), slow), Report(Host("node-1", 8), HEALTHY)]
@@ -125,7 +148,9 @@ def test_facts_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = collect(shared=tmp_path, token="token", data=[f"{tmp_path}/*.tar", f"{tmp_path}/*.zip"])
     assert found.python == ".".join(map(str, sys.version_info[:3]))
     assert found.token == "secret" and found.matmul_is_right and 0 < found.matmul_ms[0] < 60_000
-    assert abs(found.time_s - time.time()) < 60 and found.free_gib[str(tmp_path)] > 0
+    assert abs(found.time_s - time.time()) < 60
+    assert abs(found.ran_s - (time.time() - psutil.Process().create_time())) < 60
+    assert found.free_gib[str(tmp_path)] > 0
     assert found.data[f"{tmp_path}/*.tar"] == "2 files" and "*.zip" in found.data[f"{tmp_path}/*.zip"]
     assert found.ops == {"cpu_adam": True, "fused_adam": False}
     root = Path(__file__).parents[2]
