@@ -78,6 +78,8 @@ class Member:
     _script: subprocess.Popen | None = None
     _seen: dict[str, tuple[tuple[str, int], float]] = field(default_factory=dict)
     """By host: id and number of the last heartbeat, and when they changed."""
+    _looked_at: float = 0.0
+    """When this member has last looked for heartbeats."""
     _last_read: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By host: the last heartbeat that could be read."""
     _id: str = field(default_factory=lambda: f"{os.getpid()}-{time.time_ns()}")
@@ -146,6 +148,10 @@ class Member:
     def _alive(self) -> dict[str, dict[str, Any]]:
         """Return the newest heartbeat of each host that is alive, by name."""
         alive, now = {}, time.monotonic()
+        # A time in which this member did not look does not count as silence: all hosts may have stood still.
+        unseen_s = max(0.0, now - self._looked_at - self.times.beat_s)
+        self._looked_at = now
+        self._seen = {name: (mark, changed_at + unseen_s) for name, (mark, changed_at) in self._seen.items()}
         for host in self.hosts:
             beat = self._newest_beat(host)
             if beat is None:
