@@ -19,6 +19,8 @@ from tests.tolerances import RUN, assert_close
 
 MULTI_NODE = ROOT / "launch" / "multi_node.sh"
 LIMIT_S = 600
+RESTART_LIMIT_S = 120
+"""It takes 14 to 29 s, most of which are fixed waits."""
 NAME = "restarted"
 
 if _reason := reason_to_skip():
@@ -101,7 +103,7 @@ def test_a_run_outlives_a_host_and_uses_it_when_it_is_back(
         wait_until(lambda: steps_of_attempt(log, 2), launcher, log)
         record_property("from the lost host to the restart, in seconds", restarted_after_s)
         record_property("from the lost host to the next step, in seconds", time.monotonic() - lost_at)
-        assert restarted_after_s < 60
+        assert restarted_after_s < RESTART_LIMIT_S
         hosts.start_second()
         wait_until(lambda: len(attempts(log)) == 3, launcher, log)
         third = attempts(log)[2][0]
@@ -151,7 +153,7 @@ def test_hosts_without_ssh_continue_and_meet_again(
         wait_until(lambda: len(attempts(log)) == 2, launcher, log)
         restarted_after_s = time.monotonic() - lost_at
         record_property("from the lost host to the restart, in seconds", restarted_after_s)
-        assert restarted_after_s < 60
+        assert restarted_after_s < RESTART_LIMIT_S
         wait_until(lambda: steps_of_attempt(log, 2), launcher, log)
         record_property("from the lost host to the next step, in seconds", time.monotonic() - lost_at)
         hosts.start_second()

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.end_to_end.training_runs import ROOT, flags, launcher_command, scalars
@@ -138,7 +139,7 @@ def test_ending_the_launcher_ends_the_ranks(
 ) -> None:
     with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, log):
         wait_until(lambda: hosts.first.processes(RANK) and hosts.second.processes(RANK), LIMIT_S)
-        subprocess.run(hosts.first.command("pkill", "-TERM", "--oldest", "-f", "multi_node.sh"), check=True)
+        send_to_script(launcher, signal.SIGTERM)
         code = launcher.wait(END_LIMIT_S)
         assert code in (1, 128 + signal.SIGTERM), (
             log.read_text()
@@ -153,7 +154,7 @@ def test_a_signal_to_the_launcher_lets_the_ranks_save(
 ) -> None:
     with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, log):
         wait_until(lambda: "step 2/" in log.read_text(), LIMIT_S)
-        subprocess.run(hosts.first.command("pkill", f"-{int(sent)}", "--oldest", "-f", "multi_node.sh"), check=True)
+        send_to_script(launcher, sent)
         assert launcher.wait(END_LIMIT_S) == 128 + sent, log.read_text()
         stopped = re.search(rf"stopped by {sent.name} after step (\d+);", log.read_text())
         assert stopped, log.read_text()
@@ -161,6 +162,12 @@ def test_a_signal_to_the_launcher_lets_the_ranks_save(
         assert latest.read_text() == f"step_{int(stopped[1]):08d}"
         assert "a rank failed" not in log.read_text()
         wait_until(lambda: not (hosts.first.processes(RANK) or hosts.second.processes(RANK)), END_LIMIT_S)
+
+
+def send_to_script(launcher: subprocess.Popen, number: signal.Signals) -> None:
+    """Send a signal to multi_node.sh, the only child of `nsenter`. Its subshells have the same command line."""
+    (script,) = psutil.Process(launcher.pid).children()
+    script.send_signal(number)
 
 
 def wait_until(condition: Callable[[], object], limit_s: float) -> None:

@@ -79,29 +79,26 @@ class TwoHosts:
     def start_second(self) -> None:
         """Start the second host again, after `end_second`."""
         self.second = self._second.enter_context(_host(self.hostfile.parent, ADDRESSES[1]))
+        # The kernel removes the old cable some time after the host has ended.
+        subprocess.run(["nsenter", "--target", str(self.first.server), "--net", "ip", "link", "delete", _CABLE])
         _add_cable(self.first, self.second)
 
 
 def environment(hosts: TwoHosts) -> dict[str, str]:
     """Return the variables of a user who starts a launcher. The ranks get theirs from a deepspeed_env file."""
-    for_ranks = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR", "PATH") if name in os.environ}
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    for_ranks |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": INTERFACE}
-    env_file = hosts.hostfile.with_name("deepspeed_env")
-    env_file.write_text("".join(f"{name}={value}\n" for name, value in for_ranks.items()))
     return {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": os.environ["HOME"],
         "PYTHONPATH": str(ROOT),  # the code of this checkout; DeepSpeed passes the variable on to the ranks
         "DS_ACCELERATOR": "cpu",
-        "DS_ENV_FILE": str(env_file),
+        "DS_ENV_FILE": str(hosts.hostfile.with_name("deepspeed_env")),
         "PDSH_SSH_ARGS_APPEND": f"-F {hosts.ssh_config}",
     }
 
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[TwoHosts]:
-    """Create two hosts with one slot each; write keys, hostfile and ssh_config to `folder`.
+    """Create two hosts with one slot each; write keys, hostfile, ssh_config and deepspeed_env to `folder`.
 
     Call `reason_to_skip` first.
     """
@@ -114,6 +111,11 @@ def two_hosts(folder: Path) -> Iterator[TwoHosts]:
     )
     hostfile = folder / "hostfile"
     hostfile.write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
+    for_ranks = {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR", "PATH") if name in os.environ}
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    for_ranks |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": INTERFACE}
+    # Not later: a launcher may read it at any time.
+    (folder / "deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in for_ranks.items()))
     with _host(folder, ADDRESSES[0]) as first, ExitStack() as second_stack:
         second = second_stack.enter_context(_host(folder, ADDRESSES[1]))
         connect(first, second)
