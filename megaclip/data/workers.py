@@ -43,6 +43,8 @@ SHARED_MEMORY_ADVICE = (
 )
 
 _STACK_SIGNAL = signal.SIGUSR2
+_STACKS_END = bytes([_STACK_SIGNAL])
+"""Written after the stacks of a worker."""
 _STACKS_WAIT_S = 1.0
 """Seconds that a worker has to write its stacks."""
 _DEATH_WAIT_S = 1.0
@@ -268,20 +270,18 @@ def _open_stack_file() -> None:
     global _stack_file
     if _stack_file is None and hasattr(os, "memfd_create"):
         _stack_file = os.memfd_create("worker-stacks")
-        fcntl.fcntl(_stack_file, fcntl.F_SETFL, fcntl.fcntl(_stack_file, fcntl.F_GETFL) | os.O_APPEND)
+        fcntl.fcntl(_stack_file, fcntl.F_SETFL, fcntl.fcntl(_stack_file, fcntl.F_GETFL) | os.O_APPEND | os.O_NONBLOCK)
 
 
 def _written_after(start: int) -> str:
     """Return the text in the stack file behind byte `start`, when a worker has written it completely."""
     assert _stack_file is not None
-    deadline, before = time.monotonic() + _STACKS_WAIT_S, start
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        size = os.fstat(_stack_file).st_size
-        if size == before > start:
+    deadline = time.monotonic() + _STACKS_WAIT_S
+    while not (written := os.pread(_stack_file, 1 << 20, start)).endswith(_STACKS_END):
+        if time.monotonic() > deadline:
             break
-        before = size
-    return os.pread(_stack_file, 1 << 20, start).decode("utf-8", "replace")
+        time.sleep(0.01)
+    return written.removesuffix(_STACKS_END).decode("utf-8", "replace")
 
 
 def _install_handler() -> None:
@@ -311,7 +311,10 @@ def _start_worker(rows: Any, number: int) -> None:
     global _own_row
     _own_row = functools.partial(rows.__setitem__, number)
     if _stack_file is not None:
-        faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True)
+        # After the stacks, `chain` calls Python's handler, which writes the number of the signal behind them.
+        signal.signal(_STACK_SIGNAL, lambda *_: None)
+        signal.set_wakeup_fd(_stack_file, warn_on_full_buffer=False)
+        faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True, chain=True)
     # Ctrl-C reaches every process of the terminal, and SIGUSR1 every process with the rank's command line. The main
     # process ends the workers itself, with SIGTERM.
     for number in (signal.SIGINT, signal.SIGUSR1):

@@ -49,7 +49,7 @@ def _command_of(launcher: int) -> int | None:
 
 def _watch(launcher: int, command: int | None) -> None:
     while os.getppid() == launcher:
-        if command is not None and _parent_of(launcher) != command:
+        if command is not None and _parent_of(launcher) not in (command, None):  # None: the launcher has just ended
             logger.warning("`deepspeed`, process %d, has ended; this rank saves, if it trains, and ends", command)
             os.kill(os.getpid(), signal.SIGUSR1)
             command = None
@@ -59,6 +59,7 @@ def _watch(launcher: int, command: int | None) -> None:
 
 
 def _parent_of(process: int) -> int | None:
+    """Return the parent of a process, or None if the process is gone."""
     try:
         return psutil.Process(process).ppid()
     except psutil.Error:

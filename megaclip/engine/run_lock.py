@@ -14,6 +14,9 @@ once, without saving, because the other run now owns the folder.
 
 Two runs that look at the file at the same moment exclude each other by a lock of the operating system on `.lock.guard`.
 If the file system has no such locks, both may write their record. The one that is overwritten ends within 5 s.
+
+Every holder writes to a file of its own, which takes the place of the file before it. A holder that was frozen just
+before a heartbeat therefore cannot overwrite the record of the run that has taken its folder.
 """
 
 import contextlib
@@ -42,7 +45,7 @@ HEARTBEAT_S = 5.0
 SILENCE_S = 30.0
 """Seconds without a heartbeat after which a holder on another host counts as gone."""
 _RECORD_BYTES = 1024
-"""Size of the file. A record is overwritten in place, so that a full disk does not end the heartbeat."""
+"""Size of the file. A heartbeat overwrites the record in place, so that a full disk does not end it."""
 
 
 class RunLock:
@@ -52,6 +55,8 @@ class RunLock:
         self._path = folder / LOCK
         self._record = {**_this_process(), "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "id": uuid.uuid4().hex}
         self._beats = 0
+        self._file = -1
+        """Descriptor of this holder's file."""
         self._is_released = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -68,7 +73,7 @@ class RunLock:
             now = _read(self._path)
             if now is not None and (holder is None or now["id"] != holder["id"]):  # another run was faster
                 raise _in_use(self._path.parent, now)
-            self._write()
+            self._create()
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
         self._thread.start()
 
@@ -79,19 +84,28 @@ class RunLock:
             return
         self._thread.join()
         self._thread = None
+        os.close(self._file)
         holder = _read(self._path)
         if holder is not None and holder["id"] == self._record["id"]:
             with contextlib.suppress(OSError):
                 self._path.unlink()
 
+    def _create(self) -> None:
+        """Put a file with this process's record in the place of that of an earlier holder."""
+        temporary = self._path.with_name(f".{LOCK}.{os.getpid()}.tmp")
+        self._file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            self._write()
+            os.replace(temporary, self._path)
+        except OSError:
+            os.close(self._file)
+            temporary.unlink(missing_ok=True)
+            raise
+
     def _write(self) -> None:
         text = json.dumps({**self._record, "beats": self._beats}).ljust(_RECORD_BYTES - 1) + "\n"
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            os.pwrite(descriptor, text.encode(), 0)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        os.pwrite(self._file, text.encode(), 0)
+        os.fsync(self._file)
 
     def _beat(self) -> None:
         """Run in the thread: increase the number, and end this process if another run owns the folder."""
@@ -102,8 +116,7 @@ class RunLock:
                 os._exit(1)
             self._beats += 1
             with contextlib.suppress(OSError):  # a folder that cannot be written to for a while
-                if holder is not None:
-                    self._write()
+                self._write()
 
 
 def _this_process() -> dict[str, Any]:

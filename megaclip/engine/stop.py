@@ -107,6 +107,7 @@ def _is_a_local_rank_missing(launcher: int) -> bool:
         return False
     try:
         children = psutil.Process(launcher).children()
-        return sum(child.status() != psutil.STATUS_ZOMBIE for child in children) < ranks
-    except psutil.NoSuchProcess:  # a child exited during this check
-        return True
+        missing = sum(child.status() != psutil.STATUS_ZOMBIE for child in children) < ranks
+    except psutil.NoSuchProcess:  # a child or the launcher exited during this check
+        missing = True
+    return missing and os.getppid() == launcher

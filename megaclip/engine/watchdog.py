@@ -222,10 +222,10 @@ class Watchdog:
                 answer.set_exception(error)
 
         threading.Thread(target=ask, name="watchdog-store", daemon=True).start()
-        try:
-            return answer.result(_MISSED_HEARTBEATS * self._heartbeat_s)
-        except TimeoutError:  # concurrent.futures' own class before Python 3.11
-            raise RuntimeError("the store does not answer") from None
+        for _ in range(_MISSED_HEARTBEATS):  # a pause of this process, of any length, uses up only one of the waits
+            with contextlib.suppress(TimeoutError):  # concurrent.futures' own class before Python 3.11
+                return answer.result(self._heartbeat_s)
+        raise RuntimeError("the store does not answer")
 
     def _wait(self) -> bool:
         """Wait for the next heartbeat; return whether the training has ended.

@@ -45,8 +45,8 @@ def _is_abandoned(lock: Path, patience_s: float) -> bool:
     """Wait until the lock is released (return False), or until no process can still hold it (return True)."""
     started, said = time.monotonic(), False
     while lock.exists():
-        if _unchanged_s(lock.parent) >= patience_s and not _is_open_here(lock):
-            return True
+        if _is_quiet(lock, patience_s) and not _is_open_here(lock) and _is_quiet(lock, patience_s):
+            return True  # quiet still: a build may have ended, and another begun, while the processes were looked at
         if not said and time.monotonic() - started > _QUIET_S:
             logger.warning(
                 "waiting for %s: another program compiles this op, or a killed build left the file; it is deleted when "
@@ -57,6 +57,11 @@ def _is_abandoned(lock: Path, patience_s: float) -> bool:
             said = True
         time.sleep(_POLL_S)
     return False
+
+
+def _is_quiet(lock: Path, patience_s: float) -> bool:
+    """Return whether the lock exists and nothing in its folder has changed for `patience_s` seconds."""
+    return lock.exists() and _unchanged_s(lock.parent) >= patience_s
 
 
 def _unchanged_s(folder: Path) -> float:

@@ -25,6 +25,8 @@ _PASSED_ON = ["OMP_NUM_THREADS", "MEGACLIP_TEST_ERRORS", "PYTEST_CURRENT_TEST"]
 """Environment variables of the caller that are set in every rank."""
 _GRACE_S = 30.0
 """Seconds that the other ranks have, after the first failure, to report their own."""
+_EXIT_CODE_S = 60.0
+"""Seconds that the server has to report the exit code of a rank that has ended."""
 
 
 class RankFailure(AssertionError):
@@ -103,7 +105,7 @@ def _collect(processes: list[BaseProcess], reports: list[Connection], time_limit
             try:
                 succeeded, value = pickle.loads(report.recv_bytes())
             except EOFError:
-                processes[rank].join(_GRACE_S)  # until the server has reported its exit code
+                processes[rank].join(_EXIT_CODE_S)  # until the server has reported its exit code
                 succeeded, value = False, f"ended without a report, exit code {processes[rank].exitcode}"
             (results if succeeded else failures)[rank] = value
             if failures:

@@ -17,16 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tests.drills.jobs import WORLD_SIZE, Job, Prepare
+from tests.end_to_end.training_runs import data_workers
 from tests.end_to_end.two_hosts import ADDRESSES, INTERFACE, Host, connect, set_cable
 
 STEPS, SAVE_EVERY = 24, 4
-_PAUSE_S = 0.5
-"""Pause after each step of the runs whose fault must happen between two saves, at least one step before the next."""
 _CLONE_NEWNET = 0x40000000
-"""Flag of unshare(2): a network of its own."""
+"""Flag of setns(2): a network."""
 _READ_AHEAD = 8
 """Steps before the end of the run in which a data worker may have read its last batch."""
 
@@ -59,6 +56,8 @@ class Trial:
     step_s: float
     """Seconds of a step of the run without a fault."""
     job: Job | None = None
+    held_after: int = 0
+    """Step after which the ranks wait for the fault; 0: none."""
     missed: bool = False
     """The run had ended before the fault happened."""
     undo: list[Callable[[], Any]] = field(default_factory=list)
@@ -71,10 +70,10 @@ class Trial:
     def checkpoints(self) -> Path:
         return self.logs / "run" / "checkpoints"
 
-    def start(self, prepare: Prepare | None = None, pause_s: float = 0.0, **changes: Any) -> Job:
+    def start(self, prepare: Prepare | None = None, **changes: Any) -> Job:
         from tests.drills.jobs import start
 
-        self.job = start(self.command(**changes), self.folder / "first", prepare, pause_s=pause_s)
+        self.job = start(self.command(**changes), self.folder / "first", prepare)
         return self.job
 
     def command(self, **changes: Any) -> list[str]:
@@ -87,15 +86,25 @@ class Trial:
         job.wait_for_step(self.random.randrange(1, last))
         time.sleep(self.random.uniform(0, 2 * self.step_s))
 
-    def wait_between_saves(self, job: Job) -> None:
-        """Wait until a random moment between two saves and after the first steps: --hang-timeout holds only then.
+    def hold(self) -> Prepare:
+        """Return a preparation of the ranks, for a fault that must happen between two saves and after the first steps.
 
-        The run must have been started with `pause_s=_PAUSE_S`: without it, the next save may begin before the fault.
+        Only then --hang-timeout holds. The ranks wait before the next save until the file `harmed` exists.
         """
-        job.wait_for_step(self.random.randrange(1, STEPS // SAVE_EVERY) * SAVE_EVERY + 1)
-        time.sleep(self.random.uniform(0, self.step_s + _PAUSE_S))
+        self.held_after = self.random.randrange(1, STEPS // SAVE_EVERY) * SAVE_EVERY + self.random.choice((2, 3))
+        return lambda rank: _hold(self.held_after, self.folder / "harmed")
+
+    def wait_between_saves(self, job: Job) -> None:
+        """Wait until a random moment, one or two steps after a save."""
+        job.wait_for_step(self.held_after - 1)
+        time.sleep(self.random.uniform(0, 2 * self.step_s))
+
+    def harmed(self) -> None:
+        """Note that the fault has happened."""
+        (self.folder / "harmed").touch()
 
     def send(self, process: int, number: int) -> None:
+        """Send a signal to a process, or to all processes of a job at once: the negative number of its launcher."""
         try:
             os.kill(process, number)
         except ProcessLookupError:
@@ -113,10 +122,7 @@ def host_killed(trial: Trial) -> Verdict:
     """SIGKILL of all processes at once."""
     job = trial.start(**_maybe_async(trial))
     trial.some_time(job)
-    ranks = job.ranks
-    children = [child.pid for rank in ranks for child in _children(rank)]
-    for process in (job.launcher, *ranks, *children):
-        trial.send(process, signal.SIGKILL)
+    trial.send(-job.launcher, signal.SIGKILL)
     return Verdict((-9,))
 
 
@@ -145,18 +151,20 @@ def sigusr1(trial: Trial) -> Verdict:
 
 def rank_stopped(trial: Trial) -> Verdict:
     """SIGSTOP of one rank, which the watchdog must notice."""
-    job = trial.start(hang_timeout=3, pause_s=_PAUSE_S)
+    job = trial.start(trial.hold(), hang_timeout=3)
     trial.wait_between_saves(job)
     victim = trial.random.randrange(WORLD_SIZE)
     trial.send(job.ranks[victim], signal.SIGSTOP)
+    trial.harmed()
     return Verdict((75,), error=f"rank {victim} has not arrived")
 
 
 def network_cut(trial: Trial) -> Verdict:
     """The cable between the hosts of the two ranks is pulled out. Both watchdogs must notice."""
-    job, first = _on_two_hosts(trial, hang_timeout=3, pause_s=_PAUSE_S)
+    job, first = _on_two_hosts(trial, trial.hold(), hang_timeout=3)
     trial.wait_between_saves(job)
     set_cable(first, "down")
+    trial.harmed()
     return Verdict((75,), error="has not arrived")
 
 
@@ -164,18 +172,16 @@ def network_healed(trial: Trial) -> Verdict:
     """The cable is out for up to two seconds. The run must continue as if nothing had happened."""
     job, first = _on_two_hosts(trial, **_maybe_async(trial))
     trial.some_time(job)
-    if not job.has_ended():
-        set_cable(first, "down")
-        time.sleep(trial.random.uniform(0, 2))
-        set_cable(first, "up")
+    set_cable(first, "down")
+    time.sleep(trial.random.uniform(0, 2))
+    set_cable(first, "up")
     return Verdict((0,), saves_last_step=True)
 
 
 def worker_killed(trial: Trial) -> Verdict:
     job = trial.start(**_maybe_async(trial))
     trial.some_time(job, STEPS - _READ_AHEAD)
-    rank = trial.random.choice(job.ranks)
-    workers = [child for child in _children(rank) if child.name() == "pt_data_worker"]
+    workers = data_workers(trial.random.choice(job.ranks))
     if not workers or job.last_step() > STEPS - _READ_AHEAD:
         trial.missed = True
     else:
@@ -253,12 +259,14 @@ def power_cut(trial: Trial) -> Verdict:
     trial.logs = disk / "runs"
     job = trial.start(**_maybe_async(trial))
     trial.some_time(job)
+    trial.send(-job.launcher, signal.SIGSTOP)  # no process notices the end of the file system
     _shut_down(disk)
-    for process in (job.launcher, *job.ranks):
-        trial.send(process, signal.SIGKILL)
+    trial.send(-job.launcher, signal.SIGKILL)
     job.wait()
     _unmount(disk)
-    _run("mount", "-o", "loop", str(image), str(disk))
+    # A copy, because the system may still use the image: a mount namespace of another program holds the file system.
+    shutil.copyfile(image, trial.folder / "copy")
+    _run("mount", "-o", "loop", str(trial.folder / "copy"), str(disk))
     return Verdict((-9,))
 
 
@@ -292,31 +300,51 @@ def _maybe_async(trial: Trial) -> dict[str, Any]:
     return {"async_save": ""} if trial.random.random() < 0.5 else {}
 
 
-def _children(process: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+def _hold(step: int, harmed: Path) -> None:
+    """Make this rank wait after `step` until the file `harmed` exists. --hang-timeout holds from then on.
+
+    So a rank that is paused before the fault does not hang.
+    """
+    from megaclip.engine.metrics import Metrics
+    from megaclip.engine.watchdog import Watchdog
+
+    record, limit_s = Metrics.record_step, Watchdog._limit_s
+
+    def recording(metrics: Metrics, number: int, values: Any) -> None:
+        record(metrics, number, values)
+        while number == step and not harmed.exists():
+            time.sleep(0.002)
+
+    Metrics.record_step = recording  # type: ignore[method-assign]
+    Watchdog._limit_s = lambda dog: limit_s(dog) if harmed.exists() else 600.0  # type: ignore[method-assign]
 
 
-def _on_two_hosts(trial: Trial, **changes: Any) -> tuple[Job, Host]:
+def _on_two_hosts(trial: Trial, prepare: Prepare | None = None, **changes: Any) -> tuple[Job, Host]:
     """Start a run whose ranks have a network each, connected by a cable; return it and the first rank's host."""
-    connected = trial.folder / "connected"
-
-    def prepare(rank: int) -> None:
-        _os_error(ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET))
-        (trial.folder / f"apart_{rank}").touch()
-        while not connected.exists():
-            time.sleep(0.01)
-        os.environ.update({"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": INTERFACE})
-
-    job = trial.start(prepare, **changes)
-    hosts = [Host(address, process) for address, process in zip(ADDRESSES, job.ranks, strict=True)]
-    while not all((trial.folder / f"apart_{rank}").exists() for rank in range(WORLD_SIZE)) and not job.has_ended():
-        time.sleep(0.01)
+    hosts = [_host(trial, address) for address in ADDRESSES]
     connect(*hosts)
-    connected.touch()
-    return job, hosts[0]
+
+    def move(rank: int) -> None:
+        network = os.open(f"/proc/{hosts[rank].server}/ns/net", os.O_RDONLY)
+        _os_error(ctypes.CDLL(None, use_errno=True).setns(network, _CLONE_NEWNET))
+        os.close(network)
+        os.environ.update({"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": INTERFACE})
+        if prepare is not None:
+            prepare(rank)
+
+    return trial.start(move, **changes), hosts[0]
+
+
+def _host(trial: Trial, address: str) -> Host:
+    """Return a host with a network of its own, which exists until the run has ended.
+
+    A rank would take its network along when it ends, with messages that are under way to the other rank.
+    """
+    command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c", "echo; exec sleep infinity"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE)
+    trial.undo += [server.kill, server.wait]
+    assert server.stdout is not None and server.stdout.readline() == b"\n", "cannot create a network"
+    return Host(address, server.pid)
 
 
 def _os_error(result: int) -> None:

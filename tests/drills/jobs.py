@@ -22,8 +22,8 @@ from tests.end_to_end.training_runs import free_port
 WORLD_SIZE = 2
 LIMIT_S = 240.0
 """Seconds after which a run counts as hanging; far above its duration on a busy machine."""
-_GRACE_S = 10.0
-"""Seconds between the launcher's SIGTERM and its SIGKILL; DeepSpeed's has 30."""
+_GRACE_S = 30.0
+"""Seconds between the launcher's SIGTERM and its SIGKILL, as DeepSpeed's has."""
 
 Prepare = Callable[[int], None]
 """Changes a rank before it trains; the argument is the rank."""
@@ -109,14 +109,13 @@ def start(
     folder: Path,
     prepare: Prepare | None = None,
     limit_s: float = LIMIT_S,
-    pause_s: float = 0.0,
 ) -> Job:
-    """Start a run. folder: new folder for the records of the job. pause_s: each rank sleeps so long after a step."""
+    """Start a run. folder: new folder for the records of the job."""
     folder.mkdir(parents=True)
     port = free_port()
     pid = os.fork()
     if pid == 0:
-        _never_returns(lambda: _launch(command, folder, port, prepare, pause_s))
+        _never_returns(lambda: _launch(command, folder, port, prepare))
     return Job(pid, folder, limit_s)
 
 
@@ -144,20 +143,12 @@ def _never_returns(function: Callable[[], int]) -> None:
         os._exit(code)
 
 
-def _launch(command: list[str], folder: Path, port: int, prepare: Prepare | None, pause_s: float) -> int:
+def _launch(command: list[str], folder: Path, port: int, prepare: Prepare | None) -> int:
     os.setsid()
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    ranks = []
-    for rank in range(WORLD_SIZE):
-        pid = os.fork()
-        if pid == 0:
-            # mypy cannot infer the type of a lambda with a default value
-            _never_returns(lambda rank=rank: _train(command, folder, port, rank, prepare, pause_s))  # type: ignore[misc]
-        ranks.append(pid)
-    (folder / "pids.tmp").write_text(" ".join(map(str, ranks)))
-    (folder / "pids.tmp").rename(folder / "pids")
+    ranks: list[int] = []
     ending: list[float] = []
 
     def end(*_: object) -> None:
@@ -167,6 +158,14 @@ def _launch(command: list[str], folder: Path, port: int, prepare: Prepare | None
         ending.append(time.monotonic())
 
     signal.signal(signal.SIGTERM, end)
+    for rank in range(WORLD_SIZE):
+        pid = os.fork()
+        if pid == 0:
+            # mypy cannot infer the type of a lambda with a default value
+            _never_returns(lambda rank=rank: _train(command, folder, port, rank, prepare))  # type: ignore[misc]
+        ranks.append(pid)
+    (folder / "pids.tmp").write_text(" ".join(map(str, ranks)))
+    (folder / "pids.tmp").rename(folder / "pids")
     first_failure, running = 0, set(ranks)
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -183,7 +182,7 @@ def _launch(command: list[str], folder: Path, port: int, prepare: Prepare | None
     return first_failure
 
 
-def _train(command: list[str], folder: Path, port: int, rank: int, prepare: Prepare | None, pause_s: float) -> int:
+def _train(command: list[str], folder: Path, port: int, rank: int, prepare: Prepare | None) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD_SIZE, "LOCAL_WORLD_SIZE": WORLD_SIZE}
     values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -199,7 +198,6 @@ def _train(command: list[str], folder: Path, port: int, rank: int, prepare: Prep
     def recording(metrics: Metrics, step: int, values: Any) -> None:
         os.write(steps, f"{step} {values.loss.hex()}\n".encode())
         record(metrics, step, values)
-        time.sleep(pause_s)
 
     def publishing(target: store.Target, files: Any) -> None:
         publish(target, files)

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from megaclip.engine import watchdog
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.run import Run, main
 from megaclip.engine.run_lock import LOCK
-from megaclip.engine.watchdog import HANG_EXIT_CODE
+from megaclip.engine.watchdog import HANG_EXIT_CODE, Watchdog
 from megaclip.errors import DataError
 from tests.distributed import harness
 from tests.distributed.harness import RankFailure, run_ranks
@@ -38,19 +39,25 @@ from tests.end_to_end.training_runs import (
     ROOT,
     WORLD_SIZE,
     Finished,
+    data_workers,
     flags,
     launcher_command,
     launcher_environment,
     run_here,
     run_in_ranks,
+    wait_for_text,
 )
 
 FAULT_AFTER = 6
+MISSED_HEARTBEATS = 20
+"""A rank of these tests may be paused for seconds, although heartbeats are short."""
 RECORDS = {"TORCH_FR_BUFFER_SIZE": "100"}  # a run sets it; the harness has joined the ranks before
 
 
 def faulty(command: list[str], log: str, faults: dict[int, Callable[[], Any]]) -> Finished:
     """Call `main(command)` in this rank. Its fault, if it has one, happens after step FAULT_AFTER was reported.
+
+    --hang-timeout holds from that step on: a rank that is paused in an earlier one does not hang.
 
     log: file to which a rank writes its standard error, because a rank that ends itself returns nothing.
     """
@@ -64,8 +71,12 @@ def faulty(command: list[str], log: str, faults: dict[int, Callable[[], Any]]) -
         if step == FAULT_AFTER and rank in faults:
             faults[rank]()
 
+    limit_s = Watchdog._limit_s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Metrics, "record_step", recording)
+        patch.setattr(Watchdog, "_limit_s", lambda dog: limit_s(dog) if dog._last_step >= FAULT_AFTER else 600.0)
+        patch.setattr(watchdog, "_MISSED_HEARTBEATS", MISSED_HEARTBEATS)
+        patch.setattr(workers, "_STACKS_WAIT_S", 60.0)
         exit_code = main(command)
     sys.stderr.flush()
     return Finished(exit_code, Path(f"{log}_{rank}").read_text())
@@ -85,7 +96,8 @@ def stand_still() -> None:
 def test_a_hang_ends_with_stacks_and_the_name_of_the_rank_that_did_not_arrive(
     tiny_run, tmp_path, monkeypatch, stands, fault
 ):
-    monkeypatch.setattr(harness, "_GRACE_S", 5.0)
+    if fault is stop_this_rank:
+        monkeypatch.setattr(harness, "_GRACE_S", 1.0)  # it never ends
     command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, workers=1, train_steps=500, hang_timeout=3)
     log = str(tmp_path / "log")
     with pytest.raises(RankFailure) as failure:
@@ -110,29 +122,34 @@ def test_a_hang_ends_with_stacks_and_the_name_of_the_rank_that_did_not_arrive(
     assert "--hang-timeout" in logged and f"exit code {HANG_EXIT_CODE}" in logged
 
 
+SLOW_TIMEOUT_S = 3
+SLOW_S = SLOW_TIMEOUT_S + MISSED_HEARTBEATS * SLOW_TIMEOUT_S / 10 + 1.5
+
+
 def slow_everything(command: list[str], store: str) -> Finished:
-    """Call `main(command)`; the first step, an evaluation and a checkpoint take longer than --hang-timeout.
+    """Call `main(command)`; in the first step, an evaluation and a checkpoint a watchdog has time to report a hang.
 
     Only rank 0 is slow in the evaluation; the other rank waits for it in the next step.
     """
     rank, first, evaluate, write = os.environ["RANK"], Run._accumulate, Run._record_evaluation, Run._write_checkpoint
 
     def slow_first_step(run: Run, *arguments: Any) -> float:
-        time.sleep(4.0 if run.step == 0 else 0.0)
+        time.sleep(SLOW_S if run.step == 0 else 0.0)
         return first(run, *arguments)
 
     def slow_evaluation(run: Run, *arguments: Any) -> None:
         evaluate(run, *arguments)
-        time.sleep(4.0 if rank == "0" else 0.0)
+        time.sleep(SLOW_S if rank == "0" else 0.0)
 
     def slow_checkpoint(run: Run, training_continues: bool) -> None:
-        time.sleep(4.0)
+        time.sleep(SLOW_S)
         write(run, training_continues)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "_accumulate", slow_first_step)
         patch.setattr(Run, "_record_evaluation", slow_evaluation)
         patch.setattr(Run, "_write_checkpoint", slow_checkpoint)
+        patch.setattr(watchdog, "_MISSED_HEARTBEATS", MISSED_HEARTBEATS)
         return run_here(command, Path(store))
 
 
@@ -186,31 +203,44 @@ def test_a_disk_that_becomes_full_is_no_refused_setting(tiny_run, tmp_path):
 @pytest.mark.long
 def test_a_slow_first_step_evaluation_and_checkpoint_are_no_hang(tiny_run, tmp_path):
     evaluation = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16, "eval_every_steps": 5}
-    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=8, hang_timeout=2, **evaluation)
+    command = flags(
+        tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=8, hang_timeout=SLOW_TIMEOUT_S, **evaluation
+    )
     ends = run_ranks(slow_everything, WORLD_SIZE, command, str(tmp_path / "store"))
     assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
     assert not (tmp_path / "run" / "stacks").exists()
 
 
-def pause_this_rank() -> None:
-    """Stop this rank for longer than --hang-timeout, as a scheduler does that suspends a job."""
-    continues = subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
-    continues.wait()
+def suspend_this_rank(folder: Path) -> None:
+    (folder / str(os.getpid())).touch()
+    stop_this_rank()
+
+
+def continue_all(folder: Path) -> None:
+    """Let the ranks go on 12 s after all of them stand still, as a scheduler does that suspends a job."""
+    ranks: list[int] = []
+    while len(ranks) < WORLD_SIZE or any(psutil.Process(rank).status() != psutil.STATUS_STOPPED for rank in ranks):
+        time.sleep(0.05)
+        ranks = [int(path.name) for path in folder.iterdir()]
+    time.sleep(12)
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
 
 
 @pytest.mark.long
 def test_a_job_that_is_suspended_goes_on(tiny_run, tmp_path):
     command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=60, hang_timeout=3)
-    faults = dict.fromkeys(range(WORLD_SIZE), pause_this_rank)
+    suspended = tmp_path / "suspended"
+    suspended.mkdir()
+    threading.Thread(target=continue_all, args=(suspended,), daemon=True).start()
+    faults = dict.fromkeys(range(WORLD_SIZE), partial(suspend_this_rank, suspended))
     ends = run_ranks(faulty, WORLD_SIZE, command, str(tmp_path / "log"), faults)
     assert [end.exit_code for end in ends] == [0] * WORLD_SIZE, ends[0].output
 
 
 def kill_a_worker() -> None:
-    """Kill a data worker, and no other child process. PyTorch gives workers this name."""
-    workers_here = [child for child in psutil.Process().children(recursive=True) if child.name() == "pt_data_worker"]
-    random.choice(workers_here).kill()
+    """Kill a data worker, and no other child process."""
+    random.choice(data_workers(os.getpid())).kill()
 
 
 def test_a_killed_data_worker_ends_all_ranks_with_one_error_and_a_checkpoint(tiny_run, tmp_path):
@@ -293,6 +323,23 @@ def test_the_verdict_on_a_hang(answers, expected, monkeypatch):
         assert verdict is not None and verdict.keys() == expected.keys() and verdict[rank].startswith(text)
 
 
+class PausedFuture(watchdog.Future):
+    """Looks as if this process was paused in the first wait for the result: time is up, and it is not there yet."""
+
+    waits = 0
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.waits += 1
+        if self.waits == 1:
+            raise watchdog.TimeoutError
+        return super().result(60.0)
+
+
+def test_a_store_answers_although_this_process_was_paused(without_ranks, monkeypatch):
+    monkeypatch.setattr(watchdog, "Future", PausedFuture)
+    assert watchdog.Watchdog(Path("nowhere"), 1.0)._ask(lambda store: "an answer") == "an answer"
+
+
 SERVER = """
 import sys, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -308,15 +355,18 @@ def test_a_store_whose_process_is_stopped_does_not_block_the_watchdog(without_ra
         assert server.stdout is not None
         watched = watchdog.Watchdog(Path("nowhere"), 1.0)
         watched._store = torch.distributed.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+        watched._heartbeat_s = 60.0  # while the store answers, the questions wait for it
         assert watched._beat() and watched._beat()
+        watched._heartbeat_s = 0.1
         server.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, server.pid, os.WSTOPPED)  # until all of its threads stand still
         began = time.monotonic()
         assert [watched._beat() for _ in range(3)] == [False] * 3
         assert watched._heartbeats() == {} and not watched._others_have_found_a_hang()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
+        watched._heartbeat_s = 60.0
         server.send_signal(signal.SIGCONT)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not watched._beat():
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -329,20 +379,19 @@ def test_a_store_whose_process_is_stopped_does_not_block_the_watchdog(without_ra
 @pytest.mark.long
 def test_a_killed_launcher_leaves_no_rank_and_no_lost_step(tiny_run, tmp_path):
     """The `deepspeed` command then exits with 0, which the project does not control."""
-    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=5000, save_every_steps=1000)
-    launched = subprocess.Popen(
-        launcher_command(command),
-        cwd=ROOT,
-        env=launcher_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    assert launched.stdout is not None
+    command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=100_000, save_every_steps=1000)
+    log = tmp_path / "log"  # not a pipe: the ranks would stand still when it is full
+    with log.open("w") as output:
+        launched = subprocess.Popen(
+            launcher_command(command),
+            cwd=ROOT,
+            env=launcher_environment(),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
     try:
-        lines = iter(launched.stdout.readline, "")
-        assert any("step 3/5000" in line for line in lines)
+        wait_for_text(log, "step 3/100000", launched)
         (launcher,) = psutil.Process(launched.pid).children()
         ranks = launcher.children()
         assert len(ranks) == WORLD_SIZE
@@ -350,19 +399,19 @@ def test_a_killed_launcher_leaves_no_rank_and_no_lost_step(tiny_run, tmp_path):
         assert [end.exit_code for end in second] == [1] * WORLD_SIZE
         assert f"in use by another run: host {socket.gethostname()}, process {ranks[0].pid}" in second[0].errors[0]
         launcher.kill()
-        assert launched.wait(60) == 0
-        _, alive = psutil.wait_procs(ranks, timeout=60)
+        assert launched.wait(300) == 0
+        _, alive = psutil.wait_procs(ranks, timeout=300)
         assert alive == []
-        output = launched.stdout.read()
-        assert f"the launcher, process {launcher.pid}, has ended" in output
-        stopped = re.search(r"stopped by SIGTERM after step (\d+)", output)
-        assert stopped is not None, output
+        logged = log.read_text()
+        assert f"the launcher, process {launcher.pid}, has ended" in logged
+        stopped = re.search(r"stopped by SIGTERM after step (\d+)", logged)
+        assert stopped is not None, logged
         latest = (tmp_path / "run" / "checkpoints" / "latest").read_text()
         assert latest == f"step_{int(stopped[1]):08d}"
         assert not (tmp_path / "run" / LOCK).exists()
     finally:
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
                 if process.pid != os.getpid() and os.getsid(process.pid) == launched.pid:
                     process.kill()
-        launched.communicate()
+        launched.wait()

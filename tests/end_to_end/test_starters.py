@@ -5,14 +5,12 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.end_to_end.training_runs import DS_CONFIG, ROOT, flags, launcher_environment, scalars
+from tests.end_to_end.training_runs import DS_CONFIG, ROOT, flags, launcher_environment, scalars, wait_for_text
 from tests.tolerances import RUN, assert_close
 
 # Without "--" torchrun on Python 3.10 and 3.11 refuses --logs, which it takes for its own --logs-specs.
@@ -54,11 +52,11 @@ def test_ranks_save_and_end_after_their_torchrun(tiny_run: Path, tmp_path: Path,
     with open(tmp_path / "log", "w") as log:
         torchrun = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
         try:
-            wait_until(lambda: "step 5" in (tmp_path / "log").read_text(), torchrun)
+            wait_for_text(tmp_path / "log", "step 5/", torchrun)
             ranks = psutil.Process(torchrun.pid).children()
             torchrun.send_signal(number)
-            torchrun.wait(60)
-            _, alive = psutil.wait_procs(ranks, timeout=60)
+            torchrun.wait(300)
+            _, alive = psutil.wait_procs(ranks, timeout=300)
             assert not alive, (tmp_path / "log").read_text()[-3000:]
         finally:
             torchrun.kill()
@@ -69,10 +67,3 @@ def test_ranks_save_and_end_after_their_torchrun(tiny_run: Path, tmp_path: Path,
     latest = (tmp_path / "run" / "checkpoints" / "latest").read_text()
     assert int(latest.removeprefix("step_")) >= 5
     assert not (tmp_path / "run" / "lock.json").exists()
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)

@@ -12,11 +12,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -90,12 +92,18 @@ def flags(folder: Path, deepspeed_config: Path, logs: Path, **changes: Any) -> l
 
 
 def free_port() -> int:
-    """Return a free port below the range of outgoing connections, so that none takes it before the launcher does."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+    """Return a free port that nothing else takes before the launcher does.
+
+    It is below the range of outgoing connections and the default port of launchers. Every process of pytest that runs
+    beside this one chooses among other ports.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    own = range(20_000 + worker, 29_000, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    for port in random.SystemRandom().sample(own, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise RuntimeError("no free port from 20000 to 32000")
+    raise RuntimeError("no free port from 20000 to 29000")
 
 
 def launcher_command(
@@ -124,6 +132,25 @@ def launch(arguments: list[str], ranks: int = WORLD_SIZE) -> Finished:
         timeout=600,
     )
     return Finished(done.returncode, done.stdout)
+
+
+def wait_for_text(log: Path, text: str, process: subprocess.Popen) -> None:
+    """Wait until a process, which must not end before, has written `text` to its log."""
+    deadline = time.monotonic() + 600
+    while text not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+
+def data_workers(rank: int) -> list[psutil.Process]:
+    """Return the data workers of a rank, by the name that PyTorch gives them; none if the rank is gone."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(rank).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.name() == "pt_data_worker":
+                    found.append(child)
+    return found
 
 
 def run_in_ranks(commands: list[list[str]], world_size: int = WORLD_SIZE) -> list[list[Finished]]:

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from data_samples import CountingTokenizer, write_shards
 
-from megaclip.data import EvaluationLoader, ImageTransform, TrainLoader, forking, open_pairs
+from megaclip.data import EvaluationLoader, ImageTransform, TrainLoader, forking, open_pairs, workers
 from megaclip.data.reading import TrainReader
 from megaclip.data.sources import PairDataset
 from megaclip.data.workers import map_in_workers, note_row, set_worker_timeout, worker_stacks
@@ -196,6 +197,24 @@ def test_the_stacks_of_workers_show_where_they_stand():
     finally:
         for worker in results.workers:
             os.kill(worker.pid, signal.SIGKILL)
+
+
+def test_the_stacks_of_a_worker_that_is_paused_while_it_writes_them_are_complete(monkeypatch):
+    file = os.memfd_create("stacks")
+    monkeypatch.setattr(workers, "_stack_file", file)
+    monkeypatch.setattr(workers, "_STACKS_WAIT_S", 60.0)
+    os.write(file, b"earlier; ")
+
+    def write() -> None:
+        os.write(file, b"one half, ")
+        time.sleep(0.3)
+        os.write(file, b"the other half" + workers._STACKS_END)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert workers._written_after(len("earlier; ")) == "one half, the other half"
+    writer.join()
+    os.close(file)
 
 
 def test_a_worker_that_hangs_is_a_data_error_after_the_timeout_that_was_set():

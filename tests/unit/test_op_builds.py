@@ -4,8 +4,8 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,16 @@ from megaclip.engine import build
 from megaclip.errors import MegaclipError
 from megaclip.hosts import op_builds
 
+# A build that lasts until it reads a line. It deletes its lock while it has it open. FileBaton.release closes it first:
+# for a moment the lock looks like that of a killed build, except that a real build has just written files.
 BUILDER = """
-import sys, time
+import os, sys
 from torch.utils.file_baton import FileBaton
 baton = FileBaton(sys.argv[1])
 assert baton.try_acquire()
 print("building", flush=True)
-time.sleep(float(sys.argv[2]))
-baton.release()
+sys.stdin.readline()
+os.remove(sys.argv[1])
 """
 
 
@@ -41,17 +43,51 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def start_builder(lock: Path, seconds: float) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, "-c", BUILDER, lock, str(seconds)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "building\n"
-    return process
+@contextlib.contextmanager
+def builder(lock: Path) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-c", BUILDER, lock]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "building\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def test_the_lock_of_a_killed_build_is_deleted_and_named(lock: Path, warnings: list[str]) -> None:
+class Clock:
+    """Takes the place of the module `time`: time passes only while somebody sleeps. `sleeps` is called after each."""
+
+    def __init__(self, sleeps: Callable[[], None]) -> None:
+        self.now = time.time()
+        self.sleeps = sleeps
+
+    def time(self) -> float:
+        return self.now
+
+    monotonic = time
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.sleeps()
+
+
+def old(*paths: Path) -> None:
+    """Set the times of the paths that exist to an hour ago."""
+    hour_ago = time.time() - 3600
+    for path in paths:
+        if path.exists():
+            os.utime(path, (hour_ago, hour_ago))
+
+
+def test_the_lock_of_a_killed_build_is_deleted_and_named(
+    lock: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch waited for it for ever."""
-    builder = start_builder(lock, 600)
-    builder.kill()
-    builder.wait()
+    monkeypatch.setattr(op_builds, "_QUIET_S", 600.0)
+    with builder(lock) as process:
+        process.kill()
+        process.wait()
     assert lock.exists()
     op_builds.delete_abandoned_locks(patience_s=0.5)
     assert FileBaton(lock).try_acquire()
@@ -59,29 +95,65 @@ def test_the_lock_of_a_killed_build_is_deleted_and_named(lock: Path, warnings: l
     assert line.startswith(f"deleted {lock}: a killed build left it")
 
 
-def test_a_build_on_this_host_is_waited_for(lock: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_on_this_host_is_waited_for(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_builds, "_QUIET_S", 0.0)
-    builder = start_builder(lock, 3)
-    op_builds.delete_abandoned_locks(patience_s=0.1)
-    assert builder.wait(5) == 0  # it fails if somebody else deletes its lock
+    warnings: list[str] = []
+    with builder(lock) as process:
+
+        def end_build(text: str, *values: object) -> None:
+            warnings.append(text % values)
+            process.stdin.write("\n")
+            process.stdin.flush()
+
+        monkeypatch.setattr(op_builds.logger, "warning", end_build)
+        op_builds.delete_abandoned_locks(patience_s=0.0)
+        assert process.wait(120) == 0  # it fails if somebody else deletes its lock
     (line,) = warnings
     assert line.startswith(f"waiting for {lock}: another program compiles this op")
 
 
-def test_a_build_on_another_host_is_waited_for_while_it_writes_files(lock: Path, warnings: list[str]) -> None:
+def test_a_build_that_ends_while_the_processes_are_looked_at_is_not_abandoned(
+    lock: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next build may have taken the lock. It must not be deleted."""
+    looks = []
+
+    def look(_: Path) -> bool:
+        looks.append(lock.stat().st_ino)
+        if len(looks) == 1:
+            lock.unlink()  # the first build ends
+            lock.touch()
+        else:
+            lock.unlink()  # the second build ends
+        return False
+
+    lock.touch()
+    old(lock, lock.parent)
+    monkeypatch.setattr(op_builds, "_is_open_here", look)
+    monkeypatch.setattr(op_builds, "time", Clock(lambda: old(lock, lock.parent)))
+    op_builds.delete_abandoned_locks()
+    assert len(looks) == 2 and not warnings
+
+
+def test_a_build_on_another_host_is_waited_for_while_it_writes_files(
+    lock: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+
     def build() -> None:
-        for number in range(20):
-            (lock.parent / f"{number}.o").touch()
-            time.sleep(0.1)
-        lock.unlink()
+        written.append(lock.parent / f"{len(written)}.o")
+        written[-1].touch()
+        for path in (written[-1], lock.parent):
+            os.utime(path, (clock.now, clock.now))
+        if len(written) == 20:
+            lock.unlink()
 
     lock.touch()  # no process of this host has it open
-    builder = threading.Thread(target=build)
-    builder.start()
+    clock = Clock(build)
+    monkeypatch.setattr(op_builds, "time", clock)
     op_builds.delete_abandoned_locks(patience_s=1.0)
-    assert (lock.parent / "19.o").exists()
+    assert len(written) == 20 and 20 * op_builds._POLL_S > 1.0
     assert not warnings
-    builder.join()
 
 
 def test_an_old_lock_is_deleted_at_once_also_in_pytorchs_default_folder(
@@ -92,9 +164,7 @@ def test_an_old_lock_is_deleted_at_once_also_in_pytorchs_default_folder(
     lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    hour_ago = time.time() - 3600
-    for path in (lock, lock.parent):
-        os.utime(path, (hour_ago, hour_ago))
+    old(lock, lock.parent)
     started = time.monotonic()
     op_builds.delete_abandoned_locks()
     assert not lock.exists() and time.monotonic() - started < op_builds.PATIENCE_S / 2

@@ -52,14 +52,29 @@ def holder(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
 
 
 @pytest.fixture(autouse=True)
-def short_times(monkeypatch) -> None:
+def times(monkeypatch) -> None:
+    """Heartbeats are short. Silence is long; the wait for a heartbeat ends when it comes."""
     monkeypatch.setattr(run_lock, "HEARTBEAT_S", 0.2)
-    monkeypatch.setattr(run_lock, "SILENCE_S", 2.0)
+    monkeypatch.setattr(run_lock, "SILENCE_S", 120.0)
+
+
+@pytest.fixture
+def ended(monkeypatch) -> threading.Event:
+    """Set when a holder in this process would have ended the process; its thread ends instead."""
+    event = threading.Event()
+
+    def end(_: int) -> None:
+        event.set()
+        sys.exit()
+
+    monkeypatch.setattr(os, "_exit", end)
+    return event
 
 
 def test_a_second_run_is_refused_with_host_process_and_start_until_the_first_is_killed(tmp_path):
     with holder(tmp_path) as first:
-        record = json.loads((tmp_path / LOCK).read_text())
+        record = run_lock._read(tmp_path / LOCK)  # again if it falls into a heartbeat
+        assert record is not None
         with pytest.raises(ConfigError) as refused:
             RunLock(tmp_path).take()
         for fact in (str(tmp_path), f"host {record['host']}", f"process {first.pid}", f"since {record['since']}"):
@@ -77,17 +92,21 @@ def test_a_second_run_is_refused_with_host_process_and_start_until_the_first_is_
     assert not (tmp_path / LOCK).exists()
 
 
-def test_a_run_on_another_host_holds_its_folder_while_its_heartbeat_goes_on_and_ends_when_it_has_lost_it(tmp_path):
+def test_a_run_on_another_host_holds_its_folder_while_its_heartbeat_goes_on_and_ends_when_it_has_lost_it(
+    tmp_path, monkeypatch
+):
     with holder(tmp_path, "on another host") as first:
         with pytest.raises(ConfigError, match=f"process {first.pid}"):
             RunLock(tmp_path).take()
         first.send_signal(signal.SIGSTOP)  # for this host it has vanished
+        os.waitid(os.P_PID, first.pid, os.WSTOPPED)  # until all of its threads stand still
+        monkeypatch.setattr(run_lock, "SILENCE_S", 2.0)
         second = RunLock(tmp_path)
         began = time.monotonic()
         second.take()
         assert time.monotonic() - began > 0.9 * run_lock.SILENCE_S
         first.send_signal(signal.SIGCONT)
-        assert first.wait(30) == 1
+        assert first.wait(120) == 1
         assert first.stderr is not None and "is in use by another run" in first.stderr.read()
         second.release()
 
@@ -95,7 +114,7 @@ def test_a_run_on_another_host_holds_its_folder_while_its_heartbeat_goes_on_and_
 def test_the_lock_of_an_earlier_process_with_the_same_number_does_not_count(tmp_path):
     lock = RunLock(tmp_path)
     lock._record |= {"started": "1"}  # this process exists, and started later
-    lock._write()
+    lock._create()
     again = RunLock(tmp_path)
     again.take()
     again.release()
@@ -130,11 +149,31 @@ def test_of_runs_that_start_at_the_same_moment_one_gets_the_lock(tmp_path):
     winner.release()
 
 
-def test_release_leaves_the_lock_of_another_run(tmp_path, monkeypatch):
-    lock = RunLock(tmp_path)
+def test_release_leaves_the_lock_of_another_run(tmp_path, ended):
+    lock, other = RunLock(tmp_path), RunLock(tmp_path)
     lock.take()
-    monkeypatch.setattr(os, "_exit", lambda _: None)
-    other = RunLock(tmp_path)
-    other._write()
+    other._create()
     lock.release()
     assert json.loads((tmp_path / LOCK).read_text())["id"] == other._record["id"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the holder ends by SystemExit
+def test_a_holder_that_was_frozen_before_its_heartbeat_does_not_overwrite_the_next_record(tmp_path, ended, monkeypatch):
+    frozen, continues, read = threading.Event(), threading.Event(), run_lock._read
+
+    def read_and_stand_still(path: Path) -> dict[str, Any] | None:
+        record = read(path)
+        if threading.current_thread() is first._thread and not frozen.is_set():
+            frozen.set()
+            assert continues.wait(120)
+        return record
+
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    monkeypatch.setattr(run_lock, "_read", read_and_stand_still)
+    first.take()
+    assert frozen.wait(120)
+    second._create()
+    continues.set()
+    assert ended.wait(120)  # it has beaten once, and has then found the other record
+    assert json.loads((tmp_path / LOCK).read_text())["id"] == second._record["id"]
+    first.release()

@@ -7,9 +7,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
+import psutil
 import pytest
 
+from megaclip.engine import stop
 from megaclip.engine.stop import StopSignals
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,10 +60,11 @@ def test_a_second_signal_of_the_same_kind_ends_a_stuck_rank(signals: list[signal
     with stuck_rank() as rank:
         rank.send_signal(signals[0])
         assert rank.stderr is not None
-        assert f"{signals[0].name}: saving and stopping after this step" in rank.stderr.readline()
+        said = f"{signals[0].name}: saving and stopping after this step"
+        assert any(said in line for line in iter(rank.stderr.readline, ""))
         for number in signals[1:]:
             rank.send_signal(number)
-        assert rank.wait(60) == expected
+        assert rank.wait(300) == expected
         assert rank.stdout is not None and rank.stdout.read() == ""
 
 
@@ -67,7 +72,19 @@ def test_sigterm_ends_a_stuck_rank_if_another_rank_of_its_host_is_missing() -> N
     """LOCAL_SIZE claims more ranks than the parent, this process, has children."""
     with stuck_rank(LOCAL_SIZE="9999") as rank:
         rank.send_signal(signal.SIGTERM)
-        assert rank.wait(60) == 128 + signal.SIGTERM
+        assert rank.wait(300) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("answer", [psutil.NoSuchProcess(5), []])
+def test_no_rank_is_missing_if_the_launcher_ends_while_its_children_are_counted(
+    answer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks save then."""
+    parents = iter([5, 1])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(stop.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(stop.psutil, "Process", Mock(return_value=Mock(children=Mock(side_effect=[answer]))))
+    assert not stop._is_a_local_rank_missing(5)
 
 
 # For each argument LATE+PEER: a rank that stops because a peer has received PEER, or has trained to its end, and that
