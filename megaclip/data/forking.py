@@ -3,12 +3,14 @@
 A thread of a C++ library that takes the interpreter for the first time holds CPython's lock on thread states for a
 moment. A process that is forked in this moment inherits the locked lock. Until Python 3.11 such a process waits for it
 inside `os.fork` for ever, and whoever waits for the process's result waits too.
+
+A process that is killed must not hold a lock that others wait for. So a process that is given up never begins its work,
+and events have no lock.
 """
 
 from __future__ import annotations
 
-import os
-from multiprocessing.connection import wait
+import socket
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from typing import Any
@@ -24,35 +26,59 @@ _logger = get_logger(__name__)
 
 
 class _Process(ForkProcess):
-    """Process that writes a byte to its parent when it begins its work."""
+    """Process that sends a byte to its parent when it begins its work, and ends if the parent has given it up."""
 
-    _begun: int
-    """File descriptor of the pipe to the parent."""
+    _begun: socket.socket
+    """Connection to the parent."""
 
     def run(self) -> None:
-        os.write(self._begun, b".")
-        os.close(self._begun)
+        try:
+            with self._begun:
+                self._begun.sendall(b".")
+        except BrokenPipeError:
+            return
         super().run()
 
     @staticmethod
     def _Popen(process: Any) -> Popen:
         """Fork the process. Raises DataError if none of five forks begins to run."""
         for _ in range(_ATTEMPTS):
-            reader, process._begun = os.pipe()
-            child = Popen(process)
-            os.close(process._begun)
-            try:
-                if wait([reader], START_WAIT_S) and os.read(reader, 1):
+            receiver, process._begun = socket.socketpair()
+            with receiver:
+                with process._begun:
+                    child = Popen(process)
+                receiver.settimeout(START_WAIT_S)
+                try:
+                    begun = receiver.recv(1)
+                except TimeoutError:
+                    receiver.shutdown(socket.SHUT_RD)  # from now on the process cannot send its byte and does not begin
+                    begun = receiver.recv(1)
+                if begun:
                     return child
-            finally:
-                os.close(reader)
             _logger.warning("a forked process did not begin to run within %.0f s; it is forked again", START_WAIT_S)
             child.kill()
             child.wait()
         raise DataError(f"{_ATTEMPTS} forked processes did not begin to run; start the run again or set --workers 0")
 
 
+class _Flag:
+    """Event without a lock, and so without `wait`."""
+
+    def __init__(self, context: ForkContext) -> None:
+        self._value = context.RawValue("b", 0)
+
+    def set(self) -> None:
+        self._value.value = 1
+
+    def is_set(self) -> bool:
+        return bool(self._value.value)
+
+
 class CheckedForkContext(ForkContext):
     """`multiprocessing` context that forks, and forks again if a process does not begin to run."""
 
     Process = _Process
+
+    def Event(self) -> Any:
+        """Return the event with which torch's DataLoader ends its workers."""
+        return _Flag(self)

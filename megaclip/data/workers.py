@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
 from megaclip.data.forking import CheckedForkContext
 from megaclip.errors import DataError, first_line
@@ -54,10 +55,8 @@ _RAISED_BY_FUNCTION = "in DataLoader worker process"
 
 _timeout_s = WORKER_TIMEOUT_S
 _handler_installed = False
-_main_thread_waits = False
-"""True while the main thread waits for data. The SIGCHLD handler may only raise then."""
-_deaths: list[str] = []
-"""Messages on the deaths of this process's workers that the SIGCHLD handler has recorded."""
+_waiting: WorkerResults | None = None
+"""The results for which the main thread waits. The SIGCHLD handler may only raise then."""
 _running: weakref.WeakSet[WorkerResults] = weakref.WeakSet()
 _stack_file: int | None = None
 """File descriptor of the file in memory to which the workers of this process write their stacks."""
@@ -125,6 +124,7 @@ def map_in_workers(
             parallel = {"timeout": _timeout_s, "multiprocessing_context": context}
             rows = context.RawArray("q", [-1] * num_workers)
             _open_stack_file()
+            _install_handler()
         loader: DataLoader = DataLoader(
             _FunctionDataset(function),
             batch_size=None,
@@ -137,8 +137,6 @@ def map_in_workers(
             **parallel,
         )
         batches = iter(loader)
-    if num_workers > 0:
-        _install_handler()
     return WorkerResults(batches, rows, describe_row)
 
 
@@ -172,7 +170,6 @@ class WorkerResults:
         self._describe_row = describe_row
         self.workers: list[Any] = list(getattr(batches, "_workers", []))
         """Worker processes."""
-        self._deaths_before = len(_deaths)
         _running.add(self)
 
     def __iter__(self) -> WorkerResults:
@@ -184,12 +181,11 @@ class WorkerResults:
         Raises DataError if a worker died, hangs or found shared memory full. An exception that the function
         raised is raised again.
         """
-        global _main_thread_waits
-        self.check()
+        global _waiting
         try:
             result = self._take()
         except Exception as error:
-            _main_thread_waits = False
+            _waiting = None
             if isinstance(error, StopIteration) or not self.workers or _RAISED_BY_FUNCTION in str(error):
                 raise
             # A worker that is killed while it sends or receives causes errors of many types in this process.
@@ -199,19 +195,32 @@ class WorkerResults:
         return result
 
     def _take(self) -> Any:
-        global _main_thread_waits
+        global _waiting
         in_main_thread = threading.current_thread() is threading.main_thread()
         try:
-            _main_thread_waits = in_main_thread or _main_thread_waits
+            if in_main_thread:
+                _waiting = self
+            self._raise_death()  # of a worker that died before the handler could raise
             return next(self._batches)
         finally:
             if in_main_thread:
-                _main_thread_waits = False
+                _waiting = None
 
     def check(self) -> None:
         """Raise DataError if a worker has died. A main thread calls this while another thread takes the results."""
-        if len(_deaths) > self._deaths_before:
-            raise self._failed(RuntimeError(_deaths[-1]))
+        try:
+            self._raise_death()
+        except RuntimeError as death:
+            raise self._failed(death) from None
+
+    def _raise_death(self) -> None:
+        """Raise RuntimeError if a worker has died. It asks for exit codes, so no death is missed between two waits."""
+        if getattr(self._batches, "_shutdown", True):  # torch has ended the workers, perhaps with a signal
+            return
+        for worker in self.workers:
+            if code := worker.exitcode:
+                how = f"was killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exited with {code}"
+                raise RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}")
 
     def close(self) -> None:
         """End the worker processes. Iterating afterwards stops at once."""
@@ -287,22 +296,21 @@ def _written_after(start: int) -> str:
 def _install_handler() -> None:
     """Wrap torch's SIGCHLD handler, which raises a RuntimeError at any point of the main thread.
 
-    The wrapper records the error. It raises it only while the main thread waits for data.
+    The wrapper raises only while the main thread waits for data. It must be there before the first worker starts.
     """
     global _handler_installed
     if _handler_installed or threading.current_thread() is not threading.main_thread():
         return
     _handler_installed = True
+    _set_SIGCHLD_handler()
     torch_handler = signal.getsignal(signal.SIGCHLD)
 
     def handler(number: int, frame: Any) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):
             if callable(torch_handler):
                 torch_handler(number, frame)
-        except RuntimeError as error:
-            _deaths.append(str(error))
-            if _main_thread_waits:
-                raise
+        if _waiting is not None:
+            _waiting._raise_death()
 
     signal.signal(signal.SIGCHLD, handler)
 

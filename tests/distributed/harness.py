@@ -158,7 +158,8 @@ def _join(rank: int, world_size: int, store: str, time_limit_s: float, backend: 
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=time_limit_s),
+        # Longer than the limit of the caller, who names the ranks that hang.
+        timeout=datetime.timedelta(seconds=time_limit_s + _GRACE_S),
     )
     init_distributed(backend)
     dist.barrier()  # a rank that ended now would break the connection of a peer that is still connecting

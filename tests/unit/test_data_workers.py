@@ -1,8 +1,10 @@
 """Workers that are killed: always one DataError, which names the row. Stacks of workers that stand still."""
 
+import contextlib
 import ctypes
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +21,14 @@ from data_samples import CountingTokenizer, write_shards
 from megaclip.data import EvaluationLoader, ImageTransform, TrainLoader, forking, open_pairs, workers
 from megaclip.data.reading import TrainReader
 from megaclip.data.sources import PairDataset
-from megaclip.data.workers import map_in_workers, note_row, set_worker_timeout, worker_stacks
+from megaclip.data.workers import (
+    WORKER_TIMEOUT_S,
+    WorkerResults,
+    map_in_workers,
+    note_row,
+    set_worker_timeout,
+    worker_stacks,
+)
 from megaclip.errors import DataError
 
 
@@ -65,15 +74,40 @@ def test_a_worker_that_stands_still_while_it_is_forked_is_forked_again(monkeypat
         child = fork()
         if child == 0 and not children:
             time.sleep(600)
+        monkeypatch.setattr(forking, "START_WAIT_S", 60.0 if children else 0.5)
         children.append(child)
         return child
 
     monkeypatch.setattr(os, "fork", first_stands_still)
-    monkeypatch.setattr(forking, "START_WAIT_S", 0.5)
     assert list(map_in_workers(lambda item: item + 1, [1, 2, 3, 4], num_workers=2)) == [2, 3, 4, 5]
     assert len(children) == 3
     with pytest.raises(ChildProcessError):  # the first process is gone, and its exit was awaited
         os.waitpid(children[0], os.WNOHANG)
+
+
+@pytest.mark.timeout(300)
+def test_a_forked_process_that_was_given_up_does_not_begin_afterwards(monkeypatch):
+    """It would be killed with the lock of its queue, and the process that replaces it would wait for that lock."""
+    fork, kill, children = os.fork, forking.Popen.kill, []
+    reader, writer = os.pipe()
+
+    def first_is_late() -> int:
+        child = fork()
+        if child == 0 and not children:
+            os.read(reader, 1)
+        monkeypatch.setattr(forking, "START_WAIT_S", 60.0 if children else 0.1)
+        children.append(child)
+        return child
+
+    def kill_late(process: Any) -> None:
+        os.write(writer, b".")
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it ends by itself
+        kill(process)
+
+    monkeypatch.setattr(os, "fork", first_is_late)
+    monkeypatch.setattr(forking.Popen, "kill", kill_late)
+    assert list(map_in_workers(lambda item: item + 1, [1, 2, 3], num_workers=1)) == [2, 3, 4]
+    assert len(children) == 2
 
 
 def test_workers_that_never_begin_are_a_data_error(monkeypatch):
@@ -105,7 +139,72 @@ def test_a_system_that_refuses_processes_is_a_data_error_without_a_traceback(mon
     with pytest.raises(DataError, match=r"--workers 2: cannot start .*temporarily unavailable.*; set fewer --workers"):
         map_in_workers(abs, [1], num_workers=2)
     assert "Traceback" not in capfd.readouterr().err
-    assert not psutil.pid_exists(children[0]) or psutil.Process(children[0]).status() == psutil.STATUS_ZOMBIE
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(children[0]).wait(60)
+
+
+def test_a_worker_that_dies_just_before_the_main_thread_waits_is_noticed_at_once(monkeypatch):
+    """Once, the main thread had looked for deaths, had not begun to wait, and then waited for the whole timeout."""
+    take = WorkerResults._take
+
+    def killed_before(results: WorkerResults) -> Any:
+        (worker,) = results.workers
+        os.kill(worker.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        return take(results)
+
+    set_worker_timeout(5.0)
+    try:
+        results = map_in_workers(lambda _: time.sleep(600), [0], num_workers=1)
+    finally:
+        set_worker_timeout(WORKER_TIMEOUT_S)
+    monkeypatch.setattr(WorkerResults, "_take", killed_before)
+    with pytest.raises(DataError, match=r"was killed by signal 9"):
+        next(results)
+
+
+FIRST_WORKER_DIES = """
+import os, signal
+from megaclip.data import workers
+from megaclip.errors import DataError
+
+class Late(workers.DataLoader):
+    def __iter__(self):
+        batches = super().__iter__()
+        os.waitid(os.P_PID, batches._workers[0].pid, os.WEXITED | os.WNOWAIT)
+        return batches
+
+workers.DataLoader = Late
+workers.set_worker_timeout(5.0)
+try:
+    next(workers.map_in_workers(lambda _: os.kill(os.getpid(), signal.SIGKILL), [0], num_workers=1))
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_worker_that_dies_before_the_loader_is_made_is_noticed_at_once():
+    """The process has no other loader: once, torch's own handler of SIGCHLD raised while the loader was made."""
+    done = subprocess.run([sys.executable, "-c", FIRST_WORKER_DIES], capture_output=True, text=True, timeout=300)
+    assert "a data worker died or hangs" in done.stdout and "timed out" not in done.stdout, done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_killed_while_it_asks_for_its_end_leaves_no_lock():
+    """Once, it left the lock of torch's event, for which the main process waited without an end."""
+
+    def dies(_: Any) -> None:
+        loop = sys._getframe()
+        while "done_event" not in loop.f_locals:
+            loop = loop.f_back
+        for lock in [value for value in vars(loop.f_locals["done_event"]).values() if hasattr(value, "acquire")]:
+            lock.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    results = map_in_workers(dies, [0], num_workers=1)
+    with pytest.raises(DataError, match="a data worker died"):
+        next(results)
+    results.close()
 
 
 def test_a_killed_worker_of_a_loader_is_named_with_sample_and_shard(pairs, monkeypatch):
@@ -170,8 +269,8 @@ def test_an_unexpected_error_of_a_source_is_a_data_error_that_names_sample_and_s
         next(iter(evaluation))
 
 
-def test_the_stacks_of_workers_show_where_they_stand():
-    """The first worker is in a C call that does not return. The second one is stopped and cannot answer."""
+def test_the_stacks_of_workers_show_where_they_stand(monkeypatch):
+    """The workers are in a C call that does not return. Then they are stopped and cannot answer."""
 
     reader, _ = os.pipe()
 
@@ -183,17 +282,23 @@ def test_the_stacks_of_workers_show_where_they_stand():
 
     results = map_in_workers(stands, range(9), num_workers=2, describe_row=lambda row: f"sample {row} of 3.tar")
     assert [next(results), next(results)] == [0, 1]
-    first, second = results.workers
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while min(results._rows) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    os.kill(second.pid, signal.SIGSTOP)
+    lines = [
+        f"data worker {number}, process {worker.pid}, last row: sample {number + 2} of 3.tar\n"
+        for number, worker in enumerate(results.workers)
+    ]
     try:
-        stacks = worker_stacks()
-        assert f"data worker 0, process {first.pid}, last row: sample 2 of 3.tar" in stacks
-        assert "in stands" in stacks and "Current thread" in stacks
-        of_second = stacks.split(f"data worker 1, process {second.pid}, last row: sample 3 of 3.tar")[1]
-        assert of_second.strip().startswith("it does not answer")
+        monkeypatch.setattr(workers, "_STACKS_WAIT_S", 60.0)
+        for line, stacks in zip(lines, re.split("^(?=data worker)", worker_stacks(), flags=re.M)[1:], strict=True):
+            assert stacks.startswith(line) and "in stands" in stacks and "Current thread" in stacks
+        monkeypatch.setattr(workers, "_STACKS_WAIT_S", 0.2)
+        for worker in results.workers:
+            os.kill(worker.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
+        for line in lines:
+            assert f"{line}it does not answer" in worker_stacks()
     finally:
         for worker in results.workers:
             os.kill(worker.pid, signal.SIGKILL)
@@ -222,7 +327,7 @@ def test_a_worker_that_hangs_is_a_data_error_after_the_timeout_that_was_set():
     try:
         results = map_in_workers(lambda _: time.sleep(600), [0], num_workers=1)
     finally:
-        set_worker_timeout(600.0)
+        set_worker_timeout(WORKER_TIMEOUT_S)
     began = time.monotonic()
     with pytest.raises(DataError, match="timed out after 1"):
         next(results)
@@ -230,7 +335,7 @@ def test_a_worker_that_hangs_is_a_data_error_after_the_timeout_that_was_set():
 
 
 LOST_READER = """
-import socket, sys, time
+import socket, sys
 from multiprocessing import resource_sharer
 from megaclip.data import workers
 if sys.argv[1] == "worker":
@@ -238,8 +343,8 @@ if sys.argv[1] == "worker":
 resource_sharer.DupFd(1)  # as a result in shared memory
 with socket.socket(socket.AF_UNIX) as reader:
     reader.connect(resource_sharer._resource_sharer._address)
-    time.sleep(0.3)
-time.sleep(0.3)
+    reader.recv(1, socket.MSG_PEEK)  # until the thread waits for an answer
+resource_sharer.stop(60)  # after it has met the loss
 """
 
 
