@@ -84,6 +84,15 @@ class TarShards:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    def close(self) -> None:
+        """Close the shards. `read` opens them again."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def __del__(self) -> None:
+        if hasattr(self, "_files"):  # __init__ may have raised an error before
+            self.close()
+
     def __getstate__(self) -> dict[str, Any]:
         # A worker process that is not forked opens the index and the shards itself.
         return {k: v for k, v in self.__dict__.items() if k != "_entries"} | {"_files": {}}

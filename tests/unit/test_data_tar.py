@@ -334,12 +334,19 @@ def test_few_of_many_shards_are_open_at_once(tmp_path, monkeypatch):
     assert len(os.listdir("/proc/self/fd")) <= before + 3 + 1
 
 
+def test_shards_that_are_no_longer_used_are_closed(tmp_path):
+    paths = write_shards(tmp_path, [1] * 3)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        assert [TarShards(paths).read(row).caption for row in range(3)] == [f"caption {n}" for n in range(3)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
 def test_an_unpickled_copy_opens_the_shards_itself(tmp_path):
     shards = TarShards(write_shards(tmp_path, [2]))
     shards.read(0)
     packed = pickle.dumps(shards)
-    for descriptor in shards._files.values():
-        os.close(descriptor)
+    shards.close()
     assert len(packed) < 4000 and pickle.loads(packed).read(1).caption == "caption 1"
 
 
