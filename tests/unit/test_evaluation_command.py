@@ -3,9 +3,12 @@
 import io
 import json
 import logging
+import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,6 +31,13 @@ COUNT = 23
 COLOURS = np.random.default_rng(0).integers(0, 256, size=(COUNT, 2, 2, 3), dtype=np.uint8)
 CAPTIONS = [f"picture number {index}, a test" for index in range(COUNT)]
 CLASSES = ["red", "green", "blue"]
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Take back the launcher's variables, which the command sets: programs that later tests start would read them."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="module")
