@@ -44,8 +44,6 @@ SHARED_MEMORY_ADVICE = (
 )
 
 _STACK_SIGNAL = signal.SIGUSR2
-_STACKS_END = bytes([_STACK_SIGNAL])
-"""Written after the stacks of a worker."""
 _STACKS_WAIT_S = 1.0
 """Seconds that a worker has to write its stacks."""
 _DEATH_WAIT_S = 1.0
@@ -283,14 +281,21 @@ def _open_stack_file() -> None:
 
 
 def _written_after(start: int) -> str:
-    """Return the text in the stack file behind byte `start`, when a worker has written it completely."""
+    """Return the text in the stack file behind byte `start`, when a worker has written it completely.
+
+    The stack of the main thread is the last one. It ends with the function with which this process began, because the
+    worker was forked, or with dots if it is deep.
+    """
     assert _stack_file is not None
+    main = threading.main_thread().ident
+    first = list(traceback.walk_stack(sys._current_frames()[main]))[-1][0].f_code.co_name if main else ""
     deadline = time.monotonic() + _STACKS_WAIT_S
-    while not (written := os.pread(_stack_file, 1 << 20, start)).endswith(_STACKS_END):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.01)
-    return written.removesuffix(_STACKS_END).decode("utf-8", "replace")
+    while True:
+        text = os.pread(_stack_file, 1 << 20, start).decode("utf-8", "replace")
+        whole = "Current thread" in text and text.endswith((f" in {first}\n", "...\n"))
+        if whole or time.monotonic() > deadline:
+            return text
+        time.sleep(0.02)
 
 
 def _install_handler() -> None:
@@ -319,10 +324,7 @@ def _start_worker(rows: Any, number: int) -> None:
     global _own_row
     _own_row = functools.partial(rows.__setitem__, number)
     if _stack_file is not None:
-        # After the stacks, `chain` calls Python's handler, which writes the number of the signal behind them.
-        signal.signal(_STACK_SIGNAL, lambda *_: None)
-        signal.set_wakeup_fd(_stack_file, warn_on_full_buffer=False)
-        faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True, chain=True)
+        faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True)
     # Ctrl-C reaches every process of the terminal, and SIGUSR1 every process with the rank's command line. The main
     # process ends the workers itself, with SIGTERM.
     for number in (signal.SIGINT, signal.SIGUSR1):

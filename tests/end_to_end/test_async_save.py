@@ -15,6 +15,8 @@ from megaclip.engine.metrics import Metrics
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_here, scalars
 
+pytestmark = pytest.mark.long  # its one launch of all runs takes half a minute; test_background_saves.py is quicker
+
 SLOW_S = 0.3
 SIGNALLED_AFTER = 5
 

@@ -110,7 +110,7 @@ OF_DATA_OR_CHECKPOINTS = {
     *("another optimizer on resume", "resumed with a tower locked", "a folder in use", "a damaged checkpoint"),
 }
 """Mistakes that end with exit code 1. The others are of settings and end with 78."""
-LAUNCHED = ("a glob that matches nothing", "a corrupt shard")
+LAUNCHED = ("a corrupt shard", pytest.param("a glob that matches nothing", marks=pytest.mark.long))
 
 
 @pytest.fixture(scope="module")
