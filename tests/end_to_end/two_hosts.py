@@ -159,6 +159,8 @@ def _host(folder: Path, address: str) -> Iterator[Host]:
         "UsePAM": "no",
         "PermitRootLogin": "yes",
         "PidFile": "none",
+        # bash does not run ~/.bashrc then, which may wait for a lock that a shell of an ended host has left in ~.
+        "SetEnv": "SHLVL=1",
     }
     server = [shutil.which("sshd") or "sshd", "-D", "-e", "-f", "/dev/null"]
     server += [f"-o{name}={value}" for name, value in options.items()]
