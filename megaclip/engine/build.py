@@ -27,6 +27,7 @@ from megaclip.engine.compilation import compile_model
 from megaclip.engine.deepspeed_update import group_kernels
 from megaclip.engine.optimizers import guard_gradients, step_without_history, timm_optimizer
 from megaclip.engine.parameter_groups import parameter_groups
+from megaclip.engine.zero3_linear import use_linear_of_zero3
 from megaclip.errors import ConfigError, config_error
 from megaclip.hosts.op_builds import delete_abandoned_locks
 from megaclip.logging import get_logger, local_rank_from_environment
@@ -80,6 +81,7 @@ def build_engine(
     if arguments.lock_text:
         model.lock_text_tower(arguments.lock_text_unlocked_layers)
     if config.zero_stage == 3:
+        use_linear_of_zero3()
         _gather_whole_blocks(model)
     engine = _initialize(config, model, parallel)
     write_masters(engine, pretrained)
