@@ -6,11 +6,18 @@ inside `os.fork` for ever, and whoever waits for the process's result waits too.
 
 A process that is killed must not hold a lock that others wait for. So a process that is given up never begins its work,
 and events have no lock.
+
+A forked process has the signal handlers of its parent, and writes the signals that it receives to the parent's wakeup
+socket. The parent would take a signal to the process for one of its own. So stop signals are blocked from before the
+fork until the process has handlers of its own.
 """
 
 from __future__ import annotations
 
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from typing import Any
@@ -21,8 +28,26 @@ from megaclip.logging import get_logger
 START_WAIT_S = 10.0
 """Seconds that a forked process has to begin its work."""
 _ATTEMPTS = 5
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 _logger = get_logger(__name__)
+
+
+def leave_stop_signals_to_parent() -> None:
+    """Ignore what reaches every process of a terminal or with the parent's command line; SIGTERM ends this process."""
+    signal.set_wakeup_fd(-1)
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+
+
+@contextmanager
+def _blocked_stop_signals() -> Iterator[None]:
+    """Block the stop signals in this thread."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Process(ForkProcess):
@@ -32,11 +57,13 @@ class _Process(ForkProcess):
     """Connection to the parent."""
 
     def run(self) -> None:
+        leave_stop_signals_to_parent()
         try:
             with self._begun:
                 self._begun.sendall(b".")
         except BrokenPipeError:
             return
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         super().run()
 
     @staticmethod
@@ -45,7 +72,7 @@ class _Process(ForkProcess):
         for _ in range(_ATTEMPTS):
             receiver, process._begun = socket.socketpair()
             with receiver:
-                with process._begun:
+                with process._begun, _blocked_stop_signals():
                     child = Popen(process)
                 receiver.settimeout(START_WAIT_S)
                 try:

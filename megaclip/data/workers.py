@@ -33,7 +33,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler
 
-from megaclip.data.forking import CheckedForkContext
+from megaclip.data.forking import CheckedForkContext, leave_stop_signals_to_parent
 from megaclip.errors import DataError, first_line
 
 WORKER_TIMEOUT_S = 600.0
@@ -325,11 +325,7 @@ def _start_worker(rows: Any, number: int) -> None:
     _own_row = functools.partial(rows.__setitem__, number)
     if _stack_file is not None:
         faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True)
-    # Ctrl-C reaches every process of the terminal, and SIGUSR1 every process with the rank's command line. The main
-    # process ends the workers itself, with SIGTERM.
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    leave_stop_signals_to_parent()  # again, because torch has given the worker a handler of its own
     sys.excepthook = functools.partial(_except_lost_connections, sys.excepthook)
     # Bad images are counted. Pillow's warnings on metadata and size add nothing.
     warnings.filterwarnings("ignore", module="PIL")

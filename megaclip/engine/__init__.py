@@ -19,7 +19,7 @@ A run starts (`run.train`):
 - `run_folder`, `run_lock`: create the run's folder and lock it for this run.
 - `run_length`, `schedules`: the number of steps, when to save and evaluate, and the learning rate of each step.
 - `build`: builds the model and the DeepSpeed engine, from `parameter_groups`, `optimizers`, `deepspeed_update`
-  (DeepSpeed's update with grouped kernels) and `compilation` (torch.compile).
+  (DeepSpeed's update with grouped kernels), `zero3_linear` (linear layers at ZeRO-3) and `compilation` (torch.compile).
 - `run_loss`: the loss, with the sample ids, the epoch, and the optimizer and state that some losses own.
 - `resume`: finds the checkpoint that --resume specifies, checks that it belongs to this run, and loads it.
   `megaclip.checkpoint.store` writes and reads the files; `megaclip.checkpoint.reshard` converts them if the number of

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -108,6 +109,40 @@ def test_a_forked_process_that_was_given_up_does_not_begin_afterwards(monkeypatc
     monkeypatch.setattr(forking.Popen, "kill", kill_late)
     assert list(map_in_workers(lambda item: item + 1, [1, 2, 3], num_workers=1)) == [2, 3, 4]
     assert len(children) == 2
+
+
+def test_a_signal_to_a_process_that_has_just_been_forked_is_not_its_parents(monkeypatch):
+    """The process has its parent's handlers and wakeup socket; a rank ends at once at a second SIGTERM."""
+    fork = os.fork
+    reader, writer = socket.socketpair()
+    seen = []
+
+    def signalled() -> int:
+        child = fork()
+        if child:
+            os.kill(child, signal.SIGTERM)
+        else:
+            time.sleep(0.2)
+        return child
+
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        handler = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+        try:
+            monkeypatch.setattr(os, "fork", signalled)
+            process = forking.CheckedForkContext().Process(target=time.sleep, args=(600,), daemon=True)
+            process.start()
+            monkeypatch.undo()
+            process.join(30)
+            os.kill(os.getpid(), signal.SIGTERM)  # the parent still has its own handler
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+            signal.set_wakeup_fd(wakeup)
+        assert process.exitcode == -signal.SIGTERM
+        written = [number for number in reader.recv(100) if number != signal.SIGCHLD]
+        assert written == seen == [signal.SIGTERM]
 
 
 def test_workers_that_never_begin_are_a_data_error(monkeypatch):
