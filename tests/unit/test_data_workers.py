@@ -136,11 +136,13 @@ def test_a_signal_to_a_process_that_has_just_been_forked_is_not_its_parents(monk
             process.start()
             monkeypatch.undo()
             process.join(30)
+            exitcode = process.exitcode
+            process.kill()
             os.kill(os.getpid(), signal.SIGTERM)  # the parent still has its own handler
         finally:
             signal.signal(signal.SIGTERM, handler)
             signal.set_wakeup_fd(wakeup)
-        assert process.exitcode == -signal.SIGTERM
+        assert exitcode == -signal.SIGTERM
         written = [number for number in reader.recv(100) if number != signal.SIGCHLD]
         assert written == seen == [signal.SIGTERM]
 
