@@ -1,4 +1,4 @@
-"""Write files so that they survive a power cut, and compute their checksums.
+"""Write files so that they survive a power cut, read them, and compute their checksums.
 
 A file is on the disk only after `fsync` of the file, and its name only after `fsync` of its folder. Without them a
 file system may keep a name whose file is empty. The functions here return after both.
@@ -40,6 +40,18 @@ def write_atomically(path: Path, text: str) -> None:
         os.fsync(stream.fileno())
     os.replace(temporary, path)
     sync_folder(path.parent)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a regular file.
+
+    Raises:
+        OSError: the file cannot be read, or is none: reading from a named pipe would wait for ever.
+        ValueError: the file is not in UTF-8.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path.name} is no regular file")
+    return path.read_text(encoding="utf-8")
 
 
 def save_tensors(content: Any, path: Path) -> FileRecord:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megaclip.checkpoint.durable import FileRecord, checksum, sync_files, sync_folder, write_atomically
+from megaclip.checkpoint.durable import FileRecord, checksum, read_text, sync_files, sync_folder, write_atomically
 from megaclip.comm.collectives import gather_objects
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.errors import CheckpointError, first_line
@@ -75,7 +75,7 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
         if not isinstance(content, dict) or content.pop("crc32", None) != _crc32_of(content):
             raise CheckpointError(f"{MANIFEST} has changed: its checksum differs from its content")
         return Manifest.model_validate(content)

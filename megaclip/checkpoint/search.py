@@ -10,6 +10,7 @@ import shlex
 from pathlib import Path
 
 from megaclip.checkpoint import manifest
+from megaclip.checkpoint.durable import read_text
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.comm.collectives import gather_objects
 from megaclip.comm.groups import group_rank
@@ -53,7 +54,7 @@ def is_complete(folder: Path, tag: str) -> bool:
 def _is_format_1(checkpoint: Path) -> bool:
     """Return whether a version of MegaCLIP without manifests has written the checkpoint."""
     try:
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        state = json.loads(read_text(checkpoint / STATE))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(state, dict) and "format" not in state
@@ -119,7 +120,7 @@ def candidates(folder: Path) -> list[str]:
 def read_latest(folder: Path) -> str | None:
     """Return the content of `latest`, None if there is no such file or it cannot be read."""
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
+        return read_text(folder / LATEST).strip()
     except (OSError, ValueError):
         return None
 

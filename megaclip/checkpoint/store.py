@@ -35,6 +35,7 @@ from megaclip.checkpoint.durable import (
     FileRecord,
     checksum,
     make_folders,
+    read_text,
     sync_files,
     sync_folder,
     write_atomically,
@@ -267,7 +268,7 @@ def read_state(folder: Path, tag: str) -> dict[str, Any]:
     """Return the `state` that was given to `save`. Raises CheckpointError if it cannot be read."""
     path = folder / tag / STATE
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {str(path)!r}: {first_line(error)}; choose another checkpoint") from None
     if not isinstance(state, dict):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megaclip.checkpoint.durable import write_atomically
+from megaclip.checkpoint.durable import read_text, write_atomically
 from megaclip.checkpoint.search import TAG_PATTERN, run_of, step_of, tag_of
 from megaclip.config import TrainArguments
 from megaclip.logging import get_logger
@@ -89,7 +89,7 @@ class BestCheckpoint:
         self._run = run
         record = None
         with contextlib.suppress(OSError, ValueError):
-            record = _Record.model_validate_json(self._file.read_text(encoding="utf-8"))
+            record = _Record.model_validate_json(read_text(self._file))
         if record is not None and self._applies(record, step):
             self._record = record
         elif self._file.exists():

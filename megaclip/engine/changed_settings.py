@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megaclip.checkpoint.durable import read_text
 from megaclip.config import TrainArguments
 from megaclip.logging import get_logger
 
@@ -41,7 +42,7 @@ def report_changed_settings(before: Path, now: dict[str, Any]) -> None:
     """
     old: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        old = json.loads(before.read_text(encoding="utf-8"))
+        old = json.loads(read_text(before))
     if not isinstance(old, dict):
         return
     changes = list(_differences(old, json.loads(json.dumps(now))))

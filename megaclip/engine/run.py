@@ -24,7 +24,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint import manifest, store
-from megaclip.checkpoint.durable import write_atomically
+from megaclip.checkpoint.durable import read_text, write_atomically
 from megaclip.checkpoint.model_card import remove_earlier_files, write_model_card
 from megaclip.checkpoint.search import MODEL_CARD, locate
 from megaclip.comm.collectives import gather_objects, sum_counts, wait_for_all_ranks
@@ -252,7 +252,7 @@ class Run:
         """
         scored_step = None
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            scored_step = json.loads(self._summary.read_text(encoding="utf-8"))["steps"]
+            scored_step = json.loads(read_text(self._summary))["steps"]
         scored_step = gather_objects(scored_step)[0]  # the first rank wrote the file; all ranks must decide alike
         return self.step >= self.last_step and (self.arguments.resume != "auto" or scored_step == self.step)
 

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaclip.checkpoint.durable import read_text
 from megaclip.errors import ConfigError, MegaclipError, os_reason
 from megaclip.hosts import policy
 from megaclip.hosts.host_codes import HOST_CODES_FILE, read_codes
@@ -459,7 +460,7 @@ def _is_missing(path: Path) -> bool:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -46,6 +47,22 @@ def test_auto_takes_the_newest_whole_checkpoint_before_a_damaged_one(folder, war
     assert resume._find_checkpoint("auto", folder) == (folder, TAGS[1])
     first, second = (record.getMessage() for record in warnings.records)
     assert TAGS[3] in first and "model.pt has" in first and TAGS[2] in second
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", [MANIFEST, search.STATE, "model.pt"])
+def test_auto_does_not_wait_for_a_named_pipe_in_place_of_a_file(name, folder):
+    (folder / TAGS[3] / name).unlink()
+    os.mkfifo(folder / TAGS[3] / name)
+    assert resume._find_checkpoint("auto", folder) == (folder, TAGS[2])
+
+
+@pytest.mark.timeout(30)
+def test_nothing_waits_for_a_named_pipe_in_place_of_latest(folder):
+    (folder / search.LATEST).unlink()
+    os.mkfifo(folder / search.LATEST)
+    assert resume._find_checkpoint("auto", folder) == (folder, TAGS[3])
+    assert search.locate(folder) == (folder, TAGS[3])
 
 
 def test_auto_does_not_take_a_later_checkpoint_of_an_abandoned_branch(folder):
