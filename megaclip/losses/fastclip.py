@@ -89,7 +89,8 @@ class FastClipLoss(BatchLoss):
 
     A step is `loss(image_features, text_features, ids=..., epoch=...)`, `backward()`, `step()`. Only `step()` changes
     the state and the temperature, so a step that is abandoned before it changes nothing. The next call of the
-    loss abandons a step: with gradient accumulation, call `step()` after every backward pass.
+    loss abandons a step: with gradient accumulation, call `step()` after every backward pass. A factor of the loss,
+    such as GradScaler's, has no effect on the state and the temperature.
 
     `state_dict()` lacks the samples' state. To resume, save `checkpoint_state()` of every rank, and give all of them to
     `load_checkpoint_state()`.
@@ -261,6 +262,8 @@ class FastClipLoss(BatchLoss):
 
         self.state.commit(step.ticket, torch.cat(sent, dim=1), merge)
         if trains_scale:
+            assert log_scale.grad is not None, "checked above"
+            log_scale.grad = step.own_gradient(log_scale.grad)
             self.temperature.step(rate, chosen.temperature_betas, chosen.temperature_eps)
         elif self.individual:
             log_scale.copy_(step.mean_log_scale)
@@ -282,7 +285,7 @@ class FastClipLoss(BatchLoss):
 
     def _check_finite(self, step: "_Step") -> None:
         """Raise NonFiniteError if an estimate or a gradient of a temperature of this rank is infinite or NaN."""
-        finite = step.log_u.isfinite().all()
+        finite = step.log_u.isfinite().all() & step.d_loss.isfinite()
         gradient = step.temperature_gradient if self.individual else self.temperature.log_scale.grad
         if gradient is not None:
             finite = finite & gradient.isfinite().all().to(finite.device)
@@ -363,10 +366,20 @@ class _Step:
         self.ran_backward = False
         self.is_checked = False
         self.temperature_gradient: Tensor | None = None  # (b, 2), for per-sample temperatures
+        self.d_loss = torch.ones(())
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Copies of a loss, also in other processes, have no step to finish. A message to a rank cannot be copied."""
         return type(None), ()
+
+    def own_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the loss itself, from that of the loss times a factor, such as GradScaler's.
+
+        The optimizer of the temperature has a learning rate and an eps of its own, and nobody divides its gradient by
+        the factor.
+        """
+        factor = self.d_loss.to(gradient)
+        return gradient / torch.where(factor == 0, 1.0, factor)
 
     def mixed(self, log_g: Tensor) -> Tensor:
         """Return the new log u (b, 2), by FastCLIP, equation 1. A sample that was never seen takes u = g."""
@@ -429,14 +442,14 @@ class _GlobalContrastive(torch.autograd.Function):
 
         log_u = step.log_u if loss.reference and not loss.individual else log_eps_u
         d_log_scale = None
-        step.ran_backward = True
+        step.ran_backward, step.d_loss = True, d_loss
         if loss.individual:
             # sum_j exp((s_ij - s_ii)/tau_i) (s_ij - s_ii) / ((B-1)(eps+u_i)), both sides.
             assert negatives.row_dot is not None and negatives.col_dot is not None, "the plan has them"
             spread_x = negatives.row_dot / row_weight - s_ii * ratio[:, 0]
             spread_y = negatives.col_dot / col_weight - s_ii * ratio[:, 1]
             through_g = torch.stack([-spread_x / tau_x, -spread_y / tau_y], dim=1)
-            step.temperature_gradient = (log_u + loss.rho + through_g) * d_loss
+            step.temperature_gradient = log_u + loss.rho + through_g
         elif loss.temperature.learnable:
             d_log_scale = _global_gradient(loss, plan, dots, log_u, tau_x) * d_loss
             d_log_scale = gradient_of_scalar(d_log_scale, log_scale)

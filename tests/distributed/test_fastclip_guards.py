@@ -101,6 +101,21 @@ def test_step_refuses_an_infinite_gradient_of_a_temperature(variant: str) -> Non
     assert same(contents(loss), before)
 
 
+@pytest.mark.parametrize(
+    ("variant", "settings"), [("fastclip_v2", {"temperature_gradient_limit": 100.0}), ("fastclip_v3", {})]
+)
+def test_a_factor_of_the_loss_has_no_effect_on_state_and_temperature(variant: str, settings: dict[str, float]) -> None:
+    """As GradScaler's has none on the model: a limit and eps are meant for the gradient of the loss itself."""
+    plain, scaled, without = (make_loss(variant, temperature_eps=0.1, **settings) for _ in range(3))
+    for loss, factor in ((plain, 1.0), (scaled, 2.0**16), (without, 0.0)):
+        for seed in (1, 2):
+            x, y, ids = batch_of(seed)
+            (factor * loss(x, y, ids=ids, epoch=0.0)).backward()
+            loss.step()
+    assert same(contents(plain), contents(scaled))
+    assert all(value.isfinite().all() for value in contents(without))
+
+
 @pytest.mark.parametrize("epoch", [math.nan, math.inf, -1.0])
 @pytest.mark.parametrize("per", ["epoch", "step"])
 def test_an_epoch_that_is_no_number_of_epochs_is_refused(epoch: float, per: str) -> None:
