@@ -84,7 +84,7 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
     )
     with raise_on_all_ranks():
         if group_rank() == 0:
-            report(arguments, result, pairs, labelled, left_out, time.monotonic() - started)
+            report(arguments, loaded.tag, result, pairs, labelled, left_out, time.monotonic() - started)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -147,6 +147,7 @@ def open_data(arguments: argparse.Namespace) -> tuple[PairDataset | None, Labell
 
 def report(
     arguments: argparse.Namespace,
+    tag: str | None,
     result: Evaluation,
     pairs: PairDataset | None,
     labelled: LabelledDataset | None,
@@ -170,7 +171,7 @@ def report(
     if arguments.json:
         content: dict[str, Any] = {
             "model": str(arguments.model),
-            "tag": arguments.tag,
+            "tag": tag,
             "ema": arguments.ema,
             "val_data": arguments.val_data,
             "group_captions": arguments.group_captions,

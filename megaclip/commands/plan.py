@@ -6,7 +6,7 @@
     megaclip plan ... --gpu-memory 80GiB --host-memory 900GiB --disk 2TB --link 200GB --network 25GB
     megaclip plan --calibrate rates.json                     # measure this machine; then --rates rates.json
     megaclip plan ... --sweep sweep.png --json sweep.json    # batch against memory and time, and the peers
-    megaclip plan ... --compare measured.json                # planned against measured
+    megaclip plan --compare measured.json --gpu h200         # planned against measured
 
 It needs no GPU and starts nothing; only --calibrate uses the GPUs of this machine. --sweep needs matplotlib.
 """
@@ -59,16 +59,25 @@ from megaclip.planner.workload import EvaluationSets, nvme_paths
 
 _COLOURS = {"MegaCLIP": "#12784a", "open_clip": "#7a8699", "open_clip --accum-freq": "#3d4756", "Inf-CL": "#c0702a"}
 
+_USED_WITH = {
+    "calibrate": {"model", "micro_batch"},
+    "compare": {"gpu", "gpu_memory", "host_memory", "disk", "link", "network", "rates"},
+}
+"""Flags that the outputs other than a plan use."""
+
 
 def main() -> int:
     parser = _parser()
     arguments = parser.parse_args()
     try:
+        if arguments.json and not arguments.sweep:
+            raise ConfigError("--json has no effect without --sweep; add --sweep PICTURE.png, or leave --json out")
+        for other, used in _USED_WITH.items():
+            if getattr(arguments, other):
+                _refuse_unused(parser, arguments, other, used)
         for path in (arguments.calibrate, arguments.sweep, arguments.json):
             if path:
                 prepare_file(Path(path))
-        if arguments.json and not arguments.sweep:
-            raise ConfigError("--json has no effect without --sweep; add --sweep PICTURE.png, or leave --json out")
         if arguments.calibrate:
             return _calibrate(arguments)
         if arguments.compare:
@@ -151,6 +160,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher's
     return parser
+
+
+def _refuse_unused(parser: argparse.ArgumentParser, arguments: argparse.Namespace, other: str, used: set[str]) -> None:
+    """Raise ConfigError if a flag was given that has no effect with --`other`."""
+    for name, value in vars(arguments).items():
+        if value != parser.get_default(name) and name not in {other, "local_rank", *used}:
+            flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in sorted(used))
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect with --{other}, which uses {flags}; leave it out"
+            )
 
 
 def _cluster(arguments: argparse.Namespace) -> Cluster:
@@ -367,8 +386,6 @@ def _draw(rows: list[dict[str, Any]], title: str, cluster: Cluster, out: str) ->
 
 def _compare(arguments: argparse.Namespace) -> int:
     """Print planned beside measured GPU peaks and steps, from the rows of tools/bench_train.py."""
-    if arguments.here:
-        raise ConfigError("--here has no effect on --compare; describe the measured GPU with --gpu or --rates")
     print(f"{'run':58}{'planned':>10}{'measured':>10}{'ratio':>7}{'plan s':>8}{'s':>8}{'ratio':>7}  peak")
     outside = 0
     for path in arguments.compare:

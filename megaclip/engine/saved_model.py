@@ -25,6 +25,8 @@ class SavedModel:
     transform: ImageTransform
     """Image preprocessing of the model card."""
     tokenizer: Tokenizer
+    tag: str | None
+    """Name of the run's checkpoint, such as "step_00000100". None: an exported directory."""
 
 
 def load_saved_model(
@@ -68,7 +70,7 @@ def load_saved_model(
                 f"{model.vocab_size} embeddings; leave out --tokenizer, or give the tokenizer that the model was "
                 "trained with"
             )
-    return SavedModel(model, transform, chosen.tokenizer)
+    return SavedModel(model, transform, chosen.tokenizer, None if checkpoint is None else checkpoint[1])
 
 
 def _locate(source: Path, tag: str | None, ema: bool) -> tuple[Path, str] | None:

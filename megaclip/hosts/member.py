@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,8 +24,8 @@ from typing import Any
 from megaclip.checkpoint.durable import read_text
 from megaclip.errors import ConfigError, MegaclipError, os_reason
 from megaclip.hosts import policy
-from megaclip.hosts.host_codes import HOST_CODES_FILE, read_codes
-from megaclip.hosts.hostfile import Host, write_hostfile
+from megaclip.hosts.attempt_files import HOST_CODES_FILE, attempt_files, read_codes
+from megaclip.hosts.hostfile import Host
 from megaclip.hosts.policy import End
 from megaclip.logging import get_logger
 
@@ -320,10 +319,7 @@ class Member:
         logger.info("attempt %d from step %d: %d ranks on %s", self._attempt, step, ranks, " ".join(names))
         place = names.index(self.own.name)
         # Not on the shared disk, which may be full.
-        with tempfile.TemporaryDirectory(prefix="megaclip-hosts-") as folder:
-            hostfile, codes = Path(folder) / "hostfile", Path(folder) / "codes"
-            write_hostfile(hostfile, chosen)
-            codes.write_text("")
+        with attempt_files(chosen) as (hostfile, codes):
             environment = {**os.environ, HOST_CODES_FILE: str(codes)}
             command, self._grows = self.start_command(hostfile, chosen, place), False
             self._script = subprocess.Popen(command, env=environment, start_new_session=True)

@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +20,8 @@ from types import FrameType
 from megaclip.checkpoint import search
 from megaclip.errors import MegaclipError
 from megaclip.hosts import policy
-from megaclip.hosts.host_codes import HOST_CODES_FILE, read_codes
-from megaclip.hosts.hostfile import Host, write_hostfile
+from megaclip.hosts.attempt_files import HOST_CODES_FILE, attempt_files, read_codes
+from megaclip.hosts.hostfile import Host
 from megaclip.hosts.policy import End
 from megaclip.logging import get_logger
 
@@ -75,10 +74,7 @@ class Supervisor:
 
         0: complete. 130, 138, 143: stopped on request. 2, 78: settings refused. 1: given up; the log shows the reason.
         """
-        with (
-            forwarded_signals(self._forward),
-            tempfile.TemporaryDirectory(prefix=".megaclip-hosts-", dir=self.folder) as folder,
-        ):
+        with forwarded_signals(self._forward):
             while True:
                 try:
                     chosen = self._wait_for_hosts()
@@ -87,7 +83,7 @@ class Supervisor:
                     return TooFewHostsError.exit_code
                 if self._stop is not None:
                     return 128 + self._stop
-                self.ends.append(self._attempt(Path(folder), chosen))
+                self.ends.append(self._attempt(chosen))
                 verdict = policy.decide(self.ends, self.restarts)
                 if self._stop is not None and self.ends[-1].code != 0:
                     return self.ends[-1].code
@@ -107,11 +103,8 @@ class Supervisor:
         if self._script is not None and self._script.poll() is None and not saves_already:
             self._script.send_signal(number)
 
-    def _attempt(self, folder: Path, chosen: Sequence[Host]) -> End:
+    def _attempt(self, chosen: Sequence[Host]) -> End:
         """Run the script on the `chosen` hosts to its end."""
-        hostfile, codes = folder / "hostfile", folder / "codes"
-        write_hostfile(hostfile, chosen)
-        codes.write_text("")
         first_step = newest_step(self.checkpoints)
         logger.info(
             "attempt %d from step %d: %d ranks on %s",
@@ -120,16 +113,11 @@ class Supervisor:
             sum(host.slots for host in chosen),
             " ".join(host.name for host in chosen),
         )
-        # In a session of its own: Ctrl-C in a terminal must not reach the script twice.
-        environment, self._grows = {**os.environ, HOST_CODES_FILE: str(codes)}, False
-        self._script = subprocess.Popen(self.start_command(hostfile, chosen), env=environment, start_new_session=True)
-        if self._stop is not None:  # the signal came before there was a script
-            self._script.send_signal(self._stop)
-        self._wait_for_script(chosen, first_step)
-        code, self._script = self._script.returncode, None
+        with attempt_files(chosen, self.folder) as (hostfile, codes):
+            code = self._run_script(self.start_command(hostfile, chosen), codes, chosen, first_step)
+            by_host = read_codes(codes, chosen)
         if self._stop is not None and (code == -self._stop or (self._grows and code in policy.STOP_CODES)):
             code = 128 + self._stop  # it had no handler yet, and no ranks; or it did not get this signal
-        by_host = read_codes(codes, chosen)
         if policy.REFUSED_CODES & set(by_host.values()):
             code = policy.REFUSED_EXIT_CODE  # srun returns the code of the launchers that it has ended
         if code in (0, *policy.STOP_CODES, *policy.REFUSED_CODES):
@@ -140,6 +128,17 @@ class Supervisor:
         for name in sorted(failed):
             logger.warning("host %s %s", name, "does not answer" if name in lost else "has ended a rank by a signal")
         return End(code, newest_step(self.checkpoints), failed_hosts=failed, lost_hosts=lost)
+
+    def _run_script(self, command: list[str], codes: Path, chosen: Sequence[Host], first_step: int) -> int:
+        """Run `command`, which writes the exit codes of its hosts to `codes`; return its own exit code."""
+        # In a session of its own: Ctrl-C in a terminal must not reach the script twice.
+        environment, self._grows = {**os.environ, HOST_CODES_FILE: str(codes)}, False
+        self._script = subprocess.Popen(command, env=environment, start_new_session=True)
+        if self._stop is not None:  # the signal came before there was a script
+            self._script.send_signal(self._stop)
+        self._wait_for_script(chosen, first_step)
+        code, self._script = self._script.returncode, None
+        return code
 
     def _wait_for_script(self, chosen: Sequence[Host], first_step: int) -> None:
         """Wait until the script has ended. Ask it to end when more hosts are there."""

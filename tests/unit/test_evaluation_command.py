@@ -123,6 +123,7 @@ def test_scores_equal_those_of_the_sorted_matrix(
     run(monkeypatch, folder / source, *data, *written)
     content = json.loads((tmp_path / "scores.json").read_text())
     assert content["metrics"] == pytest.approx(expected)
+    assert content["tag"] == (None if source == "model" else "step_00000007"), "also if --tag is left out"
     table = capsys.readouterr().out
     for value in expected.values():
         assert f"{100 * value:.2f} %" in table

@@ -34,12 +34,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--json", "figures.json"], "--json has no effect without --sweep; add --sweep PICTURE.png, or leave --json"),
         (["--sweep", "ds.json/picture.png"], "cannot write "),
         (["--sweep", "picture.png", "--model", "RN50"], "open_clip's modules run RN50; leave --sweep out"),
-        (["--compare", "list.json"], "'list.json' is no file that tools/bench_train.py --json has written: TypeError"),
-        (["--compare", "row.json"], "'row.json' is no file that tools/bench_train.py --json has written: KeyError"),
-        (
-            ["--compare", "row.json", "--here"],
-            "--here has no effect on --compare; describe the measured GPU with --gpu",
-        ),
         (["--gpu", "h2000", "--rates", "list.json"], "--gpu 'h2000' is unknown; use one of a100-40gb, a100, a800"),
         (["--gpu", "H100", "--rates", "list.json"], "--rates 'list.json' is not a file of `megaclip plan --calibrate`"),
         (["--gpu", "cpu", "--sweep", "picture.png"], "--sweep compares the memory of GPUs, and this plan is for CPUs"),
@@ -57,6 +51,35 @@ def test_a_mistake_is_one_line(
 ) -> None:
     command = ["plan", "--deepspeed_config", "ds.json", "--model", "ViT-B-32", "--gpus", "1", *arguments]
     monkeypatch.setattr(sys, "argv", command)
+    assert plan.main() == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--compare", "list.json"], "'list.json' is no file that tools/bench_train.py --json has written: TypeError"),
+        (["--compare", "row.json"], "'row.json' is no file that tools/bench_train.py --json has written: KeyError"),
+        (["--compare", "row.json", "--here"], "--here has no effect with --compare, which uses --disk, --gpu, "),
+        (["--compare", "row.json", "--batch", "64"], "--batch has no effect with --compare"),
+        (["--compare", "row.json", "--deepspeed_config", "ds.json"], "--deepspeed-config has no effect with --compare"),
+        (["--compare", "row.json", "--sweep", "picture.png"], "--sweep has no effect with --compare"),
+        (
+            ["--calibrate", "rates.json", "--gpu", "a100"],
+            "--gpu has no effect with --calibrate, which uses --micro-batch, --model; leave it out",
+        ),
+    ],
+)
+def test_a_flag_without_effect_is_refused(
+    folder: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Only a plan uses all flags."""
+    monkeypatch.setattr(sys, "argv", ["plan", *arguments])
     assert plan.main() == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error

@@ -1,5 +1,6 @@
 """Restarts of a run with a stand-in for the script that starts the ranks, and hosts that are files."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,8 +15,8 @@ import pytest
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.search import LATEST
 from megaclip.commands import supervise
-from megaclip.errors import ConfigError
-from megaclip.hosts.host_codes import read_codes
+from megaclip.errors import ConfigError, MegaclipError
+from megaclip.hosts.attempt_files import attempt_files, read_codes
 from megaclip.hosts.hostfile import Host
 from megaclip.hosts.supervisor import Supervisor
 
@@ -203,6 +204,25 @@ def test_a_probe_ends_ranks_of_earlier_attempts_also_with_an_address_of_its_own(
         for one in launchers:
             one.kill()
             one.wait()
+
+
+def test_a_hostfile_that_cannot_be_written_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk; the text of the file gets there, or the folder does not."""
+
+    def no_space(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for module, name in ((Path, "write_text"), (os, "mkdir")):
+        monkeypatch.setattr(module, name, no_space)
+        with (
+            pytest.raises(MegaclipError, match="cannot write the hostfile of an attempt: No space left on device"),
+            attempt_files(HOSTS, tmp_path),
+        ):
+            pass
+        monkeypatch.undo()
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
