@@ -1,4 +1,4 @@
-"""The training engine: everything between the command line and one optimizer step. This docstring is a map of it.
+"""The training engine: everything between the command line and one optimizer step.
 
 Words used in this package:
 
@@ -23,21 +23,21 @@ A run starts (`run.train`):
 - `run_loss`: the loss, with the sample ids, the epoch, and the optimizer and state that some losses own.
 - `resume`: finds the checkpoint that --resume specifies, checks that it belongs to this run, and loads it.
   `megaclip.checkpoint.store` writes and reads the files; `megaclip.checkpoint.reshard` converts them if the number of
-  ranks, the ZeRO stage or the precision differs. `changed_settings` logs what the resumed run does differently.
+  ranks, the ZeRO stage or the precision differs. `changed_settings` logs the settings that differ from those before.
 
 A step runs (`run.Run.train_step`), on each rank:
 
-1. `step_store` reads samples in the background. It keeps the images of a step in host memory or in a file
-   (`image_slots`), or reads them twice; `data_offload` chooses which. It keeps all tokens in memory. `caption_chunks`
-   sorts the captions by length and cuts each chunk of them at its longest caption.
+1. `step_store` reads samples in the background. `data_offload` selects whether the images of a step are kept in host
+   memory, kept in a file (`image_slots`) or read twice. All tokens are kept in host memory. `caption_chunks` sorts the
+   captions by length and cuts each chunk of them at its longest caption.
 2. `step_batch` passes the samples to the device in chunks.
-3. `gradient_cache` runs the towers over the chunks, keeps the embeddings, and the graphs of as many chunks as
-   `keep_graphs` allows. It calls the loss once for the whole batch, back-propagates the kept graphs, and runs the
-   towers again over the other chunks, one chunk of one tower at a time. `embeddings_offload` chooses whether embeddings
-   are kept on the device or in host memory.
+3. `gradient_cache` runs the towers over the chunks. It keeps all embeddings, and the graphs of as many chunks as
+   `keep_graphs` allows. It calls the loss once for the whole batch and back-propagates the kept graphs. Then it runs
+   the towers again over the other chunks, one chunk of one tower at a time. `embeddings_offload` selects whether
+   embeddings are kept on the device or in host memory.
 4. `run_loss` passes the settings `exchange` and `reduction` to the loss. If one of them is "auto",
-   `megaclip.losses.plan.make_plan` measures the link speed and the compute speed, and `choose_way` chooses by them. The
-   loss holds one tile of logits at a time.
+   `megaclip.losses.plan.make_plan` measures the link speed and the compute speed, from which `choose_way` selects the
+   setting. The loss holds one tile of logits at a time.
 5. `optimizers` takes the step and refuses gradients that are not finite; `loss_watch` counts such steps and reports
    loss spikes. `logit_scale` clamps the logit scale. `weight_average` adds the weights to their moving average.
 6. `metrics` reports the step, in the log and through `curves`. `stop` checks whether a signal has asked the run to

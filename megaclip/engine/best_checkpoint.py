@@ -24,7 +24,7 @@ _RETRIEVAL = ("retrieval_r1_i2t", "retrieval_r1_t2i")
 
 
 class _Data(BaseModel):
-    """Flags of the command line that specify the evaluation. Scores of other ones are not compared."""
+    """Flags of the command line that specify the evaluation. Scores are compared only if these flags are equal."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -73,14 +73,14 @@ class BestCheckpoint:
 
     @property
     def tag(self) -> str | None:
-        """Name of the best checkpoint, None before the first evaluation that counts."""
+        """Name of the best checkpoint. None: no evaluation has counted yet."""
         return None if self._record is None else self._record.checkpoint
 
     def resume(self, step: int, run: str) -> None:
         """Read the record of an earlier process of this run. Delete the file if it no longer applies.
 
-        It no longer applies if its checkpoint was lost or is of another run, if the run resumes from an earlier step,
-        or if it evaluates on other data.
+        The record no longer applies if its checkpoint is missing or belongs to another run. Nor does it apply if the
+        run resumes from an earlier step or evaluates on other data.
 
         Args:
             step: number of steps that are done.
@@ -94,18 +94,18 @@ class BestCheckpoint:
             self._record = record
         elif self._file.exists():
             self._file.unlink()
-            logger.info("%s does not apply to this run any more; deleted it", self._file)
+            logger.info("%s no longer applies to this run and was deleted", self._file)
 
     def _applies(self, record: _Record, step: int) -> bool:
         same_data = record.data == self._data or not (self._data.val_data or self._data.zeroshot_data)
         return self._is_saved(record.checkpoint) and step_of(record.checkpoint) <= step and same_data
 
     def _is_saved(self, tag: str) -> bool:
-        """Return whether this run has written checkpoint `tag`, and completely."""
+        """Return whether this run has written checkpoint `tag` completely."""
         return run_of(self._folder / "checkpoints", tag) == self._run
 
     def evaluated(self, step: int, scores: dict[str, float]) -> None:
-        """Write the record if `step` has a checkpoint and its score is higher than that of all before it.
+        """Write the record if `step` has a checkpoint and its score is higher than all earlier scores.
 
         Raises:
             OSError: the file cannot be written.

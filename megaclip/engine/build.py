@@ -38,7 +38,7 @@ from megaclip.ops.tiles import require_implementation
 logger = get_logger(__name__)
 
 _MANY_CHUNKS = 32
-"""Number of chunks above which the rounding errors of a bfloat16 sum (2^-9 each, random) exceed those of its terms."""
+"""Number of chunks above which summing in bfloat16 loses more precision than rounding the terms (2^-9 each, random)."""
 
 
 def build_engine(
@@ -94,8 +94,8 @@ def build_engine(
     step_without_history(engine)
     if config.checks_each_gradient:
         logger.warning(
-            "bf16.check_grad_overflow checks every gradient alone, which slows the update down; leave it out: the run "
-            "refuses an update whose gradient norm is infinite or NaN without it"
+            "bf16.check_grad_overflow checks every gradient alone, which slows down the update; remove it: a run "
+            "always refuses an update whose gradient norm is infinite or NaN"
         )
     _describe(engine, config, model, compiled)
     _warn_of_bf16_accumulation(config, max(batch_plan.accumulation, batch_plan.text_chunks))
@@ -162,7 +162,7 @@ def _construct(
 
 
 def _pretrained_weights(model: DualEncoder, arguments: TrainArguments) -> dict[str, torch.Tensor]:
-    """Return the released weights that the arguments name, by the model's names; those of one tower take precedence."""
+    """Return the pretrained weights by the model's parameter names. Weights of one tower override --pretrained."""
     weights: dict[str, torch.Tensor] = {}
     if arguments.pretrained:
         weights, report = pretrained_weights(model, arguments.pretrained)
@@ -196,10 +196,12 @@ def _check_offload_to_disk(config: TrainingConfig) -> None:
 
 
 def _check_quantized_collectives(config: TrainingConfig) -> None:
-    """Raise ConfigError if ZeRO++'s quantized collectives are requested on a CPU, which DeepSpeed has no op for."""
+    """Raise ConfigError if ZeRO++'s quantized collectives are requested on a CPU, for which DeepSpeed has no op."""
     quantized = [name for name, value in config.zero if name.startswith("zero_quantized_") and value]
     if quantized and get_accelerator().device_name() == "cpu":
-        raise ConfigError(f"{config.path}: zero_optimization.{quantized[0]} requires a GPU; leave it out on a CPU")
+        raise ConfigError(
+            f"{config.path}: zero_optimization.{quantized[0]} requires a GPU; remove it to train on a CPU"
+        )
 
 
 # PyTorch's checkpoint is used because both of DeepSpeed's fail here: deepspeed.checkpointing.checkpoint loses the

@@ -2,12 +2,12 @@
 
 The tokenizer pads every caption to the context length, usually to several times its own length. The text tower ignores
 the padding (`megaclip.models.text.is_cut_exact`) but would still compute it. So the captions are sorted by length, the
-longest first, and divided into equal chunks. The first of one or two chunks, which has captions of many lengths, is
-divided again, into pieces (`megaclip.planner.rules.piece_rows`). Every piece is cut behind its longest caption. The
-embeddings are then in the order of the sorted captions; the gradient cache puts them back into the order of the batch
-(`CaptionChunks.order`).
+longest first, and divided into equal chunks. If there are one or two chunks, the first has captions of many lengths. It
+is divided again, into pieces (`megaclip.planner.rules.piece_rows`). Every piece is cut at the end of its longest
+caption. The embeddings are then in the order of the sorted captions; the gradient cache puts them back into the order
+of the batch (`CaptionChunks.order`).
 
-The longest captions come first, so that a chunk's tensors fit into the memory that the chunk before it has left.
+The longest captions come first, so that a chunk's tensors fit into the memory that the previous chunk has freed.
 
 Shapes: b rows of this rank, n chunks, L context length.
 """
@@ -40,15 +40,15 @@ class CaptionChunks:
     tokens: Tensor
     """Token ids (b, L) of any integer type, in the order of the batch."""
     pieces: list[Pieces]
-    """Pieces of each chunk, (n,), whose lengths fall."""
+    """Pieces of each chunk, (n,), in order of decreasing length."""
     packed: bool = False
-    """Whether the first chunk is encoded piece by piece, also if it is one piece.
+    """Whether the first chunk is encoded piece by piece, even if it is one piece.
 
-    It is the same on all ranks: other code would give the gradients of its parameters in another order, and DeepSpeed
-    adds up the ranks' gradients in the order in which they become ready.
+    All ranks have the same value. Different code would compute the parameters' gradients in a different order, and
+    DeepSpeed sums the ranks' gradients in the order in which they become ready.
     """
     order: Tensor | None = None
-    """Row of the batch at each place of the chunks, (b,) int64. None: the chunks are in the order of the batch."""
+    """Row of the batch at each position in the chunks, (b,) int64. None: the chunks are in the order of the batch."""
     mean_tokens: float | None = None
     """Mean number of tokens per caption before padding. None: captions are not cut."""
 
@@ -88,7 +88,7 @@ class CaptionChunks:
 
     @property
     def saved_share(self) -> float:
-        """Share of the token positions that cutting saves the text tower."""
+        """Share of the token positions that the text tower does not process because captions are cut."""
         return 1 - sum(rows * length for pieces in self.pieces for rows, length in pieces) / self.tokens.numel()
 
     def summary(self) -> str:

@@ -1,7 +1,7 @@
-"""Report the settings of a resumed run that differ from those it was started with.
+"""Report the settings of a resumed run that differ from those recorded in its folder.
 
 A checkpoint refuses changes that break the run, such as another model (resume.py). Other changes are allowed, such as a
-new learning rate or warm-up, and take effect from the next step. They are logged, because nothing else shows them.
+new learning rate or warm-up, and take effect from the next step. They are logged because no other output shows them.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ _NOT_OF_THE_TRAINING = {
     "debug_traceback",
     "local_rank",
 }
-"""Command-line settings that change no step: paths, and when and how a run starts and ends."""
+"""Command-line settings that do not change any step: paths, and how a run starts and ends."""
 _DEFAULTS: dict[str, Any] = {
     name: json.loads(json.dumps(field.default))
     for name, field in TrainArguments.model_fields.items()
     if not field.is_required()
 }
-"""Values of the flags that an earlier version did not have, and so did not record."""
+"""Default of each optional flag, for flags that settings.json does not record because an earlier version wrote it."""
 
 
 def report_changed_settings(before: Path, now: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""torch.compile in a run: which parts it compiles, its seconds in the log, and its failures as errors for the user."""
+"""Use torch.compile in a run: select the parts to compile, log the time, and report failures as errors for users."""
 
 import json
 import time
@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 
 def compile_model(model: DualEncoder, config: TrainingConfig, *, recomputes: bool) -> str:
-    """Let torch.compile run the towers; return what it compiles, for the log. They are compiled in the first step.
+    """Compile the towers with torch.compile, in the first step; return a description of the compiled parts for the log.
 
     recomputes: compute layer norms and activation functions again in the backward pass.
     """
@@ -32,7 +32,7 @@ def compile_model(model: DualEncoder, config: TrainingConfig, *, recomputes: boo
 
 
 def _is_gathered_at_once(block: nn.Module) -> bool:
-    """Return False if ZeRO-3 gathers the parameters of `block` one by one, by hooks that would run inside its graph."""
+    """Return False if ZeRO-3 gathers the parameters of `block` one by one: its hooks would run inside the graph."""
     partitioned = any(hasattr(parameter, "ds_id") for parameter in block.parameters())
     return not partitioned or bool(deepspeed.utils.z3_leaf_module(block))
 
@@ -46,7 +46,7 @@ def report_compilation(setting: bool | str, step: int) -> Iterator[None]:
     from torch._dynamo.callback import callback_handler
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    marks: list[float] = []  # start and end of each compilation, in turn
+    marks: list[float] = []  # start and end of each compilation, alternating
 
     def mark(*_: Any) -> None:
         marks.append(time.perf_counter())
@@ -56,7 +56,7 @@ def report_compilation(setting: bool | str, step: int) -> Iterator[None]:
     try:
         yield
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-        cause = getattr(error, "inner_exception", error)  # what failed in the backend
+        cause = getattr(error, "inner_exception", error)  # the backend's own error
         raise ConfigError(
             f"megaclip.compile is {json.dumps(setting)}, and torch.compile failed: {type(cause).__name__}: "
             f"{first_line(cause)}; set megaclip.compile to false, or install what is missing (torch.compile needs a C "

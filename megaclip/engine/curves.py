@@ -16,15 +16,16 @@ logger = get_logger(__name__)
 class Curves:
     """Writer of the curves of a run, on the rank that reports.
 
-    If a file cannot be written, for example because the disk is full, this is logged once. The run continues without
-    TensorBoard, or without DeepSpeed's monitors. A run that resumes writes them again.
+    If a file cannot be written, for example because the disk is full, the error is logged once. The run then continues
+    without TensorBoard or without DeepSpeed's monitors. A resumed run writes both again.
     """
 
     def __init__(self, folder: Path, start_step: int, monitor: Any) -> None:
         """
         Args:
             folder: folder of TensorBoard's files.
-            start_step: number of steps that are already done; what an earlier process wrote after it is hidden.
+            start_step: number of steps that are already done. TensorBoard hides what an earlier process wrote after
+                this step.
             monitor: DeepSpeed's MonitorMaster, or None.
         """
         self._writer: SummaryWriter | None = None
@@ -52,11 +53,11 @@ class Curves:
         self._try(lambda writer: [writer.add_image(name, picture, step) for name, picture in pictures.items()])
 
     def flush(self) -> None:
-        """Write what is waiting to the file."""
+        """Write buffered values to the file."""
         self._try(lambda writer: writer.flush())
 
     def close(self) -> None:
-        """Write what is waiting and close the file."""
+        """Write buffered values and close the file."""
         self._try(lambda writer: writer.close())
         self._writer = None
 
@@ -71,8 +72,8 @@ class Curves:
     def _continue_without_tensorboard(self, error: OSError) -> None:
         self._writer = None
         logger.warning(
-            "TensorBoard's files in %s cannot be written (%s); the run continues without curves: free space, or fix "
-            "permissions, before it is resumed",
+            "TensorBoard's files in %s cannot be written (%s); the run continues without curves; to get them after a "
+            "resume, free space or fix permissions first",
             self._folder,
             first_line(error),
         )

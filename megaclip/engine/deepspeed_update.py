@@ -1,13 +1,15 @@
 """Replace the parts of DeepSpeed's optimizer step that handle one parameter tensor at a time.
 
 ViT-B/16 has 398 parameter tensors. DeepSpeed 0.19 computes the gradient norm from 398 float64 copies and 398 norms, and
-takes several kernels and a wait for the GPU to clip each parameter group. The GPU then waits for the host. These
-methods are replaced by others that handle all tensors at once:
+runs several kernels and waits for the GPU to clip each parameter group. The GPU then waits for the host. The methods
+below are replaced by methods that handle all tensors at once:
 
-* ZeRO-0, `clip_fp32_gradients`: one grouped product, by the norm that `megaclip.engine.optimizers.update` has computed.
+* ZeRO-0, `clip_fp32_gradients`: one grouped product, with the norm that `megaclip.engine.optimizers.update` has
+  computed.
 * ZeRO-1 and 2, `scaled_global_norm`: one grouped norm and one all-reduce for all parameter groups.
 * ZeRO-1 and 2, `unscale_and_clip_grads`: the same factor, without the check that waits for the GPU.
-* ZeRO-1 and 2, `_update_model_bit16_weights`: skipped if every weight is in its place, as it is after a step.
+* ZeRO-1 and 2, `_update_model_bit16_weights`: skipped if every weight is already in its flat buffer, as after every
+  step.
 * ZeRO-3, `_get_norm_groups`: one grouped norm and one all-reduce for all sub-groups.
 
 The results are DeepSpeed's: the norm accumulates in float64, and a norm that is not finite is reported as infinite.
@@ -45,7 +47,7 @@ def group_kernels(engine: DeepSpeedEngine) -> None:
     if not deepspeed.__version__.startswith(TESTED_VERSION):
         logger.warning(
             "update: DeepSpeed's own, with several kernels per parameter tensor, because the grouped update has not "
-            "been tested with DeepSpeed %s; install DeepSpeed %sx for the faster one",
+            "been tested with DeepSpeed %s; install DeepSpeed %sx to use the faster grouped update",
             deepspeed.__version__,
             TESTED_VERSION,
         )
@@ -91,7 +93,7 @@ class GroupedStages1And2(DeepSpeedZeroOptimizer):
         return total.sqrt().float().nan_to_num(nan=math.inf, posinf=math.inf)
 
     def unscale_and_clip_grads(self, gradients: Sequence[Tensor], total_norm: Tensor) -> None:
-        """Scale the gradients so that `total_norm`, (), becomes `clip_grad` if it is larger; 0 is no limit."""
+        """Scale gradients of norm `total_norm`, (), down to norm `clip_grad` if it is smaller; 0 is no limit."""
         if self.clip_grad:
             factor = ((total_norm + 1e-6) / self.clip_grad).clamp(min=1.0).reciprocal()
             for gradient in gradients:
@@ -129,9 +131,9 @@ class GroupedStage3(DeepSpeedZeroOptimizer_Stage3):
 def _counted(gradients: Iterable[Tensor], parameters: Iterable[Any], replicated_too: bool) -> list[Tensor]:
     """Return the gradients that this rank adds to the norm.
 
-    Parameters that are whole on every tensor-parallel rank count on one of them only.
+    Parameters that every tensor-parallel rank holds whole count on one of these ranks only.
 
-    gradients: in the order of `parameters`; what follows the last parameter is padding.
+    gradients: in the order of `parameters`; elements after the last parameter are padding.
     """
     pairs = zip(gradients, parameters, strict=False)
     return [gradient for gradient, parameter in pairs if replicated_too or is_model_parallel_parameter(parameter)]

@@ -1,8 +1,8 @@
 """Check that all ranks have the same inputs.
 
 Every rank reads the command line, ds_config.json and the data itself. If hosts have different copies of them, a rank
-takes other samples than the others expect, or it saves, evaluates or ends at another step. Then the other ranks wait in
-a collective without end. So the ranks compare their inputs once, before anything depends on them.
+takes other samples than the others expect. Or it saves, evaluates or ends at another step, and the other ranks wait for
+it in a collective forever. So the ranks compare their inputs once, before anything depends on them.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _PATHS = {
     "logs",
     "resume",
 }
-"""Flags with paths, which may differ between hosts. The content is compared instead, if it must be equal."""
+"""Flags with paths, which may differ between hosts. Content that must be equal is compared instead."""
 _PER_RANK = {"name", "workers", "local_rank", "debug_traceback"}
 """Other flags that may differ. Only the first rank's --name is used."""
 
@@ -54,7 +54,7 @@ def require_equal_inputs(arguments: TrainArguments, inputs: Inputs) -> None:
 
 
 def require_equal(texts: Mapping[str, str]) -> None:
-    """Raise ConfigError, which names the first difference, unless all ranks pass the same texts by name.
+    """Raise ConfigError, which names the first difference, unless all ranks pass equal `texts`.
 
     Every rank must call it, with the same names.
     """

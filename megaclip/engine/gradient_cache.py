@@ -1,18 +1,18 @@
-"""Compute the gradient of a contrastive batch that is larger than the towers can process at a time.
+"""Compute the gradient of a contrastive batch that is too large for one forward pass of the towers.
 
 The gradient cache (Gao et al., 2021, arXiv:2101.06983) has three parts:
 
 1. Encode every chunk. Keep the embeddings of all chunks, and the graphs of some (`KeptGraphs`).
 2. Evaluate the loss once over all embeddings, and cache its gradients with respect to them.
-3. Back-propagate each chunk's surrogate: the inner product of the chunk's embeddings and their cached gradients. First
-   come the kept graphs. The other chunks are then encoded again, with the same random state.
+3. Back-propagate each chunk's surrogate: the inner product of the chunk's embeddings and their cached gradients. The
+   kept graphs come first. The other chunks are then encoded again, with the same random state.
 
 The result is the gradient of the whole batch, not of the chunks. It does not depend on the graphs that are kept. One
 tower runs after the other, so a step without kept graphs holds the activations of one chunk in one tower only. A tower
 without trainable parameters runs once.
 
 Batch norms normalise a chunk by its own mean and deviation, in both encodings. Their running statistics change once per
-chunk, in the first encoding, and are averaged over the ranks at the end of the step, so they are equal on every rank.
+chunk, in the first encoding. At the end of the step they are averaged over the ranks, so they are equal on every rank.
 
 Scale. DeepSpeed averages parameter gradients over the W data-parallel ranks. The losses therefore return feature
 gradients that are W times those of the global mean loss. They return the whole gradients of the scale and the bias on
@@ -45,7 +45,7 @@ ContrastiveLoss = Callable[..., Tensor]  # (image features, text features, scale
 
 @dataclass(frozen=True)
 class RandomState:
-    """Seeds of a step's random numbers, by arithmetic, so that replay and resume need no saved state."""
+    """Seeds of a step's random numbers, calculated from the step number. Replay and resume need no saved state."""
 
     seed: int
     step: int
@@ -79,15 +79,15 @@ def accumulate_gradients(
 ) -> Tensor:
     """Leave the gradient of one whole contrastive batch in the engine, ready for `engine.step()`.
 
-    If the loss is infinite or NaN, so are all gradients, and `megaclip.engine.optimizers.update` refuses them. On a GPU
-    this function only queues the work: the host never waits for it, so that the GPU never waits for the host.
+    If the loss is infinite or NaN, all gradients become NaN, and `megaclip.engine.optimizers.update` refuses them. On a
+    GPU this function only queues work. The host never waits for the GPU, so that the GPU never waits for the host.
 
     Args:
         engine: a DeepSpeed engine around a `DualEncoder`.
         loss_function: (image features (b, D), text features (b, D), scale (1,), and logit_bias (1,) if the model has
-            one) -> global mean loss, under the reduction contract of `megaclip.losses`; rows in the order of the
-            batch. Other arguments of a loss (sample ids, the epoch) are bound to it; the gradients of its own
-            parameters are left in them.
+            one) -> global mean loss, under the reduction contract of `megaclip.losses`; rows in the order of the batch.
+            Other arguments of a loss (sample ids, the epoch) are bound to it. Gradients of the loss's own parameters
+            accumulate in these parameters.
         batch: this rank's share of the batch, in as many chunks per tower as on every other rank.
         log_scale: (1,) float32, the master value of logit_scale.
         random_state: seeds of this step, replayed for each chunk.
@@ -119,7 +119,7 @@ def accumulate_gradients(
     with engine.coalesce_grad_reduction() if coalesce else nullcontext(), _restored(statistics):
         sums = _GradientSums(engine.module, accumulation_dtype) if coalesce and passes.count > 1 else None
         passes.back_propagate(cached, sums)
-    engine.set_gradient_accumulation_boundary(True)  # coalesce_grad_reduction put the flag back as it was
+    engine.set_gradient_accumulation_boundary(True)  # coalesce_grad_reduction has restored the flag
     average_over_ranks(statistics)
     if passes.read_again:
         batch.agree()
@@ -128,10 +128,10 @@ def accumulate_gradients(
 
 @dataclass
 class _Cached:
-    """Gradients that the loss returned for the whole share of this rank."""
+    """Gradients of the loss for this rank's whole share of the batch."""
 
     features: dict[Tower, Tensor]
-    """Gradients of the features, each (b, D), in the order of the chunks, on the device where embeddings are kept."""
+    """Gradients of the features by tower, (b, D), in the order of the chunks, on the device that keeps embeddings."""
     scalars: Sequence[Tensor]
     """Gradients of the log scale and, if the model has one, of the logit bias, each (1,)."""
 
@@ -148,7 +148,7 @@ class _Pass(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """A kept graph."""
+    """The outputs of a forward pass whose graph is kept."""
 
     outputs: _Outputs
     gradients_to_come: dict[nn.Module, int]
@@ -156,9 +156,9 @@ class _Graph(NamedTuple):
 
 
 class _Passes:
-    """The passes over the towers: encode every chunk, then back-propagate the kept graphs and encode the others again.
+    """The passes over the towers: encode all chunks, back-propagate the kept graphs, encode the other chunks again.
 
-    Gradients of a tower add up in the order of its chunks, whichever graphs are kept.
+    A tower's gradients accumulate in the order of its chunks. This order does not depend on which graphs are kept.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class _Passes:
         return bool(self._repeated_passes)
 
     def _passes_with_both_towers(self, coalesce: bool) -> set[_Pass]:
-        """Return the passes over one tower in which the other takes part, with one blank row and a gradient of zero.
+        """Return the passes over one tower that include the other tower, with one blank row and a gradient of zero.
 
         DeepSpeed overwrites the last step's gradients in a step's first backward pass (stage 3, offload) and copies the
         sums to the host in its last one (offload), but only for parameters that take part in that pass.
@@ -215,7 +215,7 @@ class _Passes:
         return {first} if self._engine.zero_optimization_stage() == 3 else set()
 
     def embed(self) -> dict[Tower, Tensor]:
-        """Return the features, (b, D) per tower, without gradients, in the order of the chunks, where they are kept."""
+        """Encode every chunk; return the features, (b, D) per tower, in the order of the chunks."""
         features: dict[Tower, Tensor] = {}
         for towers in self._forward_order:
             for index, inputs in enumerate(self._inputs(towers, again=False)):
@@ -228,22 +228,23 @@ class _Passes:
         return features
 
     def back_propagate(self, cached: _Cached, sums: "_GradientSums | None") -> None:
-        """Leave in the engine the parameters' gradients that follow from the cached ones of features and scalars.
+        """Back-propagate the cached gradients of features and scalars; leave the parameters' gradients in the engine.
 
-        sums: sums of gradients that DeepSpeed does not reduce before the last chunk; None if it reduces each chunk's.
+        sums: sums of gradients, if DeepSpeed reduces them after the last chunk only. None: it reduces each chunk's
+        gradients.
         """
         if not self._trained:
             self._backward(self._engine(None, None), {}, cached.scalars)
             return
         for this_pass, outputs in self._outputs():
             is_last = this_pass == self._backward_order[-1]
-            # Times zero, not left out: ZeRO expects the same parameters to take part in every backward pass.
+            # The gradient is multiplied by zero, not left out: ZeRO expects the same parameters in every backward pass.
             scalars = cached.scalars if is_last else [0 * gradient for gradient in cached.scalars]
             gradients = {
                 tower: cached.features[tower][self._rows(tower, this_pass.chunk)] for tower in this_pass.towers
             }
             self._backward(outputs, gradients, scalars, is_last=is_last)
-            del outputs  # frees what is left of their graph before the next one
+            del outputs  # frees the rest of their graph before the next one is built
             if sums is not None:
                 sums.add()
         if sums is not None:
@@ -259,11 +260,11 @@ class _Passes:
                 yield this_pass, self._forward(this_pass, inputs, with_graph=True)
 
     def _resumed(self, graph: _Graph) -> _Outputs:
-        """Return the graph's outputs, and put DeepSpeed's counts into the state after the graph's own forward pass.
+        """Return the graph's outputs; restore DeepSpeed's counts to their values after the graph's own forward pass.
 
-        DeepSpeed resets the state of a backward pass, such as the count of those before it, in every forward pass.
-        ZeRO-3 counts in every module, for its last forward pass only, the gradients to wait for before it frees the
-        module's parameters.
+        Every forward pass resets DeepSpeed's state of the backward pass, such as the number of earlier backward passes.
+        For each module ZeRO-3 counts the gradients to wait for before it frees the module's parameters. It keeps the
+        count of the last forward pass only.
         """
         if isinstance(self._engine.optimizer, ZeROOptimizer):
             self._engine.optimizer.clear_backward_seen_flag()
@@ -279,7 +280,7 @@ class _Passes:
         *,
         is_last: bool = True,
     ) -> None:
-        """Back-propagate a scalar whose gradient in the model's outputs is the cached gradient."""
+        """Back-propagate a scalar whose gradient with respect to the model's outputs is the cached gradient."""
         features, scalars = outputs[: len(Tower)], outputs[len(Tower) :]
         surrogate = torch.zeros((), device=self._engine.device)
         for tower in Tower:
@@ -306,8 +307,8 @@ class _Passes:
     def _forward(self, this_pass: _Pass, inputs: Sequence[Tensor], *, with_graph: bool) -> _Outputs:
         """Encode chunks with their random numbers.
 
-        The model runs the image tower first and then calls `before_text`, so each tower draws the same numbers with
-        and without the other. Blank rows do not change running statistics.
+        The model runs the image tower first and then calls `before_text`. So a tower draws the same numbers whether or
+        not the other tower runs in this pass. Blank rows do not change running statistics.
         """
         model: DualEncoder = self._engine.module
         self._random_state.reseed(this_pass.towers[0], this_pass.chunk)
@@ -323,7 +324,7 @@ class _Passes:
             with torch.set_grad_enabled(with_graph), _restored(unchanged):
                 return self._engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT), pieces)
         finally:
-            model.before_text = None  # an evaluation draws its own numbers
+            model.before_text = None  # evaluations do not reseed
 
     def _store(self, features: dict[Tower, Tensor], tower: Tower, index: int, chunk: Tensor | None) -> None:
         assert chunk is not None, "the model returns features of every input"
@@ -352,9 +353,9 @@ def _forward_order(chunks: Sequence[int], is_trained: Sequence[bool]) -> list[tu
 
 @contextmanager
 def statistics_undone_on_failure(model: DualEncoder) -> Iterator[None]:
-    """Give the model's running statistics their values back if the body of the `with` statement, a step, raises.
+    """Restore the model's running statistics if the body of the `with` statement, a step, raises.
 
-    The forward passes change them before a step is known to be good.
+    Forward passes change them before the step has succeeded.
     """
     with _restored(_running_statistics(model), only_on_failure=True):
         yield
@@ -366,7 +367,7 @@ def _running_statistics(model: DualEncoder) -> list[Tensor]:
 
 @contextmanager
 def _restored(statistics: list[Tensor], *, only_on_failure: bool = False) -> Iterator[None]:
-    """Give running statistics the values back that they had before the body of the `with` statement.
+    """Restore running statistics to their values before the body of the `with` statement.
 
     only_on_failure: do so only if the body raises.
     """
@@ -378,7 +379,7 @@ def _restored(statistics: list[Tensor], *, only_on_failure: bool = False) -> Ite
     finally:
         if failed or not only_on_failure:
             for values, kept in zip(statistics, before, strict=True):
-                values.data.copy_(kept)  # data, because graphs that are kept hold them, and nothing reads them there
+                values.data.copy_(kept)  # through .data, because kept graphs refer to them but never read them
 
 
 def _gradients_to_come(model: DualEncoder) -> dict[nn.Module, int]:
@@ -387,12 +388,14 @@ def _gradients_to_come(model: DualEncoder) -> dict[nn.Module, int]:
 
 
 class _GradientSums:
-    """Sums of parameter gradients over chunks in a wider dtype. Autograd adds gradients up in the parameters' own
-    dtype; in bfloat16 a chunk's gradient is lost beside a sum that is 2^8 times as large.
+    """Sums of parameter gradients over chunks in a wider dtype.
 
-    Between chunks the parameters have no gradients, so that autograd hands over its tensors and need not add to zeros.
-    A parameter partitioned by ZeRO-3 accepts no gradient but the tensor that autograd made. So there it keeps that
-    tensor, which is set to zero.
+    Autograd accumulates gradients in the parameters' own dtype. In bfloat16 a chunk's gradient is lost if the sum is
+    2^8 times as large.
+
+    Between chunks `parameter.grad` is None, so autograd stores its tensor there and adds nothing. A parameter that
+    ZeRO-3 has partitioned accepts no other tensor as gradient than the one that autograd made. There the tensor stays
+    and is set to zero.
     """
 
     def __init__(self, model: DualEncoder, dtype: torch.dtype) -> None:
@@ -416,7 +419,7 @@ class _GradientSums:
                 parameter.grad = None
 
     def write_back(self) -> None:
-        """Give the parameters the rounded sums as gradients."""
+        """Set the parameters' gradients to the rounded sums."""
         while self._sums:
             parameter, total = self._sums.popitem()
             if self._partitioned:
@@ -435,12 +438,12 @@ def _loss_and_gradients(
     step: int,
     check_loss: Callable[[], None],
 ) -> tuple[Tensor, _Cached]:
-    """Evaluate the loss on `device`; empty `features`, so that only their gradients are held, on the same devices.
+    """Evaluate the loss and its gradients on `device`. Empty `features`, so that their memory is freed.
 
     All gradients are NaN if the loss is not finite.
 
-    features, and the gradients that are returned: in the order of the chunks, which `orders` describes as
-    `StepBatch.order` does. The loss gets the rows in the order of the batch.
+    Features and returned gradients are in the order of the chunks and on the same devices. `orders` has
+    `StepBatch.order` of each tower. The loss receives the rows in the order of the batch.
     """
     kept_on = {tower: embeddings.device for tower, embeddings in features.items()}
     leaves = {tower: _batch_order(features.pop(tower).to(device), orders[tower]).requires_grad_() for tower in Tower}
@@ -465,17 +468,17 @@ def _loss_and_gradients(
 
 
 def _batch_order(rows: Tensor, order: Tensor | None) -> Tensor:
-    """Return rows that are in the order of the chunks, in the order of the batch."""
+    """Reorder rows from the order of the chunks to the order of the batch."""
     return rows if order is None else rows.index_select(0, _beside(rows, order.argsort()))
 
 
 def _chunk_order(rows: Tensor, order: Tensor | None) -> Tensor:
-    """Return rows that are in the order of the batch, in the order of the chunks."""
+    """Reorder rows from the order of the batch to the order of the chunks."""
     return rows if order is None else rows.index_select(0, _beside(rows, order))
 
 
 def _beside(rows: Tensor, index: Tensor) -> Tensor:
-    """Return an index in host memory on the device of `rows`. The host does not wait for the device."""
+    """Copy an index from host memory to the device of `rows`. The host does not wait for the copy."""
     return index if rows.device.type == "cpu" else index.pin_memory().to(rows.device, non_blocking=True)
 
 

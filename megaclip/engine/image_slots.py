@@ -12,14 +12,14 @@ from megaclip.errors import ConfigError, first_line
 from megaclip.planner.memory import format_bytes
 
 WINDOW = 3
-"""Slots where no images are kept: one is used, one is copied to the device, and one is filled."""
+"""Number of slots if no images are kept: one is used, one is copied to the device, and one is filled."""
 
 
 class ImageSlots:
-    """S slots in memory or in a file until `close`: `tensor`, (S, ...) uint8. All ranks make theirs together."""
+    """S slots in memory or in a file until `close`: `tensor`, (S, ...) uint8. All ranks construct it together."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, folder: Path | None) -> None:
-        """Reserve the slots. Raises ConfigError, on every rank, if one of them cannot.
+        """Reserve the slots. Raises ConfigError, on every rank, if any rank cannot reserve them.
 
         Args:
             shape: shape of `tensor`.
@@ -33,14 +33,14 @@ class ImageSlots:
             except (OSError, RuntimeError) as problem:
                 size, where = format_bytes(torch.Size(shape).numel()), folder or "page-locked memory"
                 raise ConfigError(
-                    f"data offload: cannot reserve {size} in {where}: {first_line(problem)}; free space there, name "
-                    "another folder by --data-offload-dir, or set another megaclip.data_offload"
+                    f"data offload: cannot reserve {size} in {where}: {first_line(problem)}; free space there, specify "
+                    "another folder with --data-offload-dir, or change megaclip.data_offload"
                 ) from None
 
     def _in_file(self, shape: tuple[int, ...], folder: Path) -> torch.Tensor:
         size = torch.Size(shape).numel()
         with tempfile.TemporaryFile(dir=folder) as file:  # unlinked, so the system deletes it with the process
-            os.posix_fallocate(file.fileno(), 0, size)  # fails here if the disk is full, not by a signal in a step
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, not by a signal during a step
             return _tensor_in(mmap.mmap(file.fileno(), size)).view(shape)
 
     def _in_memory(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

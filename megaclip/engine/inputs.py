@@ -3,9 +3,9 @@
 These checks run before the process group exists. Every rank raises the same error, and no rank waits for another.
 
 Weights depend on the tokenizer and the image preprocessing that they were trained with. So a model card supplies the
-settings that no flag sets: the card beside --pretrained or, if there is none, the card of --model. For the pixels a
-card beside --pretrained-image comes first, for the tokenizer one beside --pretrained-text. If a flag contradicts the
-card, the flag is used, with a warning.
+settings that no flag sets. It is the card beside --pretrained or, if there is none, the card of --model. A card beside
+--pretrained-image takes precedence for image preprocessing, a card beside --pretrained-text for the tokenizer. If a
+flag contradicts the card, the flag is used, with a warning.
 """
 
 import json
@@ -129,7 +129,7 @@ def model_preprocessing(model: str, tokenizer: str | None) -> tuple[Tokenizer, d
 
 
 def _transform(card: ModelCard | None, **settings: Any) -> ImageTransform:
-    """Return the transform. If a setting is not supported, raise an error that names the card it may come from."""
+    """Return the transform. The error for a setting that is not supported names the model card, if there is one."""
     try:
         return ImageTransform(**settings)
     except ConfigError as error:
@@ -140,7 +140,7 @@ def _transform(card: ModelCard | None, **settings: Any) -> ImageTransform:
 
 
 def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_config: ModelDescription) -> None:
-    """Raise if the command line, ds_config.json and the model contradict each other."""
+    """Raise ConfigError if the command line, ds_config.json and the model contradict each other."""
     if section.loss == "siglip" and model_config.init_logit_bias is None:
         raise ConfigError(
             f'--model {arguments.model} has no init_logit_bias, which megaclip.loss "siglip" requires; add '
@@ -162,7 +162,7 @@ def _check_settings(arguments: TrainArguments, section: MegaclipSection, model_c
 
 
 def _check_data_offload_dir(arguments: TrainArguments, section: MegaclipSection) -> None:
-    """Raise for a --data-offload-dir that has no effect or does not exist."""
+    """Raise ConfigError if --data-offload-dir has no effect or does not exist."""
     if arguments.data_offload_dir is None:
         return
     if section.data_offload in ("cpu", "reread"):
@@ -175,7 +175,7 @@ def _check_data_offload_dir(arguments: TrainArguments, section: MegaclipSection)
 
 
 def _check_locks(arguments: TrainArguments, model_config: ModelConfig) -> None:
-    """Raise for a lock that locks nothing; warn if both towers are locked entirely."""
+    """Raise ConfigError for a lock that locks nothing; warn if both towers are locked entirely."""
     image, text = arguments.lock_image_unlocked_groups, arguments.lock_text_unlocked_layers
     for flag, unlocked, tower in (
         ("--lock-image-unlocked-groups", image, model_config.vision_cfg),
@@ -195,7 +195,7 @@ def _check_locks(arguments: TrainArguments, model_config: ModelConfig) -> None:
 
 
 def _check_open_clip_settings(arguments: TrainArguments, section: MegaclipSection) -> None:
-    """Raise for settings that require MegaCLIP's own towers, if open_clip's modules run the model."""
+    """Raise ConfigError for settings that require MegaCLIP's own towers, if open_clip's modules run the model."""
     settings: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
         ("tensor_parallel_size", section.tensor_parallel_size, (1,)),
         ("layer_norm", section.layer_norm, ("torch",)),
@@ -210,7 +210,7 @@ def _check_open_clip_settings(arguments: TrainArguments, section: MegaclipSectio
 
 
 def _check_cut(arguments: TrainArguments, section: MegaclipSection, model_config: ModelDescription) -> None:
-    """Raise if the captions of a text tower whose features depend on the padding are to be cut."""
+    """Raise ConfigError if captions are to be cut and the features of the text tower depend on the padding."""
     reason = reason_not_to_cut(model_config.text_cfg)
     if section.cut_captions is True and reason is not None:
         raise ConfigError(
@@ -220,7 +220,7 @@ def _check_cut(arguments: TrainArguments, section: MegaclipSection, model_config
 
 
 def _check_that_weights_exist(arguments: TrainArguments) -> None:
-    """Raise for names of models and weights that open_clip would download, and for missing weights."""
+    """Raise ConfigError for names of models and weights that open_clip would download, and for missing weights."""
     for prefix in ("local-dir:", "hf-hub:"):
         if arguments.model.startswith(prefix):
             raise ConfigError(
@@ -248,7 +248,7 @@ def _find_model_card(arguments: TrainArguments, towers: Towers) -> ModelCard | N
 
 
 def _tower_card(model: str, config: ModelDescription, path: str | None, section: str) -> ModelCard | None:
-    """Return the model card beside the weights of one tower, or None; warn if its tower computes other features.
+    """Return the model card beside the weights of one tower, or None. Warn if its tower computes different features.
 
     section: "vision_cfg" or "text_cfg".
     """
@@ -261,13 +261,13 @@ def _tower_card(model: str, config: ModelDescription, path: str | None, section:
 
 
 def _directory(weights: str) -> Path:
-    """Return the directory of weights, which are a file or a directory."""
+    """Return the directory that contains the weights. weights: a file, or that directory."""
     path = Path(weights)
     return path.parent if path.is_file() else path
 
 
 def _warn_of_unused_weights(arguments: TrainArguments) -> None:
-    """Warn if --model is a directory with weights, which only --pretrained would load."""
+    """Warn if --model is a directory with weights, because only --pretrained loads weights."""
     named = (arguments.pretrained, arguments.pretrained_image, arguments.pretrained_text, arguments.resume)
     directory = _card_directory(arguments.model)
     if directory is not None and not any(named) and holds_weights(directory):
@@ -287,7 +287,7 @@ def _card_directory(model: str) -> Path | None:
 
 
 def _model_config(model: str, card: ModelCard | None, towers: Towers) -> ModelDescription:
-    """Return the description that --model names; warn if the model of the weights' card computes other features."""
+    """Return the description that --model names. Warn if the card of the weights describes different features."""
     own = _card_directory(model)
     if card is not None and own is not None and own.resolve() == card.directory.resolve():
         return card.config
@@ -298,7 +298,7 @@ def _model_config(model: str, card: ModelCard | None, towers: Towers) -> ModelDe
 
 
 def _warn_of_other_features(model: str, config: ModelDescription, card: ModelCard, sections: list[str]) -> None:
-    """Warn of settings without shape in which --model and the model of the weights' card differ."""
+    """Warn of each setting in `_SETTINGS_WITHOUT_SHAPE` that differs between --model and the card of the weights."""
     ours, theirs = config.model_dump(), card.config.model_dump()
     settings = [("quick_gelu", ours["quick_gelu"], theirs["quick_gelu"])]
     for section in sections:
@@ -317,7 +317,7 @@ def _warn_of_other_features(model: str, config: ModelDescription, card: ModelCar
 
 
 def _preprocess(arguments: TrainArguments, card: ModelCard | None) -> dict[str, Any]:
-    """Return mean, std, interpolation and resize_mode: each from its flag, else from the card, else OpenAI's."""
+    """Return mean, std, interpolation and resize_mode: each from its flag, else the card, else OpenAI's CLIP."""
     chosen = dict(OPENAI_PREPROCESS if card is None else card.pixel_settings)
     for name, own in chosen.items():
         given = getattr(arguments, f"image_{name}")

@@ -1,11 +1,11 @@
 """End a rank when its launcher is gone.
 
-Nobody waits for such a rank: the command has returned, with exit code 0 if it is `deepspeed` and its `launch.py` was
-killed. The rank would train on, hold its GPU, and nobody would end it if another rank died. It therefore sends itself
-SIGTERM. If it trains, all ranks save after the step (`megaclip.engine.stop`), else it ends at once.
+The command has returned by then, with exit code 0 if it is `deepspeed` and its `launch.py` was killed. The rank would
+keep training and occupy its GPU, and no process would end it if another rank died. It therefore sends itself SIGTERM.
+During training all ranks save after the step (`megaclip.engine.stop`). At other times the rank ends at once.
 
-On one host, `launch.py` does not notice that `deepspeed`, which has started it, was ended. Its ranks then send
-themselves SIGUSR1, which has no effect on ranks that are saving already, as after Ctrl-C in a terminal.
+On one host, `launch.py` does not notice the end of `deepspeed`, which has started it. Its ranks then send themselves
+SIGUSR1. This signal has no effect on ranks that are already saving, as after Ctrl-C in a terminal.
 """
 
 import os
@@ -28,7 +28,7 @@ _POLL_S = 1.0
 def end_with_launcher() -> None:
     """Start a thread that sends this process SIGTERM when its launcher, its first parent, has ended.
 
-    It has no effect without a launcher: a rank that a shell has started may outlive the shell.
+    It does nothing without a launcher: a rank that a shell has started may continue after the shell ends.
     """
     if ranks_of_this_node() is not None:
         process, parent = megaclip.PROCESS_AND_PARENT
@@ -37,7 +37,7 @@ def end_with_launcher() -> None:
 
 
 def _command_of(launcher: int) -> int | None:
-    """Return the process `deepspeed` that has started the launcher on this host, or None if something else has."""
+    """Return the process `deepspeed` that has started the launcher on this host, or None if another program has."""
     try:
         parent = psutil.Process(launcher).parent()
         words = parent.cmdline()[:3] if parent is not None else []
@@ -49,7 +49,7 @@ def _command_of(launcher: int) -> int | None:
 
 def _watch(launcher: int, command: int | None) -> None:
     while os.getppid() == launcher:
-        if command is not None and _parent_of(launcher) not in (command, None):  # None: the launcher has just ended
+        if command is not None and _parent_of(launcher) not in (command, None):  # None if the launcher has just ended
             logger.warning("`deepspeed`, process %d, has ended; this rank saves, if it trains, and ends", command)
             os.kill(os.getpid(), signal.SIGUSR1)
             command = None

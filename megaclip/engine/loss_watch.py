@@ -1,7 +1,7 @@
-"""Steps that go wrong: updates that are not finite, and losses far above their running level.
+"""Handle updates that are not finite, and report losses far above their running level.
 
-`SkippedSteps` decides what a run does after a `NonFiniteError`. The error is raised on every rank of the same step,
-before anything was updated, so all ranks decide alike. `LossLevel` reports loss spikes; it changes nothing.
+`SkippedSteps` decides what a run does after a `NonFiniteError`. Every rank raises this error in the same step, before
+anything was updated, so all ranks make the same decision. `LossLevel` reports loss spikes; it changes nothing.
 """
 
 import math
@@ -15,13 +15,13 @@ from megaclip.logging import get_logger
 logger = get_logger(__name__)
 
 _WINDOW = 100
-"""Number of recent losses that give the running level."""
+"""Number of recent losses from which the running level is calculated."""
 _FEWEST = 20
-"""Number of losses before which no spike is reported."""
+"""Minimum number of losses before a spike is reported."""
 _SPIKE = 10.0
-"""Distance of a spike from the level, in standard deviations."""
+"""Minimum distance of a spike from the level, in standard deviations."""
 _SMALLEST_SPREAD = 0.01
-"""Smallest standard deviation that counts, as a share of the level. Rounding is not a spike."""
+"""Lower bound of the standard deviation, as a share of the level, so that rounding does not count as a spike."""
 
 
 class SkippedSteps:
@@ -42,9 +42,9 @@ class SkippedSteps:
             row = f" (after {self._limit} skipped steps in a row, the limit of --on-nonfinite)" if self._limit else ""
             cure = "" if self._limit else ", or add --on-nonfinite skip"
             raise NonFiniteError(
-                f"{error}{row}; resuming with the same settings repeats it: set a lower optimizer.params.lr, a longer "
-                "--warmup or a smaller gradient_clipping and resume from an earlier checkpoint "
-                f"(--resume RUN/checkpoints/step_N){cure}"
+                f"{error}{row}; resuming with the same settings repeats this; set a lower optimizer.params.lr, a "
+                "longer --warmup or a smaller gradient_clipping, and resume from an earlier checkpoint (--resume "
+                f"RUN/checkpoints/step_N){cure}"
             ) from error
         self._in_a_row += 1
         self.total += 1
@@ -56,14 +56,14 @@ class SkippedSteps:
 
 
 class LossLevel:
-    """The running level of the loss: the median of the last `_WINDOW` finite losses, and their spread around it."""
+    """The running level of the loss: median and spread of the last `_WINDOW` finite losses."""
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._in_spike = False
 
     def spike(self, step: int, loss: float) -> float | None:
-        """Return how far the loss is above its level in standard deviations if that is a spike, else None.
+        """Return the distance of the loss above its level in standard deviations if the loss is a spike, else None.
 
         A spike is a finite loss more than `_SPIKE` standard deviations above the level. Its first step is logged.
         """

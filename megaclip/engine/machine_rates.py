@@ -1,5 +1,4 @@
-"""Measure this machine's rates for the planner, in half a minute: products, attention, memory, the loss, copies, links,
-disk.
+"""Measure this machine's rates for the planner: products, attention, memory, loss, copies, links and disk.
 
 `megaclip plan --calibrate` runs it on one rank, or on all ranks of a launcher to measure the links too. On a CPU it
 measures in float32 and at smaller sizes.
@@ -35,9 +34,9 @@ _WRITTEN_BYTES = 2**29
 
 
 def measure_rates(model_config: ModelConfig, micro_batch: int, folder: Path) -> dict[str, float]:
-    """Return rates by their names in `planner.Rates`: all except the network's and, on one rank, the link's.
+    """Return rates by their names in `planner.Rates`: all except the network rate and, on one rank, the link rate.
 
-    Every rank calls it and gets its own figures; that of the link is the slowest rank's.
+    Every rank calls it and receives its own rates. The link rate is that of the slowest rank.
 
     Args:
         model_config: the model whose image tower has the sizes to time.
@@ -75,7 +74,7 @@ def _product(device: torch.device, dtype: torch.dtype, side: int) -> float:
 
 
 def _attention(tower: Tower, samples: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations of the planner's formula over the time of one layer's attention, forward and backward."""
+    """Return the operations per second of attention in one layer, forward and backward, by the planner's formula."""
     shape = (samples, int(tower.tokens), tower.heads, tower.width // tower.heads)
     query, key, value = (torch.randn(shape, device=device).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3))
     gradient = torch.ones_like(query)
@@ -88,7 +87,7 @@ def _attention(tower: Tower, samples: int, device: torch.device, dtype: torch.dt
 
 
 def _memory(tower: Tower, samples: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the bytes over the time of a norm, GELU and a residual sum over the tokens, forward and backward."""
+    """Return the bytes per second of a layer norm, GELU and a residual sum over the tokens, forward and backward."""
     x = torch.randn(samples, int(tower.tokens), tower.width, device=device).to(dtype).requires_grad_()
     gradient = torch.ones_like(x)
     taken = _median_seconds(lambda: torch.autograd.grad(x + F.gelu(F.layer_norm(x, x.shape[2:])), x, gradient))
@@ -126,7 +125,7 @@ def _disk(folder: Path, size: int) -> float:
 
 
 def _decoding(size: int) -> float:
-    """Return the JPEG pictures of twice the size that this process decodes and crops per second."""
+    """Return the number of JPEG images, of twice the model's size, that this process decodes and crops per second."""
     generator = np.random.default_rng(0)
     coarse = generator.integers(0, 256, (size // 4, size // 4, 3), dtype=np.uint8)
     encoded = io.BytesIO()

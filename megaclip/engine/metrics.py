@@ -1,9 +1,9 @@
 """Report the progress of a run: progress bar, log lines, TensorBoard scalars and pictures.
 
 Only the first rank reports; on the other ranks `Metrics` writes nothing. On a terminal the progress bar shows the
-figures. Otherwise log lines do: one for the first step, then one every --log-every-n-steps steps, and at least one per
-minute when steps are long. DeepSpeed's monitors (wandb, comet, csv) receive the same scalars if ds_config.json enables
-them.
+figures. Otherwise log lines show them: one for the first step, then one every --log-every-n-steps steps. When steps are
+long, there is at least one line per minute. DeepSpeed's monitors (wandb, comet, csv) receive the same scalars if
+ds_config.json enables them.
 """
 
 import logging as standard_logging
@@ -33,7 +33,7 @@ T = TypeVar("T")
 LONGEST_LOG_INTERVAL_S = 60.0
 """A step that ends this many seconds after the last logged step is logged too."""
 _TIMED_STEPS = 50
-"""Number of recent steps whose mean duration gives the samples per second and the time left."""
+"""Number of recent steps from whose mean duration the samples per second and the remaining time are calculated."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StepMetrics:
     tokens_per_caption: float | None = None
     """Mean number of tokens of this rank's captions before padding. None: captions are not cut."""
     text_positions_saved: float = 0.0
-    """Share of this rank's token positions that cutting the captions saves the text tower."""
+    """Share of this rank's token positions that the text tower does not process because captions are cut."""
     skipped_steps: int = 0
     """Number of steps since the process started whose update was left out because it was not finite."""
     loss_spike: float | None = None
@@ -63,7 +63,7 @@ def peak_memory_mib() -> float:
 
 
 class Metrics:
-    """Context manager around the steps of a run, which reports each step, evaluation and checkpoint."""
+    """Context manager around the steps of a run that reports each step, evaluation and checkpoint."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Metrics:
         self._log_every = log_every
         self._total_steps = total_steps
         self._curves = Curves(folder / "tensorboard", start_step, monitor) if first_rank else None
-        """None on the ranks that do not report."""
+        """None on ranks that do not report."""
         self._shows_bar = first_rank and sys.stderr.isatty()
         self._bar = tqdm(
             total=total_steps, initial=start_step, unit="step", disable=not self._shows_bar, dynamic_ncols=True
@@ -178,7 +178,7 @@ class Metrics:
             scores: scalars by name.
             pictures: (3, H, W) uint8 by name.
             left_out: number of bad samples that the evaluation left out, by kind.
-            of_average: the weights were their moving average.
+            of_average: whether the moving average of the weights was evaluated.
         """
         if self._curves is None:
             return
@@ -200,7 +200,7 @@ class Metrics:
             logger.warning("bad samples replaced until step %d: %s", step, _listed(counts))
         self._bad_samples = total
         self._curves.write(step, {"train/bad_samples": total})
-        self._curves.flush()  # this follows a checkpoint, and a run that resumes from it needs the history before it
+        self._curves.flush()  # a checkpoint was just written, and a run that resumes from it needs the curves up to it
 
 
 def _listed(counts: dict[str, int]) -> str:

@@ -1,7 +1,7 @@
-"""timm's optimizers, the learning rate, and the update that refuses non-finite gradients.
+"""Build timm's optimizers, set the learning rate, and take updates, which refuse non-finite gradients.
 
-A refused update leaves parameters, optimizer states and gradients as if its step had not begun: DeepSpeed then takes
-the path of a float16 overflow, which discards the gradients.
+A refused update changes no parameter and no optimizer state. DeepSpeed then takes the path of a float16 overflow, which
+discards the gradients.
 
 DeepSpeed builds most optimizers from ds_config.json; Lion and LAMB are timm's. `megaclip.engine.parameter_groups` forms
 the groups that they update.
@@ -27,7 +27,7 @@ from megaclip.open_clip_package import import_torchvision
 
 
 def timm_optimizer(settings: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return timm's optimizer `settings.type` over `groups`. Parameters that are left out have timm's defaults.
+    """Return timm's optimizer `settings.type` over `groups`. Settings that are not given have timm's defaults.
 
     Raises:
         ConfigError: timm is not installed.
@@ -49,7 +49,7 @@ def timm_optimizer(settings: Optimizer, groups: list[dict[str, Any]]) -> torch.o
 def set_learning_rate(engine: DeepSpeedEngine, learning_rate: float) -> None:
     """Set the learning rate of every parameter group for the next update.
 
-    learning_rate: that of groups with the factor 1 (`parameter_groups`).
+    learning_rate: learning rate of groups with the factor 1 (`parameter_groups`).
     """
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate * group[LR_SCALE]
@@ -58,9 +58,10 @@ def set_learning_rate(engine: DeepSpeedEngine, learning_rate: float) -> None:
 def guard_gradients(engine: DeepSpeedEngine) -> None:
     """Make the optimizer refuse an update whose global gradient norm is infinite or NaN.
 
-    DeepSpeed 0.19 does so at ZeRO-3 and in float32. In bf16 at ZeRO-1 and 2 it does so only together with a check of
-    every gradient alone (bf16.check_grad_overflow). Here it checks the norm, and the other check only if requested.
-    Other versions of DeepSpeed may take such a step, so a hook ends the run before the optimizer does.
+    DeepSpeed 0.19 refuses it at ZeRO-3 and in float32. In bf16 at ZeRO-1 and 2 DeepSpeed refuses it only if it also
+    checks every gradient alone (bf16.check_grad_overflow). With this function it checks the norm, and every gradient
+    only if requested. Other versions of DeepSpeed may take such a step, so a hook raises an error before the
+    optimizer's step.
     """
     optimizer = engine.optimizer
     if getattr(optimizer, "check_grad_overflow", None) is False:
@@ -80,8 +81,8 @@ def step_without_history(engine: DeepSpeedEngine) -> None:
     """Make an update of DeepSpeed's Adam on the CPU depend on its arguments only, so that resuming keeps every bit.
 
     The compiled optimizer keeps beta ** step and multiplies it by beta in each step. After a restart it computes the
-    power at once, which rounds differently in float32. An update of no elements with step number 0 makes it compute the
-    power at once in every step. The CUDA kernels and PyTorch's optimizers always do.
+    power directly, which rounds differently in float32. An update of no elements with step number 0 makes it compute
+    the power directly in every step. The CUDA kernels and PyTorch's optimizers always compute it directly.
     """
     optimizer = engine.basic_optimizer
     empty = torch.empty(0)
@@ -105,15 +106,15 @@ def step_without_history(engine: DeepSpeedEngine) -> None:
 def update(engine: DeepSpeedEngine, step: int | None = None, loss: Tensor | None = None) -> float:
     """Take the optimizer step at the end of an accumulation and return the gradient's global norm before clipping.
 
-    step: number of steps before this one, for the error. None: as DeepSpeed counts them. loss: (), named in the error
-    if it is the reason.
+    step: number of earlier steps, for the error message. None: DeepSpeed's count. loss: (), reported in the error
+    message if it is not finite.
 
     Raises:
         NonFiniteError: the norm is infinite or NaN (raised on every rank; no parameter and no optimizer state has
             changed, and the gradients are discarded).
     """
     step = engine.global_steps if step is None else step
-    if engine.optimizer is engine.basic_optimizer:  # ZeRO-0, where it has no norm of its own
+    if engine.optimizer is engine.basic_optimizer:  # ZeRO-0, where DeepSpeed computes no norm
         engine._global_grad_norm = _gradient_norm(engine.module)
         if not math.isfinite(norm := float(engine._global_grad_norm)):
             engine.zero_grad()

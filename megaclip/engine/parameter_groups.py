@@ -1,11 +1,11 @@
 """Parameter groups of the optimizer: weight decay, and the learning rates of towers and layers.
 
-By default there are two groups, with and without weight decay, and one for each scalar of the loss. `logit_scale` and
-`logit_bias` have groups of their own, so that each float32 master is one tensor at every ZeRO stage. The settings
+By default there are two groups, with and without weight decay, and one group for each scalar of the loss. `logit_scale`
+and `logit_bias` have separate groups, so that each float32 master is one tensor at every ZeRO stage. The settings
 `image_lr`, `image_weight_decay` and `image_layer_decay` of the section "megaclip", and those of the text tower, divide
 the first two groups by tower, or by the layers of a tower (`DualEncoder.layer_groups`).
 
-A group has a factor of the learning rate, so all groups follow the same schedule.
+Each group has a factor of the learning rate, so all groups follow the same schedule.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class _TowerSettings:
 
     @property
     def grouping(self) -> str | None:
-        """Division of the tower's parameters, besides that by weight decay; None if it is not divided off."""
+        """Division of the tower's parameters, besides weight decay. None: the tower has no separate groups."""
         if self.layer_decay is not None:
             return "layers"
         return None if self.lr is None and self.weight_decay is None else "tower"
@@ -55,7 +55,7 @@ class _TowerSettings:
 
 
 def grouping(section: MegaclipSection) -> dict[str, str | None]:
-    """Return the division of each tower's parameters into groups, which a resumed run must repeat, in JSON types."""
+    """Return the division of each tower's parameters in JSON types. A resumed run must have the same."""
     return {tower: _TowerSettings.of(tower, section).grouping for tower in TOWER_PREFIXES}
 
 

@@ -50,8 +50,10 @@ logger = get_logger(__name__)
 _SHARED_MEMORY = Path("/dev/shm")
 
 MEASURED_STEPS = 2
-"""Number of steps of this process after which a run decides whether it keeps more graphs. The optimizer makes its
-states at the end of the first step."""
+"""Number of steps of this process after which a run may decide to keep more graphs.
+
+It is above 1 because the optimizer allocates its states at the end of the first step.
+"""
 
 
 def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
@@ -80,7 +82,7 @@ def plan_run(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
 
 
 def _plan(arguments: TrainArguments, inputs: Inputs) -> tuple[MemoryPlan, Workload, Cluster]:
-    """Return the plan of the run, the workload that all ranks have agreed on, and this machine; log the decisions."""
+    """Return the run's plan, its workload (the same on all ranks) and this machine; log the decisions."""
     requested = workload_of(arguments, inputs, dist.get_world_size())
     folder = Path(arguments.data_offload_dir or arguments.logs)
     cluster = this_machine(dist.get_world_size(), folder, nvme_paths(requested.zero))
@@ -93,11 +95,11 @@ def _plan(arguments: TrainArguments, inputs: Inputs) -> tuple[MemoryPlan, Worklo
 
 
 def _agree(workload: Workload, cluster: Cluster) -> tuple[MemoryPlan, Workload]:
-    """Return a plan with the same decisions on every rank, and the workload with the settings that lead to it.
+    """Return a plan with the same decisions on every rank, and the workload with the settings that result in this plan.
 
     GPUs and hosts may have different amounts of free memory, so that their own plans differ. All ranks then follow the
-    plan that needs the least memory: they recompute if one of them does, keep the fewest graphs, and keep images on
-    disk if one of them does.
+    plan that needs the least memory. They recompute if any rank recomputes, keep the smallest number of graphs, and
+    keep images on disk if any rank does.
 
     Raises:
         ConfigError: on every rank, if selective_recompute cannot be used.
@@ -118,12 +120,12 @@ def _agree(workload: Workload, cluster: Cluster) -> tuple[MemoryPlan, Workload]:
     if any_rank_uses_disk and plan.image_place.name == "cpu":
         workload = workload.with_megaclip(data_offload="disk")
         plan = plan_memory(workload, cluster)
-    # `keep_more_graphs` may keep more later; the plan of a fixed number of graphs has no sizes of further ones.
+    # `keep_more_graphs` may keep more graphs later, and the plan of a fixed number has no sizes of additional ones.
     return replace(plan, graph_bytes=own_graph_bytes), workload
 
 
 def keep_more_graphs(plan: MemoryPlan) -> MemoryPlan:
-    """Return the plan with as many more kept graphs as fit into what the steps so far have left free on every GPU.
+    """Return the plan with as many more kept graphs as fit into the memory that is free on every GPU after some steps.
 
     Every rank calls it, between two steps. Only "auto" keeps more graphs.
     """
@@ -132,7 +134,7 @@ def keep_more_graphs(plan: MemoryPlan) -> MemoryPlan:
         return plan
     free, total = torch.cuda.mem_get_info()
     free -= torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()  # free at the peak
-    # The captions of other steps may be longer, and their kept graphs larger.
+    # Captions of later steps may be longer, and their kept graphs larger.
     longer_captions = plan.workload.kept.text * graph_bytes(plan.workload)[1]
     number = _least(graphs_that_fit(kept, plan.graph_bytes, free - longer_captions - MEASURED_MARGIN * total))
     if number > kept:
@@ -147,7 +149,7 @@ def _least(number: int) -> int:
 
 
 def _reason_for_graphs(plan: MemoryPlan, setting: int | str, cluster: Cluster) -> str:
-    """Return why a step keeps as many graphs as it does. setting: megaclip.keep_graphs."""
+    """Return the reason for the number of kept graphs. setting: megaclip.keep_graphs."""
     if plan.workload.backward_passes == 1:
         return "a step has one backward pass"
     if plan.graph_bytes:
@@ -207,7 +209,7 @@ def _on(plan: MemoryPlan) -> str:
 
 
 def _check_plan(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> None:
-    """Raise ConfigError if the run cannot fit; on CPUs only warn if other programs may free what is missing."""
+    """Raise ConfigError if the run cannot fit. On CPUs only warn if other programs may free enough memory."""
     if not plan.refusals:
         return
     place, images = plan.image_place, plan.cpu.get("step store", 0.0)
@@ -228,9 +230,9 @@ def _check_shared_memory(workload: Workload, ranks: int) -> None:
     needed, free = ranks * loader_bytes(workload), shutil.disk_usage(_SHARED_MEMORY).free
     if needed > free:
         raise ConfigError(
-            f"--workers {workload.workers}: loader processes pass what they read through {_SHARED_MEMORY}, up to "
-            f"{format_bytes(needed)} on this host, and {format_bytes(free)} are free there; {SHARED_MEMORY_ADVICE} "
-            "(or --no-plan)"
+            f"--workers {workload.workers}: loader processes need up to {format_bytes(needed)} of shared memory "
+            f"({_SHARED_MEMORY}) on this host, and {format_bytes(free)} are free; {SHARED_MEMORY_ADVICE} (or "
+            "--no-plan)"
         )
 
 

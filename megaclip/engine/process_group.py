@@ -1,4 +1,4 @@
-"""Start the process group. A run, and every tool that works on several ranks, does this first."""
+"""Start the process group. A run and every tool for several ranks do this first."""
 
 import logging
 import os
@@ -23,12 +23,12 @@ def start_process_group() -> None:
     if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank_from_environment())
     if accelerator.device_name() == "cuda":
-        # DeepSpeed would choose 9.0a on Hopper GPUs, for which its ops do not compile.
+        # DeepSpeed would select 9.0a on Hopper GPUs, and its ops do not compile for 9.0a.
         major, minor = torch.cuda.get_device_capability()
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record the last collectives (`megaclip.engine.stacks`)
     init_distributed()
-    wait_for_all_ranks()  # a rank that exited now would break the connection of a peer that is still connecting
+    wait_for_all_ranks()  # if a rank exited now, a peer that is still connecting would fail
 
 
 def quiet_deepspeed() -> None:

@@ -30,13 +30,13 @@ logger = get_logger(__name__)
 _PARTITIONING = ("world_size", "tensor_parallel_size", "zero_stage", "precision", "zero_layout")
 """Keys of `describe_run` that decide how parameters and optimizer states are partitioned among ranks."""
 _NOT_RECORDED = {"tensor_parallel_size": 1, "parameter_groups": grouping(MegaclipSection.model_validate({}))}
-"""Keys of `describe_run` that older checkpoints do not record, with the only values that there were."""
+"""Keys of `describe_run` that older checkpoints do not record, with the only values that existed then."""
 
 
 def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPlan, total_steps: int) -> dict[str, Any]:
     """Return the properties of a run that every checkpoint stores, in JSON types.
 
-    A resumed run must have the same, except for those in `_PARTITIONING` and, in some cases, `total_steps`.
+    A resumed run must have the same properties, except those in `_PARTITIONING` and, in some cases, `total_steps`.
     """
     zero = inputs.config.for_deepspeed.get("zero_optimization", {})
     return {
@@ -63,19 +63,19 @@ def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPla
 
 
 def _implementation(model: ModelDescription) -> dict[str, str]:
-    """Return the implementation that gives the parameters their names, if it is not MegaCLIP's own."""
+    """Return the implementation whose parameter names the model has, if it is not MegaCLIP's own."""
     return {TOWERS_KEY: "open_clip"} if isinstance(model, OpenClipConfig) else {}
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is when it starts to train."""
+    """Progress of a run when it starts to train."""
 
     step: int
     """Number of optimizer steps taken."""
     samples_consumed: int
     run: str
-    """Identifier that the run's checkpoints record. A resumed run keeps that of its latest checkpoint."""
+    """Identifier that the run's checkpoints record. A resumed run keeps the identifier of its latest checkpoint."""
 
 
 def resume(
@@ -86,7 +86,7 @@ def resume(
     arguments: TrainArguments,
     checkpoints: Path,
 ) -> Progress:
-    """Load the checkpoint that --resume names into `engine` and `loss`, on every rank, after every file was checked.
+    """Check every file of the checkpoint that --resume names, and load it into `engine` and `loss`, on every rank.
 
     Args:
         engine: receives the parameters and the optimizer state.
@@ -96,7 +96,7 @@ def resume(
         checkpoints: the folder of this run's checkpoints, where "auto" searches.
 
     Returns:
-        The progress of the checkpoint, or that of a new run if there is no checkpoint to resume.
+        Progress of the checkpoint, or of a new run if there is no checkpoint to resume.
 
     Raises:
         CheckpointError, DataError: the checkpoint is missing, damaged or of another run (raised on every rank).
@@ -114,8 +114,8 @@ def resume(
             raise
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"{str(found[0] / found[1])!r} has a {search.STATE} with other content than MegaCLIP writes "
-                f"({first_line(error)}); choose another checkpoint"
+                f"{str(found[0] / found[1])!r} has a {search.STATE} that MegaCLIP did not write ({first_line(error)}); "
+                "choose another checkpoint"
             ) from None
         run = _run_after(*found, checkpoints, arguments.resume)
     if _same_partitioning(state, identity):
@@ -123,7 +123,7 @@ def resume(
     else:
         shape = "{world_size} ranks at ZeRO-{zero_stage} in {precision}, tensor-parallel size {tensor_parallel_size}"
         was, now = (shape.format(**properties) for properties in (state, identity))
-        logger.info("dividing a checkpoint of %s among %s", was, now)
+        logger.info("converting a checkpoint of %s to %s", was, now)
         load_resharded(engine, found[0] / found[1])
     with raise_on_all_ranks():
         loss.load(store.read_loss_states(*found))
@@ -146,10 +146,10 @@ def require_own_folder(folder: Path, wanted: str | None) -> None:
 
 
 def _find_checkpoint(wanted: str | None, checkpoints: Path) -> tuple[Path, str] | None:
-    """Return (folder of checkpoints, name of a whole one) for the value of --resume, or None to start at step 0.
+    """Return (folder of checkpoints, name of a whole checkpoint) for the value of --resume, or None to start at step 0.
 
-    "auto" takes the newest whole checkpoint, with a warning for each damaged one that it leaves out. Every rank must
-    call it.
+    "auto" selects the newest whole checkpoint. It warns of each newer checkpoint that is damaged. Every rank must call
+    it.
     """
     if wanted is None:
         return None
@@ -177,7 +177,7 @@ def _newest_whole(folder: Path, tags: list[str]) -> tuple[Path, str] | None:
             return folder, tag
         first_problem = first_problem or f"{tag}: {summary(problems)}"
         if group_rank() == 0:
-            logger.warning("checkpoint %s is damaged, trying the one before it: %s", folder / tag, summary(problems))
+            logger.warning("checkpoint %s is damaged, trying the previous one: %s", folder / tag, summary(problems))
     if not tags:
         return None
     raise CheckpointError(
@@ -188,10 +188,10 @@ def _newest_whole(folder: Path, tags: list[str]) -> tuple[Path, str] | None:
 
 
 def _run_after(folder: Path, tag: str, checkpoints: Path, wanted: str | None) -> str:
-    """Return the identifier of the run that continues checkpoint `tag`.
+    """Return the identifier of a run that resumes from checkpoint `tag`.
 
-    It is a new one if the run leaves the checkpoint's folder, or goes back to an earlier checkpoint than the latest,
-    except one of the same run because of damage. The run then does not delete the checkpoints that are there.
+    The run keeps the checkpoint's identifier if it stays in its folder and the checkpoint is the latest, or the latest
+    that is not damaged. Otherwise the identifier is new, and the run does not delete the checkpoints that exist.
     """
     same_folder, latest = folder.resolve() == checkpoints.resolve(), search.latest_tag(folder)
     own = search.run_of(folder, tag)

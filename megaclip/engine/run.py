@@ -79,8 +79,8 @@ def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
     Args:
         argv: command line, without the name of the program.
         other_ranks_delay_s: delay in seconds before the other ranks log their own errors. A launcher ends all ranks
-            when one exits, so the delay lets the first rank log its error before that. An error that only another rank
-            has is still logged. None: the other ranks log nothing.
+            when one exits, so the delay lets the first rank log its error first. An error that occurs only on another
+            rank is still logged. None: the other ranks log nothing.
     """
     end_with_launcher()
     arguments: TrainArguments | None = None
@@ -97,11 +97,11 @@ def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
         if arguments is not None and arguments.debug_traceback:
             raise
         exit_code = error.exit_code
-    # Skipped after any other exception: the other ranks may be in a collective, and this call would wait for them.
+    # Not called after any other exception: the other ranks may be in a collective, and this call would wait for them.
     if dist.is_initialized():
         dist.destroy_process_group()
     if exit_code == 0 and (completed := os.environ.get("MEGACLIP_COMPLETED_FILE")):
-        Path(completed).write_text("0\n")  # launch/multi_node.sh does not trust an exit code of 0 without it
+        Path(completed).write_text("0\n")  # launch/multi_node.sh accepts exit code 0 only with this file
     return exit_code
 
 
@@ -129,12 +129,12 @@ def train(arguments: TrainArguments) -> int:
         report_peak(run.memory_plan)
         if stop_signal is None:
             return 0
-        wait_for_all_ranks()  # until they have saved and logged: a launcher ends the others when the first one exits
+        wait_for_all_ranks()  # until all have saved and logged: a launcher ends the other ranks when one exits
         return 128 + stop_signal
 
 
 class Run:
-    """One rank's part of a run: the engine, the loss, and how far the training is.
+    """One rank's part of a run: the engine, the loss and the progress of training.
 
     Construct it, then call `resume`, `write_description` and `train_to_end`, on all ranks together.
     """
@@ -198,7 +198,7 @@ class Run:
         """Load the checkpoint that --resume specifies, if any.
 
         Raises:
-            CheckpointError, DataError: on every rank: there is no such checkpoint, or it cannot continue as this run.
+            CheckpointError, DataError: on every rank: the checkpoint does not exist, or this run cannot resume from it.
         """
         progress = resume(self.engine, self.loss, self.identity, arguments=self.arguments, checkpoints=self.checkpoints)
         self.step, self.samples_consumed, self.run_id = progress.step, progress.samples_consumed, progress.run
@@ -246,28 +246,29 @@ class Run:
         return self.folder if wanted == "auto" else locate(Path(wanted))[0].parent
 
     def is_finished(self) -> bool:
-        """Return whether nothing is left to do.
+        """Return whether the run is complete.
 
-        With --resume auto the last evaluation must be done too: the run may have been killed after its last step.
+        With --resume auto the last evaluation must be done too, because the run may have been killed after its last
+        step.
         """
         scored_step = None
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
             scored_step = json.loads(read_text(self._summary))["steps"]
-        scored_step = gather_objects(scored_step)[0]  # the first rank wrote the file; all ranks must decide alike
+        scored_step = gather_objects(scored_step)[0]  # the first rank wrote the file, and all ranks must decide alike
         return self.step >= self.last_step and (self.arguments.resume != "auto" or scored_step == self.step)
 
     def train_to_end(self) -> signal.Signals | None:
         """Train until the last step or until a signal stops the run; return that signal, or None."""
         with report_write_errors():
             if self.rank == 0:
-                self._summary.unlink(missing_ok=True)  # of a shorter run, or of the branch that a run has left
+                self._summary.unlink(missing_ok=True)  # from a shorter run, or from discarded steps
         self._log_batch()
         self.saves.training_starts()
         with StopSignals() as signals, self.watchdog, self._open_metrics() as metrics, self.open_data() as batch:
             try:
                 stop_signal = self._train_steps(batch, metrics, signals)
-            except DataError as error:  # on every rank, and before an update, so the last step is complete
-                stop_signal = signals.received_by_any_rank()  # a launcher that stops a run ends its data workers too
+            except DataError as error:  # raised on every rank before an update, so the last step is complete
+                stop_signal = signals.received_by_any_rank()  # a launcher that stops a run also ends its data workers
                 self._save_before_failing(error)
                 if stop_signal is None:
                     raise
@@ -334,7 +335,7 @@ class Run:
                 return stop_signal
             if self._is_evaluation_due() and not is_last:
                 self._evaluate(metrics)
-        self._evaluate(metrics)  # here, because it may be all that a resumed run has left to do
+        self._evaluate(metrics)  # here, because a resumed run may have only this left to do
         return None
 
     def open_data(self) -> AbstractContextManager[StepStore]:
@@ -365,7 +366,7 @@ class Run:
     def train_step(self, batch: StepStore) -> StepMetrics:
         """Take one optimizer step on all ranks, and advance `batch`, `step` and `samples_consumed`.
 
-        A step whose loss or gradient norm is not finite changes nothing else, if --on-nonfinite allows to skip it.
+        If the loss or the gradient norm is not finite and --on-nonfinite allows skipping, nothing else changes.
 
         Raises:
             DataError, NonFiniteError: on every rank, before the parameters are updated.
@@ -391,7 +392,7 @@ class Run:
         if self.step == self._first_step + MEASURED_STEPS:
             self.memory_plan = keep_more_graphs(self.memory_plan)
             gc.collect()
-            gc.freeze()  # a collection that looks at all objects of the start-up takes tens of milliseconds
+            gc.freeze()  # a garbage collection over all objects from the start-up takes tens of milliseconds
         loss_scale = self.loss.log_scale
         log_scale = self.logit_scale.clamp_() if loss_scale is None else loss_scale
         if updated:
@@ -432,7 +433,7 @@ class Run:
         return self.length.is_due(self.step, self.arguments.eval_every_steps, self.arguments.val_frequency)
 
     def _evaluate(self, metrics: Metrics) -> None:
-        """Evaluate on all ranks, if the command line names evaluation data, and record the scores."""
+        """Evaluate on all ranks and record the scores, if the command line specifies evaluation data."""
         if self.inputs.validation is not None or self.inputs.labelled is not None:
             with self.watchdog.phase("an evaluation"):
                 result, left_out = self._run_evaluation(metrics)
@@ -486,7 +487,7 @@ class Run:
         return group_captions(self.inputs.validation)
 
     def _save(self, *, training_continues: bool) -> None:
-        """Write a checkpoint on all ranks, or with --async-save start to write it if training continues."""
+        """Write a checkpoint on all ranks. With --async-save only start to write it, if training continues."""
         with self.watchdog.phase("a checkpoint"):
             self._write_checkpoint(training_continues)
         self.saved_step = self.step
@@ -495,7 +496,7 @@ class Run:
         progress = {"step": self.step, "samples_consumed": self.samples_consumed}
         state = {**progress, **self.identity, "settings": self._settings()}
         loss_scale = self.loss.log_scale
-        if loss_scale is not None:  # an export reads the model's logit_scale
+        if loss_scale is not None:  # because an export reads the model's logit_scale
             self.logit_scale.write(loss_scale)
             self.average.write_log_scale(loss_scale)
         loss_state = self.loss.checkpoint_state()
@@ -513,8 +514,8 @@ class Run:
     def _save_before_failing(self, error: DataError) -> None:
         """Save the steps since the last checkpoint before `error` ends the run."""
         if self.step > self.saved_step:
-            # Logged before saving: if the disk has failed, saving raises another error, which would hide this one.
-            logger.warning("reading data failed after step %d, saving a checkpoint of it: %s", self.step, error)
+            # Log before saving: if the disk has failed, saving raises another error, which would hide this one.
+            logger.warning("reading data failed after step %d, saving a checkpoint of that step: %s", self.step, error)
             self._save(training_continues=False)
         with self.watchdog.phase("a checkpoint"):
             self.saves.finish()
@@ -523,6 +524,6 @@ class Run:
         """Write metrics.json. `is_finished` reads its number of steps."""
         finite = {name: value for name, value in self.scores.items() if math.isfinite(value)}
         summary = {**finite, "steps": self.step, "bad_samples": self.bad_samples}
-        if metrics.samples_per_s:  # zero if the resumed run had only to evaluate
+        if metrics.samples_per_s:  # zero if the resumed run only had to evaluate
             summary["samples_per_s"] = metrics.samples_per_s
         write_atomically(self._summary, json.dumps(summary, indent=1))

@@ -43,10 +43,10 @@ def run_folder(arguments: TrainArguments) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def report_write_errors(*, has_trained: bool = False) -> Iterator[None]:
-    """Raise errors of the body on all ranks; an OSError becomes an error for users. The body writes on the first rank.
+    """Raise errors of the body on all ranks; convert an OSError to an error for users.
 
-    has_trained: the folder could be written when the run started. So --logs is not refused, as a ConfigError would
-        report: the same command resumes the run when the cause is removed.
+    has_trained: whether the folder could be written when the run started. If so, the error is not a ConfigError,
+    because --logs is valid. The same command resumes the run when the cause is removed.
     """
     with raise_on_all_ranks():
         try:
@@ -54,5 +54,5 @@ def report_write_errors(*, has_trained: bool = False) -> Iterator[None]:
         except OSError as error:
             problem = f"cannot write to the run's folder: {error}"
             if has_trained:
-                raise MegaclipError(f"{problem}; free space or fix permissions, then --resume auto") from error
+                raise MegaclipError(f"{problem}; free space or fix permissions, then use --resume auto") from error
             raise ConfigError(f"{problem}; choose another --logs") from error

@@ -1,22 +1,22 @@
-"""One run per folder: the file `lock.json` in the run's folder names the run that uses it.
+"""Lock a run's folder for one run: the file `lock.json` in the folder names the run that uses it.
 
-The first rank takes the lock before it changes anything in the folder, and holds it until the run ends. The file has
-the host, process and start of its holder, and a number that a thread increases every 5 s. Another run decides by these
-rules whether the holder still exists:
+The first rank takes the lock before it changes anything in the folder, and holds it until the run ends. The file
+contains the host, the process and the start time of its holder, and a number that a thread increases every 5 s. Another
+run decides by these rules whether the holder still exists:
 
-- On the same host: the process exists, and it is the same process (it has the same start time), and it has not exited.
-  A killed holder gives up the lock at once.
-- On another host: the number changes within 30 s. No clocks are compared. A holder that has vanished with its host
-  gives up the lock after these 30 s.
+- On the same host: the process exists, has the same start time, and has not exited. The lock of a killed holder is free
+  at once.
+- On another host: the number changes within 30 s. No clocks are compared. If the holder's host is gone, the lock is
+  free after these 30 s.
 
-A holder that was only frozen (SIGSTOP, a network that was cut) finds a foreign record when it continues. It ends at
-once, without saving, because the other run now owns the folder.
+A holder that was only stopped (SIGSTOP, a lost network connection) finds the record of another run when it continues.
+It ends at once, without saving, because the other run now owns the folder.
 
-Two runs that look at the file at the same moment exclude each other by a lock of the operating system on `.lock.guard`.
-If the file system has no such locks, both may write their record. The one that is overwritten ends within 5 s.
+If two runs read the file at the same moment, an operating-system lock on `.lock.guard` lets only one of them proceed.
+If the file system has no such locks, both may write their record. The run whose record is overwritten ends within 5 s.
 
-Every holder writes to a file of its own, which takes the place of the file before it. A holder that was frozen just
-before a heartbeat therefore cannot overwrite the record of the run that has taken its folder.
+Every holder creates a new file, which replaces the previous one. So a holder that was stopped just before a heartbeat
+cannot overwrite the record of the run that has taken its folder.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class RunLock:
             raise _in_use(self._path.parent, holder)
         with _guarded(self._path.with_name(_GUARD)):
             now = _read(self._path)
-            if now is not None and (holder is None or now["id"] != holder["id"]):  # another run was faster
+            if now is not None and (holder is None or now["id"] != holder["id"]):  # another run took it first
                 raise _in_use(self._path.parent, now)
             self._create()
         self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
@@ -91,7 +91,7 @@ class RunLock:
                 self._path.unlink()
 
     def _create(self) -> None:
-        """Put a file with this process's record in the place of that of an earlier holder."""
+        """Replace an earlier holder's file by one with this process's record."""
         temporary = self._path.with_name(f".{LOCK}.{os.getpid()}.tmp")
         self._file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
@@ -115,12 +115,12 @@ class RunLock:
                 logger.error("%s; this run ends without saving", _in_use(self._path.parent, holder))
                 os._exit(1)
             self._beats += 1
-            with contextlib.suppress(OSError):  # a folder that cannot be written to for a while
+            with contextlib.suppress(OSError):  # the folder cannot be written to at present
                 self._write()
 
 
 def _this_process() -> dict[str, Any]:
-    """Return the facts by which another process finds this one."""
+    """Return the facts by which another process identifies this process."""
     return {
         "host": socket.gethostname(),
         "machine": _machine(),
@@ -150,7 +150,7 @@ def _read(path: Path) -> dict[str, Any] | None:
             record = None
         if isinstance(record, dict) and all(isinstance(record.get(key), kind) for key, kind in expected.items()):
             return record
-        time.sleep(0.1)  # another host may see a record that is half written
+        time.sleep(0.1)  # another host may read an incomplete record
     return None
 
 
@@ -181,7 +181,8 @@ def _start_of(pid: int) -> str:
     try:
         if not Path("/proc/self/stat").exists():
             return str(psutil.Process(pid).create_time())
-        # "PID (NAME) STATE ...": the name may contain anything. The start is field 22, in clock ticks after the boot.
+        # "PID (NAME) STATE ...": the name may contain any character. The start time is field 22, in clock ticks after
+        # boot.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else fields[18]
     except (OSError, psutil.Error):
@@ -198,7 +199,7 @@ def _in_use(folder: Path, holder: dict[str, Any]) -> BusyError:
 
 @contextlib.contextmanager
 def _guarded(path: Path) -> Iterator[None]:
-    """Hold a lock of the operating system on `path`, or none where the file system has none."""
+    """Hold an operating-system lock on `path`, or no lock if the file system does not support locks."""
     lock = FileLock(path, timeout=SILENCE_S, fallback_to_soft=False)
     try:
         lock.acquire()

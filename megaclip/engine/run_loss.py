@@ -1,9 +1,9 @@
-"""The loss of a run, with what it requires besides features: sample ids, the epoch, and an update and state of its own.
+"""The loss of a run, with its inputs other than features (sample ids, the epoch) and its own update and state.
 
-InfoNCE and the sigmoid loss require none of these, so for them most methods here do nothing. The global
-losses (`megaclip.losses.fastclip`) train a temperature tau of their own and do not use the model's `logit_scale`, which
-receives a zero gradient. Before each checkpoint the run writes log(1/tau) into the model's `logit_scale`, so that
-exports have it. For per-sample temperatures it writes the mean over the last batch.
+InfoNCE and the sigmoid loss require none of these, so for them most methods here do nothing. The global losses
+(`megaclip.losses.fastclip`) train their own temperature tau and do not use the model's `logit_scale`, which receives a
+zero gradient. Before each checkpoint the run writes log(1/tau) into the model's `logit_scale`, so that exports have it.
+For per-sample temperatures it writes the mean over the last batch.
 """
 
 from collections.abc import Callable, Iterable
@@ -48,43 +48,43 @@ class RunLoss:
                     f"{total_steps} steps; set it to {total_steps} or less"
                 )
         else:
-            options["cuda_graphs"] = False  # the host launches the loss while the GPU is busy with the towers
+            options["cuda_graphs"] = False  # the host launches the loss while the GPU still computes the towers
         self._loss = LOSSES[section.loss](**options).to(device)
         self._global = self._loss if isinstance(self._loss, FastClipLoss) else None
 
     def bind(self, ids: Callable[[], torch.Tensor], epoch: float) -> ContrastiveLoss:
         """Return the loss as a function of features and scalars, and start to fetch the state of its samples.
 
-        ids: returns the ids (b,) int64 of the samples, in the order of the features' rows. It is only called by losses
-            with per-sample state, which is fetched while the towers run.
-        epoch: number of epochs done, with their fraction.
+        ids: returns the ids (b,) int64 of the samples, in the order of the features' rows. Only losses with per-sample
+        state call it. They fetch the state while the towers run.
+        epoch: number of completed epochs, as a fraction.
         """
         if self._global is None:
             return self._loss
-        loss, ticket = self._global, self._global.state.fetch(ids())  # a run gives every rank as many ids
+        loss, ticket = self._global, self._global.state.fetch(ids())  # every rank of a run has equally many ids
 
         def evaluate(
             image_features: torch.Tensor, text_features: torch.Tensor, scale: torch.Tensor, *bias: torch.Tensor
         ) -> torch.Tensor:
             value = loss(image_features, text_features, scale, ids=ticket, epoch=epoch)
             assert isinstance(value, torch.Tensor), "the loss returns a dictionary only on request"
-            return value + sum(0.0 * unused.sum() for unused in bias)  # unused: a zero gradient
+            return value + sum(0.0 * unused.sum() for unused in bias)  # not used by the loss: a zero gradient
 
         return evaluate
 
     def check(self) -> None:
-        """Raise NonFiniteError, on every rank, if `update` would; call it after the loss's own backward pass."""
+        """Raise NonFiniteError, on every rank, if `update` would raise it. Call it after the loss's backward pass."""
         if self._global is not None:
             self._global.check_step()
 
     def update(self, step: int) -> None:
-        """Update the loss's own parameters and state, after the model's. step: number of steps before this one."""
+        """Update the loss's own parameters and state, after the model's update. step: number of earlier steps."""
         if self._global is not None:
             self._global.step(step, self._total_steps)
 
     @property
     def length_dependent_setting(self) -> str | None:
-        """The setting of the loss whose effect depends on the number of steps in the run, or None."""
+        """Setting of the loss whose effect depends on the run's number of steps, or None."""
         if self._global is None:
             return None
         if self._global.gamma_schedule == "cosine" and self._gamma_epochs_are_default:

@@ -42,8 +42,8 @@ def load_saved_model(
         ema: load the moving average of a run's weights.
 
     Raises:
-        ConfigError: a tag or `ema` was given for an exported directory, the model card or tokenizer cannot be
-            read, or the given tokenizer has more ids than the model has embeddings.
+        ConfigError: a tag or `ema` was given for an exported directory, the model card or tokenizer cannot be read, or
+            the tokenizer has more ids than the model has embeddings.
         CheckpointError: `source` holds no model, or an incomplete or damaged one.
     """
     checkpoint: tuple[Path, str] | None = None
@@ -77,11 +77,13 @@ def _locate(source: Path, tag: str | None, ema: bool) -> tuple[Path, str] | None
     """Return the checkpoints folder and the tag of a run's checkpoint, or None if `source` is an exported model."""
     if (source / CARD_NAME).is_file():
         if tag is not None:
-            raise ConfigError(f"--tag {tag} selects a checkpoint of a run, but {source} is an exported model; omit it")
+            raise ConfigError(
+                f"--tag {tag} selects a checkpoint of a run, but {source} is an exported model; remove --tag"
+            )
         if ema:
             raise ConfigError(
-                f"--ema selects the moving average of a run, but {source} is an exported model; export it with "
-                "`megaclip export --ema` and leave --ema out"
+                f"--ema selects the moving average of a run, but {source} is an exported model; export the average "
+                "with `megaclip export --ema`, and remove --ema here"
             )
         return None
     if source.is_file():
@@ -90,7 +92,7 @@ def _locate(source: Path, tag: str | None, ema: bool) -> tuple[Path, str] | None
         )
     if not source.exists():
         raise CheckpointError(
-            f"no checkpoint at {str(source)!r}, and no exported model; give an exported directory, a run or one of "
-            "its checkpoints"
+            f"{str(source)!r} contains no checkpoint and no exported model; give an exported directory, a run or one "
+            "of its checkpoints"
         )
     return locate(source, tag)

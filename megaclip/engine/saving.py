@@ -1,4 +1,4 @@
-"""Save a run's checkpoints, at once or in the background, and measure how long training waits for them."""
+"""Save a run's checkpoints, immediately or in the background, and measure how long training waits for them."""
 
 import time
 from typing import Any
@@ -31,13 +31,13 @@ class Saves:
         self._last_end = time.monotonic()
 
     def training_starts(self) -> None:
-        """Count the time until the first save from now on."""
+        """Start to measure the time until the first save."""
         self._last_end = time.monotonic()
 
     def save(
         self, engine: DeepSpeedEngine, target: Target, loss_state: dict[str, Any] | None, *, training_continues: bool
     ) -> None:
-        """Write a checkpoint; with --async-save, and if training continues, only start to write it.
+        """Write a checkpoint. With --async-save, and if training continues, only start to write it.
 
         A save in flight is completed first.
         """
@@ -48,8 +48,8 @@ class Saves:
             self.finish()
             if training_continues:
                 logger.warning(
-                    "saving %s waited %.1f s for %s; save less often, with a larger --save-every-steps or "
-                    "--save-frequency, or use a faster disk",
+                    "saving %s waited %.1f s for %s; save less often (--save-every-steps or --save-frequency), or use "
+                    "a faster disk",
                     target.tag,
                     time.monotonic() - began,
                     earlier,
@@ -62,7 +62,7 @@ class Saves:
             logger.info("saved %s: %s", path, self._pause(began))
 
     def poll(self) -> None:
-        """Log the save in flight if it has been completed. Call it between two steps."""
+        """Log the save in flight if it is complete. Call it between two steps."""
         _log_completed(self._background.poll())
 
     def finish(self) -> None:

@@ -41,8 +41,8 @@ def chosen_schedule(arguments: TrainArguments, length: RunLength, peak_rate: flo
     """Return the schedule that the command line specifies.
 
     Raises:
-        ConfigError: the warm-up, or warm-up and cooldown together, are longer than the run, or the last learning rate
-            is above the peak.
+        ConfigError: the warm-up is longer than the run, warm-up and cooldown together are longer than the run, or the
+            last learning rate is above the peak.
     """
     total_steps, warmup = length.total_steps, chosen_warmup(arguments, length)
     if arguments.warmup is None and warmup < LONGEST_DEFAULT_WARMUP:
@@ -55,8 +55,8 @@ def chosen_schedule(arguments: TrainArguments, length: RunLength, peak_rate: flo
     cooldown_steps = arguments.cooldown_steps or length.steps_in(arguments.epochs_cooldown or 1)
     if warmup + cooldown_steps > total_steps:
         raise ConfigError(
-            f"a warm-up of {warmup} steps and a cooldown of {cooldown_steps} steps are longer together than the run of "
-            f"{total_steps} steps; set --warmup, or --cooldown-steps or --epochs-cooldown, lower"
+            f"a warm-up of {warmup} steps and a cooldown of {cooldown_steps} steps are together longer than the run of "
+            f"{total_steps} steps; reduce --warmup, or --cooldown-steps or --epochs-cooldown"
         )
     _check_last_rate("--lr-cooldown-end", arguments.lr_cooldown_end, peak_rate)
     end_factor = arguments.lr_cooldown_end / peak_rate

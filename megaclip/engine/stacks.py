@@ -1,4 +1,4 @@
-"""Write what every thread of a rank is doing, for a run that hangs."""
+"""Write the stacks of all threads of a rank, for a run that hangs."""
 
 import contextlib
 import faulthandler
@@ -20,7 +20,7 @@ def collectives_entered() -> int:
     total = 0
     groups: list[Any] = list(distributed_c10d._world.pg_map)
     for group in groups:
-        with contextlib.suppress(RuntimeError, AttributeError):  # a backend that does not count, or a group that ended
+        with contextlib.suppress(RuntimeError, AttributeError):  # no count, or the group has ended
             total += group._get_sequence_number_for_group()
     return total
 

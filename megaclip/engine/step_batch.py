@@ -1,4 +1,4 @@
-"""One rank's share of a contrastive batch, as the gradient cache reads it: chunk by chunk, one tower at a time.
+"""One rank's share of a contrastive batch, read by the gradient cache chunk by chunk, one tower at a time.
 
 `StepBatch` is the interface that the cache needs. `DeviceFeed` copies chunks to the device before their use. Shapes: b
 rows of this rank, L tokens.
@@ -40,8 +40,8 @@ class StepBatch(Protocol):
         Chunks of captions may differ in L. Their first chunk is available when all images of the step have been read,
         so the image tower must run before the text tower if it has several chunks.
 
-        read_once: number of chunks that this step reads once only: the first ones. Each may be freed after its use.
-        again: yield the other chunks, for the second time; else all chunks.
+        read_once: number of first chunks that this step reads only once. Each may be freed after its use. again: yield
+        only the other chunks, for the second time. False: yield all chunks.
         """
         ...
 
@@ -53,7 +53,7 @@ class StepBatch(Protocol):
         ...
 
     def order(self, tower: Tower) -> Tensor | None:
-        """Return the row of the batch at each place of the tower's chunks, (b,) int64; None: the rows' own order.
+        """Return the row of the batch at each position in the tower's chunks, (b,) int64. None: the order of the batch.
 
         It is known after the tower's chunks have been read once.
         """
@@ -70,7 +70,7 @@ class StepBatch(Protocol):
 
 @dataclass(frozen=True)
 class DeviceFeed:
-    """Copies chunks to the model's device and turns pixels into the model's input there.
+    """Copy chunks to the model's device and convert pixels to the model's input there.
 
     normalise: pixels (_, 3, H, W) uint8 and a dtype -> input (`data.ImageTransform.normalise`). dtype: the engine's.
     """
@@ -82,14 +82,14 @@ class DeviceFeed:
     def inputs(self, tower: Tower, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield the tower's inputs from chunks in host memory (pixels uint8, or tokens of any integer type).
 
-        No chunk is larger than the one before it. On a GPU the next chunk is copied, on a stream of its own, while a
-        chunk is used. When `chunks` yields the next chunk, the memory of the previous one has been read and may be
+        No chunk is larger than the one before it. On a GPU the next chunk is copied on a separate stream while a chunk
+        is used. When `chunks` is asked for the next chunk, the previous one has been copied, and its memory may be
         overwritten.
         """
         prepare = self._normalised if tower is Tower.IMAGE else _as_indices
         if self.device.type == "cpu":
             return map(prepare, chunks)
-        if tower is Tower.TEXT:  # from pageable memory the host would wait until the copy's turn has come
+        if tower is Tower.TEXT:  # from pageable memory the host would wait until the copy starts
             chunks = (chunk.pin_memory() for chunk in chunks)
         return _one_ahead(chunks, self.device, prepare)
 
@@ -127,7 +127,7 @@ def _one_ahead(chunks: Iterable[Tensor], device: torch.device, prepare: Callable
             buffers.append(torch.empty(chunk.numel(), dtype=chunk.dtype, device=device))
             copied.append(accelerator.Event())
             read.append(accelerator.Event())
-            copies.wait_stream(compute)  # until the previous use of the buffer's memory is over
+            copies.wait_stream(compute)  # wait until the previous use of the buffer has ended
         else:
             copies.wait_event(read[turn])
         filled[turn] = buffers[turn][: chunk.numel()].view(chunk.shape)
@@ -136,6 +136,6 @@ def _one_ahead(chunks: Iterable[Tensor], device: torch.device, prepare: Callable
         copied[turn].record(copies)
         if number > 0:
             yield prepared(number - 1)
-        copied[turn].synchronize()  # now the chunk's host memory may be overwritten
+        copied[turn].synchronize()  # from here on the chunk's host memory may be overwritten
     if number >= 0:
         yield prepared(number)

@@ -7,11 +7,11 @@ Pixels are in slots of one image chunk each (`megaclip.engine.image_slots`). `da
 - "reread": there are few slots, which only buffer chunks. The loader reads images again for the second pass.
 
 The first chunks of a step, whose graphs are kept, are read once, and their slots are freed in the first pass. If all
-are, few slots are used too. All tokens are kept in host memory, because they are small. When all of a step's tokens
-have arrived, they are divided into chunks (`megaclip.engine.caption_chunks`).
+graphs are kept, there are only few slots too. All tokens are kept in host memory, because they are small. When all of a
+step's tokens have arrived, they are divided into chunks (`megaclip.engine.caption_chunks`).
 
-If a rank's data fail in the middle of a step, it continues with blank chunks, because the other ranks wait for it in
-collectives; `agree` then ends the step on all ranks, before parameters are updated.
+If a rank's data fail in the middle of a step, the rank continues with blank chunks, because the other ranks wait for it
+in collectives. `agree` then ends the step on all ranks, before parameters are updated.
 
 Shapes: n image chunks of m rows each, b = n m rows of this rank, L tokens.
 """
@@ -47,7 +47,7 @@ logger = get_logger(__name__)
 _POLL_S = 1.0
 """Seconds between two checks for dead worker processes while a step waits for data."""
 _JOIN_S = 2.0
-"""Seconds that closing waits for the thread. A thread that is longer in the loader ends when the loader returns."""
+"""Seconds that `close` waits for the thread. A thread that is still in the loader then ends when the loader returns."""
 
 
 @contextmanager
@@ -63,11 +63,11 @@ def open_step_store(
     folder: Path,
     samples_consumed: int,
 ) -> Iterator["StepStore"]:
-    """Open the run's training data from `samples_consumed` on, step by step; every rank opens it.
+    """Open the run's training data, step by step, starting after `samples_consumed` samples. Every rank opens it.
 
     Args:
         place: where the run's plan keeps a step's images (`megaclip.engine.preflight`).
-        read_once: number of image chunks that every step reads once only.
+        read_once: number of image chunks that every step reads only once.
         compiles: torch.compile runs the towers (`MemoryPlan.compiles`), and normalises their images.
         folder: the folder of a file of images, unless the command line names another one.
 
@@ -133,8 +133,9 @@ class StepStore:
     ) -> None:
         """
         Args:
-            loader: yields Batches of m rows, those of each step from chunk `reread_from` on twice.
-            slots: (S, m, 3, H, W) uint8 in host memory. S = n slots keep a step's pixels; fewer slots do not.
+            loader: yields Batches of m rows. It yields those of each step from chunk `reread_from` on twice.
+            slots: (S, m, 3, H, W) uint8 in host memory. S = n slots keep all pixels of a step; fewer slots only buffer
+                them.
             reread_from: first chunk that the loader reads again; n if the slots keep the pixels, or if every chunk is
                 read once.
             divide_captions: divides a step's captions into chunks.
@@ -143,7 +144,8 @@ class StepStore:
         self._divide_captions = divide_captions
         self._reread_from = reread_from
         self._first_sample = loader.samples_consumed
-        # For this step and the next one. Chunks of a third step cannot arrive before this step's slots are free.
+        # Two entries: for this step and the next. Chunks of a third step cannot arrive before this step's slots are
+        # free.
         self._tokens = torch.empty(2, batch_plan.local_batch, context_length, dtype=torch.int32)
         self._step = 0
         self._captions: CaptionChunks | None = None
@@ -159,9 +161,9 @@ class StepStore:
         self._missed = False
         """True if this step used blank chunks because data failed."""
         self.bad_counts: dict[str, int] = {}
-        """Number of bad samples by kind that this rank replaced in the completed steps."""
+        """Number of bad samples, by kind, that this rank has replaced in completed steps."""
         self._bad_counts_read: list[dict[str, int]] = [{}, {}]
-        """The loader's counts after its last chunk of an even step and of an odd step."""
+        """Counts of the loader after the last chunk of an even step and of an odd step."""
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._fill, name="step-store", daemon=True)
@@ -234,7 +236,7 @@ class StepStore:
                 raise self._failure
 
     def _pixels(self, read_once: int, again: bool) -> Iterator[Tensor]:
-        """Yield this step's pixels; a slot is free when the next one is requested, unless it is needed again."""
+        """Yield this step's pixels. A slot is freed when the next chunk is requested, unless it is needed again."""
         count = self._batch_plan.accumulation
         rereads = self._reread_from < count
         start = self._first_chunk + (count - self._reread_from if again and rereads else 0)
@@ -256,7 +258,7 @@ class StepStore:
         return self._step * self._loader.readings_per_step
 
     def _wait_for(self, number: int) -> bool:
-        """Wait for chunk `number`; return whether it has arrived (it has not if the data failed)."""
+        """Wait for chunk `number`; return whether it has arrived. False: the data failed."""
         began = time.perf_counter()
         with self._changed:
             while self._filled <= number and self._failure is None:
@@ -291,7 +293,7 @@ class StepStore:
                     start = chunk * self._batch_plan.micro_batch
                     self._tokens[step % 2, start : start + self._batch_plan.micro_batch].copy_(batch.tokens)
                     self._bad_counts_read[step % 2] = self._loader.bad_counts
-                free_pages(batch.images)  # so that deleting them does not hold up the training thread
+                free_pages(batch.images)  # so that deleting them does not delay the training thread
                 with self._changed:
                     self._filled = number + 1
                     self._changed.notify_all()

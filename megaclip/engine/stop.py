@@ -4,17 +4,17 @@ SIGTERM, SIGINT (Ctrl-C) or SIGUSR1 to one rank is enough. After each step all r
 received (`StopSignals.received_by_any_rank`). If any rank has received one, all ranks save a checkpoint and exit.
 
 - A second signal of the same kind ends a rank at once, without saving. A second SIGUSR1 has no effect.
-- The ranks of other hosts may receive the same signal later. A rank that is saving or has completed its last step
-  ignores a first signal. SIGTERM still ends it if another rank of its host has exited.
+- The ranks of other hosts may receive the same signal later. So a rank that is saving or has completed its last step
+  ignores a first signal. SIGTERM still ends such a rank if another rank of its host has exited.
 
-The exit code is 128 + the number of the signal, as in a shell. Exit code 0 means that the run has trained to its end.
-A scheduler can therefore decide by the exit code whether it must resume the run. The deepspeed launcher, `pdsh -S` and
-srun return this code. When the first rank exits with it, they end the other ranks. All ranks have saved by then.
+The exit code is 128 + the number of the signal, as in a shell. Exit code 0 means that the run has trained to its end. A
+scheduler can therefore decide from the exit code whether to resume the run. The deepspeed launcher, `pdsh -S` and srun
+return this code. When the first rank exits with it, they end the other ranks. All ranks have saved by then.
 
 When the deepspeed launcher receives Ctrl-C or SIGTERM, or when a rank has died, it sends SIGTERM to each rank and its
-data workers. It sends SIGKILL 30 s later. (After Ctrl-C the terminal has also sent SIGINT to every rank.)
+data workers, and SIGKILL 30 s later. (After Ctrl-C the terminal has also sent SIGINT to every rank.)
 
-When a rank has died, the other ranks may wait for it in a collective without end. So a rank exits at once on SIGTERM if
+When a rank has died, the other ranks may wait for it in a collective forever. So a rank exits at once on SIGTERM if
 another rank of its host is missing. The main thread may be blocked in that collective. A second thread therefore
 handles such signals: it reads the signal numbers that Python's C-level handler writes to a socket.
 """
@@ -44,7 +44,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._first_signal = 0
-        """Number of the first stop signal that this rank has received; 0: none."""
+        """Number of the first stop signal that this rank has received. 0: none was received."""
         self._launcher = os.getppid()
         self._run_is_ending = False
         """True once the run is about to save and exit, or has trained to its end."""
@@ -55,7 +55,7 @@ class StopSignals:
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._handlers_before = {number: signal.signal(number, self._record) for number in STOP_SIGNALS}
         for number in STOP_SIGNALS:
-            signal.siginterrupt(number, False)  # libraries may not handle interrupted system calls
+            signal.siginterrupt(number, False)  # because libraries may not handle interrupted system calls
         threading.Thread(target=self._watch, name="stop-signals", daemon=True).start()
         return self
 
@@ -82,7 +82,7 @@ class StopSignals:
         self._first_signal = self._first_signal or number
 
     def _watch(self) -> None:
-        """Run in the second thread. It also reads signals with other handlers, such as SIGCHLD of data workers."""
+        """Run in the second thread. It also reads signals that have other handlers, such as SIGCHLD of data workers."""
         seen: set[int] = set()
         with self._reader:
             while numbers := self._reader.recv(1):

@@ -21,7 +21,7 @@ def this_machine(world_size: int, folder: Path, nvme_paths: list[Path]) -> Clust
     Args:
         world_size: ranks of the run.
         folder: the folder of the step store. It may not exist yet.
-        nvme_paths: the folders that ZeRO-3 offloads to. If they are on other disks, the one with the least free bytes
+        nvme_paths: the folders that ZeRO-3 offloads to. If they are on other disks, the disk with the fewest free bytes
             counts.
     """
     gpu = get_accelerator().device_name() == "cuda"
@@ -42,21 +42,21 @@ def this_machine(world_size: int, folder: Path, nvme_paths: list[Path]) -> Clust
 
 
 def free_host_memory() -> int:
-    """Return the free bytes of host memory: the machine's, or those of this process's control group if fewer."""
+    """Return the free bytes of host memory: of the machine or, if smaller, of this process's control group."""
     free = psutil.virtual_memory().available
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit != "max":
             statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-            cache = int(statistics["inactive_file"])  # counted as used, and freed when needed
+            cache = int(statistics["inactive_file"])  # the page cache counts as used and is freed when needed
             free = min(free, int(limit) - int((_CGROUP / "memory.current").read_text()) + cache)
     except (OSError, KeyError, ValueError):
-        pass  # without a control group of version 2 only the machine's figure counts
+        pass  # without a version 2 control group only the machine's free memory counts
     return max(0, free)
 
 
 def _preset(device: str) -> str:
-    """Return the GPU whose rates are used for `device`: the one with its name, else the one that was measured."""
+    """Return the GPU whose rates are used for `device`: the GPU of the same name, else the GPU that was measured."""
     words = set(re.split(r"\W+", device.lower()))  # such as "NVIDIA A100-SXM4-40GB" for "a100-40gb"
     return next((name for name in GPUS if words.issuperset(name.split("-"))), "h200")
 

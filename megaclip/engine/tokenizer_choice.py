@@ -23,13 +23,13 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ChosenTokenizer:
-    """Tokenizer of a model, and where it comes from."""
+    """Tokenizer of a model, with its source."""
 
     tokenizer: Tokenizer
     name: str
     """The tokenizer, as `load_tokenizer` takes it."""
     owner: ModelDescription | None
-    """Description whose own tokenizer this is; None: --tokenizer names another one."""
+    """Model description that names this tokenizer. None: --tokenizer names another one."""
 
 
 def choose_tokenizer(given: str | None, card: ModelCard | None, config: ModelDescription) -> ChosenTokenizer:
@@ -62,7 +62,7 @@ def choose_tokenizer(given: str | None, card: ModelCard | None, config: ModelDes
 
 
 def check_vocabulary(chosen: ChosenTokenizer, config: ModelDescription) -> None:
-    """Raise if the text tower has no embedding for some of the tokenizer's ids and cannot be given more."""
+    """Raise ConfigError if the tokenizer has more ids than the text tower can have embeddings."""
     tokenizer, name, text = chosen.tokenizer, chosen.name, config.text_cfg
     if isinstance(config, OpenClipConfig) and config.text_cfg.hf_model_name is not None:
         kind, rows = "text_cfg.hf_model_name", int(configuration(config.text_cfg.hf_model_name).vocab_size)
@@ -85,14 +85,15 @@ def check_vocabulary(chosen: ChosenTokenizer, config: ModelDescription) -> None:
 def text_settings(chosen: ChosenTokenizer, config: ModelDescription) -> dict[str, Any]:
     """Return the settings of `text_cfg` with which the text tower fits the tokenizer, in MegaCLIP and in open_clip.
 
-    Raises ConfigError if the text tower takes the feature at the end of text, and captions do not end with it.
+    Raises ConfigError if the text tower takes the feature at the end-of-text token, and captions do not end with that
+    token.
     """
     tokenizer, text = chosen.tokenizer, config.text_cfg
     with tempfile.TemporaryDirectory() as folder:
         settings = tokenizer.write_open_clip(folder)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         described = text.hf_tokenizer_name
-        # a name makes open_clip read the files beside the card
+        # with a name here open_clip reads the files beside the card
         settings["hf_tokenizer_name"] = described if described and described != OWN_TOKENIZER else "hugging face"
         settings.update(_pool_settings(tokenizer, chosen, config))
     elif text.pool_type == "eos":
@@ -112,7 +113,7 @@ def _load(name: str, config: ModelDescription, owner: ModelDescription) -> Token
     """Load the tokenizer with the options of the description that has such a tokenizer, `owner` first.
 
     A description's options belong to its own tokenizer. CLIP's tokenizer and sentencepiece models do not have most
-    options of Hugging Face tokenizers, which get those of `config` in any case.
+    options of Hugging Face tokenizers. Hugging Face tokenizers always receive the options of `config`.
     """
     settings = config.tokenizer_settings()
     for description in (owner, config):
@@ -150,7 +151,8 @@ def _pool_settings(
 ) -> dict[str, Any]:
     """Return the settings of `text_cfg` with which the text tower takes the feature at the tokenizer's end of text.
 
-    A tower keeps its setting if the description that owns the tokenizer has it, because weights were trained with it.
+    A tower keeps its setting if the description that names the tokenizer has the same setting, because weights were
+    trained with it.
     """
     text, owner = config.text_cfg, chosen.owner
     if isinstance(config, OpenClipConfig) and config.text_cfg.hf_model_name is not None:
@@ -183,7 +185,7 @@ def _pool_settings(
 
 
 def _check_end(tokenizer: HuggingFaceTokenizer, name: str, end: int) -> None:
-    """Raise if captions do not end with the token `end`, at which the text tower takes the feature."""
+    """Raise ConfigError if captions do not end with the token `end`, at which the text tower takes the feature."""
     if not tokenizer.ends_captions_with(end):
         raise ConfigError(
             f"tokenizer {name} does not end every caption with id {end}, where the text tower takes the feature; use a "

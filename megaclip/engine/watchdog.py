@@ -1,21 +1,21 @@
 """End a run that hangs, with the stacks that explain the hang.
 
-A thread of every rank watches how long ago the rank has finished a step, and sends a heartbeat through the store of the
-process group: its step, its phase, and the number of collectives that it has entered. The thread works while the main
-thread is blocked in a collective. If the rank has stood still longer than its limit, the thread looks at the heartbeats
-of the other ranks:
+A thread of every rank measures the time since the rank's last step. It sends a heartbeat through the store of the
+process group: the rank's step, its phase, and the number of collectives that it has entered. The thread works while the
+main thread is blocked in a collective. If the rank has made no progress for longer than its limit, the thread reads the
+heartbeats of the other ranks:
 
-- A rank whose heartbeat does not change is stopped, or its process or host is gone.
-- If a rank that is alive does work without steps (it starts, evaluates, saves, or takes its first steps, which
-  compile), the others wait for it. That is no hang before that rank has reached its own limit.
-- Else the run hangs. The ranks that have entered the fewest collectives are those that the others wait for.
+- If a rank's heartbeat does not change, the rank is stopped, or its process or host is gone.
+- If a rank that is alive does work without steps, the other ranks wait for it. (It starts, evaluates, saves, or takes
+  its first steps, which compile.) This counts as a hang only when that rank has reached its own limit.
+- Otherwise the run hangs. The other ranks wait for the ranks that have entered the fewest collectives.
 
 Then every rank writes its stacks (`megaclip.engine.stacks`), the rank that has found the hang logs it, and all end with
 exit code 75. Nothing is saved: a checkpoint needs all ranks.
 
 Python code cannot run while another thread is in a C call that does not release the interpreter lock. So the thread
-also sets, again and again, a timer of `faulthandler`, which writes the stacks to standard error if it is not set again
-in time. For the other ranks, such a rank does not answer.
+also renews a timer of `faulthandler`, which writes the stacks to standard error if it is not renewed in time. The other
+ranks report such a rank as one that does not answer.
 
 Time-outs are ordered, so that the most informative error comes first: data workers, this watchdog, collectives.
 """
@@ -99,7 +99,7 @@ class Watchdog:
         self._store: Any = None
         self._connection_lost = False
         self._answer: Future[Any] | None = None
-        """Answer of the store to the last question."""
+        """Result of the last request to the store."""
         set_worker_timeout(min(WORKER_TIMEOUT_S, (hang_timeout_s or math.inf) / 2))
 
     def __enter__(self) -> "Watchdog":
@@ -114,7 +114,7 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._ends.set()
         if self._store is not None:
-            self._thread.join(_JOIN_S)  # it may wait for a store that is gone with its process
+            self._thread.join(_JOIN_S)  # the thread may wait for a store whose process is gone
 
     def step_done(self, step: int) -> None:
         """Record that step number `step` is done."""
@@ -135,7 +135,7 @@ class Watchdog:
             self._phase, self._progress_at = before, time.monotonic()
 
     def watched(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a phase; each of them counts as progress."""
+        """Yield the batches of a phase. Each batch counts as progress."""
         for batch in batches:
             self._progress_at = time.monotonic()
             yield batch
@@ -182,8 +182,8 @@ class Watchdog:
         while not self._wait():
             self._set_timer()
             answers = self._beat()
-            # The time-outs are set again when a loss has created groups, as in the first step, or when the limit, which
-            # follows the duration of the steps, has changed by about a tenth.
+            # The time-outs are set again when a loss has created groups, as in the first step. They are also set again
+            # when the limit, which depends on the duration of the steps, has changed by about a tenth.
             basis = (len(distributed_c10d._world.pg_map), round(math.log(self._longest_s()), 1))
             if basis != last_basis:
                 last_basis = basis
@@ -194,17 +194,17 @@ class Watchdog:
                 self._report(verdict)
 
     def _connect(self) -> Any:
-        """Return a connection to the store of the process group; the main thread may block another one."""
+        """Return a new connection to the store of the process group. The main thread may block the existing one."""
         shared: Any = distributed_c10d._get_default_store()
         store = shared.clone() if hasattr(shared, "clone") else shared
         store.set_timeout(datetime.timedelta(seconds=_MISSED_HEARTBEATS * self._heartbeat_s))
         return store
 
     def _ask(self, question: Callable[[Any], T]) -> T:
-        """Return `question(store)`; connect again first if the connection was lost.
+        """Return `question(store)`; reconnect first if the connection was lost.
 
-        A thread of its own does both: a store whose process is stopped never answers, and one whose process is gone is
-        looked for for a long time. torch's time-out does not hold then.
+        A separate thread does both. A store whose process is stopped never answers, and connecting to a store whose
+        process is gone takes a long time. torch's time-out has no effect in these cases.
 
         Raises:
             RuntimeError: the store does not answer in time, or has not answered the last question yet.
@@ -222,7 +222,7 @@ class Watchdog:
                 answer.set_exception(error)
 
         threading.Thread(target=ask, name="watchdog-store", daemon=True).start()
-        for _ in range(_MISSED_HEARTBEATS):  # a pause of this process, of any length, uses up only one of the waits
+        for _ in range(_MISSED_HEARTBEATS):  # a pause of this process, however long, ends only one of the waits
             with contextlib.suppress(TimeoutError):  # concurrent.futures' own class before Python 3.11
                 return answer.result(self._heartbeat_s)
         raise RuntimeError("the store does not answer")
@@ -230,8 +230,8 @@ class Watchdog:
     def _wait(self) -> bool:
         """Wait for the next heartbeat; return whether the training has ended.
 
-        If this process was stopped meanwhile, that time does not count. A scheduler may suspend all ranks of a job. If
-        only this rank was stopped, the others have found the hang.
+        Time for which this process was stopped does not count, because a scheduler may suspend all ranks of a job. If
+        only this rank was stopped, the other ranks have found the hang.
         """
         began = time.monotonic()
         has_ended = self._ends.wait(self._heartbeat_s)
@@ -245,7 +245,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(timeout_s, file=2)
 
     def _beat(self) -> bool:
-        """Send a heartbeat; return whether the store, which is in the process of rank 0, answers."""
+        """Send a heartbeat. Return whether the store, which is in the process of rank 0, answers."""
         self._beats += 1
         state, key = json.dumps(self._state()), f"watchdog/{self._rank}"
 
@@ -274,7 +274,7 @@ class Watchdog:
         return {}
 
     def _verdict(self, answers: bool) -> dict[int, str] | None:
-        """Return the ranks that the others wait for, with the reason, or None if the run does not hang."""
+        """Return the ranks that the other ranks wait for, with the reason. None: the run does not hang."""
         progress_at = self._progress_at
         if not answers:
             return {0: SILENT}
@@ -308,7 +308,7 @@ class Watchdog:
         return behind or dict.fromkeys(alive, "all have entered the same collectives")
 
     def _report(self, verdict: dict[int, str] | None) -> None:
-        """Write the stacks, log the verdict unless another rank has found the hang, and end the process."""
+        """Write the stacks, log the verdict if this rank has found the hang, and end the process."""
         with contextlib.suppress(RuntimeError):
             if self._ask(lambda store: store.add("watchdog/hang", 1)) > 1:
                 verdict = None
@@ -338,7 +338,7 @@ class Watchdog:
         os._exit(HANG_EXIT_CODE)
 
     def _wait_for_reports(self, verdict: dict[int, str]) -> None:
-        """Wait until the other ranks have written their stacks: a launcher ends all when the first one exits."""
+        """Wait until the other ranks have written their stacks. A launcher ends all ranks when one exits."""
         keys = [f"watchdog/reported/{rank}" for rank in range(self._world_size) if verdict.get(rank) != SILENT]
         deadline = time.monotonic() + _REPORT_S
         with contextlib.suppress(RuntimeError):

@@ -1,12 +1,13 @@
 """Exponential moving average of the trained weights (`megaclip.ema_decay`).
 
-After each update that is made, average = decay * average + (1 - decay) * weights, starting from the weights before the
-first update (Polyak and Juditsky 1992; timm's ModelEma). The weights are the float32 masters, clamped logit scale
-included. Each rank averages its own part of them, at every ZeRO stage, where the masters are: on the GPU, or in host
-memory with offload_optimizer.
+After each successful update, average = decay * average + (1 - decay) * weights. It starts from the weights before the
+first update (Polyak and Juditsky 1992; timm's ModelEma). The weights are the float32 masters, including the clamped
+logit scale. At every ZeRO stage each rank averages its own part of the masters, on the device that holds them: the GPU,
+or host memory with offload_optimizer.
 
 The averages are entries of the optimizer's state, beside its moments. So DeepSpeed saves and loads them, and
-`megaclip.checkpoint` divides them among any number of ranks. Running statistics of batch norms are not averaged again.
+`megaclip.checkpoint` converts them for any number of ranks. Running statistics of batch norms, which are averages
+already, are not averaged.
 """
 
 from collections.abc import Iterator
@@ -23,33 +24,34 @@ from megaclip.logging import get_logger
 logger = get_logger(__name__)
 
 _EXCHANGED_AT_ONCE = 1 << 24
-"""Numbers of a master and its average that change places at once, which bounds the additional memory."""
+"""Number of elements of a master and its average that are swapped at a time. It bounds the additional memory."""
 
 
 class WeightAverage:
     """One rank's part of the moving averages."""
 
     def __init__(self, engine: DeepSpeedEngine, decay: float | None) -> None:
-        """decay: None for no average; the optimizer's state then loses the averages of a checkpoint that is loaded."""
+        """decay: None for no average. Averages of a loaded checkpoint are then removed from the optimizer's state."""
         self._engine = engine
         self._optimizer = engine.basic_optimizer
         self._decay = decay
         groups = list(flat_groups(engine)) if decay is not None else []
         self._masters = [group.flat for group in groups]
         self._of_scale = [{slot.name for slot in group.slots} == {"logit_scale"} for group in groups]
-        # An optimizer takes an empty state for that of its first step, so the averages are no part of it before that.
+        # Optimizers initialise a state that is empty, in their first step. So the averages are added to it after that
+        # step.
         self._pending = [master.detach().clone() for master in self._masters]
         if decay is not None:
             logger.info("weights: moving average with decay %g, saved in checkpoints", decay)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the weights to the average, after an update that was made."""
+        """Add the weights to the average, after a successful update."""
         if self._decay is None:
             return
         state = self._optimizer.state
         for index, master in enumerate(self._masters):
-            # SGD without momentum never has a state. Others have none where a parameter has had no gradient.
+            # SGD without momentum never has a state. Other optimizers have none for parameters without a gradient.
             if EMA not in state[master] and (state[master] or isinstance(self._optimizer, torch.optim.SGD)):
                 state[master][EMA] = self._pending[index]
                 self._pending[index] = torch.empty(0)
@@ -57,7 +59,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def loaded(self, step: int) -> None:
-        """Continue from a checkpoint that the engine has loaded. step: its number of steps."""
+        """Take the averages of a checkpoint that the engine has loaded. step: its number of steps."""
         if self._decay is None:
             for values in self._optimizer.state.values():
                 values.pop(EMA, None)
@@ -70,22 +72,22 @@ class WeightAverage:
                 self._pending[index] = master.detach().clone()
                 missing += 1
         if missing == len(self._masters) and step:
-            logger.warning("the checkpoint has no moving average of the weights; it starts from those of step %d", step)
+            logger.warning("the checkpoint has no moving average; the average starts from the weights of step %d", step)
 
     @torch.no_grad()
     def write_log_scale(self, value: torch.Tensor) -> None:
-        """Set the average of `logit_scale` to the scale of a loss that has its own, (1,), before a checkpoint."""
+        """Set the average of `logit_scale` to a loss's own scale, (1,), before a checkpoint."""
         for average, is_scale in zip(self._averages(), self._of_scale, strict=True):
             if is_scale:
                 average.fill_(value.item())
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Let the model have the averages in the body of the `with` statement. All ranks must enter and leave together.
+        """Use the averages as the model's weights in the body of the `with` statement. All ranks must enter it.
 
-        Masters and averages change places and back, so both have the same bits afterwards. They do so after a
-        DataError too, which all ranks raise and before which a run saves. After any other error they do not: a rank
-        that has another one would not take part, and nothing is saved.
+        Masters and averages are swapped and swapped back, so both have the same bits afterwards. After a DataError they
+        are swapped back too, because all ranks raise it and the run then saves. After any other error they are not,
+        because it may have occurred on one rank only, and the run does not save.
         """
         self._exchange()
         try:

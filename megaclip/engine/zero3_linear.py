@@ -1,10 +1,11 @@
 """Linear layers whose parameters ZeRO-3 partitions.
 
-PyTorch's linear function keeps a view of the weight for the backward pass, and so the whole weight, which ZeRO-3 frees
-after the module's forward pass. DeepSpeed therefore replaces `torch.nn.functional.linear` in the whole process by a
-function that keeps the parameter itself (deepspeed/runtime/zero/linear.py). That function has two costs. It adds the
-bias of a batch of sequences in a kernel of its own. And the number that DeepSpeed gives each parameter becomes a
-condition of compiled code, so that PyTorch 2.11 compiles every block again. `linear` has neither.
+PyTorch's linear function keeps a view of the weight for the backward pass. The view would keep the whole weight in
+memory, which ZeRO-3 frees after the module's forward pass. DeepSpeed therefore replaces `torch.nn.functional.linear` in
+the whole process by a function that keeps the parameter itself (deepspeed/runtime/zero/linear.py). That function has
+two costs. It adds the bias of a batch of sequences in a separate kernel. And the number that DeepSpeed assigns to each
+parameter becomes a condition of compiled code, so that PyTorch 2.11 compiles every block again. `linear` has neither
+cost.
 """
 
 import torch
@@ -24,6 +25,6 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def use_linear_of_zero3() -> None:
-    """Let the linear layers of this process run `linear` in place of DeepSpeed's function."""
+    """Make the linear layers of this process use `linear` instead of DeepSpeed's function."""
     if torch.nn.functional.linear is zero3_linear_wrap:
         torch.nn.functional.linear = linear

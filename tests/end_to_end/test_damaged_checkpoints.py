@@ -120,7 +120,7 @@ def test_every_rank_ends_in_the_same_way_without_a_traceback(ends, name):
 
 def test_a_damaged_checkpoint_is_left_out_and_the_losses_are_the_same(ends, root):
     output = ends["a flipped bit"][0].output
-    assert f"{TAGS[LAST]} is damaged, trying the one before it: {OPTIMIZER_FILE} has changed" in output
+    assert f"{TAGS[LAST]} is damaged, trying the previous one: {OPTIMIZER_FILE} has changed" in output
     assert f"{TAGS[4]} at step 4" in output
     expected = {step: loss for step, loss in scalars(root / "whole")["train/loss"].items() if step > 4}
     assert scalars(root / "a flipped bit")["train/loss"] == expected

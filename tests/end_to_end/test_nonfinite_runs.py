@@ -126,7 +126,7 @@ def test_a_checkpoint_of_a_run_whose_data_fail_holds_nothing_of_the_failed_step(
 def test_a_run_that_stops_gives_advice_that_does_not_repeat_the_step(ends, name, done):
     assert [end.exit_code for end in ends.by_name[name]] == [1] * WORLD_SIZE
     (error,) = ends.by_name[name][0].errors
-    assert f"step {done}: the loss is nan" in error and "resuming with the same settings repeats it" in error
+    assert f"step {done}: the loss is nan" in error and "resuming with the same settings repeats this" in error
     assert (ends.logs / name / "checkpoints" / "latest").read_text() == f"step_{done:08d}"
 
 

@@ -59,7 +59,7 @@ def folder(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def launch_all(ranks: int, *, first: list[list[str]], resumed: list[list[str]]) -> None:
         ends = run_in_ranks([*first, *resumed], ranks)
         assert all(end.exit_code == 0 for command in ends for end in command), [command[0].output for command in ends]
-        assert all("dividing a checkpoint of" in command[0].output for command in ends[len(first) :])
+        assert all("converting a checkpoint of" in command[0].output for command in ends[len(first) :])
 
     launch_all(2, first=whole(2), resumed=[])
     launch_all(1, first=whole(1), resumed=continued(1))

@@ -72,7 +72,7 @@ def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 def test_every_run_ends_without_an_error(runs):
     _, ends = runs
     assert {name: end.exit_code for name, end in ends.items()} == dict.fromkeys(ends, 0), ends
-    assert "dividing a checkpoint of 2 ranks" in ends["killed at size 2, resumed at size 1"].output
+    assert "converting a checkpoint of 2 ranks" in ends["killed at size 2, resumed at size 1"].output
     assert "tensor-parallel size 2" in ends["size 2"].output
 
 

@@ -106,6 +106,6 @@ def test_skipped_steps_are_counted_and_limited(warnings: list[str]) -> None:
 def test_the_first_non_finite_step_ends_a_run_with_advice_that_does_not_repeat_it() -> None:
     with pytest.raises(NonFiniteError) as ended:
         SkippedSteps(limit=0).skip(NonFiniteError("step 7: the loss is nan"))
-    for words in ("repeats it", "lower optimizer.params.lr", "an earlier checkpoint", "--on-nonfinite skip"):
+    for words in ("repeats this", "lower optimizer.params.lr", "an earlier checkpoint", "--on-nonfinite skip"):
         assert words in str(ended.value)
     assert "last checkpoint" not in str(ended.value)
