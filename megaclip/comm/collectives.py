@@ -26,7 +26,7 @@ def gather_rows(rows: Tensor, *, group: Any = None, payload: torch.dtype | None 
     """Gather the rows of all ranks: (b, ...) on each rank -> (W*b, ...) on every rank, in rank order.
 
     All ranks must pass the same b and dtype.
-    payload: dtype in which the rows are sent; the result has the dtype of `rows` again. None: the dtype of `rows`.
+    payload: dtype in which the rows are sent. The result has the dtype of `rows`. None: the dtype of `rows`.
     """
     ranks = resolve(group)
     if ranks.size == 1:
@@ -76,7 +76,7 @@ def sum_over_ranks(values: Tensor, *, group: Any = None) -> Tensor:
 
 
 def average_over_ranks(tensors: list[Tensor], *, group: Any = None) -> None:
-    """Replace the values of tensors by their mean over ranks, in place. Integers, equal on all ranks, stay.
+    """Replace the values of tensors by their mean over ranks, in place. Integer tensors stay unchanged.
 
     All ranks must pass tensors of the same shapes and dtypes, in the same order.
     """
@@ -113,7 +113,7 @@ def gather_on_host(values: Tensor, *, group: Any = None) -> Tensor:
 
 
 def gather_objects(item: Any, *, group: Any = None) -> list[Any]:
-    """Gather one picklable object of each rank, on every rank. It is slow: do not call it in every step."""
+    """Gather one picklable object of each rank, on every rank. This is slow: do not call it in every step."""
     ranks = resolve(group)
     if ranks.size == 1:
         return [item]
@@ -124,7 +124,7 @@ def gather_objects(item: Any, *, group: Any = None) -> list[Any]:
 
 
 def sum_counts(counts: Mapping[str, int], *, group: Any = None) -> dict[str, int]:
-    """Sum the counts of all ranks by name; every rank gets the sums, the largest first."""
+    """Return the sums of the counts of all ranks by name, the largest first, on every rank."""
     total = sum(map(Counter, gather_objects(dict(counts), group=group)), Counter[str]())
     return dict(total.most_common())
 
@@ -133,7 +133,7 @@ def wait_for_all_ranks(*, group: Any = None) -> None:
     """Return when every rank of the group has called this function.
 
     Call it where a rank may exit while others are still busy. A rank that is still connecting fails if its peer has
-    exited, and a launcher ends the other ranks when the first one exits. The host itself waits, also with NCCL.
+    exited, and a launcher ends the other ranks when one exits. The host itself waits, even with NCCL.
     """
     gather_integers([0], group=group)
 
@@ -142,10 +142,10 @@ def wait_for_all_ranks(*, group: Any = None) -> None:
 def raise_on_all_ranks(*, group: Any = None) -> Iterator[None]:
     """Run the body of a `with` statement on every rank; if it raises on any rank, raise one error on all ranks.
 
-    The body may differ between ranks. It must not communicate, because a rank that raises leaves it early. If any
-    error is a `MegaclipError`, all ranks raise the error of the lowest such rank, with the same class and message. Any
-    other exception is a bug: the rank where it was raised raises it again unchanged, with its traceback, and the other
-    ranks raise a `MegaclipError` that names that rank.
+    The body may differ between ranks. It must not communicate, because a rank that raises leaves it early. If any error
+    is a `MegaclipError`, all ranks raise the error of the lowest such rank, with the same class and message. Any other
+    exception is a bug. The rank that raised it raises it again unchanged, with its traceback. The other ranks raise a
+    `MegaclipError` that names that rank.
     """
     error: Exception | None = None
     try:

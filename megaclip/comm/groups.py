@@ -44,7 +44,7 @@ class RankGroup:
 
     @property
     def message_device(self) -> torch.device:
-        """Device on which a tensor must be so that this group's backend can send it."""
+        """Device of the tensors that this group's backend can send."""
         if torch.distributed.get_backend(self.handle) == "gloo":
             return torch.device("cpu")
         return torch.device(get_accelerator().current_device_name())
@@ -54,7 +54,7 @@ class RankGroup:
 class NodeGroup(RankGroup):
     """A group over several hosts (nodes) with equally many ranks each: rank = node * inner.size + local rank.
 
-    A ring over it passes blocks inside each host, over fast links, while one transfer runs between hosts.
+    A ring over this group passes blocks inside each host, over fast links, while one transfer runs between hosts.
     """
 
     inner: RankGroup
@@ -152,7 +152,7 @@ def _node_groups(world: Any) -> tuple[Any, Any] | None:
     size, rank = dist.get_world_size(), dist.get_rank()
     local_size = ranks_of_this_node() or size
     local_sizes: list[Any] = [None] * size
-    torch.distributed.all_gather_object(local_sizes, local_size)  # all ranks must decide alike, also if hosts differ
+    torch.distributed.all_gather_object(local_sizes, local_size)  # all ranks must decide alike, even if hosts differ
     if set(local_sizes) != {local_size} or local_size == size or size % local_size:
         return None
     nodes = [list(range(first, first + local_size)) for first in range(0, size, local_size)]

@@ -1,6 +1,6 @@
 """Link speed, matrix-product speed and free memory of the hosts of a job, measured once, for cost models.
 
-All ranks get the same figures: the worst over the ranks, rounded down to powers of two. Choices made from them are
+All ranks receive the same figures: those of the slowest rank, rounded down to powers of two. Choices made from them are
 therefore the same on all ranks, and usually the same in every run. On CPUs the figures are constants, because a choice
 that changed with the load of the host would not be reproducible.
 """

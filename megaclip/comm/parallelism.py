@@ -1,9 +1,9 @@
-"""The two groups of a tensor-parallel run: ranks with other samples, and ranks with other parts of the same towers.
+"""The data-parallel and the tensor-parallel group of each rank of a run.
 
 A run has N = W * T ranks: W replicas of the model, each split over T ranks. The groups are Megatron-core's
 (`parallel_state`); nothing of Megatron is imported at T = 1. The data loader, the losses, the evaluation and FastCLIP's
-state do not know these groups: every one of the N ranks has rows of its own. Only the model (`megaclip.models`), the
-engine and the checkpoints use them.
+state do not use these groups: each of the N ranks has its own rows. Only the model (`megaclip.models`), the engine and
+the checkpoints use them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def parallel_groups(tensor_parallel_size: int) -> Parallelism:
 
 
 def require_megatron() -> None:
-    """Raise ConfigError where megatron-core cannot be imported."""
+    """Raise ConfigError if megatron-core cannot be imported."""
     try:
         import megatron.core.tensor_parallel  # noqa: F401
     except ImportError as error:

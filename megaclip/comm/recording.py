@@ -1,4 +1,4 @@
-"""Record what a function launches on a GPU as CUDA graphs, and repeat it without the function's work on the host.
+"""Record the kernels of a function as CUDA graphs, and replay them without the function's work on the host.
 
 The kernels of a small batch take less time than Python takes to launch them one by one. A CUDA graph launches them all
 at once. Collectives are not part of a graph, because NCCL cannot end a process group while a graph holds one of its
@@ -23,7 +23,7 @@ _recording: ContextVar["Recording[Any] | None"] = ContextVar("recording", defaul
 def outside_of_graphs(call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
     """Run `call(...)`, a collective that writes its result into one of its arguments.
 
-    While a recording is made, it does not run: each replay runs it in its place between two graphs.
+    During recording the call does not run. Each replay runs it between two graphs.
     """
     recording = _recording.get()
     if recording is None:
@@ -33,10 +33,10 @@ def outside_of_graphs(call: Callable[..., Any], *arguments: Any, **named: Any) -
 
 
 class Recording(Generic[Result]):
-    """The kernels and collectives of `function`, which runs once, without effect on the GPU.
+    """The recorded kernels and collectives of `function`. Recording calls the function once, without effect on the GPU.
 
     The function must have run before, so that its kernels are compiled, and must not wait for the GPU. It may read
-    tensors from outside. Their memory is read again by every replay, so copy new values into them.
+    tensors from outside. Every replay reads their memory again, so copy new values into them.
     """
 
     results: Result
@@ -61,19 +61,19 @@ class Recording(Generic[Result]):
         caller.wait_stream(stream)
 
     def insert(self, call: Callable[[], Any]) -> None:
-        """End the graph, add a call, and begin the next graph."""
+        """End the current graph, add a call, and begin the next graph."""
         self._end()
         self._steps.append(call)
         self._begin()
 
     def replay(self) -> None:
-        """Run everything again, on the current stream."""
+        """Replay everything on the current stream."""
         for step in self._steps:
             step()
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads, such as those that pin memory, may do what a recording may not.
+        # Other threads, such as those that pin memory, may make calls that are forbidden during recording.
         self._graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
 
     def _end(self) -> None:

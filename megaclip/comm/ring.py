@@ -2,17 +2,17 @@
 
 Every rank sends to the next rank and receives from the previous one. `circulate` yields all W blocks to a rank in W-1
 exchanges; the next block is received while the caller computes on the current one. Results that belong to a block (its
-column statistics, its gradient) follow one exchange later in a `Carried`. It adds the part of each rank on the way and,
-after W exchanges, arrives at the rank that owns the block:
+column statistics, its gradient) follow one exchange later in a `Carried`. It adds the part of each rank in turn. After
+W exchanges it arrives at the rank that owns the block:
 
     hop      0          1          2                     at hop k, rank r holds the block of rank r-k
     blocks   r          r-1        r-2
     carried  r   ->     r-1   ->   r-2   ->  home: r
 
 On several hosts with several ranks each (a `NodeGroup`) the ring has two levels. A block passes around the ranks of a
-host while a copy of it is sent to the next host. The slow links between hosts thus carry one transfer per round inside
-a host, which may take as long as that round. A `Carried` collects the parts of one host, adds them to those of the
-previous hosts, and is sent to the next host.
+host while a copy of it is sent to the next host. So one transfer over the slow links between hosts may take as long as
+a whole round inside a host. A `Carried` collects the parts of one host, adds them to those of the previous hosts, and
+is sent to the next host.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ def circulate(
 ) -> Iterator[tuple[int, Tensors]]:
     """Yield (rank that owns the block, its tensors) W times, this rank's own block first.
 
-    The caller must not modify the tensors that it gets, because they are being sent to the next rank.
+    The caller must not modify the tensors, because they are being sent to the next rank.
 
     Args:
         block: tensors whose shapes and dtypes are the same on all ranks.

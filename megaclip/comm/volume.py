@@ -1,4 +1,4 @@
-"""Bytes sent by a rank, measured with DeepSpeed's comms logger.
+"""Measure the bytes that a rank sends, with DeepSpeed's comms logger.
 
 The logger synchronises the device after every operation, so never measure time while it is on. It logs a different
 size for each operation: a whole input, one rank's shard, or bytes sent plus received. This module converts all of them

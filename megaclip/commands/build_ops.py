@@ -1,4 +1,4 @@
-"""Compile the DeepSpeed ops that CPU runs use, so that the first run does not have to.
+"""Compile the DeepSpeed ops that CPU runs use, before the first run.
 
 The compiled ops are stored in TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions). A killed build leaves a lock
 file there. This command first deletes the locks that no process of this host has open.
@@ -21,7 +21,7 @@ def build(name: str) -> None:
     """Compile and load one op. Raises MegaclipError if that fails."""
     try:
         get_accelerator().create_op_builder(name).load(verbose=False)
-    except Exception as error:  # a failed compilation has no exception type of its own
+    except Exception as error:  # a failed compilation has no specific exception type
         raise MegaclipError(
             f"cannot compile {name}; install g++, ninja and the Python headers; the compilation failed with: {error}"
         ) from error

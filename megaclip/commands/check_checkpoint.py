@@ -5,9 +5,9 @@
     megaclip check exported
 
 prints one line per folder, with its step, the time at which it was saved, its size, and the damaged files. The exit
-code is 1 if a complete checkpoint or an export is damaged, or if there is no whole one. A checkpoint whose save was cut
-off is incomplete: it is shown, and is no error if the run has a whole one. Files are read in blocks, and nothing in
-them is executed.
+code is 1 if a complete checkpoint or an export is damaged, or if there is no whole one. A checkpoint whose save was
+interrupted is incomplete. It is listed, and is not an error if the run has a whole one. Files are read in blocks, and
+nothing in them is executed.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def check(folder: Path) -> list[Row]:
         rows = [check_one(checkpoints / tag) for tag in tags]
         latest = search.read_latest(checkpoints)
         if latest not in tags:
-            problem = f"latest names {latest!r}, which is not here" if latest is not None else "latest is missing"
+            problem = f"latest names {latest!r}, which does not exist" if latest is not None else "latest is missing"
             rows.append(Row(search.LATEST, "", "", "damaged", (problem,)))
         card = checkpoints / search.MODEL_CARD
         return [*rows, check_one(card)] if (card / MANIFEST).is_file() else rows

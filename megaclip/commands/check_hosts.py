@@ -38,7 +38,7 @@ Answer = TypeVar("Answer", bound=BaseModel)
 FACTS_LIMIT_S = 300.0
 """Seconds that a host has to answer; it imports PyTorch from a shared file system."""
 MARK = "MEGACLIP_ANSWER "
-"""Beginning of the line with a host's answer. Login shells may print other lines."""
+"""Prefix of the line with a host's answer. Login shells may print other lines."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,14 +60,16 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--master_port", type=integer(1), default=29500, help="port to test (default: %(default)s)")
     parser.add_argument("--logs", type=Path, help="folder that all hosts must share")
     parser.add_argument("--train-data", nargs="*", default=[], metavar="DATA", help="data that all hosts must see")
-    parser.add_argument("--min-free-gib", type=number(0), default=10.0, help="free GiB in --logs (default: 10)")
+    parser.add_argument(
+        "--min-free-gib", type=number(0), default=10.0, help=("required free space in --logs, in GiB (default: 10)")
+    )
     parser.add_argument("--on_host", metavar="JSON", help=argparse.SUPPRESS)  # the part that runs on each host
     parser.add_argument("training", nargs=argparse.REMAINDER, help="arguments of launch/train.py, after --")
     return parser
 
 
 def answer(question: dict[str, Any]) -> BaseModel:
-    """Return what this host answers to a question of `check`."""
+    """Return this host's answer to a question of `check`."""
     if question["what"] == "network":
         return network.measure(question["rank"], question["hosts"], question["address"], question["port"])
     shared = Path(question["shared"]) if question["shared"] else None
@@ -111,26 +113,26 @@ def token_file(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def ask(host: Host, question: dict[str, Any], kind: type[Answer], limit_s: float) -> tuple[Answer | None, str]:
-    """Return the answer of a host, and why there is none."""
+    """Return the answer of a host, and the reason if there is none."""
     output, problem = run_on_host(host, ["check-hosts", "--on_host", json.dumps(question)], limit_s=limit_s)
     for line in output.splitlines():
         if line.startswith(MARK):
             try:
                 return kind.model_validate_json(line.removeprefix(MARK)), ""
             except ValidationError:
-                return None, "it runs another version of MegaCLIP, whose answer cannot be read"
+                return None, "its answer cannot be read, because it runs another version of MegaCLIP"
     return None, problem or "it has not answered"
 
 
 def ask_for_facts(hosts: Sequence[Host], question: dict[str, Any]) -> list[Report]:
-    """Return the facts of all hosts, which are asked at the same time."""
+    """Return the facts of all hosts. All are asked at the same time."""
 
     def one(host: Host) -> Report:
         began = time.monotonic()
         facts, failure = ask(host, question, Facts, FACTS_LIMIT_S)
         if facts is None:
             return Report(host, failure=failure)
-        # How long the question and the answer took together. The host read its clock between them.
+        # Duration of question and answer together. The host read its clock between them.
         way_s = time.monotonic() - began - facts.ran_s
         return Report(host, facts, clock_s=facts.time_s - (time.time() - way_s / 2), clock_error_s=way_s / 2)
 
@@ -139,7 +141,7 @@ def ask_for_facts(hosts: Sequence[Host], question: dict[str, Any]) -> list[Repor
 
 
 def test_network(reports: Sequence[Report], master_addr: str, port: int) -> list[Report]:
-    """Return `reports` with the results of the network's test between the hosts that have answered."""
+    """Return `reports` with the results of the network test between the hosts that have answered."""
     present = [report for report in reports if report.facts is not None]
     if len(present) < 2:
         return list(reports)
@@ -158,11 +160,11 @@ def test_network(reports: Sequence[Report], master_addr: str, port: int) -> list
 def merge_network(
     reports: Sequence[Report], present: Sequence[str], results: Sequence[tuple[NetworkResult | None, str]]
 ) -> list[Report]:
-    """Return `reports` with the network's results of the hosts `present`."""
+    """Return `reports` with the network results of the hosts `present`."""
     problems: dict[str, str] = {}
     rates: dict[str, float | None] = {}
     for name, (result, failure) in zip(present, results, strict=True):
-        problems[name] = f"the network's test failed: {failure}" if result is None else result.problem
+        problems[name] = f"the network test failed: {failure}" if result is None else result.problem
         rates[name] = None if result is None else result.mib_per_s
     for result, _ in results:
         for rank in result.absent if result is not None else []:

@@ -73,7 +73,7 @@ def export(
     with writing(out_dir, CheckpointError):
         make_folders(out_dir)
         remove_earlier_files(out_dir, kept=names)
-        (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # until it describes the new files
+        (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # removed until it describes the new files
         for name in names:
             shutil.copyfile(card.directory / name, out_dir / name)
         names.append(write_weights(out_dir, weights, card.config).name)

@@ -83,7 +83,7 @@ def import_weights(source: Path, out_dir: Path, model: str | None, *, overwrite:
         names = [CARD_NAME, *(path.name for path in files)]
         with writing(out_dir, CheckpointError):
             remove_earlier_files(out_dir, kept=names)
-            (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # until it describes the new files
+            (out_dir / manifest.MANIFEST).unlink(missing_ok=True)  # removed until it describes the new files
             write_model_card(out_dir, config, preprocess, files)
             names.append(write_weights(out_dir, state_dict, config).name)
             manifest.write(out_dir, sync_files(out_dir, names))

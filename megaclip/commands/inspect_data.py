@@ -1,11 +1,11 @@
 """Report the contents, the problems and the loading speed of a dataset.
 
-    megaclip inspect 'shards/{00000..00331}.tar' --tokenizer tokenizer.model
-    megaclip inspect 'shards/*.tar' --model ViT-L-14-336 --pictures sheet.png      # draws what the model would see
-    megaclip inspect hf:nlphuji/flickr30k:test --json
+    megaclip inspect 'shards/{00000..00331}.tar' --tokenizer tokenizer.model megaclip inspect 'shards/*.tar' --model
+    ViT-L-14-336 --pictures sheet.png      # draws samples as the model sees them megaclip inspect
+    hf:nlphuji/flickr30k:test --json
 
-opens the data as --train-data does, decodes evenly spread samples of it, shows three of them, and times the training
-loader on one core. The exit code is 1 if training would refuse the data.
+opens the data as --train-data does, decodes evenly spread samples, shows three of them, and measures the speed of the
+training loader on one core. The exit code is 1 if training would refuse the data.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class Look:
         self.shown = [usable[place] for place in places]
 
     def _measure(self, raw: RawSample) -> dict[str, Any]:
-        """Record the figures of a sample, and return them as they are shown, with the tokens of its longest caption."""
+        """Record the figures of a sample. Return them for the report, with the tokens of its longest caption."""
         image = open_image(raw.image)
-        captions = raw.alternatives or (raw.caption,)  # training takes one of several at a time
+        captions = raw.alternatives or (raw.caption,)  # training takes one of several captions at a time
         is_end = self._tokenizer(captions) == self._tokenizer.eos_id
         token_counts = (is_end.int().argmax(dim=1) + 1).tolist()
         measured = (map(len, captions), token_counts, [image.width], [image.height], [len(raw.image)])
@@ -129,7 +129,7 @@ class Look:
         if self.bad_fraction <= limit:
             return ""
         return (
-            f"{self._bad.total()} of the {self._looked_at} samples looked at are bad; a run stops above "
+            f"{self._bad.total()} of the {self._looked_at} decoded samples are bad; a run stops above "
             f"--max-bad-fraction {limit:g}, after more than {limit * MIN_SAMPLES_FOR_LIMIT:g} bad samples"
         )
 
@@ -141,9 +141,9 @@ def _quantiles(numbers: list[int]) -> dict[str, float]:
 def time_loader(
     dataset: PairDataset, tokenizer: Tokenizer, transform: ImageTransform, seconds: float
 ) -> dict[str, float]:
-    """Return the samples per second of the training loader in this process, that is on one core.
+    """Return the samples per second of the training loader in this process, so on one core.
 
-    transform: that of training.
+    transform: the image transform of training.
     """
     size = min(64, len(dataset))
     loader = TrainLoader(dataset, transform, tokenizer, micro_batch_size=size, max_bad_fraction=1.0)
@@ -162,7 +162,7 @@ def print_report(report: dict[str, Any]) -> None:
             for index, entry in enumerate(value):
                 print(f"{label} {index}: {_on_one_line(entry)}")
         elif name == "problems" and not value:
-            pass  # of the files; those of the samples follow
+            pass  # problems of the files; those of the samples follow
         elif name == "sample":
             print(f"{label}:")
             for part, content in value.items():
@@ -240,7 +240,7 @@ def main() -> int:
 
 
 def _preprocessing(arguments: argparse.Namespace) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer and the arguments of `ImageTransform`: from the flags, else the model's, else CLIP's."""
+    """Return the tokenizer and the arguments of `ImageTransform`: from the flags, else from the model, else CLIP's."""
     if arguments.model is None:
         tokenizer = load_tokenizer(arguments.tokenizer or "clip", arguments.context_length or CONTEXT_LENGTH)
         return tokenizer, {"size": arguments.image_size or IMAGE_SIZE}

@@ -1,11 +1,11 @@
-"""List every model description of the installed open_clip: which towers run it, or why it is refused.
+"""List every model description of the installed open_clip, with the towers that run it or the reason why it is refused.
 
     megaclip models                      # all, as the table of docs/models.md
     megaclip models RN50 ViT-B-32        # some
     megaclip models --write docs/models.md
 
-A model is listed as running if its towers can be built and take a forward and a backward pass on the meta device, where
-tensors have shapes and no values. --write replaces the table in a page, between its markers.
+A model is listed as running if its towers can be built and run a forward and a backward pass on the meta device, where
+tensors have shapes but no values. --write replaces the table in a page, between its markers.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
         for name in names:
             model_file(name)
         if arguments.write is not None:
-            table_of(Path(arguments.write))  # before the long work
+            table_of(Path(arguments.write))  # checked before the long work
         text = table(names)
         if arguments.write is None:
             print(text, end="")

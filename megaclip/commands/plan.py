@@ -1,12 +1,11 @@
-"""Plan a run before it starts: memory by part, the largest batch that fits, the step's time and its longest term.
+"""Plan a run before it starts: memory by part, largest batch that fits, and step time with its longest term.
 
-    megaclip plan --deepspeed_config ds_configs/zero3.json --model ViT-L-14 --gpu h200 --gpus 8 --hosts 4
-    megaclip plan ... --here                                 # this machine, with what is free on it
-    megaclip plan ... --batch 1048576 --micro-batch 256      # with another batch size
-    megaclip plan ... --gpu-memory 80GiB --host-memory 900GiB --disk 2TB --link 200GB --network 25GB
-    megaclip plan --calibrate rates.json                     # measure this machine; then --rates rates.json
-    megaclip plan ... --sweep sweep.png --json sweep.json    # batch against memory and time, and the peers
-    megaclip plan --compare measured.json --gpu h200         # planned against measured
+    megaclip plan --deepspeed_config ds_configs/zero3.json --model ViT-L-14 --gpu h200 --gpus 8 --hosts 4 megaclip plan
+    ... --here                                 # this machine, with its free memory megaclip plan ... --batch 1048576
+    --micro-batch 256      # with another batch size megaclip plan ... --gpu-memory 80GiB --host-memory 900GiB --disk
+    2TB --link 200GB --network 25GB megaclip plan --calibrate rates.json                     # measure this machine;
+    then --rates rates.json megaclip plan ... --sweep sweep.png --json sweep.json    # batch against memory and time,
+    and the peers megaclip plan --compare measured.json --gpu h200         # planned against measured
 
 It needs no GPU and starts nothing; only --calibrate uses the GPUs of this machine. --sweep needs matplotlib.
 """
@@ -63,7 +62,7 @@ _USED_WITH = {
     "calibrate": {"model", "micro_batch"},
     "compare": {"gpu", "gpu_memory", "host_memory", "disk", "link", "network", "rates"},
 }
-"""Flags that the outputs other than a plan use."""
+"""Flags that outputs other than a plan use."""
 
 
 def main() -> int:
@@ -117,14 +116,14 @@ def _parser() -> argparse.ArgumentParser:
         "--text-positions-saved",
         type=float,
         metavar="SHARE",
-        help="share of token positions that cutting captions saves, as a run logs it (default: for captions of 8 to 77 "
-        "tokens, docs/planning.md)",
+        help="share of token positions saved by cutting captions, as a run logs it (default: that of captions of 8 to "
+        "77 tokens, docs/planning.md)",
     )
     what.add_argument(
         "--train-steps", type=integer(1), help='steps of the run, for megaclip.compile "auto" (default: many)'
     )
     what.add_argument(
-        "--val-num-samples", type=integer(0), default=0, help="image-caption pairs that the run is evaluated on"
+        "--val-num-samples", type=integer(0), default=0, help="number of image-caption pairs of the evaluation"
     )
     what.add_argument("--async-save", action="store_true", help="checkpoints are written from a copy in host memory")
     what.add_argument(
@@ -140,16 +139,18 @@ def _parser() -> argparse.ArgumentParser:
         "--gpus", type=integer(1), help="GPUs per host (default 8; with --here all of them, one rank on a CPU)"
     )
     where.add_argument("--hosts", type=integer(1), default=1, help="hosts, all alike (default 1)")
-    where.add_argument("--gpu-memory", help="of one GPU, for example 80GiB")
-    where.add_argument("--host-memory", help="free on one host (default 1000GiB)")
-    where.add_argument("--disk", help="free on one host (default 4TB)")
+    where.add_argument("--gpu-memory", help="memory of one GPU, for example 80GiB")
+    where.add_argument("--host-memory", help="free memory of one host (default 1000GiB)")
+    where.add_argument("--disk", help="free disk of one host (default 4TB)")
     where.add_argument("--link", help="bytes per second that one GPU sends inside a host, for example 300GB")
     where.add_argument("--network", help="bytes per second that one GPU sends to other hosts")
-    where.add_argument("--rates", help="file that --calibrate wrote on such a machine")
+    where.add_argument("--rates", help="file that --calibrate has written on such a machine")
     other = parser.add_argument_group("other output than the tables")
-    other.add_argument("--calibrate", metavar="RATES.json", help="measure this machine's rates and write them")
     other.add_argument(
-        "--sweep", metavar="PICTURE.png", help="draw memory and time over the batch, here and in other codes"
+        "--calibrate", metavar="RATES.json", help=("measure this machine's rates and write them to this file")
+    )
+    other.add_argument(
+        "--sweep", metavar="PICTURE.png", help="draw memory and time over the batch, for MegaCLIP and other codes"
     )
     other.add_argument("--json", type=Path, help="with --sweep: write the figures too")
     other.add_argument(
@@ -180,7 +181,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
 
 def _described(arguments: argparse.Namespace, **counts: Any) -> Cluster:
-    """Return the cluster that the flags describe, with these numbers of GPUs and hosts instead of the flags'."""
+    """Return the cluster that the flags describe, with these numbers of GPUs and hosts."""
     names = ("gpu", "gpu_memory", "host_memory", "disk", "link", "network")
     described = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     rates = Rates.read(arguments.rates, gpu_preset(arguments.gpu or "h200")[1]) if arguments.rates else None
@@ -289,7 +290,7 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
 
 
 def _largest_batch(workload: Workload, cluster: Cluster) -> str:
-    """Return the largest batch, with the text chunk that it needs if its own default is another one."""
+    """Return the largest batch, with the text chunk that it needs if that is not the default."""
     largest, chunk = largest_batch(workload, cluster), workload.batch.text_micro_batch
     if not largest or workload.with_batch(largest // workload.world_size).batch.text_micro_batch == chunk:
         return f"{largest:,}"
@@ -297,7 +298,7 @@ def _largest_batch(workload: Workload, cluster: Cluster) -> str:
 
 
 def _sweep(arguments: argparse.Namespace, workload: Workload, cluster: Cluster) -> int:
-    """Plan every power of two of chunks, for this project and the peers, with the graphs that the file asks for.
+    """Plan every power of two of chunks, for MegaCLIP and the peers, with the file's number of kept graphs.
 
     "auto" would fill the GPU at every batch; the picture shows the memory that a batch needs.
     """
@@ -370,7 +371,7 @@ def _draw(rows: list[dict[str, Any]], title: str, cluster: Cluster, out: str) ->
     memory.axhline(cluster.usable_gpu_memory / 2**30, color="#b03030", ls="--", lw=1, label="usable memory of a GPU")
     memory.set_ylabel("planned GiB per GPU")
     memory.set_ylim(1, 20 * max(1.0, cluster.usable_gpu_memory / 2**30))
-    time.set_ylabel("planned seconds per step, where it fits")
+    time.set_ylabel("planned seconds per step, if the run fits")
     for axis in (memory, time):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
@@ -398,8 +399,8 @@ def _compare(arguments: argparse.Namespace) -> int:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{str(path)!r} is no file that tools/bench_train.py --json has written: {type(error).__name__}: "
-                f"{first_line(error)}; give such a file"
+                f"{str(path)!r} was not written by tools/bench_train.py --json ({type(error).__name__}: "
+                f"{first_line(error)}); give a file that it has written"
             ) from None
     print(f"{outside} peaks outside 10%")
     return 1 if outside else 0

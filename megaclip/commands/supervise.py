@@ -1,9 +1,9 @@
-"""Start a run on several hosts, and start it again after a failure. `launch/multi_node.sh --restarts N` calls it.
+"""Start a run on several hosts, and restart it after failures. `launch/multi_node.sh --restarts N` calls it.
 
     megaclip supervise --restarts N --hostfile FILE --script launch/multi_node.sh ... -- TRAINING_ARGUMENTS
 
-After a failure, the hosts that answer start again from the newest whole checkpoint, with as many ranks as the batch can
-be divided among. docs/multi_node.md describes the rules.
+After a failure, the hosts that answer resume from the newest whole checkpoint, with as many ranks as can divide the
+batch. docs/multi_node.md describes the rules.
 """
 
 import argparse
@@ -147,8 +147,8 @@ def checked_run(hosts: Sequence[Host], training: list[str]) -> tuple[Path, Calla
         config.batch_plan(sum(host.slots for host in hosts))  # raises the run's own error
     if len(hosts) > 1 and not choose_hosts(hosts[:-1], fits):
         logger.warning(
-            "%s fits no smaller number of hosts, so a restart waits until a lost host answers again; leave out "
-            "gradient_accumulation_steps",
+            "the batch of %s cannot be divided among fewer hosts, so a restart waits until a lost host answers again; "
+            "leave out gradient_accumulation_steps to allow fewer hosts",
             config.path,
         )
     return Path(run.logs) / run.name / "checkpoints", fits
@@ -157,7 +157,7 @@ def checked_run(hosts: Sequence[Host], training: list[str]) -> tuple[Path, Calla
 def start_command(
     arguments: argparse.Namespace, training: list[str], hosts: Sequence[Host], hostfile: Path, chosen: Sequence[Host]
 ) -> list[str]:
-    """Return the command that starts an attempt on the `chosen` ones of all `hosts`."""
+    """Return the command that starts an attempt on the hosts `chosen` among all `hosts`."""
     same_first = arguments.master_addr and chosen[0].name == hosts[0].name
     address = arguments.master_addr if same_first else chosen[0].address
     options = ["--hostfile", hostfile, "--master_addr", address, "--master_port", arguments.master_port]
@@ -169,8 +169,8 @@ def end_leftover_ranks(hosts: Sequence[Host], master_addr: str, master_port: int
 
     It always succeeds.
 
-    A host whose network was cut still runs its ranks, which wait for the others. launch/multi_node.sh ends the ranks
-    of one attempt by the same pattern.
+    A host that has lost its network connection still runs its ranks, which wait for the others. launch/multi_node.sh
+    ends the ranks of one attempt by the same pattern.
 
     master_addr: --master_addr, which `start_command` uses for some attempts, or "".
     """

@@ -14,7 +14,7 @@ from megaclip.engine import run
 def main() -> None:
     """Run this rank's part of the training, and end the process with its exit code."""
     exit_code = run.main(sys.argv[1:], other_ranks_delay_s=60.0)
-    atexit._run_exitfuncs()  # os._exit skips them, and monitors such as wandb need them
+    atexit._run_exitfuncs()  # os._exit skips exit handlers, and monitors such as wandb need them
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

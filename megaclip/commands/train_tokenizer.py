@@ -4,7 +4,7 @@
 
 reads the captions of any data that --train-data reads, cleans them as open_clip does, and writes tokenizer.model and
 tokenizer.vocab. Train with `--tokenizer tokenizer.model`. Exports contain the tokenizer in the form that open_clip
-loads. A unigram vocabulary is smaller than --vocab-size if the captions have too few pieces.
+loads. A unigram vocabulary is smaller than --vocab-size if the captions contain too few pieces.
 """
 
 from __future__ import annotations

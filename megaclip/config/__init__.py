@@ -8,7 +8,7 @@ checks.py            the settings that are refused, each with the reason
 command_line.py      the flags of launch/train.py: `TrainArguments`
 open_clip_flags.py   open_clip's flags that launch/train.py does not accept, and what to use instead
 
-These modules check the two files of settings by themselves. Other checks are where their data are available:
+These modules check ds_config.json and the command line alone. Other packages check them against the rest of the run:
 
 - the model, the data and the paths: `megaclip.engine.inputs`
 - the number of ranks: `TrainingConfig.batch_plan`

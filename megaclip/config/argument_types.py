@@ -1,4 +1,4 @@
-"""Types for argparse in tools: numbers with a lower bound. A wrong number ends in one line that names the flag."""
+"""Types for argparse in tools: numbers with a lower bound. An error is one line that names the flag."""
 
 import argparse
 import math

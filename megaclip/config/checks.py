@@ -1,4 +1,4 @@
-"""Check ds_config.json: refuse every setting that is unknown, misplaced, without effect or contradicts another one.
+"""Check ds_config.json: refuse settings that are unknown, misplaced, without effect or in conflict with another one.
 
 DeepSpeed ignores unknown top-level keys and several known ones, so a typing mistake would pass silently. Every check
 raises `ConfigError` for the first mistake; `load_training_config` adds the path of the file.
@@ -19,7 +19,7 @@ from megaclip.errors import ConfigError, config_error, nearest
 from megaclip.losses.fastclip_variants import VARIANTS
 
 _REQUIRED = {
-    "gradient_clipping": "write a number, or 0.0 for no clipping: left out, DeepSpeed would clip at 1.0",
+    "gradient_clipping": "write a number, or 0.0 for no clipping: without it DeepSpeed would clip at 1.0",
     "optimizer": 'write one, for example {"type": "AdamW", "params": {"lr": 0.001}}',
 }
 
@@ -51,8 +51,8 @@ _REFUSED = {
     "activation_checkpointing.number_checkpoints": "every transformer block is one checkpoint; leave it out",
     "activation_checkpointing.synchronize_checkpoint_boundary": "it has no effect here; leave it out",
     "activation_checkpointing.profile": "it has no effect here; leave it out",
-    "zero_optimization.elastic_checkpoint": "such checkpoints cannot be resumed on another number of ranks, all others "
-    "can; leave it out",
+    "zero_optimization.elastic_checkpoint": "such checkpoints cannot be resumed on another number of ranks; leave it "
+    "out",
     "zero_optimization.round_robin_gradients": "DeepSpeed's checkpoints do not record the order of weights that it "
     "produces; leave it out",
     "zero_optimization.legacy_stage1": "DeepSpeed no longer has it; leave it out",
@@ -70,14 +70,14 @@ _REFUSED = {
     "bf16.immediate_grad_update": "it is for DeepSpeed's BF16_Optimizer, which is not supported; leave it out",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "the optimizer Muon is not supported; leave it out",
 }
-"""Setting of DeepSpeed's -> why it is refused and what to do. It is accepted where it is switched off."""
+"""Setting of DeepSpeed -> reason why it is refused, and what to do. The setting is accepted if it is switched off."""
 
 _SWITCHES = (
     "activation_checkpointing.cpu_checkpointing",
     "zero_allow_untested_optimizer",
     "zero_optimization.compute_grad_norm",
 )
-"""Settings that must be true or false, like every setting named "enabled"."""
+"""Settings that must be true or false, in addition to every setting named "enabled"."""
 
 _ONLY_AT_STAGE_3 = (
     "zero_optimization.stage3_",
@@ -91,7 +91,7 @@ _ONLY_AT_STAGE_3 = (
     "zero_optimization.override_module_apply",
     "zero_optimization.leaf_module",
 )
-"""Beginnings of the settings that only ZeRO-3 uses."""
+"""Prefixes of the settings that only ZeRO-3 uses."""
 
 _MONITOR_PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
 
@@ -168,7 +168,8 @@ def _refuse_unknown(setting: str, key: str, known: set[str]) -> NoReturn:
 
 
 def _check_no_auto(values: dict[str, Any], fields: dict[str, FieldInfo]) -> None:
-    """Refuse "auto" outside our section: DeepSpeed ignores such settings, Hugging Face's trainer would fill them in."""
+    """Refuse "auto" outside the section "megaclip": DeepSpeed ignores it, and only Hugging Face's trainer replaces
+    it."""
     named = []
     for setting, value in values.items():
         if setting.startswith("megaclip.") or not (value == "auto" or (isinstance(value, list) and "auto" in value)):
@@ -181,7 +182,7 @@ def _check_no_auto(values: dict[str, Any], fields: dict[str, FieldInfo]) -> None
 
 
 def _check_values_that_deepspeed_misreads(values: dict[str, Any]) -> None:
-    """Refuse switches that are not true or false (DeepSpeed may take "false" for true) and unknown ZeRO stages."""
+    """Refuse switches that are not true or false (DeepSpeed may read "false" as true) and unknown ZeRO stages."""
     for setting, value in values.items():
         if (setting in _SWITCHES or setting.endswith(".enabled")) and not isinstance(value, bool):
             raise ConfigError(f"{setting} is {value!r}; write true or false")
@@ -195,12 +196,12 @@ def _check_values_that_deepspeed_misreads(values: dict[str, Any]) -> None:
         )
     if values.get("zero_optimization.compute_grad_norm") is False:
         raise ConfigError(
-            "zero_optimization.compute_grad_norm cannot be false: the norm shows gradients of NaN; leave it out"
+            "zero_optimization.compute_grad_norm cannot be false: the run needs the norm to detect NaN; leave it out"
         )
 
 
 def _check_monitors(config: DsConfig) -> None:
-    """Refuse monitors that DeepSpeed would fail to start, but only after every rank has started."""
+    """Refuse monitors that DeepSpeed would fail to start. Without this check it fails after every rank has started."""
     for monitor, package in _MONITOR_PACKAGES.items():
         if getattr(config, monitor).enabled and not _is_installed(package):
             raise ConfigError(
@@ -255,15 +256,15 @@ def _check_zero(config: DsConfig, values: dict[str, Any]) -> None:
         )
     if zero.offload_optimizer and zero.offload_optimizer.ratio != 1:
         raise ConfigError(
-            "zero_optimization.offload_optimizer.ratio cannot be below 1: the weights that stay on the GPU get an "
-            "optimizer of DeepSpeed's own, which follows no schedule and is in no checkpoint; leave it out"
+            "zero_optimization.offload_optimizer.ratio cannot be below 1: DeepSpeed updates the weights that stay on "
+            "the GPU with another optimizer, which follows no schedule and is not saved in checkpoints; leave it out"
         )
 
 
 def _check_precision(config: DsConfig, values: dict[str, Any]) -> None:
     """Refuse bfloat16 sums of float32 gradients, and bf16 where DeepSpeed 0.19 runs other optimizer classes.
 
-    tests/distributed/test_engine_guards.py measures that bf16 at stage 0 computes something else.
+    tests/distributed/test_engine_guards.py shows that bf16 at stage 0 gives different results.
     """
     accumulate, stage = config.data_types.grad_accum_dtype, int(config.zero_optimization.stage)
     if values.get("bf16.check_grad_overflow") and not (config.bf16.enabled and stage in (1, 2)):
@@ -291,7 +292,8 @@ def _check_precision(config: DsConfig, values: dict[str, Any]) -> None:
 
 
 def _check_megaclip(config: DsConfig) -> None:
-    """Refuse settings of our section that the ZeRO stage cannot honour, and overlap_comm where it requires one."""
+    """Refuse settings of the section "megaclip" that do not work at the ZeRO stage, and overlap_comm without its
+    setting there."""
     section, zero = config.megaclip, config.zero_optimization
     if zero.stage == 1 and zero.overlap_comm and not section.coalesce_gradient_reduction:
         raise ConfigError(
@@ -320,7 +322,7 @@ def _setting_that_compiles(section: MegaclipSection) -> str | None:
 
 
 def _check_tensor_parallel(config: DsConfig) -> None:
-    """Refuse what is wrong, or has not been measured, with tensor parallelism."""
+    """Refuse settings that are wrong, or have not been tested, with tensor parallelism."""
     size, zero = config.megaclip.tensor_parallel_size, config.zero_optimization
     if size == 1:
         return

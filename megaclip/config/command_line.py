@@ -23,7 +23,7 @@ DEFAULT_WORKERS = 4
 """Number of data worker processes per rank, also in the planner and in tools."""
 
 DEFAULT_SKIPS_IN_A_ROW = 10
-"""Largest number of consecutive steps that --on-nonfinite skip leaves out."""
+"""Default of N in --on-nonfinite skip:N, the largest number of consecutive skipped updates."""
 
 _LARGEST_SEED = 2**64 - 1
 """PyTorch's generators accept no larger seed."""
@@ -49,20 +49,20 @@ class TrainArguments(BaseModel):
         "saved or hub datasets; several entries make a mixture",
     )
     train_data_weights: list[Annotated[float, Field(gt=0)]] = Field(
-        default=[], description="mixture weights, one per --train-data entry (default: by size)"
+        default=[], description="mixture weights, one per --train-data entry (default: proportional to their sizes)"
     )
     dataset_type: Literal["auto", "webdataset", "parquet", "csv", "json", "imagefolder", "saved", "hub"] = Field(
-        default="auto", description="format of --train-data and --val-data; 'auto' recognises it by their names"
+        default="auto", description="format of --train-data and --val-data; 'auto' detects it from the file names"
     )
     image_key: str | None = Field(default=None, description="column or extension of the images")
     caption_key: str | None = Field(
         default=None,
-        description="column, extension or JSON field of the captions; json.FIELD is only the field",
+        description="column, extension or JSON field of the captions; json.FIELD reads only the field",
     )
     val_data: list[str] = Field(default=[], description="held-out image-text pairs for retrieval")
     group_captions: bool = Field(
         default=False,
-        description="--val-data has several captions per image (COCO, Flickr); default: the first of a list is used",
+        description="use all captions of an image in --val-data (COCO, Flickr); default: only the first of a list",
     )
     zeroshot_data: str | None = Field(
         default=None,
@@ -77,16 +77,18 @@ class TrainArguments(BaseModel):
     workers: NotNegative = Field(default=DEFAULT_WORKERS, description="number of data worker processes per rank")
     shard_order: Literal["shuffled", "sequential"] = Field(
         default="shuffled",
-        description="order of the shards; 'sequential' keeps the given order (for curricula) and shuffles within each",
+        description=(
+            "order of the shards; 'sequential' keeps the given order (for curricula) and shuffles within each shard"
+        ),
     )
     data_offload_dir: str | None = Field(
         default=None,
-        description="folder for the images that megaclip.data_offload keeps on disk (default: the run's folder)",
+        description="folder for the images that megaclip.data_offload stores on disk (default: the run's folder)",
     )
     # `megaclip.config` and `megaclip.data` may not import each other. Loaders and transforms that are constructed
     # without a command line therefore have their own defaults for the next two settings.
     max_bad_fraction: float = Field(
-        default=0.01, ge=0, le=1, description="stop above this fraction of unreadable samples"
+        default=0.01, ge=0, le=1, description="largest fraction of bad samples; the run stops above it"
     )
     aug_scale: tuple[float, float] = Field(
         default=(0.9, 1.0),
@@ -167,8 +169,8 @@ class TrainArguments(BaseModel):
     )
     async_save: bool = Field(
         default=False,
-        description="write checkpoints while training continues, from a copy in host memory; training waits for the "
-        "copy only",
+        description="write checkpoints from a copy in host memory while training continues; training waits only for "
+        "the copy",
     )
     val_frequency: NotNegative = Field(default=1, description="epochs between evaluations; 0 evaluates only at the end")
     eval_every_steps: Positive | None = Field(
@@ -184,8 +186,8 @@ class TrainArguments(BaseModel):
     )
     stop_after_steps: Positive | None = Field(
         default=None,
-        description="number of steps, counted from the start of the run, after which it saves and stops; the schedule "
-        "is that of the whole run",
+        description="number of steps, counted from the start of the run, after which the run saves and stops; the "
+        "schedule stays that of the whole run",
     )
     on_nonfinite: str = Field(
         default="stop",
@@ -211,7 +213,7 @@ class TrainArguments(BaseModel):
     )
     @classmethod
     def _refuse_empty(cls, path: str | None) -> str | None:
-        if path == "":  # such as "$WEIGHTS" of a variable that is not set
+        if path == "":  # for example "$WEIGHTS" if the variable is not set
             raise ValueError("the value is empty; give it a value, or leave it out")
         return path
 
@@ -282,18 +284,18 @@ class TrainArguments(BaseModel):
 
 
 _MANY_UNKNOWN = "these arguments are not accepted (docs/from_open_clip.md):"
-"""First line of the only error of several lines: thirteen arguments in one line cannot be read."""
+"""First line of the only error with several lines, one for each argument."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ConfigError, so that every rank ends in the same way."""
+    """ArgumentParser that raises ConfigError, so that every rank ends in the same way."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see --help)")
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Formatter that shows each flag in its spelling with hyphens only."""
+    """Formatter that shows each flag only in its spelling with hyphens."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         arguments = "" if action.nargs == 0 else " " + self._format_args(action, "VALUE")

@@ -17,7 +17,7 @@ from megaclip.config.section import MegaclipSection
 
 
 class _Strict(BaseModel):
-    """Base of the classes here: a value must have its type. `megaclip.config.checks` refuses unknown keys."""
+    """Base class of the sections. Values must have the declared type. `megaclip.config.checks` refuses unknown keys."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 

@@ -1,7 +1,7 @@
 """The optimizers that ds_config.json may name, their parameters, and the combinations that are refused.
 
 DeepSpeed does not check optimizer.params. It also accepts combinations of settings in which an optimizer computes
-something else than its name promises.
+something other than its name states.
 """
 
 from typing import Annotated, Any
@@ -14,9 +14,9 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerParams(BaseModel):
-    """optimizer.params of every optimizer. Types and bounds are strict: a wrong beta would only show as a loss of NaN.
+    """optimizer.params of every optimizer. Types and bounds are strict: the only symptom of a wrong beta is a NaN loss.
 
-    The defaults are those of the optimizers themselves. Only `model_fields_set` is handed to them.
+    The optimizers set their own defaults. Only the fields in `model_fields_set` are passed to them.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -78,8 +78,8 @@ _PARAMS: dict[str, type[OptimizerParams]] = {
     "Lamb": LambParams,
 }
 
-# DeepSpeed's optimizers of these names compute something else. Its Lion moves a parameter whose gradient is zero (such
-# as the embedding of a token that the batch lacks) by a whole step, on the CPU and on GPUs. Its LAMB runs on GPUs only.
+# DeepSpeed's optimizers of these names are not used. Its Lion changes a parameter whose gradient is zero (such as the
+# embedding of a token that the batch lacks) by a whole step, on the CPU and on GPUs. Its LAMB runs on GPUs only.
 TIMM_OPTIMIZERS = ("Lion", "Lamb")
 
 NEED_WHOLE_TENSORS = {
@@ -87,10 +87,10 @@ NEED_WHOLE_TENSORS = {
     "Lamb": "takes one trust ratio per tensor",
 }
 _UNTESTED_BY_DEEPSPEED = ("SGD", "Lion")
-"""Correct on flat pieces, but not on DeepSpeed's list: under ZeRO it requires zero_allow_untested_optimizer."""
+"""Optimizers that are correct on flat pieces but require zero_allow_untested_optimizer with ZeRO."""
 
 _MUON = ("muon", "muonwithauxadam")
-"""DeepSpeed's Muon. tests/distributed/test_muon_refused.py measures the reason why it is refused."""
+"""DeepSpeed's Muon, which is refused. tests/distributed/test_muon_refused.py shows the reason."""
 _COMPRESSED = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
@@ -118,8 +118,8 @@ def params_model(optimizer_type: Any) -> type[OptimizerParams]:
     if str(optimizer_type).lower() in _MUON:
         raise ConfigError(
             f"optimizer.type {optimizer_type!r} cannot be used: at ZeRO-1 to 3 DeepSpeed measures and clips Muon's "
-            "update instead of the gradient, so gradient_clipping and the check for NaN would mean something else than "
-            "at ZeRO-0; use AdamW or Lion"
+            "update instead of the gradient, so gradient_clipping and the check for NaN would not apply to the "
+            "gradient; use AdamW or Lion"
         )
     raise ConfigError(
         f"optimizer.type is {optimizer_type!r}; use one of {', '.join(_PARAMS)}"
@@ -138,7 +138,7 @@ def needs_permission(optimizer_type: str, zero_stage: int) -> bool:
 
 
 def check_optimizer(optimizer: Optimizer, *, zero_stage: int, allow_untested: bool, offload: bool) -> None:
-    """Raise ConfigError if the optimizer contradicts the rest of ds_config.json, or its own parameters each other.
+    """Raise ConfigError if the optimizer contradicts other settings of ds_config.json or its own parameters.
 
     allow_untested: zero_allow_untested_optimizer. offload: zero_optimization.offload_optimizer is present.
     """

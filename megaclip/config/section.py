@@ -27,12 +27,12 @@ class MegaclipSection(LossSettings):
     """Settings of the global losses."""
 
     towers: Literal["auto", "own", "open_clip"] = "auto"
-    """Implementation of the towers. "own" is MegaCLIP's, which is faster and can be tensor parallel; it refuses models
-    that it does not have. "open_clip" runs open_clip's modules (timm trunks, Hugging Face text models, ...). "auto":
-    MegaCLIP's towers for every description that they have, open_clip's for all others."""
+    """Implementation of the towers. "own" is MegaCLIP's, which is faster and can be tensor parallel. It refuses models
+    that it does not support. "open_clip" runs open_clip's modules (timm trunks, Hugging Face text models, ...). "auto":
+    MegaCLIP's towers for every model that they support, open_clip's for all others."""
 
     image_lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate of the image tower, on the same schedule as all others. Default: optimizer.params.lr."""
+    """Peak learning rate of the image tower, on the common schedule. Default: optimizer.params.lr."""
 
     text_lr: float | None = Field(default=None, gt=0)
     """Peak learning rate of the text tower. Default: optimizer.params.lr."""
@@ -63,41 +63,41 @@ class MegaclipSection(LossSettings):
     """Implementation of the towers' layer norms. "apex" is NVIDIA apex's memory-efficient one and must be installed."""
 
     coalesce_gradient_reduction: bool = False
-    """Reduce parameter gradients once per step instead of once per gradient-cache chunk (ZeRO stages 1 to 3). There is
-    less traffic, but whole gradients are kept until the end of the step; with bf16 their float32 sums are kept too,
+    """Reduce parameter gradients once per step instead of once per gradient-cache chunk (ZeRO stages 1 to 3). This
+    reduces traffic, but whole gradients are kept until the end of the step. With bf16 their float32 sums are kept too,
     unless data_types.grad_accum_dtype is "bf16"."""
 
     text_micro_batch_size: int | None = Field(default=None, gt=0)
-    """Number of captions per text chunk. Default: the largest multiple of train_micro_batch_size_per_gpu with which a
-    text chunk takes about as much memory as an image chunk. Large text chunks save kernel launches."""
+    """Number of captions per text chunk. Default: the largest multiple of train_micro_batch_size_per_gpu for which a
+    text chunk takes about as much memory as an image chunk. Larger text chunks need fewer kernel launches."""
 
     cut_captions: Literal[True, False, "auto"] = "auto"
     """Sort the captions of a rank's share of the batch by length, and cut each text chunk at its longest caption. The
-    padding behind it is not computed; losses and gradients stay the same. "auto" does so if the text tower's features
-    do not depend on the padding: attention is causal and "pool_type" is "argmax" or "eos". true refuses other towers.
-    The captions of evaluations are cut too, without sorting."""
+    text tower then does not process the padding after it. Losses and gradients stay the same. "auto" cuts captions if
+    the text tower's features do not depend on the padding: attention is causal and "pool_type" is "argmax" or "eos".
+    true refuses other towers. Evaluations cut captions too, without sorting them."""
 
     compile: Literal[True, False, "auto"] = "auto"
-    """Run the towers through torch.compile: the image tower as one graph, or block by block where activations,
-    parameters or gradients are handled block by block; the text tower block by block. "auto" does so on GPUs, if
-    MegaCLIP's own towers run and that saves more time over the run than the compilation takes."""
+    """Run the towers through torch.compile. The image tower is one graph, or one graph per block if activations,
+    parameters or gradients are handled block by block. The text tower is one graph per block. "auto" compiles on GPUs,
+    if MegaCLIP's own towers run and compilation saves more time over the run than it takes."""
 
     selective_recompute: Literal[True, False, "auto"] = "auto"
     """In compiled towers, compute layer norms and activation functions again in the backward pass instead of keeping
     their outputs. A graph then takes about a third less memory, and a step about 2 % more time. "auto" does so if the
-    gradient cache can keep more graphs that way and the step becomes faster, or if the run does not fit otherwise."""
+    gradient cache can then keep more graphs and the step becomes faster, or if the run does not fit otherwise."""
 
     keep_graphs: int | Literal["auto"] = "auto"
-    """Number of graphs that the gradient cache keeps between a chunk's forward and backward pass, of all chunks of
-    both towers; all, if a step has fewer. The chunks without a kept graph are encoded twice. "auto" keeps as many as
-    fit into the GPU's memory, and none on CPUs or with cpu_checkpointing. A step of one backward pass keeps its graphs
-    in any case."""
+    """Number of graphs, counted over the chunks of both towers, that the gradient cache keeps between forward and
+    backward pass. If a step has fewer, it keeps all. Chunks without a kept graph are encoded twice. "auto" keeps as
+    many as fit into the GPU's memory, and none on CPUs or with cpu_checkpointing. A step with one backward pass always
+    keeps its graphs."""
 
     data_offload: Literal["auto", "cpu", "disk", "reread"] = "auto"
     """Place of a step's images between the two passes of the gradient cache: "cpu" is host memory (page-locked for
     GPUs), "disk" a file (see --data-offload-dir), "reread" reads them again from the dataset. "auto" selects host
-    memory if the images fit, otherwise the disk, and otherwise refuses to start. Nothing is stored if a step has one
-    pass."""
+    memory if the images fit, otherwise the disk, and otherwise refuses to start. Nothing is stored if the images are
+    read only once."""
 
     embeddings_offload: Literal[True, False, "auto"] = "auto"
     """Keep embeddings and their gradients in host memory while the towers run. "auto" does so if they would take more
@@ -112,5 +112,5 @@ class MegaclipSection(LossSettings):
 
     @property
     def is_global(self) -> bool:
-        """True for the global losses, which have per-sample state and a temperature of their own."""
+        """True for the global losses, which have per-sample state and their own temperature."""
         return self.loss in VARIANTS

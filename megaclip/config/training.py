@@ -1,8 +1,8 @@
-"""Read and check ds_config.json before anything else happens.
+"""Read and check ds_config.json, before any other part of a run starts.
 
 The file is DeepSpeed's configuration file with one additional section, "megaclip" (`MegaclipSection`). DeepSpeed
-receives the file's contents, including that section, which it ignores, with `DEEPSPEED_DEFAULTS` for settings that the
-file leaves out. `megaclip.config.checks` decides which settings are accepted.
+receives the file's contents, with `DEEPSPEED_DEFAULTS` for missing settings. It ignores the section "megaclip".
+`megaclip.config.checks` decides which settings are accepted.
 """
 
 import json
@@ -23,13 +23,14 @@ DEEPSPEED_DEFAULTS: dict[str, dict[str, Any]] = {
     # A check of every gradient, at ZeRO-1 and 2 only. The run itself refuses an update whose gradient norm is not
     # finite, at every stage (`megaclip.engine.optimizers.guard_gradients`).
     "bf16": {"check_grad_overflow": False},
-    # A timer that waits for the GPU before every forward pass. Its result is logged every `steps_per_print` steps.
+    # DeepSpeed's timer waits for the GPU before every forward pass. Its result is logged every `steps_per_print` steps.
     "timers": {"throughput": {"enabled": False}},
-    # Every parameter starts at a multiple of 16 bytes. Behind a bias of 2,730 numbers (EVA02-L-14) all others would
-    # start at other addresses, and a product with such a bias takes three times as long (H200: 2.09 and 0.70 ms).
+    # Every parameter starts at a multiple of 16 bytes. Otherwise all parameters after a bias of 2,730 numbers
+    # (EVA02-L-14) would start at other addresses, and a product with such a bias takes three times as long (H200: 2.09
+    # instead of 0.70 ms).
     "zero_optimization": {"parameter_alignment": True},
 }
-"""Settings for which DeepSpeed receives another default than its own: "bf16" where bf16 is enabled, "timers" without
+"""Settings that DeepSpeed receives with a default other than its own: "bf16" if bf16 is enabled, "timers" without
 `steps_per_print`, "zero_optimization" at ZeRO-1 and 2."""
 
 
@@ -37,7 +38,7 @@ DEEPSPEED_DEFAULTS: dict[str, dict[str, Any]] = {
 class BatchPlan:
     """The batch of a step, divided into ranks and chunks (DeepSpeed's three batch settings, completed).
 
-    With tensor parallelism, DeepSpeed's micro-batch is that of a replica of T ranks. Each of them loads 1/T of it; the
+    With tensor parallelism, DeepSpeed's micro-batch belongs to a replica of T ranks, and each rank loads 1/T of it. The
     numbers here are those of one rank.
     """
 
@@ -74,7 +75,7 @@ class TextChunks:
 
 
 def default_text_micro_batch(micro_batch: int, accumulation: int, text_chunks: TextChunks) -> int:
-    """Return the number of captions per text chunk: as many image chunks' samples as take the memory of one such chunk.
+    """Return the number of captions per text chunk, with which it takes about as much memory as an image chunk.
 
     accumulation: number of image chunks.
     """
@@ -90,7 +91,7 @@ class TrainingConfig:
     deepspeed: dict[str, Any]
     megaclip: MegaclipSection
     text_chunks: TextChunks = TextChunks()
-    """Sizes of text chunks that suit the model (`megaclip.planner.rules.fitted`)."""
+    """Limits of text chunks for the model (`megaclip.planner.rules.fitted`)."""
 
     @cached_property
     def _settings(self) -> DsConfig:
@@ -136,7 +137,7 @@ class TrainingConfig:
 
     @property
     def gradient_clipping(self) -> float:
-        """Largest gradient norm; 0 is no limit."""
+        """Largest gradient norm. 0: no limit."""
         return self._settings.gradient_clipping
 
     @property
@@ -150,7 +151,7 @@ class TrainingConfig:
 
     @property
     def accumulates_in_bf16(self) -> bool:
-        """True if the gradients of a step's chunks accumulate in bfloat16. By default they do unless coalesced."""
+        """True if the gradients of a step's chunks accumulate in bfloat16: the default, unless they are coalesced."""
         if self.megaclip.coalesce_gradient_reduction:
             return self.bf16 and self.grad_accum_dtype == "bf16"
         return self.bf16 and self.grad_accum_dtype != "fp32"
@@ -240,8 +241,8 @@ def load_training_config(name_or_path: str | Path) -> TrainingConfig:
         name = str(name_or_path).removesuffix(".json")
         if name not in shipped:
             raise ConfigError(
-                f"--deepspeed_config {str(path)!r} is no file and no shipped configuration; expected the path of a "
-                f"ds_config.json, or one of {', '.join(sorted(shipped))}"
+                f"--deepspeed_config {str(path)!r} is neither a file nor a shipped configuration; expected the path of "
+                f"a ds_config.json, or one of {', '.join(sorted(shipped))}"
             )
         path = shipped[name]
     try:

@@ -10,13 +10,13 @@ import dataclasses
 import torch
 
 PADDING_ID = -1
-"""Id of a row that only fills up a rank's evaluation batch. Training batches have no such rows."""
+"""Id of a padding row of an evaluation batch. Training batches have no such rows."""
 
 
 class BadSample(Exception):
     """Raised for a sample that cannot be used. The loader counts it under `kind` and replaces it.
 
-    detail: the sample (`RawSample.key`), where it is known, and the problem.
+    detail: the sample (`RawSample.key`), if it is known, and the problem.
     """
 
     def __init__(self, kind: str, detail: str) -> None:
@@ -36,8 +36,8 @@ class RawSample:
     key: str
     """Origin of the sample for messages: shard and name, or table, row and file."""
     alternatives: tuple[str, ...] = ()
-    """Single captions, where the source has several per image. Training takes one of them at a time, an evaluation the
-    first one (with --group-captions all of them)."""
+    """Single captions, if the source has several per image. Training takes one of them at a time. An evaluation takes
+    the first one, or with --group-captions all of them."""
 
 
 class _Tensors:
@@ -75,7 +75,7 @@ class EvaluationBatch(Batch):
 
 @dataclasses.dataclass
 class LabelledBatch(_Tensors):
-    """Images with the numbers of their classes."""
+    """Images and their class numbers."""
 
     images: torch.Tensor
     """Pixels (b, 3, H, W) uint8, cropped and resized. `ImageTransform.normalise` turns them into the model's input."""

@@ -2,7 +2,8 @@
 
 Members of tar shards and files in a folder are found by their extensions. `--caption-key` names one or more, separated
 by semicolons: "alt" is a text file `.alt` or, in samples without one, the field "alt" of a `.json` file; "json.alt" is
-only the field. Text is UTF-8. Other bytes make a bad sample: replacing them would train on captions that nobody wrote.
+only the field. Text is UTF-8. A caption with other bytes is a bad sample, because replacing the bytes would change the
+caption.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class CaptionKeys:
     fields: tuple[str, ...] = ()
     """Names of fields of JSON files."""
     flag: str = "--caption-key"
-    """Flag that selects other ones, for messages; empty if there is none."""
+    """Flag that selects other extensions, for messages. Empty: there is no such flag."""
 
     @classmethod
     def parse(cls, key: str | None) -> CaptionKeys:
@@ -95,7 +96,7 @@ def json_record(text: str | bytes) -> dict[str, Any] | None:
     """Return the JSON object in `text`, or None if it holds something else."""
     try:
         record = json.loads(text.removeprefix("\ufeff") if isinstance(text, str) else text)
-    except (ValueError, RecursionError):  # the latter from thousands of nested brackets
+    except (ValueError, RecursionError):  # RecursionError for thousands of nested brackets
         return None
     return record if isinstance(record, dict) else None
 

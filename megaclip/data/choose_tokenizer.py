@@ -1,4 +1,4 @@
-"""Load the tokenizer that a name or a path stands for."""
+"""Load a tokenizer by its name or path."""
 
 import json
 from pathlib import Path

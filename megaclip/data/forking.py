@@ -1,15 +1,15 @@
-"""Fork processes beside threads, and fork again if a new process does not run.
+"""Fork processes while threads run, and fork again if a new process does not start to run.
 
-A thread of a C++ library that takes the interpreter for the first time holds CPython's lock on thread states for a
-moment. A process that is forked in this moment inherits the locked lock. Until Python 3.11 such a process waits for it
-inside `os.fork` for ever, and whoever waits for the process's result waits too.
+When a thread of a C++ library enters the interpreter for the first time, it briefly holds CPython's lock on thread
+states. A process that is forked at this moment inherits the lock as locked. Until Python 3.11 such a process waits for
+the lock inside `os.fork` forever, and so does every process that waits for its result.
 
-A process that is killed must not hold a lock that others wait for. So a process that is given up never begins its work,
-and events have no lock.
+A killed process must not hold a lock that other processes wait for. So a process that is given up never starts its
+work, and events have no lock.
 
 A forked process has the signal handlers of its parent, and writes the signals that it receives to the parent's wakeup
-socket. The parent would take a signal to the process for one of its own. So stop signals are blocked from before the
-fork until the process has handlers of its own.
+socket. The parent would treat a signal to the process as a signal to itself. So stop signals are blocked from before
+the fork until the process has installed its own handlers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megaclip.errors import DataError
 from megaclip.logging import get_logger
 
 START_WAIT_S = 10.0
-"""Seconds that a forked process has to begin its work."""
+"""Seconds within which a forked process must start its work."""
 _ATTEMPTS = 5
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -34,7 +34,7 @@ _logger = get_logger(__name__)
 
 
 def leave_stop_signals_to_parent() -> None:
-    """Ignore what reaches every process of a terminal or with the parent's command line; SIGTERM ends this process."""
+    """Ignore SIGINT and SIGUSR1, which are also sent to this process when its parent receives them. SIGTERM ends it."""
     signal.set_wakeup_fd(-1)
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
@@ -51,7 +51,7 @@ def _blocked_stop_signals() -> Iterator[None]:
 
 
 class _Process(ForkProcess):
-    """Process that sends a byte to its parent when it begins its work, and ends if the parent has given it up."""
+    """Process that sends a byte to its parent when it starts its work, and ends if the parent has given it up."""
 
     _begun: socket.socket
     """Connection to the parent."""
@@ -82,10 +82,10 @@ class _Process(ForkProcess):
                     begun = receiver.recv(1)
                 if begun:
                     return child
-            _logger.warning("a forked process did not begin to run within %.0f s; it is forked again", START_WAIT_S)
+            _logger.warning("a forked process did not start to run within %.0f s; it is forked again", START_WAIT_S)
             child.kill()
             child.wait()
-        raise DataError(f"{_ATTEMPTS} forked processes did not begin to run; start the run again or set --workers 0")
+        raise DataError(f"{_ATTEMPTS} forked processes did not start to run; start the run again or set --workers 0")
 
 
 class _Flag:
@@ -102,7 +102,7 @@ class _Flag:
 
 
 class CheckedForkContext(ForkContext):
-    """`multiprocessing` context that forks, and forks again if a process does not begin to run."""
+    """`multiprocessing` context that forks, and forks again if a process does not start to run."""
 
     Process = _Process
 

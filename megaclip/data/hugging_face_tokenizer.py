@@ -20,7 +20,7 @@ CACHED = "hf:"
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """open_clip's `HFTokenizer`, which returns what it returns for the same caption."""
+    """open_clip's `HFTokenizer`. It returns the same ids for the same caption."""
 
     def __init__(
         self, source: str, context_length: int, *, mode: str | None = None, options: dict[str, Any] | None = None
@@ -64,7 +64,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return [int(token) for token in self([caption])[0]]
 
     def ends_captions_with(self, token: int) -> bool:
-        """Return whether the id `token` first occurs behind the text of a caption, also of one that is truncated."""
+        """Return whether the id `token` first occurs after the text of a caption, even if the caption is truncated."""
         is_end = self(["a", "a photo of a cat " * self.context_length]) == token
         return bool(is_end.any(dim=1).all() and not is_end[:, 0].any())
 

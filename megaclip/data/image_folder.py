@@ -1,8 +1,8 @@
 """Read pictures in a folder and its sub-folders, each with its caption in a file beside it.
 
 `cat.jpg` has its caption in `cat.txt`, or in a field of `cat.json` (captions.py). img2dataset writes this layout with
-`--output_format files`. Folders with a metadata file are tables (tables.py). Files are read when a sample is, so only
-their names and sizes are collected when the folder is opened.
+`--output_format files`. Folders with a metadata file are tables (tables.py). Opening the folder collects only names and
+sizes. A file is read when its sample is read.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ImageFolder:
         return self._keys.decode(_content(caption), _extension(caption), caption)
 
     def _check(self, folder: str) -> None:
-        """Raise DataError if the folder holds no pictures, or none with a caption, or JSON files without the fields."""
+        """Raise DataError if the folder contains no pictures, no captions, or JSON files without the fields."""
         if not self._rows:
             raise DataError(
                 f"data {folder!r}: the folder holds no pictures (.{', .'.join(self._image_extensions)}); "
@@ -131,7 +131,7 @@ def walk_folder(folder: str) -> Iterator[tuple[str, list[str]]]:
     """
     visited = set[str]()
     for place, folders, names in os.walk(folder, onerror=_raise_data_error, followlinks=True):
-        folders.sort()  # the same one of several links in every process
+        folders.sort()  # sorted, so that every process visits the same link first
         if (real := os.path.realpath(place)) in visited:
             folders.clear()
             continue

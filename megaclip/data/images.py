@@ -1,9 +1,9 @@
 """Turn encoded images into pixels with Pillow, and pixels into the model's input on any device.
 
-Images are passed on as 8-bit pixels, a quarter of the bytes of float32, and are normalised on the model's device. The
-evaluation transform equals open_clip's exactly (resize the shorter side, or squash; crop the centre; normalise).
-Training takes a random resized crop in one Pillow call, `resize(box=..., reducing_gap=2.0)`, after JPEG draft decoding
-if the source is much larger than the target. The crop depends on (seed, epoch, id) only.
+Images are passed on as 8-bit pixels, which take a quarter of the bytes of float32, and are normalised on the model's
+device. The evaluation transform equals open_clip's exactly (resize the shorter side, or squash; crop the centre;
+normalise). Training takes a random resized crop in one Pillow call, `resize(box=..., reducing_gap=2.0)`, after JPEG
+draft decoding if the source is much larger than the target. The crop depends on (seed, epoch, id) only.
 
 Image files are untrusted: only raster formats are opened, and their size is checked before decoding. As in open_clip,
 the orientation in EXIF data is ignored, and transparency is dropped: the colours of transparent pixels remain. Unlike
@@ -64,7 +64,7 @@ class ImageTransform:
     training: bool = False
     mean: tuple[float, float, float] = OPENAI_MEAN
     std: tuple[float, float, float] = OPENAI_STD
-    scale: tuple[float, float] = (0.9, 1.0)  # a run passes --aug-scale; this default is for other callers
+    scale: tuple[float, float] = (0.9, 1.0)  # a run passes --aug-scale; other callers use this default
     interpolation: str = "bicubic"
     resize_mode: str = "shortest"
 
@@ -78,7 +78,7 @@ class ImageTransform:
             ("interpolation", self.interpolation, sorted(_RESAMPLING)),
             ("resize_mode", self.resize_mode, ["shortest", "squash"]),
         ):
-            if value not in choices:  # a list of strings: a value from a model card may have any type
+            if value not in choices:  # a list: a value from a model card may have any type
                 raise ConfigError(f"{name} is {shortened(repr(value))}; use one of {choices}")
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise ConfigError(f"the scale of the random crop is {self.scale}; use 0 < low <= high <= 1")
@@ -90,7 +90,7 @@ class ImageTransform:
             image = self._random_crop(image, seeds) if self.training else self._resize_and_crop(image)
         except BadSample:
             raise
-        except Exception as error:  # Pillow's decoders raise almost anything on a damaged file
+        except Exception as error:  # Pillow's decoders raise exceptions of many types for damaged files
             raise BadSample("undecodable image", f"{type(error).__name__}: {error}") from error
         return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
 
@@ -173,7 +173,7 @@ def open_image(content: bytes) -> Image.Image:
         raise BadSample("undecodable image", "0 bytes")
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
-    except UnidentifiedImageError as error:  # Pillow's message only has the address of a buffer
+    except UnidentifiedImageError as error:  # Pillow's message contains only the address of a buffer
         raise BadSample("undecodable image", f"not a file of {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from error
     except Image.DecompressionBombError as error:  # Pillow's own limit, 179 megapixels
         raise BadSample("image too large", f"{error}; expected at most {MAX_PIXELS:,}") from error
@@ -202,7 +202,7 @@ def eight_bit(image: Image.Image) -> Image.Image:
 def _generator(seeds: tuple[int, int, int]) -> np.random.Generator:
     """Return the generator for (seed, epoch, id).
 
-    The three are its key. Hashing them into a seed would take a third of the time that a small image takes.
+    The three numbers are its key. Hashing them to a seed would take a third of the time of a small image.
     """
     seed, epoch, sample_id = seeds
     return np.random.Generator(np.random.Philox(key=(seed % 2**32) << 96 | (epoch % 2**32) << 64 | sample_id))

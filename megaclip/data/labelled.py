@@ -99,7 +99,7 @@ def open_labelled(path: str | Path) -> LabelledDataset:
 
 
 def _warn_of_equal_names(folder: Path, names: list[str]) -> None:
-    """Warn of classes with one name. Their prompts are equal, and ties count against the model."""
+    """Warn of classes that share a name. Their prompts are equal, and ties count against the model."""
     counts = {name: count for name, count in Counter(names).items() if count > 1}
     if counts:
         _logger.warning(

@@ -29,17 +29,18 @@ from megaclip.data.workers import map_in_workers
 from megaclip.errors import DataError
 
 DEFAULT_MAX_BAD_FRACTION = 0.01
-"""Limit of bad samples for evaluations and for loaders outside of a run. In a run, training has --max-bad-fraction."""
+"""Largest fraction of bad samples in evaluations and in loaders outside a run. A run has --max-bad-fraction."""
 
 
 class TrainLoader:
     """Endless iterator over this rank's micro-batches.
 
     One step is micro_batch_size x micro_batches_per_step x world_size samples. `samples_consumed` counts the samples of
-    all ranks. It grows when the last micro-batch of a step is taken; a loader made with that number resumes there.
+    all ranks. It increases when the last micro-batch of a step is taken. A loader constructed with that number resumes
+    there.
 
-    reread_from: yields all micro-batches of a step, then those from this one on again, for a caller that does not keep
-    them. Default: none again.
+    reread_from: number of the first micro-batch that is yielded a second time, after all micro-batches of the step, for
+    a caller that does not keep them. Default: none is repeated.
     shard_order: see order.SampleOrder.
     max_bad_fraction: largest fraction of bad samples among those of this rank; above it, `next` raises DataError.
     pin_memory: yield batches in page-locked memory, for a trainer that copies them to its GPU itself (such as
@@ -69,7 +70,7 @@ class TrainLoader:
         self._micro_batches_per_step = micro_batches_per_step
         reread_from = micro_batches_per_step if reread_from is None else reread_from
         self.readings_per_step = 2 * micro_batches_per_step - reread_from
-        """Number of micro-batches that a step yields, those that are read again included."""
+        """Number of micro-batches that a step yields, including those that are read again."""
         self._micro_batch_size = micro_batch_size
         self._rank, self._world_size = rank, world_size
         self._taken = 0
@@ -87,7 +88,7 @@ class TrainLoader:
 
     @property
     def bad_counts(self) -> dict[str, int]:
-        """Number of bad samples that this loader has met and replaced, by kind."""
+        """Number of bad samples that this loader has replaced, by kind."""
         return dict(self._log.counts)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -95,7 +96,7 @@ class TrainLoader:
 
     def __next__(self) -> Batch:
         loaded = next(self._batches)
-        if self._taken < self._micro_batches_per_step:  # the second reading meets the same bad samples
+        if self._taken < self._micro_batches_per_step:  # the second reading finds the same bad samples
             self._log.add(loaded.bad_samples, loaded.reads)
         if loaded.fatal:
             raise DataError(loaded.fatal)
@@ -194,7 +195,7 @@ class EvaluationLoader:
         self._num_workers = num_workers
         self._max_bad_fraction = max_bad_fraction
         self.bad_counts: dict[str, int] = {}
-        """Number of bad samples that this rank met in its last iteration, by kind."""
+        """Number of bad samples that this rank found in its last iteration, by kind."""
 
     def __len__(self) -> int:
         return -(-self._samples // (self._batch_size * self._world_size))

@@ -6,12 +6,12 @@ turns positions into sample ids:
     epoch = position // N. Within an epoch the shards are permuted by (seed, epoch) and concatenated. The result is cut
     into windows, and each window is permuted by (seed, epoch, window).
 
-Every id of 0..N-1 therefore comes exactly once per epoch, for any number of ranks and workers, and a resumed run
-replays nothing. A batch may begin in one epoch and end in the next, so no sample is dropped. `MixtureOrder` interleaves
-several orders with fixed quotas per block of positions.
+Every id of 0..N-1 therefore occurs exactly once per epoch, for any number of ranks and workers. A resumed run does not
+have to skip samples. A batch may begin in one epoch and end in the next, so no sample is dropped. `MixtureOrder`
+interleaves several orders with fixed quotas per block of positions.
 
-Permutations come from NumPy's legacy generator because its stream is frozen: one seed gives one order under every NumPy
-version.
+Permutations come from NumPy's legacy generator because its stream never changes: a seed gives the same order with every
+NumPy version.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def permutation(size: int, *seeds: int) -> np.ndarray:
 
 
 def runs_of_rows(rows: int) -> np.ndarray:
-    """Return the sizes of runs of rows, (S,) int64, which take the place of shards in a source that has none."""
+    """Return the sizes of runs of rows, (S,) int64, which replace shards in a source without shards."""
     full, rest = divmod(rows, ROWS_PER_SHARD)
     return np.array([ROWS_PER_SHARD] * full + [rest] * bool(rest), dtype=np.int64)
 
@@ -118,7 +118,7 @@ class SampleOrder:
 class MixtureOrder:
     """Several orders (parts), interleaved: every block of 1,000 positions has a fixed number of each, shuffled.
 
-    Each part has epochs of its own, so a small part with a large weight repeats sooner.
+    Each part has its own epochs, so a small part with a large weight repeats sooner.
     """
 
     def __init__(self, parts: Sequence[SampleOrder], weights: Sequence[float], *, seed: int) -> None:
@@ -132,7 +132,7 @@ class MixtureOrder:
     def largest_batch(self) -> tuple[int, int]:
         """Return the largest number of positions in which no part has to repeat a sample, and the part that limits it.
 
-        A part's share of them is that of a block.
+        Each part has the same share of them as of a block.
         """
         sizes = np.array([part.samples_per_epoch for part in self._parts])
         batches = sizes * MIXTURE_BLOCK // self.quotas

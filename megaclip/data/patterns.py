@@ -20,12 +20,12 @@ _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?(\d+))?\}")
 
 
 def expand_braces(pattern: str) -> list[str]:
-    r"""Return every string that the braces of `pattern` stand for, in order.
+    r"""Return every string that the braces of `pattern` expand to, in order.
 
     Zero padding is kept, braces may be nested, and a backslash makes the next character literal, as in bash.
     Raises DataError if the braces are not balanced or stand for more than MAX_FILES strings.
     """
-    for match in _RANGE.finditer(pattern):  # braceexpand keeps every number of a range in memory
+    for match in _RANGE.finditer(pattern):  # braceexpand stores every number of a range in memory
         first, last, step = (int(number or 1) for number in match.groups())
         if abs(last - first) // max(step, 1) >= MAX_FILES:
             raise _too_many(pattern)
@@ -45,7 +45,7 @@ def _too_many(pattern: str) -> DataError:
 
 
 def expand_pattern(pattern: str) -> list[str]:
-    """Return the existing paths that `pattern` stands for.
+    """Return the existing paths that `pattern` matches.
 
     A file or folder with exactly the name `pattern` is used as it is. Raises DataError if nothing matches or if a file
     or glob that the braces name is missing.

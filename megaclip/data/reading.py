@@ -1,8 +1,8 @@
 """Read, decode and tokenise samples, and replace bad ones.
 
-A bad sample never shifts ids or batches. In training its row keeps its id and shows a substitute: another sample of the
-same source, chosen by (seed, id) alone. In evaluation its row becomes padding, because a sample that counts twice would
-change the scores. Bad samples are counted by kind; above a limit the run stops.
+A bad sample never shifts ids or batches. In training its row keeps its id and contains a substitute: another sample of
+the same source, chosen by (seed, id) only. In evaluation its row becomes padding, because a sample that counts twice
+would change the scores. Bad samples are counted by kind; above a limit the run stops.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megaclip.logging import get_logger
 
 SUBSTITUTE_TRIES = 16
 MIN_SAMPLES_FOR_LIMIT = 1000
-"""Number of samples to which the limit of bad samples applies at the beginning of a run."""
+"""Number of samples to which the limit applies until a run has read as many."""
 INSPECT_ADVICE = " (`megaclip inspect` lists the problems)"
-"""How to find bad pairs. The command does not read labelled images."""
+"""Advice for finding bad pairs. The command does not read labelled images."""
 
 _logger = get_logger(__name__)
 
 
 class ReadableSet(Protocol):
-    """Members that reading needs of a dataset. Pairs and labelled images both have them."""
+    """Members of a dataset that reading requires. Pairs and labelled images both have them."""
 
     def __len__(self) -> int: ...
 
@@ -59,7 +59,7 @@ class Loaded:
     batch: Batch | LabelledBatch | None
     """Batch, or None if `fatal` is set."""
     bad_samples: list[BadSampleReport]
-    """Bad samples that were met while the batch was read."""
+    """Bad samples that were found while the batch was read."""
     reads: int = 0
     """Number of samples that were read for the batch, bad ones and substitutes included."""
     fatal: str = ""
@@ -91,7 +91,7 @@ class TrainReader:
         for sample_id, epoch in zip(ids.tolist(), epochs.tolist(), strict=True):
             try:
                 pair = self._read_or_substitute(sample_id, epoch, bad_samples)
-            except Exception as error:  # a source may raise anything; the run saves and ends with it
+            except Exception as error:  # a source may raise any exception; the run saves and ends with it
                 return Loaded(None, bad_samples, fatal=_unreadable(self._dataset, sample_id, error))
             if pair is None:
                 last = bad_samples[-1]

@@ -1,6 +1,6 @@
 """Open image-text pairs in any supported format as one dataset with dense, stable ids.
 
-`open_pairs(specs)` makes one *source* per spec (tar shards in tar_shards.py, tables in tables.py) and concatenates
+`open_pairs(specs)` opens one *source* per spec (tar shards in tar_shards.py, tables in tables.py) and concatenates
 them: the id of a sample is the number of samples before its source plus its row. To add a kind of source, write a class
 with the members of `Source` and open it in `_open_source`. Opening requires no process group, and reports data that
 cannot be read before a run begins.
@@ -36,7 +36,7 @@ _TYPE_OF_SUFFIX = {
     ".jsonl": "json",
 }
 _IMG2DATASET_REPORT = re.compile(r"(\d+)(_stats)?")
-"""Stems of the tables that img2dataset writes beside a folder of pictures. They hold no images."""
+"""Stems of the tables that img2dataset writes beside a folder of pictures. They contain no images."""
 _COMPRESSED_TAR = re.compile(r"\.(tgz|tbz2|txz|tar\.(gz|bz2|xz|zst|lz4))$", re.IGNORECASE)
 
 
@@ -134,7 +134,7 @@ class PairDataset:
         return [source.columns for source in self._sources]
 
     def manifest(self) -> dict[str, Any]:
-        """Return the facts about the data that a resumed run requires to be equal, without absolute paths.
+        """Return the properties of the data that must be equal in a resumed run, without absolute paths.
 
         The result is unchanged by a round trip through JSON.
         """
@@ -227,7 +227,7 @@ def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_ke
         )
     metadata = _metadata_of(paths[0]) if dataset_type == "imagefolder" else []
     if metadata == [os.path.join(paths[0], "metadata.csv")]:
-        # As an image folder, `datasets` would read captions such as "NA" as missing, and 007 as a number.
+        # With its image-folder loader, `datasets` would read captions such as "NA" as missing, and 007 as a number.
         return open_table(metadata, "csv", None if image_key == "image" else image_key, caption_key)
     if dataset_type == "imagefolder" and not metadata:
         return ImageFolder(
@@ -281,7 +281,7 @@ def _extensions(key: str | None) -> tuple[str, ...]:
 
 
 def _recognise(spec: str, paths: list[str]) -> tuple[str, list[str]]:
-    """Return the type of the files of a spec, and the files. A folder stands for its files of one known type."""
+    """Return the type of the files of a spec, and the files. For a folder these are its files of one known type."""
     if len(paths) == 1 and os.path.isdir(paths[0]):
         folder = paths[0]
         if any(os.path.exists(os.path.join(folder, name)) for name in ("state.json", "dataset_dict.json")):

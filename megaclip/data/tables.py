@@ -90,7 +90,7 @@ class Table:
 
     @property
     def problems(self) -> dict[str, int]:
-        """Return no problems: a table that cannot be read completely is not opened."""
+        """Return no problems, because a table that cannot be read completely is not opened."""
         return {}
 
     @property
@@ -164,7 +164,7 @@ class Table:
 
 
 def _text(value: Any, key: str) -> str:
-    """Return one caption of a cell. Raises BadSample if it is no text."""
+    """Return one caption of a cell. Raises BadSample if it is not text."""
     if isinstance(value, dict | list | tuple):
         raise BadSample("missing caption", f"{key}: expected text, got {type(value).__name__}")
     return decoded(value, key) if isinstance(value, bytes) else str(value)
@@ -189,14 +189,14 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
         return Table(_load_saved(paths[0]), paths[0], kind, None, image_key, caption_key)
     options: dict[str, Any] = {}
     if kind == "imagefolder":
-        # `datasets` takes folders and files with names such as "test" for splits. If the folder itself has the metadata
-        # file, the file lists the pictures of all of them.
+        # `datasets` treats folders and files with names such as "test" as splits. If the folder itself contains the
+        # metadata file, that file lists the pictures of all these folders.
         if any(os.path.exists(os.path.join(paths[0], name)) for name in METADATA_FILES):
             options = {"data_files": ["**"]}
         escaped = glob.escape(paths[0])
         dataset = _load(paths[0], "imagefolder", data_dir=escaped, split="train", drop_labels=True, **options)
         return Table(dataset, paths[0], kind, None, image_key, caption_key)
-    filled = [path for path in paths if not _is_empty(path, kind)]  # `datasets` would fail for most of the others
+    filled = [path for path in paths if not _is_empty(path, kind)]  # `datasets` fails for most other empty files
     if not filled:
         raise DataError(_no_rows(_with_others(paths)))
     if kind == "csv":
@@ -205,7 +205,7 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
         # Cells stay text: numbers would lose zeros, and a column may have numbers only in its first rows.
         as_text = dict.fromkeys(_names(filled[0], separator), str)
         options = {"sep": separator, "keep_default_na": False, "converters": as_text}
-    names = [glob.escape(os.path.abspath(path)) for path in filled]  # `datasets` takes names for patterns
+    names = [glob.escape(os.path.abspath(path)) for path in filled]  # `datasets` treats file names as patterns
     dataset = _load(_with_others(filled), kind, data_files=names, split="train", **options)
     unnamed = dataset.features.get("__index_level_0__") if kind == "csv" else None
     if unnamed is not None and not unnamed.dtype.startswith("int"):  # pandas has shifted every cell to the left
@@ -214,13 +214,14 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
             f"separator {options['sep']!r} in double quotes, and name the column of row names if there is one"
         )
     folders = sorted({os.path.dirname(path) or "." for path in paths})
-    # `datasets` does not tell which file a row is from. So paths are relative to a folder only if there is one.
+    # `datasets` does not report the file of a row. So paths are relative to a folder only if all files are in one
+    # folder.
     folder = folders[0] if len(folders) == 1 else None
     table = Table(dataset, paths[0], kind, folder, image_key, caption_key, files=paths)
     if folder is None and table.names_files_in(os.path.dirname(paths[0]) or "."):
         raise DataError(
             f"data {paths[0]!r}: the tables are in {len(folders)} folders, and their image paths are relative to them; "
-            "give the tables of each folder as an entry of their own"
+            "give the tables of each folder as a separate entry"
         )
     return table
 
@@ -236,7 +237,7 @@ def _is_empty(path: str, kind: str) -> bool:
 
 
 def _with_others(paths: list[str]) -> str:
-    """Return the first of the paths and the number of the others, for errors."""
+    """Return the first path and the number of the other paths, for errors."""
     return paths[0] + (f" and {len(paths) - 1} more files" if len(paths) > 1 else "")
 
 
@@ -267,7 +268,7 @@ def _separator(path: str) -> str:
 
 
 def _load(what: str, kind: str, *arguments: Any, **options: Any) -> Dataset:
-    """Return what `datasets` loads. what: the data, for the error. kind: its type, or the name of a hub dataset."""
+    """Return the loaded dataset. what: the data, for the error. kind: its type, or the name of a hub dataset."""
     import datasets
 
     try:
@@ -299,7 +300,7 @@ def _load_saved(folder: str) -> Dataset:
 
     try:
         loaded = datasets.load_from_disk(folder)
-    except IndexError as error:  # of the first table of a dataset that was saved without rows
+    except IndexError as error:  # the first table of a dataset that was saved without rows
         raise DataError(_no_rows(folder)) from error
     except Exception as error:  # `datasets` raises many types; all mean that the folder cannot be read
         raise DataError(f"cannot read the saved dataset {folder}: {_reason(error)}") from error

@@ -6,10 +6,10 @@ Opening a set of shards walks their headers once (tar_walk.py) and writes the in
     <fingerprint>.npy     one row per sample: offsets and sizes of its image and caption; memory-mapped by all processes
     <fingerprint>.json    the manifest: shard names, sizes in bytes, counts of samples, images and captions, damage
 
-The fingerprint covers the names, sizes and modification times of the shards and the extensions of the members, so a
-changed shard gets a new index. Each file is written under another name and then renamed, so that it is always complete.
-A damaged file is noticed by its size, and the index is made again.
-If several processes open the same shards, one walks them and the others wait for it.
+The fingerprint is computed from the names, sizes and modification times of the shards and from the extensions of the
+members, so a changed shard gets a new index. Each file is written under another name and then renamed, so that it is
+always complete. A damaged file is detected by its size, and the index is rebuilt. If several processes open the same
+shards, one process reads their headers and the others wait for it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ INDEX_FOLDER = ".megaclip"
 _MAX_BYTES = {"image": MAX_IMAGE_BYTES, "caption": MAX_CAPTION_BYTES}
 _FORMAT = 2
 _ROWS_CHECKED, _JSON_CHECKED = 10_000, 16
-"""Numbers of first samples, and of JSON members among them, that are read to check that they have the fields."""
+"""Number of first samples in which JSON members are searched, and of these members that are read to check the
+fields."""
 _OPEN_SHARDS = 64
 _LOCK_POLL_S = 0.2
 
@@ -211,7 +212,7 @@ class TarShards:
         return f"; they have .{', .'.join(sorted(found))} members: set --{what}-key to one of them"
 
     def _check_fields(self) -> None:
-        """Raise DataError, with the fields that there are, if the first JSON captions have none of the wanted ones."""
+        """Raise DataError, which lists the existing fields, if the first JSON members have none of the wanted ones."""
         first = self._entries["caption_extension"][:_ROWS_CHECKED]
         rows = np.flatnonzero(first == self._caption_keys.extensions.index(JSON))[:_JSON_CHECKED].tolist()
         records, names = [], []
@@ -248,12 +249,12 @@ def _open_index(paths: list[Path], image_extensions: tuple[str, ...], caption_ex
     writable = next(filter(_writable, folders), None)
     if writable is None:
         raise DataError(
-            f"the index of the tar shards cannot be written to {' or '.join(map(str, folders))}; make a folder "
-            "writable, or set XDG_CACHE_HOME to one that is"
+            f"the index of the tar shards cannot be written to {' or '.join(map(str, folders))}; make one of these "
+            "folders writable, or set XDG_CACHE_HOME to a writable folder"
         )
     index = writable / f"{fingerprint}.npy"
     with _locked(index.with_suffix(".lock")):
-        if not _is_complete(index):  # it is if another process has made the index meanwhile
+        if not _is_complete(index):  # another process may have made the index meanwhile
             contents = _walk_all(paths, image_extensions, caption_extensions)
             _write_index(index, contents, names, [stat.st_size for stat in stats])
     return index
@@ -271,8 +272,8 @@ def _reading(path: Path) -> Iterator[None]:
 def _is_complete(index: Path) -> bool:
     """Return whether both files of an index exist and fit together; log a warning if they exist and do not.
 
-    An array that is shorter than its header states would be mapped into memory, and reading behind its end would kill
-    the process (SIGBUS). A disk that was full, or a copy that was interrupted, leaves such a file.
+    An array file that is shorter than its header states would be mapped into memory, and reading past its end would
+    kill the process (SIGBUS). A full disk or an interrupted copy leaves such a file.
     """
     manifest = index.with_suffix(".json")
     if not manifest.exists():
@@ -287,7 +288,7 @@ def _is_complete(index: Path) -> bool:
         if (shape, dtype) != ((samples,), ENTRY) or index.stat().st_size != expected:
             raise ValueError(f"it has {index.stat().st_size} bytes, expected {expected} for {samples} samples")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _logger.warning("the index %s is damaged and is made again: %s", index, error)
+        _logger.warning("the index %s is damaged and is rebuilt: %s", index, error)
         return False
     return True
 
@@ -311,7 +312,7 @@ def _writable(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, or no lock where the file system has none.
+    """Hold the lock file `path`, or no lock if the file system does not support locks.
 
     The lock only saves work: processes that make the same index write equal files and rename them into place. The
     operating system releases the lock of a process that was killed.
@@ -326,14 +327,14 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            path.unlink()  # before the release: FileLock tries again when the file that it locked was deleted
+            path.unlink()  # before the release: FileLock tries again if the file that it locked was deleted
         lock.release()
 
 
 def _walk_all(
     paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...]
 ) -> list[ShardContents]:
-    """Walk every shard, in threads, which hide the latency of remote disks. Parsing itself is not parallel."""
+    """Walk every shard, in threads, which hide the latency of remote disks. Parsing is not parallel."""
     began = time.monotonic()
     extensions = {"image_extensions": image_extensions, "caption_extensions": caption_extensions}
 

@@ -21,7 +21,7 @@ from megaclip.errors import shortened
 
 BLOCK = 512
 MISSING = -1
-"""Size of a member that the sample does not have."""
+"""Size that marks a member that the sample does not have."""
 KEY_BYTES = 96
 """Largest number of bytes of a key. Keys are only for messages; longer ones are truncated."""
 ENTRY = np.dtype(
@@ -61,7 +61,7 @@ class ShardContents:
 
 
 class _Damaged(Exception):
-    """The shard cannot be read any further."""
+    """Raised if the rest of the shard cannot be read."""
 
 
 def walk_shard(path: Path | str, image_extensions: Sequence[str], caption_extensions: Sequence[str]) -> ShardContents:
@@ -143,7 +143,7 @@ def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
                 yield extended.get(b"path", _ustar_name(header)), place, size
             extended = {}
         place += -(-size // BLOCK) * BLOCK
-    raise _Damaged(f"no end of the archive at byte {end}: samples behind it may be missing")
+    raise _Damaged(f"no end of the archive at byte {end}: samples after it may be missing")
 
 
 def _read(file: BinaryIO, place: int, size: int) -> bytes:
@@ -174,7 +174,7 @@ def _number(field: bytes) -> int:
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     digits = field.strip(b" \0")
-    if not _OCTAL.fullmatch(digits):  # int() alone accepts a sign, with which the walk would go back and never end
+    if not _OCTAL.fullmatch(digits):  # int() accepts a sign; with a negative size the walk would never end
         raise _Damaged(f"a size that is not a number: {field!r}")
     return int(digits or b"0", 8)
 

@@ -9,7 +9,7 @@ from typing import Literal
 import ftfy
 
 Cleaning = Literal["whitespace", "lower", "canonicalize"]
-"""open_clip's cleanings (`clean` of `text_cfg.tokenizer_kwargs`).
+"""open_clip's cleaning modes (`clean` in `text_cfg.tokenizer_kwargs`).
 
 "whitespace" repairs the text, "lower" also lower-cases it, and "canonicalize" also removes ASCII punctuation."""
 

@@ -30,8 +30,8 @@ CLIP_VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 CLIP_MERGES = 49_152 - 256 - 2
 CLIP_START, CLIP_END = "<start_of_text>", "<end_of_text>"
 MAX_PIECE_LENGTH = 16
-# From simple_tokenizer.py of openai/CLIP.
-# The special tokens are words too: open_clip keeps their names whole in any case of letters.
+# From simple_tokenizer.py of openai/CLIP. Special tokens are words too: open_clip keeps their names whole, in upper and
+# lower case.
 CLIP_WORDS = rf"(?i){CLIP_START}|{CLIP_END}|'s|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}]+"
 
 
@@ -48,7 +48,7 @@ class Tokenizer(abc.ABC):
     files: tuple[Path, ...] = ()
     """Files that a checkpoint or an export stores beside its model card, to load the tokenizer again."""
     identity: str
-    """Name of the vocabulary. Tokenizers that return equal ids have equal names, also if their files differ in path."""
+    """Name of the vocabulary. Tokenizers that return equal ids have equal names, whatever the paths of their files."""
 
     def __call__(self, captions: Sequence[str]) -> torch.Tensor:
         """Return the token ids (n, L) int64, padded with `pad_id`."""
@@ -249,7 +249,7 @@ def _with_whole_words(captions: Iterable[str], vocab_size: int) -> Iterator[str]
     The candidates of a unigram model are the branches of a suffix tree: strings that are followed by different
     characters. A word that never ends a caption is always followed by a space. In captions that all follow one pattern,
     such as those of the demo, "left" would be split into "l e f t". In the line "left left" the word is followed by a
-    space and by the end of the line. One more line per word hardly changes the frequencies.
+    space and by the end of the line. The additional line per word hardly changes the frequencies.
     """
     words: Counter[str] = Counter()
     for caption in captions:

@@ -7,8 +7,8 @@ training step, while the other ranks wait in a collective.
 A worker notes the row that it reads (`note_row`), so that the error can name it. It writes its Python stacks when it
 receives SIGUSR2 (`worker_stacks`).
 
-Results travel in shared memory (/dev/shm on Linux). A worker moves them there before it hands them to torch's queue.
-The queue would drop a result that does not fit, and the main process would wait until the timeout.
+Results are passed in shared memory (/dev/shm on Linux). A worker moves them there before it puts them into torch's
+queue. The queue would drop a result that does not fit, and the main process would wait until the timeout.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ SHARED_MEMORY_ADVICE = (
 
 _STACK_SIGNAL = signal.SIGUSR2
 _STACKS_WAIT_S = 1.0
-"""Seconds that a worker has to write its stacks."""
+"""Seconds within which a worker must write its stacks."""
 _DEATH_WAIT_S = 1.0
-"""Seconds within which a worker that has broken its connection is seen to be dead."""
+"""Seconds to wait for the exit code of a worker whose connection is broken."""
 _RAISED_BY_FUNCTION = "in DataLoader worker process"
-"""torch's words in the message of an exception that the function raised in a worker."""
+"""Text in torch's message of an exception that the function raised in a worker."""
 
 _timeout_s = WORKER_TIMEOUT_S
 _handler_installed = False
 _waiting: WorkerResults | None = None
-"""The results for which the main thread waits. The SIGCHLD handler may only raise then."""
+"""Results that the main thread is waiting for. The SIGCHLD handler may raise only while it waits."""
 _running: weakref.WeakSet[WorkerResults] = weakref.WeakSet()
 _stack_file: int | None = None
 """File descriptor of the file in memory to which the workers of this process write their stacks."""
 _own_row: Any = None
-"""In a worker: the shared place for the row that it reads, a function that sets it."""
+"""In a worker: function that sets the row that it reads, in memory shared with the main process."""
 
 
 def set_worker_timeout(seconds: float) -> None:
@@ -110,7 +110,7 @@ def map_in_workers(
     `share_memory_` (tensors, `Loaded`) are moved to shared memory with it. Call this function in the main thread; any
     one thread may then take the results.
 
-    describe_row: words for a row that a worker has noted, for the error if it dies.
+    describe_row: returns a description of the row that a worker has noted, for the error if it dies.
 
     Raises DataError if the system refuses to start the processes.
     """
@@ -198,7 +198,7 @@ class WorkerResults:
         try:
             if in_main_thread:
                 _waiting = self
-            self._raise_death()  # of a worker that died before the handler could raise
+            self._raise_death()  # raised for a worker that died before the handler could raise
             return next(self._batches)
         finally:
             if in_main_thread:
@@ -212,8 +212,8 @@ class WorkerResults:
             raise self._failed(death) from None
 
     def _raise_death(self) -> None:
-        """Raise RuntimeError if a worker has died. It asks for exit codes, so no death is missed between two waits."""
-        if getattr(self._batches, "_shutdown", True):  # torch has ended the workers, perhaps with a signal
+        """Raise RuntimeError if a worker has died. It checks exit codes, so no death is missed between two waits."""
+        if getattr(self._batches, "_shutdown", True):  # torch has ended the workers itself, perhaps with a signal
             return
         for worker in self.workers:
             if code := worker.exitcode:
@@ -222,14 +222,13 @@ class WorkerResults:
 
     def close(self) -> None:
         """End the worker processes. Iterating afterwards stops at once."""
-        # The traceback of an error that was caught may still refer to torch's iterator, so it is not left to its
-        # deletion to end the workers.
+        # The workers are ended explicitly, because the traceback of a caught error may keep torch's iterator alive.
         end_workers = getattr(self._batches, "_shutdown_workers", lambda: None)
         self._batches = iter(())
         end_workers()
 
     def reading(self, worker: int) -> str:
-        """Return words for the row that a worker has noted last, or "" if it has noted none."""
+        """Return a description of the row that a worker has noted last, or "" if it has noted none."""
         row = int(self._rows[worker])
         return self._describe_row(row) if row >= 0 else ""
 
@@ -260,7 +259,7 @@ def worker_stacks() -> str:
             row, start = results.reading(number), os.fstat(_stack_file).st_size
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, _STACK_SIGNAL)
-            stacks = _written_after(start) or "it does not answer: it is stopped, or waits for a disk\n"
+            stacks = _written_after(start) or "it does not answer: it is stopped or waits for a disk\n"
             texts.append(f"data worker {number}, process {worker.pid}{', last row: ' * bool(row)}{row}\n{stacks}")
     return "\n".join(texts)
 
@@ -299,9 +298,9 @@ def _written_after(start: int) -> str:
 
 
 def _install_handler() -> None:
-    """Wrap torch's SIGCHLD handler, which raises a RuntimeError at any point of the main thread.
+    """Wrap torch's SIGCHLD handler, which can raise a RuntimeError anywhere in the main thread.
 
-    The wrapper raises only while the main thread waits for data. It must be there before the first worker starts.
+    The wrapper raises only while the main thread waits for data. It must be installed before the first worker starts.
     """
     global _handler_installed
     if _handler_installed or threading.current_thread() is not threading.main_thread():
@@ -325,16 +324,16 @@ def _start_worker(rows: Any, number: int) -> None:
     _own_row = functools.partial(rows.__setitem__, number)
     if _stack_file is not None:
         faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True)
-    leave_stop_signals_to_parent()  # again, because torch has given the worker a handler of its own
+    leave_stop_signals_to_parent()  # again, because torch has installed its own handler in the worker
     sys.excepthook = functools.partial(_except_lost_connections, sys.excepthook)
-    # Bad images are counted. Pillow's warnings on metadata and size add nothing.
+    # Bad images are counted, so Pillow's warnings on metadata and size are not needed.
     warnings.filterwarnings("ignore", module="PIL")
 
 
 def _except_lost_connections(hook: Callable[..., Any], kind: type[BaseException], *error: Any) -> None:
-    """Show an exception of a thread of a worker, except that the process which takes its results is gone.
+    """Print an exception of a worker's thread, unless the process that takes its results is gone.
 
-    multiprocessing's thread that hands over shared memory would show a traceback of a rank that was killed.
+    Otherwise multiprocessing's thread that passes on shared memory would print a traceback after a rank was killed.
     """
     if not issubclass(kind, ConnectionError | EOFError):
         hook(kind, *error)

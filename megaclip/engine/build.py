@@ -94,7 +94,7 @@ def build_engine(
     step_without_history(engine)
     if config.checks_each_gradient:
         logger.warning(
-            "bf16.check_grad_overflow checks every gradient alone, which slows down the update; remove it: a run "
+            "bf16.check_grad_overflow checks every gradient alone, which slows down the update; leave it out: a run "
             "always refuses an update whose gradient norm is infinite or NaN"
         )
     _describe(engine, config, model, compiled)
@@ -200,7 +200,7 @@ def _check_quantized_collectives(config: TrainingConfig) -> None:
     quantized = [name for name, value in config.zero if name.startswith("zero_quantized_") and value]
     if quantized and get_accelerator().device_name() == "cpu":
         raise ConfigError(
-            f"{config.path}: zero_optimization.{quantized[0]} requires a GPU; remove it to train on a CPU"
+            f"{config.path}: zero_optimization.{quantized[0]} requires a GPU; leave it out to train on a CPU"
         )
 
 

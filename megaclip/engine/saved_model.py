@@ -78,12 +78,12 @@ def _locate(source: Path, tag: str | None, ema: bool) -> tuple[Path, str] | None
     if (source / CARD_NAME).is_file():
         if tag is not None:
             raise ConfigError(
-                f"--tag {tag} selects a checkpoint of a run, but {source} is an exported model; remove --tag"
+                f"--tag {tag} selects a checkpoint of a run, but {source} is an exported model; leave out --tag"
             )
         if ema:
             raise ConfigError(
                 f"--ema selects the moving average of a run, but {source} is an exported model; export the average "
-                "with `megaclip export --ema`, and remove --ema here"
+                "with `megaclip export --ema`, and leave out --ema here"
             )
         return None
     if source.is_file():

@@ -1,8 +1,8 @@
 """Check that the features of all ranks fit together, once per call of a loss.
 
-If one rank has a shorter batch or another embedding size, the other ranks wait in a collective without end. So each
-call of a loss starts with a gather of four integers. If they differ, or if a rank has found a mistake in its own
-features, every rank raises the same DataError, which is a ValueError.
+If one rank has a shorter batch or another embedding size, the other ranks wait in a collective forever. So each call of
+a loss starts with a gather of four integers. If they differ, or if a rank has found a mistake in its own features,
+every rank raises the same DataError, which is a ValueError.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from megaclip.errors import DataError
 from megaclip.ops.tiles import FEATURE_DTYPES
 
 _KINDS = list(itertools.product(FEATURE_DTYPES, (True, False)))
-"""Data types of features, on the CPU and elsewhere. Collectives of tensors on different devices do not meet."""
+"""Accepted dtypes of features, each on the CPU and elsewhere: a collective cannot combine both."""
 
 
 def check_features(
@@ -29,7 +29,7 @@ def check_features(
 ) -> None:
     """Raise DataError on all ranks unless all have features (b, D) of one shape and dtype and scalars of one element.
 
-    Without an error this costs one gather of four integers, and nothing else. One rank gathers nothing.
+    Without an error its only communication is one gather of four integers, and none on one rank.
     """
     if ranks.size == 1:
         _check_own(image_features, text_features, logit_scale, logit_bias, f"on rank {ranks.rank}")

@@ -1,4 +1,4 @@
-"""Base of the losses over the batch of all ranks. It holds the process group and the settings, and makes the plan."""
+"""Base class of the losses over the batch of all ranks: process group, settings and plan."""
 
 import copy
 import inspect
@@ -27,10 +27,10 @@ _OPEN_CLIP_SETTINGS = {
 
 
 class BatchLoss(nn.Module):
-    """Base of the losses. Holds the process group and the validated settings, `self.settings`.
+    """Base class of the losses, with the process group and the validated settings, `self.settings`.
 
-    group: the ranks that share the batch (a deepspeed.comm or torch.distributed group). None is all ranks of the job;
-        plain Python without a launcher is a group of one.
+    group: the ranks that share the batch (a deepspeed.comm or torch.distributed group). None: all ranks of the job, or
+    a group of one in a Python process without a launcher.
     settings: fields of the class `settings_model`; `megaclip.losses.settings` has their values, meanings and defaults.
 
     Raises ConfigError, a ValueError, for a wrong value, and TypeError for an unknown name. The TypeError explains what
@@ -65,7 +65,7 @@ class BatchLoss(nn.Module):
         cls.__signature__ = inspect.Signature(sorted(listed.values(), key=lambda parameter: parameter.kind))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BatchLoss":
-        """Return a copy in the same process group. Averages of weights copy the module that holds the loss."""
+        """Return a copy with the same process group. Weight averages copy the module that contains the loss."""
         handle = self.group.handle if isinstance(self.group, RankGroup) else self.group
         memo[id(handle)] = handle  # a process group cannot be copied
         copied = memo[id(self)] = type(self).__new__(type(self))
@@ -101,7 +101,7 @@ def working_scalar(scalar: Tensor, features: Tensor) -> Tensor:
 
 
 def with_unused(loss: Tensor, scalar: Tensor | float | None) -> Tensor:
-    """Return the loss unchanged. A scalar without effect on it, such as ClipLoss's logit_bias, gets a zero gradient."""
+    """Return the loss unchanged, with a zero gradient for a scalar without effect, such as ClipLoss's logit_bias."""
     return loss + (0.0 * scalar.sum()).to(loss) if isinstance(scalar, Tensor) else loss
 
 

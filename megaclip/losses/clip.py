@@ -1,12 +1,12 @@
-"""CLIP's loss, InfoNCE over the whole batch of all ranks, in the memory of one tile of logits.
+"""CLIP's loss: InfoNCE over the whole batch of all ranks, with one tile of logits in memory at a time.
 
-`L = 1/(2B) sum_i [softplus(row_lse_i - alpha*s_ii) + softplus(col_lse_i - alpha*s_ii)]`, where the log-sum-exps leave
-the positive out (docs/mathematics.md). The forward pass makes one pass over the batch for the statistics, the backward
-pass one for the gradients. The positives' own terms are added here, per row.
+`L = 1/(2B) sum_i [softplus(row_lse_i - alpha*s_ii) + softplus(col_lse_i - alpha*s_ii)]`, where the log-sum-exps exclude
+the positive (docs/mathematics.md). The forward pass computes the statistics in one pass over the batch, and the
+backward pass computes the gradients in another. The terms of the positives are added here, per row.
 
 The reduction contract: data-parallel engines average parameter gradients over ranks. So the backward pass of each rank
-returns `W * dL/d(local features)`. Every rank has logit_scale, so each returns the whole `dL/d(logit_scale)`. Both are
-exact after averaging.
+returns `W * dL/d(local features)`. Every rank has logit_scale, so each rank returns the whole `dL/d(logit_scale)`. Both
+are exact after averaging.
 """
 
 import functools
@@ -33,7 +33,7 @@ from megaclip.ops.tiles import Terms
 class ClipLoss(RecordableLoss):
     """CLIP's loss with every sample of every rank as a negative, with the call signature of open_clip's ClipLoss.
 
-    The constructor takes the arguments of `BatchLoss`, and none of open_clip's.
+    The constructor takes the arguments of `BatchLoss`, not those of open_clip's ClipLoss.
     """
 
     def forward(
@@ -84,7 +84,7 @@ class ClipLoss(RecordableLoss):
         if gradients:
             return self.sums(x, y, logit_scale, None, plan=plan)
         alpha = working_scalar(logit_scale, x)
-        return LossAndSums(_forward_pass(x, y, alpha, plan).loss, *(alpha,) * 6)  # the caller uses the loss alone
+        return LossAndSums(_forward_pass(x, y, alpha, plan).loss, *(alpha,) * 6)  # the caller uses only the loss
 
     def plain_sums(
         self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
@@ -145,7 +145,7 @@ def _d_alpha(dots: Tensor, plan: Plan) -> Tensor:
 
 def _mean_over_ranks(value: Tensor, plan: Plan) -> Tensor:
     total = sum_over_ranks(value, group=plan.ranks)
-    return total / plan.ranks.size if plan.ranks.size > 1 else total  # one rank launches no kernel for it
+    return total / plan.ranks.size if plan.ranks.size > 1 else total  # on one rank this launches no kernel
 
 
 class _InfoNCE(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""Operations and bytes of a contrastive loss over all ranks, forward and backward, by formula (docs/mathematics.md).
+"""Formulas for the operations and bytes of a contrastive loss, forward and backward (docs/mathematics.md).
 
-`LOSS_COSTS` has the costs of each loss by its name in ds_config.json. `megaclip.losses.plan` chooses the exchange and
-the reduction by them, and the planner computes a step's time and traffic from them. Tests compare them with the bytes
+`LOSS_COSTS` has the costs of each loss by its name in ds_config.json. From these costs `megaclip.losses.plan` chooses
+the exchange and the reduction, and the planner computes a step's time and traffic. Tests compare them with the bytes
 that `megaclip.comm.volume` measures.
 """
 
@@ -20,7 +20,7 @@ class Traffic:
     gradients: float
     scalars: float
     state: float = 0
-    """Bytes of the samples' state, to and from the ranks that own it."""
+    """Bytes of per-sample state, to and from the ranks that own the samples."""
 
     @property
     def total(self) -> float:
@@ -95,12 +95,12 @@ def sigmoid_traffic(exchange: str, reduction: str, sizes: Sizes) -> Traffic:
 def global_contrastive_traffic(variant: str, exchange: str, reduction: str, sizes: Sizes) -> Traffic:
     """Return the traffic of a step of FastClipLoss: forward, backward, and the update of the samples' state.
 
-    Per-sample temperatures (isogclr, fastclip_v2) move three terms of the gradient tile per sample (scale, shift,
-    weight), where the others move one, a scale for the statistics, and a sum with the gradient of a feature. Their
-    state has four columns to fetch and to write back instead of two. State is counted for ids spread evenly over their
-    owners, as random ids are on average: (W-1)/W of the rows move. It includes the int64 ids, which all ranks gather,
-    and six more int64 per rank: the four that are compared before the exchange, and one for each of two checks that
-    raise on all ranks.
+    Losses with per-sample temperatures (isogclr, fastclip_v2) send three terms of the gradient tile per sample (scale,
+    shift, weight). The other losses send one. They also send a scale for the statistics, and a sum with the gradient of
+    a feature. They fetch and write back four columns of state instead of two. The ids are assumed to be spread evenly
+    over their owners, as random ids are on average: (W-1)/W of the rows are sent. It includes the int64 ids, which all
+    ranks gather, and six more int64 per rank: the four that are compared before the exchange, and one for each of two
+    checks that raise on all ranks.
     """
     hops, individual = sizes.hops, VARIANTS[variant].individual
     sums = 4 if VARIANTS[variant].temperature == "global" else 2  # loss and mean of log tau; the temperature's gradient

@@ -3,11 +3,11 @@
 The entries are independent of each other, so there is no statistics pass. Each block of the B x B similarities gives
 its losses and gradients at once. Exchange and reduction are those of `distributed_tiles`:
 
-* `feature`: the rank that owns the rows of a block computes it once, and dy travels.
-* `scalar`: x and y travel. Each rank computes the blocks of its rows for dx, and those of its columns for dy. No
-  gradient travels. It costs 8 b*B*D operations instead of 6 (per rank; a multiplication or an addition is one).
+* `feature`: the rank that owns the rows of a block computes it once, and dy is sent to the owner of the columns.
+* `scalar`: x and y are sent. Each rank computes the blocks of its rows for dx, and those of its columns for dy. No
+  gradient is sent. It costs 8 b*B*D operations instead of 6 (per rank; a multiplication or an addition is one).
 
-The positives (row i with column i of the global matrix) are left out. Nothing here is differentiable by autograd.
+The positives (row i with column i of the global matrix) are excluded. Autograd cannot differentiate these functions.
 """
 
 from typing import NamedTuple
@@ -56,7 +56,7 @@ def _gathered_scalar(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Pl
 
 
 def _ring_feature(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) -> BatchSigmoid:
-    """Send y round the ring; its gradient travels with it, back to its owner."""
+    """Send y around the ring. Its gradient is sent with it and returns to its owner."""
     dx: Tensor | None = None
     rows: tuple[Tensor, ...] | None = None
     columns = Carried(merge_sums, **transfer_arguments(plan))
@@ -64,14 +64,14 @@ def _ring_feature(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan)
         part = _both_sides(x, y_block, scale, bias, plan, diagonal=0 if owner == plan.ranks.rank else None, dx=dx)
         columns.add((part.dy,))
         dx, rows = part.dx, merge_sums(rows, (part.row_loss, part.row_dot, part.row_sum))
-        del part  # frees its dy before that of the next block is allocated
+        del part  # frees dy of this block before that of the next block is allocated
     assert dx is not None and rows is not None, "a ring has at least one block"
     row_loss, row_dot, row_sum = rows
     return BatchSigmoid(row_loss, dx, columns.home()[0], row_dot, row_sum)
 
 
 def _ring_scalar(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, plan: Plan) -> BatchSigmoid:
-    """Send x and y round the ring; each rank sums the gradients of its own rows and columns."""
+    """Send x and y around the ring; each rank sums the gradients of its own rows and columns."""
     blocks = circulate((x, y), **transfer_arguments(plan))
     next(blocks)  # this rank's own
     total = _both_sides(x, y, scale, bias, plan, diagonal=0)

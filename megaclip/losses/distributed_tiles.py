@@ -4,19 +4,19 @@ Each rank owns b rows (x, images) and b columns (y, texts) of the B x B similari
 one rank's rows and one rank's columns.
 
 * The statistics pass, and the gradient pass with the `feature` reduction: the rank that owns the rows of a block
-  computes it once. x stays, y travels, and the results for the columns return to their owner.
-* The gradient pass with the `scalar` reduction: x and y travel with their log-normalisers. Each rank computes the whole
-  gradient of its own features. No gradient travels. Both passes together cost 10 b*B*D operations instead of 8 (per
-  rank; a multiplication or an addition is one).
+  computes it once. x stays, y is sent, and the results for the columns return to their owner.
+* The gradient pass with the `scalar` reduction: x and y are sent with their log-normalisers. Each rank computes the
+  whole gradient of its own features. No gradient is sent. Both passes together cost 10 b*B*D operations instead of 8
+  (per rank; a multiplication or an addition is one).
 
-With a payload dtype, the similarities of one block must be equal in both passes, or probabilities do not sum to 1: at
-a scale of 100, a similarity that is rounded in one pass only changes its exponential by up to 22 %. With the reduction
-`feature` x is never rounded, because it never travels. With `scalar` x and y travel, so both are rounded in every block
-and both passes, the rank's own block included.
+With a payload dtype, the similarities of one block must be equal in both passes. Otherwise the probabilities do not sum
+to 1: at a scale of 100, rounding a similarity in one pass only changes its exponential by up to 22 %. With the
+reduction `feature` x is never rounded, because it is never sent. With `scalar` x and y are sent, so both are rounded in
+every block and in both passes, including the rank's own block.
 
 This module is independent of the loss. Scale, shift and weight come from the caller (docs/mathematics.md): one value
 per row or column, or a number that is equal on all ranks. The positives (row i with column i of the global matrix) are
-left out. Nothing here is differentiable by autograd: call it in the forward and backward of a
+excluded. Autograd cannot differentiate these functions: call them in the forward and backward of a
 `torch.autograd.Function`.
 """
 
@@ -85,14 +85,14 @@ def distributed_grads(x: Tensor, y: Tensor, row: Terms, col: Terms, *, plan: Pla
 
 
 def _as_sent(x: Tensor, y: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Return x and y, rounded to the payload dtype if the features of both sides travel."""
+    """Return x and y, rounded to the payload dtype if the features of both sides are sent."""
     if plan.payload is None or plan.reduction == "feature" or plan.ranks.size == 1:
         return x, y
     return x.to(plan.payload).to(x.dtype), y.to(plan.payload).to(y.dtype)
 
 
 def _ring_stats(x: Tensor, y: Tensor, row_scale: Scalars, values: _PerSample, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Send y and its scale round the ring; the log-sum-exp of each column travels with them, back to its owner."""
+    """Send y and its scale around the ring. Each column's log-sum-exp is sent with them and returns to its owner."""
     row_lse: Tensor | None = None
     col_lse = Carried(_merge_log_sum_exp, group=plan.ranks)
     for owner, (y_block, *moved) in circulate((y, *values.vectors), **transfer_arguments(plan)):
@@ -106,7 +106,7 @@ def _ring_stats(x: Tensor, y: Tensor, row_scale: Scalars, values: _PerSample, pl
 
 
 def _ring_feature(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> BatchGrads:
-    """Send y and its terms round the ring; its gradient travels with it, back to its owner."""
+    """Send y and its terms around the ring. Its gradient is sent with it and returns to its owner."""
     terms = _PerSample(col)
     dx: Tensor | None = None
     row_dots: Tensors | None = None
@@ -122,7 +122,7 @@ def _ring_feature(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> B
 
 
 def _ring_scalar(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> BatchGrads:
-    """Send x and y with their terms round the ring; each rank sums the gradients of its own rows and columns."""
+    """Send x and y with their terms around the ring; each rank sums the gradients of its own rows and columns."""
     row_terms, col_terms = _PerSample(row), _PerSample(col)
     split = len(row_terms.vectors)
     blocks = circulate((x, y, *row_terms.vectors, *col_terms.vectors), **transfer_arguments(plan))
@@ -194,7 +194,7 @@ def _options(plan: Plan) -> dict[str, Any]:
 
 
 class _PerSample:
-    """Values of a direction. Those per sample, (b,), travel with the features; numbers are equal on all ranks."""
+    """Values of one direction. Vectors, (b,), are sent with the features; numbers are equal on all ranks."""
 
     def __init__(self, values: Sequence[Scalars]) -> None:
         self._values = values

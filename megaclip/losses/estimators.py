@@ -8,11 +8,11 @@ int64 sample id, 0 to n-1, and moves them in batches:
 * `commit` sends one row per sample back to its owner.
 
 `fetch` first gathers the ids of all ranks (8 bytes per sample), and every rank computes from them which rows it sends
-to which rank. The rows of state then move by one all-to-all in `fetch` and one in `commit`.
+to which rank. One all-to-all in `fetch` and one in `commit` send the rows of state.
 
-The owner merges the rows that it receives, so numbers that only it needs, such as the moments of an optimizer, never
-travel. An id may occur twice in a batch: both occurrences fetch the same row, and the owner's merge receives both.
-To add an estimator, define its columns and its merge function.
+The owner merges the rows that it receives, so numbers that only the owner needs, such as the moments of an optimizer,
+are never sent. An id may occur twice in a batch: both occurrences fetch the same row, and the owner's merge receives
+both. To add an estimator, define its columns and its merge function.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from megaclip.comm.groups import RankGroup, resolve
 from megaclip.errors import CheckpointError, DataError
 
 Merge = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function of the rows held (k, C), the rows received (r, sent columns) and the index of the held row of each received
-row (r,). Returns the new rows (k, C)."""
+"""(stored rows (k, C), received rows (r, sent columns), index of the stored row of each (r,)) -> new rows (k, C)."""
 
 
 def check_ids(ids: object, rows: int | None = None) -> None:
@@ -74,23 +73,23 @@ class SampleIndex:
 
 
 class Ticket:
-    """Rows that were requested. `rows()` waits for them; `SampleState.commit` sends new values back the same way."""
+    """Requested rows. `rows()` waits for them. `SampleState.commit` sends new values back to the same owners."""
 
     def __init__(
         self, ids: Tensor, slots: Tensor, order: Tensor, given: list[int], taken: list[int], received: Tensor, work: Any
     ) -> None:
         self.ids = ids  # (b,) of this rank, on the host
         # slots: the rows of this rank's state that each rank requested, in rank order. Duplicates are found now, while
-        # a GPU may be busy with the towers: `held` are the distinct rows, `inverse` the row of each request.
+        # a GPU may still compute the towers: `held` are the distinct rows, `inverse` is the row of each request.
         self.held, self.inverse = torch.unique(slots, return_inverse=True)
         self.order = order  # (b,) position in the batch of each row received
-        self.given, self.taken = given, taken  # number of rows per peer: sent to it, received from it
+        self.given, self.taken = given, taken  # number of rows sent to and received from each peer
         self._received = received
         self._work = work
         self._rows: Tensor | None = None
 
     def rows(self) -> Tensor:
-        """Return the rows (b, fetched columns) in the order of the ids, on the device of messages between ranks."""
+        """Return the rows (b, fetched columns) in the order of the ids, on the device of the group's messages."""
         if self._rows is None:
             if self._work is not None:
                 self._work.wait()
@@ -99,17 +98,17 @@ class Ticket:
         return self._rows
 
     def rows_on(self, device: torch.device) -> Tensor:
-        """Return `rows()` on another device."""
+        """Return the rows of `rows()` on another device."""
         return _upload(self.rows(), device)
 
 
 class SampleState:
     """A few numbers per sample, sharded by owner over the ranks of `group`.
 
-    columns: name and initial value of each number. A fetch moves the first `fetched` of them; the others stay with the
-        owner.
+    columns: name and initial value of each number. A fetch sends the first `fetched` of them; the owner keeps the
+    others.
     samples: number n of samples of the dataset; ids are 0 to n-1.
-    dtype, device: of the state on this rank. float32 needs 4 * columns * n / W bytes.
+    dtype, device: dtype and device of the state on this rank. float32 needs 4 * columns * n / W bytes.
     """
 
     def __init__(
@@ -184,7 +183,7 @@ class SampleState:
         }
 
     def load_state_dicts(self, parts: Iterable[dict[str, Any]]) -> None:
-        """Read this rank's samples from the parts of all ranks that saved; their number may differ.
+        """Read this rank's samples from the parts of all ranks that saved. The number of ranks may differ.
 
         Raises CheckpointError if a part is missing, or belongs to another dataset size, loss or checkpoint.
         """
@@ -214,8 +213,8 @@ class SampleState:
             )
         if seen != set(range(size)):
             raise CheckpointError(
-                f"the per-sample state was saved by {size} ranks, only {sorted(seen)} are here; restore the parts of "
-                "the other ranks"
+                f"the per-sample state was saved by {size} ranks, but only the parts of ranks {sorted(seen)} were "
+                "found; restore the parts of the other ranks"
             )
 
     def _exchange(self, rows: Tensor, given: list[int], taken: list[int], *, wait: bool) -> tuple[Tensor, Any]:
@@ -231,7 +230,7 @@ class SampleState:
 def mean_per_row(received: Tensor, inverse: Tensor, rows: int) -> Tensor:
     """Return one row per sample (rows, columns), the mean over its occurrences in the batch.
 
-    The first two columns hold log u, and get the logarithm of the mean of u. The others hold gradients.
+    The first two columns hold log u. Their result is the logarithm of the mean of u. The other columns hold gradients.
     """
     if len(received) == rows:
         new = torch.empty_like(received)
@@ -249,7 +248,7 @@ def mean_per_row(received: Tensor, inverse: Tensor, rows: int) -> Tensor:
 
 
 def _upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return `tensor` on `device`. A copy from the host to a GPU does not wait for the work that is queued there."""
+    """Return `tensor` on `device`. A copy from the host to a GPU does not wait for queued work."""
     if tensor.device.type == "cpu" and device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -20,10 +20,11 @@ weight of the temperature in the objective, and eps a small constant that is add
 | fastclip_v2 | tau_i | learned, per sample  | as isogclr                                      | cosine   |
 | fastclip_v3 | tau   | learned, global      | tau mean(log(eps+g1) + log(eps+g2)) + 2 rho tau | cosine   |
 
-A temperature per sample means two of them: one for the image side, one for the text side.
+Losses with a temperature per sample have two per sample: one for the image side and one for the text side.
 
-The state holds log u, and g is a log-sum-exp without its positive, so nothing overflows at any temperature. Each rank
-needs the memory of one tile of logits and of n/W rows of state. n = 414 M samples need, in float32:
+The state holds log u, and log g is computed as a log-sum-exp without the positive, so nothing overflows at any
+temperature. Each rank needs the memory of one tile of logits and of n/W rows of state. n = 414 M samples need, in
+float32:
 
 | state                                   | all ranks | each of 64 ranks |
 | log u (all variants), 2 columns         | 3.3 GB    | 52 MB            |
@@ -75,7 +76,8 @@ def inner_rate(schedule: str, epoch: float, *, minimum: float, epochs: float) ->
 
     schedule: "constant" is 1 in the first epoch and then `minimum`. "cosine" is half a cosine from 1 to `minimum` over
     `epochs`.
-    epoch: number of epochs done. Whole numbers give the published per-epoch schedule, fractions a per-step schedule.
+    epoch: number of completed epochs. Whole numbers give the published per-epoch schedule, fractions a per-step
+    schedule.
     """
     if epoch == 0 or (schedule == "constant" and epoch < 1):
         return 1.0
@@ -88,16 +90,16 @@ class FastClipLoss(BatchLoss):
     """A global loss of the table above, with its temperature, its state and their updates.
 
     A step is `loss(image_features, text_features, ids=..., epoch=...)`, `backward()`, `step()`. Only `step()` changes
-    the state and the temperature, so a step that is abandoned before it changes nothing. The next call of the
-    loss abandons a step: with gradient accumulation, call `step()` after every backward pass. A factor of the loss,
-    such as GradScaler's, has no effect on the state and the temperature.
+    the state and the temperature. The next call of the loss discards a step that was not finished by `step()`. With
+    gradient accumulation, call `step()` after every backward pass. A factor of the loss, such as GradScaler's, has no
+    effect on the state and the temperature.
 
-    `state_dict()` lacks the samples' state. To resume, save `checkpoint_state()` of every rank, and give all of them to
-    `load_checkpoint_state()`.
+    `state_dict()` does not contain the samples' state. To resume, save `checkpoint_state()` of every rank, and pass all
+    of them to `load_checkpoint_state()`.
 
     variant: a key of `VARIANTS`. samples: number n of samples of the dataset; sample ids are 0 to n-1.
-    group: as in `BatchLoss`. state_dtype: dtype of the per-sample state. 16 bits suffice for log u, not for per-sample
-        temperatures.
+    group: as in `BatchLoss`. state_dtype: dtype of the per-sample state. 16-bit dtypes are accepted only without
+    per-sample temperatures.
     settings: fields of `megaclip.losses.settings.StandaloneFastClipSettings`, which documents them.
 
     Raises ConfigError, a ValueError, for a wrong value, and TypeError for an unknown name.
@@ -176,14 +178,14 @@ class FastClipLoss(BatchLoss):
         """Return the batch's estimate of the objective, equal on all ranks: () float32, float64 for float64 features.
 
         image_features, text_features: (b, D) of unit length.
-        logit_scale: of the model. It has no effect and receives a zero gradient.
+        logit_scale: the model's logit_scale. It has no effect and receives a zero gradient.
         ids: (b,) int64 ids of the samples, or the result of `fetch` for them.
-        epoch: number of epochs done, with their fraction.
+        epoch: number of completed epochs, as a fraction.
 
         Every rank must call it. Raises DataError, a ValueError, on all ranks for ids, features or an epoch that do not
         fit. float16 features are refused, because gradients at a low temperature are below the smallest float16.
         """
-        if torch.compiler.is_compiling():  # the step that follows reads what this call keeps
+        if torch.compiler.is_compiling():  # the following step() reads what this call stores
             from megaclip.losses.outside_graph import call  # imports the compiler
 
             options = {"ids": ids, "epoch": epoch, "output_dict": output_dict}
@@ -208,14 +210,14 @@ class FastClipLoss(BatchLoss):
         loss = _GlobalContrastive.apply(image_features, text_features, self.temperature.log_scale, plan, step)
         if self.training:
             self._pending = step
-            self.temperature.log_scale.grad = None  # a step that was abandoned after its backward pass leaves one
+            self.temperature.log_scale.grad = None  # left by a step that was discarded after its backward pass
         loss = with_unused(loss, logit_scale)
         return {"contrastive_loss": loss} if output_dict else loss
 
     def step(self, steps_done: int | None = None, total_steps: int | None = None) -> None:
         """Write the samples' state back and update the temperature, after the backward pass. Every rank calls it.
 
-        steps_done: number of steps before this one. total_steps: number of steps of the training. Only the "cosine"
+        steps_done: number of earlier steps. total_steps: number of steps of the whole training. Only the "cosine"
         schedule of the temperature's learning rate requires them.
 
         Raises NonFiniteError, on all ranks, if an estimate or a gradient of a temperature is infinite or NaN on any
@@ -269,7 +271,7 @@ class FastClipLoss(BatchLoss):
             log_scale.copy_(step.mean_log_scale)
 
     def check_step(self) -> None:
-        """Raise NonFiniteError, on all ranks, if `step()` would; the pending step is then abandoned.
+        """Raise NonFiniteError, on all ranks, if `step()` would raise it. The pending step is then discarded.
 
         Every rank calls it after the backward pass. A trainer calls it before it updates the model. `step()` does not
         repeat the check.
@@ -315,7 +317,7 @@ class FastClipLoss(BatchLoss):
         }
 
     def load_checkpoint_state(self, parts: Iterable[dict[str, Any]]) -> None:
-        """Resume from the parts of all ranks that saved; their number may differ. Raises CheckpointError.
+        """Resume from the parts of all ranks that saved. The number of ranks may differ. Raises CheckpointError.
 
         A constant temperature is a setting, which may have changed. A learned one is loaded.
         """
@@ -369,20 +371,20 @@ class _Step:
         self.d_loss = torch.ones(())
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Copies of a loss, also in other processes, have no step to finish. A message to a rank cannot be copied."""
+        """Reduce to None: a copy of a loss has no pending step, because messages cannot be copied."""
         return type(None), ()
 
     def own_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of the loss itself, from that of the loss times a factor, such as GradScaler's.
+        """Return the gradient of the unscaled loss from that of the loss times a factor, such as GradScaler's.
 
-        The optimizer of the temperature has a learning rate and an eps of its own, and nobody divides its gradient by
-        the factor.
+        The temperature's optimizer has its own learning rate and eps, and no other code divides its gradient by the
+        factor.
         """
         factor = self.d_loss.to(gradient)
         return gradient / torch.where(factor == 0, 1.0, factor)
 
     def mixed(self, log_g: Tensor) -> Tensor:
-        """Return the new log u (b, 2), by FastCLIP, equation 1. A sample that was never seen takes u = g."""
+        """Return the new log u (b, 2), by FastCLIP, equation 1. For a sample that was never seen, u = g."""
         if self.gamma == 1:
             return log_g
         mixed = torch.logaddexp(self.old_log_u + math.log1p(-self.gamma), log_g + math.log(self.gamma))
@@ -465,7 +467,7 @@ def _weight(loss: FastClipLoss, tau: Tensor, local_batch: int) -> Tensor:
 
 
 def _global_gradient(loss: FastClipLoss, plan: Plan, dots: Tensor, log_u: Tensor, tau: Tensor) -> Tensor:
-    """Return d objective / d log(1/tau), (): the part through g, and with the factor tau also that of tau itself.
+    """Return d objective / d log(1/tau), (): the part through g and, with the factor tau, the part of tau itself.
 
     g depends on x/tau, so the part through g is sum_i <x_i, dx_i>. These products are the dots (b,), with a factor W.
     """

@@ -1,8 +1,8 @@
-"""Refuse second derivatives of a loss, which would be wrong without an error.
+"""Refuse second derivatives of a loss, which would be silently wrong.
 
-The losses compute their gradients without autograd. For autograd those gradients are constants, so a penalty on them
-would have no gradient. PyTorch's `once_differentiable` does not notice this: it looks at the upstream gradient only,
-and that of `torch.autograd.grad(loss, features, create_graph=True)` is a constant.
+The losses compute their gradients without autograd. For autograd these gradients are constants, so a penalty on them
+would have no gradient. PyTorch's `once_differentiable` does not detect this. It checks only the upstream gradient,
+which is a constant in `torch.autograd.grad(loss, features, create_graph=True)`.
 """
 
 import functools
@@ -51,6 +51,6 @@ class _Refusal(torch.autograd.Function):
     def backward(ctx: Any, *d_outputs: Tensor) -> None:
         raise RuntimeError(
             f"the gradient of {ctx.loss} was differentiated again, for example by a gradient penalty with "
-            "create_graph=True; its gradients are exact, but they have no derivative of their own: compute the loss "
-            "of the penalty with plain PyTorch operations"
+            "create_graph=True; its gradients are exact but cannot be differentiated: compute the loss of the penalty "
+            "with plain PyTorch operations"
         )

@@ -1,16 +1,16 @@
 """A loss as one operation of a graph, `torch.ops.megaclip.clip_loss` or `siglip_loss`, for `torch.compile`.
 
-torch.compile cannot trace the look-up of process groups, the choice of a plan or a ring of messages. So while it traces
-a loss, the loss adds a single operation to the graph (`in_graph`). The operation runs the plain code when the graph
+torch.compile cannot trace the look-up of process groups, the choice of a plan or the messages of a ring. So the loss
+adds a single operation to the graph that is being traced (`in_graph`). The operation runs the plain code when the graph
 runs: it looks up the group by its name, checks the features of all ranks, and makes the plan.
 
 The shapes of an operation's results must be known before it runs. So it returns the gradients' sums, as
 `LossAndSums`, and not the columns of all ranks, which exist with one exchange only. Its backward pass finishes the
 gradients and communicates nothing.
 
-torch.compile traces that backward pass into its own code and keeps the code on disk, under a key made of the forward
-graph. So a digest of the source is an argument of the operation: else another version of MegaCLIP would be given the
-old backward pass.
+torch.compile traces that backward pass and caches the compiled code on disk, under a key made of the forward graph. So
+a digest of the source is an argument of the operation. Without it, another version of MegaCLIP would run the cached
+backward pass of this one.
 """
 
 import functools
@@ -125,7 +125,8 @@ def register_loss(name: str, loss_class: Callable[..., GraphLoss]) -> Any:
         arguments = (LossAndSums(d_loss, *sums), x, y, logit_scale, logit_bias)
         return *finish_gradients(d_loss, *arguments, torch.ops.megaclip.finish_gradients), *(None,) * 4
 
-    # Ranks exchange messages through their hosts, which a CUDA graph cannot repeat. Older PyTorch has no such tag.
+    # Ranks exchange messages through their hosts, which a CUDA graph cannot repeat. Older versions of PyTorch lack the
+    # tag.
     tags = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
     operation = torch.library.custom_op(f"megaclip::{name}", run, mutates_args=(), tags=tags)
     operation.register_fake(fake)

@@ -1,4 +1,4 @@
-"""Call a function outside of the graphs of `torch.compile`. Importing this module takes seconds."""
+"""Call a function outside the graphs of `torch.compile`. Importing this module takes seconds."""
 
 from collections.abc import Callable
 from typing import Any

@@ -12,9 +12,9 @@ arithmetic. `choose_way` resolves "auto" by a cost model:
 - The planner calls it with the rates of a described cluster.
 
 A ring sends features while tiles are computed. Between hosts the network cards send them during the computation, and
-the loss takes the longer of both times. Between GPUs of one host NCCL sends them with the GPU's own multiprocessors,
-which the tiles then lack. A matrix product that needs all multiprocessors then takes a second round: on four H200s a
-kernel of 0.19 ms takes 0.35 ms during an exchange. So between GPUs of one host the ring saves memory but no time.
+the loss takes the longer of both times. Between GPUs of one host NCCL uses multiprocessors of the GPU to send them, so
+the tiles have fewer. A matrix product that needs all multiprocessors then needs a second round: on four H200s a kernel
+of 0.19 ms takes 0.35 ms during an exchange. So between GPUs of one host the ring saves memory but no time.
 
 `megaclip.losses.costs` has the operations and bytes of each loss. An all_gather whose features and gradients would take
 more than half of the free memory is not chosen.
@@ -39,7 +39,7 @@ REDUCTIONS = ("feature", "scalar")
 PAYLOADS = {"auto": None, "bf16": torch.bfloat16}
 
 _HOP_SECONDS = 50e-6
-"""Fixed seconds per hop of a ring: launches of its exchange and its tile, and the wait for a neighbour that is late."""
+"""Fixed seconds per hop of a ring: launches of its exchange and its tile, and the wait for a late neighbour."""
 _COLLECTIVE_SECONDS = 50e-6
 
 _logger = get_logger(__name__)
@@ -62,7 +62,7 @@ class Plan:
 
 
 class Choice(NamedTuple):
-    """Exchange and reduction that `choose_way` has chosen, with the estimates that led to the choice."""
+    """Exchange and reduction that `choose_way` has chosen, with its estimates."""
 
     exchange: str
     reduction: str
@@ -106,7 +106,7 @@ def choose_way(
     machine: Machine,
     hides_exchanges: bool,
 ) -> Choice:
-    """Return the cheapest exchange and reduction among those that "auto" leaves open and the memory allows.
+    """Return the cheapest exchange and reduction that the settings and the free memory allow.
 
     Args:
         exchange, reduction: the settings; "auto" or one of EXCHANGES and REDUCTIONS.
@@ -129,7 +129,7 @@ def choose_way(
 
 
 def _open_ways(exchange: str, reduction: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the exchanges and the reductions that the settings leave open. One rank takes the first of each."""
+    """Return the exchanges and the reductions that the settings allow. One rank takes the first of each."""
     return (
         EXCHANGES if exchange == "auto" else (exchange,),
         REDUCTIONS if reduction == "auto" else (reduction,),

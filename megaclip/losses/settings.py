@@ -20,7 +20,8 @@ class LossSettings(BaseModel):
     model_config = _STRICT
 
     exchange: Literal["auto", "ring", "all_gather"] = "auto"
-    """Path of features to the other ranks: "ring" sends them from neighbour to neighbour, "all_gather" all at once.
+    """How features are sent to the other ranks: "ring" sends them from neighbour to neighbour, "all_gather" all at
+    once.
     Text features are always sent, image features only with the reduction "scalar". Both are exact;
     `megaclip.losses.plan` describes how "auto" chooses."""
 
@@ -103,8 +104,9 @@ class FastClipSettings(BaseModel):
 
     compat: Literal["paper", "reference"] = "paper"
     """"reference" scales gradients as the published code does, for hyper-parameters that were tuned with it. Feature
-    gradients are halved and carry no tau (v3 keeps it). The temperature gradient of v3 is halved except for the part
-    through g, and the part through g of v0 is not halved. The gradient of a global temperature uses log u instead
+    gradients are halved and have no factor tau (v3 keeps the factor). The temperature gradient of v3 is halved except
+    for the part through g. The part through g of v0 is not halved. The gradient of a global temperature uses log u
+    instead
     of log(eps+u). The Adam of per-sample temperatures counts epochs, and its gradients are limited. The loss value is
     equal in both. docs/fastclip.md lists the remaining differences between "reference" and the published code."""
 
@@ -141,5 +143,5 @@ class BatchLossSettings(StandaloneSettings):
     """Settings of a `ClipLoss` or `SigLipLoss` that is constructed in Python."""
 
     cuda_graphs: Literal[True, False, "auto"] = "auto"
-    """True runs the kernels of small batches on GPUs as CUDA graphs, except with the exchange "ring";
-    `megaclip.losses.small_batches` has the limits. Results have the same bits. "auto": True on one rank."""
+    """True runs the kernels of small batches on GPUs as CUDA graphs, except with the exchange "ring". Results have the
+    same bits. "auto": True on one rank. `megaclip.losses.small_batches` documents the limits."""

@@ -1,8 +1,8 @@
-"""SigLIP's sigmoid loss over the whole batch of all ranks, in the memory of one tile of logits.
+"""SigLIP's sigmoid loss over the whole batch of all ranks, with one tile of logits in memory at a time.
 
 With `z_ij = alpha*s_ij + beta`: `L = 1/B [sum_i softplus(-z_ii) + sum_{i != j} softplus(z_ij)]` (Zhai et al., 2023,
 arXiv:2303.15343, equation 1). The entries are independent of each other, so the forward pass computes loss and
-gradients in one pass over the tiles. The positives' own terms are added here, per row. The loss and all sums are
+gradients in one pass over the tiles. The terms of the positives are added here, per row. The loss and all sums are
 float32 (float64 for float64 features).
 
 The reduction contract is that of `megaclip.losses.clip`: the backward pass of each rank returns
@@ -31,7 +31,7 @@ from megaclip.ops.rows import paired_products
 class SigLipLoss(RecordableLoss):
     """SigLIP's loss of every pair of the batch of all ranks, with the call signature of open_clip's SigLipLoss.
 
-    The constructor takes the arguments of `BatchLoss`, and none of open_clip's.
+    The constructor takes the arguments of `BatchLoss`, not those of open_clip's SigLipLoss.
     """
 
     def forward(
@@ -44,7 +44,7 @@ class SigLipLoss(RecordableLoss):
     ) -> Tensor | dict[str, Tensor]:
         """Return the mean loss of the whole batch, equal on all ranks: () float32, float64 for float64 features.
 
-        Arguments and errors are those of `ClipLoss`, except logit_bias: beta as (), (1,) or a number; None is 0.
+        Arguments and errors are those of `ClipLoss`, except logit_bias: beta as (), (1,) or a number. None: 0.
         """
         logit_scale = as_scalar(logit_scale, image_features)
         logit_bias = as_scalar(0.0 if logit_bias is None else logit_bias, image_features)

@@ -1,11 +1,11 @@
 """Loss and gradient sums of small batches on GPUs, recorded as CUDA graphs (`megaclip.comm.recording`).
 
-Launching the kernels of a loss one by one takes the host about a millisecond, in which a small batch leaves the GPU
-idle. From the third call with the same sizes on, such a loss replays a recording of the plain code. It runs the same
-kernels, so its results have the same bits.
+Launching the kernels of a loss one by one takes the host about a millisecond. With a small batch the GPU is idle for
+much of this time. From the third call with the same sizes on, such a loss replays a recording of the plain code. It
+runs the same kernels, so its results have the same bits.
 
-A recording keeps its buffers: the features, the sums of gradients and a tile of logits. So a loss keeps two of them at
-most, and MegaCLIP's own runs do without: there the host launches the loss while the GPU is still busy with the towers.
+A recording keeps its buffers: the features, the sums of gradients and a tile of logits. So a loss keeps at most two of
+them. MegaCLIP's own runs do not use them: there the host launches the loss while the GPU still computes the towers.
 """
 
 import functools
@@ -24,16 +24,16 @@ from megaclip.losses.sums import Evaluate, LossAndSums
 from megaclip.ops.tiles import accumulation_dtype, implementation_for
 
 _MOST_OPERATIONS = 2**40
-"""Operations of the largest batch that is recorded, 8 b*B*D: above it, the GPU takes longer than the host."""
+"""Operations (8 b*B*D) of the largest batch that is recorded. For larger batches the GPU takes longer than the host."""
 _PLAIN_CALLS = 2
-"""Calls with the same sizes before the one that records. They compile kernels and connect ranks."""
+"""Number of calls with the same sizes before the call that records. They compile kernels and connect ranks."""
 _MOST_RECORDINGS = 2
 
 _logger = get_logger(__name__)
 
 
 class RecordableLoss(BatchLoss):
-    """Base of the losses whose sums can be recorded."""
+    """Base class of the losses whose sums can be recorded."""
 
     settings_model = BatchLossSettings
     settings: BatchLossSettings
@@ -58,7 +58,7 @@ class RecordableLoss(BatchLoss):
         return (recording or plain)(x, y, logit_scale, logit_bias)
 
     def records(self, x: Tensor, plan: Plan) -> bool:
-        """Return whether steps with features like x (b, D) are recorded if they repeat; it is equal on all ranks."""
+        """Return whether steps with features like x (b, D) are recorded if they repeat; equal on all ranks."""
         b, embedding = x.shape
         setting = self.settings.cuda_graphs
         return (
@@ -79,7 +79,7 @@ class _Recordings:
         self._recordings: dict[Any, _SmallBatch] = {}
 
     def __reduce__(self) -> tuple[type["_Recordings"], tuple[()]]:
-        """Copies of a loss, also in other processes, begin without recordings."""
+        """Reduce to an empty object: a copy of a loss starts without recordings."""
         return _Recordings, ()
 
     def get(self, key: Any, plain: Evaluate, like: Tensor, has_bias: bool) -> Evaluate | None:

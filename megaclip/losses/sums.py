@@ -1,6 +1,7 @@
-"""A loss that computes the sums of its gradients in the forward pass. The backward pass finishes the gradients.
+"""Autograd function of a loss that computes the sums of its gradients in the forward pass.
 
-Finishing multiplies by the upstream gradient, adds the positives and rounds. It communicates nothing.
+The backward pass multiplies these sums by the upstream gradient, adds the positives and rounds. It does not
+communicate.
 """
 
 from collections.abc import Callable
@@ -14,10 +15,10 @@ from megaclip.ops.rows import finish_gradients as finish_both
 
 
 class LossAndSums(NamedTuple):
-    """The loss and everything that its backward pass needs besides its arguments. All in the dtype of sums."""
+    """The loss and everything that its backward pass needs besides its arguments, in the dtype of sums."""
 
     loss: Tensor
-    """() the mean over the whole batch; no view, because trainers divide losses in place."""
+    """() the mean over the whole batch. It is not a view, because trainers divide losses in place."""
     dx: Tensor
     """(b, D) sum over the negatives of this rank's images, without `factor`."""
     dy: Tensor

@@ -1,8 +1,8 @@
 """Temperatures with separate optimizers: one temperature for the whole dataset, or two per sample.
 
 The model's optimizer does not update them, because the papers give them a separate learning rate, schedule and bounds.
-Per-sample temperatures are kept in `SampleState`, sharded over ranks; they are no model parameters. Both kinds use Adam
-(Kingma and Ba, 2015, algorithm 1) in float32.
+Per-sample temperatures are kept in `SampleState`, sharded over ranks. They are not model parameters. Both kinds use
+Adam (Kingma and Ba, 2015, algorithm 1) in float32.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GlobalTemperature(nn.Module):
 
     def __init__(self, temperature: float, bounds: tuple[float, float], *, learnable: bool) -> None:
         super().__init__()
-        log_scale = torch.tensor([-math.log(temperature)], dtype=torch.float32)  # also if the default has 16 bits
+        log_scale = torch.tensor([-math.log(temperature)], dtype=torch.float32)  # even if the default dtype has 16 bits
         if learnable:
             self.log_scale = nn.Parameter(log_scale)
         else:
@@ -73,9 +73,9 @@ class GlobalTemperature(nn.Module):
             self.register_buffer(name, torch.zeros_like(log_scale))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GlobalTemperature:
-        """Move or convert the tensors for `nn.Module.to` and its like, but never to a format of 16 bits.
+        """Move or convert the tensors for `nn.Module.to` and similar calls, but never to a 16-bit dtype.
 
-        There a step of 2e-4 would change nothing: bfloat16 numbers near log(1/0.07) = 2.7 are 0.016 apart.
+        In a 16-bit dtype a step of 2e-4 would have no effect: bfloat16 numbers near log(1/0.07) = 2.7 are 0.016 apart.
         """
 
         def move(tensor: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def adam(
 
 
 # Columns of the per-sample state: first those that are fetched, then those that only the owner needs. The state holds
-# log u, and NaN for a sample that was never seen.
+# log u, or NaN for a sample that was never seen.
 U_COLUMNS = {"log_u_image": math.nan, "log_u_text": math.nan}
 
 
@@ -136,7 +136,7 @@ def step_individual(
     """Return the temperature columns (k, 7) after one Adam step. Each sample counts its own steps.
 
     held: the columns before the step (k, 7). gradients: (k, 2).
-    gradient_limit: largest absolute gradient; larger ones are reduced to it. Infinity is no limit.
+    gradient_limit: largest absolute gradient. Larger gradients are reduced to it. Infinity: no limit.
     released_epoch: the epoch, to use betas and bias correction of FastCLIP's published code. It counts epochs instead
         of steps and uses no momentum in the first epoch. None: the paper's Adam.
     """

@@ -1,1 +1,1 @@
-"""Operations on tiles of the similarity matrix: one device, without process groups and without autograd."""
+"""Operations on tiles of the similarity matrix, on one device, without process groups and without autograd."""

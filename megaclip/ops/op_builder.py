@@ -1,12 +1,12 @@
-"""Registers the tile operations as a DeepSpeed op that is found by name, probed and listed in the op report.
+"""Register the tile operations as a DeepSpeed op that is found by name, probed and listed in the op report.
 
-DeepSpeed finds builders in its own folders only and has no entry point for others. `megaclip.ops.registration` imports
-this module after deepspeed. The import adds the builder to the running process: as an attribute of
-`deepspeed.ops.op_builder`, in the accelerator's look-up, and in `ALL_OPS`.
+DeepSpeed searches for builders in its own folders only and has no entry point for other packages.
+`megaclip.ops.registration` imports this module after deepspeed. The import adds the builder to the running process: as
+an attribute of `deepspeed.ops.op_builder`, in the accelerator's look-up, and in `ALL_OPS`.
 
 Then `get_accelerator().create_op_builder("ContrastiveTilesBuilder").load()`, the compatibility probe and `op_report()`
-handle it like DeepSpeed's own ops. A process that never imports megaclip does not know the op; DeepSpeed's `ds_report`
-is one, and `megaclip report` lists the op instead. Triton compiles the kernels at first use.
+handle it like DeepSpeed's own ops. A process that does not import megaclip, such as DeepSpeed's `ds_report`, does not
+know the op. `megaclip report` lists it. Triton compiles the kernels at first use.
 """
 
 from types import ModuleType

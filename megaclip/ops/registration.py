@@ -1,7 +1,7 @@
-"""Registers the tile operations with PyTorch and DeepSpeed, as soon as each of them is imported.
+"""Register the tile operations with PyTorch and DeepSpeed as soon as each of them is imported.
 
 PyTorch and DeepSpeed take seconds to import, and a data worker or a tokenizer needs neither. So `import megaclip`
-registers at once with those that are loaded already, and adds an import hook to `sys.meta_path` for the others:
+registers at once with the libraries that are already loaded. For the others it adds an import hook to `sys.meta_path`:
 
     torch      -> `megaclip.ops.torch_library`   torch.ops.megaclip.*
     deepspeed  -> `megaclip.ops.op_builder`      get_accelerator().create_op_builder("ContrastiveTilesBuilder")
@@ -23,7 +23,7 @@ _REGISTERED_BY = {"torch": "megaclip.ops.torch_library", "deepspeed": "megaclip.
 
 
 def register_operations() -> None:
-    """Import each registering module now if its library is loaded, else right after its library is imported."""
+    """Import each registering module now if its library is loaded, else immediately after its library is imported."""
     for library, module in _REGISTERED_BY.items():
         loaded = sys.modules.get(library)
         if loaded is not None and not getattr(loaded.__spec__, "_initializing", False):

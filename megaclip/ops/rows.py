@@ -1,7 +1,7 @@
 """Operations of the losses per row, outside the tiles: the products of positives, and the last step of a gradient.
 
-Each is a few PyTorch operations with (m, D) float32 temporaries. They would take a tenth of the time of the whole loss
-on CUDA. So one kernel there reads and writes every element once (`rows_triton.py`).
+Each consists of a few PyTorch operations with (m, D) float32 temporaries. On CUDA these would take a tenth of the time
+of the whole loss. So on CUDA one kernel reads and writes every element once (`rows_triton.py`).
 """
 
 import importlib
@@ -16,7 +16,7 @@ from megaclip.ops.tiles import accumulation_dtype, reason_without_kernels
 
 
 class SoftmaxPairs(NamedTuple):
-    """What the positives add to InfoNCE, in the dtype of sums."""
+    """Terms that the positives add to InfoNCE, in the dtype of sums."""
 
     losses: Tensor
     """(m,) weight * (row_full_i + col_full_i - 2 z_ii), with z_ii the logit of the positive."""
@@ -35,7 +35,7 @@ def paired_products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def softmax_pairs(x: Tensor, y: Tensor, row_lse: Tensor, col_lse: Tensor, scale: Tensor, weight: float) -> SoftmaxPairs:
-    """Return the terms of the positives `z_ii = scale * <x_i, y_i>`. Nothing cancels when p_ii is near 1.
+    """Return the terms of the positives `z_ii = scale * <x_i, y_i>`, without cancellation when p_ii is near 1.
 
     x, y: (m, D). row_lse, col_lse: (m,), the log-sum-exp over the negatives, in the dtype of sums. scale: one element
     of that dtype.

@@ -1,4 +1,4 @@
-"""Triton kernels of `rows.py`: each program takes some whole rows and reads and writes every element once."""
+"""Triton kernels of `rows.py`: each program handles some whole rows and reads and writes every element once."""
 
 import torch
 import triton
@@ -142,7 +142,7 @@ def softmax_pairs(
     x: Tensor, y: Tensor, row_lse: Tensor, col_lse: Tensor, scale: Tensor, weight: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the fields of `megaclip.ops.rows.SoftmaxPairs`."""
-    # Tensors of their own, not rows of one: compiled code assumes that results of operations are aligned to 16 bytes.
+    # Separate tensors, not rows of one: compiled code assumes that results of operations are aligned to 16 bytes.
     losses, pull = (torch.empty(len(x), dtype=torch.float32, device=x.device) for _ in range(2))
     full_2m = torch.empty((2, len(x)), dtype=torch.float32, device=x.device)
     arguments = (x, y, row_lse.contiguous(), col_lse.contiguous(), scale, losses, full_2m, pull, weight)

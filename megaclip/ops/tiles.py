@@ -4,8 +4,8 @@
 both sides from one recomputation. `tile_sigmoid` returns loss and gradients of the sigmoid loss in one pass. All run on
 one device, without autograd.
 
-Positives are left out of every tile. The losses add the positives' terms per row: `1 - p_ii` would be lost if `p_ii`
-were rounded to the precision of a tile.
+Positives are excluded from every tile. The losses add the positives' terms per row, because `1 - p_ii` would be lost if
+`p_ii` were rounded to the precision of a tile.
 
 This module checks the arguments, expands numbers to vectors and calls one of two implementations:
 
@@ -202,7 +202,7 @@ def accumulation_dtype(features: Tensor) -> torch.dtype:
 
 
 def _plain_arithmetic(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Turn autograd and autocast off. Each is left only where it is on, because that takes microseconds."""
+    """Disable autograd and autocast. Each is disabled only if it is enabled, because disabling takes microseconds."""
     autocast = torch.is_autocast_enabled(x.device.type)
     if not autocast and not torch.is_grad_enabled():
         return contextlib.nullcontext()
@@ -211,7 +211,7 @@ def _plain_arithmetic(x: Tensor) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _left(autocast: str | None) -> Iterator[None]:
-    """Leave autograd, and autocast of this device type."""
+    """Disable autograd, and autocast of this device type."""
     with torch.no_grad(), torch.autocast(autocast, enabled=False) if autocast else contextlib.nullcontext():
         yield
 
@@ -278,7 +278,7 @@ def implementation_for(options: TileOptions, x: Tensor) -> str:
 def require_implementation(
     implementation: str, device: torch.device, dtype: torch.dtype, setting: str = "implementation"
 ) -> None:
-    """Raise ConfigError if `implementation` is "triton" and its kernels do not take features of a dtype on a device.
+    """Raise ConfigError if `implementation` is "triton" and its kernels do not support features of a dtype on a device.
 
     setting: name of the setting, for the error.
     """
@@ -286,7 +286,7 @@ def require_implementation(
         return
     problem = reason_without_kernels(device)
     if not problem and dtype == torch.float64:
-        problem = "the features are float64; they must be bfloat16, float16 or float32"
+        problem = "the features are float64, and the kernels accept bfloat16, float16 and float32"
     if problem:
         raise ConfigError(f"{setting} is 'triton', but {problem}; set it to 'auto' or 'torch'")
 

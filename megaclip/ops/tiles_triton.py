@@ -1,4 +1,4 @@
-"""The tile operations on CUDA: they launch the kernels of `tiles_triton_kernels.py` for one block after another.
+"""The tile operations on CUDA, which launch the kernels of `tiles_triton_kernels.py` for one block after another.
 
 `tiles.py` calls these functions with checked tensors and expanded vectors. `tiles_triton_blocks.py` cuts a call into
 blocks of rows and columns whose buffers stay within `tile_budget_mib`, however large the matrix of similarities is:
@@ -7,7 +7,7 @@ blocks of rows and columns whose buffers stay within `tile_budget_mib`, however 
   merges them into the running log-sum-exp of rows and columns.
 * Gradients and sigmoid: one kernel per block writes P, rounded to the dtype of the products, into a buffer that all
   blocks share. Two library products with float32 accumulation then add `P y` to dx and `P^T x` to dy. So accumulators
-  of up to 2048 columns need no registers, and the library runs the products at its full rate.
+  of up to 2048 columns need no registers, and the library's products run at full rate.
 
 Precision:
 

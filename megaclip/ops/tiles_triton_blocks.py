@@ -1,4 +1,4 @@
-"""Cuts a call of the Triton tiles into blocks that stay within the tile budget, and prepares the launch arguments.
+"""Cut a call of the Triton tiles into blocks that stay within the tile budget, and prepare the launch arguments.
 
 A block is the work of one launch: some rows of x and some rows of y. All blocks share one buffer for P, or for exact
 logits, which P overwrites. Features that the kernels cannot read in place are staged for one block at a time.
@@ -50,8 +50,8 @@ TILES = {
     ("float32", "grads"): TileConfig(64, 128, 64, num_warps=4, num_stages=2),
     ("float32", "sigmoid"): TileConfig(64, 128, 64, num_warps=4, num_stages=2),
 }
-# For other GPUs, which have 99 KiB of shared memory or more. Chosen by what the compilers report (shared memory,
-# spilled registers, width of copies), not measured.
+# For other GPUs, which have 99 KiB of shared memory or more. Chosen from the compilers' reports (shared memory, spilled
+# registers, width of copies), not measured.
 SMALL_TILES = TILES | {
     ("bf16", "stats"): TileConfig(128, 128, 64, num_warps=8, num_stages=3),
     ("bf16", "grads"): TileConfig(128, 128, 64, num_warps=8, num_stages=3, stores=2),
@@ -60,7 +60,8 @@ SMALL_TILES = TILES | {
     ("tf32", "grads"): TileConfig(128, 128, 32, num_warps=8, num_stages=3, stores=2),
     ("float32", "grads"): TileConfig(64, 128, 64, num_warps=8, num_stages=2),
 }
-# For B200, whose threads hold whole rows of a tile: only half as many columns fit into the registers. Chosen likewise.
+# For B200, whose threads hold whole rows of a tile: only half as many columns fit into the registers. Also chosen from
+# the compilers' reports.
 B200_TILES = SMALL_TILES | {
     ("bf16", "stats"): TileConfig(128, 64, 64, num_warps=8, num_stages=3),
     ("bf16", "grads"): TileConfig(128, 64, 64, num_warps=8, num_stages=3),
@@ -123,7 +124,7 @@ class Tiling:
                 yield Block(self, rows, cols, x, _Side(part(self.y, cols), self), buffer)
 
     def matrix(self, values: Tensor, height: int, width: int) -> TensorDescriptor | tuple[Tensor, int]:
-        """Return a matrix as the kernels take it, which read or write blocks (height, width) of it."""
+        """Return a matrix in the form in which the kernels read or write blocks (height, width) of it."""
         if self.pointers:
             return values, values.stride(0)
         return TensorDescriptor.from_tensor(values, [height, width])

@@ -12,7 +12,7 @@ time:
 * *Bounded*: all rows and columns of the tile share one scale, and |t| <= EXPONENT_LIMIT in the tile. The norms of its
   rows and columns prove that (Cauchy-Schwarz), or else the tile is read. Then exp2(t) and its sums are ordinary float32
   numbers: no maximum is needed, and one exponential serves rows and columns. Unit features with a scale up to 76 always
-  take this path; at scale 100 every tile does whose cosines stay within 0.76 of zero.
+  take this path. At scale 100 a tile takes it if all its cosines are between -0.76 and 0.76.
 * *General*: any scales. The kernel first takes the maxima of the tile's rows and columns. Rows and columns have
   separate exponentials.
 

@@ -5,10 +5,11 @@ numbers are tensors with one element, and every result is computed. The fake imp
 without computing.
 
 Vectors may be parts of one buffer, so they are copied: results of an operation must not share memory, and compiled code
-assumes that each is aligned to 16 bytes.
+assumes that each result is aligned to 16 bytes.
 
 No operation has a gradient formula, and backward through one is an error. `tile_grads` is the gradient of `tile_stats`,
-and `tile_sigmoid` returns its own gradients; a loss multiplies them in, as `megaclip.losses` does.
+and `tile_sigmoid` returns its own gradients. A loss multiplies them by its upstream gradient, as `megaclip.losses`
+does.
 """
 
 import torch

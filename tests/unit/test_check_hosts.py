@@ -197,7 +197,7 @@ def test_a_host_that_does_not_connect_is_named() -> None:
     pair = [Report(Host(f"node-{number}", 1), HEALTHY) for number in range(3)]
     names = [report.host.name for report in pair]
     merged = check_hosts.merge_network(pair, names, [(first, ""), (second, ""), (None, "killed")])
-    assert [report.network for report in merged] == ["", "", "the network's test failed: killed"]
+    assert [report.network for report in merged] == ["", "", "the network test failed: killed"]
     merged = check_hosts.merge_network(pair, names, [(first, ""), (second, ""), (second, "")])
     assert [report.network for report in merged] == ["", "", "did not connect to the first host"]
 

@@ -261,7 +261,7 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.7}}},
-            "offload_optimizer.ratio cannot be below 1: the weights that stay on the GPU",
+            "offload_optimizer.ratio cannot be below 1: DeepSpeed updates the weights that stay on the GPU",
         ),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}},

@@ -218,7 +218,7 @@ def test_a_damaged_index_is_made_again(tmp_path, caplog, monkeypatch, damaged):
     file.unlink() if content is None else file.write_bytes(content)
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     shards = TarShards(paths)
-    assert "is damaged and is made again" in caplog.text
+    assert "is damaged and is rebuilt" in caplog.text
     assert [shards.read(row) for row in range(90)] == expected
     assert array.read_bytes() == whole and json.loads(manifest.read_text()) == json.loads(text)
 

@@ -80,7 +80,7 @@ def test_bad_data_is_reported_completely_and_refused_as_training_does(tmp_path, 
     code, output = inspect(path)
     assert code == 1 and not training_accepts(path)
     assert f"bad: undecodable image {bad}" in output and "samples: 10" in output
-    assert f"training would REFUSE this data: {bad} of the 10 samples looked at are bad" in output
+    assert f"training would REFUSE this data: {bad} of the 10 decoded samples are bad" in output
     assert "after more than 10 bad samples" in output and "problems: none" not in output
     assert ("shown 0" in output) == (bad < 10)
     assert inspect(path, "--max-bad-fraction", 1)[0] == (1 if bad == 10 else 0)

@@ -59,8 +59,8 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--compare", "list.json"], "'list.json' is no file that tools/bench_train.py --json has written: TypeError"),
-        (["--compare", "row.json"], "'row.json' is no file that tools/bench_train.py --json has written: KeyError"),
+        (["--compare", "list.json"], "'list.json' was not written by tools/bench_train.py --json (TypeError"),
+        (["--compare", "row.json"], "'row.json' was not written by tools/bench_train.py --json (KeyError"),
         (["--compare", "row.json", "--here"], "--here has no effect with --compare, which uses --disk, --gpu, "),
         (["--compare", "row.json", "--batch", "64"], "--batch has no effect with --compare"),
         (["--compare", "row.json", "--deepspeed_config", "ds.json"], "--deepspeed-config has no effect with --compare"),
