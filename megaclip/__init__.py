@@ -1,8 +1,8 @@
 """MegaCLIP trains CLIP models on DeepSpeed, with contrastive batches of millions of samples in little memory.
 
-`import megaclip` registers the tile operations for PyTorch and DeepSpeed (`megaclip.ops.registration`). It imports
-neither of them. `ClipLoss`, `SigLipLoss` and `FastClipLoss` are imported from `megaclip.losses` when they are first
-used, which imports both.
+`import megaclip` registers the tile operations for PyTorch and DeepSpeed (`megaclip.ops.registration`). It does not
+import PyTorch or DeepSpeed. The first use of `ClipLoss`, `SigLipLoss` or `FastClipLoss` imports `megaclip.losses`,
+which imports both.
 """
 
 import os
@@ -18,8 +18,10 @@ __version__ = "0.1.0"
 __all__ = ["ClipLoss", "FastClipLoss", "SigLipLoss", "__version__"]
 
 PROCESS_AND_PARENT = (os.getpid(), os.getppid())
-"""This process and the one that has started it: a rank and its launcher. The launcher may end while a rank imports
-PyTorch, which takes seconds (`megaclip.engine.launcher`)."""
+"""Ids of this process and of its parent: a rank and its launcher.
+
+They are read now because the launcher may end while a rank imports PyTorch, which takes seconds
+(`megaclip.engine.launcher`)."""
 
 register_operations()
 

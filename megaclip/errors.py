@@ -1,8 +1,8 @@
 """Errors for the user of a run, and helpers that write their messages.
 
 The message of a `MegaclipError` is one line without a full stop: the setting and its value, what is accepted, what to
-do. (Only several unknown arguments are a list.) The run logs it once and ends every rank with a non-zero exit code. Any
-other exception is a bug and keeps its traceback.
+do. (Only the error for several unknown arguments has several lines.) The run logs it once and ends every rank with a
+non-zero exit code. Any other exception is a bug and keeps its traceback.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from typing import ClassVar
 from pydantic import ValidationError
 
 REFUSED_EXIT_CODE = 78
-"""Exit code of a run whose settings are refused (EX_CONFIG of sysexits.h). Starting it again would not help."""
+"""Exit code of a run whose settings are refused (EX_CONFIG of sysexits.h). A restart would be refused too."""
 
 _LONG_WORD = re.compile(r"(\S{400})\S+")
 
@@ -30,7 +30,7 @@ def shortened(line: str) -> str:
 
 
 def os_reason(error: OSError) -> str:
-    """Return the file and the reason of an error of the operating system, in one line."""
+    """Return the file and the reason of an operating-system error, in one line."""
     reason = error.strerror or first_line(error)
     return reason if error.filename is None else f"{error.filename}: {reason}"
 
@@ -42,7 +42,7 @@ def nearest(word: str, known: set[str]) -> str:
 
 
 def closest(word: str, known: set[str], *, cutoff: float) -> str | None:
-    """Return the known word closest to `word`, whatever its case and with - for _ and /; None below the cutoff."""
+    """Return the known word closest to `word`, ignoring case and treating _ and / as -; None below the cutoff."""
     plain = {_plain(name): name for name in sorted(known, reverse=True)}  # --lr-min replaces --lr_min
     close = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=cutoff)
     return plain[close[0]] if close else None

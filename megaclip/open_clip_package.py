@@ -1,4 +1,4 @@
-"""Import the real open_clip, and torchvision, which open_clip needs. No other module imports them.
+"""Import the installed open_clip, and torchvision, which open_clip requires. No other module imports them.
 
 PyPI's torchvision is built for CUDA. With the CPU build of torch its import fails when it registers shapes for
 operators that do not exist there ("operator torchvision::nms does not exist"; torchvision 0.28, torch 2.13). Neither

@@ -1,6 +1,6 @@
 """Checkpoints: atomic save, exact resume on any number of ranks, import from and export to open_clip's format.
 
-A run's own checkpoints:
+Checkpoints of a run:
 
 - `store`: saves and loads them. `background` saves while training continues, from the copies that `host_copy` makes.
 - `search`: finds the checkpoints of a run, and checks that they are whole.

@@ -1,17 +1,18 @@
 """Save checkpoints while training continues.
 
-`BackgroundSaves.start` copies what this rank writes to host memory; training waits for the copy only. A thread then
-writes the copy. When the files of all ranks are on the disk, a thread of the first rank writes state.json, the manifest
-and `latest`, as a synchronous save does (`megaclip.checkpoint.store`). The files are the same, byte for byte.
+`BackgroundSaves.start` copies the data that this rank writes to host memory. Training waits only for this copy. A
+thread then writes the copy. When the files of all ranks are on the disk, a thread of the first rank writes state.json,
+the manifest and `latest`, as a synchronous save does (`megaclip.checkpoint.store`). The files are the same, byte for
+byte.
 
-The threads do not communicate: collectives of two threads could be in a different order on different ranks. The ranks
-learn of each other's progress in `poll`, which all main threads call between two steps.
+The threads do not communicate, because collectives of two threads could have a different order on different ranks. The
+ranks exchange their progress in `poll`, which all main threads call between two steps.
 
 Not used:
 
-- DeepSpeed's DecoupledCheckpointEngine. It sends tensors to another process in shared memory, without a copy, so it
-  must have written everything before the next update. It does not call fsync, and prints errors instead of raising
-  them. FastCheckpointEngine writes synchronously.
+- DeepSpeed's DecoupledCheckpointEngine. It passes tensors to another process in shared memory, without a copy, so it
+  must write everything before the next update. It does not call fsync, and prints errors instead of raising them.
+  FastCheckpointEngine writes synchronously.
 - torch.distributed.checkpoint.async_save. It has another file format, without DeepSpeed's states, and runs collectives
   in a thread.
 """
@@ -35,7 +36,7 @@ from megaclip.comm.collectives import gather_integers, gather_objects
 from megaclip.comm.groups import group_rank
 
 _POLL_S = 0.1
-"""Seconds between two looks of `finish` at all ranks' progress, after this rank is done."""
+"""Seconds between two checks of all ranks' progress in `finish`, after this rank is done."""
 
 
 class _Progress(IntEnum):
@@ -54,7 +55,7 @@ class _Save:
     job: Future[Any]
     """Result of the thread: first the records of this rank's files, then None."""
     publishes: bool = False
-    """All ranks' files are on the disk, and the first rank completes the checkpoint."""
+    """True if all ranks' files are on the disk, so that the first rank completes the checkpoint."""
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -70,7 +71,7 @@ class Saved:
 
     tag: str
     seconds: float
-    """From the end of the copy until the ranks have learnt that the checkpoint is complete."""
+    """Seconds from the end of the copy until all ranks know that the checkpoint is complete."""
 
 
 class BackgroundSaves:
@@ -86,7 +87,7 @@ class BackgroundSaves:
         return None if self._save is None else self._save.target.tag
 
     def start(self, engine: DeepSpeedEngine, target: Target, loss_state: dict[str, Any] | None) -> None:
-        """Copy what this rank writes, and start to write it. No other save may be in flight.
+        """Copy the data that this rank writes, and start to write them. No other save may be in flight.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint's folder cannot be created.
@@ -145,7 +146,7 @@ def _publish(target: Target, records: dict[str, FileRecord]) -> None:
 
 
 def _in_thread(work: Callable[[], Any]) -> Future[Any]:
-    """Run `work` in a new thread, which a process that ends does not wait for; return its result."""
+    """Run `work` in a new daemon thread; return a future of its result."""
     result: Future[Any] = Future()
 
     def run() -> None:

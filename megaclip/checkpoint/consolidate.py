@@ -1,9 +1,9 @@
 """Join the files that DeepSpeed saved at one step of a run into whole float32 weights.
 
 With ZeRO the weights are the float32 masters. Without ZeRO they are the weights of the forward pass, which are float32
-too, because bfloat16 training requires ZeRO. Frozen parameters have no masters; their working copies are converted to
-float32. Moving averages of the weights are joined in the same way. A parameter that the run does not update has no
-average; its value is used instead.
+too, because bfloat16 training requires ZeRO. Frozen parameters have no masters, so their working copies are converted
+to float32. Moving averages of the weights are joined in the same way. A parameter that the run does not update has no
+average, so its value is used.
 
 Nothing in the files is executed (`megaclip.checkpoint.deepspeed_files`).
 """
@@ -36,8 +36,8 @@ def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateD
         saved = SavedStates.open(step)
         if ema and not any(saved.has(name, EMA) for name in saved.shapes):
             raise CheckpointError(
-                f"{step} has no moving averages of the weights (--ema), which a run saves with megaclip.ema_decay; "
-                "leave --ema out"
+                f"{step} has no moving averages of the weights (--ema), which a run saves if megaclip.ema_decay is "
+                "set; leave out --ema"
             )
         weights = {name: _whole(saved, name, ema) for name in saved.shapes}
         return weights | {name: buffer.clone() for name, buffer in saved.buffers.items()}

@@ -21,7 +21,7 @@ from megaclip.checkpoint.host_copy import HostCopies
 from megaclip.errors import CheckpointError, first_line
 
 _ALLOWED = [LossScaler, ZeroStageEnum, fragment_address]
-"""Classes in DeepSpeed's files. They hold numbers, and creating or loading one calls nothing else."""
+"""Accepted classes in DeepSpeed's files. They contain numbers, and creating or loading one calls no other code."""
 
 
 def read_file(path: Path, **options: Any) -> dict[str, Any]:
@@ -39,8 +39,8 @@ def read_file(path: Path, **options: Any) -> dict[str, Any]:
             content = torch.load(path, weights_only=True, **options)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{str(path)!r} holds more than tensors and numbers, or is damaged ({_reason(error)}); it is not read, "
-            "because that could run code; use a checkpoint that MegaCLIP has written"
+            f"{str(path)!r} contains objects other than tensors and numbers, or is damaged ({_reason(error)}); it was "
+            "not read, because reading it could run code; use a checkpoint that MegaCLIP has written"
         ) from None
     except Exception as error:  # a damaged file can cause any exception inside torch.load
         raise CheckpointError(f"{str(path)!r} cannot be read: {first_line(error)}; choose another checkpoint") from None
@@ -57,7 +57,7 @@ def _reason(error: pickle.UnpicklingError) -> str:
 
 
 class CheckedFiles(CheckpointEngine):
-    """Checkpoint engine for DeepSpeed, which records what this rank writes.
+    """Checkpoint engine for DeepSpeed that records the files which this rank writes.
 
     `save` stores its first error instead of raising it: DeepSpeed's save contains collectives, so a rank that cannot
     write must still take part in all of them.
@@ -89,12 +89,12 @@ class CheckedFiles(CheckpointEngine):
         return read_file(Path(path), map_location=map_location)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """Return True: DeepSpeed has nothing to do. `megaclip.checkpoint.store` completes the checkpoint."""
+        """Return True without doing anything: `megaclip.checkpoint.store` completes the checkpoint."""
         return True
 
 
 class CopiedFiles(CheckedFiles):
-    """Checkpoint engine that copies to host memory what it is to write. `write` writes it, in any thread."""
+    """Checkpoint engine that copies files' contents to host memory. `write` writes them, in any thread."""
 
     def __init__(self, copies: HostCopies) -> None:
         super().__init__()
@@ -108,8 +108,8 @@ class CopiedFiles(CheckedFiles):
             self._copied.append((self._copies.copy(state_dict), path))
         except (RuntimeError, MemoryError) as problem:
             self.error = self.error or CheckpointError(
-                f"host memory is too small for the copy of the checkpoint that --async-save makes "
-                f"({first_line(problem)}); leave out --async-save, then --resume"
+                "host memory is too small for the copy of the checkpoint that --async-save makes "
+                f"({first_line(problem)}); leave out --async-save, and resume with --resume auto"
             )
 
     def write(self) -> None:

@@ -1,7 +1,7 @@
 """Write files so that they survive a power cut, read them, and compute their checksums.
 
 A file is on the disk only after `fsync` of the file, and its name only after `fsync` of its folder. Without them a
-file system may keep a name whose file is empty. The functions here return after both.
+power cut may leave a name with an empty file. The functions here return after both.
 """
 
 import os
@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 _BLOCK_BYTES = 4 * 2**20
-"""Bytes that are read at a time."""
+"""Number of bytes that are read at a time."""
 
 
 class FileRecord(BaseModel):
@@ -23,7 +23,7 @@ class FileRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     size: int = Field(ge=0)
-    """Bytes."""
+    """Size in bytes."""
     crc32: str = Field(pattern="^[0-9a-f]{8}$")
     """CRC-32 (that of zlib and gzip) in hexadecimal. It detects accidental damage, not deliberate changes."""
 
@@ -46,11 +46,11 @@ def read_text(path: Path) -> str:
     """Return the text of a regular file.
 
     Raises:
-        OSError: the file cannot be read, or is none: reading from a named pipe would wait for ever.
+        OSError: the file cannot be read, or is not a regular file. Reading from a named pipe would wait forever.
         ValueError: the file is not in UTF-8.
     """
     if path.exists() and not path.is_file():
-        raise OSError(f"{path.name} is no regular file")
+        raise OSError(f"{path.name} is not a regular file")
     return path.read_text(encoding="utf-8")
 
 

@@ -1,8 +1,8 @@
-"""Copy the content of checkpoint files to host memory, so that training can change the originals while it is written.
+"""Copy the content of checkpoint files to host memory, so that training can change the originals during the save.
 
-torch has a class for this, `torch.distributed.checkpoint.staging.DefaultStager`. It is not used: torch 2.8 lacks it,
-that of torch 2.11 fails at its second save, and its copies do not keep `requires_grad`, so their files would differ
-from those of a synchronous save.
+torch has a class for this, `torch.distributed.checkpoint.staging.DefaultStager`. It is not used, because torch 2.8
+lacks it and that of torch 2.11 fails at its second save. Its copies also do not keep `requires_grad`, so their files
+would differ from those of a synchronous save.
 """
 
 import copy
@@ -13,8 +13,10 @@ import torch
 
 
 class HostCopies:
-    """Host memory for the copies of one save. The next save writes into the same memory, if its tensors have the same
-    sizes: new memory takes several times as long to fill."""
+    """Host memory for the copies of one save.
+
+    The next save reuses the memory if its tensors have the same sizes, because filling new memory takes several times
+    as long."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.UntypedStorage] = []
@@ -22,7 +24,7 @@ class HostCopies:
         """Number of `_buffers` that the current save uses."""
 
     def reuse(self) -> None:
-        """Start the copies of another save. The copies of the last one must not be needed any more."""
+        """Start the copies of another save. The copies of the previous save must no longer be in use."""
         self._used = 0
 
     def copy(self, content: Any) -> Any:
@@ -32,7 +34,7 @@ class HostCopies:
         the CPU too.
 
         Raises:
-            RuntimeError: the memory is not enough.
+            RuntimeError: there is not enough memory.
         """
         memo: dict[int, Any] = {}
         storages: dict[int, torch.UntypedStorage] = {}

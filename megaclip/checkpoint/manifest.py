@@ -1,8 +1,8 @@
 """Manifests: a file in a checkpoint or an export that records size and checksum of every other file.
 
-`write` makes all files survive a power cut first and writes the manifest last, so a folder with a manifest was complete
-once. `find_damage` reads the files again and names those that are missing or have changed. On N ranks each file is read
-by one rank (`find_damage_on_all_ranks`).
+`write` first makes all files survive a power cut and writes the manifest last. So a folder with a manifest was complete
+at that time. `find_damage` reads the files again and names those that are missing or have changed. On N ranks each file
+is read by one rank (`find_damage_on_all_ranks`).
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def write(folder: Path, files: Mapping[str, FileRecord] | None = None, *, run: s
 
     Args:
         folder: the folder; its other files must not change any more.
-        files: records of files that are on the disk already. None: all files are made to survive a power cut and read.
+        files: records of files that are already on the disk. None: make all files survive a power cut, and read them.
         run: identifier of the run that wrote the folder.
     """
     if files is None:
@@ -71,7 +71,7 @@ def read(folder: Path) -> Manifest:
     """Return the manifest of `folder`.
 
     Raises:
-        CheckpointError: the manifest is missing, damaged or of a format that this version does not know.
+        CheckpointError: the manifest is missing, is damaged or has a format that this version does not support.
     """
     path = folder / MANIFEST
     try:
@@ -93,7 +93,7 @@ def find_damage(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
     Args:
         folder: a checkpoint or an export.
         part: index of the caller's share of the files.
-        parts: number of shares, each with about as many bytes. Sizes are checked in the shares too.
+        parts: number of shares, of about equally many bytes.
     """
     try:
         files = read(folder).files

@@ -25,7 +25,7 @@ OPENAI_PREPROCESS: dict[str, Any] = {
     "interpolation": "bicubic",
     "resize_mode": "shortest",
 }
-"""Preprocessing of OpenAI's models. open_clip uses these values for every setting that a card leaves out."""
+"""Preprocessing of OpenAI's models. open_clip uses these values for every setting that is missing in a card."""
 
 
 OWN_TOKENIZER = "sentencepiece"
@@ -41,7 +41,7 @@ class ModelCard:
     config: ModelDescription
     """Model description."""
     preprocess_cfg: dict[str, Any]
-    """Every preprocessing setting of the card, with open_clip's defaults for those it leaves out."""
+    """All preprocessing settings: those of the card, and open_clip's defaults for missing ones."""
 
     @property
     def path(self) -> Path:
@@ -50,7 +50,7 @@ class ModelCard:
 
     @property
     def pixel_settings(self) -> dict[str, Any]:
-        """The part of `preprocess_cfg` that defines pixel values: mean, std, interpolation and resize_mode."""
+        """Settings of `preprocess_cfg` that determine pixel values: mean, std, interpolation and resize_mode."""
         return {name: self.preprocess_cfg[name] for name in OPENAI_PREPROCESS}
 
     def tokenizer(self) -> str:
@@ -89,8 +89,8 @@ def check_inside(path: Path, directory: Path) -> None:
         allowed.append(root.parent.parent / "blobs")
     if not any(target.is_relative_to(place) for place in allowed):
         raise CheckpointError(
-            f"{path} is a link to {target}, outside of the directory; replace it with a copy of that file if it "
-            "belongs to the model, or remove it"
+            f"{path} is a link to {target}, outside the directory; replace it with a copy of that file if it belongs "
+            "to the model, or remove it"
         )
 
 
@@ -100,7 +100,8 @@ def read_model_card(
     """Read the card in `directory`.
 
     config: replaces the card's own model description, which is then not checked.
-    towers: implementation that runs the model. None: the one that the card names; a run's checkpoints have its names.
+    towers: implementation that runs the model. None: the implementation that the card names, whose parameter names a
+    run's checkpoints have.
 
     Raises:
         ConfigError: the card cannot be read, or describes a model that MegaCLIP does not build.

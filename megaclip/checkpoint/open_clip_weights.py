@@ -1,4 +1,4 @@
-"""Weights in open_clip's format: written, read, compared with a model and loaded into it.
+"""Write, read, compare and load weights in open_clip's format.
 
 A directory that `open_clip.create_model("local-dir:DIR")` loads holds the model card (`checkpoint.model_card`),
 `open_clip_model.safetensors` (float32) and, when the card names an HF tokenizer, the tokenizer's files. MegaCLIP
@@ -70,7 +70,7 @@ class LoadReport:
 
     @property
     def advice(self) -> str:
-        """How to make the weights fit, for an error."""
+        """Advice how to make the weights fit, for an error message."""
         if "logit_bias" in self.unexpected:
             return (
                 "the weights have a logit_bias, as SigLIP's: add init_logit_bias to the model's JSON (SigLIP: -10, "
@@ -109,7 +109,7 @@ def write_weights(directory: str | Path, state_dict: StateDict, config: ModelDes
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.touch()
-        mode = temporary.stat().st_mode  # as the umask sets it; safetensors lets only the owner read
+        mode = temporary.stat().st_mode  # the mode of the umask; safetensors lets only the owner read
         save_file(tensors, temporary, metadata={"format": "pt"})
         temporary.chmod(mode)
         os.replace(temporary, path)
@@ -129,7 +129,8 @@ def read_weights(path_or_dir: str | Path, config: ModelDescription | None = None
         config: description of the model that gets the weights. None: one of MegaCLIP's own towers.
 
     Raises:
-        CheckpointError: the file does not exist, is not a weights file, or is a pickle that holds more than tensors.
+        CheckpointError: the file does not exist, is not a weights file, or is a pickle that contains objects other than
+            tensors.
     """
     return from_open_clip(read_tensors(path_or_dir, config), config)
 
@@ -162,7 +163,7 @@ def assigned_model(config: ModelDescription, state_dict: StateDict) -> DualEncod
         CheckpointError: the parameters or their shapes differ from those of the model that `config` describes.
     """
     problem = "the weights do not fit the model in the card"
-    if isinstance(config, OpenClipConfig):  # its constants, such as masks, are not in the state dict: none on meta
+    if isinstance(config, OpenClipConfig):  # not on meta: constants such as masks are not in the state dict
         built = build_model(config)
         _require_complete(compare_weights(built, state_dict), problem)
         built.load_state_dict(state_dict)
@@ -193,8 +194,8 @@ def adapt_weights(state_dict: StateDict, model: DualEncoder) -> StateDict:
     """Return weights adapted to `model` in image size, context length and `logit_bias`; every change is logged.
 
     Position embeddings are interpolated as open_clip does when it loads: bicubic (antialiased) over the grid of
-    patches, linear over the context. A missing `logit_bias` (CLIP's weights, used with the sigmoid loss) gets the
-    model's initial value; open_clip takes 0. All other entries are returned unchanged, even if they do not fit.
+    patches, linear over the context. A missing `logit_bias` (CLIP's weights, used with the sigmoid loss) is set to the
+    model's initial value; open_clip sets it to 0. All other entries are returned unchanged, even if they do not fit.
     """
     adapted, config = adapt_positions(state_dict, model), model.config
     if config.init_logit_bias is not None and "logit_bias" not in adapted:
@@ -261,7 +262,7 @@ def _shape(parameter: torch.Tensor) -> torch.Size:
 def _differs_in_length(table: torch.Tensor | None, parameter: torch.Tensor | None) -> bool:
     """Return True if a table of positions (L, C) differs from the model's parameter only in L.
 
-    A table that is not contiguous is rejected: an expanded tensor has a huge shape, but little storage.
+    A table that is not contiguous is rejected: an expanded tensor may have a huge shape with little storage.
     """
     if parameter is None:
         return False
@@ -346,8 +347,8 @@ def _read_pickle(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise CheckpointError(
-            f"{path} holds more than tensors, or is not a PyTorch file; it is not read, because unpickling could run "
-            "code. Save only its state dict, preferably as safetensors"
+            f"{path} contains objects other than tensors, or is not a PyTorch file; it was not read, because "
+            "unpickling could run code. Save only its state dict, preferably as safetensors"
         ) from None
     except Exception as error:  # a damaged file can cause any exception inside torch.load
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Check the output paths of a command before its long work, and refuse those where files would mix."""
+"""Check the output paths of a command before its long work. Paths at which files would be mixed are refused."""
 
 import os
 import tempfile
@@ -15,18 +15,18 @@ def check_output(out_dir: Path, source: Path, *, overwrite: bool) -> None:
     Args:
         out_dir: directory to write.
         source: directory or file that is exported or imported: RUN/checkpoints, an open_clip directory or a file.
-        overwrite: `out_dir` may hold files.
+        overwrite: whether `out_dir` may contain files.
 
     Raises:
-        CheckpointError: `out_dir` is a file or below one, holds files, belongs to `source`, holds a run, or cannot be
-            read or written.
+        CheckpointError: `out_dir` is a file or below one, contains files, belongs to `source`, contains a run, or
+            cannot be read or written.
     """
     target, origin = out_dir.resolve(), source.resolve()
     if target == origin or origin in target.parents or (target / "checkpoints").is_dir():
         raise CheckpointError(f"{out_dir} belongs to {source}, or holds a run; choose another directory")
     existing = next(folder for folder in (target, *target.parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        reason = "may not be written" if existing.is_dir() else "is no directory"
+        reason = "is not writable" if existing.is_dir() else "is not a directory"
         raise CheckpointError(f"cannot write to {out_dir}: {existing} {reason}; choose another directory")
     try:
         if out_dir.exists() and any(out_dir.iterdir()) and not overwrite:

@@ -1,11 +1,11 @@
-"""Load a checkpoint into an engine with a different number of ranks, or at a different ZeRO stage, than wrote it.
+"""Load a checkpoint into an engine with another number of ranks or another ZeRO stage than the engine that saved it.
 
 DeepSpeed loads only checkpoints of the same number of ranks and the same stage. Its universal checkpoints remove that
-limit for Adam only, and need a second copy of everything on the disk. They do not restore frozen parameters, and at
-ZeRO-3 they give every parameter group the hyper-parameters of the first one.
+limit for Adam only, and need a second copy of everything on the disk. They do not restore frozen parameters. At ZeRO-3
+they give every parameter group the hyper-parameters of the first group.
 
-Here nothing is converted. Every rank memory-maps the files of all ranks that saved, and reads the parts of its own
-partition. It puts them into the state dict that its fresh optimizer would save, and DeepSpeed loads this state dict.
+This module converts no files. Every rank memory-maps the files of all ranks that saved, and reads the parts of its own
+partition. It builds the state dict that its new optimizer would save from them, and DeepSpeed loads this state dict.
 Values are copied, never computed, so the result is exact.
 
 Buffers (running statistics of batch norms) are whole and equal on every rank. Optimizer state on NVMe is stored in
@@ -37,7 +37,7 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path) -> None:
         folder: folder of one checkpoint, RUN/checkpoints/step_N.
 
     Raises:
-        CheckpointError: on every rank, if the files cannot be read or do not hold the parameters that the engine has.
+        CheckpointError: on every rank, if the files cannot be read or do not contain the engine's parameters.
     """
     is_zero_3 = hasattr(engine.optimizer, "checkpoint_event_prologue")
     if is_zero_3:
@@ -60,7 +60,7 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path) -> None:
 
 
 def _fill_partition(engine: DeepSpeedEngine, folder: Path) -> dict[str, int]:
-    """Give this rank's partition the saved values, without communication. Return the engine's saved counters."""
+    """Load the saved values of this rank's partition, without communication. Return the engine's saved counters."""
     if engine.zero_nvme_offload_optimizer() or (folder / "offloaded_tensors").exists():
         raise CheckpointError(
             "optimizer state on NVMe can be resumed only with the number of ranks and the ZeRO stage that saved it; "
@@ -133,7 +133,8 @@ def flat_groups(engine: DeepSpeedEngine) -> Iterator[FlatGroup]:
 def write_masters(engine: DeepSpeedEngine, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy whole weights into the float32 masters of the parameters that are trained.
 
-    With bf16 DeepSpeed takes a master from its parameter, which was rounded. The parameters themselves do not change.
+    With bf16 DeepSpeed initialises a master from its parameter, which was rounded. The parameters themselves do not
+    change.
 
     weights: by the model's names, some or all of them. Masters on NVMe stay as they are.
     """

@@ -1,4 +1,4 @@
-"""Read DeepSpeed's files of one checkpoint by parameter name, whatever ranks and ZeRO stage wrote them.
+"""Read DeepSpeed's files of one checkpoint by parameter name, for any number of ranks and ZeRO stage that wrote them.
 
 `SavedStates.open` memory-maps the files of all ranks, and `read` copies from them the elements of any part of any
 parameter or optimizer state. Values are copied, never computed, so the result is exact. `megaclip.checkpoint.reshard`
@@ -68,8 +68,8 @@ class SavedStates:
     def open(cls, folder: Path, trained: list[str] | None = None) -> "SavedStates":
         """Memory-map the files of the checkpoint in `folder`.
 
-        trained: names of the parameters that the optimizer updates, in its order. Only the optimizer states of older
-            ZeRO-0 checkpoints require it, which save no names.
+        trained: names of the parameters that the optimizer updates, in its order. Only older ZeRO-0 checkpoints require
+        it, because their optimizer states have no names.
 
         Raises:
             CheckpointError: files are missing.

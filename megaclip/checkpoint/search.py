@@ -1,7 +1,7 @@
 """Find the checkpoints of a run, and check that they are whole.
 
-A checkpoint is *complete* if it was written to its end: its manifest, which is written last, is there. It is *whole* if
-every file still is as the manifest records it. `latest` names the newest complete checkpoint.
+A checkpoint is *complete* if it has a manifest, which is written last. It is *whole* if every file still has the size
+and the checksum of the manifest. `latest` names the newest complete checkpoint.
 """
 
 import json
@@ -45,7 +45,7 @@ def step_of(tag: str) -> int:
 
 
 def is_complete(folder: Path, tag: str) -> bool:
-    """Return whether checkpoint `tag` was written to its end. `find_damage` checks whether it still is whole."""
+    """Return whether checkpoint `tag` was written completely. `find_damage` checks whether it is still whole."""
     if not _TAG.fullmatch(tag):
         return False
     return (folder / tag / MANIFEST).is_file() or _is_format_1(folder / tag)
@@ -61,7 +61,7 @@ def _is_format_1(checkpoint: Path) -> bool:
 
 
 def newest_first(folder: Path) -> list[str]:
-    """Return the tags of all complete checkpoints in `folder`, the one that was saved last first."""
+    """Return the tags of all complete checkpoints in `folder`, the last saved first."""
 
     def saved(tag: str) -> tuple[str, str]:
         try:
@@ -90,7 +90,8 @@ def holds_checkpoints(folder: Path) -> bool:
 def find_latest(folder: Path) -> str | None:
     """Return the tag of the newest complete checkpoint in `folder`, or None if it holds none.
 
-    It is the one that `latest` names. If there is no such file, it is the one that was saved last, with a warning.
+    It is the checkpoint that `latest` names. Without this file it is the checkpoint that was saved last, with a
+    warning.
 
     Raises:
         CheckpointError: `latest` names a checkpoint that does not exist or is incomplete.
@@ -105,9 +106,9 @@ def find_latest(folder: Path) -> str | None:
 def candidates(folder: Path) -> list[str]:
     """Return the checkpoints that --resume auto tries, in this order.
 
-    They are the one that `latest` names and the earlier ones of the same run, the one that was saved last first. A run
-    that went back to an earlier checkpoint has not passed through those of the run before. If there is no file
-    `latest`, they are all complete ones, with a warning.
+    They are the checkpoint that `latest` names and the earlier ones of the same run, the last saved first. Checkpoints
+    with another run identifier are left out: a run that resumed from an earlier checkpoint does not continue them.
+    Without the file `latest`, they are all complete checkpoints, with a warning.
     """
     tag, complete = latest_tag(folder), newest_first(folder)
     if tag is None:
@@ -126,7 +127,7 @@ def read_latest(folder: Path) -> str | None:
 
 
 def latest_tag(folder: Path) -> str | None:
-    """Return the tag that `latest` names, None if there is no such file or it holds something else."""
+    """Return the tag that `latest` names, None if there is no such file or its content is not a tag."""
     content = read_latest(folder)
     return content if content is not None and _TAG.fullmatch(content) else None
 
@@ -173,7 +174,7 @@ def locate(path: Path, tag: str | None = None) -> tuple[Path, str]:
 
 
 def refuse_run(path: Path) -> None:
-    """Raise CheckpointError if `path`, where open_clip's weights are expected, is a path of a run."""
+    """Raise CheckpointError if `path`, where open_clip's weights are expected, belongs to a run."""
     is_step = _TAG.fullmatch(path.name) is not None and path.is_dir()
     if is_step or any((folder / LATEST).is_file() for folder in (path, path / "checkpoints")):
         raise CheckpointError(
@@ -197,7 +198,7 @@ def find_damage(folder: Path, tag: str) -> list[str]:
     A checkpoint of an earlier version without a manifest is accepted, with a warning.
     """
     unchecked = _TAG.fullmatch(tag) and not (folder / tag / MANIFEST).exists() and _is_format_1(folder / tag)
-    if all(gather_objects(bool(unchecked))):  # all ranks must decide alike
+    if all(gather_objects(bool(unchecked))):  # the same on all ranks
         if group_rank() == 0:
             logger.warning("%s cannot be checked: an earlier version wrote it without a manifest", folder / tag)
         return []
@@ -217,5 +218,5 @@ def require_whole(folder: Path, tag: str) -> None:
 
 
 def how_to_list(folder: Path) -> str:
-    """Return the advice how to list the checkpoints in `folder`, for an error."""
+    """Return advice on listing the checkpoints in `folder`, for an error message."""
     return f"run  megaclip check {shlex.quote(str(folder))}  to list them"

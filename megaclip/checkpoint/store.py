@@ -1,13 +1,13 @@
 """Training checkpoints: save and load them.
 
-    RUN/checkpoints/
-        latest              name of the newest complete checkpoint; replaced atomically after every rank has written
-        step_00000100/      DeepSpeed's files of all ranks; loss_rank_*.pt if the loss has state of its own; state.json;
+    RUN/checkpoints/ latest              name of the newest complete checkpoint; replaced atomically after every rank
+        has written step_00000100/      DeepSpeed's files of all ranks; loss_rank_*.pt if the loss has its own state;
+        state.json;
                             and the manifest, which is written last
         model/              open_clip_config.json, the tokenizer and a manifest: everything of an export except the
                             weights
 
-A run that is killed, or whose machine loses power, while it saves keeps its previous checkpoint. Files and folders are
+A run that is killed during a save, or whose machine loses power, keeps its previous checkpoint. Files and folders are
 made to survive a power cut before the manifest names them, and the checkpoint is complete before `latest` names it.
 DeepSpeed itself writes `latest` before the other ranks have finished, so that feature of DeepSpeed is turned off.
 
@@ -66,7 +66,7 @@ _OFFLOADED = "offloaded_tensors"
 
 @dataclass(frozen=True)
 class Target:
-    """A checkpoint to write, and which checkpoints stay beside it."""
+    """A checkpoint to write, and the rules by which other checkpoints are kept."""
 
     folder: Path
     """RUN/checkpoints; it must exist."""
@@ -116,7 +116,7 @@ def save(engine: DeepSpeedEngine, target: Target, loss_state: dict[str, Any] | N
 
 
 def write_rank(engine: DeepSpeedEngine, target: Target, loss_state: dict[str, Any] | None, files: CheckedFiles) -> None:
-    """Give what this rank writes to `files`, the checkpoint engine. All ranks must call it.
+    """Pass this rank's data to `files`, the checkpoint engine. All ranks must call it.
 
     `engine.save_checkpoint` contains collectives, so a rank that cannot write must still take part in all of them. Its
     error is stored in `files`.
@@ -144,7 +144,7 @@ def write_rank(engine: DeepSpeedEngine, target: Target, loss_state: dict[str, An
 
 
 def finish_rank(target: Target, files: CheckedFiles) -> dict[str, FileRecord]:
-    """Write what `files` still has to write; return the records of this rank's files, by path in the checkpoint.
+    """Write the remaining data of `files`; return the records of this rank's files, by path in the checkpoint.
 
     It does not communicate and may run in any thread.
 
@@ -187,7 +187,7 @@ def publish(target: Target, files: dict[str, FileRecord]) -> None:
 
 
 def _clear(folder: Path, tag: str, run: str) -> None:
-    """Make room for checkpoint `tag`. If `latest` names it, make `latest` name an earlier complete one first.
+    """Remove an existing checkpoint `tag`. If `latest` names it, make `latest` name an earlier complete one first.
 
     A run that has resumed from an earlier step may save again at the step that `latest` names. A complete checkpoint of
     another run is renamed, never deleted.
@@ -201,14 +201,14 @@ def _clear(folder: Path, tag: str, run: str) -> None:
         number = next(number for number in range(1, 10**9) if not (folder / f"{tag}.old{number}").exists())
         (folder / tag).rename(folder / f"{tag}.old{number}")
         sync_folder(folder)
-        logger.warning("%s is of another run; renamed it to %s.old%d", folder / tag, tag, number)
+        logger.warning("%s belongs to another run; renamed it to %s.old%d", folder / tag, tag, number)
     else:
         _delete(folder / tag)
     make_folders(folder / tag)
 
 
 def _delete(checkpoint: Path) -> None:
-    """Delete a checkpoint. Its manifest goes first, so what a killed process leaves is not taken for a complete one."""
+    """Delete a checkpoint, its manifest first, so that the rest never counts as complete if the process is killed."""
     with contextlib.suppress(OSError):
         (checkpoint / MANIFEST).unlink(missing_ok=True)
         sync_folder(checkpoint)
@@ -218,8 +218,8 @@ def _delete(checkpoint: Path) -> None:
 def _to_delete(target: Target) -> list[str]:
     """Return the checkpoints to delete after `target` has been saved: incomplete ones, and old ones of this run.
 
-    Among those of this run, the ones after the target's step go first: the run has resumed from an earlier step because
-    they were damaged. Then the others follow by age.
+    Checkpoints of this run after the target's step are deleted first: the run has resumed from an earlier step because
+    they were damaged. The others follow by age, the oldest first.
     """
     folder, newest = target.folder, target.tag
     others = [tag for tag in all_tags(folder) if tag != newest]
@@ -260,7 +260,7 @@ def _cannot_write(problem: Exception, folder: Path) -> CheckpointError:
         free = "it cannot be reached"
     return CheckpointError(
         f"cannot write the checkpoint: {first_line(problem)}; free space at {str(folder)!r} ({free}) or fix "
-        "permissions, then --resume"
+        "permissions, then use --resume auto"
     )
 
 
@@ -279,7 +279,7 @@ def read_state(folder: Path, tag: str) -> dict[str, Any]:
 def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     """Load parameters and optimizer state into `engine`, on every rank; the optimizer's settings stay unchanged.
 
-    The number of ranks and the ZeRO stage must be those that saved; `reshard.load_resharded` loads all other cases.
+    The number of ranks and the ZeRO stage must be those that saved. `reshard.load_resharded` handles all other cases.
 
     Raises:
         CheckpointError: on every rank, if any rank cannot read its part.
@@ -317,7 +317,7 @@ def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
 
 
 def _count_in_every_parameter(optimizer: torch.optim.Optimizer) -> None:
-    """Give the state of every parameter the number of steps of the optimizer.
+    """Set the number of steps in the optimizer state of every parameter.
 
     DeepSpeed's FusedAdam counts its steps only in the last parameter of a group. PyTorch's Adam, with which the run may
     be resumed, reads the count of every parameter, and would correct the bias of the moments as in its first step.

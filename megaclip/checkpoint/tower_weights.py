@@ -1,9 +1,9 @@
 """Weights of one tower, for --pretrained-image and --pretrained-text.
 
-A file can hold a whole open_clip model, of which one tower is taken; open_clip's tower alone, as its
-`pretrained_image_path` takes it; or, for open_clip's towers, the trunk as timm and Hugging Face save it. Such a trunk
-has no projection to the embedding, which then keeps its initial values. All other parameters of the tower must be in
-the file.
+A file can contain a whole open_clip model, from which one tower is read, or only open_clip's tower, as for its
+`pretrained_image_path`. For open_clip's towers it can also contain the trunk as timm or Hugging Face saves it. Such a
+trunk has no projection to the embedding, so the projection keeps its initial values. All other parameters of the tower
+must be in the file.
 """
 
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ from megaclip.models.dual_encoder import TOWER_PREFIXES
 from megaclip.models.open_clip_keys import StateDict, from_open_clip
 
 _TRUNKS = {"image": "visual.trunk.", "text": "text.transformer."}
-"""Beginning of the names of the parameters that timm and Hugging Face name, in open_clip's towers."""
+"""Prefix, in open_clip's towers, of parameters whose names come from timm or Hugging Face."""
 _HUGGING_FACE_ROOTS = ("", "roberta.", "bert.", "encoder.", "model.encoder.")
-"""Beginnings of the names of the encoder's parameters in Hugging Face's files."""
+"""Prefixes of the encoder's parameters in Hugging Face's files."""
 _SHARED_EMBEDDINGS = ("shared.weight", "model.shared.weight")
 """Names in Hugging Face's files of the token embeddings that encoder and decoder share."""
 
@@ -59,7 +59,7 @@ def pretrained_tower_weights(model: DualEncoder, tower: str, path_or_dir: str | 
 
 
 def _best_reading(model: DualEncoder, tower: str, path_or_dir: str | Path) -> tuple[_Reading, list[str]]:
-    """Return the reading with the most parameters of the tower, and the tower's parameters that it lacks."""
+    """Return the reading with the most parameters of the tower, and the tower's parameters that are missing in it."""
     tensors, prefix = read_tensors(path_or_dir, model.config), TOWER_PREFIXES[tower]
     expected = {name for name in model.named_weights() if name.startswith(prefix)}
     readings = [_adapted(reading, model) for reading in _readings(tensors, model, tower)]

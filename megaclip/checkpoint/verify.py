@@ -1,4 +1,4 @@
-"""Verify an exported directory with the real open_clip.
+"""Verify an exported directory with the installed open_clip.
 
 `verify` loads the directory with the `open_clip` package as a user would (`local-dir:DIR`). It compares open_clip's
 model with MegaCLIP's: features of the same images and tokens, the logit scale, and the tokens of the same captions.

@@ -251,8 +251,8 @@ def _refuse_several_folders(spec: str, paths: Sequence[str]) -> None:
     folder = next((path for path in paths if os.path.isdir(path)), None)
     if folder is not None and len(paths) > 1:
         raise DataError(
-            f"data {spec!r} stands for {len(paths)} files or folders, and {folder} is a folder; give each folder as an "
-            "entry of its own, or a pattern of files"
+            f"data {spec!r} matches {len(paths)} files or folders, and {folder} is a folder; give each folder as a "
+            "separate entry, or a pattern of files"
         )
 
 

@@ -210,8 +210,8 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
     unnamed = dataset.features.get("__index_level_0__") if kind == "csv" else None
     if unnamed is not None and not unnamed.dtype.startswith("int"):  # pandas has shifted every cell to the left
         raise DataError(
-            f"data {paths[0]!r}: the rows have more cells than the first line has names; put captions that contain the "
-            f"separator {options['sep']!r} in double quotes, and name the column of row names if there is one"
+            f"data {paths[0]!r}: rows have more cells than the first line has names; put captions that contain the "
+            f"separator {options['sep']!r} in double quotes, and give a column of row names a name"
         )
     folders = sorted({os.path.dirname(path) or "." for path in paths})
     # `datasets` does not report the file of a row. So paths are relative to a folder only if all files are in one

@@ -49,8 +49,7 @@ INDEX_FOLDER = ".megaclip"
 _MAX_BYTES = {"image": MAX_IMAGE_BYTES, "caption": MAX_CAPTION_BYTES}
 _FORMAT = 2
 _ROWS_CHECKED, _JSON_CHECKED = 10_000, 16
-"""Number of first samples in which JSON members are searched, and of these members that are read to check the
-fields."""
+"""Number of first samples that are searched for JSON members, and of members that are checked for the fields."""
 _OPEN_SHARDS = 64
 _LOCK_POLL_S = 0.2
 

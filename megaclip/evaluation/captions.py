@@ -1,8 +1,8 @@
 """Group the captions of image-caption pairs by image, for datasets with several captions per image.
 
-Two layouts of COCO and Flickr are supported: one pair per caption, with the image repeated (equal bytes are one image);
-and one pair per image, with one caption per line (CLIP_benchmark's tar shards). Every rank reads its share of the pairs
-once and keeps their captions. Ranks exchange only a 64-bit digest per pair.
+Two layouts of COCO and Flickr are supported. Either there is one pair per caption, and the image is repeated (equal
+bytes are one image). Or there is one pair per image, with one caption per line (CLIP_benchmark's tar shards). Every
+rank reads its share of the pairs once and keeps their captions. Ranks exchange only a 64-bit digest per pair.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class CaptionGroups:
     """`image_ids` for the first caption of each image, -1 for its other captions, (m,) int64."""
 
     def image_ids_of(self, pair_ids: torch.Tensor) -> torch.Tensor:
-        """Return `pair_ids` (b,) with -1 for padding and for copies of an image that an earlier pair has."""
+        """Return `pair_ids` (b,) with -1 for padding and for repetitions of an image of an earlier pair."""
         leading = self.image_of_pair.to(pair_ids.device)[pair_ids.clamp(min=0)] == pair_ids
         return pair_ids.masked_fill(~leading, PADDING_ID)
 
@@ -109,7 +109,7 @@ def encode_captions(
     for start in range(0, most, batch_size):
         rows = min(batch_size, most - start)
         batch = [texts[index] for index in by_length[start : start + rows]]
-        # As many rows on every rank: tensor-parallel ranks encode their rows together.
+        # The same number of rows on every rank: tensor-parallel ranks encode their rows together.
         _, text_features = encode(tokens=tokenizer(batch + [""] * (rows - len(batch))))
         assert text_features is not None, "encode(tokens=...) returns text features"
         features.append(text_features[: len(batch)])

@@ -78,5 +78,5 @@ def in_step(batches: Iterable[T], *, group: Any = None) -> Iterator[T]:
 
 
 def _unit(features: torch.Tensor | None) -> torch.Tensor | None:
-    """Normalise in float32. The lengths after a bfloat16 forward pass are inexact, which would change ranks."""
+    """Normalise features in float32: lengths are inexact after a bfloat16 forward pass, which would change ranks."""
     return None if features is None else normalize(features.float(), dim=-1)

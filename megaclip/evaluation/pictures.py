@@ -195,7 +195,7 @@ def _font(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont | ImageFon
 
 
 def _start(text: str) -> str:
-    """Return the start of the text, on one line. Pillow takes minutes to measure long text, and refuses a megabyte."""
+    """Return the start of the text, on one line. Pillow measures long text slowly, and refuses a megabyte."""
     return " ".join(text.split())[:_LONGEST_TEXT]
 
 

@@ -1,4 +1,4 @@
-"""Exact ranks of right answers by similarity, one tile at a time, for zero-shot classification and retrieval.
+"""Compute exact ranks of right answers by similarity, one tile at a time, for zero-shot classification and retrieval.
 
 The rank of a query is the number of wrong candidates that are not clearly less similar than its right answer. Rank 0 is
 a hit at 1, rank 4 a hit at 5. **Ties count against the model**: a model that maps everything to one point scores 0, not

@@ -6,9 +6,10 @@ finds the similarity of every right answer, the second counts the wrong candidat
 ties). Per rank, only its own features and a few scalars per caption grow with the dataset; all other memory fits
 `tile_budget_mib`.
 
-An image may have several captions (COCO and Flickr have five); each caption has the id of its image. Image to text, the
-rank is that of the best of the image's own captions, and its other captions do not count as wrong candidates. Text to
-image, every caption is a query. This is the convention of CLIP_benchmark (LAION), with ties counted against the model.
+An image may have several captions (COCO and Flickr have five); each caption has the id of its image. From image to
+text, the rank is that of the image's best caption, and its other captions do not count as wrong candidates. From text
+to image, every caption is a query. This is the convention of CLIP_benchmark (LAION), with ties counted against the
+model.
 """
 
 from collections.abc import Iterator
@@ -127,7 +128,7 @@ class _Visits:
     """Iterable over the captions of all ranks; one visit gathers an equal piece from every rank.
 
     It yields `(place, rows)`: the features and ids of one visit, and their slice in a vector of `total` scalars, one
-    per caption of all ranks. Short pieces are filled up with padding rows. Every rank must iterate to the end.
+    per caption of all ranks. Short pieces are padded. Every rank must iterate to the end.
     """
 
     def __init__(self, texts: _Rows, side: int, group: Any) -> None:

@@ -14,7 +14,7 @@ from megaclip.hosts.hostfile import Host, write_hostfile
 HOST_CODES_FILE = "MEGACLIP_HOST_CODES"
 """Environment variable: the file to which the script writes lines `HOST EXIT_CODE`."""
 END_OF_CODES = "ended"
-"""Line that the script writes before it ends the other ranks, whose exit codes then mean nothing."""
+"""Line that the script writes before it ends the other ranks. Exit codes after this line are ignored."""
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def attempt_files(hosts: Sequence[Host], parent: Path | None = None) -> Iterator
         parent: folder of their folder. None: the system's folder of temporary files.
 
     Raises:
-        MegaclipError: they cannot be written.
+        MegaclipError: the files cannot be written.
     """
     with contextlib.ExitStack() as stack:
         try:

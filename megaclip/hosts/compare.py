@@ -1,4 +1,4 @@
-"""Find what is wrong with a host, or unlike the other hosts, in what `megaclip.hosts.facts` has collected."""
+"""Find problems of hosts, and differences between hosts, in the facts that `megaclip.hosts.facts` has collected."""
 
 import statistics
 from collections import Counter
@@ -9,11 +9,11 @@ from megaclip.hosts.facts import HUB, Facts
 from megaclip.hosts.hostfile import Host
 
 CLOCK_LIMIT_S = 2.0
-"""Largest difference of a clock from the middle one."""
+"""Largest allowed difference of a clock from the median clock, in seconds."""
 SLOW_FACTOR = 1.5
-"""A host is slow if its matrix product takes this many times as long as the middle host's."""
+"""A host is slow if its matrix product takes more than this many times as long as the median."""
 SLOW_LINK_FACTOR = 2.0
-"""A host's network is slow if it sends this many times fewer bytes per second than the middle host's."""
+"""A host's network is slow if its rate is this many times lower than the median."""
 
 
 @dataclass(frozen=True)
@@ -22,26 +22,26 @@ class Problem:
 
     host: str
     text: str
-    """The fault, and what to do."""
+    """Description of the fault, and what to do."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The facts of one host, or the reason why there are none."""
+    """The facts of one host, or the reason why they are missing."""
 
     host: Host
     facts: Facts | None = None
     """None: the host could not be asked."""
     failure: str = ""
-    """Why it could not be asked."""
+    """Reason why it could not be asked."""
     clock_s: float = 0.0
-    """Its clock minus that of the machine that asks, in seconds."""
+    """Its clock minus the clock of the machine that asks, in seconds."""
     clock_error_s: float = 0.0
     """Largest error of `clock_s`: half the time of the question and its answer."""
     network: str = ""
-    """Why the host could not take part in the collectives, "" if it could."""
+    """Reason why the host could not take part in the collectives, "" if it could."""
     mib_per_s: float | None = None
-    """Rate at which it exchanges data with the first host; None for the first host, or without the test."""
+    """Rate of its data exchange with the first host, in MiB/s. None: the first host, or no test."""
 
 
 def find_problems(reports: Sequence[Report], *, token: str, needed_gib: Mapping[str, float]) -> list[Problem]:
@@ -82,7 +82,7 @@ def unusual(values: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
 
 
 def _differences(known: Mapping[str, Facts]) -> Iterator[Problem]:
-    """Yield the hosts that differ from most others in what must be equal."""
+    """Yield the hosts that differ from most others in a property that must be equal."""
     packages = sorted({package for facts in known.values() for package in facts.packages})
     advice = "install the same version on all hosts"
     compared = {"Python": ({name: facts.python for name, facts in known.items()}, advice)}
@@ -94,7 +94,7 @@ def _differences(known: Mapping[str, Facts]) -> Iterator[Problem]:
     )
     compared["accelerators"] = (
         {name: facts.accelerator for name, facts in known.items()},
-        "leave the host out, or look for a GPU that has failed with nvidia-smi",
+        "leave out the host, or look for a failed GPU with nvidia-smi",
     )
     compared["driver"] = (
         {name: facts.driver for name, facts in known.items()},
@@ -122,7 +122,7 @@ def _own_problems(report: Report, token: str, needed_gib: Mapping[str, float]) -
         else:
             yield f"{', '.join(missing)} not compiled, and g++ or ninja is not on PATH; install them, or set PATH"
     if not facts.matmul_is_right:
-        yield "a matrix product is wrong: the GPU, processor or memory is broken; leave the host out"
+        yield "a matrix product is wrong: the GPU, processor or memory is broken; leave out the host"
     for folder, least in needed_gib.items():
         if (free := facts.free_gib.get(folder, 0.0)) < least:
             yield f"{free:g} GiB free in {folder}, {least:g} needed; delete files, or choose another folder"
@@ -144,7 +144,7 @@ def _slow_hosts(known: Mapping[str, Facts]) -> Iterator[Problem]:
                 yield Problem(
                     name,
                     f"slow: {device}a matrix product takes {milliseconds:g} ms, on most hosts {middle:g} ms; end other "
-                    "programs there, look for a limit of power or temperature, or leave the host out",
+                    "programs there, check for power or temperature limits, or leave out the host",
                 )
 
 
@@ -152,11 +152,11 @@ def _unequal_data(known: Mapping[str, Facts]) -> Iterator[Problem]:
     """Yield the hosts that see another number of files than most others."""
     counts = {name: ", ".join(facts.data.values()) for name, facts in known.items() if not _unseen(facts)}
     for name, count, usual in unusual(counts):
-        yield Problem(name, f"sees {count} of the data, most hosts {usual}; mount the same data there")
+        yield Problem(name, f"sees {count} of the data, and most hosts see {usual}; mount the same data there")
 
 
 def _unseen(facts: Facts) -> list[str]:
-    """Return why patterns of data match nothing on a host."""
+    """Return the reasons why patterns of data match nothing on a host."""
     return [files for files in facts.data.values() if not files.endswith(" files") and files != HUB]
 
 

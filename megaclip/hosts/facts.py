@@ -25,7 +25,7 @@ OPS = ("cpu_adam", "fused_adam")
 HUB = "on the hub"
 """Value of `Facts.data` for data of the Hugging Face hub, which are not checked."""
 _PRODUCTS = 5
-"""The fastest of this number of matrix products counts, so that other programs disturb it little."""
+"""Number of timed matrix products. The fastest counts, to reduce the effect of other programs."""
 
 
 class Facts(BaseModel):
@@ -39,27 +39,27 @@ class Facts(BaseModel):
     commit: str
     """Commit of the checkout, with "+ changes" if files differ from it; the version if there is no checkout."""
     accelerator: str
-    """Name of the accelerators with their number, such as "8 x NVIDIA H200"; "cpu" without."""
+    """Number and name of the accelerators, such as "8 x NVIDIA H200"; "cpu" without accelerators."""
     accelerators: int
     """Number of accelerators, 0 on CPUs."""
     driver: str
     """Version of the GPU driver, "" on CPUs."""
     ops: dict[str, bool]
-    """Which ops are compiled or installed."""
+    """Whether each op is compiled or installed."""
     can_compile: bool
     """True if g++ and ninja are on PATH."""
     time_s: float
     """Seconds since 1970 by the host's clock."""
     ran_s: float
-    """Seconds for which the process that answers had run when it read the clock."""
+    """Age in seconds of the answering process when it read the clock."""
     free_gib: dict[str, float]
     """Free GiB by folder."""
     token: str
     """Content of the token file in the shared folder, "" if it cannot be read."""
     data: dict[str, str]
-    """By pattern of training data: "N files", or why there are none."""
+    """"N files", or the reason why there are none, by pattern of training data."""
     matmul_ms: list[float]
-    """Milliseconds of a matrix product, by accelerator; one value on CPUs."""
+    """Duration of a matrix product in milliseconds, by accelerator; one value on CPUs."""
     matmul_is_right: bool
     """True if the products of all accelerators are exact."""
 
@@ -95,7 +95,7 @@ def collect(*, shared: Path | None, token: str, data: Sequence[str]) -> Facts:
 
 
 def _running_s() -> float:
-    """Return for how many seconds this process has run."""
+    """Return the age of this process in seconds."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # starttime in `man proc_pid_stat`
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 

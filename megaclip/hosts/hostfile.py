@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megaclip.errors import ConfigError, shortened
 
-# launch/multi_node.sh accepts the same lines. Nothing that a shell expands is accepted.
+# launch/multi_node.sh accepts the same lines. Characters that a shell expands are not accepted.
 _NAME = r"([A-Za-z0-9_][A-Za-z0-9_.@-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _LINE = re.compile(rf"\s*(?P<name>{_NAME})\s+slots=(?P<slots>[1-9][0-9]{{0,3}})\s*(#.*)?", re.ASCII)
 _NOTE = re.compile(r"\s*(#.*)?", re.ASCII)

@@ -1,12 +1,12 @@
-"""Restart a run on several hosts without ssh: one process per host, which meet in a folder that all hosts share.
+"""Restart a run on several hosts without ssh. One process per host communicates through a folder that all hosts share.
 
 Each host runs a `Member`. It writes a heartbeat to `beat_NAME.json`. Before each attempt, the first host of the
 hostfile that is alive writes `plan_N.json`: the hosts of attempt N, or the exit code with which all members end. The
 rules are those of `megaclip.hosts.policy`. A member starts its own ranks only. It ends them if another host of the
 attempt has failed, was stopped or is gone.
 
-A plan is linked to its name, so that of two members that write one at the same time only one succeeds. Clocks are not
-compared: a host is alive if its heartbeat has changed lately.
+A plan is created with a hard link, so if two members write it at the same time, only one succeeds. Clocks are not
+compared: a host is alive if its heartbeat has changed recently.
 """
 
 import contextlib
@@ -37,15 +37,15 @@ class Times:
     """Seconds between events."""
 
     beat_s: float = 1.0
-    """Between two heartbeats."""
+    """Seconds between two heartbeats."""
     silence_s: float = 15.0
-    """Without a heartbeat, after which a host counts as lost."""
+    """Seconds without a heartbeat after which a host counts as lost."""
     first_wait_s: float = 600.0
-    """For which the first attempt waits for all hosts."""
+    """Seconds for which the first attempt waits for all hosts."""
     gather_s: float = 20.0
-    """For which later attempts wait for all hosts, and ranks may still report their errors."""
+    """Seconds for which later attempts wait for all hosts, and for which ranks may still report their errors."""
     give_up_s: float = 600.0
-    """After which the run is given up, if the hosts that are alive are too few."""
+    """Seconds after which the run is given up if too few hosts are alive."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Member:
     """One host's part of a run that is restarted without ssh. `run` returns the exit code."""
 
     folder: Path
-    """Folder of the meeting, shared by all hosts."""
+    """Folder of heartbeats and plans, shared by all hosts."""
     hosts: Sequence[Host]
     """All hosts of the hostfile."""
     own: Host
@@ -70,18 +70,18 @@ class Member:
     _attempt: int = 1
     """Attempt that this member runs or is ready for."""
     _last: tuple[int, int, bool] | None = None
-    """Number, exit code, and whether more hosts were the reason, of the last attempt of this member."""
+    """Number and exit code of this member's last attempt, and whether it ended because more hosts can be used."""
     _beats: int = 0
     _stop: signal.Signals | None = None
     _grows: bool = False
     """True if this member has asked its script to end because more hosts can be used."""
     _script: subprocess.Popen | None = None
     _seen: dict[str, tuple[tuple[str, int], float]] = field(default_factory=dict)
-    """By host: id and number of the last heartbeat, and when they changed."""
+    """Id and number of the last heartbeat, and the time when they changed, by host."""
     _looked_at: float = 0.0
-    """When this member has last looked for heartbeats."""
+    """Time when this member last read the heartbeats."""
     _last_read: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By host: the last heartbeat that could be read."""
+    """Last heartbeat that could be read, by host."""
     _id: str = field(default_factory=lambda: f"{os.getpid()}-{time.time_ns()}")
 
     def run(self) -> int:
@@ -148,7 +148,7 @@ class Member:
     def _alive(self) -> dict[str, dict[str, Any]]:
         """Return the newest heartbeat of each host that is alive, by name."""
         alive, now = {}, time.monotonic()
-        # A time in which this member did not look does not count as silence: all hosts may have stood still.
+        # Time in which this member did not read heartbeats does not count as silence: all hosts may have been stopped.
         unseen_s = max(0.0, now - self._looked_at - self.times.beat_s)
         self._looked_at = now
         self._seen = {name: (mark, changed_at + unseen_s) for name, (mark, changed_at) in self._seen.items()}
@@ -159,7 +159,7 @@ class Member:
             mark = (str(beat.get("id")), int(beat.get("beats", 0)))
             before, changed_at = self._seen.get(host.name, (None, -1e9))
             if before is None:
-                self._seen[host.name] = (mark, -1e9)  # it may be an old file
+                self._seen[host.name] = (mark, -1e9)  # it may be an earlier file
             elif before != mark:
                 self._seen[host.name] = (mark, now)
                 changed_at = now
@@ -170,8 +170,8 @@ class Member:
     def _newest_beat(self, host: Host) -> dict[str, Any] | None:
         """Return a host's heartbeat, or None if there is no such file.
 
-        If the file cannot be read at the moment, return the last heartbeat that could be read: only a heartbeat that
-        does not change for `Times.silence_s` shows that a host is lost.
+        If the file cannot be read at present, return the last heartbeat that could be read. A host counts as lost only
+        if its heartbeat does not change for `Times.silence_s`.
         """
         path = self._path(host)
         if (beat := _read(path)) is not None:
@@ -202,7 +202,7 @@ class Member:
             alive = self._alive()
             waited_s = time.monotonic() - ready_at
             decides = next((host.name for host in self.hosts if host.name in alive), None) == self.own.name
-            # A heartbeat that was written before the last attempt is of an earlier number.
+            # A heartbeat that was written before the last attempt has an earlier number.
             if decides and all(beat["attempt"] >= self._attempt for beat in alive.values()):
                 try:
                     self._decide(alive, waited_s)
@@ -219,8 +219,8 @@ class Member:
     def _before(self, alive: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Return the plan of the last attempt, or `_NO_ATTEMPT` if no member that is alive was there when it began.
 
-        Members that were killed together, as at the end of a job's time, leave a plan without an end. That was no
-        failure of a host.
+        Members that were killed together, as at the time limit of a job, leave a plan without a recorded end. This does
+        not count as a failure of a host.
         """
         plan = self._plan(self._attempt - 1) or _NO_ATTEMPT
         ids = {self._id, *(str(beat.get("id")) for beat in alive.values())}
@@ -296,7 +296,7 @@ class Member:
         temporary = self.folder / f".plan.{self.own.name}.{os.getpid()}"
         try:
             temporary.write_text(json.dumps(content), encoding="utf-8")
-            with contextlib.suppress(FileExistsError):  # another member was faster
+            with contextlib.suppress(FileExistsError):  # another member has written it first
                 os.link(temporary, self.folder / f"plan_{self._attempt:06d}.json")
         finally:
             temporary.unlink(missing_ok=True)
@@ -331,7 +331,7 @@ class Member:
                 code = 128 + self._stop  # it had no handler yet, and no ranks
             if code != _ENDED:  # the script's own code is 1, however a rank has ended
                 code = read_codes(codes, chosen).get(self.own.name, code)
-        # In this order: who reads the new number finds the end of the attempt.
+        # In this order, so that a reader of the new number finds the end of the attempt.
         self._last = (self._attempt, code, self._grows)
         self._attempt += 1
 
@@ -350,14 +350,14 @@ class Member:
                 continue
             if left_at is None and any(self._has_left(alive.get(host.name)) for host in chosen):
                 left_at = time.monotonic()
-            # Its ranks notice it too, and their own errors are the better explanation.
+            # The ranks here notice it too, and their own errors explain more.
             if left_at is not None and not ended and time.monotonic() - left_at > self.times.gather_s:
                 logger.warning("another host of the run has failed or was stopped; the ranks of this host are ended")
                 ended = True
                 self._end_ranks(script)
             decides = chosen[0].name == self.own.name and not self._grows
             if decides and self._could_grow(chosen, alive, first_step):
-                self._grows = self._stop is None  # a run that is to stop saves already
+                self._grows = self._stop is None  # a run that was asked to stop is already saving
                 if self._grows:
                     logger.info("more hosts can be used: the ranks save, end, and start again")
                     script.send_signal(signal.SIGUSR1)
@@ -367,7 +367,7 @@ class Member:
         """Return whether a host of this attempt is gone, has failed, or was stopped.
 
         The ranks of all hosts save and end together. But a host that is stopped before its ranks start ends alone, and
-        the ranks of the others wait for them.
+        the ranks of the other hosts wait for its ranks.
         """
         if beat is None:
             return True
@@ -390,9 +390,9 @@ class Member:
 
 
 _NO_ATTEMPT: dict[str, Any] = {"exit": 0, "hosts": [], "ends": [], "members": []}
-"""Stands for the plan of the attempt before the first one."""
+"""Plan number before the first attempt."""
 _ENDED = -1
-"""Stands for the exit code of ranks that their member has ended."""
+"""Exit code of ranks that their member has ended."""
 _RECORD_BYTES = 1024
 """Size of the file of a heartbeat."""
 

@@ -25,7 +25,7 @@ class NetworkResult(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     problem: str = ""
-    """Why this host could not take part, "" if it could or if another host was missing."""
+    """Reason why this host could not take part, "" if it could or if another host was missing."""
     absent: list[int] = []
     """Hosts, by their number, that did not connect; only the first host reports them."""
     mib_per_s: float | None = None
@@ -72,7 +72,7 @@ def measure(rank: int, hosts: int, address: str, port: int, *, limit_s: float = 
 
 @contextlib.contextmanager
 def _leave_together(store: TCPStore, rank: int, hosts: int) -> Iterator[None]:
-    """Keep the first host's process, which has the store, until the others have ended the test."""
+    """Keep the first host's process, which contains the store, until the other hosts have ended the test."""
     try:
         yield
     finally:
@@ -100,7 +100,7 @@ def _exchange(rank: int, hosts: int, store: PrefixStore, limit: datetime.timedel
 
 
 def _rate(rank: int, hosts: int, device: torch.device) -> float | None:
-    """Return the MiB/s between this host and the first one; None on the first one. One pair after the other."""
+    """Return the MiB/s between this host and the first host, or None on the first host. Pairs are measured in turn."""
     message = torch.zeros(_MIB * 2**18, device=device)
     rate = None
     for other in range(1, hosts):

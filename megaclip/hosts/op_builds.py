@@ -1,4 +1,4 @@
-"""The folder of the ops that DeepSpeed compiles on first use, and the lock files that killed builds leave in it.
+"""Handle lock files that killed builds leave in the folder of the ops that DeepSpeed compiles on first use.
 
 PyTorch (torch/utils/file_baton.py) creates a file `lock` in an op's folder, keeps it open during the build and deletes
 it afterwards. Every other process waits for the deletion, without a limit and without a message. A killed build does
@@ -20,7 +20,7 @@ PATIENCE_S = 120.0
 """Seconds after which a lock that no process of this host has open counts as left by a killed build, if nothing else
 in its folder has changed. Where hosts share the folder, a build of another host changes it more often."""
 _QUIET_S = 5.0
-"""Seconds of waiting that are not reported: loading a compiled op holds the lock for less."""
+"""Seconds of waiting that are not reported, because loading a compiled op holds the lock for less."""
 _POLL_S = 0.2
 
 
@@ -46,7 +46,7 @@ def _is_abandoned(lock: Path, patience_s: float) -> bool:
     started, said = time.monotonic(), False
     while lock.exists():
         if _is_quiet(lock, patience_s) and not _is_open_here(lock) and _is_quiet(lock, patience_s):
-            return True  # quiet still: a build may have ended, and another begun, while the processes were looked at
+            return True  # check again: one build may have ended and another started during the check of the processes
         if not said and time.monotonic() - started > _QUIET_S:
             logger.warning(
                 "waiting for %s: another program compiles this op, or a killed build left the file; it is deleted when "
@@ -65,7 +65,7 @@ def _is_quiet(lock: Path, patience_s: float) -> bool:
 
 
 def _unchanged_s(folder: Path) -> float:
-    """Return for how many seconds nothing has changed in a folder."""
+    """Return the number of seconds since the last change in a folder."""
     try:
         return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except FileNotFoundError:  # a file was deleted just now

@@ -1,7 +1,7 @@
-"""Decide what follows when a run on several hosts has ended: which hosts run next, or that it stops.
+"""Decide what to do when an attempt has ended: restart on some hosts, or stop.
 
-Everything here is arithmetic on what `megaclip.hosts.supervisor` has observed. An *attempt* is one start of the ranks
-on all chosen hosts, up to their end.
+The functions depend only on the observations of `megaclip.hosts.supervisor`. An *attempt* is one start of the ranks on
+all chosen hosts, up to their end.
 """
 
 import signal
@@ -34,7 +34,7 @@ class End:
     step: int
     """Step of the newest complete checkpoint afterwards, 0 without one."""
     failed_hosts: frozenset[str] = frozenset()
-    """Names of the hosts that caused the failure, as far as they are known."""
+    """Names of the hosts that caused the failure, if they are known."""
     lost_hosts: frozenset[str] = frozenset()
     """Those of them that did not answer after the failure."""
     for_more_hosts: bool = False
@@ -52,7 +52,7 @@ class Verdict:
 
 
 def decide(ends: Sequence[End], restarts: int) -> Verdict:
-    """Return what follows after the attempts `ends`, which are listed in their order.
+    """Return the decision after the attempts `ends`, in their order.
 
     restarts: largest number of restarts after failures.
     """
@@ -64,7 +64,7 @@ def decide(ends: Sequence[End], restarts: int) -> Verdict:
     if last.code in STOP_CODES:
         return Verdict(False, "the run was stopped on request", last.code)
     if last.code in REFUSED_CODES:
-        return Verdict(False, "its settings were refused, and a restart would repeat that", last.code)
+        return Verdict(False, "its settings were refused, and a restart would be refused too", last.code)
     failures = [end for end in ends if not end.for_more_hosts or end.code not in STOP_CODES]
     same_step = [end for end in failures if end.step == last.step and not end.lost_hosts]
     if not last.lost_hosts and len(same_step) > 1:
@@ -93,9 +93,9 @@ def usable(hosts: Iterable[Host], ends: Iterable[End]) -> list[Host]:
 def hosts_to_blame(codes: Mapping[str, int], lost: Iterable[str]) -> frozenset[str]:
     """Return the hosts that have caused a failure, or none if that is unknown.
 
-    A host that does not answer is to blame. If all answer, a host is to blame if it alone had a rank that was ended by
-    the kernel (out of memory, a memory error). Other exit codes do not tell which host was first: the ranks of all
-    hosts fail when one of them is gone.
+    A host that does not answer has caused the failure. If all hosts answer, a host has caused it if only this host had
+    a rank that the kernel ended (out of memory, a memory error). Other exit codes do not show which host failed first:
+    the ranks of all hosts fail when one host is gone.
 
     Args:
         codes: exit code by host, of the hosts that reported one.
@@ -108,7 +108,7 @@ def hosts_to_blame(codes: Mapping[str, int], lost: Iterable[str]) -> frozenset[s
 
 
 def choose_hosts(hosts: Sequence[Host], fits: Callable[[int], bool]) -> list[Host]:
-    """Return hosts with as many ranks in all as the batch can be divided among; an empty list if none can.
+    """Return the hosts, with their numbers of ranks, of the largest total among which the batch can be divided, or [].
 
     The hosts keep their order, and those at the end are left out or run fewer ranks than they have slots.
 

@@ -17,7 +17,7 @@ _TRANSFERRED = re.compile(r"(MLFLOW|MV2|NCCL|PYTHON|UCX)[A-Za-z0-9_]*")
 # Never wait at a password prompt; launch/multi_node.sh sets the same for the ranks.
 _SSH_OPTIONS = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=3"
 _ENDING_S = 10.0
-"""Seconds that a command on a host has to end after its limit."""
+"""Seconds within which a command on a host must end after its limit."""
 _TIMED_OUT = 124
 """Exit code of `timeout` if it has ended the command."""
 
@@ -29,7 +29,7 @@ def run_on_host(host: Host, arguments: Sequence[str], *, limit_s: float) -> tupl
         The standard output, and the last line of the errors if the command failed, else "".
     """
     environment = [f"{name}={value}" for name, value in environment_of_ranks().items()]
-    # pdsh leaves the command running when it ends; a test of the network that hangs would keep its port
+    # pdsh leaves the command running when it ends, and a network test that hangs would keep its port
     limit = ["timeout", "--kill-after=5", f"{limit_s:.0f}"]
     command = shlex.join([*limit, "env", *environment, sys.executable, "-m", "megaclip", *arguments])
     line = f"cd {shlex.quote(os.getcwd())} && {command}".replace("%", "%%")  # pdsh replaces %n

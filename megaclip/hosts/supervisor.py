@@ -1,9 +1,9 @@
-"""Start a run on several hosts, and start it again from its newest checkpoint after a failure.
+"""Start a run on several hosts, and restart it from its newest checkpoint after a failure.
 
-The supervisor starts a script (launch/multi_node.sh) with the hosts that answer, waits for its end, and asks
-`megaclip.hosts.policy` what follows. It trains nothing itself and needs no GPU. If it runs with fewer hosts than it
-could, it looks for those that are back: after the run's next checkpoint the ranks save and end, and start again on more
-hosts.
+The supervisor starts a script (launch/multi_node.sh) with the hosts that answer and waits for its end.
+`megaclip.hosts.policy` then decides what to do. The supervisor does not train and needs no GPU. If the run uses fewer
+hosts than possible, the supervisor checks whether missing hosts answer again. After the run's next checkpoint the ranks
+then save, end, and restart on more hosts.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ logger = get_logger(__name__)
 PROBE_LIMIT_S = 30.0
 """Seconds after which a host that has not answered counts as lost."""
 ABSENT_PROBE_S = 30.0
-"""Seconds between two looks for hosts that are back."""
+"""Seconds between two checks for hosts that answer again."""
 HOST_WAIT_S = 600.0
-"""Seconds to wait for hosts, if those that answer are too few for the batch."""
+"""Seconds to wait for hosts if too few hosts answer for the batch."""
 _POLL_S = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -58,7 +58,7 @@ class Supervisor:
     checkpoints: Path
     """Folder of the run's checkpoints."""
     folder: Path | None = None
-    """Where the hostfile of an attempt is written. None: the system's folder of temporary files."""
+    """Folder for the hostfile of an attempt. None: the system's folder for temporary files."""
     absent_probe_s: float = ABSENT_PROBE_S
     host_wait_s: float = HOST_WAIT_S
     ends: list[End] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Supervisor:
     _stop: signal.Signals | None = None
     """First signal that has asked the supervisor to stop."""
     _grows: bool = False
-    """True if the script was asked to end because more hosts are there."""
+    """True if the script was asked to end because more hosts can be used."""
 
     def run(self) -> int:
         """Start the run and restart it until it is complete, stopped, or given up; return the exit code.
@@ -131,7 +131,7 @@ class Supervisor:
 
     def _run_script(self, command: list[str], codes: Path, chosen: Sequence[Host], first_step: int) -> int:
         """Run `command`, which writes the exit codes of its hosts to `codes`; return its own exit code."""
-        # In a session of its own: Ctrl-C in a terminal must not reach the script twice.
+        # In a separate session: Ctrl-C in a terminal must not reach the script twice.
         environment, self._grows = {**os.environ, HOST_CODES_FILE: str(codes)}, False
         self._script = subprocess.Popen(command, env=environment, start_new_session=True)
         if self._stop is not None:  # the signal came before there was a script
@@ -141,7 +141,7 @@ class Supervisor:
         return code
 
     def _wait_for_script(self, chosen: Sequence[Host], first_step: int) -> None:
-        """Wait until the script has ended. Ask it to end when more hosts are there."""
+        """Wait until the script has ended. Ask it to end when more hosts can be used."""
         assert self._script is not None
         next_look = time.monotonic() + self.absent_probe_s
         while self._script.poll() is None:
@@ -150,7 +150,7 @@ class Supervisor:
                 continue
             # Only after a checkpoint of this attempt: hosts that come and go then cannot stop the progress.
             if newest_step(self.checkpoints) > first_step and self._could_grow(chosen):
-                self._grows = self._stop is None  # a signal may have come during the look
+                self._grows = self._stop is None  # a signal may have arrived during the check
                 if self._grows and self._script.poll() is None:
                     logger.info("more hosts can be used: the ranks save, end, and start again")
                     self._script.send_signal(signal.SIGUSR1)
@@ -232,7 +232,7 @@ def newest_step(checkpoints: Path) -> int:
 
 @contextlib.contextmanager
 def forwarded_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Let `handler` handle SIGINT, SIGTERM and SIGUSR1 in the body of a `with` statement."""
+    """Handle SIGINT, SIGTERM and SIGUSR1 with `handler` in the body of a `with` statement."""
     before = {number: signal.signal(number, handler) for number in _SIGNALS}
     try:
         yield

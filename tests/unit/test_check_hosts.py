@@ -74,9 +74,9 @@ def test_equal_hosts_have_no_problem() -> None:
         ({"free_gib": {"/logs": 9.0}}, ["9 GiB free in /logs, 10 needed"]),
         ({"token": ""}, ["does not see a file", "mount the same file system"]),
         ({"data": {"shards/*.tar": "data 'shards/*.tar' matches no file"}}, ["matches no file; mount the data"]),
-        ({"data": {"shards/*.tar": "331 files"}}, ["sees 331 files of the data, most hosts 332 files"]),
+        ({"data": {"shards/*.tar": "331 files"}}, ["sees 331 files of the data, and most hosts see 332 files"]),
         ({"matmul_ms": [1.6] * 5 + [2.5, 1.6, 1.6]}, ["slow: GPU 5: a matrix product takes 2.5 ms", "1.6 ms"]),
-        ({"matmul_is_right": False}, ["a matrix product is wrong", "leave the host out"]),
+        ({"matmul_is_right": False}, ["a matrix product is wrong", "leave out the host"]),
     ],
 )
 def test_a_fault_is_named_with_its_host_and_advice(changes: dict[str, Any], words: list[str]) -> None:

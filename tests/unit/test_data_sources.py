@@ -225,7 +225,7 @@ def test_a_pattern_of_several_folders_is_an_error(tmp_path, dataset_type):
     """Once, image folders and saved datasets after the first one were left out, and the other types had a traceback."""
     for name in "ab":
         write_folder_of_pairs(tmp_path / name)
-    with pytest.raises(DataError, match=r"stands for 2 files or folders, .*; give each folder as an entry of its own"):
+    with pytest.raises(DataError, match=r"matches 2 files or folders, .*; give each folder as a separate entry"):
         open_pairs([str(tmp_path / "*")], dataset_type=dataset_type)
     both = open_pairs([str(tmp_path / name) for name in "ab"])
     assert captions(both) == _texts() * 2

@@ -158,7 +158,7 @@ def test_workers_that_never_begin_are_a_data_error(monkeypatch):
 
     monkeypatch.setattr(os, "fork", stands_still)
     monkeypatch.setattr(forking, "START_WAIT_S", 0.05)
-    with pytest.raises(DataError, match=r"5 forked processes did not begin to run.*--workers 0"):
+    with pytest.raises(DataError, match=r"5 forked processes did not start to run.*--workers 0"):
         map_in_workers(lambda item: item, [1], num_workers=1)
 
 

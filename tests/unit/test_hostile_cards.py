@@ -93,7 +93,7 @@ def test_import_copies_no_files_from_outside_the_directory(tmp_path, directory, 
     (directory / name).unlink(missing_ok=True)
     (directory / name).symlink_to("../secret")
     error = run_import(directory, tmp_path / "out")
-    assert f"{name} is a link to {secret}, outside of the directory" in error
+    assert f"{name} is a link to {secret}, outside the directory" in error
     assert not (tmp_path / "out").exists()
 
 

@@ -350,7 +350,7 @@ def test_import_refuses_a_directory_with_other_files(tmp_path, exported):
         import_command.import_weights(exported, out, None)
     assert os.listdir(out) == ["mine.txt"]
     for target in (out / "mine.txt", out / "mine.txt" / "below"):
-        with pytest.raises(CheckpointError, match=r"mine\.txt is no directory; choose another directory"):
+        with pytest.raises(CheckpointError, match=r"mine\.txt is not a directory; choose another directory"):
             import_command.import_weights(exported, target, None)
     assert import_command.import_weights(exported, out, None, overwrite=True).complete
     assert manifest.find_damage(out) == [] and (out / "mine.txt").read_text() == "mine"
