@@ -108,7 +108,7 @@ def hosts_to_blame(codes: Mapping[str, int], lost: Iterable[str]) -> frozenset[s
 
 
 def choose_hosts(hosts: Sequence[Host], fits: Callable[[int], bool]) -> list[Host]:
-    """Return the hosts, with their numbers of ranks, of the largest total among which the batch can be divided, or [].
+    """Return hosts with the largest total number of ranks among which the batch can be divided, or an empty list.
 
     The hosts keep their order, and those at the end are left out or run fewer ranks than they have slots.
 

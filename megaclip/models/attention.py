@@ -1,8 +1,8 @@
 """Scaled dot-product attention by the fastest of PyTorch's backends for the shape.
 
-PyTorch takes cuDNN's kernels first on recent GPUs. The memory-efficient kernels are faster for at most 64 tokens, the
-size of their tile, with heads of at most 64 channels. Forward and backward on an H200, bfloat16, 12 heads of 64
-channels, 1,024 samples, in ms (`python tools/bench_towers.py attention` prints every shape):
+On recent GPUs PyTorch prefers cuDNN's kernels. The memory-efficient kernels are faster for at most 64 tokens, the size
+of their tile, with heads of at most 64 channels. Forward and backward on an H200, bfloat16, 12 heads of 64 channels,
+1,024 samples, in ms (`python tools/bench_towers.py attention` prints every shape):
 
     tokens                    24     32     50     64     77    197
     cuDNN                   0.63   0.68   0.80   0.89   1.03   2.94

@@ -1,4 +1,4 @@
-"""Build the model of a description with the implementation that the description belongs to."""
+"""Build the model of a description with the implementation of that description."""
 
 import torch
 

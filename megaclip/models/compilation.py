@@ -1,10 +1,10 @@
 """The parts of a model that torch.compile turns into one graph each: a whole tower, or each of its blocks.
 
 Only training chunks run through compiled code. Batches of an evaluation and single rows have other shapes, and each
-shape is another compilation, so they run as plain PyTorch. The parts of MegaCLIP's own towers draw no random numbers;
-they are drawn before, so patch dropout is the same with and without compilation, and in both passes of the gradient
-cache. Modules of other libraries draw numbers inside (`compiled_class`): there the compiled code calls PyTorch's random
-functions, in the same order as plain PyTorch.
+shape is another compilation, so they run as plain PyTorch. The compiled parts of MegaCLIP's own towers draw no random
+numbers. These are drawn before, so patch dropout is the same with and without compilation, and in both passes of the
+gradient cache. Modules of other libraries draw numbers inside (`compiled_class`): there the compiled code calls
+PyTorch's random functions, in the same order as plain PyTorch.
 
 A part compiles as one graph or fails. The hooks of its module, such as those with which ZeRO-3 gathers parameters, run
 before and after the compiled code.
@@ -21,7 +21,7 @@ from torch import nn
 BACKEND: Any = "inductor"
 """Backend of torch.compile. Tests that only count or trace graphs replace it."""
 RECOMPILE_LIMIT = 256
-"""Most compilations of one function: of the blocks of both towers, with and without gradients, in all shapes."""
+"""Largest number of compilations of one function: blocks of both towers, with and without gradients, all shapes."""
 
 Compiled = Callable[..., torch.Tensor]
 
@@ -53,7 +53,7 @@ def compiled_body(part: type[CompilablePart], *, recomputes: bool = False) -> Co
     gradients.
 
     recomputes: compute layer norms and activation functions again in the backward pass, instead of keeping their
-    outputs. It holds for everything that this process compiles from now on.
+    outputs. This applies to everything that this process compiles from now on.
     """
     return _compile(part._body, recomputes)
 
@@ -84,8 +84,8 @@ def compiled_function(function: Compiled) -> Compiled:
 
 def _compile(function: Callable[..., Any], recomputes: bool) -> Callable[..., Any]:
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
-    # By default the compiler keeps a value that a matrix product of the backward pass reads, although it could compute
-    # the value again in the kernel that reads the inputs of the norm or activation function anyway.
+    # By default the compiler keeps a value that a matrix product of the backward pass reads. It could compute the value
+    # again in the kernel that already reads the inputs of the norm or activation function.
     torch._functorch.config.ban_recompute_materialized_backward = not recomputes
     # Inductor would round the rows of intermediate results up to 128 bytes. A product with such a result cannot add its
     # bias in the same kernel: PyTorch fills the result with the bias first. In SO400M's MLP (4,304 channels, 65,536

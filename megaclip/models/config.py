@@ -1,4 +1,4 @@
-"""Descriptions of MegaCLIP's own towers: the typed form of the part of open_clip's model JSON that they have.
+"""Descriptions of MegaCLIP's own towers: the supported part of open_clip's model JSON, as typed fields.
 
 Names, meanings and defaults are open_clip's, so open_clip loads the same description and computes the same features.
 `reason_not_own` names the feature of open_clip that MegaCLIP's towers do not have. One key is MegaCLIP's own:
@@ -18,8 +18,8 @@ from megaclip.errors import ConfigError, config_error, shortened
 
 CARD_NAME = "open_clip_config.json"
 
-# Upper bounds, far above every published model. A description is built before its weights are compared with it, so that
-# a card from a stranger with a billion layers would occupy the program for hours.
+# Upper bounds, far above every published model. A model is built before weights are compared with it, so an untrusted
+# card with a billion layers would occupy the program for hours.
 _MAX_LAYERS = 1_000
 _MAX_WIDTH = 1 << 17
 _MAX_RATIO = 100
@@ -289,13 +289,13 @@ def _check_consistent(config: ModelConfig, source: str) -> None:
 
 
 def _check_tokenizer(text: TextConfig, source: str) -> None:
-    """Raise for a tokenizer whose loading in open_clip could run code or read files outside of the model's folder."""
+    """Raise for a tokenizer whose loading in open_clip could run code or read files outside the model's folder."""
     for name, value in (text.tokenizer_kwargs or {}).items():
         expected = _TOKENIZER_ARGUMENTS.get(name)
         if expected is None or not isinstance(value, expected):
             raise ConfigError(
                 f"{source}: text_cfg.tokenizer_kwargs has {shortened(f'{name} {value!r}')}; expected only "
-                f"{', '.join(_TOKENIZER_ARGUMENTS)}, because open_clip passes others on to code that loads files"
+                f"{', '.join(_TOKENIZER_ARGUMENTS)}, because open_clip passes other arguments to code that loads files"
             )
     name = text.hf_tokenizer_name or ""
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts or not name.isprintable():

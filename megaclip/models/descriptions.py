@@ -15,7 +15,7 @@ from megaclip.models.dual_encoder import ModelDescription
 from megaclip.models.open_clip_config import OpenClipConfig, open_clip_descriptions, reason_refused
 
 Towers = Literal["auto", "own", "open_clip"]
-"""Implementation of the towers: MegaCLIP's, open_clip's, or MegaCLIP's where the description fits them."""
+"""Implementation of the towers: MegaCLIP's, open_clip's, or MegaCLIP's if they support the description."""
 
 TOWERS_KEY = "towers"
 """Key of a model card with the implementation whose parameter names the weights have, if it is open_clip's."""

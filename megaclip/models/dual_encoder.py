@@ -1,4 +1,4 @@
-"""The interface of a dual encoder: everything that training, evaluation, export, locks and planner ask of a model.
+"""The interface of a dual encoder for training, evaluation, export, locks and planner.
 
 `DualEncoder` has two implementations: `ClipModel` (MegaCLIP's own towers, `megaclip.models.clip`), and `OpenClipModel`
 (open_clip's modules, `megaclip.models.open_clip_model`). Both have an image tower `visual` and a text tower `text`,
@@ -98,7 +98,7 @@ class DualEncoder(nn.Module, abc.ABC):
         """Cut the padding that no caption of the batch needs: (b, context_length) -> (b, L), with the same features.
 
         The tokens are returned unchanged if the text tower's features depend on their padding. With tensor parallelism
-        all ranks of a replica call it together and get the same L, because they encode their rows together.
+        all ranks of a replica call it together and receive the same L, because they encode their rows together.
         """
         text = self.config.text_cfg
         if not is_cut_exact(text):
@@ -127,7 +127,7 @@ class DualEncoder(nn.Module, abc.ABC):
         """Return the blocks of both towers, and whether ZeRO-3 may gather the parameters of each at once.
 
         DeepSpeed reduces the gradients of a block that is gathered at once when the gradient of its input is ready. If
-        the input has no gradient, DeepSpeed takes the backward pass for finished before it has begun. So the first
+        the input has no gradient, DeepSpeed treats the block's backward pass as finished before it starts. So the first
         trained block above locked parameters is gathered module by module.
         """
 
@@ -147,7 +147,7 @@ class DualEncoder(nn.Module, abc.ABC):
     def compile_towers(
         self, whole_image_tower: bool, where: Callable[[nn.Module], bool], *, recomputes: bool = False
     ) -> str:
-        """Let torch.compile run the towers in training; return what it compiles, for the log.
+        """Compile the towers for training with torch.compile; return a description of the compiled parts, for the log.
 
         whole_image_tower: compile the image tower as one graph, else block by block. where: returns False for blocks
         that must not be compiled. recomputes: compute layer norms and activation functions again in the backward pass.

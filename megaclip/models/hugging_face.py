@@ -20,7 +20,8 @@ from megaclip.errors import ConfigError, first_line
 
 @contextmanager
 def known_configurations() -> Iterator[None]:
-    """Let open_clip find configurations of Hugging Face models without the network, inside a `with` statement."""
+    """Let open_clip read configurations of Hugging Face models without the network, in the body of a `with`
+    statement."""
     from open_clip import hf_model
 
     with mock.patch.object(hf_model, "AutoConfig", SimpleNamespace(from_pretrained=configuration), create=True):

@@ -1,4 +1,4 @@
-"""Initial parameter values with open_clip's distributions; one seed gives one model, however it is built.
+"""Set initial parameter values with open_clip's distributions. A seed always gives the same values.
 
 Values are drawn in float32 on the CPU from a separate generator, one parameter after the other, and copied into the
 parameters. So the values are equal on a CPU and a GPU, for whole parameters and those that `deepspeed.zero.Init`

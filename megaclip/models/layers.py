@@ -1,9 +1,9 @@
 """The layers of a transformer block: linear layers, whole or split over a tensor-parallel group, and layer norms.
 
 Whole layers are PyTorch's. Split layers are Megatron-core's (Shoeybi et al., 2019, arXiv:1909.08053): the query, key
-and value projections and the first MLP layer are split by output (`ColumnParallelLinear`), the projections behind them
-by input (`RowParallelLinear`), so a block needs one sum over the group behind the attention and one behind the MLP, and
-as many in the backward pass. Embeddings, norms and the final projections are kept whole on every rank.
+and value projections and the first MLP layer are split by output (`ColumnParallelLinear`), and the projections after
+them by input (`RowParallelLinear`). So a block needs one sum over the group after the attention and one after the MLP,
+and as many in the backward pass. Embeddings, norms and the final projections are kept whole on every rank.
 
 Megatron's layers are used with an explicit group, and parameters without values (`megaclip.models.initialise` gives
 them): both avoid Megatron's global state and its CUDA calls, so the same code runs on CPUs.
@@ -57,7 +57,7 @@ def own_part(name: str, whole: torch.Tensor, group: RankGroup) -> torch.Tensor:
 
 
 class LayerFactory:
-    """Makes the layers of the blocks of one model.
+    """Factory of the layers in the blocks of one model.
 
     group: tensor-parallel group. layer_norm: "torch" or "apex".
     """
@@ -113,7 +113,7 @@ def check_split(ranks: int, heads: int, hidden_width: int) -> None:
 def own_rows(features: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Return this rank's m rows of the (T * m, ..) rows of its replica.
 
-    The backward pass gathers the gradients of all rows and divides them by T. Each rank's loss hands out N times the
+    The backward pass gathers the gradients of all rows and divides them by T. Each rank's loss returns N times the
     gradient of its rows (the reduction contract of `megaclip.losses`); N / T = W is what DeepSpeed's average over the W
     replicas expects.
     """
@@ -156,7 +156,7 @@ def require_apex() -> None:
     except ImportError as error:
         raise ConfigError(
             f"NVIDIA apex with its CUDA extensions cannot be imported ({error}); build it from "
-            "https://github.com/NVIDIA/apex, or leave megaclip.layer_norm out"
+            "https://github.com/NVIDIA/apex, or leave out megaclip.layer_norm"
         ) from None
 
 
@@ -169,7 +169,7 @@ def _apex_layer_norm() -> Any:
 
 @functools.cache
 def _megatron_layers() -> tuple[Any, Any]:
-    """Return the two classes of split layers; No other function of `megaclip.models` imports Megatron."""
+    """Return the two classes of split layers. No other function of `megaclip.models` imports Megatron."""
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel import layers
 

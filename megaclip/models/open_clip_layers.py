@@ -14,7 +14,7 @@ from megaclip.open_clip_package import import_open_clip
 
 
 def open_clip_layer_groups(tower: nn.Module) -> list[list[nn.Parameter]]:
-    """Return the parameters of a tower, each in one group. The last group is the head and all that no layer owns.
+    """Return the parameters of a tower, each in one group. The last group contains the head and all other parameters.
 
     Raises:
         ConfigError: the layers of the tower are not known.

@@ -6,7 +6,7 @@ Libraries set initial values in their constructors, after the values of submodul
 partitioned these by then, so the modules are built whole on the CPU and partitioned afterwards.
 
 Batch norms normalise a training chunk by the mean and deviation of that chunk on that rank. Their running statistics,
-which evaluation uses, are float32 also if the parameters are bfloat16: in bfloat16 the moving average would lose most
+which evaluation uses, are float32 even if the parameters are bfloat16: in bfloat16 the moving average would lose most
 of its updates. The gradient cache decides which passes change them (`DualEncoder.statistics`).
 
 Shapes: b batch, D embedding.
@@ -87,7 +87,7 @@ class OpenClipModel(DualEncoder):
     def blank(self, row: torch.Tensor) -> torch.Tensor:
         """Return rows from which the towers compute finite features.
 
-        One value per channel has no deviation for batch norms, and a caption of padding only has no mean token.
+        A batch norm cannot compute a deviation from one value per channel, and a caption of padding has no mean token.
         """
         if row.is_floating_point():
             return row.expand(2, *row.shape[1:]) if self._norms else row
@@ -204,10 +204,10 @@ def _embeds_patches(module: nn.Module) -> bool:
 
 
 def _normalise_rows(tower: nn.Module) -> None:
-    """Let the layer norms of a tower take the positions of a picture as the rows of a matrix; the values are the same.
+    """Make a tower's layer norms treat the positions of an image as rows of a matrix; the values are the same.
 
-    Otherwise torch.compile stores the means of the positions with height and width swapped, gradients take over this
-    order, and every convolution copies its gradient back: 2 % of a step of ConvNeXt-base on an H200.
+    Otherwise torch.compile stores the means of the positions with height and width swapped, and gradients have this
+    order too. Every convolution then copies its gradient back: 2 % of a step of ConvNeXt-base on an H200.
     """
     from timm.layers import LayerNorm, LayerNorm2d
 
@@ -319,6 +319,6 @@ def _as_config_error(setting: str, tower: nn.Module) -> Iterator[None]:
             yield
     except Exception as error:  # open_clip does not document the exceptions that it raises
         raise ConfigError(
-            f"{setting}: open_clip cannot lock {type(tower).__name__} so: {type(error).__name__}: {first_line(error)}; "
-            "use 0, or a smaller number"
+            f"{setting}: open_clip cannot lock {type(tower).__name__} with this value: {type(error).__name__}: "
+            f"{first_line(error)}; use 0, or a smaller number"
         ) from None

@@ -1,8 +1,8 @@
 """Rows of several lengths in one tensor, without the padding between them.
 
 A chunk of captions that are sorted by length is divided into pieces, and each piece is cut at its own longest caption.
-The tokens of all pieces, one row after the other, are one packed tensor. Everything that handles each token by itself
-runs once over it; only attention runs piece by piece.
+The tokens of all pieces, one row after the other, are one packed tensor. Operations on single tokens run once over the
+packed tensor. Only attention runs piece by piece.
 
 Shapes: b rows of a chunk; T tokens of all its rows; C width.
 """
@@ -45,7 +45,7 @@ def unpack(packed_TC: torch.Tensor, pieces: Pieces) -> list[torch.Tensor]:
 
 
 def first_tokens(pieces: Pieces, device: torch.device) -> torch.Tensor:
-    """Return the place of the first token of every row in a packed tensor, (b,) int64."""
+    """Return the position of the first token of every row in a packed tensor, (b,) int64."""
     places, start = [], 0
     for rows, tokens in pieces:
         end = start + rows * tokens

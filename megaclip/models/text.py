@@ -3,8 +3,8 @@
 Parameter names and semantics are those of open_clip's `TextTransformer`. Parameters that no submodule owns (positions,
 final projection) are used only in this module's forward, because ZeRO-3 gathers them only there.
 
-The tokenizer pads every caption to the context length. If the tokens behind the pooled one cannot change the feature
-(`is_cut_exact`), a batch of captions may be cut behind its last pooled token.
+The tokenizer pads every caption to the context length. If the tokens after the pooled one cannot change the feature
+(`is_cut_exact`), a batch of captions may be cut after its last pooled token.
 
 Shapes: b batch, L tokens (the context length or fewer), C width, D embedding.
 """
@@ -22,7 +22,8 @@ from megaclip.models.open_clip_config import OpenClipText
 from megaclip.models.packing import Pieces, cut, pack
 
 CUT_MULTIPLE = 8
-"""Captions are cut at a multiple of this many tokens, or at the context length. 8 bfloat16 numbers are the 16 bytes to
+"""Captions are cut at a multiple of this number of tokens, or at the context length. 8 bfloat16 numbers are the 16
+bytes to
 which the fast matrix products and attention kernels of GPUs align. The multiple also bounds the number of lengths that
 compiled blocks are compiled for: 10 for a context length of 77."""
 
@@ -37,7 +38,7 @@ def pooled_position(tokens: torch.Tensor, config: TextConfig | OpenClipText) -> 
 
 
 def is_cut_exact(config: TextConfig | OpenClipText) -> bool:
-    """Return whether the tokens behind the pooled one cannot change the caption's feature.
+    """Return whether the tokens after the pooled one cannot change the caption's feature.
 
     Attention must be causal, and the pooled token must be found by its id, so that its position stays the same.
     """
@@ -45,11 +46,11 @@ def is_cut_exact(config: TextConfig | OpenClipText) -> bool:
 
 
 def reason_not_to_cut(config: TextConfig | OpenClipText) -> str | None:
-    """Return the property of the text tower because of which captions cannot be cut with equal features, or None."""
+    """Return the reason why captions of this text tower cannot be cut without changing features, or None."""
     if isinstance(config, OpenClipText) and config.hf_model_name is not None:
-        return "Hugging Face's text models get the padding"
+        return "Hugging Face's text models read the padding"
     if isinstance(config, OpenClipText) and config.embed_cls:
-        return "the text tower puts a class token behind the padding"
+        return "the text tower puts a class token after the padding"
     if config.no_causal_mask:
         return "the text tower's attention is not causal"
     if config.pool_type not in ("argmax", "eos"):
@@ -80,7 +81,7 @@ def cut_lengths(longest: list[int], config: TextConfig | OpenClipText, tensor: R
     """Return the length at which each of several chunks is cut.
 
     longest: number of tokens of the longest caption of each chunk on this rank.
-    tensor: tensor-parallel group. Its ranks encode their rows together, so they all get the lengths of their longest
+    tensor: tensor-parallel group. Its ranks encode their rows together, so all use the lengths of their longest
     captions. All of them must call this function with equally many chunks.
     """
     every_rank = gather_integers(longest, group=tensor)

@@ -1,4 +1,4 @@
-"""Plan the memory and time of a run by arithmetic: no process group, no GPU and no data are needed.
+"""Plan the memory and time of a run by formulas, without a process group, a GPU or data.
 
     workload = Workload.of(model_config, training_config, world_size=8)
     plan = plan_memory(workload, describe(gpu="h200", gpus=8))

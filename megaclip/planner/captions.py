@@ -1,4 +1,4 @@
-"""Caption lengths that a plan and a benchmark assume, and what cutting captions leaves the text tower to compute.
+"""Caption lengths that plans and benchmarks assume, and the token positions that remain after captions are cut.
 
 The assumed distribution: 90 % of the captions have 8 to 32 tokens, start and end of text included, and 10 % have 33 to
 77. In both ranges all lengths are equally frequent. The mean is 23.5 tokens.
@@ -24,7 +24,7 @@ def assumed_length(share: float) -> int:
 
 
 def planned_pieces(rows: int, chunks: int, text: TextConfig | OpenClipText, tensor_ranks: int) -> Counter[Pieces]:
-    """Return the pieces of chunks of `rows` captions after sorting and cutting, and how many of the chunks have them.
+    """Return the pieces of sorted and cut chunks of `rows` captions, with the number of chunks that have them.
 
     The longest caption of a piece is that of a large batch: in the first piece, the longest of all captions.
     """
@@ -38,7 +38,7 @@ def planned_pieces(rows: int, chunks: int, text: TextConfig | OpenClipText, tens
 
     planned = Counter([pieces_of(0)])
     first = 1
-    while first < chunks:  # the lengths fall, so equal chunks follow each other
+    while first < chunks:  # lengths decrease, so equal chunks are adjacent
         pieces = pieces_of(first)
         end = bisect_left(range(chunks), True, first + 1, key=lambda chunk: pieces_of(chunk) != pieces)
         planned[pieces] += end - first

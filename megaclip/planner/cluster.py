@@ -1,4 +1,4 @@
-"""The machines that a plan is for: their memory and their rates, by name (`GPUS`), by flags, or measured (`Rates`)."""
+"""The machines of a plan: memory and rates by GPU name (`GPUS`), by flags, or measured (`Rates`)."""
 
 import json
 import math
@@ -49,7 +49,8 @@ class Rates:
 
     @classmethod
     def read(cls, path: str | Path, preset: "Rates") -> "Rates":
-        """Read a file of `--calibrate`; `preset` has the links that one rank cannot measure. Raises ConfigError."""
+        """Read a file of `--calibrate`. `preset` has the link rates that one rank cannot measure. Raises
+        ConfigError."""
         names = [field.name for field in fields(cls)]
         try:
             values = {
@@ -99,8 +100,8 @@ class Cluster:
 
     @property
     def hides_exchanges(self) -> bool:
-        """True if ranks exchange features while tiles are computed: between hosts and on CPUs. Between GPUs of one host
-        the GPU's own multiprocessors copy, and the tiles wait for them (docs/losses.md)."""
+        """True if exchanging features takes no time while tiles are computed: between hosts and on CPUs. Between GPUs
+        of one host the copies use the GPU's multiprocessors, so the tiles wait for them (docs/losses.md)."""
         return self.hosts > 1 or not self.gpu_memory
 
     @property
@@ -109,7 +110,7 @@ class Cluster:
         return self.rates.link if self.hosts == 1 else min(self.rates.link, self.rates.network)
 
     def tensor_link(self, ranks: int) -> float:
-        """Return the bytes per second that a rank sends to its tensor-parallel group of so many consecutive ranks."""
+        """Return the bytes per second that a rank sends to its tensor-parallel group of `ranks` consecutive ranks."""
         return self.rates.link if self.gpus_per_host % ranks == 0 else self.slowest_link
 
     @property
@@ -148,9 +149,9 @@ def _preset(product: float, memory: float, link: float, host_to_device: float) -
     )
 
 
-# Memory is what PyTorch reports as total. The H200's product rate was measured (docs/performance.md); those of others
-# are three quarters of the maker's figure for dense bf16 products that accumulate in float32 (H100: two thirds). PCIe:
-# three quarters of the maker's figure, one direction.
+# Memory is the total that PyTorch reports. The H200's product rate was measured (docs/performance.md). Other product
+# rates are three quarters of the maker's figure for dense bf16 products that accumulate in float32 (H100: two thirds).
+# PCIe: three quarters of the maker's figure, in one direction.
 GPUS: dict[str, tuple[float, Rates]] = {
     "a100-40gb": (39.4 * GIB, _preset(234e12, 1.56e12, 300e9, 24e9)),
     "a100": (79.2 * GIB, _preset(234e12, 2.04e12, 300e9, 24e9)),
@@ -214,8 +215,8 @@ def describe(
 def parse_size(text: str, flag: str) -> float:
     """Return the bytes of "80GiB", "141 GB" or "4TB", or bytes per second of "300GB/s".
 
-    Raises ConfigError, which names the flag, for anything else. A number without a unit, such as "24", is refused, and
-    so is "200Gb/s", because links are sold in bits.
+    Raises ConfigError, which names the flag, for anything else. A number without a unit, such as "24", is refused.
+    Bits, as in "200Gb/s", are refused too, because the rates of links are often given in bits.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)(/s)?\s*", text)
     if match and re.fullmatch("[KMGT]i?b", match.group(2)):

@@ -1,4 +1,4 @@
-"""Decide whether a run compiles its towers: compare the seconds that torch.compile saves with those it takes."""
+"""Decide whether a run compiles its towers: compare the seconds that torch.compile saves with those that it takes."""
 
 import math
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ class CompileEstimate:
 
 
 def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
-    """Return what torch.compile saves and takes, and whether the run uses it.
+    """Return the seconds that torch.compile saves and takes, and whether the run uses it.
 
     The saved time counts one forward and one backward pass of each trained tower, not the second forward passes of the
     gradient cache.
     """
     section = workload.megaclip
-    if isinstance(workload.model, OpenClipConfig):  # what its many kinds of towers save is not known
+    if isinstance(workload.model, OpenClipConfig):  # the saved time is not known for its many kinds of towers
         return CompileEstimate(0.0, 0.0, section.compile is True)
     both = [workload.with_megaclip(compile=setting) for setting in (False, True)]
     whole, graph = (

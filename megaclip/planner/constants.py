@@ -1,4 +1,4 @@
-"""Numbers in the formulas that come from measurements or from others' code, each with its source.
+"""Numbers in the formulas that come from measurements or from other projects' code, each with its source.
 
 Memory of the device is counted as by `torch.cuda.max_memory_allocated`, unless a name specifies something else.
 """
@@ -17,11 +17,11 @@ allocator's fragments. A plan must fit into the device's memory without them."""
 HOST_PROCESS = 4 * GIB
 """Bytes of host memory per rank without any data: PyTorch with CUDA, DeepSpeed, pinned staging."""
 HOST_PROCESS_CPU = GIB
-"""Bytes of host memory per rank without any data where training runs on the CPU."""
+"""Bytes of host memory per rank without any data if training runs on the CPU."""
 HOST_WORKER = GIB // 4
 """Bytes of host memory of one loader process that it does not share with the rank that forked it."""
 PREFETCHED_BATCHES = 2
-"""Chunks that each loader process holds ready (PyTorch's prefetch_factor)."""
+"""Number of chunks that each loader process prepares in advance (PyTorch's prefetch_factor)."""
 HOST_MARGIN = 0.8
 """Share of a host's free memory and disk that a plan may use; checkpoints and other programs need the rest."""
 EVALUATED_TEXTS = 256
@@ -32,35 +32,38 @@ EMBEDDINGS_SHARE = 0.1
 """Share of a GPU's memory above which embeddings and their gradients are kept in host memory."""
 
 PRODUCT_SHARE = 0.94
-"""Rate of a tower's matrix products over that of a large square one. It and MEMORY_SHARE are fitted to the towers of
-widths from 768 to 3,072 on H200s: ViT-B/16's image tower takes 126.5 ms for 512 images, forward and backward, and the
+"""Rate of a tower's matrix products divided by that of a large square product. This number and MEMORY_SHARE are fitted
+to towers of widths from 768 to 3,072 on H200s: ViT-B/16's image tower takes 126.5 ms for 512 images, forward and
+backward, and the
 others are in tests/unit/planner_h200_runs.json."""
 MEMORY_SHARE = 0.58
 """Share of a GPU's memory bandwidth that norms, activation functions and sums reach."""
 ATTENTION_SHARE = 0.23
-"""Rate of attention over that of a large product, counting whole tiles: one layer of ViT-B/16, 512 images, forward and
+"""Rate of attention divided by that of a large product, counting whole tiles: one layer of ViT-B/16, 512 images,
+forward and
 backward in 1.82 ms on an H200 (cuDNN)."""
 ATTENTION_TILE = 128
 """Tokens of a tile of attention. A sequence of 257 tokens takes as long as one of 384."""
 ATTENTION_CHANNELS = 64
 """Channels per head are computed in multiples of this number: 104 take as long as 128."""
 TEXT_FACTOR = 1.35
-"""Time of the text tower over what the rates above give: 512 captions of ViT-B/16 take 34 ms, forward and backward, on
-an H200. The cause is not known."""
+"""Measured time of the text tower divided by its time at the rates above: 512 captions of ViT-B/16 take 34 ms, forward
+and backward, on an H200. The cause is not known."""
 COMPILED_TIME = {"towers": (0.926, 0.79), "blocks": (0.954, 0.79), "open_clip": (0.92, 0.92)}
-"""Time of the image tower and of the text tower, compiled, over that of plain PyTorch, if the image tower is one graph
-and if only its blocks are graphs: forward and backward, 512 samples of ViT-B/16 on an H200, 119.4 and 123.1 over
+"""Time of the compiled image tower and text tower divided by that of plain PyTorch, if the image tower is one graph and
+if only its blocks are graphs: forward and backward, 512 samples of ViT-B/16 on an H200, 119.4 and 123.1 over
 129.0 ms, and 27.2 over 34.5 ms. open_clip's modules: whole steps of open_clip 4.2.0.dev0, ViT-B/16 at 4,096 and
 ViT-B/32 at 16,384 (2,124 and 2,332, 5,092 and 5,493 samples/s); its other towers were not measured."""
 RECOMPUTE_TIME = 1.018
-"""Time of compiled towers with selective recomputation over their time without it: whole steps of one chunk on an H200,
+"""Time of compiled towers with selective recomputation divided by their time without it: whole steps of one chunk on an
+H200,
 ViT-B/16 at 1,024 (3,676 and 3,610 samples/s) and ViT-L/14 at 256 (895 and 881)."""
 LEAST_CUT_CHUNKS = 8
 """Number of cut text chunks that save 59 % of the text positions; four save 52 % (docs/huge_batches.md). With fewer,
 larger chunks that are not divided into pieces, the text tower encodes more padding."""
 RECOMPUTE_SHARE = 0.06
-"""Share of a step's image chunks whose graphs must be kept in addition, so that selective recomputation pays: a second
-forward pass is a third of a chunk's time, and the recomputation takes RECOMPUTE_TIME."""
+"""Smallest share of a step's image chunks whose graphs must be kept in addition for selective recomputation to save
+time: a second forward pass is a third of a chunk's time, and the recomputation takes RECOMPUTE_TIME."""
 COMPILE_LAYER_SECONDS = 2.2
 """Seconds per layer to compile a whole tower, with and without a graph for the backward pass: 26.2 s for the image
 tower of ViT-B/16 beside an H200."""

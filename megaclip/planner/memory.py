@@ -1,12 +1,12 @@
 """Bytes of a step on the GPU, in host memory and on disk, by part and by phase, and the peak of each.
 
-On the GPU the states are held throughout, and everything else belongs to a phase (`megaclip.planner.phases`): of a
-step, or of an evaluation between two steps. So
+On the GPU the states are always in memory. Everything else belongs to a phase (`megaclip.planner.phases`) of a step, or
+of an evaluation between two steps. So
 
     peak = states + max over phases
 
-With megaclip.keep_graphs "auto", a step on a GPU keeps as many graphs as fit beside all that. `resolve_auto` finds the
-number.
+With megaclip.keep_graphs "auto", a step on a GPU keeps as many graphs as fit into the remaining memory. `resolve_auto`
+calculates the number.
 """
 
 import math
@@ -57,10 +57,10 @@ class MemoryPlan:
     recomputes: bool
     """True if the compiled towers recompute selectively."""
     graph_bytes: list[float]
-    """Bytes by which each graph that the step may keep raises the peak at most, in the order in which graphs are kept.
-    Empty if megaclip.keep_graphs is a number, or "auto" where it keeps none."""
+    """Largest number of bytes by which each graph that the step may keep raises the peak, in the order in which graphs
+    are kept. Empty if megaclip.keep_graphs is a number, or if "auto" keeps none."""
     refusals: list[str] = field(default_factory=list)
-    """Reasons why this cannot run on the cluster; empty if it fits."""
+    """Reasons why the run does not fit on the cluster; empty if it fits."""
 
     @property
     def peak_phase(self) -> str:
@@ -90,7 +90,7 @@ class MemoryPlan:
 
 
 def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
-    """Plan one rank's GPU and one host of `cluster`; `refusals` of the plan lists what does not fit."""
+    """Plan one rank's GPU and one host of `cluster`. The plan's `refusals` list what does not fit."""
     setting = workload.megaclip.keep_graphs
     workload = resolve_auto(workload, cluster)
     may_keep = _graphs_that_auto_keeps(workload.with_megaclip(keep_graphs=setting), cluster)
@@ -153,7 +153,7 @@ def _gpu_peak(states: dict[str, float], phases: Phases) -> float:
 
 
 def _gpu_states(workload: Workload, cluster: Cluster) -> dict[str, float]:
-    """Return the bytes that a rank's GPU holds all the time, by part."""
+    """Return the bytes that are always in a rank's GPU memory, by part."""
     parts = dict(states_of(workload).gpu)
     if workload.sample_columns and workload.megaclip.fastclip.state_device == "accelerator":
         parts["per-sample state"] = _sample_state_bytes(workload)
@@ -170,10 +170,10 @@ def _phases(workload: Workload, states: States) -> Phases:
 
 
 def resolve_auto(workload: Workload, cluster: Cluster) -> Workload:
-    """Return the workload with what "auto" becomes on this cluster: whether the towers are compiled and recompute
+    """Return the workload with the values of "auto" on this cluster: whether the towers are compiled and recompute
     selectively, where embeddings are kept, exchange and reduction, and the number of kept graphs.
 
-    The rules are the run's. A run on GPUs measures its links, products and free memory (`megaclip.comm.machine`), so
+    A run uses the same rules. A run on GPUs measures its links, products and free memory (`megaclip.comm.machine`), so
     it may choose another exchange than the cluster's rates suggest; a run on CPUs uses fixed figures, as this does.
     """
     workload = workload.with_megaclip(compile=compile_estimate(workload, cluster).pays)
@@ -193,7 +193,7 @@ def _recomputes(workload: Workload, cluster: Cluster) -> bool:
         return False
     if section.selective_recompute != "auto":
         return section.selective_recompute
-    if isinstance(workload.model, OpenClipConfig):  # the plan does not know what it would save
+    if isinstance(workload.model, OpenClipConfig):  # the plan does not know the saved memory
         return False
     without, with_it = (
         _with_graphs_and_way(workload.with_megaclip(selective_recompute=setting), cluster) for setting in (False, True)
@@ -213,7 +213,7 @@ def _with_graphs_and_way(workload: Workload, cluster: Cluster) -> Workload:
     if section.keep_graphs == "auto":
         resolved = workload.with_megaclip(exchange=way.exchange, reduction=way.reduction)
         workload = workload.with_megaclip(keep_graphs=_planned_graphs(resolved, cluster))
-        way = _choose_way(workload, cluster)  # the loss has less memory beside kept graphs
+        way = _choose_way(workload, cluster)  # kept graphs leave the loss less memory
     return workload.with_megaclip(exchange=way.exchange, reduction=way.reduction)
 
 
@@ -251,7 +251,7 @@ def _planned_graphs(workload: Workload, cluster: Cluster) -> int:
 
 
 def _graphs_that_auto_keeps(workload: Workload, cluster: Cluster) -> list[float]:
-    """Return the bytes by which each graph that "auto" may keep raises the peak at most, in the order of keeping.
+    """Return the largest number of bytes by which each graph that "auto" may keep raises the peak, in keeping order.
 
     It keeps none on CPUs, and none with cpu_checkpointing, where a graph's bytes are in host memory. The first graph of
     the text tower is back-propagated before the images, so the tower's gradients are added to it.
@@ -280,8 +280,8 @@ def store_bytes(workload: Workload) -> float:
 
 
 def loader_bytes(workload: Workload) -> float:
-    """Return the bytes of the chunks that one rank's loader processes hold ready in shared memory, and of the one it
-    uses. An evaluation reads while the training chunks are still held."""
+    """Return the bytes of the chunks that one rank's loader processes prepare in shared memory, and of the chunk in
+    use. During an evaluation the prepared training chunks stay in memory."""
     image, text = towers(workload)
     sample = image.input_bytes + 8 * text.tokens + 8  # tokens and the sample's number are int64 here
     chunks = workload.workers * PREFETCHED_BATCHES + 1

@@ -1,4 +1,4 @@
-"""Memory, time and traffic of other codes' training, by the formulas of what they compute and keep on a GPU.
+"""Formulas for memory, time and traffic of training with other codes.
 
 `megaclip plan` and tools/bench_comm.py print these beside this project's figures; tests compare them with published and
 measured figures.
@@ -34,10 +34,11 @@ PEERS = (OPEN_CLIP, OPEN_CLIP_ACCUMULATING, INF_CL)
 LOSS_SHARES = {"open_clip": 0.36, "Inf-CL": 0.03}
 """Share of a GPU's product rate that the peers' losses reach at B = 32,768, D = 512 (docs/performance.md)."""
 ACTIVATIONS = {"amp_bf16": 1.22, "pure_bf16": 1.08}
-"""Bytes that open_clip's towers keep, over those that this project's keep: ViT-B/16, 512 images on an H200: 33,400 and
+"""Bytes that open_clip's towers keep divided by those that MegaCLIP's keep: ViT-B/16, 512 images on an H200: 33,400 and
 29,510 over 27,307 MiB."""
 TOWER_SPEED = 0.64
-"""Time of this project's towers over that of open_clip's under autocast, forward and backward: ViT-B/16, 512 images on
+"""Time of MegaCLIP's towers divided by that of open_clip's under autocast, forward and backward: ViT-B/16, 512 images
+on
 an H200, 126.5 over 198.5 ms. The text towers are assumed to have the same ratio."""
 
 
@@ -96,7 +97,7 @@ def peer_step_seconds(workload: Workload, cluster: Cluster, method: str) -> floa
     each = (forwards * tower.forward + tower.backward for tower in tower_seconds(with_padding, cluster.rates))
     seconds = batch * sum(each) / TOWER_SPEED
     sizes = LossSizes(batch, workload.model.embed_dim, workload.world_size)
-    # The shares were measured on 8 b B D operations, whatever a method computes.
+    # The shares were measured for 8 b B D operations, independently of what a method computes.
     counted = 8 * sizes.logits * sizes.embed_dim
     if method == INF_CL:
         return seconds + counted / (cluster.rates.product_flops * LOSS_SHARES["Inf-CL"])

@@ -30,7 +30,7 @@ Phase = dict[str, float]
 """Bytes by part."""
 Phases = dict[str, Phase]
 KEPT = "kept graphs"
-"""Name of the part of a phase that the kept graphs take, those of the phase itself included. If all graphs of a partly
+"""Name of the part of a phase for the kept graphs, including those of the phase itself. If all graphs of a partly
 locked tower are kept, the last one is part of the activations of the forward pass that makes it."""
 
 
@@ -40,7 +40,7 @@ def loss_sizes(workload: Workload) -> LossSizes:
 
 
 def loss_bytes(workload: Workload) -> float:
-    """Return the loss's peak on one rank's GPU; `workload` has no "auto" left (`resolve_auto`)."""
+    """Return the loss's peak on one rank's GPU. `workload` has no "auto" (`resolve_auto`)."""
     section = workload.megaclip
     return megaclip_loss_bytes(
         loss_sizes(workload),
@@ -71,7 +71,7 @@ def _graph_bytes(workload: Workload, work: TowerWork) -> float:
 
 
 def step_phases(workload: Workload, states: States) -> Phases:
-    """Return the phases of a step; `workload` has no "auto" left, except for kept graphs, where it counts as none."""
+    """Return the phases of a step. `workload` has no "auto", except for kept graphs, where "auto" counts as none."""
     image, text = tower_work(workload)
     image_graphs, text_graphs = (work.kept * _graph_bytes(workload, work) for work in (image, text))
     embeddings = embedding_bytes(workload)

@@ -30,7 +30,7 @@ def summary(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> str:
 
 
 def graphs_text(workload: Workload) -> str:
-    """Return how many graphs of each tower a step keeps; `workload` has no "auto" left."""
+    """Return the number of kept graphs of each tower as text. `workload` has no "auto"."""
     kept, graphs = workload.kept, workload.graphs
     towers = [("image", kept.image, graphs.image), ("text", kept.text, graphs.text)]
     counts = [f"{some} of {count} {name} chunks" for name, some, count in towers if count]
@@ -59,7 +59,7 @@ def memory_table(plan: MemoryPlan, cluster: Cluster) -> str:
 
 
 def loss_table(workload: Workload, peers: Mapping[str, float]) -> str:
-    """Return the GPU memory of the loss alone, here and in `peers` (bytes by name); `workload` has no "auto" left."""
+    """Return the GPU memory of the loss alone, of MegaCLIP and of `peers` (bytes by name). `workload` has no "auto"."""
     name = f"MegaCLIP, {workload.megaclip.exchange} + {workload.megaclip.reduction}"
     return "\n".join([f"{'the loss alone, per GPU':40}{'GPU':>12}", *_rows({name: loss_bytes(workload), **peers})])
 

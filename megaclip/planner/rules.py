@@ -2,10 +2,10 @@
 are kept.
 
 Each rule is a function of plain numbers. The planner applies the rules to planned figures. A run follows its own plan
-(`megaclip.engine.preflight`). After its first steps it applies `graphs_that_fit` once more, to the memory that they
-have left free. The rule for exchange and reduction is `megaclip.losses.plan.choose_way`.
+(`megaclip.engine.preflight`). After its first steps it applies `graphs_that_fit` again, to the memory that these steps
+left free. The rule for exchange and reduction is `megaclip.losses.plan.choose_way`.
 
-Where a rule takes the chunks of both towers, the image tower comes first.
+If an argument describes both towers, the image tower comes first.
 """
 
 import itertools
@@ -56,7 +56,7 @@ def backward_passes(chunks: Sequence[int], trained: Sequence[bool]) -> int:
 
 
 def kept_graphs(number: int, chunks: Sequence[int], trained: Sequence[bool]) -> KeptGraphs:
-    """Return the graphs that a step keeps if it keeps `number` of them, or all if it has fewer.
+    """Return the kept graphs of each tower if a step keeps `number` graphs, or all if it has fewer.
 
     The image tower's graphs come first. Memory is planned for captions of full length, and most captions are shorter,
     so per byte an image graph saves more computation. It also saves reading its images again. If a step has one
@@ -72,11 +72,11 @@ def kept_graphs(number: int, chunks: Sequence[int], trained: Sequence[bool]) -> 
 
 
 def graphs_that_fit(kept: int, graph_bytes: Sequence[float], free: float) -> int:
-    """Return how many graphs a step can keep that keeps `kept` of them now and has `free` bytes left at its peak.
+    """Return the number of graphs that fit if a step keeps `kept` graphs now and has `free` bytes left at its peak.
 
-    A step keeps no more graphs than now if all that fit are less than LEAST_KEPT_SHARE of its graphs.
+    The number does not increase if all graphs that fit are fewer than LEAST_KEPT_SHARE of the step's graphs.
 
-    graph_bytes: bytes by which each graph of the step raises the peak at most, in the order of `kept_graphs`.
+    graph_bytes: largest number of bytes by which each graph of the step raises the peak, in the order of `kept_graphs`.
     """
     fitting = sum(total <= free for total in itertools.accumulate(graph_bytes[kept:]))
     return kept + fitting if kept + fitting >= LEAST_KEPT_SHARE * len(graph_bytes) else kept
@@ -131,10 +131,10 @@ def place_images(setting: str, *, encoded_again: int, nbytes: float, host_memory
 
 
 def text_chunks_for(model: ModelDescription, compute_bytes: int, cut_captions: bool | str) -> TextChunks:
-    """Return what decides the size of a run's text chunks: captions that take about as much memory as one image.
+    """Return the limits of a run's text chunks: the number of captions that take about as much memory as one image.
 
-    open_clip's text towers, whose chunks are not divided into pieces, get as few positions of padding as the captions
-    of an image chunk only in several text chunks. compute_bytes: bytes of an activation. cut_captions:
+    Chunks of open_clip's text towers are not divided into pieces. They contain as little padding as the captions of an
+    image chunk only if there are several text chunks. compute_bytes: bytes of an activation. cut_captions:
     megaclip.cut_captions.
     """
     if isinstance(model, OpenClipConfig):
@@ -148,7 +148,7 @@ def text_chunks_for(model: ModelDescription, compute_bytes: int, cut_captions: b
 
 
 def fitted(config: TrainingConfig, model: ModelDescription) -> TrainingConfig:
-    """Return the settings of a run with the sizes of text chunks that suit the model."""
+    """Return the settings of a run with the sizes of text chunks for the model."""
     compute_bytes = 2 if config.bf16 else 4
     return replace(config, text_chunks=text_chunks_for(model, compute_bytes, config.megaclip.cut_captions))
 

@@ -1,4 +1,4 @@
-"""Search for what fits: the largest batch of a workload on a cluster, and changes after which a run fits."""
+"""Search the largest batch of a workload that fits on a cluster, and changes after which a run fits."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def largest_batch(workload: Workload, cluster: Cluster) -> int:
     """Return the largest contrastive batch of whole chunks that fits with all other settings as they are; 0 if none
     fits.
 
-    Text chunks keep their size too. By default it would follow the number of image chunks, and jump.
+    Text chunks keep their size too. By default it would change with the number of image chunks.
     """
     text_micro_batch = workload.batch.text_micro_batch
     quantum = math.lcm(workload.batch.micro_batch, text_micro_batch)
@@ -67,7 +67,7 @@ def advice(workload: Workload, cluster: Cluster) -> list[str]:
 
 
 def advice_beyond_settings(workload: Workload) -> str:
-    """Return what makes a run fit if `advice` has no change of ds_config.json."""
+    """Return advice for a run for which `advice` finds no change of ds_config.json."""
     evaluation = ", a smaller --eval-batch-size or fewer samples to evaluate on" if workload.evaluation else ""
     return f"more GPUs, a smaller batch or a smaller model{evaluation}: no setting of ds_config.json is enough"
 

@@ -2,15 +2,15 @@
 
 The formulas follow DeepSpeed 0.19's `runtime/zero/stage_1_and_2.py` and `stage3.py`. N is the number of trained
 parameters on one rank, W the number of replicas, which without tensor parallelism is the number of ranks. "Float32
-master" refers to bf16 training. Float32 training has one at stages 1 and 2 too (DeepSpeed clones the partition), none
-at stage 0, and none at stage 3, where the parameters are updated themselves.
+master" refers to bf16 training. Float32 training also has a master at stages 1 and 2 (DeepSpeed clones the partition).
+It has none at stages 0 and 3, where the parameters themselves are updated.
 
-* Stages 1 and 2 keep the whole working copy, and N/W of the master and of its states. A backward pass opens the bucket
-  that gradients are reduced in (`reduce_bucket_size` elements, two with overlap_comm) at its first gradient, for any
-  number of ranks: 1 GB at DeepSpeed's default.
+* Stages 1 and 2 keep the whole working copy, and N/W of the master and of its states. At its first gradient a backward
+  pass allocates the bucket in which gradients are reduced (`reduce_bucket_size` elements, two with overlap_comm), for
+  any number of ranks: 1 GB at DeepSpeed's default.
 * Stage 1 keeps every gradient until the step; stage 2 keeps N/W of them, in the dtype they accumulate in. The update
-  joins its gradients and turns them into float32 (without a copy where they are one float32 tensor already), then frees
-  those it started from. torch's Adam needs another N/W float32 numbers.
+  joins its gradients, converts them to float32 (without a copy if they already are one float32 tensor), and frees the
+  originals. torch's Adam needs another N/W float32 numbers.
 * Stage 3 keeps N/W of everything, and the bucket, throughout the step. Parameters below the persistence threshold stay
   whole. The others are whole while they are used or fetched ahead, and stay whole if they will be used again within
   `stage3_max_reuse_distance`; between the two passes over a tower that is half of the distance, counted from its end.
@@ -28,7 +28,7 @@ from megaclip.planner.workload import Parameters, Workload
 
 @dataclass
 class States:
-    """Bytes per rank: those that are held through the whole step, by name, and those that come on top of them."""
+    """Bytes per rank: those in memory during the whole step, by name, and additional ones."""
 
     gpu: dict[str, float] = field(default_factory=dict)
     cpu: dict[str, float] = field(default_factory=dict)

@@ -16,16 +16,16 @@
 
 Terms that run at the same time count as the longest of them:
 
-* The host runs ahead of a tower's kernels, or the kernels wait for it. One tower runs after the other, so a tower that
-  is faster than the host does not make up for one that is slower.
+* The host runs ahead of a tower's kernels, or the kernels wait for the host. The towers run one after the other, so the
+  times of both are not balanced against each other.
 * A ring's exchange of features runs behind the loss, except between GPUs of one host (`Cluster.hides_exchanges`).
 * Gradients that are reduced in the background (overlap_comm) and parameters that are gathered ahead run behind the
   towers, and so do copies to the GPU (a second stream). Decoding, in other processes, runs behind the whole step.
   Without loader processes the rank itself decodes, and the term is added.
 * A thread writes a step store on disk, and on a GPU it is read one chunk ahead of the towers. On a CPU each chunk is
   read when it is needed, and the term is added. The term assumes that host memory caches nothing of the file.
-* Offload is added whole. At the end of every backward pass DeepSpeed waits for the gradients of its last bucket, and
-  it fetches less than two blocks ahead, and only while one pass is like the last.
+* Offload is added completely. At the end of every backward pass DeepSpeed waits for the gradients of its last bucket.
+  It fetches fewer than two blocks ahead, and only if a pass is like the previous one.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ from megaclip.planner.workload import Workload
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step: each term alone, and the total with what overlaps."""
+    """Seconds of one step: each term alone, and the total with overlaps."""
 
     forward: float
     """Seconds of the towers over all chunks, without a graph or with a graph that is kept."""

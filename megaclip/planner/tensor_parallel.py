@@ -1,7 +1,7 @@
 """Compare a run with tensor parallelism with the same run without it.
 
-Tensor parallelism pays where a model's states do not fit otherwise, or where links between hosts are slow. Elsewhere
-ZeRO needs less time, because the towers wait for every sum over a tensor-parallel group.
+Tensor parallelism is useful if a model's states do not fit otherwise, or if links between hosts are slow. In other
+cases ZeRO needs less time, because the towers wait for every sum over a tensor-parallel group.
 """
 
 import itertools
@@ -30,7 +30,7 @@ class Alternative(NamedTuple):
 def tensor_parallel_verdict(workload: Workload, cluster: Cluster) -> str | None:
     """Return a sentence with the fastest run without tensor parallelism, if that fits and is faster.
 
-    None: the run has no tensor parallelism, it requires it, or it is faster with it.
+    None: the run has no tensor parallelism, requires it, or is faster with it.
     """
     if workload.tensor_ranks == 1:
         return None
@@ -70,7 +70,7 @@ def fastest_without(workload: Workload, cluster: Cluster) -> Alternative | None:
 def _without(workload: Workload) -> Iterator[tuple[str, Workload]]:
     batch, ranks = workload.batch, workload.tensor_ranks
     captions = workload.megaclip.text_micro_batch_size is not None
-    # Smaller chunks would save more of the captions' padding. The run could have them too.
+    # Smaller chunks would save more of the captions' padding, but the run with tensor parallelism could use them too.
     saved = 1 - workload.text_positions / workload.model.text_cfg.context_length
     whole = replace(workload.with_megaclip(tensor_parallel_size=1), text_positions_saved=saved)
     doublings = [2**power for power in range(batch.accumulation.bit_length())]

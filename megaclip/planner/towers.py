@@ -3,21 +3,21 @@
 The formulas are those of MegaCLIP's own towers. open_clip's towers are traced (`planner.traced_towers`).
 
 A pre-norm block of width C and MLP width r C keeps, per token and in units of C numbers: its input, the norms' outputs
-(2), queries, keys and values (3), attention's output, the sum after attention, and the MLP's two hidden layers (2 r):
-8 + 2 r. QuickGELU keeps its sigmoid too (r), LayerScale its two inputs (2). With selective recomputation it keeps
-neither the norms' outputs nor the activation function's: 6 + r. Where one token stands for the sample, the
-last block keeps its input, a norm's output, keys and values of every token (4), the rest of that one token. In float32,
-whatever the precision: mean and deviation of two norms (4 numbers) and attention's log-sum-exp per head.
-`tests/unit/test_planner_towers.py` compares the formula with the bytes that autograd saves.
+(2), queries, keys and values (3), attention's output, the sum after attention, and the MLP's two hidden layers (2 r): 8
++ 2 r. QuickGELU keeps its sigmoid too (r), LayerScale its two inputs (2). With selective recomputation it keeps neither
+the norms' outputs nor the activation function's: 6 + r. Where one token stands for the sample, the last block keeps its
+input, a norm's output, keys and values of every token (4), the rest of that one token. Always in float32: mean and
+deviation of two norms (4 numbers) and attention's log-sum-exp per head. `tests/unit/test_planner_towers.py` compares
+the formula with the bytes that autograd saves.
 
 With tensor parallelism over T ranks, a chunk of m rows per rank is T m rows in the towers. Each rank keeps its part of
 queries, keys, values, attention's output and the hidden layers, (4 + 2 r) / T, and the rest whole: 4. The part of the
 operations in the blocks is T m rows divided by T; patch embedding and projection run on all T m rows on every rank.
-Sizes are given for this rank's m rows and count what the T m rows take.
+Sizes are given for this rank's m rows and include the memory of all T m rows.
 
 A locked tower whose last groups are trained keeps a graph of these groups only: of N groups, the projection and N - 1
-blocks. The blocks below run as without a graph. `Tower.part_with_graph` is a tower of these blocks. Beside few
-blocks the tensors of one token are not negligible, so a part counts them: what a pooled block keeps of its own token,
+blocks. The blocks below run without a graph. `Tower.part_with_graph` is a tower of the trained blocks. With few blocks
+the tensors of one token are not negligible, so they are counted for a part: what a pooled block keeps of its own token,
 and the input and output of the last norm.
 
 The peak of the backward pass is at the last whole block's MLP (the gradient of its output and of its hidden layer), or,

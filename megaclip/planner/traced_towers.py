@@ -6,8 +6,8 @@ the peaks are those of eager PyTorch. Bytes per sample are the slope between the
 
 Attention counts as one fused kernel, which keeps queries, keys, values, its output and a float32 log-sum-exp. On the
 meta device PyTorch would take the plain kernels, which keep the whole score matrix. Workspaces of convolution kernels
-are unknown, and so is the time of everything that is not a product: it is taken as the time of reading the kept
-activations twice forward and three times backward.
+are unknown, and so is the time of everything except products. It is estimated as the time of reading the kept
+activations twice in the forward pass and three times in the backward pass.
 
 A partly locked tower is traced with its lock, so that the graph is that of its trained part.
 """
@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megaclip.models import DualEncoder, OpenClipConfig, meta_model
 
 _FEW, _MANY = 512, 1024
-"""Samples of the two traces: so many that activations outweigh the gradient of any one parameter."""
+"""Numbers of samples of the two traces, large enough that activations exceed the gradient of any one parameter."""
 
 
 class Traced(NamedTuple):

@@ -1,4 +1,4 @@
-"""Bytes that a rank moves per step: features, parameters and gradients to other ranks; with offload, to host and disk.
+"""Bytes that a rank sends per step: to other ranks, and with offload to host memory and disk.
 
 `megaclip.losses.costs` has the traffic of the loss. The rest follows the gradient cache
 (`megaclip.engine.gradient_cache`) and DeepSpeed 0.19's `stage_1_and_2.py` and `stage3.py`. With offload_optimizer, per
@@ -29,7 +29,7 @@ from megaclip.planner.workload import Workload
 
 
 class _MovedElements(NamedTuple):
-    """Elements that ZeRO moves per step, of all ranks together that share its partitions."""
+    """Elements that ZeRO sends per step, over all ranks that share its partitions."""
 
     gathered: int
     """Elements of parameters that passes use, counted once for each pass."""
@@ -49,7 +49,7 @@ def exchange_sizes(workload: Workload) -> Sizes:
 
 
 def feature_traffic(workload: Workload) -> Traffic:
-    """Return the bytes that the loss sends per step; `workload` has no "auto" left (`resolve_auto`)."""
+    """Return the bytes that the loss sends per step. `workload` has no "auto" (`resolve_auto`)."""
     section = workload.megaclip
     return LOSS_COSTS[section.loss].traffic(section.exchange, section.reduction, exchange_sizes(workload))
 
@@ -147,7 +147,7 @@ def _moved_elements(workload: Workload) -> _MovedElements:
 
 
 def _backward_elements(work: TowerWork) -> int:
-    """Return the number of a tower's parameters that its backward pass uses: of a partly locked one, the trained."""
+    """Return the number of parameters that a tower's backward pass uses: in a partly locked tower, the trained ones."""
     parameters = work.parameters
     if not parameters.trained:
         return 0

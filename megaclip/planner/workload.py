@@ -1,7 +1,7 @@
-"""A run as the planner sees it: the settings that the run itself has, and the sizes of its parameters.
+"""Description of a run for the planner: the run's own settings, and the sizes of its parameters.
 
-`Workload.of(model_config, training_config, world_size)` takes them from the files that a run reads. A workload holds
-everything that memory and time depend on, except the machine (`cluster.py`).
+`Workload.of(model_config, training_config, world_size)` reads them from a run's model description and ds_config.json. A
+workload holds everything that memory and time depend on, except the machine (`cluster.py`).
 
 With tensor parallelism the N ranks are W replicas of T ranks. Batch sizes and parameters are those of one rank: its own
 rows, and its part of the split parameters.
@@ -68,7 +68,7 @@ class Workload:
     accumulates_in_bf16: bool
     """True if the gradients of a step's chunks accumulate in bfloat16."""
     optimizer: str
-    """Its type in ds_config.json."""
+    """Type of the optimizer in ds_config.json."""
     optimizer_state_bytes: int
     """Bytes per trained parameter of the optimizer's states and of the moving average, without the float32 master."""
     optimizer_temporary_bytes: int
@@ -84,13 +84,13 @@ class Workload:
     workers: int = DEFAULT_WORKERS
     """Loader processes per rank."""
     samples: int = 0
-    """Samples of the dataset, which only losses with state of every sample need."""
+    """Number of samples of the dataset. Only losses with per-sample state require it."""
     evaluation: EvaluationSets | None = None
     """Data sets of the evaluations between steps. None: the run is not evaluated."""
     text_positions_saved: float | None = None
     """Share of the text tower's token positions that cutting captions saves. None: assumed (`planner.captions`)."""
     steps: int | None = None
-    """Number of steps of the run. None: unknown, and taken as many."""
+    """Number of steps of the run. None: unknown, and assumed to be large."""
     async_save: bool = False
     """True if checkpoints are written from a copy in host memory (--async-save)."""
 
@@ -158,8 +158,8 @@ class Workload:
     def with_batch(
         self, local_batch: int | None = None, *, micro_batch: int | None = None, text_micro_batch: int | None = None
     ) -> "Workload":
-        """Return a copy with other samples per rank, or per rank and chunk. What is not given stays as it is; text
-        chunks follow the image chunks if the settings have no text_micro_batch_size."""
+        """Return a copy with other numbers of samples per rank, or per rank and chunk. Values that are not given stay
+        unchanged. Text chunks change with the image chunks if the settings have no text_micro_batch_size."""
         section, tensor_ranks = self.megaclip, self.tensor_ranks
         if text_micro_batch is not None:
             section = section.model_copy(update={"text_micro_batch_size": text_micro_batch * tensor_ranks})

@@ -142,7 +142,7 @@ def test_the_compilers_dropout_is_that_of_plain_pytorch(falls_back: bool) -> Non
         ({"pool_type": "argmax"}, None),
         ({"pool_type": "last"}, 'the text tower\'s "pool_type" is "last"'),
         ({"no_causal_mask": True}, "the text tower's attention is not causal"),
-        ({"embed_cls": True}, "the text tower puts a class token behind the padding"),
+        ({"embed_cls": True}, "the text tower puts a class token after the padding"),
     ],
 )
 def test_captions_are_cut_where_padding_cannot_matter(
@@ -167,4 +167,4 @@ def test_captions_are_cut_where_padding_cannot_matter(
 def test_hugging_faces_text_models_get_the_padding(tmp_path: Path) -> None:
     config = family("roberta", tmp_path)
     assert isinstance(config, OpenClipConfig)
-    assert reason_not_to_cut(config.text_cfg) == "Hugging Face's text models get the padding"
+    assert reason_not_to_cut(config.text_cfg) == "Hugging Face's text models read the padding"
