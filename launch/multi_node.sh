@@ -157,6 +157,11 @@ else
   launch+=(--no_ssh_check --force_multi "$root/launch/train.py" "${quoted[@]}")
 fi
 
+# Lines "HOST EXIT_CODE", for `megaclip supervise`. The disk may be full, or a system that deletes old temporary files may
+# have deleted it: ranks are ended without it, too.
+host_codes=${MEGACLIP_HOST_CODES:-$(mktemp)}
+note() { { echo "$1" >>"$host_codes"; } 2>/dev/null || true; }
+
 # Run a shell command for each of DeepSpeed's launchers of this job, whose process id is $0, on this host or on all
 # hosts. The ^ keeps the pattern from matching pdsh and the shells that run it.
 for_launchers() {
@@ -191,12 +196,14 @@ end_late_launchers() {
 end_at_once() {
   trap '' INT TERM USR1 USR2
   : "${launcher:=$!}" # a signal can arrive between the start of the launcher and the assignment below
-  echo ended >>"$host_codes" # the exit codes that follow are those of ranks that this script has ended
+  note ended # the exit codes that follow are those of ranks that this script has ended
   signal_ranks KILL
   pkill -TERM -P "$launcher" || kill -TERM "$launcher" 2>/dev/null || true
   wait "$launcher" || true
   signal_ranks KILL # of a host whose launcher started meanwhile
-  if [[ ${code-} == "$refused" ]] || sed '/^ended$/,$d' "$host_codes" | grep -q " $refused\$"; then exit "$refused"; fi
+  if [[ ${code-} == "$refused" ]] || sed '/^ended$/,$d' "$host_codes" 2>/dev/null | grep -q " $refused\$"; then
+    exit "$refused"
+  fi
   exit 1
 }
 
@@ -227,8 +234,6 @@ failed() {
 # Exit codes of ranks that have saved because of a signal: 128 + SIGINT, SIGUSR1 or SIGTERM.
 stop_codes='130|138|143'
 refused=78 # exit code of ranks whose settings are refused, so that a restart would not help
-# Lines "HOST EXIT_CODE", for `megaclip supervise`.
-host_codes=${MEGACLIP_HOST_CODES:-$(mktemp)}
 
 # pdsh reports a failed host at once but keeps waiting for the others (not every pdsh 2.34 has the option -k).
 watch_for_failure() {
@@ -238,7 +243,7 @@ watch_for_failure() {
     printf '%s\n' "$line" >&2
     [[ ! $line =~ exit\ code\ ($stop_codes)$ ]] || continue
     if [[ $line =~ ^pdsh@[^:]*:\ ([^ ]+):\ ssh\ exited\ with\ exit\ code\ ([0-9]+)$ ]]; then
-      echo "${BASH_REMATCH[1]} ${BASH_REMATCH[2]}" >>"$host_codes"
+      note "${BASH_REMATCH[1]} ${BASH_REMATCH[2]}"
     fi
     if [[ $line =~ ^pdsh@.*:\ ssh\ (exited|killed) ]]; then kill -USR2 $$; fi
   done
@@ -252,7 +257,7 @@ wait_for_launcher() {
   code=0
   wait "$launcher" || code=$? # bash keeps the exit code
   if [[ ! $code =~ ^(0|$stop_codes)$ ]]; then
-    if $no_ssh; then echo "${hosts[10#$node_rank]} $code" >>"$host_codes"; fi
+    if $no_ssh; then note "${hosts[10#$node_rank]} $code"; fi
     failed
   fi
   if $no_ssh; then

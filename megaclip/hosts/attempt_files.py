@@ -43,10 +43,17 @@ def attempt_files(hosts: Sequence[Host], parent: Path | None = None) -> Iterator
 
 
 def read_codes(path: Path, hosts: Sequence[Host]) -> dict[str, int]:
-    """Return the exit codes by host that the script has written before it ended the other ranks."""
+    """Return the exit codes by host that the script has written before it ended the other ranks.
+
+    Return none if the file cannot be read: a system that deletes old temporary files may have deleted it.
+    """
     names = {host.address: host.name for host in hosts} | {host.name: host.name for host in hosts}
     codes: dict[str, int] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return codes
+    for line in lines:
         if line == END_OF_CODES:
             break
         address, _, code = line.partition(" ")

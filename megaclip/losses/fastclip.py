@@ -91,8 +91,8 @@ class FastClipLoss(BatchLoss):
 
     A step is `loss(image_features, text_features, ids=..., epoch=...)`, `backward()`, `step()`. Only `step()` changes
     the state and the temperature. The next call of the loss discards a step that was not finished by `step()`. With
-    gradient accumulation, call `step()` after every backward pass. A factor of the loss, such as GradScaler's, has no
-    effect on the state and the temperature.
+    gradient accumulation, call `step()` after every backward pass. A factor of the loss, such as GradScaler's, a second
+    backward pass and `zero_grad()` have no effect on the state and the temperature.
 
     `state_dict()` does not contain the samples' state. To resume, save `checkpoint_state()` of every rank, and pass all
     of them to `load_checkpoint_state()`.
@@ -228,11 +228,6 @@ class FastClipLoss(BatchLoss):
             raise RuntimeError("no backward pass is finished; call loss(...).backward() in training mode before step()")
         log_scale = self.temperature.log_scale
         trains_scale = self.temperature.learnable and log_scale.requires_grad  # False: the caller has frozen it
-        if trains_scale and log_scale.grad is None:
-            raise RuntimeError(
-                "the temperature has no gradient, because zero_grad() has cleared it or torch.autograd.grad() leaves "
-                "it out; call loss(...).backward(), then step(), and zero_grad() after that"
-            )
         chosen = self.settings
         rate = scheduled_rate(
             chosen.temperature_learning_rate,
@@ -264,8 +259,7 @@ class FastClipLoss(BatchLoss):
 
         self.state.commit(step.ticket, torch.cat(sent, dim=1), merge)
         if trains_scale:
-            assert log_scale.grad is not None, "checked above"
-            log_scale.grad = step.own_gradient(log_scale.grad)
+            log_scale.grad = step.scale_gradient  # log_scale's own is that of all backward passes, times their factors
             self.temperature.step(rate, chosen.temperature_betas, chosen.temperature_eps)
         elif self.individual:
             log_scale.copy_(step.mean_log_scale)
@@ -288,7 +282,7 @@ class FastClipLoss(BatchLoss):
     def _check_finite(self, step: "_Step") -> None:
         """Raise NonFiniteError if an estimate or a gradient of a temperature of this rank is infinite or NaN."""
         finite = step.log_u.isfinite().all() & step.d_loss.isfinite()
-        gradient = step.temperature_gradient if self.individual else self.temperature.log_scale.grad
+        gradient = step.temperature_gradient if self.individual else step.scale_gradient
         if gradient is not None:
             finite = finite & gradient.isfinite().all().to(finite.device)
         if not finite:
@@ -368,20 +362,12 @@ class _Step:
         self.ran_backward = False
         self.is_checked = False
         self.temperature_gradient: Tensor | None = None  # (b, 2), for per-sample temperatures
+        self.scale_gradient: Tensor | None = None  # (1,), for a learned global temperature
         self.d_loss = torch.ones(())
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Reduce to None: a copy of a loss has no pending step, because messages cannot be copied."""
         return type(None), ()
-
-    def own_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of the unscaled loss from that of the loss times a factor, such as GradScaler's.
-
-        The temperature's optimizer has its own learning rate and eps, and no other code divides its gradient by the
-        factor.
-        """
-        factor = self.d_loss.to(gradient)
-        return gradient / torch.where(factor == 0, 1.0, factor)
 
     def mixed(self, log_g: Tensor) -> Tensor:
         """Return the new log u (b, 2), by FastCLIP, equation 1. For a sample that was never seen, u = g."""
@@ -453,8 +439,9 @@ class _GlobalContrastive(torch.autograd.Function):
             through_g = torch.stack([-spread_x / tau_x, -spread_y / tau_y], dim=1)
             step.temperature_gradient = log_u + loss.rho + through_g
         elif loss.temperature.learnable:
-            d_log_scale = _global_gradient(loss, plan, dots, log_u, tau_x) * d_loss
-            d_log_scale = gradient_of_scalar(d_log_scale, log_scale)
+            own = _global_gradient(loss, plan, dots, log_u, tau_x)
+            step.scale_gradient = gradient_of_scalar(own, log_scale)
+            d_log_scale = gradient_of_scalar(own * d_loss, log_scale)
         return dx, dy, d_log_scale, None, None
 
 

@@ -152,7 +152,7 @@ def take_step(
         if fault == "temperature" and pending.temperature_gradient is not None:
             pending.temperature_gradient[0, 0] = math.nan
         elif fault == "temperature":
-            loss._loss.temperature.log_scale.grad.fill_(math.nan)
+            pending.scale_gradient.fill_(math.nan)
         loss.check()
 
     engine_cases.accumulate_gradients(

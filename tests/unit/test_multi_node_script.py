@@ -477,6 +477,15 @@ def test_refused_settings_are_reported_by_the_exit_code(bench: Bench) -> None:
     assert done.returncode == 78
 
 
+def test_a_failure_is_noticed_after_temporary_files_were_cleaned_up(bench: Bench) -> None:
+    """Systems delete temporary files that are older than ten days, and a run may take longer."""
+    bench.environment["MEGACLIP_HOST_CODES"] = str(bench.folder / "deleted" / "codes")
+    bench.stub("deepspeed", "#!/bin/bash\necho 'pdsh@here: node-1: ssh exited with exit code 1' >&2\nsleep 20\n")
+    done = bench.run("multi_node.sh", "--hostfile", bench.hostfile, *TRAINING)
+    assert done.returncode == 1 and "a rank failed" in done.stderr and "deleted" not in done.stderr
+    assert (bench.records / "pdsh").read_text().splitlines(), "no rank was ended"
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_hosts_are_checked_before_the_start(bench: Bench, code: int) -> None:
     bench.stub("python", f"{RECORDER}exit {code}\n")

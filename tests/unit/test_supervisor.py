@@ -93,6 +93,12 @@ def test_a_host_is_left_out_after_two_failures_although_it_answers(cluster: Clus
     assert cluster.starts() == ["a:1 b:1 c:2", "a:1 b:1 c:2", "a:1 c:1"]
 
 
+def test_a_failure_after_temporary_files_were_cleaned_up_is_restarted(cluster: Cluster) -> None:
+    run = cluster.supervisor(f"{saved(10)} rm -r $(dirname $MEGACLIP_HOST_CODES); exit 1", "exit 0")
+    assert run.run() == 0
+    assert len(cluster.starts()) == 2
+
+
 def test_a_lost_host_that_is_back_is_used_after_the_next_checkpoint(cluster: Cluster) -> None:
     again = f"{TRAPS} touch up/c; {saved(20)} {ENDLESS}"
     run = cluster.supervisor(f"{saved(10)} rm up/c; exit 1", again, "exit 0")
