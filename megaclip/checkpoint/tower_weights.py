@@ -2,12 +2,14 @@
 
 A file can contain a whole open_clip model, from which one tower is read, or only open_clip's tower, as for its
 `pretrained_image_path`. For open_clip's towers it can also contain the trunk as timm or Hugging Face saves it. Such a
-trunk has no projection to the embedding, so the projection keeps its initial values. All other parameters of the tower
-must be in the file.
+trunk has no projection to the embedding, so the projection keeps its initial values. If the classifier of timm's trunk
+is the projection (`timm_proj` null), it is loaded if it has the model's shape. All other parameters of the tower must
+be in the file.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megaclip.checkpoint.manifest import require_whole
 from megaclip.checkpoint.open_clip_weights import adapt_positions, compare_weights, read_tensors
@@ -64,14 +66,18 @@ def _best_reading(model: DualEncoder, tower: str, path_or_dir: str | Path) -> tu
     expected = {name for name in model.named_weights() if name.startswith(prefix)}
     readings = [_adapted(reading, model) for reading in _readings(tensors, model, tower)]
     reading = max(readings, key=lambda one: len(expected & one.weights.keys()))
-    inside = {name for name in expected if not reading.is_trunk or name.startswith(_TRUNKS[tower])}
-    report = compare_weights(model, reading.weights)
+    report, inside = compare_weights(model, reading.weights), expected
+    if reading.is_trunk:
+        classifier = _classifier(model) if tower == "image" else set()
+        inside = {name for name in expected if name.startswith(_TRUNKS[tower])} - classifier
+        unused = reading.weights.keys() - expected
+        if not classifier <= set(report.loaded):  # the file's classifier is that of another task, or it has none
+            unused |= classifier & reading.weights.keys()
+        keep = {name: value for name, value in reading.weights.items() if name not in unused}
+        reading = replace(reading, weights=keep, ignored=(*reading.ignored, *sorted(unused)))
+        report = compare_weights(model, keep)
     missing = sorted(inside - reading.weights.keys())
     unknown = sorted(reading.weights.keys() - expected)
-    if reading.is_trunk:
-        keep = {name: value for name, value in reading.weights.items() if name in expected}
-        reading = replace(reading, weights=keep, ignored=(*reading.ignored, *unknown))
-        unknown = []
     if not expected & reading.weights.keys() or missing or unknown or report.mismatched:
         problems = [f"{len(expected & reading.weights.keys())} of {len(inside)} parameters found"]
         problems += [f"{len(missing)} missing (first: {missing[0]})"] if missing else []
@@ -87,6 +93,16 @@ def _best_reading(model: DualEncoder, tower: str, path_or_dir: str | Path) -> tu
             f"{', '.join(problems)}; use weights of the same tower and embedding size, or another --model"
         )
     return reading, sorted(expected - reading.weights.keys())
+
+
+def _classifier(model: DualEncoder) -> set[str]:
+    """Return the names of the parameters of a timm trunk's classifier, which is then the projection."""
+    trunk: Any = getattr(model.visual, "trunk", None)
+    if trunk is None:
+        return set()
+    parts = trunk.get_classifier()  # one module, or several in a tuple
+    found = {id(p) for part in (parts if isinstance(parts, tuple) else (parts,)) for p in part.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in found}
 
 
 def _readings(tensors: StateDict, model: DualEncoder, tower: str) -> list[_Reading]:

@@ -22,8 +22,8 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
 
     def own_settings(self) -> dict[str, Any]:
-        """Return the settings that the description contains."""
-        return self.model_dump(exclude_unset=True, exclude_none=True)
+        """Return the settings that the description contains, null ones too: `timm_proj` null is not its default."""
+        return self.model_dump(exclude_unset=True)
 
 
 class OpenClipVision(_Section):
@@ -118,8 +118,11 @@ class OpenClipConfig(_Section):
         }
 
     def to_open_clip(self) -> dict[str, Any]:
-        """Return the `model_cfg` of an exported card: the settings of the description."""
-        return self.own_settings()
+        """Return the `model_cfg` of an exported card: the settings of the description.
+
+        At the top level null turns a setting off, and open_clip takes the key `multimodal_cfg` alone for a CoCa.
+        """
+        return {name: value for name, value in self.own_settings().items() if value is not None}
 
     @property
     def has_text_prefix(self) -> bool:

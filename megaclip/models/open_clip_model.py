@@ -109,7 +109,7 @@ class OpenClipModel(DualEncoder):
                 block.checkpoint_fn = checkpoint_fn  # type: ignore[assignment]
 
     def lock_image_tower(self, unlocked_groups: int = 0) -> None:
-        """Freeze the image tower as open_clip's --lock-image does; timm's trunks keep a trained projection."""
+        """Freeze the image tower as open_clip's --lock-image does; a projection behind a timm trunk stays trained."""
         with _as_config_error(f"--lock-image-unlocked-groups {unlocked_groups}", self.visual):
             self.visual.lock(unlocked_groups=unlocked_groups)  # type: ignore[operator]
 

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from megaclip.errors import ConfigError, first_line
 from megaclip.models import DualEncoder, OpenClipConfig, meta_model
 
 _FEW, _MANY = 512, 1024
@@ -216,7 +217,7 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> Traced:
     try:
         tower.requires_grad_(False)  # FlopCounterMode follows the gradients of everything that requires one
         with _fused_attention() as attention, FlopCounterMode(display=False) as flops, _LiveBytes() as live:
-            tower(_inputs(model, name, samples, dtype))
+            _check_features(model, name, samples)
         forward_peak = live.peak
         operations, inputs_of_blocks = flops.get_total_flops() + attention.operations, block_inputs
         for parameter in trained:
@@ -230,6 +231,25 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> Traced:
         for hook in hooks:
             hook.remove()
     return Traced(operations, forward_peak, kept, live.peak, inputs_of_blocks)
+
+
+def _check_features(model: DualEncoder, name: str, samples: int) -> None:
+    """Run a forward pass. Raise ConfigError if the tower cannot encode its inputs, or not to (samples, embed_dim)."""
+    tower, config = (model.visual if name == "image" else model.text), model.config
+    section, key = ("vision_cfg", "image_size") if name == "image" else ("text_cfg", "context_length")
+    setting = f"{section}.{key} {getattr(getattr(config, section), key)}"
+    try:
+        shape = tower(_inputs(model, name, samples, model.logit_scale.dtype)).shape
+    except Exception as error:  # the libraries do not document what they raise
+        raise ConfigError(
+            f"{setting}: the {name} tower {type(tower).__name__} cannot encode such inputs: {type(error).__name__}: "
+            f"{first_line(error)}; correct it, or choose another model"
+        ) from error
+    if shape != (samples, config.embed_dim):
+        raise ConfigError(
+            f"embed_dim {config.embed_dim}: the {name} tower {type(tower).__name__} returns {list(shape)[1:]} numbers "
+            f"per sample; correct embed_dim, or the pooling and the projection in {section}"
+        )
 
 
 def _inputs(model: DualEncoder, name: str, samples: int, dtype: torch.dtype) -> torch.Tensor:

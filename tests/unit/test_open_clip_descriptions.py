@@ -13,6 +13,8 @@ from megaclip.errors import ConfigError
 from megaclip.models import ModelConfig, OpenClipConfig, build_model, load_model_config, meta_model
 from megaclip.models.descriptions import describe
 from megaclip.models.open_clip_config import open_clip_descriptions
+from megaclip.models.open_clip_keys import to_open_clip
+from megaclip.open_clip_package import import_open_clip
 from megaclip.planner.towers import own_image_tower, own_text_tower
 from megaclip.planner.traced_towers import Traced, trace_tower
 from tests.open_clip_families import CONTEXT_LENGTH, FAMILIES, IMAGE_SIZE, VOCAB_SIZE, family
@@ -35,6 +37,40 @@ TEXT = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers"
 )
 def test_the_description_chooses_the_towers(name, towers, expected):
     assert type(load_model_config(name, towers)) is expected
+
+
+@pytest.mark.parametrize("name", ["EVA02-B-16", "MobileCLIP-S1", "PE-Core-T-16-384"])
+def test_settings_that_are_null_are_passed_to_open_clip(name):
+    """Their `timm_proj` is null, so that the trunk's classifier is the projection; the default is another layer."""
+    given = json.loads(open_clip_descriptions()[name].read_text())
+    config = load_model_config(name)
+    assert OpenClipConfig.from_dict(config.to_open_clip()).to_open_clip()["vision_cfg"] == given["vision_cfg"]
+    with torch.device("meta"):
+        del given["custom_text"]
+        theirs = import_open_clip().CustomTextCLIP(**given).state_dict()
+    ours = to_open_clip(meta_model(config).state_dict(), config)
+    assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
+
+
+def test_a_null_at_the_top_level_turns_a_setting_off():
+    """open_clip takes the key multimodal_cfg alone for a CoCa."""
+    description = {**SMALL, "text_cfg": TEXT, "multimodal_cfg": None, "init_logit_bias": None}
+    config = describe(description, "model", "open_clip")
+    assert set(config.to_open_clip()) == {"embed_dim", "vision_cfg", "text_cfg"}
+
+
+@pytest.mark.parametrize(
+    ("tower", "changes", "message"),
+    [
+        ("image", {"vision_cfg": {"image_size": 96}}, r"image_size 96: .* cannot encode such inputs: .* match model"),
+        ("image", {"vision_cfg": {"timm_proj": "none"}}, r"the image tower TimmModel returns \[32\]"),
+        ("text", {"text_cfg": {"pool_type": "none"}}, r"the text tower TextTransformer returns \[6, 16\]"),
+    ],
+)
+def test_towers_without_features_for_the_loss_are_refused(tmp_path, tower, changes, message):
+    model = meta_model(family("vit", tmp_path).replace(**changes)).train()
+    with pytest.raises(ConfigError, match=message):
+        trace_tower(model, tower, samples=2)
 
 
 @pytest.mark.parametrize(

@@ -69,18 +69,35 @@ def test_a_text_tower_of_open_clips_class_clip(tmp_path):
 
 
 def test_a_timm_trunk_at_another_image_size(tmp_path):
-    """timm's file has a classifier, and positions for 4 x 4 patches."""
+    """timm's file has a classifier, and positions for 6 x 6 patches."""
     config = family("vit", tmp_path)
-    from timm.models.vision_transformer import checkpoint_filter_fn  # after open_clip, which makes it importable
+    import timm  # after open_clip, which makes it importable
+    from timm.models.vision_transformer import checkpoint_filter_fn
 
-    source = built(config, 1).visual.trunk
-    theirs = {**source.state_dict(), "head.weight": torch.randn(10, 32), "head.bias": torch.randn(10)}
-    model = built(config.replace(vision_cfg={**config.vision_cfg.own_settings(), "image_size": 96}), 2)
+    theirs = timm.create_model("small_vit", img_size=96, num_classes=10).state_dict()
+    model = built(config, 2)
     before = values(model)
-    expected = checkpoint_filter_fn(dict(source.state_dict()), model.visual.trunk)
+    expected = checkpoint_filter_fn(dict(theirs), model.visual.trunk)
+    expected = {name: value for name, value in expected.items() if not name.startswith("head.")}
+    assert theirs["pos_embed"].shape[1] == 37 and expected["pos_embed"].shape[1] == 17
     line = load_pretrained_tower(model, "image", written(tmp_path, theirs))
     assert_loaded(model, before, {f"visual.trunk.{name}": value for name, value in expected.items()})
     assert "visual.head.proj.weight keep their initial values" in line and "2 parameters of the file are not" in line
+
+
+@pytest.mark.parametrize(("classes", "loads"), [(0, False), (10, False), (16, True)])
+def test_a_timm_trunk_whose_classifier_is_the_projection(tmp_path, classes, loads):
+    """Only a classifier of the model's shape is read."""
+    config = family("mobileclip", tmp_path)
+    import timm
+
+    theirs = timm.create_model("small_fastvit", num_classes=classes).state_dict()
+    model = built(config, 2)
+    before = values(model)
+    line = load_pretrained_tower(model, "image", written(tmp_path, theirs))
+    expected = {f"visual.trunk.{name}": value for name, value in theirs.items() if loads or "head." not in name}
+    assert_loaded(model, before, expected)
+    assert ("visual.trunk.head.fc.weight keep their initial values" in line) != loads
 
 
 @pytest.mark.parametrize("whole", [True, False])
