@@ -39,6 +39,11 @@ def model_file(name: str) -> Any:
         path = open_clip_descriptions().get(name, Path(name))
     if path.is_dir():
         path = path / CARD_NAME
+        if not path.is_file():
+            raise ConfigError(
+                f"model {name!r} is a directory without {CARD_NAME}; give one that `megaclip export` or `megaclip "
+                "import` has written"
+            )
     if not path.is_file():
         nearest = closest(name, {*list_models(), *open_clip_descriptions()}, cutoff=0.0)
         raise ConfigError(

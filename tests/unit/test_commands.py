@@ -130,6 +130,10 @@ def test_importing_a_run_names_the_export(tmp_path, monkeypatch, capsys):
         assert error.endswith(f"write them with `megaclip export {source} OUT_DIR` and give OUT_DIR")
         with pytest.raises(CheckpointError, match=r"holds DeepSpeed checkpoints of a run.*megaclip export"):
             read_weights(source)
+    states = step / "mp_rank_00_model_states.pt"
+    states.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"write them with `megaclip export {step} OUT_DIR`"):
+        read_weights(states)
 
 
 def test_the_tokenizer_accepts_the_column_that_its_error_asks_for(tmp_path, monkeypatch):
