@@ -323,6 +323,7 @@ def _require_complete(report: LoadReport, problem: str) -> None:
 
 def _weights_file(path: Path) -> Path:
     if path.is_file():
+        refuse_run(path)
         return path
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist; expected a weights file or a directory with {WEIGHTS_NAME}")

@@ -16,6 +16,7 @@ from megaclip.comm.collectives import gather_objects
 from megaclip.comm.groups import group_rank
 from megaclip.errors import CheckpointError
 from megaclip.logging import get_logger
+from megaclip.models.config import CARD_NAME
 
 logger = get_logger(__name__)
 
@@ -151,6 +152,11 @@ def locate(path: Path, tag: str | None = None) -> tuple[Path, str]:
     Raises:
         CheckpointError: `path` is none of the three, or does not hold that checkpoint, or the checkpoint is incomplete.
     """
+    if (path / CARD_NAME).is_file():
+        raise CheckpointError(
+            f"{str(path)!r} holds open_clip weights, not a checkpoint of a run; give the run's folder, or start a new "
+            "run from these weights with --pretrained"
+        )
     if _TAG.fullmatch(path.name) and path.is_dir():
         if tag not in (None, path.name):
             raise CheckpointError(
@@ -175,11 +181,13 @@ def locate(path: Path, tag: str | None = None) -> tuple[Path, str]:
 
 def refuse_run(path: Path) -> None:
     """Raise CheckpointError if `path`, where open_clip's weights are expected, belongs to a run."""
-    is_step = _TAG.fullmatch(path.name) is not None and path.is_dir()
-    if is_step or any((folder / LATEST).is_file() for folder in (path, path / "checkpoints")):
+    source = path.parent if path.name.endswith(("_model_states.pt", "_optim_states.pt")) else path
+    is_export = (source / CARD_NAME).is_file()  # an export may also be in a folder named step_N
+    is_step = _TAG.fullmatch(source.name) is not None and source.is_dir() and not is_export
+    if is_step or any((folder / LATEST).is_file() for folder in (source, source / "checkpoints")):
         raise CheckpointError(
             f"{str(path)!r} holds DeepSpeed checkpoints of a run, not open_clip weights; write them with "
-            f"`megaclip export {shlex.quote(str(path))} OUT_DIR` and give OUT_DIR"
+            f"`megaclip export {shlex.quote(str(source))} OUT_DIR` and give OUT_DIR"
         )
 
 

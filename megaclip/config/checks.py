@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, NoReturn, get_args
 
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -17,6 +18,7 @@ from megaclip.config.optimizers import NEED_WHOLE_TENSORS, check_optimizer, para
 from megaclip.config.section import MegaclipSection
 from megaclip.errors import ConfigError, config_error, nearest
 from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.losses.settings import FastClipSettings
 
 _REQUIRED = {
     "gradient_clipping": "write a number, or 0.0 for no clipping: without it DeepSpeed would clip at 1.0",
@@ -93,6 +95,15 @@ _ONLY_AT_STAGE_3 = (
 )
 """Prefixes of the settings that only ZeRO-3 uses."""
 
+_HOMES: dict[str, type[BaseModel]] = {
+    "megaclip": MegaclipSection,
+    "": DsConfig,
+    "zero_optimization": DeepSpeedZeroConfig,
+    "optimizer.params": params_model("AdamW"),
+    "megaclip.fastclip": FastClipSettings,
+}
+"""Sections whose settings are often written elsewhere."""
+
 _MONITOR_PACKAGES = {"wandb": "wandb", "comet": "comet_ml"}
 
 
@@ -133,8 +144,8 @@ def _settings(path: str, section: Any, model: type[BaseModel]) -> Iterator[tuple
     that are refused, misplaced or unknown.
     """
     if not isinstance(section, dict):
-        raise ConfigError(f"{path} is {section!r}; write a JSON object")
-    fields = {field.alias or name: field for name, field in model.model_fields.items()}
+        raise ConfigError(f"{path} is {json.dumps(section)}; write a JSON object, {{...}}")
+    fields = _keys(model)
     for key, value in section.items():
         setting = f"{path}.{key}" if path else key
         if setting in _REFUSED:
@@ -153,6 +164,10 @@ def _settings(path: str, section: Any, model: type[BaseModel]) -> Iterator[tuple
             yield from _settings(setting, value, inner)
 
 
+def _keys(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
 def _is_switched_off(setting: str, value: Any) -> bool:
     if "." in setting:
         return not value  # inside a section DeepSpeed takes null, 0 and {} for "off" too
@@ -160,10 +175,13 @@ def _is_switched_off(setting: str, value: Any) -> bool:
 
 
 def _refuse_unknown(setting: str, key: str, known: set[str]) -> NoReturn:
-    if key in MegaclipSection.model_fields:
-        raise ConfigError(f"{setting} is misplaced; write it in the section megaclip")
-    if key in DsConfig.model_fields:
-        raise ConfigError(f"{setting} is misplaced; write it at the top level")
+    section = setting.removesuffix(key)
+    homes = [home for home, model in _HOMES.items() if key in _keys(model) and f"{home}." != section]
+    inner = [home for home in homes if home.startswith(section)]  # megaclip.eps: of the two sections with eps, fastclip
+    if homes:
+        home = (inner or homes)[0]
+        place = f"in the section {home}" if home else "at the top level"
+        raise ConfigError(f"{setting} is misplaced; write it {place}")
     raise ConfigError(f"unknown key {setting}{nearest(key, known)}")
 
 

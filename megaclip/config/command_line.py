@@ -42,7 +42,10 @@ class TrainArguments(BaseModel):
         description="path of ds_config.json (batch, precision, optimizer, ZeRO, the section 'megaclip'), or the name "
         "of a shipped one, such as zero3_offload"
     )
-    model: str = Field(description="name of a preset (such as ViT-B-32) or path of a model JSON in open_clip's schema")
+    model: str = Field(
+        description="name of a model (such as ViT-B-32), path of a model JSON in open_clip's schema, or an exported or "
+        "imported directory; its weights are loaded by --pretrained only"
+    )
     train_data: list[str] = Field(
         min_length=1,
         description="training data: tar shards (as brace patterns or globs), parquet, CSV, JSON lines, image folders, "

@@ -39,12 +39,16 @@ def model_file(name: str) -> Any:
         path = open_clip_descriptions().get(name, Path(name))
     if path.is_dir():
         path = path / CARD_NAME
+        if not path.is_file():
+            raise ConfigError(
+                f"model {name!r} is a directory without {CARD_NAME}; give one that `megaclip export` or `megaclip "
+                "import` has written"
+            )
     if not path.is_file():
-        names = sorted({*list_models(), *open_clip_descriptions()})
-        nearest = closest(name, set(names), cutoff=0.0)
+        nearest = closest(name, {*list_models(), *open_clip_descriptions()}, cutoff=0.0)
         raise ConfigError(
-            f"unknown model {name!r}; expected a file, a directory with {CARD_NAME}, or a preset, the nearest of which "
-            f"is {nearest!r} (all: {', '.join(names)})"
+            f"unknown model {name!r}; expected a file, a directory with {CARD_NAME}, or a model's name, the nearest of "
+            f"which is {nearest!r}; docs/models.md lists the names"
         )
     return path
 

@@ -62,7 +62,7 @@ def test_an_unknown_command_is_refused_with_the_known_ones(monkeypatch):
     ("arguments", "message"),
     [
         (["models", "ViT-Z-32"], "error: unknown model 'ViT-Z-32'"),
-        (["models", "vit-b-32"], "error: unknown model 'vit-b-32'; .* the nearest of which is 'ViT-B-32'"),
+        (["models", "vit-b-32"], "error: unknown model 'vit-b-32'; .* the nearest of which is 'ViT-B-32'; docs/mod"),
         (["models", "ViT-B-32", "--write", "no_page.md"], "error: cannot read 'no_page.md': No such file"),
         (["models", "--write", "data.csv"], "error: data.csv has no table; write the lines '<!-- begin"),
         (["tokenizer", "data.csv", "--vocab-size", "10", "--out", "t.model"], "Vocabulary size is smaller than .*char"),
@@ -130,6 +130,10 @@ def test_importing_a_run_names_the_export(tmp_path, monkeypatch, capsys):
         assert error.endswith(f"write them with `megaclip export {source} OUT_DIR` and give OUT_DIR")
         with pytest.raises(CheckpointError, match=r"holds DeepSpeed checkpoints of a run.*megaclip export"):
             read_weights(source)
+    states = step / "mp_rank_00_model_states.pt"
+    states.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"write them with `megaclip export {step} OUT_DIR`"):
+        read_weights(states)
 
 
 def test_the_tokenizer_accepts_the_column_that_its_error_asks_for(tmp_path, monkeypatch):

@@ -123,6 +123,11 @@ def test_error_for_an_unknown_name_suggests_the_nearest_preset():
         load_model_config("ViT-B32")
 
 
+def test_error_for_a_directory_without_a_card_names_the_commands_that_write_one(tmp_path):
+    with pytest.raises(ConfigError, match=r"a directory without open_clip_config.json; give one that `mega"):
+        load_model_config(tmp_path)
+
+
 def test_exported_description_has_only_open_clips_keys_and_can_be_read():
     config = load_model_config("demo-tiny")
     exported = config.to_open_clip()

@@ -144,6 +144,15 @@ def test_locate_accepts_a_step_a_checkpoints_folder_or_a_run(tmp_path):
             search.locate(nothing)
 
 
+def test_an_export_is_no_checkpoint_whatever_its_name(tmp_path):
+    export = tmp_path / "step_00000002"
+    save(tmp_path, 2)
+    (export / "open_clip_config.json").write_text("{}")
+    search.refuse_run(export)
+    with pytest.raises(CheckpointError, match=r"holds open_clip weights, not a checkpoint .*with --pretrained"):
+        search.locate(export)
+
+
 def test_tag_selects_a_checkpoint_from_any_folder_of_the_run(tmp_path):
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
