@@ -321,6 +321,30 @@ def test_a_caption_of_a_table_that_is_no_text_is_a_bad_sample(tmp_path):
         open_pairs([str(tmp_path / "pairs.jsonl")]).caption(0)
 
 
+def test_a_caption_that_is_not_a_number_is_missing(tmp_path):
+    """Once, "nan" was the caption."""
+    table = pyarrow.table({"image": [picture(0)] * 2, "caption": [1.5, float("nan")]})
+    parquet.write_table(table, tmp_path / "pairs.parquet")
+    dataset = open_pairs([str(tmp_path / "pairs.parquet")])
+    assert dataset.caption(0) == "1.5"
+    with pytest.raises(BadSample, match="missing caption"):
+        dataset.caption(1)
+
+
+def test_numbers_of_classes_are_read_as_their_names(tmp_path):
+    """`datasets` stores the labels of CIFAR10 like this. Once, the captions were "0" and "1"."""
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    rows = {"image": [{"bytes": picture(0)}] * 4, "label": [1, 0, -1, None]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    dataset = open_pairs([str(tmp_path / "saved")], caption_key="label")
+    assert [dataset.caption(0), dataset.read(1).caption] == ["dog", "cat"]
+    for row in (2, 3):
+        with pytest.raises(BadSample, match="missing caption"):
+            dataset.read(row)
+
+
 @pytest.mark.parametrize("name", ["0.csv", "1.csv", "2.jsonl", "3.jsonl", "4.parquet"])
 def test_a_table_without_rows_is_refused(tmp_path, name):
     """The error was `datasets`' own, such as "StopIteration: " or "BatchSize must be greater than 0"."""
@@ -642,6 +666,8 @@ def test_hidden_files_in_a_class_are_no_images(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0.png").write_bytes(picture(number))
         (tmp_path / name / "._0.png").write_bytes(b"\0\5\26\7")
+        (tmp_path / name / ".ipynb_checkpoints").mkdir()
+        (tmp_path / name / ".ipynb_checkpoints" / "0-checkpoint.png").write_bytes(picture(number))
     assert images(open_labelled(tmp_path)) == [picture(0), picture(1)]
 
 
