@@ -56,6 +56,7 @@ def write_folder_of_pairs(folder):
     (folder / ".hidden.jpg").write_bytes(b"")
     (folder / ".ipynb_checkpoints").mkdir()
     (folder / ".ipynb_checkpoints" / "0-checkpoint.jpg").write_bytes(picture(0))
+    (folder / ".ipynb_checkpoints" / "metadata.csv").write_text("file_name,text\n")
     return str(folder)
 
 

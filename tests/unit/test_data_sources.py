@@ -293,6 +293,19 @@ def test_a_folder_with_a_metadata_file_per_folder_has_the_pictures_of_all(tmp_pa
     assert sorted(captions(dataset)) == ["caption 0", "caption 1"]
 
 
+def test_metadata_behind_a_link_is_refused(tmp_path):
+    """`datasets` does not follow the link. Once, its pictures were left out without a message."""
+    for name, number in (("elsewhere", 0), ("pairs/a", 1)):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / f"{number}.png").write_bytes(picture(number))
+        (tmp_path / name / "metadata.csv").write_text(f"file_name,text\n{number}.png,caption {number}\n")
+    (tmp_path / "link").symlink_to(tmp_path / "pairs")
+    assert captions(open_pairs([str(tmp_path / "link")])) == ["caption 1"]
+    (tmp_path / "pairs" / "b").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="pairs/b is behind a link to a folder and has a metadata file"):
+        open_pairs([str(tmp_path / "pairs")])
+
+
 def test_a_csv_may_have_words_after_thousands_of_numbers(tmp_path):
     """`datasets` chooses a type per column by the first 10,000 rows, and could not read words in later ones."""
     rows = ["0.png,7,1"] * 20_000 + ["0.png,seven,0.5"]
@@ -598,7 +611,9 @@ def test_labelled_datasets_in_both_layouts(tmp_path):
         place = folder / ("big_dog" if number % 2 else "a_cat")
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{number}.PNG").write_bytes(picture(number))
+    (shards / "test" / "._2.tar").write_bytes(b"\0\5\26\7")  # macOS writes it
     by_shard, by_folder = open_labelled(shards), open_labelled(folder)
+    assert by_shard._images.problems == {}
     assert by_shard.class_names == ["tabby cat", "big dog"] and by_shard.templates == ["a photo of a {c}.", "{c}"]
     assert by_folder.class_names == ["a cat", "big dog"] and by_folder.templates == ["a photo of a {c}."]
     assert [by_shard.read(n).caption for n in range(4)] == ["0", "1", "0", "1"]
