@@ -36,13 +36,13 @@ class CaptionKeys:
 
     @classmethod
     def parse(cls, key: str | None) -> CaptionKeys:
-        """Parse the value of --caption-key. Raises DataError for "json" without a field."""
+        """Parse the value of --caption-key. Raises DataError for whole JSON files."""
         if not key:
             return cls()
         parts = [part.strip().removeprefix(".") for part in key.split(";") if part.strip(" .")]
-        if JSON in parts:
-            raise DataError(f"--caption-key {key!r} names whole JSON files; add the field, such as json.caption")
         texts = [part.lower() for part in parts if not part.startswith("json.")]
+        if any(text.rpartition(".")[2] == JSON for text in texts):
+            raise DataError(f"--caption-key {key!r} names whole JSON files; add the field, such as json.caption")
         fields = tuple(part.removeprefix("json.") for part in parts)
         return cls((*texts, JSON), fields)
 

@@ -127,11 +127,13 @@ class ImageFolder:
 def walk_folder(folder: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the path and the file names of a folder and of all folders below it, links to folders included.
 
-    A folder that several links name is visited once. Raises DataError if a folder cannot be read.
+    Hidden folders, such as .ipynb_checkpoints, are left out. A folder that several links name is visited once. Raises
+    DataError if a folder cannot be read.
     """
     visited = set[str]()
     for place, folders, names in os.walk(folder, onerror=_raise_data_error, followlinks=True):
-        folders.sort()  # sorted, so that every process visits the same link first
+        # Sorted, so that every process visits the same link first.
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         if (real := os.path.realpath(place)) in visited:
             folders.clear()
             continue

@@ -114,7 +114,7 @@ def _warn_of_equal_names(folder: Path, names: list[str]) -> None:
 
 
 def _open_folder(folder: Path) -> LabelledDataset:
-    shards = sorted(folder.glob("*.tar"), key=_by_number) or sorted(folder.glob("test/*.tar"), key=_by_number)
+    shards = sorted(folder.glob("[!.]*.tar"), key=_by_number) or sorted(folder.glob("test/[!.]*.tar"), key=_by_number)
     templates = _lines(folder / TEMPLATES_FILE) or DEFAULT_TEMPLATES
     wrong = [template for template in templates if "{c}" not in template]
     if wrong:

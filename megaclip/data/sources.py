@@ -18,7 +18,7 @@ import numpy as np
 
 from megaclip.data.batch import RawSample
 from megaclip.data.captions import CaptionKeys
-from megaclip.data.image_folder import ImageFolder
+from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
 from megaclip.data.patterns import expand_pattern, refuse_special_files
@@ -229,6 +229,7 @@ def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_ke
     if metadata == [os.path.join(paths[0], "metadata.csv")]:
         # With its image-folder loader, `datasets` would read captions such as "NA" as missing, and 007 as a number.
         return open_table(metadata, "csv", None if image_key == "image" else image_key, caption_key)
+    _refuse_links(paths[0], metadata)
     if dataset_type == "imagefolder" and not metadata:
         return ImageFolder(
             paths[0],
@@ -256,10 +257,21 @@ def _refuse_several_folders(spec: str, paths: Sequence[str]) -> None:
         )
 
 
+def _refuse_links(folder: str, metadata: Sequence[str]) -> None:
+    """Raise DataError if a table is behind a link. `datasets` would leave it out."""
+    real = os.path.realpath(folder)
+    for place in map(os.path.dirname, metadata):
+        if os.path.realpath(place) != os.path.normpath(os.path.join(real, os.path.relpath(place, folder))):
+            raise DataError(
+                f"data {folder!r}: {place} is behind a link to a folder and has a metadata file; give this folder as "
+                "an entry of its own, without the link, or replace the link by the folder"
+            )
+
+
 def _metadata_of(folder: str) -> list[str]:
     """Return the tables of pictures in the folder and its sub-folders, as `datasets` expects them."""
     return [
-        os.path.join(place, name) for place, _, names in os.walk(folder) for name in names if name in METADATA_FILES
+        os.path.join(place, name) for place, names in walk_folder(folder) for name in names if name in METADATA_FILES
     ]
 
 

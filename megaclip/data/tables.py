@@ -67,7 +67,7 @@ class Table:
         caption_key: str | None,
         files: Sequence[str] = (),
     ) -> None:
-        from datasets import Image
+        from datasets import ClassLabel, Image
 
         self.kind = kind
         self._name = name
@@ -79,6 +79,9 @@ class Table:
         dataset = dataset.with_format(None).select_columns([self._image, self._caption])
         if isinstance(dataset.features[self._image], Image):
             dataset = dataset.cast_column(self._image, Image(decode=False))
+        feature = dataset.features[self._caption]
+        self._classes: Sequence[str] = feature.names if isinstance(feature, ClassLabel) else ()
+        """Names of the classes, if the captions are stored as numbers of classes."""
         self._rows = dataset
         self._only_captions = dataset.select_columns([self._caption])
         if len(dataset) == 0:
@@ -134,11 +137,12 @@ class Table:
         """Return only the caption of a sample, or its captions, one per line. Raises BadSample."""
         return "\n".join(self._captions(_record(self._only_captions, row, str(row))[self._caption], str(row)))
 
-    @staticmethod
-    def _captions(value: Any, key: str) -> tuple[str, ...]:
+    def _captions(self, value: Any, key: str) -> tuple[str, ...]:
         """Return the caption or captions in a cell, with every run of white space replaced by one space."""
+        if self._classes and value is not None:
+            value = self._classes[value] if value >= 0 else None  # -1 is an unknown class
         values = value if isinstance(value, list | tuple) else [value]
-        texts = [_text(text, key) for text in values if text is not None]
+        texts = [_text(text, key) for text in values if text is not None and text == text]  # NaN differs from itself
         if not texts:
             raise BadSample("missing caption", key)
         captions = cleaned(texts, key)

@@ -54,6 +54,9 @@ def write_folder_of_pairs(folder):
         (place / f"{number}.JPG").write_bytes(picture(number))
         (place / f"{number}.txt").write_text(text)
     (folder / ".hidden.jpg").write_bytes(b"")
+    (folder / ".ipynb_checkpoints").mkdir()
+    (folder / ".ipynb_checkpoints" / "0-checkpoint.jpg").write_bytes(picture(0))
+    (folder / ".ipynb_checkpoints" / "metadata.csv").write_text("file_name,text\n")
     return str(folder)
 
 

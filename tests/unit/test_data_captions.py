@@ -62,6 +62,7 @@ def test_captions_in_a_field_of_json_are_read(tmp_path, make, key):
     [
         (None, "the fields url, caption: set --caption-key to one of them, as in json.caption"),
         ("json", "--caption-key 'json' names whole JSON files; add the field, such as json.caption"),
+        ("meta.JSON", "--caption-key 'meta.JSON' names whole JSON files; add the field, such as json.caption"),
         ("json.title", "have no field title; the first one has the fields url, caption"),
         ("title;words", "have no field title or words; the first one has the fields url, caption"),
     ],

@@ -293,6 +293,19 @@ def test_a_folder_with_a_metadata_file_per_folder_has_the_pictures_of_all(tmp_pa
     assert sorted(captions(dataset)) == ["caption 0", "caption 1"]
 
 
+def test_metadata_behind_a_link_is_refused(tmp_path):
+    """`datasets` does not follow the link. Once, its pictures were left out without a message."""
+    for name, number in (("elsewhere", 0), ("pairs/a", 1)):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / f"{number}.png").write_bytes(picture(number))
+        (tmp_path / name / "metadata.csv").write_text(f"file_name,text\n{number}.png,caption {number}\n")
+    (tmp_path / "link").symlink_to(tmp_path / "pairs")
+    assert captions(open_pairs([str(tmp_path / "link")])) == ["caption 1"]
+    (tmp_path / "pairs" / "b").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="pairs/b is behind a link to a folder and has a metadata file"):
+        open_pairs([str(tmp_path / "pairs")])
+
+
 def test_a_csv_may_have_words_after_thousands_of_numbers(tmp_path):
     """`datasets` chooses a type per column by the first 10,000 rows, and could not read words in later ones."""
     rows = ["0.png,7,1"] * 20_000 + ["0.png,seven,0.5"]
@@ -319,6 +332,30 @@ def test_a_caption_of_a_table_that_is_no_text_is_a_bad_sample(tmp_path):
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(BadSample, match="missing caption: 0: expected text, got dict"):
         open_pairs([str(tmp_path / "pairs.jsonl")]).caption(0)
+
+
+def test_a_caption_that_is_not_a_number_is_missing(tmp_path):
+    """Once, "nan" was the caption."""
+    table = pyarrow.table({"image": [picture(0)] * 2, "caption": [1.5, float("nan")]})
+    parquet.write_table(table, tmp_path / "pairs.parquet")
+    dataset = open_pairs([str(tmp_path / "pairs.parquet")])
+    assert dataset.caption(0) == "1.5"
+    with pytest.raises(BadSample, match="missing caption"):
+        dataset.caption(1)
+
+
+def test_numbers_of_classes_are_read_as_their_names(tmp_path):
+    """`datasets` stores the labels of CIFAR10 like this. Once, the captions were "0" and "1"."""
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    rows = {"image": [{"bytes": picture(0)}] * 4, "label": [1, 0, -1, None]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    dataset = open_pairs([str(tmp_path / "saved")], caption_key="label")
+    assert [dataset.caption(0), dataset.read(1).caption] == ["dog", "cat"]
+    for row in (2, 3):
+        with pytest.raises(BadSample, match="missing caption"):
+            dataset.read(row)
 
 
 @pytest.mark.parametrize("name", ["0.csv", "1.csv", "2.jsonl", "3.jsonl", "4.parquet"])
@@ -574,7 +611,9 @@ def test_labelled_datasets_in_both_layouts(tmp_path):
         place = folder / ("big_dog" if number % 2 else "a_cat")
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{number}.PNG").write_bytes(picture(number))
+    (shards / "test" / "._2.tar").write_bytes(b"\0\5\26\7")  # macOS writes it
     by_shard, by_folder = open_labelled(shards), open_labelled(folder)
+    assert by_shard._images.problems == {}
     assert by_shard.class_names == ["tabby cat", "big dog"] and by_shard.templates == ["a photo of a {c}.", "{c}"]
     assert by_folder.class_names == ["a cat", "big dog"] and by_folder.templates == ["a photo of a {c}."]
     assert [by_shard.read(n).caption for n in range(4)] == ["0", "1", "0", "1"]
@@ -642,6 +681,8 @@ def test_hidden_files_in_a_class_are_no_images(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0.png").write_bytes(picture(number))
         (tmp_path / name / "._0.png").write_bytes(b"\0\5\26\7")
+        (tmp_path / name / ".ipynb_checkpoints").mkdir()
+        (tmp_path / name / ".ipynb_checkpoints" / "0-checkpoint.png").write_bytes(picture(number))
     assert images(open_labelled(tmp_path)) == [picture(0), picture(1)]
 
 

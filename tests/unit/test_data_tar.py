@@ -117,6 +117,15 @@ def test_a_shard_without_an_end_is_reported(tmp_path, caplog, monkeypatch, cut):
     assert f"{path.name} (no end of the archive at byte {sizes[cut]}" in caplog.text
 
 
+def test_archives_that_were_joined_as_files_are_reported(tmp_path):
+    """`cat` joins them so that readers see the first one only. Once, the others were lost without a message."""
+    path, other = write_shards(tmp_path, [2, 3])
+    path.write_bytes(path.read_bytes() + other.read_bytes())
+    shards = TarShards([path])
+    assert len(shards) == 2 and shards.problems == {"damaged shard": 1}
+    assert "data behind the end of the archive" in shards.shards[0]["damage"]
+
+
 def test_repeated_names_in_a_shard_are_reported(tmp_path):
     """`tar --concatenate` makes such shards, if each was numbered from 0. Once, samples were lost without a message."""
     members = [("0.png", picture(0)), ("0.txt", b"first"), ("0.png", picture(1)), ("0.txt", b"second")]
