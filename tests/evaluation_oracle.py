@@ -41,13 +41,13 @@ def unit_features(generator: np.random.Generator, count: int, dim: int) -> np.nd
 
 
 def paired_features(
-    generator: np.random.Generator, image_count: int, captions_per_image: int, dim: int, noise: float = 1.5
+    generator: np.random.Generator, image_count: int, captions_per_image: int, dim: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return images, captions near their image, image ids, and each caption's image id, all in random order."""
     images = unit_features(generator, image_count, dim)
     image_ids = generator.permutation(3 * image_count)[:image_count]
     owner = generator.permutation(np.repeat(np.arange(image_count), captions_per_image))
-    texts = images[owner] + noise * unit_features(generator, len(owner), dim)
+    texts = images[owner] + 1.5 * unit_features(generator, len(owner), dim)
     texts = (texts / np.linalg.norm(texts, axis=1, keepdims=True)).astype(np.float32)
     return images, texts, image_ids, image_ids[owner]
 

@@ -135,7 +135,7 @@ def read_weights(path_or_dir: str | Path, config: ModelDescription | None = None
     return from_open_clip(read_tensors(path_or_dir, config), config)
 
 
-def read_tensors(path_or_dir: str | Path, config: ModelDescription | None = None) -> StateDict:
+def read_tensors(path_or_dir: str | Path, config: ModelDescription | None) -> StateDict:
     """Return the tensors of a weights file under the names of the file, as `read_weights` reads them."""
     path = _weights_file(Path(path_or_dir))
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)

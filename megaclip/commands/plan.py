@@ -43,20 +43,13 @@ from megaclip.planner import (
 from megaclip.planner.cluster import GPUS, gpu_preset, parse_size, rates_json
 from megaclip.planner.compilation import compile_estimate
 from megaclip.planner.memory import format_bytes
-from megaclip.planner.peers import (
-    PEERS,
-    inf_cl_loss_bytes,
-    open_clip_loss_bytes,
-    peer_gpu_bytes,
-    peer_step_seconds,
-)
+from megaclip.planner.peers import inf_cl_loss_bytes, open_clip_loss_bytes
 from megaclip.planner.phases import loss_sizes
 from megaclip.planner.report import graphs_text, loss_table, memory_table, time_table
 from megaclip.planner.rules import check_recomputation, cuts_captions
+from megaclip.planner.sweep import METHODS, draw, sweep
 from megaclip.planner.tensor_parallel import fastest_without
 from megaclip.planner.workload import EvaluationSets, nvme_paths
-
-_COLOURS = {"MegaCLIP": "#12784a", "open_clip": "#7a8699", "open_clip --accum-freq": "#3d4756", "Inf-CL": "#c0702a"}
 
 _USED_WITH = {
     "calibrate": {"model", "micro_batch"},
@@ -298,10 +291,7 @@ def _largest_batch(workload: Workload, cluster: Cluster) -> str:
 
 
 def _sweep(arguments: argparse.Namespace, workload: Workload, cluster: Cluster) -> int:
-    """Plan every power of two of chunks, for MegaCLIP and the peers, with the file's number of kept graphs.
-
-    "auto" would fill the GPU at every batch; the picture shows the memory that a batch needs.
-    """
+    """Print the largest batches that fit; draw memory and time over the batch, for this project and the peers."""
     if not isinstance(workload.model, ModelConfig):
         raise ConfigError(
             f"--sweep compares with other codes by formulas for MegaCLIP's own towers, and open_clip's modules run "
@@ -314,75 +304,18 @@ def _sweep(arguments: argparse.Namespace, workload: Workload, cluster: Cluster) 
             "--sweep compares with other codes by formulas for training both towers; leave "
             f"--{locked[0].replace('_', '-')} or --sweep out"
         )
-    if workload.megaclip.keep_graphs == "auto":
-        workload = workload.with_megaclip(keep_graphs=0)
-    rows: list[dict[str, Any]] = []
-    chunk = workload.batch.micro_batch
-    if workload.megaclip.text_micro_batch_size:  # otherwise text chunks follow the number of image chunks
-        chunk = math.lcm(chunk, workload.batch.text_micro_batch)
-    quantum = workload.world_size * chunk
-    for power in range(25):
-        batch = quantum * 2**power
-        if batch > 2**26:
-            break
-        sized = workload.with_batch(batch // workload.world_size)
-        whole = sized.with_megaclip(tensor_parallel_size=1)  # the peers have no tensor parallelism
-        plan = plan_memory(sized, cluster)
-        ours = {"method": "MegaCLIP", "gpu_bytes": plan.gpu_peak, "seconds": plan_time(sized, cluster).total}
-        rows.append({"batch": batch, **ours, "fits": not plan.refusals})
-        for method in PEERS:
-            size = peer_gpu_bytes(whole, method)
-            fits = size <= cluster.usable_gpu_memory
-            seconds = peer_step_seconds(whole, cluster, method)
-            rows.append({"batch": batch, "method": method, "gpu_bytes": size, "seconds": seconds, "fits": fits})
-    for method in _COLOURS:
+    rows = sweep(workload, cluster)
+    for method in METHODS:
         largest = max((row["batch"] for row in rows if row["method"] == method and row["fits"]), default=0)
         print(f"{method:26} largest batch of these that fits: {largest:,}")
     title = f"{Path(arguments.model).stem} on {cluster.gpus} x {format_bytes(cluster.gpu_memory)}"
     if arguments.json:
         with writing(arguments.json):
             arguments.json.write_text(json.dumps({"title": title, "results": rows}, indent=1))
-    _draw(rows, title, cluster, arguments.sweep)
+    with writing(Path(arguments.sweep)):
+        draw(rows, title, cluster, arguments.sweep)
+    print(f"wrote {arguments.sweep}")
     return 0
-
-
-def _draw(rows: list[dict[str, Any]], title: str, cluster: Cluster, out: str) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--sweep needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (memory, time) = plt.subplots(1, 2, figsize=(11, 4.2))
-    for method, colour in _COLOURS.items():
-        own = [row for row in rows if row["method"] == method]
-        fitting = [row for row in own if row["fits"]]
-        batches = [row["batch"] for row in own]
-        memory.plot(batches, [row["gpu_bytes"] / 2**30 for row in own], color=colour, label=method)
-        time.plot(
-            [row["batch"] for row in fitting],
-            [row["seconds"] for row in fitting],
-            "o-",
-            ms=3,
-            color=colour,
-            label=method,
-        )
-    memory.axhline(cluster.usable_gpu_memory / 2**30, color="#b03030", ls="--", lw=1, label="usable memory of a GPU")
-    memory.set_ylabel("planned GiB per GPU")
-    memory.set_ylim(1, 20 * max(1.0, cluster.usable_gpu_memory / 2**30))
-    time.set_ylabel("planned seconds per step, if the run fits")
-    for axis in (memory, time):
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xlabel("contrastive batch")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(fontsize=8, frameon=False)
-    figure.suptitle(f"{title}: planned by formulas, not measured", fontsize=11)
-    figure.tight_layout()
-    with writing(Path(out)):
-        figure.savefig(out, dpi=110)
-    print(f"wrote {out}")
 
 
 def _compare(arguments: argparse.Namespace) -> int:

@@ -22,9 +22,7 @@ CACHED = "hf:"
 class HuggingFaceTokenizer(Tokenizer):
     """open_clip's `HFTokenizer`. It returns the same ids for the same caption."""
 
-    def __init__(
-        self, source: str, context_length: int, *, mode: str | None = None, options: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, source: str, context_length: int, *, mode: str | None, options: dict[str, Any] | None) -> None:
         """source: a directory with tokenizer files, or "hf:NAME". mode, options: `text_cfg.tokenizer_mode` and
         `text_cfg.tokenizer_kwargs`. Raises ConfigError if the tokenizer cannot be loaded."""
         import_open_clip()

@@ -17,13 +17,12 @@ from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import (
     JSON,
     MAX_CAPTION_BYTES,
-    TEXT_FILES,
     CaptionKeys,
     check_fields,
     json_record,
     text_fields,
 )
-from megaclip.data.images import IMAGE_EXTENSIONS, read_image_file
+from megaclip.data.images import read_image_file
 from megaclip.data.order import runs_of_rows
 from megaclip.errors import DataError
 
@@ -39,8 +38,8 @@ class ImageFolder:
         self,
         folder: str,
         *,
-        image_extensions: Sequence[str] = IMAGE_EXTENSIONS,
-        caption_keys: CaptionKeys = TEXT_FILES,
+        image_extensions: Sequence[str],
+        caption_keys: CaptionKeys,
     ) -> None:
         self._image_extensions, self._keys = tuple(image_extensions), caption_keys
         self._rows: list[tuple[str, str | None]] = []

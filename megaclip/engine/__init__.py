@@ -34,7 +34,8 @@ A step runs (`run.Run.train_step`), on each rank:
 3. `gradient_cache` runs the towers over the chunks. It keeps all embeddings, and the graphs of as many chunks as
    `keep_graphs` allows. It calls the loss once for the whole batch and back-propagates the kept graphs. Then it runs
    the towers again over the other chunks, one chunk of one tower at a time. `embeddings_offload` selects whether
-   embeddings are kept on the device or in host memory.
+   embeddings are kept on the device or in host memory. `gradient_sums` sums the gradients of the chunks, and
+   `running_statistics` restores those of batch norms.
 4. `run_loss` passes the settings `exchange` and `reduction` to the loss. If one of them is "auto",
    `megaclip.losses.plan.make_plan` measures the link speed and the compute speed, from which `choose_way` selects the
    setting. The loss holds one tile of logits at a time.
@@ -47,5 +48,5 @@ Between steps `saving` writes checkpoints, and `best_checkpoint` records the one
 the run: `watchdog` ends it if it hangs, with the `stacks` of all threads, and `launcher` if its launcher is gone.
 
 Tools use `saved_model`, which loads an export or a checkpoint with its transform and tokenizer, and
-`machine_rates`, which measures this machine for the planner.
+`machine_rates`, which measures this machine for the planner. A run writes its model card by `saved_model` too.
 """

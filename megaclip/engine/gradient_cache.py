@@ -24,7 +24,7 @@ Shapes: b rows of this rank, D embedding.
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,6 +35,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from megaclip.comm.collectives import average_over_ranks
+from megaclip.engine.gradient_sums import GradientSums
+from megaclip.engine.running_statistics import restored, running_statistics
 from megaclip.engine.step_batch import StepBatch, Tower
 from megaclip.errors import NonFiniteError
 from megaclip.models import DualEncoder
@@ -115,9 +117,9 @@ def accumulate_gradients(
     loss, cached = _loss_and_gradients(
         loss_function, features, orders, scalars, engine.device, random_state.step, check_loss
     )
-    statistics = _running_statistics(engine.module)
-    with engine.coalesce_grad_reduction() if coalesce else nullcontext(), _restored(statistics):
-        sums = _GradientSums(engine.module, accumulation_dtype) if coalesce and passes.count > 1 else None
+    statistics = running_statistics(engine.module)
+    with engine.coalesce_grad_reduction() if coalesce else nullcontext(), restored(statistics):
+        sums = GradientSums(engine.module, accumulation_dtype) if coalesce and passes.count > 1 else None
         passes.back_propagate(cached, sums)
     engine.set_gradient_accumulation_boundary(True)  # coalesce_grad_reduction has restored the flag
     average_over_ranks(statistics)
@@ -227,7 +229,7 @@ class _Passes:
                     self._graphs[this_pass] = _Graph(outputs, _gradients_to_come(self._engine.module))
         return features
 
-    def back_propagate(self, cached: _Cached, sums: "_GradientSums | None") -> None:
+    def back_propagate(self, cached: _Cached, sums: GradientSums | None) -> None:
         """Back-propagate the cached gradients of features and scalars; leave the parameters' gradients in the engine.
 
         sums: sums of gradients, if DeepSpeed reduces them after the last chunk only. None: it reduces each chunk's
@@ -321,7 +323,7 @@ class _Passes:
             by_tower[other] = model.blank(self._batch.blank(other))
             unchanged = model.statistics((model.visual, model.text)[other])
         try:
-            with torch.set_grad_enabled(with_graph), _restored(unchanged):
+            with torch.set_grad_enabled(with_graph), restored(unchanged):
                 return self._engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT), pieces)
         finally:
             model.before_text = None  # evaluations do not reseed
@@ -351,82 +353,9 @@ def _forward_order(chunks: Sequence[int], is_trained: Sequence[bool]) -> list[tu
     return [(tower,) for tower in sorted(Tower, reverse=text_first)]
 
 
-@contextmanager
-def statistics_undone_on_failure(model: DualEncoder) -> Iterator[None]:
-    """Restore the model's running statistics if the body of the `with` statement, a step, raises.
-
-    Forward passes change them before the step has succeeded.
-    """
-    with _restored(_running_statistics(model), only_on_failure=True):
-        yield
-
-
-def _running_statistics(model: DualEncoder) -> list[Tensor]:
-    return [*model.statistics(model.visual), *model.statistics(model.text)]
-
-
-@contextmanager
-def _restored(statistics: list[Tensor], *, only_on_failure: bool = False) -> Iterator[None]:
-    """Restore running statistics to their values before the body of the `with` statement.
-
-    only_on_failure: do so only if the body raises.
-    """
-    before = [values.clone() for values in statistics]
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        if failed or not only_on_failure:
-            for values, kept in zip(statistics, before, strict=True):
-                values.data.copy_(kept)  # through .data, because kept graphs refer to them but never read them
-
-
 def _gradients_to_come(model: DualEncoder) -> dict[nn.Module, int]:
     """Return the counts that the forward pass has left in the modules (`_Graph.gradients_to_come`)."""
     return {module: count for module in model.modules() if (count := vars(module).get("ds_grads_remaining"))}
-
-
-class _GradientSums:
-    """Sums of parameter gradients over chunks in a wider dtype.
-
-    Autograd accumulates gradients in the parameters' own dtype. In bfloat16 a chunk's gradient is lost if the sum is
-    2^8 times as large.
-
-    Between chunks `parameter.grad` is None, so autograd stores its tensor there and adds nothing. A parameter that
-    ZeRO-3 has partitioned accepts no other tensor as gradient than the one that autograd made. There the tensor stays
-    and is set to zero.
-    """
-
-    def __init__(self, model: DualEncoder, dtype: torch.dtype) -> None:
-        self._parameters = [parameter for parameter in model.parameters() if parameter.dtype != dtype]
-        self._partitioned = any(hasattr(parameter, "ds_id") for parameter in self._parameters)
-        self._dtype = dtype
-        self._sums: dict[Tensor, Tensor] = {}
-
-    def add(self) -> None:
-        """Add a chunk's gradients to the sums, and remove them from the parameters."""
-        gradients = {parameter: parameter.grad for parameter in self._parameters if parameter.grad is not None}
-        new = [parameter for parameter in gradients if parameter not in self._sums]
-        self._sums |= {parameter: torch.zeros_like(gradients[parameter], dtype=self._dtype) for parameter in new}
-        if not gradients:
-            return
-        torch._foreach_add_([self._sums[parameter] for parameter in gradients], list(gradients.values()))
-        if self._partitioned:
-            torch._foreach_zero_(list(gradients.values()))
-        else:
-            for parameter in gradients:
-                parameter.grad = None
-
-    def write_back(self) -> None:
-        """Set the parameters' gradients to the rounded sums."""
-        while self._sums:
-            parameter, total = self._sums.popitem()
-            if self._partitioned:
-                assert parameter.grad is not None, "gradients are reduced after the last chunk"
-                parameter.grad.copy_(total)
-            else:
-                parameter.grad = total.to(parameter.dtype)
 
 
 def _loss_and_gradients(

@@ -169,7 +169,7 @@ class Metrics:
         pictures: dict[str, np.ndarray],
         left_out: dict[str, int],
         *,
-        of_average: bool = False,
+        of_average: bool,
     ) -> None:
         """Report an evaluation.
 

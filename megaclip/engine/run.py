@@ -12,7 +12,6 @@ import math
 import os
 import shlex
 import signal
-import tempfile
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -23,9 +22,8 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megaclip.checkpoint import manifest, store
+from megaclip.checkpoint import store
 from megaclip.checkpoint.durable import read_text, write_atomically
-from megaclip.checkpoint.model_card import remove_earlier_files, write_model_card
 from megaclip.checkpoint.search import MODEL_CARD, locate
 from megaclip.comm.collectives import gather_objects, sum_counts, wait_for_all_ranks
 from megaclip.comm.parallelism import parallel_groups
@@ -36,7 +34,7 @@ from megaclip.engine.build import build_engine
 from megaclip.engine.changed_settings import report_changed_settings
 from megaclip.engine.compilation import report_compilation
 from megaclip.engine.equal_inputs import require_equal_inputs
-from megaclip.engine.gradient_cache import RandomState, accumulate_gradients, statistics_undone_on_failure
+from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.launcher import end_with_launcher
 from megaclip.engine.logit_scale import LogitScale, MasterScalar
@@ -49,6 +47,8 @@ from megaclip.engine.resume import describe_run, resume
 from megaclip.engine.run_folder import report_write_errors, run_folder
 from megaclip.engine.run_length import RunLength
 from megaclip.engine.run_loss import RunLoss
+from megaclip.engine.running_statistics import restored, running_statistics
+from megaclip.engine.saved_model import write_model_folder
 from megaclip.engine.saving import Saves
 from megaclip.engine.schedules import chosen_schedule, chosen_warmup
 from megaclip.engine.step_store import StepStore, open_step_store
@@ -65,7 +65,6 @@ from megaclip.evaluation import (
     group_captions,
 )
 from megaclip.logging import get_logger, local_rank_from_environment
-from megaclip.models.config import CARD_NAME
 from megaclip.planner import MemoryPlan
 
 logger = get_logger(__name__)
@@ -213,21 +212,9 @@ class Run:
         """
         with report_write_errors():
             if self.rank == 0:
-                self._write_model_folder()
+                write_model_folder(self.checkpoints / MODEL_CARD, self.inputs)
                 self._write_settings()
                 self.best.resume(self.step, self.run_id)
-
-    def _write_model_folder(self) -> None:
-        """Write the model card and the tokenizer, which an export copies."""
-        card, inputs = self.checkpoints / MODEL_CARD, self.inputs
-        card.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory() as written:
-            inputs.tokenizer.write_open_clip(written)
-            names = [CARD_NAME, *os.listdir(written), *(file.name for file in inputs.tokenizer.files)]
-        remove_earlier_files(card, kept=names)
-        inputs.tokenizer.write_open_clip(card)
-        write_model_card(card, inputs.model_config, inputs.preprocess_cfg, inputs.tokenizer.files)
-        manifest.write(card)
 
     def _write_settings(self) -> None:
         """Write settings.json; log the settings that a resumed run has changed."""
@@ -376,7 +363,8 @@ class Run:
         queued, gradient_norm = torch.tensor(math.nan), math.nan
         updated = False
         try:
-            with statistics_undone_on_failure(self.engine.module):
+            # The forward passes change the statistics before the step is known to be good.
+            with restored(running_statistics(self.engine.module), only_on_failure=True):
                 queued = self._accumulate(batch)
                 gradient_norm = update(self.engine, self.step, queued)
             self.loss.update(self.step)

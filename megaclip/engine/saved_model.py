@@ -1,15 +1,21 @@
-"""Load a trained model with its image transform and tokenizer, from an exported directory or a run's checkpoint."""
+"""Load a trained model with its image transform and tokenizer, from an exported directory or a run's checkpoint.
 
+All checkpoints of a run share one folder with the model card and the tokenizer, which the run writes when it starts.
+"""
+
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.consolidate import consolidated_weights
-from megaclip.checkpoint.model_card import read_model_card
+from megaclip.checkpoint.model_card import read_model_card, remove_earlier_files, write_model_card
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights
 from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.data import ImageTransform, Tokenizer
+from megaclip.engine.inputs import Inputs
 from megaclip.engine.tokenizer_choice import choose_tokenizer
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import DualEncoder
@@ -96,3 +102,18 @@ def _locate(source: Path, tag: str | None, ema: bool) -> tuple[Path, str] | None
             "of its checkpoints"
         )
     return locate(source, tag)
+
+
+def write_model_folder(folder: Path, inputs: Inputs) -> None:
+    """Write the model card and the tokenizer of a run into its folder `MODEL_CARD`, from which an export copies them.
+
+    Files of an earlier tokenizer are deleted.
+    """
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as written:
+        inputs.tokenizer.write_open_clip(written)
+        names = [CARD_NAME, *os.listdir(written), *(file.name for file in inputs.tokenizer.files)]
+    remove_earlier_files(folder, kept=names)
+    inputs.tokenizer.write_open_clip(folder)
+    write_model_card(folder, inputs.model_config, inputs.preprocess_cfg, inputs.tokenizer.files)
+    manifest.write(folder)

@@ -95,7 +95,7 @@ def encode_captions(
     texts: Sequence[str],
     tokenizer: Callable[[list[str]], torch.Tensor],
     *,
-    batch_size: int = 256,
+    batch_size: int,
     group: Any = None,
 ) -> torch.Tensor:
     """Return text features (m, D) of this rank's m texts.

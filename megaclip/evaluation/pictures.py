@@ -110,12 +110,12 @@ def retrieval_grid(rows: Sequence[RetrievedRow]) -> np.ndarray:
     return _channels_first(canvas)
 
 
-def contact_sheet(title: str, samples: Sequence[tuple[str, Image.Image | None]], *, columns: int = 6) -> np.ndarray:
+def contact_sheet(title: str, samples: Sequence[tuple[str, Image.Image | None]]) -> np.ndarray:
     """Draw images in rows, each with its caption below it.
 
     samples: captions with their images, None for an image that cannot be read. Returns (3, H, W) uint8.
     """
-    cell, height, top = _THUMBNAIL + 32, _THUMBNAIL + 84, 62
+    columns, cell, height, top = 6, _THUMBNAIL + 32, _THUMBNAIL + 84, 62
     rows = -(-len(samples) // columns)
     canvas = Image.new("RGB", (2 * _MARGIN + columns * (cell + _GAP) - _GAP, top + max(1, rows) * height), _PAPER)
     draw = ImageDraw.Draw(canvas)

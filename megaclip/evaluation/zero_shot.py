@@ -72,7 +72,7 @@ def class_weights(
     tokenizer: Callable[[list[str]], torch.Tensor],
     *,
     group: Any = None,
-    prompt_batch_size: int = 256,
+    prompt_batch_size: int,
 ) -> torch.Tensor:
     """Return the class embeddings (C, D) float32, of unit length, on every rank.
 

@@ -1,12 +1,11 @@
 """Restart a run on several hosts without ssh. One process per host communicates through a folder that all hosts share.
 
-Each host runs a `Member`. It writes a heartbeat to `beat_NAME.json`. Before each attempt, the first host of the
-hostfile that is alive writes `plan_N.json`: the hosts of attempt N, or the exit code with which all members end. The
-rules are those of `megaclip.hosts.policy`. A member starts its own ranks only. It ends them if another host of the
-attempt has failed, was stopped or is gone.
+Each host runs a `Member`, which shows by its heartbeats (`megaclip.hosts.heartbeats`) that it is alive. Before each
+attempt, the first host of the hostfile that is alive writes `plan_N.json`: the hosts of attempt N, or the exit code
+with which all members end. The rules are those of `megaclip.hosts.policy`. A member starts its own ranks only. It ends
+them if another host of the attempt has failed, was stopped or is gone.
 
-A plan is created with a hard link, so if two members write it at the same time, only one succeeds. Clocks are not
-compared: a host is alive if its heartbeat has changed recently.
+A plan is created with a hard link, so if two members write it at the same time, only one succeeds.
 """
 
 import contextlib
@@ -14,17 +13,16 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaclip.checkpoint.durable import read_text
 from megaclip.errors import ConfigError, MegaclipError, os_reason
 from megaclip.hosts import policy
 from megaclip.hosts.attempt_files import HOST_CODES_FILE, attempt_files, read_codes
+from megaclip.hosts.heartbeats import Heartbeats, read_record
 from megaclip.hosts.hostfile import Host
 from megaclip.hosts.policy import End
 from megaclip.logging import get_logger
@@ -71,18 +69,16 @@ class Member:
     """Attempt that this member runs or is ready for."""
     _last: tuple[int, int, bool] | None = None
     """Number and exit code of this member's last attempt, and whether it ended because more hosts can be used."""
-    _beats: int = 0
     _stop: signal.Signals | None = None
     _grows: bool = False
     """True if this member has asked its script to end because more hosts can be used."""
     _script: subprocess.Popen | None = None
-    _seen: dict[str, tuple[tuple[str, int], float]] = field(default_factory=dict)
-    """Id and number of the last heartbeat, and the time when they changed, by host."""
-    _looked_at: float = 0.0
-    """Time when this member last read the heartbeats."""
-    _last_read: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Last heartbeat that could be read, by host."""
-    _id: str = field(default_factory=lambda: f"{os.getpid()}-{time.time_ns()}")
+    _heartbeats: Heartbeats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._heartbeats = Heartbeats(
+            self.folder, self.hosts, self.own, beat_s=self.times.beat_s, silence_s=self.times.silence_s
+        )
 
     def run(self) -> int:
         """Take part until the run is complete, stopped, or given up; return the exit code of `Supervisor.run`.
@@ -95,10 +91,7 @@ class Member:
         except OSError as error:
             raise _cannot_write(self.folder, error) from None
         self._attempt = max(self._plans(), default=0) + 1
-        ends = threading.Event()
-        thread = threading.Thread(target=self._beat_until, args=(ends,), name="heartbeat", daemon=True)
-        thread.start()
-        try:
+        with self._heartbeats.beating(self._state):
             while True:
                 plan = self._wait_for_plan()
                 if plan is None:
@@ -109,11 +102,10 @@ class Member:
                     log("the run ends with exit code %d: %s", plan["exit"], plan["reason"])
                     return int(plan["exit"])
                 self._take_part([Host(**host) for host in plan["hosts"]])
-        finally:
-            ends.set()
-            thread.join()
-            with contextlib.suppress(OSError):
-                self._path(self.own).unlink()
+
+    def _state(self) -> dict[str, Any]:
+        """Return what the heartbeats contain. The number is read first, because `_take_part` writes it last."""
+        return {"attempt": self._attempt, "last": self._last, "stop": self._stop}
 
     def stop(self, number: int) -> None:
         """Pass a signal on to the ranks of this host, and do not restart.
@@ -125,61 +117,6 @@ class Member:
         if self._script is not None and self._script.poll() is None and not saves_already:
             self._script.send_signal(number)
 
-    # ------------------------------------------------------------------------------------------------ heartbeats
-
-    def _path(self, host: Host) -> Path:
-        return self.folder / f"beat_{host.name}.json"
-
-    def _beat_until(self, ends: threading.Event) -> None:
-        while True:
-            self._beats += 1
-            state = {
-                "id": self._id,
-                "beats": self._beats,
-                "last": self._last,
-                "attempt": self._attempt,
-                "stop": self._stop,
-            }
-            with contextlib.suppress(OSError):  # a folder that cannot be written to for a while
-                _overwrite(self._path(self.own), state)
-            if ends.wait(self.times.beat_s):
-                return
-
-    def _alive(self) -> dict[str, dict[str, Any]]:
-        """Return the newest heartbeat of each host that is alive, by name."""
-        alive, now = {}, time.monotonic()
-        # Time in which this member did not read heartbeats does not count as silence: all hosts may have been stopped.
-        unseen_s = max(0.0, now - self._looked_at - self.times.beat_s)
-        self._looked_at = now
-        self._seen = {name: (mark, changed_at + unseen_s) for name, (mark, changed_at) in self._seen.items()}
-        for host in self.hosts:
-            beat = self._newest_beat(host)
-            if beat is None:
-                continue
-            mark = (str(beat.get("id")), int(beat.get("beats", 0)))
-            before, changed_at = self._seen.get(host.name, (None, -1e9))
-            if before is None:
-                self._seen[host.name] = (mark, -1e9)  # it may be an earlier file
-            elif before != mark:
-                self._seen[host.name] = (mark, now)
-                changed_at = now
-            if now - changed_at < self.times.silence_s:
-                alive[host.name] = beat
-        return alive
-
-    def _newest_beat(self, host: Host) -> dict[str, Any] | None:
-        """Return a host's heartbeat, or None if there is no such file.
-
-        If the file cannot be read at present, return the last heartbeat that could be read. A host counts as lost only
-        if its heartbeat does not change for `Times.silence_s`.
-        """
-        path = self._path(host)
-        if (beat := _read(path)) is not None:
-            self._last_read[host.name] = beat
-        elif _is_missing(path):
-            self._last_read.pop(host.name, None)
-        return self._last_read.get(host.name)
-
     # ------------------------------------------------------------------------------------------------ plans
 
     def _plans(self) -> list[int]:
@@ -187,7 +124,7 @@ class Member:
         return [int(name) for name in names if name.isascii() and name.isdigit()]
 
     def _plan(self, number: int) -> dict[str, Any] | None:
-        return _read(self.folder / f"plan_{number:06d}.json")
+        return read_record(self.folder / f"plan_{number:06d}.json")
 
     def _wait_for_plan(self) -> dict[str, Any] | None:
         """Return the plan of the next attempt, which this member writes if it is the first one alive; None: stopped.
@@ -199,7 +136,7 @@ class Member:
         while True:
             if (plan := self._plan(self._attempt)) is not None:
                 return plan
-            alive = self._alive()
+            alive = self._heartbeats.alive()
             waited_s = time.monotonic() - ready_at
             decides = next((host.name for host in self.hosts if host.name in alive), None) == self.own.name
             # A heartbeat that was written before the last attempt has an earlier number.
@@ -223,7 +160,7 @@ class Member:
         not count as a failure of a host.
         """
         plan = self._plan(self._attempt - 1) or _NO_ATTEMPT
-        ids = {self._id, *(str(beat.get("id")) for beat in alive.values())}
+        ids = {self._heartbeats.id, *(str(beat.get("id")) for beat in alive.values())}
         return plan if plan["exit"] is not None or ids & set(plan["members"]) else _NO_ATTEMPT
 
     def _decide(self, alive: dict[str, dict[str, Any]], waited_s: float) -> None:
@@ -345,7 +282,7 @@ class Member:
         started = time.monotonic()
         while script.poll() is None:
             time.sleep(self.times.beat_s / 2)
-            alive = self._alive()
+            alive = self._heartbeats.alive()
             if time.monotonic() - started < self.times.silence_s:
                 continue
             if left_at is None and any(self._has_left(alive.get(host.name)) for host in chosen):
@@ -393,8 +330,6 @@ _NO_ATTEMPT: dict[str, Any] = {"exit": 0, "hosts": [], "ends": [], "members": []
 """Plan number before the first attempt."""
 _ENDED = -1
 """Exit code of ranks that their member has ended."""
-_RECORD_BYTES = 1024
-"""Size of the file of a heartbeat."""
 
 
 def attempt_code(codes: Iterable[int], host_is_lost: bool) -> int:
@@ -430,33 +365,7 @@ def _end_of(content: dict[str, Any]) -> End:
     return End(**{**content, **sets})
 
 
-def _overwrite(path: Path, content: dict[str, Any]) -> None:
-    """Write a record of fixed size in place, so that a full disk does not end the heartbeat."""
-    text = json.dumps(content).ljust(_RECORD_BYTES - 1) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        os.pwrite(descriptor, text.encode(), 0)
-    finally:
-        os.close(descriptor)
-
-
 def _cannot_write(folder: Path, error: OSError) -> MegaclipError:
     return MegaclipError(
         f"cannot write to {str(folder)!r} ({os_reason(error)}); free space, fix permissions, or choose another --logs"
     )
-
-
-def _is_missing(path: Path) -> bool:
-    try:
-        path.stat()
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
-    return False
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(read_text(path))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None

@@ -32,16 +32,15 @@ class NetworkResult(BaseModel):
     """Rate of messages to the first host and back."""
 
 
-def measure(rank: int, hosts: int, address: str, port: int, *, limit_s: float = LIMIT_S) -> NetworkResult:
+def measure(rank: int, hosts: int, address: str, port: int) -> NetworkResult:
     """Exchange messages with the other hosts; every host calls this function at the same time.
 
     Args:
         rank: number of this host, from 0. The first one listens at `address` and `port`.
         hosts: number of hosts.
         address, port: those of the first host.
-        limit_s: seconds to wait for the others.
     """
-    limit = datetime.timedelta(seconds=limit_s)
+    limit = datetime.timedelta(seconds=LIMIT_S)
     try:
         store = TCPStore(address, port, hosts, is_master=rank == 0, timeout=limit, wait_for_workers=False)
     except (RuntimeError, OSError) as error:

@@ -117,9 +117,9 @@ class SampleState:
         *,
         fetched: int,
         samples: int,
-        group: Any = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        group: Any,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         self.columns = columns
         self.fetched = fetched

@@ -44,19 +44,16 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from megaclip.comm.collectives import gather_integers, raise_on_all_ranks, sum_over_ranks
+from megaclip.comm.collectives import gather_integers, raise_on_all_ranks
 from megaclip.comm.groups import resolve
 from megaclip.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from megaclip.losses.agreement import check_features
 from megaclip.losses.batch_loss import BatchLoss, with_unused
 from megaclip.losses.costs import LOSS_COSTS
-from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.estimators import SampleState, Ticket, check_ids, mean_per_row
 from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.losses.first_order import first_order
-from megaclip.losses.plan import Plan
+from megaclip.losses.global_contrastive import GlobalContrastive, Objective, Step
 from megaclip.losses.settings import StandaloneFastClipSettings
-from megaclip.losses.sums import gradient_of_scalar
 from megaclip.losses.temperature import (
     PUBLISHED_GRADIENT_LIMIT,
     U_COLUMNS,
@@ -65,8 +62,7 @@ from megaclip.losses.temperature import (
     scheduled_rate,
     step_individual,
 )
-from megaclip.ops.rows import finish_gradients, paired_products
-from megaclip.ops.tiles import Terms, accumulation_dtype
+from megaclip.ops.tiles import accumulation_dtype
 
 _GAMMA_EPOCHS = 18.0  # default outside of a MegaCLIP run, as in ds_configs/fastclip_v3.json
 
@@ -119,24 +115,23 @@ class FastClipLoss(BatchLoss):
     ) -> None:
         super().__init__(group=group, variant=variant, samples=samples, **settings)
         chosen = self.settings
-        self.rule = VARIANTS[variant]
-        self.reference = chosen.compat == "reference"
-        self.gamma_schedule = self.rule.gamma_schedule if chosen.gamma_schedule == "auto" else chosen.gamma_schedule
+        rule = VARIANTS[variant]
+        reference = chosen.compat == "reference"
+        self.gamma_schedule = rule.gamma_schedule if chosen.gamma_schedule == "auto" else chosen.gamma_schedule
         self.gamma_epochs = chosen.gamma_epochs or _GAMMA_EPOCHS
-        self.rho = chosen.rho if self.rule.with_rho else 0.0
+        self.objective = Objective(rule, chosen.rho if rule.with_rho else 0.0, chosen.eps, reference)
         self.bounds = (chosen.temperature_min, chosen.temperature_max)
         limit = chosen.temperature_gradient_limit
-        if limit is None and self.reference:
+        if limit is None and reference:
             limit = PUBLISHED_GRADIENT_LIMIT
         self.gradient_limit = limit or math.inf
-        self.individual = self.rule.individual
+        self.individual = rule.individual
         if not state_dtype.is_floating_point or (self.individual and state_dtype.itemsize < 4):
             raise ConfigError(
                 f"state_dtype is {state_dtype}; expected torch.float32 or torch.float64, because other formats lose "
                 f"small updates of the state of {variant}: set one of them"
             )
-        learnable = self.rule.temperature == "global"
-        self.temperature = GlobalTemperature(chosen.temperature, self.bounds, learnable=learnable)
+        self.temperature = GlobalTemperature(chosen.temperature, self.bounds, learnable=rule.temperature == "global")
         on_accelerator = chosen.state_device == "accelerator"
         self.state = SampleState(
             {**U_COLUMNS, **(individual_columns(chosen.temperature) if self.individual else {})},
@@ -146,7 +141,7 @@ class FastClipLoss(BatchLoss):
             dtype=state_dtype,
             device=get_accelerator().current_device_name() if on_accelerator else "cpu",
         )
-        self._pending: _Step | None = None
+        self._pending: Step | None = None
 
     def fetch(self, ids: Tensor) -> Ticket:
         """Start to fetch the state of the samples with these ids, (b,) int64. Pass the result to the loss as `ids`.
@@ -206,8 +201,8 @@ class FastClipLoss(BatchLoss):
             epochs=self.gamma_epochs,
         )
         rows = ticket.rows_on(image_features.device).to(accumulation_dtype(image_features))
-        step = _Step(self, ticket, rows, gamma, epoch)
-        loss = _GlobalContrastive.apply(image_features, text_features, self.temperature.log_scale, plan, step)
+        step = Step(self.objective, ticket, rows, gamma, epoch)
+        loss = GlobalContrastive.apply(image_features, text_features, self.temperature.log_scale, plan, step)
         if self.training:
             self._pending = step
             self.temperature.log_scale.grad = None  # left by a step that was discarded after its backward pass
@@ -253,7 +248,7 @@ class FastClipLoss(BatchLoss):
                 betas=chosen.temperature_betas,
                 eps=chosen.temperature_eps,
                 gradient_limit=self.gradient_limit,
-                released_epoch=math.floor(step.epoch) if self.reference else None,
+                released_epoch=math.floor(step.epoch) if self.objective.reference else None,
             )
             return torch.cat([new[:, :2], temperatures], dim=1)
 
@@ -279,7 +274,7 @@ class FastClipLoss(BatchLoss):
             self._check_finite(step)
         self._pending = step
 
-    def _check_finite(self, step: "_Step") -> None:
+    def _check_finite(self, step: Step) -> None:
         """Raise NonFiniteError if an estimate or a gradient of a temperature of this rank is infinite or NaN."""
         finite = step.log_u.isfinite().all() & step.d_loss.isfinite()
         gradient = step.temperature_gradient if self.individual else step.scale_gradient
@@ -328,7 +323,7 @@ class FastClipLoss(BatchLoss):
                         f"the checkpoint was written with the loss {part['variant']}, not {self.settings.variant}; "
                         "set the loss that wrote it"
                     )
-                if self.rule.temperature != "constant":
+                if self.objective.rule.temperature != "constant":
                     self.temperature.load_state_dict(part["temperature"])
                 yield part["samples"]
 
@@ -345,120 +340,3 @@ def _check_arguments(features: Tensor, ids: Tensor | Ticket, epoch: float) -> No
     if not 0 <= epoch < math.inf:
         raise DataError(f"epoch is {epoch}; expected the number of epochs done, 0 or more")
     check_ids(ids.ids if isinstance(ids, Ticket) else ids, len(features))
-
-
-class _Step:
-    """Quantities of one forward and backward that `step()` uses later. Columns: image side, text side."""
-
-    def __init__(self, loss: FastClipLoss, ticket: Ticket, rows: Tensor, gamma: float, epoch: float) -> None:
-        self.loss = loss
-        self.ticket = ticket
-        self.epoch = epoch
-        self.gamma = gamma
-        self.old_log_u = rows[:, :2]
-        self.temperatures = rows[:, 2:4] if loss.individual else None
-        self.log_u: Tensor = self.old_log_u
-        self.mean_log_scale: Tensor = torch.zeros(1)
-        self.ran_backward = False
-        self.is_checked = False
-        self.temperature_gradient: Tensor | None = None  # (b, 2), for per-sample temperatures
-        self.scale_gradient: Tensor | None = None  # (1,), for a learned global temperature
-        self.d_loss = torch.ones(())
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Reduce to None: a copy of a loss has no pending step, because messages cannot be copied."""
-        return type(None), ()
-
-    def mixed(self, log_g: Tensor) -> Tensor:
-        """Return the new log u (b, 2), by FastCLIP, equation 1. For a sample that was never seen, u = g."""
-        if self.gamma == 1:
-            return log_g
-        mixed = torch.logaddexp(self.old_log_u + math.log1p(-self.gamma), log_g + math.log(self.gamma))
-        return torch.where(self.old_log_u.isnan(), log_g, mixed)
-
-
-class _GlobalContrastive(torch.autograd.Function):
-    """The loss with the statistics pass and the estimator in the forward, and the gradient pass in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, log_scale: Tensor, plan: Plan, step: _Step) -> Tensor:
-        dtype = accumulation_dtype(x)
-        loss = step.loss
-        tau = step.temperatures
-        if tau is None:
-            tau = (-log_scale.to(x.device, dtype)).exp().reshape(())
-            tau_x = tau_y = tau
-        else:
-            tau_x, tau_y = tau[:, 0].contiguous(), tau[:, 1].contiguous()
-        batch = len(x) * plan.ranks.size
-        y_all = gather_columns(y, plan)
-        row_lse, col_lse = distributed_stats(x, y, 1 / tau_x, 1 / tau_y, plan=plan, y_all=y_all)
-        s_ii = paired_products(x, y)
-        log_g = torch.stack([row_lse - s_ii / tau_x, col_lse - s_ii / tau_y], dim=1) - math.log(batch - 1)
-        step.log_u = step.mixed(log_g)
-        eps = loss.settings.eps
-        # log(eps + u). With eps = 0 this is log u.
-        log_eps = log_g.new_full((), math.log(eps) if eps > 0 else -math.inf)
-        log_eps_u = torch.logaddexp(step.log_u, log_eps)
-        ctx.plan, ctx.step = plan, step
-        ctx.save_for_backward(x, y, y_all, log_scale, tau_x, tau_y, s_ii, log_g, log_eps_u)
-        terms = log_eps_u + loss.rho
-        if loss.rule.multiplied:
-            terms = terms * tau
-        totals = torch.stack([terms.sum(), log_eps_u.new_zeros(()) if tau.dim() == 0 else tau.log().sum()])
-        totals = sum_over_ranks(totals, group=plan.ranks)
-        step.mean_log_scale = (-totals[1:] / (2 * batch)).to(log_scale)
-        return totals[0] / batch
-
-    @staticmethod
-    @first_order("FastClipLoss")
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        plan: Plan = ctx.plan
-        step: _Step = ctx.step
-        loss = step.loss
-        x, y, y_all, log_scale, tau_x, tau_y, s_ii, log_g, log_eps_u = ctx.saved_tensors
-        batch = len(x) * plan.ranks.size
-        row_weight, col_weight = (_weight(loss, tau, len(x)) for tau in (tau_x, tau_y))
-        shift = log_eps_u + math.log(batch - 1)
-        row = Terms(1 / tau_x, shift[:, 0] + s_ii / tau_x, row_weight)
-        col = Terms(1 / tau_y, shift[:, 1] + s_ii / tau_y, col_weight)
-        negatives = distributed_grads(x, y, row, col, plan=plan, y_all=y_all)
-
-        ratio = torch.exp(log_g - log_eps_u)  # g/(eps+u)
-        pull = row_weight * ratio[:, 0] + col_weight * ratio[:, 1]
-        dx, dy, dots = finish_gradients(negatives.dx, negatives.dy, x, y, pull, d_loss)
-
-        log_u = step.log_u if loss.reference and not loss.individual else log_eps_u
-        d_log_scale = None
-        step.ran_backward, step.d_loss = True, d_loss
-        if loss.individual:
-            # sum_j exp((s_ij - s_ii)/tau_i) (s_ij - s_ii) / ((B-1)(eps+u_i)), both sides.
-            assert negatives.row_dot is not None and negatives.col_dot is not None, "the plan has them"
-            spread_x = negatives.row_dot / row_weight - s_ii * ratio[:, 0]
-            spread_y = negatives.col_dot / col_weight - s_ii * ratio[:, 1]
-            through_g = torch.stack([-spread_x / tau_x, -spread_y / tau_y], dim=1)
-            step.temperature_gradient = log_u + loss.rho + through_g
-        elif loss.temperature.learnable:
-            own = _global_gradient(loss, plan, dots, log_u, tau_x)
-            step.scale_gradient = gradient_of_scalar(own, log_scale)
-            d_log_scale = gradient_of_scalar(own * d_loss, log_scale)
-        return dx, dy, d_log_scale, None, None
-
-
-def _weight(loss: FastClipLoss, tau: Tensor, local_batch: int) -> Tensor:
-    """Return W c_i/(B tau_i), () or (b,), the factor of exp((s_ij - s_ii)/tau)/((B-1)(eps+u)) in the gradient."""
-    if loss.reference:
-        keeps_tau = loss.settings.variant == "fastclip_v3"
-        return (torch.ones_like(tau) if keeps_tau else 1 / tau) / (2 * local_batch)
-    return (torch.ones_like(tau) if loss.rule.multiplied else 1 / tau) / local_batch
-
-
-def _global_gradient(loss: FastClipLoss, plan: Plan, dots: Tensor, log_u: Tensor, tau: Tensor) -> Tensor:
-    """Return d objective / d log(1/tau), (): the part through g and, with the factor tau, the part of tau itself.
-
-    g depends on x/tau, so the part through g is sum_i <x_i, dx_i>. These products are the dots (b,), with a factor W.
-    """
-    local = torch.stack([dots.sum() / plan.ranks.size, log_u.sum() / (len(dots) * plan.ranks.size)])
-    through_g, mean_log_u = sum_over_ranks(local, group=plan.ranks)
-    own = -tau * (mean_log_u + 2 * loss.rho) if loss.rule.multiplied else 0.0 * tau
-    return 2 * through_g + own / 2 if loss.reference else through_g + own

@@ -23,8 +23,8 @@ def scheduled_rate(
     temperature: GlobalTemperature,
     *,
     warmup: int = 0,
-    steps_done: int | None = None,
-    total_steps: int | None = None,
+    steps_done: int | None,
+    total_steps: int | None,
 ) -> float:
     """Return the learning rate of the temperature.
 

@@ -37,7 +37,7 @@ Position = torch.Tensor | int
 """Position of one token in every row: (b,) int64, or one integer for all rows, negative from the end."""
 
 
-def select_token(x_bLC: torch.Tensor, position: Position, pieces: Pieces | None = None) -> torch.Tensor:
+def select_token(x_bLC: torch.Tensor, position: Position, pieces: Pieces | None) -> torch.Tensor:
     """Return the token at `position` of every row: (b, L, C) -> (b, 1, C)."""
     if pieces is not None:
         return x_bLC.index_select(0, first_tokens(pieces, x_bLC.device) + position).unsqueeze(1)

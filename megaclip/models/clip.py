@@ -104,7 +104,7 @@ class ClipModel(DualEncoder):
         return f"{compiled} with selective recomputation" if recomputes else compiled
 
 
-def build_own_model(config: ModelConfig, *, tensor: RankGroup = ONE_RANK, layer_norm: str = "torch") -> ClipModel:
+def build_own_model(config: ModelConfig, *, tensor: RankGroup, layer_norm: str) -> ClipModel:
     """Build a model with open_clip's distributions of initial values, drawn from torch's global seed.
 
     The same `torch.manual_seed` gives the same values with and without `deepspeed.zero.Init`. With it, every rank must

@@ -325,7 +325,7 @@ def tower_parameters(
     model_json: str,
     image_unlocked: int | None,
     text_unlocked: int | None,
-    tensor_ranks: int = 1,
+    tensor_ranks: int,
 ) -> tuple[Parameters, Parameters]:
     """Count both towers' parameters on one of the tensor-parallel ranks, on the model itself, built without values."""
     model = meta_model(kind.model_validate_json(model_json))

@@ -5,6 +5,7 @@ The oracle uses whole-batch cross-entropy, autograd, and torch's AdamW with the 
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -178,11 +179,11 @@ def share_of(step: int, rank: int, ranks: int = WORLD_SIZE, captions: bool = Fal
     return images, tokens
 
 
-def batch_of(case: Case, step: int, rank: int) -> StepBatch:
-    """Return the share of one rank as a `StepBatch`."""
-    images, tokens = share_of(step, rank, dist.get_world_size(), bool(case.captions))
+def batch_of(case: Case, step: int, normalise: Callable[..., Tensor] = TRANSFORM.normalise) -> StepBatch:
+    """Return this rank's share of the batch."""
+    images, tokens = share_of(step, dist.get_rank(), dist.get_world_size(), bool(case.captions))
     device = torch.device(get_accelerator().current_device_name())
-    feed = DeviceFeed(device, torch.bfloat16 if case.bf16 else torch.float32, TRANSFORM.normalise)
+    feed = DeviceFeed(device, torch.bfloat16 if case.bf16 else torch.float32, normalise)
     return MemoryBatch(
         images.chunk(case.accumulation),
         tokens,
@@ -191,6 +192,18 @@ def batch_of(case: Case, step: int, rank: int) -> StepBatch:
         cut=model_of(case).text_cfg if case.captions == "cut" else None,
         tensor=parallel_groups(case.tensor_parallel).tensor,
     )
+
+
+def poisoned_batch_of(case: Case, step: int) -> StepBatch:
+    """Return `batch_of`, in which one normalised image of the last rank is NaN."""
+
+    def normalise(pixels: Tensor, dtype: torch.dtype) -> Tensor:
+        inputs = TRANSFORM.normalise(pixels, dtype)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            inputs[-1] = math.nan
+        return inputs
+
+    return batch_of(case, step, normalise)
 
 
 def open_clip_decays(name: str, parameter: Tensor) -> bool:
@@ -469,7 +482,7 @@ def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, bat
     value = accumulate_gradients(
         engine,
         loss or loss_of(case),
-        batch or batch_of(case, step, dist.get_rank()),
+        batch or batch_of(case, step),
         LogitScale(engine, 100.0).read(),
         RandomState(SEED, step, dist.get_rank() // case.tensor_parallel),
         logit_bias=None if bias is None else MasterScalar(bias).read(),

@@ -18,7 +18,7 @@ from deepspeed.utils import safe_get_full_grad
 from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.logit_scale import LogitScale
 from megaclip.engine.optimizers import set_learning_rate, update
-from megaclip.engine.step_batch import DeviceFeed, StepBatch, Tower
+from megaclip.engine.step_batch import DeviceFeed, Tower
 from megaclip.errors import ConfigError, NonFiniteError
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import WORLD_SIZE, Case, Outcome, oracle
@@ -63,20 +63,6 @@ class Guarded:
     """Names of the parameters whose working value or master these steps changed."""
 
 
-def poison_last_rank(case: Case, step: int) -> StepBatch:
-    """Return this rank's part of the batch; one normalised image of the last rank is NaN."""
-    images, tokens = engine_cases.share_of(step, dist.get_rank())
-
-    def normalise(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        inputs = engine_cases.TRANSFORM.normalise(pixels, dtype)
-        if dist.get_rank() == WORLD_SIZE - 1:
-            inputs[-1] = math.nan
-        return inputs
-
-    feed = DeviceFeed(torch.device("cpu"), torch.bfloat16 if case.bf16 else torch.float32, normalise)
-    return MemoryBatch(images.chunk(3), tokens, feed, text_chunks=3)
-
-
 def guarded(case: Case) -> Guarded:
     engine = engine_cases.start_engine(case)
     set_learning_rate(engine, 0.0)
@@ -95,7 +81,11 @@ def guarded(case: Case) -> Guarded:
     fault = {"scale_fault": math.inf} if case.clipping else {"feature_fault": math.nan}
     one_rank_faulty = engine_cases.loss_of(replace(case, **fault) if dist.get_rank() == WORLD_SIZE - 1 else case)
     refusals = []
-    faults = {"batch": poison_last_rank(case, 1)}, {"loss": infinite_with_finite_gradient}, {"loss": one_rank_faulty}
+    faults = (
+        {"batch": engine_cases.poisoned_batch_of(case, 1)},
+        {"loss": infinite_with_finite_gradient},
+        {"loss": one_rank_faulty},
+    )
     for fault in faults:
         value = engine_cases.backpropagate(engine, case, 1, **fault)
         refusals.append(refusal(lambda value=value: update(engine, 1, torch.tensor(value))))

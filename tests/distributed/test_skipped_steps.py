@@ -17,12 +17,10 @@ from megaclip.config import MegaclipSection
 from megaclip.engine.loss_watch import SkippedSteps
 from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.run_loss import RunLoss
-from megaclip.engine.step_batch import DeviceFeed
 from megaclip.errors import NonFiniteError
 from tests.distributed import engine_cases
-from tests.distributed.engine_cases import LEARNING_RATES, WORLD_SIZE, Case
+from tests.distributed.engine_cases import LEARNING_RATES, WORLD_SIZE, Case, batch_of, poisoned_batch_of
 from tests.distributed.harness import or_traceback, run_ranks
-from tests.distributed.memory_batch import MemoryBatch
 from tests.distributed.test_engine_fastclip import SAMPLES, ids_of
 
 CASES = {
@@ -73,7 +71,7 @@ def differences(case: Case) -> list[str]:
                 set_learning_rate(engine, 1.0)
                 try:
                     if fault == "loss":
-                        engine_cases.backpropagate(engine, case, 5, batch=poisoned(case, step))
+                        engine_cases.backpropagate(engine, case, 5, batch=poisoned_batch_of(case, step))
                     else:
                         faulty = replace(case, feature_fault=math.nan) if last_rank else case
                         engine_cases.backpropagate(engine, case, 6, engine_cases.loss_of(faulty), batch_of(case, step))
@@ -91,24 +89,6 @@ def differences(case: Case) -> list[str]:
     return [name for name, value in without.items() if value.tobytes() != after[name].tobytes()]
 
 
-def poisoned(case: Case, step: int) -> MemoryBatch:
-    """Return this rank's part of the batch; one normalised image of the last rank is NaN."""
-    images, tokens = engine_cases.share_of(step, dist.get_rank())
-
-    def normalise(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        inputs = engine_cases.TRANSFORM.normalise(pixels, dtype)
-        if dist.get_rank() == WORLD_SIZE - 1:
-            inputs[-1] = math.nan
-        return inputs
-
-    feed = DeviceFeed(torch.device("cpu"), torch.bfloat16 if case.bf16 else torch.float32, normalise)
-    return MemoryBatch(images.chunk(case.accumulation), tokens, feed, text_chunks=case.accumulation)
-
-
-def batch_of(case: Case, step: int) -> Any:
-    return engine_cases.batch_of(case, step, dist.get_rank())
-
-
 def fastclip_differences(case: Case) -> list[str]:
     """As `differences`. In one of the bad steps only the gradient of a temperature is NaN, on the last rank."""
 
@@ -123,7 +103,7 @@ def fastclip_differences(case: Case) -> list[str]:
             for fault in ("loss", "gradient", "temperature") if skips and step == 1 else ():
                 bound = loss.bind(lambda ids=own_ids: ids, 0.6)
                 try:
-                    batch = poisoned(case, step) if fault == "loss" else batch_of(case, step)
+                    batch = poisoned_batch_of(case, step) if fault == "loss" else batch_of(case, step)
                     take_step(engine, loss, case, bound, batch, 1.0, fault)
                 except NonFiniteError as error:
                     skipped.skip(error)

@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+COUNT = 5
+"""Number of samples of `texts` and `write_folder_of_pairs`."""
+
 
 def picture(number: int, width: int = 12, height: int = 10, kind: str = "PNG", mode: str = "RGB") -> bytes:
     """Return an image file with random pixels; `number` is their seed."""
@@ -46,9 +49,21 @@ def write_shards(folder: Path, sizes: Iterable[int]) -> list[Path]:
     return paths
 
 
+def texts():
+    return [f"caption {n}" for n in range(COUNT)]
+
+
+def captions(dataset):
+    return [dataset.read(number).caption for number in range(len(dataset))]
+
+
+def images(dataset):
+    return [dataset.read(number).image for number in range(len(dataset))]
+
+
 def write_folder_of_pairs(folder):
     """Write a .txt file beside each picture, in folders of different depth."""
-    for number, text in enumerate(f"caption {n}" for n in range(5)):
+    for number, text in enumerate(texts()):
         place = folder / ("deep/er" if number > 2 else "")
         place.mkdir(parents=True, exist_ok=True)
         (place / f"{number}.JPG").write_bytes(picture(number))

@@ -4,27 +4,13 @@ import json
 import os
 
 import pytest
-from data_samples import pair_members, picture, write_folder_of_pairs, write_tar
+from data_samples import COUNT, captions, images, pair_members, picture, texts, write_folder_of_pairs, write_tar
 
 from megaclip.data import open_labelled, open_pairs
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.reading import check_caption
 from megaclip.data.text_cleaning import clean_caption
 from megaclip.errors import DataError
-
-COUNT = 5
-
-
-def captions(dataset):
-    return [dataset.read(number).caption for number in range(len(dataset))]
-
-
-def images(dataset):
-    return [dataset.read(number).image for number in range(len(dataset))]
-
-
-def _texts():
-    return [f"caption {n}" for n in range(COUNT)]
 
 
 def make_tars_with_json(folder):
@@ -52,7 +38,7 @@ def _with_json(number):
 def test_captions_in_a_field_of_json_are_read(tmp_path, make, key):
     spec = make(tmp_path)
     dataset = open_pairs([spec], caption_key=key)
-    assert captions(dataset) == _texts() == [dataset.caption(number) for number in range(COUNT)]
+    assert captions(dataset) == texts() == [dataset.caption(number) for number in range(COUNT)]
     assert images(dataset) == [picture(n) for n in range(COUNT)] and dataset.problems == {}
 
 

@@ -22,12 +22,12 @@ from tests.tolerances import WRITTEN, assert_close
 SIZES = [(24, 24), (31, 57), (57, 31), (224, 100), (9, 9), (5, 40), (300, 301)]
 
 
-def smooth(width, height, kind="JPEG", mode="RGB"):
+def smooth(width, height, kind="JPEG"):
     """Return an image with low frequencies only, as in a photograph, so that resampling is well conditioned."""
     y, x = np.mgrid[0:height, 0:width]
     pixels = [127 + 120 * np.sin(x / width * 5 + c) * np.cos(y / height * 4 - c) for c in range(3)]
     buffer = io.BytesIO()
-    Image.fromarray(np.stack(pixels, -1).astype(np.uint8)).convert(mode).save(buffer, kind)
+    Image.fromarray(np.stack(pixels, -1).astype(np.uint8)).save(buffer, kind)
     return buffer.getvalue()
 
 

@@ -8,7 +8,17 @@ import os
 
 import pyarrow
 import pytest
-from data_samples import pair_members, picture, write_folder_of_pairs, write_shards, write_tar
+from data_samples import (
+    COUNT,
+    captions,
+    images,
+    pair_members,
+    picture,
+    texts,
+    write_folder_of_pairs,
+    write_shards,
+    write_tar,
+)
 from pyarrow import parquet
 
 from megaclip.data import check_manifest, open_labelled, open_pairs, patterns
@@ -17,8 +27,6 @@ from megaclip.data.order import ROWS_PER_SHARD
 from megaclip.data.patterns import expand_braces, expand_pattern
 from megaclip.data.tables import HubTable
 from megaclip.errors import DataError
-
-COUNT = 5
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +38,6 @@ def private_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
-def captions(dataset):
-    return [dataset.read(number).caption for number in range(len(dataset))]
-
-
-def images(dataset):
-    return [dataset.read(number).image for number in range(len(dataset))]
-
-
 def make_tars(folder):
     write_shards(folder, [2, 3])
     return str(folder / "{00000..00001}.tar")
@@ -46,7 +46,7 @@ def make_tars(folder):
 def make_parquet(folder):
     import datasets
 
-    rows = {"image": [{"bytes": picture(n), "path": None} for n in range(COUNT)], "caption": _texts()}
+    rows = {"image": [{"bytes": picture(n), "path": None} for n in range(COUNT)], "caption": texts()}
     features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
     datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / "part.parquet")
     return str(folder / "*.parquet")
@@ -55,7 +55,7 @@ def make_parquet(folder):
 def make_parquet_of_plain_bytes(folder):
     import datasets
 
-    datasets.Dataset.from_dict({"jpg": [picture(n) for n in range(COUNT)], "text": _texts()}).to_parquet(
+    datasets.Dataset.from_dict({"jpg": [picture(n) for n in range(COUNT)], "text": texts()}).to_parquet(
         folder / "part.parquet"
     )
     return str(folder / "part.parquet")
@@ -65,7 +65,7 @@ def make_csv(folder, separator=",", name="pairs.csv"):
     _write_pictures(folder)
     with open(folder / name, "w", newline="") as file:
         writer = csv.writer(file, delimiter=separator)
-        writer.writerows([["filepath", "title"], *([f"{n}.png", text] for n, text in enumerate(_texts()))])
+        writer.writerows([["filepath", "title"], *([f"{n}.png", text] for n, text in enumerate(texts()))])
     return str(folder / name)
 
 
@@ -84,14 +84,14 @@ def make_csv_with_semicolons(folder):
 
 def make_json_lines(folder):
     _write_pictures(folder)
-    lines = [json.dumps({"image": str(folder / f"{n}.png"), "text": text}) for n, text in enumerate(_texts())]
+    lines = [json.dumps({"image": str(folder / f"{n}.png"), "text": text}) for n, text in enumerate(texts())]
     (folder / "pairs.jsonl").write_text("\n".join(lines))
     return str(folder / "pairs.jsonl")
 
 
 def make_image_folder(folder):
     _write_pictures(folder)
-    lines = [json.dumps({"file_name": f"{n}.png", "caption": text}) for n, text in enumerate(_texts())]
+    lines = [json.dumps({"file_name": f"{n}.png", "caption": text}) for n, text in enumerate(texts())]
     (folder / "metadata.jsonl").write_text("\n".join(lines))
     return str(folder)
 
@@ -99,7 +99,7 @@ def make_image_folder(folder):
 def make_saved(folder):
     import datasets
 
-    rows = {"image": [picture(n) for n in range(COUNT)], "caption": _texts()}
+    rows = {"image": [picture(n) for n in range(COUNT)], "caption": texts()}
     datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(folder / "saved")
     return str(folder / "saved")
 
@@ -108,10 +108,6 @@ def make_hub(folder):
     """Load a folder of parquet files as `datasets` loads a repository of the hub."""
     make_parquet(folder)
     return f"hf:{folder}:train"
-
-
-def _texts():
-    return [f"caption {n}" for n in range(COUNT)]
 
 
 def _write_pictures(folder):
@@ -140,8 +136,8 @@ def test_every_source_yields_equal_pairs(tmp_path, make):
     folder = tmp_path / "data"
     folder.mkdir()
     dataset = open_pairs([make(folder)])
-    assert captions(dataset) == _texts()
-    assert [dataset.caption(number) for number in range(COUNT)] == _texts()
+    assert captions(dataset) == texts()
+    assert [dataset.caption(number) for number in range(COUNT)] == texts()
     assert images(dataset) == [picture(n) for n in range(COUNT)]
     assert dataset.shard_sizes.sum() == len(dataset) == COUNT
     check_manifest(json.loads(json.dumps(dataset.manifest())), dataset.manifest())
@@ -152,11 +148,11 @@ def test_a_folder_of_img2dataset_is_read_as_pictures(tmp_path):
     import datasets
 
     write_folder_of_pairs(tmp_path / "00000")
-    rows = {"url": ["a"] * COUNT, "caption": _texts(), "key": ["b"] * COUNT}
+    rows = {"url": ["a"] * COUNT, "caption": texts(), "key": ["b"] * COUNT}
     (tmp_path / "00000_stats.json").write_text(json.dumps({"count": COUNT, "successes": COUNT}))
-    assert captions(open_pairs([str(tmp_path)])) == _texts()
+    assert captions(open_pairs([str(tmp_path)])) == texts()
     datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "00000.parquet")
-    assert captions(open_pairs([str(tmp_path)])) == _texts()
+    assert captions(open_pairs([str(tmp_path)])) == texts()
 
 
 def test_a_table_beside_the_folder_of_its_images_is_read_as_a_table(tmp_path):
@@ -171,7 +167,7 @@ def test_other_files_named_metadata_are_no_captions(tmp_path):
     write_folder_of_pairs(tmp_path)
     (tmp_path / "metadata.txt").write_text("crawled in spring")
     (tmp_path / "deep" / "metadata.json").write_text("{}")
-    assert captions(open_pairs([str(tmp_path)])) == _texts()
+    assert captions(open_pairs([str(tmp_path)])) == texts()
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
@@ -209,7 +205,7 @@ def test_hidden_files_in_a_folder_are_no_data(tmp_path, name):
     assert open_pairs([str(tmp_path)]).problems == {}
     write_folder_of_pairs(tmp_path / "pictures")
     (tmp_path / "pictures" / name).write_bytes(b"\0\5\26\7")
-    assert captions(open_pairs([str(tmp_path / "pictures")])) == _texts()
+    assert captions(open_pairs([str(tmp_path / "pictures")])) == texts()
 
 
 def test_a_folder_stands_for_its_files(tmp_path):
@@ -228,7 +224,7 @@ def test_a_pattern_of_several_folders_is_an_error(tmp_path, dataset_type):
     with pytest.raises(DataError, match=r"matches 2 files or folders, .*; give each folder as a separate entry"):
         open_pairs([str(tmp_path / "*")], dataset_type=dataset_type)
     both = open_pairs([str(tmp_path / name) for name in "ab"])
-    assert captions(both) == _texts() * 2
+    assert captions(both) == texts() * 2
 
 
 def test_tables_in_several_folders_do_not_take_each_others_images(tmp_path):
@@ -251,12 +247,12 @@ def test_a_saved_dataset_with_several_splits_needs_a_choice(tmp_path):
     """--val-data once took the split "train" of such a folder."""
     import datasets
 
-    rows = {"image": [picture(n) for n in range(COUNT)], "caption": _texts()}
+    rows = {"image": [picture(n) for n in range(COUNT)], "caption": texts()}
     splits = {name: datasets.Dataset.from_dict(rows) for name in ("test", "train")}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match=r"has the splits test, train; give the folder of one of them, .*saved/te"):
         open_pairs([str(tmp_path / "saved")])
-    assert captions(open_pairs([str(tmp_path / "saved" / "test")])) == _texts()
+    assert captions(open_pairs([str(tmp_path / "saved" / "test")])) == texts()
 
 
 def test_captions_that_pandas_reads_as_missing_are_kept(tmp_path):
@@ -635,7 +631,7 @@ def test_links_to_folders_are_followed_once(tmp_path):
     (tmp_path / "pairs").mkdir()
     (tmp_path / "pairs" / "part").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "pairs")
-    assert captions(open_pairs([str(tmp_path / "pairs")])) == _texts()
+    assert captions(open_pairs([str(tmp_path / "pairs")])) == texts()
     for name in ("cat", "dog"):
         (tmp_path / "classes" / name).mkdir(parents=True)
         (tmp_path / "classes" / name / "part").symlink_to(tmp_path / "elsewhere")

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from megaclip.errors import ConfigError, MegaclipError
-from megaclip.hosts import member as member_module
+from megaclip.hosts import heartbeats
+from megaclip.hosts.heartbeats import Heartbeats
 from megaclip.hosts.hostfile import Host
 from megaclip.hosts.member import Member, Times, attempt_code, own_host
 
@@ -179,14 +180,14 @@ def test_a_time_in_which_a_member_stood_still_is_no_silence_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr(member_module, "time", SimpleNamespace(monotonic=lambda: now_s, time_ns=time.time_ns))
-    one = Member(tmp_path, HOSTS[:2], HOSTS[0], lambda ranks: True, 1, lambda *_: [], lambda: 0)
+    monkeypatch.setattr(heartbeats, "time", SimpleNamespace(monotonic=lambda: now_s, time_ns=time.time_ns))
+    one = Heartbeats(tmp_path, HOSTS[:2], HOSTS[0], beat_s=1.0, silence_s=15.0)
 
     def alive_after(seconds: float, beats: int) -> list[str]:
         nonlocal now_s
         now_s += seconds
         (tmp_path / "beat_b.json").write_text(json.dumps({"id": "b", "beats": beats}))
-        return list(one._alive())
+        return list(one.alive())
 
     assert [alive_after(0.5, beats) for beats in (1, 2)] == [[], ["b"]]
     assert alive_after(3600.0, beats=2) == ["b"]

@@ -10,6 +10,7 @@ import pytest
 from megaclip.commands import plan
 from megaclip.planner import describe
 from megaclip.planner.cluster import rates_json
+from megaclip.planner.peers import PEERS
 
 CONFIG = {
     "train_batch_size": 64,
@@ -136,7 +137,7 @@ def test_a_sweep_begins_at_the_smallest_batch(
     open_clip, which fits below it, fitted nowhere."""
     section = {} if text_chunk is None else {"text_micro_batch_size": text_chunk}
     (folder / "ds.json").write_text(json.dumps({**CONFIG, "train_batch_size": 8192, "megaclip": section}))
-    monkeypatch.setattr(plan, "_draw", lambda *arguments: None)
+    monkeypatch.setattr(plan, "draw", lambda *arguments: None)
     arguments = ["--deepspeed_config", "ds.json", "--model", "ViT-L-14", "--gpus", "1", "--micro-batch", "128"]
     run(monkeypatch, capsys, *arguments, "--gpu", "a800", "--sweep", "s.png", "--json", "s.json")
     batches = {row["batch"] for row in json.loads((folder / "s.json").read_text())["results"]}
@@ -147,7 +148,7 @@ def test_compiled_towers_change_no_figure_of_other_codes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Their times and activations are ratios to plain towers, and followed megaclip.compile true."""
-    monkeypatch.setattr(plan, "_draw", lambda *arguments: None)
+    monkeypatch.setattr(plan, "draw", lambda *arguments: None)
     arguments = ["--deepspeed_config", "ds.json", "--model", "ViT-L-14", "--sweep", "s.png", "--json", "s.json"]
     ours, others = [], []
     for compiled in (True, False):
@@ -157,5 +158,5 @@ def test_compiled_towers_change_no_figure_of_other_codes(
         run(monkeypatch, capsys, *arguments)
         rows = json.loads((folder / "s.json").read_text())["results"]
         ours.append(sum(row["seconds"] for row in rows if row["method"] == "MegaCLIP"))
-        others.append([row for row in rows if row["method"] in plan.PEERS])
+        others.append([row for row in rows if row["method"] in PEERS])
     assert ours[0] < ours[1] and others[0] == others[1] != []

@@ -14,9 +14,9 @@ from tests.tolerances import GRADIENT, VALUE, assert_close
 ALPHA = 7.5
 
 
-def rows(count: int, embedding: int = 3, seed: int = 0) -> Tensor:
+def rows(count: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return F.normalize(torch.randn(count, embedding, generator=generator, dtype=torch.float64), dim=1)
+    return F.normalize(torch.randn(count, 3, generator=generator, dtype=torch.float64), dim=1)
 
 
 def dot(a: Tensor, b: Tensor) -> float:

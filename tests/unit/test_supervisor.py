@@ -36,13 +36,13 @@ class Cluster:
         for host in HOSTS:
             (folder / "up" / host.name).touch()
 
-    def supervisor(self, *attempts: str, restarts: int = 3, batch: int = 4) -> Supervisor:
+    def supervisor(self, *attempts: str, restarts: int = 3) -> Supervisor:
         """Return a supervisor whose attempt number n runs the bash commands `attempts[n]`."""
         for number, commands in enumerate(attempts):
             (self.folder / "attempts" / str(number)).write_text(commands)
         return Supervisor(
             hosts=HOSTS,
-            fits=lambda ranks: batch % ranks == 0,
+            fits=lambda ranks: 4 % ranks == 0,
             restarts=restarts,
             start_command=self._start,
             probe_command=lambda host: ["test", "-e", str(self.folder / "up" / host.name)],

@@ -30,13 +30,13 @@ def values(count: int, low: float, high: float, seed: int) -> Tensor:
     return low + (high - low) * torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def assert_stats(x: Tensor, y: Tensor, row_scale: Any, col_scale: Any, magnified: float = 1, **options: Any) -> None:
+def assert_stats(x: Tensor, y: Tensor, row_scale: Any, col_scale: Any, **options: Any) -> None:
     got = tiles.tile_stats(x, y, row_scale, col_scale, **options)
     expected = reference.tile_stats(x, y, row_scale, col_scale, diagonal=options.get("diagonal"))
     for result, wanted in zip(got, expected, strict=True):
         assert result.dtype == tiles.accumulation_dtype(x)
         assert torch.equal(result == -torch.inf, wanted == -torch.inf)
-        assert_close(result, wanted, VALUE[x.dtype].magnified(magnified))
+        assert_close(result, wanted, VALUE[x.dtype])
 
 
 def assert_grads(x: Tensor, y: Tensor, row: Terms, col: Terms, magnified: float = 1, **options: Any) -> None:

@@ -1,0 +1,150 @@
+"""Value and gradients of a global loss: the autograd function of `megaclip.losses.fastclip`, which has the formulas.
+
+The function reads the per-sample state of a batch from a `Step`, and leaves in it what the update of that state needs.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaclip.comm.collectives import sum_over_ranks
+from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
+from megaclip.losses.estimators import Ticket
+from megaclip.losses.fastclip_variants import Variant
+from megaclip.losses.first_order import first_order
+from megaclip.losses.plan import Plan
+from megaclip.losses.sums import gradient_of_scalar
+from megaclip.ops.rows import finish_gradients, paired_products
+from megaclip.ops.tiles import Terms, accumulation_dtype
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The function whose gradient is estimated."""
+
+    rule: Variant
+    rho: float
+    """Weight of the temperature; 0 if the variant has none."""
+    eps: float
+    """Constant that is added to u."""
+    reference: bool
+    """Scale gradients as the published code does (`FastClipSettings.compat`)."""
+
+
+class Step:
+    """Quantities of one forward and backward pass for `FastClipLoss.step`. Columns: image side, text side."""
+
+    def __init__(self, objective: Objective, ticket: Ticket, rows: Tensor, gamma: float, epoch: float) -> None:
+        self.objective = objective
+        self.ticket = ticket
+        self.epoch = epoch
+        self.gamma = gamma
+        self.old_log_u = rows[:, :2]
+        self.temperatures = rows[:, 2:4] if objective.rule.individual else None
+        self.log_u: Tensor = self.old_log_u
+        self.mean_log_scale: Tensor = torch.zeros(1)
+        self.ran_backward = False
+        self.is_checked = False
+        self.temperature_gradient: Tensor | None = None  # (b, 2), for per-sample temperatures
+        self.scale_gradient: Tensor | None = None  # (1,), for a learned global temperature
+        self.d_loss = torch.ones(())
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Reduce to None: a copy of a loss has no pending step, because messages cannot be copied."""
+        return type(None), ()
+
+    def mixed(self, log_g: Tensor) -> Tensor:
+        """Return the new log u (b, 2), by FastCLIP, equation 1. For a sample that was never seen, u = g."""
+        if self.gamma == 1:
+            return log_g
+        mixed = torch.logaddexp(self.old_log_u + math.log1p(-self.gamma), log_g + math.log(self.gamma))
+        return torch.where(self.old_log_u.isnan(), log_g, mixed)
+
+
+class GlobalContrastive(torch.autograd.Function):
+    """The loss with the statistics pass and the estimator in the forward, and the gradient pass in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, log_scale: Tensor, plan: Plan, step: Step) -> Tensor:
+        dtype = accumulation_dtype(x)
+        objective = step.objective
+        tau = step.temperatures
+        if tau is None:
+            tau = (-log_scale.to(x.device, dtype)).exp().reshape(())
+            tau_x = tau_y = tau
+        else:
+            tau_x, tau_y = tau[:, 0].contiguous(), tau[:, 1].contiguous()
+        batch = len(x) * plan.ranks.size
+        y_all = gather_columns(y, plan)
+        row_lse, col_lse = distributed_stats(x, y, 1 / tau_x, 1 / tau_y, plan=plan, y_all=y_all)
+        s_ii = paired_products(x, y)
+        log_g = torch.stack([row_lse - s_ii / tau_x, col_lse - s_ii / tau_y], dim=1) - math.log(batch - 1)
+        step.log_u = step.mixed(log_g)
+        # log(eps + u). With eps = 0 this is log u.
+        log_eps = log_g.new_full((), math.log(objective.eps) if objective.eps > 0 else -math.inf)
+        log_eps_u = torch.logaddexp(step.log_u, log_eps)
+        ctx.plan, ctx.step = plan, step
+        ctx.save_for_backward(x, y, y_all, log_scale, tau_x, tau_y, s_ii, log_g, log_eps_u)
+        terms = log_eps_u + objective.rho
+        if objective.rule.multiplied:
+            terms = terms * tau
+        totals = torch.stack([terms.sum(), log_eps_u.new_zeros(()) if tau.dim() == 0 else tau.log().sum()])
+        totals = sum_over_ranks(totals, group=plan.ranks)
+        step.mean_log_scale = (-totals[1:] / (2 * batch)).to(log_scale)
+        return totals[0] / batch
+
+    @staticmethod
+    @first_order("FastClipLoss")
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        plan: Plan = ctx.plan
+        step: Step = ctx.step
+        objective = step.objective
+        x, y, y_all, log_scale, tau_x, tau_y, s_ii, log_g, log_eps_u = ctx.saved_tensors
+        batch = len(x) * plan.ranks.size
+        row_weight, col_weight = (_weight(objective, tau, len(x)) for tau in (tau_x, tau_y))
+        shift = log_eps_u + math.log(batch - 1)
+        row = Terms(1 / tau_x, shift[:, 0] + s_ii / tau_x, row_weight)
+        col = Terms(1 / tau_y, shift[:, 1] + s_ii / tau_y, col_weight)
+        negatives = distributed_grads(x, y, row, col, plan=plan, y_all=y_all)
+
+        ratio = torch.exp(log_g - log_eps_u)  # g/(eps+u)
+        pull = row_weight * ratio[:, 0] + col_weight * ratio[:, 1]
+        dx, dy, dots = finish_gradients(negatives.dx, negatives.dy, x, y, pull, d_loss)
+
+        log_u = step.log_u if objective.reference and not objective.rule.individual else log_eps_u
+        d_log_scale = None
+        step.ran_backward, step.d_loss = True, d_loss
+        if objective.rule.individual:
+            # sum_j exp((s_ij - s_ii)/tau_i) (s_ij - s_ii) / ((B-1)(eps+u_i)), both sides.
+            assert negatives.row_dot is not None and negatives.col_dot is not None, "the plan has them"
+            spread_x = negatives.row_dot / row_weight - s_ii * ratio[:, 0]
+            spread_y = negatives.col_dot / col_weight - s_ii * ratio[:, 1]
+            through_g = torch.stack([-spread_x / tau_x, -spread_y / tau_y], dim=1)
+            step.temperature_gradient = log_u + objective.rho + through_g
+        elif objective.rule.temperature == "global":
+            own = _global_gradient(objective, plan, dots, log_u, tau_x)
+            step.scale_gradient = gradient_of_scalar(own, log_scale)
+            d_log_scale = gradient_of_scalar(own * d_loss, log_scale)
+        return dx, dy, d_log_scale, None, None
+
+
+def _weight(objective: Objective, tau: Tensor, local_batch: int) -> Tensor:
+    """Return W c_i/(B tau_i), () or (b,), the factor of exp((s_ij - s_ii)/tau)/((B-1)(eps+u)) in the gradient."""
+    if objective.reference:
+        keeps_tau = objective.rule.temperature == "global" and objective.rule.multiplied  # fastclip_v3
+        return (torch.ones_like(tau) if keeps_tau else 1 / tau) / (2 * local_batch)
+    return (torch.ones_like(tau) if objective.rule.multiplied else 1 / tau) / local_batch
+
+
+def _global_gradient(objective: Objective, plan: Plan, dots: Tensor, log_u: Tensor, tau: Tensor) -> Tensor:
+    """Return d objective / d log(1/tau), (): the part through g and, with the factor tau, the part of tau itself.
+
+    g depends on x/tau, so the part through g is sum_i <x_i, dx_i>. These products are the dots (b,), with a factor W.
+    """
+    local = torch.stack([dots.sum() / plan.ranks.size, log_u.sum() / (len(dots) * plan.ranks.size)])
+    through_g, mean_log_u = sum_over_ranks(local, group=plan.ranks)
+    own = -tau * (mean_log_u + 2 * objective.rho) if objective.rule.multiplied else 0.0 * tau
+    return 2 * through_g + own / 2 if objective.reference else through_g + own

@@ -1,0 +1,84 @@
+"""Memory and time of a step over the batch, for this project and other codes."""
+
+import math
+from typing import Any
+
+from megaclip.errors import ConfigError
+from megaclip.planner import Cluster, Workload, plan_memory, plan_time
+from megaclip.planner.peers import PEERS, peer_gpu_bytes, peer_step_seconds
+
+_OWN = "MegaCLIP"
+METHODS = (_OWN, *PEERS)
+_COLOURS = dict(zip(METHODS, ("#12784a", "#7a8699", "#3d4756", "#c0702a"), strict=True))
+
+
+def sweep(workload: Workload, cluster: Cluster) -> list[dict[str, Any]]:
+    """Plan every power of two of chunks, by each of `METHODS`, with the graphs that ds_config.json keeps.
+
+    "auto" would fill the GPU at every batch. So it counts as 0, to show the memory that a batch needs.
+    """
+    if workload.megaclip.keep_graphs == "auto":
+        workload = workload.with_megaclip(keep_graphs=0)
+    rows: list[dict[str, Any]] = []
+    chunk = workload.batch.micro_batch
+    if workload.megaclip.text_micro_batch_size:  # otherwise text chunks follow the number of image chunks
+        chunk = math.lcm(chunk, workload.batch.text_micro_batch)
+    quantum = workload.world_size * chunk
+    for power in range(25):
+        batch = quantum * 2**power
+        if batch > 2**26:
+            break
+        sized = workload.with_batch(batch // workload.world_size)
+        whole = sized.with_megaclip(tensor_parallel_size=1)  # the peers have no tensor parallelism
+        plan = plan_memory(sized, cluster)
+        ours = {"method": _OWN, "gpu_bytes": plan.gpu_peak, "seconds": plan_time(sized, cluster).total}
+        rows.append({"batch": batch, **ours, "fits": not plan.refusals})
+        for method in PEERS:
+            size = peer_gpu_bytes(whole, method)
+            fits = size <= cluster.usable_gpu_memory
+            seconds = peer_step_seconds(whole, cluster, method)
+            rows.append({"batch": batch, "method": method, "gpu_bytes": size, "seconds": seconds, "fits": fits})
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], title: str, cluster: Cluster, out: str) -> None:
+    """Draw the rows of `sweep`: memory and time over the batch, one line per method. Requires matplotlib.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        OSError: the picture `out` cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--sweep needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (memory, time) = plt.subplots(1, 2, figsize=(11, 4.2))
+    for method, colour in _COLOURS.items():
+        own = [row for row in rows if row["method"] == method]
+        fitting = [row for row in own if row["fits"]]
+        batches = [row["batch"] for row in own]
+        memory.plot(batches, [row["gpu_bytes"] / 2**30 for row in own], color=colour, label=method)
+        time.plot(
+            [row["batch"] for row in fitting],
+            [row["seconds"] for row in fitting],
+            "o-",
+            ms=3,
+            color=colour,
+            label=method,
+        )
+    memory.axhline(cluster.usable_gpu_memory / 2**30, color="#b03030", ls="--", lw=1, label="usable memory of a GPU")
+    memory.set_ylabel("planned GiB per GPU")
+    memory.set_ylim(1, 20 * max(1.0, cluster.usable_gpu_memory / 2**30))
+    time.set_ylabel("planned seconds per step, if the run fits")
+    for axis in (memory, time):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("contrastive batch")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, frameon=False)
+    figure.suptitle(f"{title}: planned by formulas, not measured", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(out, dpi=110)
