@@ -44,7 +44,8 @@ class LabelledDataset:
         """Return the undecoded image, with the class number as its caption. Raises BadSample."""
         raw = self._images.read(sample_id)
         label = raw.caption.strip()
-        if not (label.isascii() and label.isdigit() and int(label) < len(self.class_names)):
+        is_number = label.isascii() and label.isdigit() and len(label) < 20  # int() refuses thousands of digits
+        if not (is_number and int(label) < len(self.class_names)):
             raise BadSample(
                 "label outside the classes", f"{raw.key}: label {label[:20]!r}, {len(self.class_names)} classes"
             )
@@ -169,7 +170,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _by_number(path: Path) -> tuple[int, str]:
-    return (int(path.stem) if path.stem.isdigit() else -1, path.name)
+    return (int(path.stem) if path.stem.isdecimal() else -1, path.name)
 
 
 def _lines(path: Path) -> list[str]:

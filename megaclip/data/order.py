@@ -34,10 +34,13 @@ ROWS_PER_SHARD = 1024
 _SHARDS, _WINDOWS, _BLOCKS = range(3)
 
 
-@functools.lru_cache(maxsize=16)
 def permutation(size: int, *seeds: int) -> np.ndarray:
     """Return a permutation of 0..size-1 that depends only on `size` and `seeds` (integers >= 0)."""
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seeds))).permutation(size)
+
+
+_window_permutation = functools.lru_cache(maxsize=16)(permutation)
+"""`permutation` of a window, which many batches share. The blocks of a mixture are not kept: they would replace it."""
 
 
 def runs_of_rows(rows: int) -> np.ndarray:
@@ -100,7 +103,7 @@ class SampleOrder:
             chosen = windows == window
             start = int(window) * self.window_size
             size = min(self.window_size, self.samples_per_epoch - start)
-            within = permutation(size, self._seed, _WINDOWS, epoch, int(window))
+            within = _window_permutation(size, self._seed, _WINDOWS, epoch, int(window))
             shuffled[chosen] = start + within[offsets[chosen]]
         shards, ends = self._laid_out(epoch if self._shuffled else 0)
         slots = np.searchsorted(ends, shuffled, side="right")
@@ -156,16 +159,14 @@ class MixtureOrder:
     def _owners(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the part that each position belongs to, and its position within that part."""
         blocks, offsets = np.divmod(positions, MIXTURE_BLOCK)
-        owners, places = np.empty_like(positions), np.empty_like(positions)
-        for block in np.unique(blocks):
-            chosen = blocks == block
-            # Without shuffling, a block is one run of slots per part, as long as the part's quota.
-            slots = permutation(MIXTURE_BLOCK, self._seed, _BLOCKS, int(block))[offsets[chosen]]
-            ends = np.cumsum(self.quotas)
-            owner = np.searchsorted(ends, slots, side="right")
-            owners[chosen] = owner
-            # The slots of a part are numbered from 0, so each number occurs once per block.
-            places[chosen] = block * self.quotas[owner] + slots - (ends[owner] - self.quotas[owner])
+        distinct, which = np.unique(blocks, return_inverse=True)
+        # Without shuffling, a block is one run of slots per part, as long as the part's quota.
+        shuffled = np.array([permutation(MIXTURE_BLOCK, self._seed, _BLOCKS, int(block)) for block in distinct])
+        slots = shuffled[which, offsets]
+        ends = np.cumsum(self.quotas)
+        owners = np.searchsorted(ends, slots, side="right")
+        # The slots of a part are numbered from 0, so each number occurs once per block.
+        places = blocks * self.quotas[owners] + slots - (ends[owners] - self.quotas[owners])
         return owners, places
 
 

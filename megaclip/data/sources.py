@@ -289,7 +289,7 @@ def _lie_beside_pictures(files: list[str]) -> bool:
 
 
 def _extensions(key: str | None) -> tuple[str, ...]:
-    return tuple(part.strip().lstrip(".").lower() for part in key.split(";")) if key else ()
+    return tuple(part.strip().lstrip(".").lower() for part in (key or "").split(";") if part.strip(" ."))
 
 
 def _recognise(spec: str, paths: list[str]) -> tuple[str, list[str]]:

@@ -476,6 +476,8 @@ def test_a_table_is_divided_into_runs_of_rows_as_shards(tmp_path):
 def test_keys_select_columns_and_members(tmp_path):
     members = [("0.png", picture(0)), ("0.jpg", picture(1)), ("0.txt", b"no"), ("0.alt", b"yes")]
     path = write_tar(tmp_path / "shard.tar", members)
+    other = write_tar(tmp_path / "other.tar", [*members, ("README", b"no picture")])
+    assert len(open_pairs([str(other)], image_key="png;", caption_key="alt;")) == 1
     sample = open_pairs([str(path)], image_key="webp;png", caption_key="alt").read(0)
     assert sample.caption == "yes" and sample.image == picture(0)
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "a", "caption": "no", "other": "yes"}))
@@ -618,6 +620,9 @@ def test_labelled_datasets_in_both_layouts(tmp_path):
     (shards / "classnames.txt").write_text("tabby cat\n")
     with pytest.raises(BadSample, match="outside"):
         open_labelled(shards).read(1)
+    write_tar(shards / "test" / "²0.tar", [("0.png", picture(0)), ("0.cls", b"9" * 5000)])  # int() refuses both
+    with pytest.raises(BadSample, match="outside"):
+        open_labelled(shards).read(0)
     (folder / "classnames.txt").write_text("one\n")
     with pytest.raises(DataError, match="1 class names for 2 folders"):
         open_labelled(folder)
