@@ -52,8 +52,8 @@ done
 
 # Without a hostfile DeepSpeed only warns and trains on this host alone, so check it here.
 [[ -f $hostfile ]] || fail "no hostfile $hostfile: copy launch/hostfile.example and list your hosts, or pass --hostfile"
-# Host names, the address, the port and the values of variables reach the shells of all hosts without quotes, or only in
-# "...". So everything that a shell could expand is refused before anything is started.
+# Host names, the address, the port and the values of variables are passed to the shells of all hosts without quotes, or
+# only in "...". So everything that a shell could expand is refused before anything is started.
 host_line='([A-Za-z0-9_][A-Za-z0-9_.@-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*[[:space:]]+slots=[1-9][0-9]{0,3}'
 if line=$(grep -anEv "^[[:space:]]*($host_line[[:space:]]*)?(#|\$)" "$hostfile" | tr '\0' '?'); then
   fail "$hostfile, line ${line%%$'\n'*}: expected HOST slots=RANKS, with HOST of letters, digits and . _ - @"
@@ -170,11 +170,11 @@ for_launchers() {
   if $no_ssh; then bash -c "$command"; else pdsh -w "$(IFS=, && echo "${hosts[*]}")" "$command"; fi || true
 }
 
-# Send a signal to the ranks of this job. It must not reach DeepSpeed's signal handlers: one of them ends every DeepSpeed
-# job of this user, the other gives a rank only 30 s. Ranks survive the ssh connection that started them. A rank that
-# waits in a collective for a dead rank would keep its GPU until the backend's timeout. A launcher without ranks, which
-# takes seconds to import DeepSpeed, is ended itself. A launcher whose ranks have just ended must not be: their exit code
-# would be lost. It is gone after a moment.
+# Send a signal to the ranks of this job. The signal must not reach DeepSpeed's signal handlers: one of them ends every
+# DeepSpeed job of this user, the other gives a rank only 30 s. Ranks continue when the ssh connection that started them
+# ends. A rank that waits in a collective for a dead rank would keep its GPU until the backend's timeout. If a launcher
+# has no ranks yet, because importing DeepSpeed takes seconds, the launcher itself is ended. A launcher whose ranks have
+# just ended must not be ended, because their exit code would be lost. It ends after a moment.
 moment_s=3
 signal_ranks() {
   if [[ $1 == KILL ]]; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start the ranks on the nodes of a hostfile, inside of a Slurm job. launch/slurm.sbatch calls it:
+# Start the ranks on the nodes of a hostfile, inside a Slurm job. launch/slurm.sbatch calls it:
 #
 #   launch/slurm_start.sh --hostfile FILE --master_addr ADDR --master_port PORT TRAINING_ARGUMENTS
 #

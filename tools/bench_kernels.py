@@ -1,6 +1,6 @@
 """List the GPU time of a step for tools/bench_train.py --kernels: groups of kernels, kernels, and pauses.
 
-A pause is a time in which no kernel runs, because the host has not launched the next one yet or waits for the GPU.
+A pause is a time in which no kernel runs, because the host has not yet launched the next kernel or waits for the GPU.
 """
 
 import re
@@ -39,7 +39,7 @@ class StepKernels:
     """The GPU's time in one step, in ms."""
 
     total: float
-    """From the start of the first kernel to the end of the last one."""
+    """Time from the start of the first kernel to the end of the last kernel."""
     busy: float
     """Time in which at least one kernel runs."""
     launches: int

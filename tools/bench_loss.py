@@ -5,16 +5,15 @@
 
 A method whose package is not installed gets a line with the error. Columns of the table, one line per method:
 
-    ms             forward + backward, median of calls without a pause between them, slowest rank
-    alone          ms of a call that begins when the GPU has nothing to do and ends when it has finished, median
-    extra MiB      peak allocation of a call, without features and their gradients
-    grad error     relative error of the image features' gradient against float32
-    TFLOP/s        8*b*B*D operations for InfoNCE, 6*b*B*D for the sigmoid loss, whatever the method really computes
-    8192^3         TFLOP/s of an 8192^3 bfloat16 product on the same GPU
-    share          ratio of the two
+    ms             forward + backward, median of calls without a pause between them, slowest rank alone          ms of a
+    call that begins when the GPU has nothing to do and ends when it has finished, median extra MiB      peak allocation
+    of a call, without features and their gradients grad error     relative error of the image features' gradient
+    against float32 TFLOP/s        8*b*B*D operations for InfoNCE, 6*b*B*D for the sigmoid loss, independently of what
+    the method computes 8192^3         TFLOP/s of an 8192^3 bfloat16 product on the same GPU share          ratio of the
+    two
 
-A GPU at its power limit is slower than an idle one, and the limit drifts. Each method therefore runs in turns with the
-product, and the share is calculated from the medians of both.
+A GPU at its power limit is slower than an idle one, and its speed drifts. Each method is therefore measured alternately
+with the product, and the share is calculated from the medians of both.
 
 --batch is the global batch B. Each rank has b = B / ranks samples. --json writes the results to a file.
 """
@@ -92,7 +91,9 @@ def main() -> None:
     parser.add_argument("--embedding", type=int, nargs="+", default=[512, 1024], help="embedding dimensions D")
     parser.add_argument("--logit-scale", type=float, default=1 / 0.07, help="exponentiated logit scale")
     parser.add_argument("--loss", choices=["clip", "siglip"], default="clip", help="loss to measure")
-    parser.add_argument("--methods", nargs="+", help="measure only these methods, or those whose names start so")
+    parser.add_argument(
+        "--methods", nargs="+", help=("measure only these methods, or those whose names start with these words")
+    )
     parser.add_argument("--json", type=Path, help="file to write the results to")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -113,7 +114,7 @@ def main() -> None:
 
 
 def selected(methods: dict[str, Callable[[], Loss]], wanted: list[str]) -> dict[str, Callable[[], Loss]]:
-    """Return the methods of these names. A name that is no method selects all that start with it."""
+    """Return the methods of these names. A name that is not a method selects all methods that start with it."""
     names = {
         name
         for start in wanted

@@ -1,4 +1,4 @@
-"""The parts of tools/bench_train.py: equal samples for all methods, a clock, and the training steps of this project.
+"""Parts of tools/bench_train.py: equal samples for all methods, a clock, and the training steps of this project.
 
 `MegaclipSteps` is the run of launch/train.py, one `step()` at a time. bench_open_clip.py has the steps of open_clip.
 All methods start from the same weights, take their samples from this project's loader and normalise them on the device,

@@ -47,7 +47,7 @@ Chunk = tuple[Tensor, Tensor]
 
 
 def use_source(tree: Path) -> None:
-    """Import open_clip from the source tree `tree` from now on. Raises ConfigError if it holds no open_clip."""
+    """Import open_clip from the source tree `tree` from now on. Raises ConfigError if it does not contain open_clip."""
     folder = next((folder for folder in (tree / "src", tree) if (folder / "open_clip" / "__init__.py").is_file()), None)
     if folder is None:
         raise ConfigError(
@@ -125,7 +125,7 @@ class OpenClipSteps:
     def step(self, *, probe: bool = False) -> float:
         """Run one step over the prepared chunks; return the loss.
 
-        probe: run only as much of it as reaches the step's peak memory.
+        probe: run only the part of the step that reaches its peak memory.
         """
         chunks, self._chunks = self._chunks, []
         if len(chunks) == 1:

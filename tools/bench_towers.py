@@ -18,7 +18,7 @@ parts' sum, and TFLOP/s of its products or GB/s of the tensors that it must read
 towers: forward and backward of each tower, ms, and its forward pass without a graph; peak memory of the activations;
 and seconds of the first call, which compiles. "plain" is PyTorch, "blocks" has all blocks except the last one compiled,
 "tower" is the whole tower as one graph, and "tuned" is that graph with torch.compile's mode
-"max-autotune-no-cudagraphs", which takes minutes.
+"max-autotune-no-cudagraphs", which takes minutes to compile.
 
 kernels: the kernels of one forward and backward pass of each tower that take the most time: ms, calls, and their share.
 """
@@ -223,7 +223,7 @@ def tower_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def kernel_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row per kernel of one forward and backward pass of a tower, by falling time."""
+    """Yield a row per kernel of one forward and backward pass of a tower, longest time first."""
     for described, module, inputs in _towers(options):
         run = _forward_and_backward(module, inputs, module)
         for _ in range(2):

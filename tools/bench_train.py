@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
         "--precision", choices=["pure_bf16", "amp_bf16", "fp32"], default="pure_bf16", help="precision of open_clip"
     )
     parser.add_argument(
-        "--deepspeed_config", type=Path, help="ds_config.json (default: ZeRO-1) for everything but the batch"
+        "--deepspeed_config", type=Path, help="ds_config.json (default: ZeRO-1) for everything except the batch"
     )
     parser.add_argument(
         "--caption-lengths",
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         "--open-clip-source", type=Path, help="open_clip checkout to measure instead of the installed package"
     )
     parser.add_argument(
-        "--kernels", type=int, default=0, help="list so many kernels and pauses of one more step, on a GPU"
+        "--kernels", type=int, default=0, help="list this number of kernels and pauses of one more step, on a GPU"
     )
     parser.add_argument("--steps", type=int, default=3, help="steps to measure, after one warm-up step")
     parser.add_argument(

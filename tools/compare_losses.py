@@ -95,7 +95,8 @@ class Run:
         return self.folder.parent / f"{self.folder.name}.log"
 
     def is_finished(self, steps: int) -> bool:
-        """Return whether the folder contains this run, complete. Raise ValueError if it contains another run."""
+        """Return whether the folder contains this run, completed. Raise ValueError if it contains another
+        run."""
         summary = self.folder / "metrics.json"
         if not summary.exists():
             return False

@@ -1,6 +1,6 @@
 """Add the pages of the repository's root to the website of `make docs` (a hook of mkdocs.yml).
 
-README.md, CONTRIBUTING.md and CHANGELOG.md become pages beside those of docs/. The files stay as they are: the links
+README.md, CONTRIBUTING.md and CHANGELOG.md become pages beside those of docs/. The files do not change: the links
 between them are rewritten in memory. A link to a file of the code becomes plain text, because the site does not contain
 the code.
 """
@@ -36,10 +36,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def site_links(markdown: str, folder: str) -> str:
-    """Return a page with the links that hold in the site, where the pages of the root and of docs/ lie in one folder.
+    """Return a page with links for the site, where the pages of the root and of docs/ are in one folder.
 
     Args:
-        markdown: the page's text; links in its code blocks are not looked for.
+        markdown: the page's text; links in its code blocks are not rewritten.
         folder: folder of the page in the repository: "." or "docs".
     """
 

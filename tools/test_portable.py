@@ -1,14 +1,16 @@
-"""Run the tests that compare numbers under several settings of the processor, and print how near they come to a bound.
+"""Run the tests that compare numbers under several settings of the processor, and print their errors as shares of
+bounds.
 
     python tools/test_portable.py [--short] [--settings NAME ...] [--python PATH ...] [--jobs N]
 
-A setting chooses the instruction set, and with it the order of sums; the number of OpenMP threads; and whether two busy
-loops run beside the tests. Every setting runs with every Python. `--python` names further interpreters, each of an
+A setting selects the instruction set (and thereby the order of sums), the number of OpenMP threads, and whether two
+busy loops run beside the tests. Every setting runs with every Python. `--python` names further interpreters, each of an
 environment with the dependencies of `pip install -e '.[open-clip,demo,dev]'`.
 
 The table has a row for each run: the tests that passed and failed, the largest error as a share of its bound, and the
-smallest factor by which a planted fault exceeds its bound. A share above 1/3 is no failure. It asks for a look: bounds
-are derived with a room of three (tests/tolerances.py). The exit code is 1 if a test fails.
+smallest factor by which a planted fault exceeds its bound. A share above 1/3 is not a failure, but should be
+investigated: bounds are derived with a margin of a factor of three (tests/tolerances.py). The exit code is 1 if a test
+fails.
 """
 
 import argparse
@@ -57,7 +59,7 @@ def environment(setting: Setting, python: str, errors: Path) -> dict[str, str]:
     """Return the environment of one run."""
     threads = {"OMP_NUM_THREADS": str(setting.threads)}
     if setting.threads > 1:
-        threads["OMP_WAIT_POLICY"] = "PASSIVE"  # ranks share the cores: a thread that spins holds up another rank's
+        threads["OMP_WAIT_POLICY"] = "PASSIVE"  # ranks share the cores: a spinning thread delays other ranks
     ops = {}
     if python != sys.executable:  # compiled ops belong to one Python
         ops["TORCH_EXTENSIONS_DIR"] = str(Path(python).parents[1] / "torch_extensions")
@@ -74,7 +76,7 @@ def environment(setting: Setting, python: str, errors: Path) -> dict[str, str]:
 
 
 def run(setting: Setting, python: str, tests: list[str], jobs: int) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Run the tests in so many processes; return the numbers of tests by outcome, and what the comparisons recorded."""
+    """Run the tests in `jobs` processes; return the numbers of tests by outcome, and the records of the comparisons."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as loops:
         report, errors = Path(folder) / "report.xml", Path(folder) / "errors.jsonl"
         for _ in range(BUSY_LOOPS if setting.busy else 0):
