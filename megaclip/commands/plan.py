@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_argument_group("run")
     what.add_argument("--deepspeed_config", "--deepspeed-config", help="ds_config.json")
-    what.add_argument("--model", help="preset name or the path of a model JSON")
+    what.add_argument("--model", help="as in training: a name, the path of a model JSON, or a directory")
     what.add_argument("--batch", type=integer(1), help="contrastive batch, instead of train_batch_size")
     what.add_argument("--micro-batch", type=integer(1), help="instead of train_micro_batch_size_per_gpu")
     what.add_argument("--tensor-parallel", type=integer(1), help="instead of megaclip.tensor_parallel_size")

@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("data", nargs="+", help="patterns, folders or hf:NAME, as for --train-data")
     parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
     parser.add_argument("--image-key", help="column of the images, or their extension; only to recognise the samples")
-    parser.add_argument("--caption-key", help="column of the captions, or their extension in tar shards")
+    parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
     parser.add_argument(
         "--vocab-size", type=integer(1), default=16_000, help="largest number of pieces (default: %(default)s)"
     )

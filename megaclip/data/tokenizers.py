@@ -126,7 +126,8 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, path: Path | str, context_length: int, clean: Cleaning = "whitespace") -> None:
         if not Path(path).is_file():
             raise ConfigError(
-                f"tokenizer {str(path)!r} is not a file; use 'clip' or the path of a sentencepiece .model file"
+                f"tokenizer {str(path)!r} does not exist; use 'clip', the path of a sentencepiece .model file or the "
+                "directory of a Hugging Face tokenizer"
             )
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))

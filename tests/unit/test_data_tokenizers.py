@@ -174,7 +174,9 @@ def test_the_clip_tokenizer_exports_no_files(tmp_path):
 
 
 def test_unusable_tokenizers_are_errors(tmp_path, captions):
-    with pytest.raises(ConfigError, match=r"is not a file; use 'clip' or the path"):
+    with pytest.raises(
+        ConfigError, match=r"does not exist; use 'clip', .* or the directory of a Hugging Face tokenizer"
+    ):
         load_tokenizer(str(tmp_path / "none.model"), 16)
     (tmp_path / "text.model").write_text("no model")
     with pytest.raises(ConfigError, match="not a sentencepiece model"):
