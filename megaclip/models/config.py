@@ -44,6 +44,7 @@ _NOT_SUPPORTED: dict[str, dict[str, Any]] = {
     },
     "text_cfg": {
         "embed_cls": False,
+        "final_ln_after_pool": False,
         "proj_bias": False,
         "proj_type": "linear",
         "output_tokens": False,

@@ -95,9 +95,15 @@ class OpenClipConfig(_Section):
             raise ConfigError(f"{source}: {reason}; choose another model (docs/models.md lists them)")
         _check_keys(description, source)
         try:
-            return cls.model_validate(description)
+            config = cls.model_validate(description)
         except ValidationError as error:
             raise config_error(error, lambda key: f"{source}: {key}") from None
+        if config.text_cfg.embed_cls and not config.has_text_prefix:
+            raise ConfigError(
+                f"{source}: text_cfg.embed_cls true requires custom_text true: without it open_clip's model has no "
+                "class token, and cannot load an export; set it"
+            )
+        return config
 
     def replace(
         self, *, vision_cfg: dict[str, Any] | None = None, text_cfg: dict[str, Any] | None = None, **top: Any
@@ -143,7 +149,7 @@ def reason_refused(description: dict[str, Any]) -> str | None:
     if "naflex" in str(vision.get("timm_model_name", "")).lower():
         return "NaFlex image towers take images of several shapes in one batch, and the loader makes one shape"
     size = vision.get("image_size", 224)
-    if isinstance(size, list):
+    if isinstance(size, list) and len(set(map(str, size))) > 1:
         return f"vision_cfg.image_size {size} is not square, and the loader makes square images"
     for name, section in (("vision_cfg", vision), ("text_cfg", text)):
         if section.get("output_tokens"):

@@ -1,6 +1,7 @@
 """Model descriptions: presets equal open_clip's own JSON files, and unknown keys are refused by name."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from megaclip.errors import ConfigError
 from megaclip.models import ClipModel, ModelConfig, list_models, load_model_config
+from megaclip.models.descriptions import describe
 from megaclip.open_clip_package import import_open_clip
 
 OWN_PRESETS = {"demo-tiny", "ViT-5B-14", "ViT-18B-14"}
@@ -78,6 +80,12 @@ def test_bad_descriptions_are_refused_by_name_in_one_line(changes, words):
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+def test_a_description_with_all_of_open_clips_settings_has_own_towers():
+    package = import_open_clip()
+    sections = {"vision_cfg": asdict(package.CLIPVisionCfg()), "text_cfg": asdict(package.CLIPTextCfg())}
+    assert isinstance(describe({"embed_dim": 32, **sections}, "model"), ModelConfig)
 
 
 def test_features_that_are_turned_off_are_accepted():
