@@ -7,6 +7,7 @@ non-zero exit code. Any other exception is a bug and keeps its traceback.
 
 import difflib
 import re
+import signal
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -14,6 +15,8 @@ from pydantic import ValidationError
 
 REFUSED_EXIT_CODE = 78
 """Exit code of a run whose settings are refused (EX_CONFIG of sysexits.h). A restart would be refused too."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that stop a run. Its exit code is then 128 + the number of the signal."""
 
 _LONG_WORD = re.compile(r"(\S{400})\S+")
 

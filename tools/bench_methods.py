@@ -22,7 +22,7 @@ from megaclip import __version__
 from megaclip.config import TrainArguments, load_training_config
 from megaclip.data import PairDataset, load_tokenizer
 from megaclip.engine.inputs import Inputs, read_inputs
-from megaclip.engine.preflight import plan_run
+from megaclip.engine.preflight import check_fit
 from megaclip.engine.run import Run
 from megaclip.models import load_model_config
 from megaclip.planner.rules import fitted
@@ -118,6 +118,7 @@ def case_arguments(case: Case, folder: Path) -> TrainArguments:
         seed=case.seed,
         logs=str(folder),
         name="bench",
+        no_plan=True,
     )
 
 
@@ -161,7 +162,7 @@ class MegaclipSteps:
         arguments = case_arguments(case, folder)
         inputs = case_inputs(case, arguments)
         batch_plan = inputs.config.batch_plan(dist.get_world_size())
-        plan = plan_run(arguments, inputs)
+        plan = check_fit(arguments, inputs)
         self.compiled, self.recomputes = plan.compiles, plan.recomputes
         self.text_micro_batch = batch_plan.text_micro_batch * inputs.config.megaclip.tensor_parallel_size
         self._run = Run(arguments, inputs, batch_plan, folder, plan)

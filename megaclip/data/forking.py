@@ -22,13 +22,12 @@ from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.popen_fork import Popen
 from typing import Any
 
-from megaclip.errors import DataError
+from megaclip.errors import STOP_SIGNALS, DataError
 from megaclip.logging import get_logger
 
 START_WAIT_S = 10.0
 """Seconds within which a forked process must start its work."""
 _ATTEMPTS = 5
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 _logger = get_logger(__name__)
 
@@ -36,14 +35,14 @@ _logger = get_logger(__name__)
 def leave_stop_signals_to_parent() -> None:
     """Ignore SIGINT and SIGUSR1, which are also sent to this process when its parent receives them. SIGTERM ends it."""
     signal.set_wakeup_fd(-1)
-    for number in _STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
 
 
 @contextmanager
 def _blocked_stop_signals() -> Iterator[None]:
     """Block the stop signals in this thread."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
@@ -63,7 +62,7 @@ class _Process(ForkProcess):
                 self._begun.sendall(b".")
         except BrokenPipeError:
             return
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         super().run()
 
     @staticmethod

@@ -19,12 +19,12 @@ from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
 from megaclip.models import DualEncoder
 from megaclip.models.dual_encoder import TOWER_PREFIXES
+from megaclip.models.open_clip_keys import SCALARS
 
 logger = get_logger(__name__)
 
 LR_SCALE = "lr_scale"
 """Key of a group's factor of the learning rate."""
-_SCALARS = ("logit_scale", "logit_bias")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def parameter_groups(model: DualEncoder, config: TrainingConfig) -> list[dict[st
         ConfigError: a setting of a tower has no effect, or the layers of a tower are not known.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    scalars = {name: trained.pop(name) for name in _SCALARS if name in trained}
+    scalars = {name: trained.pop(name) for name in SCALARS if name in trained}
     not_decayed, base = model.no_weight_decay_names(), config.optimizer.params
     divided: list[dict[str, Any]] = []
     for tower, prefix in TOWER_PREFIXES.items():

@@ -1,6 +1,6 @@
 """Plan a run before it starts, and refuse it if it does not fit this machine.
 
-`plan_run` compares the planner's formulas with the memory that is free now, and decides where the run keeps a step's
+`check_fit` compares the planner's formulas with the memory that is free now, and decides where the run keeps a step's
 images and its embeddings, and how many graphs it keeps between its passes. The run follows the plan. After its first
 steps it may keep more graphs (`keep_more_graphs`). The loss chooses exchange and reduction later
 (`megaclip.losses.plan.make_plan`).
@@ -64,7 +64,14 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     Raises:
         ConfigError: on every rank, if the run does not fit on one of them.
     """
-    plan, workload, cluster = _plan(arguments, inputs)
+    requested = workload_of(arguments, inputs, dist.get_world_size())
+    folder = Path(arguments.data_offload_dir or arguments.logs)
+    cluster = this_machine(dist.get_world_size(), folder, nvme_paths(requested.zero))
+    plan, workload = _agree(requested, cluster)
+    reason = _reason_for_graphs(plan, requested.megaclip.keep_graphs, cluster)
+    logger.info("%s: %s", graphs_text(plan.workload), reason)
+    _log_places(plan, workload, cluster, folder)
+    _log_compilation(plan, workload, cluster)
     if arguments.no_plan:
         return plan
     with raise_on_all_ranks():
@@ -74,24 +81,6 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
         logger.warning("%s", verdict)
     logger.info("%s", summary(plan, workload, cluster))
     return plan
-
-
-def plan_run(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
-    """Return the plan of a run on this machine; every rank calls it."""
-    return _plan(arguments, inputs)[0]
-
-
-def _plan(arguments: TrainArguments, inputs: Inputs) -> tuple[MemoryPlan, Workload, Cluster]:
-    """Return the run's plan, its workload (the same on all ranks) and this machine; log the decisions."""
-    requested = workload_of(arguments, inputs, dist.get_world_size())
-    folder = Path(arguments.data_offload_dir or arguments.logs)
-    cluster = this_machine(dist.get_world_size(), folder, nvme_paths(requested.zero))
-    plan, workload = _agree(requested, cluster)
-    reason = _reason_for_graphs(plan, requested.megaclip.keep_graphs, cluster)
-    logger.info("%s: %s", graphs_text(plan.workload), reason)
-    _log_places(plan, workload, cluster, folder)
-    _log_compilation(plan, workload, cluster)
-    return plan, workload, cluster
 
 
 def _agree(workload: Workload, cluster: Cluster) -> tuple[MemoryPlan, Workload]:

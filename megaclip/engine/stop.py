@@ -29,11 +29,10 @@ import psutil
 
 from megaclip.comm.collectives import gather_integers
 from megaclip.comm.groups import ranks_of_this_node
+from megaclip.errors import STOP_SIGNALS
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopSignals:

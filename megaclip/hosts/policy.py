@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megaclip.config import TrainingConfig
-from megaclip.errors import REFUSED_EXIT_CODE, ConfigError
+from megaclip.errors import REFUSED_EXIT_CODE, STOP_SIGNALS, ConfigError
 from megaclip.hosts.hostfile import Host
 
-STOP_CODES = frozenset(128 + number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM))
+STOP_CODES = frozenset(128 + number for number in STOP_SIGNALS)
 """Exit codes of a run that was stopped on request."""
 REFUSED_CODES = frozenset({2, REFUSED_EXIT_CODE})
 """Exit codes of a run whose settings were refused: by a command line's parser, and by the run itself."""

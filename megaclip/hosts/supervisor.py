@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from megaclip.checkpoint import search
-from megaclip.errors import MegaclipError
+from megaclip.errors import STOP_SIGNALS, MegaclipError
 from megaclip.hosts import policy
 from megaclip.hosts.attempt_files import HOST_CODES_FILE, attempt_files, read_codes
 from megaclip.hosts.hostfile import Host
@@ -34,7 +34,6 @@ ABSENT_PROBE_S = 30.0
 HOST_WAIT_S = 600.0
 """Seconds to wait for hosts if too few hosts answer for the batch."""
 _POLL_S = 0.2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class TooFewHostsError(MegaclipError):
@@ -232,8 +231,8 @@ def newest_step(checkpoints: Path) -> int:
 
 @contextlib.contextmanager
 def forwarded_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGINT, SIGTERM and SIGUSR1 with `handler` in the body of a `with` statement."""
-    before = {number: signal.signal(number, handler) for number in _SIGNALS}
+    """Handle the stop signals with `handler` in the body of a `with` statement."""
+    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
     try:
         yield
     finally:

@@ -19,7 +19,8 @@ from megaclip.models.open_clip_config import OpenClipConfig
 
 StateDict = dict[str, torch.Tensor]
 
-_SCALARS = ("logit_scale", "logit_bias")
+SCALARS = ("logit_scale", "logit_bias")
+"""Names of the parameters that belong to no tower."""
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _TEXT_ROOTS = ("positional_embedding", "text_projection", "token_embedding.", "ln_final.", "transformer.")
 _SEPARATE = re.compile(r"(.*\.attn\.)q_proj\.(weight|bias)")
@@ -43,7 +44,7 @@ def to_open_clip(state_dict: StateDict, config: ModelDescription) -> StateDict:
             stem, kind = match.groups()
             name = f"{stem}in_proj_{kind}"
             value = torch.cat([state_dict[f"{stem}{projection}.{kind}"] for projection in _PROJECTIONS])
-        elif name in _SCALARS:
+        elif name in SCALARS:
             value = value.reshape(())
         if not config.custom_text:
             name = name.removeprefix("text.")
@@ -66,7 +67,7 @@ def from_open_clip(state_dict: StateDict, config: ModelDescription | None = None
             for projection, part in zip(_PROJECTIONS, value.chunk(3), strict=True):
                 result[f"{stem}{projection}.{kind}"] = part
         else:
-            result[name] = value.reshape(1) if name in _SCALARS and value.numel() == 1 else value
+            result[name] = value.reshape(1) if name in SCALARS and value.numel() == 1 else value
     return result
 
 
@@ -74,7 +75,7 @@ def _modules_to_open_clip(state_dict: StateDict, config: OpenClipConfig) -> Stat
     shape = (1,) if config.nonscalar_logit_scale else ()
     return {
         name if config.has_text_prefix else name.removeprefix("text."): value.reshape(shape)
-        if name in _SCALARS
+        if name in SCALARS
         else value
         for name, value in state_dict.items()
     }
