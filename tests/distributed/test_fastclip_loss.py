@@ -321,7 +321,7 @@ def test_wrong_ids_batches_and_checkpoints_are_refused():
         make_loss("fastclip_v1").load_checkpoint_state([loss.checkpoint_state()])
     first_of_two = loss.checkpoint_state()
     first_of_two["samples"] |= {"world_size": 2, "values": first_of_two["samples"]["values"][::2]}
-    with pytest.raises(CheckpointError, match=r"saved by 2 ranks, only \[0\] are here"):
+    with pytest.raises(CheckpointError, match=r"saved by 2 ranks, but only the parts of ranks \[0\] were found"):
         loss.load_checkpoint_state([first_of_two])
     with pytest.raises(CheckpointError, match="holds no per-sample state"):
         loss.load_checkpoint_state([])

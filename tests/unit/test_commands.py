@@ -153,7 +153,7 @@ def test_shipped_configurations_are_found_by_name(tmp_path, monkeypatch):
     for name in ("zero3_offload", "fastclip/fastclip_v3_cc12m"):
         for written in (name, f"{name}.json"):
             assert load_training_config(written).path.read_text() == (ROOT / f"ds_configs/{name}.json").read_text()
-    with pytest.raises(ConfigError, match=r"'zero4' is no file and no shipped configuration; .* zero2, zero3"):
+    with pytest.raises(ConfigError, match=r"'zero4' is neither a file nor a shipped configuration; .* zero2, zero3"):
         load_training_config("zero4")
 
 

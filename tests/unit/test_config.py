@@ -456,7 +456,7 @@ def test_a_file_that_is_not_one_json_object_is_refused(tmp_path, text):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent\.json' is no file .* path of a ds_config\.json"):
+    with pytest.raises(ConfigError, match=r"absent\.json' is neither a file .* path of a ds_config\.json"):
         load_training_config(tmp_path / "absent.json")
 
 

@@ -85,7 +85,7 @@ def test_bad_data_is_reported_completely_and_refused_as_training_does(tmp_path, 
     assert ("shown 0" in output) == (bad < 10)
     assert inspect(path, "--max-bad-fraction", 1)[0] == (1 if bad == 10 else 0)
     code, output = inspect(path, "--json")
-    assert code == 1 and json.loads(output)["refused"].startswith(f"{bad} of the 10 samples")
+    assert code == 1 and json.loads(output)["refused"].startswith(f"{bad} of the 10 decoded samples")
 
 
 def test_good_data_is_accepted_as_in_training(tmp_path, inspect):

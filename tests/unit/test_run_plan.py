@@ -74,5 +74,5 @@ def test_a_cooldown_in_epochs_lasts_as_many_steps_as_they_have() -> None:
     flags = ["--lr-scheduler", "const-cooldown", "--warmup", "4", "--epochs-cooldown", "2"]
     schedule = chosen_schedule(arguments(*flags), LENGTH, PEAK)
     assert schedule(14) == 1 > schedule(15)  # 2 epochs are 6 whole steps, the last of 20
-    with pytest.raises(ConfigError, match="cooldown of 6 steps are longer together than the run of 9 steps"):
+    with pytest.raises(ConfigError, match="cooldown of 6 steps are together longer than the run of 9 steps"):
         chosen_schedule(arguments(*flags), replace(LENGTH, total_steps=9), PEAK)
