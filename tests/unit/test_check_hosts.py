@@ -271,6 +271,8 @@ def test_bad_variables_are_refused(pdsh: Path) -> None:
 def test_an_answer_of_another_version_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     line = check_hosts.MARK + json.dumps({"python": 3})
     monkeypatch.setattr(check_hosts, "run_on_host", lambda *_, **__: (f"welcome\n{line}\n", ""))
-    assert check_hosts.ask(Host("a", 1), {}, Facts, 1.0)[1].startswith("its answer cannot be read, because it runs another version")
+    assert check_hosts.ask(Host("a", 1), {}, Facts, 1.0)[1].startswith(
+        "its answer cannot be read, because it runs another version"
+    )
     monkeypatch.setattr(check_hosts, "run_on_host", lambda *_, **__: ("welcome\n", "no route"))
     assert check_hosts.ask(Host("a", 1), {}, Facts, 1.0) == (None, "no route")

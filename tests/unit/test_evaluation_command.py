@@ -139,7 +139,10 @@ def test_scores_equal_those_of_the_sorted_matrix(
         (["run", "--ema", "--val-data", "pairs.tar"], "has no moving averages of the weights .--ema., which a run"),
         (["model", "--val-data", "missing.tar"], "error: "),
         (["labelled", "--val-data", "pairs.tar"], "error: no checkpoint at"),
-        (["nowhere", "--val-data", "pairs.tar"], "'nowhere' contains no checkpoint and no exported model; give an exported"),
+        (
+            ["nowhere", "--val-data", "pairs.tar"],
+            "'nowhere' contains no checkpoint and no exported model; give an exported",
+        ),
         (["pairs.tar", "--val-data", "pairs.tar"], "convert it to a directory with `megaclip import`"),
         (
             ["run", "--tag", "step_00000008", "--val-data", "pairs.tar"],
