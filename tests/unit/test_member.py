@@ -34,6 +34,28 @@ ENDLESS = "trap 'touch saved-$HOSTS' USR1; trap 'exit 143' TERM; "
 ENDLESS += "while [[ ! -e saved-$HOSTS && ! -e stop ]]; do sleep 0.03; done; exit 138"
 
 
+class EndingAttempt:
+    """The fields of a member whose attempt 1 ends after some reads of them."""
+
+    def __init__(self, reads: int) -> None:
+        self._reads = reads
+
+    def _read(self, before: Any, after: Any) -> Any:
+        self._reads -= 1
+        return before if self._reads >= 0 else after
+
+    _attempt = property(lambda self: self._read(1, 2))
+    _last = property(lambda self: self._read(None, (1, 0, False)))
+    _stop = property(lambda self: self._read(None, None))
+
+
+@pytest.mark.parametrize("reads", range(4))
+def test_a_heartbeat_with_a_new_number_has_the_end_of_the_attempt_before(reads: int) -> None:
+    """Without it the other hosts would take the host for lost. A thread writes heartbeats while attempts end."""
+    beat = Member._state(EndingAttempt(reads))  # type: ignore[arg-type]
+    assert beat["attempt"] == 1 or beat["last"] is not None
+
+
 class Meeting:
     """Members in processes of their own. Each attempt appends "HOST PLACE HOSTS" to the file `starts`."""
 
