@@ -5,6 +5,7 @@ started by a launcher: `deepspeed --module megaclip train ...`.
 """
 
 import importlib
+import os
 import sys
 from dataclasses import dataclass
 
@@ -40,22 +41,48 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the command that `sys.argv` names, and exit with its exit code."""
+    """Run the command that `sys.argv` names, and exit with its exit code.
+
+    The exit code is 1, without a traceback, if the program that reads the standard output has ended, as `head` does.
+    """
+    try:
+        try:
+            code = _run()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # of the standard output, or of another process
+        if _stdout_has_reader():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest of its buffer here
+        code = 1
+    sys.exit(code)
+
+
+def _run() -> int | str | None:
+    """Run the command; return its exit code, or an error message."""
     arguments = sys.argv[1:]
     from_launcher = []
     while arguments and arguments[0].startswith("--local_rank"):  # deepspeed passes it before all other arguments
         from_launcher.append(arguments.pop(0))
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
-        sys.exit(0 if arguments else 2)
+        return 0 if arguments else 2
     if arguments[0] == "--version":
         print(f"megaclip {megaclip.__version__}")
-        sys.exit(0)
+        return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        sys.exit(f"error: unknown command {name!r}; expected one of {', '.join(COMMANDS)}")
+        return f"error: unknown command {name!r}; expected one of {', '.join(COMMANDS)}"
     sys.argv = [f"megaclip {name}", *rest, *from_launcher]
-    sys.exit(importlib.import_module(f"megaclip.commands.{COMMANDS[name].module}").main())
+    return importlib.import_module(f"megaclip.commands.{COMMANDS[name].module}").main()
+
+
+def _stdout_has_reader() -> bool:
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def usage() -> str:

@@ -3,6 +3,8 @@
 import importlib.metadata
 import importlib.util
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,6 +52,26 @@ def test_the_launchers_rank_reaches_the_command(monkeypatch):
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code is None and seen == [["megaclip evaluate", "runs/x", "--local_rank=1"]]
+
+
+def test_output_that_nobody_reads_is_no_traceback():
+    """As in `megaclip --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as output:
+        command = [sys.executable, "-m", "megaclip", "--help"]
+        done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_broken_connection_of_a_command_keeps_its_traceback(monkeypatch):
+    def lose_connection():
+        raise BrokenPipeError
+
+    monkeypatch.setattr(evaluate, "main", lose_connection)
+    monkeypatch.setattr(sys, "argv", ["megaclip", "evaluate"])
+    with pytest.raises(BrokenPipeError):
+        main()
 
 
 def test_an_unknown_command_is_refused_with_the_known_ones(monkeypatch):
