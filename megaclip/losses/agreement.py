@@ -34,7 +34,7 @@ def check_features(
     if ranks.size == 1:
         _check_own(image_features, text_features, logit_scale, logit_bias, f"on rank {ranks.rank}")
         return
-    problem: DataError | None = None
+    problem: Exception | None = None
     signature = [1, 0, 0, 0]
     try:
         _check_own(image_features, text_features, logit_scale, logit_bias, f"on rank {ranks.rank}")
@@ -43,7 +43,7 @@ def check_features(
             *image_features.shape,
             _KINDS.index((image_features.dtype, image_features.device.type == "cpu")),
         ]
-    except DataError as error:
+    except Exception as error:  # also one of PyTorch, which nested tensors raise; raised below, on all ranks
         problem = error
     signatures = gather_integers(signature, group=ranks)
     if any(failed for failed, *_ in signatures):
@@ -83,7 +83,11 @@ def _check_own(
             f"the features are {image_features.dtype} {where}; expected bfloat16, float16, float32, float64"
         )
     for name, scalar in (("logit_scale", logit_scale), ("logit_bias", logit_bias)):
-        if scalar is not None and scalar.numel() != 1:
+        if scalar is None and name == "logit_bias":
+            continue
+        if not isinstance(scalar, Tensor):
+            raise DataError(f"{name} is a {type(scalar).__name__} {where}; expected a number or a tensor () or (1,)")
+        if scalar.numel() != 1:
             raise DataError(f"{name} has shape {tuple(scalar.shape)} {where}; expected one element, () or (1,)")
 
 

@@ -87,10 +87,13 @@ class BatchLoss(nn.Module):
 
 
 def as_scalar(value: Tensor | float, features: Tensor) -> Tensor:
-    """Return a logit_scale or logit_bias as a tensor: a number becomes () in the dtype of sums, on the same device."""
-    if isinstance(value, Tensor):
+    """Return a logit_scale or logit_bias as a tensor: a number becomes () in the dtype of sums, on the same device.
+
+    Anything else is returned unchanged. `check_features` raises for it, on all ranks.
+    """
+    if isinstance(value, Tensor) or not (isinstance(value, int | float) or hasattr(value, "__float__")):
         return value
-    if not isinstance(features, Tensor):  # `check_features` raises for it, on all ranks
+    if not isinstance(features, Tensor):  # as above
         return torch.tensor(float(value))
     return torch.full((), float(value), dtype=accumulation_dtype(features), device=features.device)
 

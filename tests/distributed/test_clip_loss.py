@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from megaclip.comm.groups import group_rank, group_size, resolve
+from megaclip.errors import MegaclipError
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
 from megaclip.ops.reference import LossAndGrads, info_nce
 from tests.distributed.harness import run_ranks
@@ -248,12 +249,22 @@ def check_errors() -> list[str]:
     def no_images() -> None:
         SigLipLoss()(None if last else torch.randn(4, 5), torch.randn(4, 5), 10.0)
 
+    def no_number(scale: Any, bias: Any = None) -> Callable[[], Any]:
+        good = torch.randn(4, 5)
+        return lambda: SigLipLoss()(good, good, scale if last else 10.0, bias if last else None)
+
     found = expect_same_error(no_images, "image_features is a NoneType on rank")
+    found += expect_same_error(no_number(None), "logit_scale is a NoneType on rank")
+    found += expect_same_error(no_number([10.0]), "logit_scale is a list on rank")
+    found += expect_same_error(no_number(10.0, "-10"), "logit_bias is a str on rank")
     found += expect_same_error(other_features((torch.randn(4, 5),)), "text_features is a tuple on rank")
     found += expect_same_error(other_features(torch.randn(4, 5).to_sparse()), "torch.sparse_coo on cpu on rank")
     found += expect_same_error(other_features(torch.randn(4, 5, device="meta")), "torch.strided on meta on rank")
     found += expect_same_error(unequal_towers, "shapes (4, 5) and (4, 6) on rank")
     found += expect_same_error(two_scales, "logit_scale has shape (2,) on rank")
+    nested = torch.nested.nested_tensor([torch.randn(4, 5)] * 2)  # PyTorch itself raises a RuntimeError
+    with pytest.raises((RuntimeError, MegaclipError)):
+        other_features(nested)()
     if group_size() > 1:
         found += expect_same_error(
             shorter_batch,
