@@ -258,13 +258,13 @@ def _refuse_several_folders(spec: str, paths: Sequence[str]) -> None:
 
 
 def _refuse_links(folder: str, metadata: Sequence[str]) -> None:
-    """Raise DataError if a table is behind a link. `datasets` would leave it out."""
+    """Raise DataError if a table is reached through a link. `datasets` would leave it out."""
     real = os.path.realpath(folder)
     for place in map(os.path.dirname, metadata):
         if os.path.realpath(place) != os.path.normpath(os.path.join(real, os.path.relpath(place, folder))):
             raise DataError(
-                f"data {folder!r}: {place} is behind a link to a folder and has a metadata file; give this folder as "
-                "an entry of its own, without the link, or replace the link by the folder"
+                f"data {folder!r}: {place} is reached through a link to a folder and has a metadata file; give "
+                "this folder as an entry of its own, without the link, or replace the link by the folder"
             )
 
 

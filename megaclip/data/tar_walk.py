@@ -36,8 +36,8 @@ ENTRY = np.dtype(
 )
 _MAX_EXTENSION_HEADER = 1 << 20
 _MAX_OTHERS = 16
-_CHECKED_BEHIND_END = 1 << 16
-"""Number of bytes behind the end of an archive that must be zero. tar fills up the last 10 KiB."""
+_CHECKED_AFTER_END = 1 << 16
+"""Number of bytes after the end of an archive that must be zero. tar pads the last block of 10 KiB."""
 _REGULAR_FILE = (b"0", b"\0", b"7")
 _OCTAL = re.compile(rb"[0-7]{0,12}")
 _PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
@@ -126,9 +126,9 @@ def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
     while place < end:
         header = _read(file, place, BLOCK)
         if header.count(0) == BLOCK:
-            if os.pread(file.fileno(), _CHECKED_BEHIND_END, place).strip(b"\0"):
+            if os.pread(file.fileno(), _CHECKED_AFTER_END, place).strip(b"\0"):
                 raise _Damaged(
-                    f"data behind the end of the archive at byte {place}: samples in it are left out; join archives "
+                    f"data after the end of the archive at byte {place}: samples in it are left out; join archives "
                     "with tar --concatenate"
                 )
             return

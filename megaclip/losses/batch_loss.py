@@ -93,7 +93,7 @@ def as_scalar(value: Tensor | float, features: Tensor) -> Tensor:
     """
     if isinstance(value, Tensor) or not (isinstance(value, int | float) or hasattr(value, "__float__")):
         return value
-    if not isinstance(features, Tensor):  # as above
+    if not isinstance(features, Tensor):  # `check_features` raises for it too
         return torch.tensor(float(value))
     return torch.full((), float(value), dtype=accumulation_dtype(features), device=features.device)
 

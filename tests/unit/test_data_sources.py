@@ -298,7 +298,7 @@ def test_metadata_behind_a_link_is_refused(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "pairs")
     assert captions(open_pairs([str(tmp_path / "link")])) == ["caption 1"]
     (tmp_path / "pairs" / "b").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match="pairs/b is behind a link to a folder and has a metadata file"):
+    with pytest.raises(DataError, match="pairs/b is reached through a link to a folder and has a metadata file"):
         open_pairs([str(tmp_path / "pairs")])
 
 

@@ -123,7 +123,7 @@ def test_archives_that_were_joined_as_files_are_reported(tmp_path):
     path.write_bytes(path.read_bytes() + other.read_bytes())
     shards = TarShards([path])
     assert len(shards) == 2 and shards.problems == {"damaged shard": 1}
-    assert "data behind the end of the archive" in shards.shards[0]["damage"]
+    assert "data after the end of the archive" in shards.shards[0]["damage"]
 
 
 def test_repeated_names_in_a_shard_are_reported(tmp_path):
