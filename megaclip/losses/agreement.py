@@ -1,8 +1,8 @@
-"""Check that the features of all ranks fit together, once per call of a loss.
+"""Check that the features and settings of all ranks fit together, once per call of a loss.
 
-If one rank has a shorter batch or another embedding size, the other ranks wait in a collective forever. So each call of
-a loss starts with a gather of four integers. If they differ, or if a rank has found a mistake in its own features,
-every rank raises the same DataError, which is a ValueError.
+If one rank has a shorter batch, another embedding size or another exchange, the other ranks wait in a collective
+forever. So each call of a loss starts with a gather of five integers. If they differ, or if a rank has found a mistake
+in its own features, every rank raises the same DataError, which is a ValueError.
 """
 
 import itertools
@@ -13,10 +13,14 @@ from torch import Tensor
 from megaclip.comm.collectives import gather_integers, raise_on_all_ranks
 from megaclip.comm.groups import RankGroup
 from megaclip.errors import DataError
+from megaclip.losses.plan import EXCHANGES, PAYLOADS, REDUCTIONS
+from megaclip.losses.settings import LossSettings
 from megaclip.ops.tiles import FEATURE_DTYPES
 
 _KINDS = list(itertools.product(FEATURE_DTYPES, (True, False)))
 """Accepted dtypes of features, each on the CPU and elsewhere: a collective cannot combine both."""
+_WAYS = list(itertools.product(("auto", *EXCHANGES), ("auto", *REDUCTIONS), PAYLOADS))
+"""Settings exchange, reduction and payload, on which the collectives of a call depend."""
 
 
 def check_features(
@@ -25,23 +29,26 @@ def check_features(
     logit_scale: Tensor,
     logit_bias: Tensor | None = None,
     *,
+    settings: LossSettings,
     ranks: RankGroup,
 ) -> None:
     """Raise DataError on all ranks unless all have features (b, D) of one shape and dtype and scalars of one element.
 
-    Without an error its only communication is one gather of four integers, and none on one rank.
+    The settings exchange, reduction and payload must be equal on all ranks too. Without an error the only communication
+    is one gather of five integers, and none on one rank.
     """
     if ranks.size == 1:
         _check_own(image_features, text_features, logit_scale, logit_bias, f"on rank {ranks.rank}")
         return
     problem: Exception | None = None
-    signature = [1, 0, 0, 0]
+    signature = [1, 0, 0, 0, 0]
     try:
         _check_own(image_features, text_features, logit_scale, logit_bias, f"on rank {ranks.rank}")
         signature = [
             0,
             *image_features.shape,
             _KINDS.index((image_features.dtype, image_features.device.type == "cpu")),
+            _WAYS.index((settings.exchange, settings.reduction, settings.payload)),
         ]
     except Exception as error:  # also one of PyTorch, which nested tensors raise; raised below, on all ranks
         problem = error
@@ -51,6 +58,12 @@ def check_features(
             if problem is not None:
                 raise problem
     for rank, other in enumerate(signatures):
+        if other[-1] != signatures[0][-1]:
+            first, second = (", ".join(_WAYS[signature[-1]]) for signature in (signatures[0], other))
+            raise DataError(
+                f"exchange, reduction and payload of the loss are {first} on rank 0 and {second} on rank {rank}; "
+                "construct the loss with the same settings on all ranks"
+            )
         if other != signatures[0]:
             raise DataError(
                 f"the features are {_description(signatures[0])} on rank 0 and {_description(other)} on rank {rank}; "
@@ -92,6 +105,6 @@ def _check_own(
 
 
 def _description(signature: list[int]) -> str:
-    _, batch, embedding, kind = signature
+    _, batch, embedding, kind, _ = signature
     dtype, on_cpu = _KINDS[kind]
     return f"({batch}, {embedding}) {dtype} ({'CPU' if on_cpu else 'accelerator'})"

@@ -96,7 +96,7 @@ class ClipLoss(RecordableLoss):
         return LossAndSums(forward.loss, dx, dy, forward.pull, alpha, _d_alpha(dots, plan), torch.zeros_like(alpha))
 
     def _checked_plan(self, x: Tensor, y: Tensor, logit_scale: Tensor, ranks: RankGroup) -> Plan:
-        check_features(x, y, logit_scale, ranks=ranks)
+        check_features(x, y, logit_scale, settings=self.settings, ranks=ranks)
         return self.plan(x, ranks, LOSS_COSTS["clip"])
 
 

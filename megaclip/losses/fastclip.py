@@ -187,7 +187,7 @@ class FastClipLoss(BatchLoss):
             return call(self.forward, image_features, text_features, logit_scale, **options)
         ranks = resolve(self.group)
         own_scale = self.temperature.log_scale.detach().exp()
-        check_features(image_features, text_features, own_scale, ranks=ranks)
+        check_features(image_features, text_features, own_scale, settings=self.settings, ranks=ranks)
         if len(image_features) * ranks.size < 2:
             raise DataError("the batch of all ranks is 1 sample, which has no negatives; expected at least 2 samples")
         with raise_on_all_ranks(group=ranks):

@@ -78,7 +78,7 @@ class SigLipLoss(RecordableLoss):
         return _evaluate(x, y, logit_scale, logit_bias, plan)
 
     def _checked_plan(self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor, ranks: RankGroup) -> Plan:
-        check_features(x, y, logit_scale, logit_bias, ranks=ranks)
+        check_features(x, y, logit_scale, logit_bias, settings=self.settings, ranks=ranks)
         return self.plan(x, ranks, LOSS_COSTS["siglip"])
 
 

@@ -253,6 +253,10 @@ def check_errors() -> list[str]:
         good = torch.randn(4, 5)
         return lambda: SigLipLoss()(good, good, scale if last else 10.0, bias if last else None)
 
+    def other_way(loss: type[ClipLoss | SigLipLoss]) -> Callable[[], Any]:
+        way = {"exchange": "ring", "reduction": "feature"} if last else {}
+        return lambda: loss(**way)(torch.randn(4, 5), torch.randn(4, 5), 10.0)
+
     found = expect_same_error(no_images, "image_features is a NoneType on rank")
     found += expect_same_error(no_number(None), "logit_scale is a NoneType on rank")
     found += expect_same_error(no_number([10.0]), "logit_scale is a list on rank")
@@ -271,6 +275,9 @@ def check_errors() -> list[str]:
             f"(4, 5) torch.float32 (CPU) on rank 0 and (3, 5) torch.float32 (CPU) on rank {group_size() - 1}",
         )
         found += expect_same_error(other_dtype, "torch.bfloat16 (CPU) on rank")
+        for loss in (ClipLoss, SigLipLoss):
+            differing = "are auto, auto, auto on rank 0 and ring, feature, auto on rank"
+            found += expect_same_error(other_way(loss), differing)
     return found
 
 
