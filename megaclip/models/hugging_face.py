@@ -15,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from torch import nn
+
 from megaclip.errors import ConfigError, first_line
 
 
@@ -48,6 +50,17 @@ def configuration(name: str) -> Any:
             f"Hugging Face hub ({first_line(error)}), nor one of {', '.join(known_names())}; download its config.json "
             "into a directory, and name that directory"
         ) from None
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """Return the most tokens for which a text model has position embeddings; None if it learns none."""
+    limits = [
+        # RoBERTa's positions begin after the id of its padding.
+        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "position_embedding"))
+    ]
+    return min(limits, default=None)
 
 
 def _known() -> dict[str, dict[str, Any]]:

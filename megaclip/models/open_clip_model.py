@@ -27,7 +27,7 @@ from megaclip.errors import ConfigError, first_line
 from megaclip.models.blocks import CheckpointFunction
 from megaclip.models.compilation import compiled_class
 from megaclip.models.dual_encoder import DualEncoder
-from megaclip.models.hugging_face import known_configurations
+from megaclip.models.hugging_face import known_configurations, position_limit
 from megaclip.models.open_clip_config import OpenClipConfig
 from megaclip.models.open_clip_layers import open_clip_layer_groups
 from megaclip.models.packing import Pieces
@@ -57,6 +57,7 @@ class OpenClipModel(DualEncoder):
         self.tensor = ONE_RANK
         built = _build(config)
         self.visual, self.text = built.visual, built.text
+        self._check_context_length()
         # Shape (1,), because DeepSpeed cannot initialise with 0-d parameters.
         self.logit_scale = nn.Parameter(torch.full((1,), config.init_logit_scale))
         bias = config.init_logit_bias
@@ -74,6 +75,16 @@ class OpenClipModel(DualEncoder):
         self._norms = [module for module in self.modules() if isinstance(module, _BatchNorm)]
         for norm in self._norms:
             norm.__class__ = _with_float32_statistics(type(norm))
+
+    def _check_context_length(self) -> None:
+        """Raise ConfigError if a Hugging Face text model has too few positions. Only a long caption would fail."""
+        text = self.config.text_cfg
+        limit = position_limit(self.text) if text.hf_model_name is not None else None
+        if limit is not None and text.context_length > limit:
+            raise ConfigError(
+                f"text_cfg.context_length is {text.context_length}, and {text.hf_model_name} has positions for {limit} "
+                f"tokens; set context_length to {limit} or less"
+            )
 
     def _in_the_parameters_dtype(self, _: nn.Module, arguments: Any, positions: torch.Tensor) -> torch.Tensor:
         """Return positions, from a buffer that stays float32, in the dtype of the embeddings they are added to."""

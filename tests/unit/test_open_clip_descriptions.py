@@ -169,6 +169,17 @@ def test_an_unknown_hugging_face_model_is_refused_without_the_network():
         meta_model(describe({**SMALL, "text_cfg": text}, "model"))
 
 
+def test_a_context_longer_than_the_positions_of_a_hugging_face_model_is_refused(tmp_path):
+    """On a GPU the first long caption would end the run with a device-side assertion."""
+    config = family("roberta", tmp_path)
+    text = build_model(config.replace(text_cfg={"context_length": 14})).text
+    assert text(torch.full((1, 14), 5)).isfinite().all()
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        text(torch.full((1, 15), 5))
+    with pytest.raises(ConfigError, match=r"context_length is 15, and .*roberta has positions for 14 tokens"):
+        meta_model(config.replace(text_cfg={"context_length": 15}))
+
+
 def test_the_list_has_every_description_and_most_of_them_run():
     listed = [line.split("|")[1:3] for line in table_of(PAGE).splitlines() if line.startswith("| ")][2:]
     names, towers = ([part.strip() for part in column] for column in zip(*listed, strict=True))
