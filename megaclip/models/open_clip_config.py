@@ -126,9 +126,14 @@ class OpenClipConfig(_Section):
     def to_open_clip(self) -> dict[str, Any]:
         """Return the `model_cfg` of an exported card: the settings of the description.
 
-        At the top level null turns a setting off, and open_clip takes the key `multimodal_cfg` alone for a CoCa.
+        Some settings that are null are left out. At the top level null turns a setting off, and open_clip takes the key
+        `multimodal_cfg` alone for a CoCa. open_clip's `get_tokenizer` accepts no null `tokenizer_kwargs`.
         """
-        return {name: value for name, value in self.own_settings().items() if value is not None}
+        settings = {name: value for name, value in self.own_settings().items() if value is not None}
+        for name in ("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs"):
+            if settings["text_cfg"].get(name) is None:
+                settings["text_cfg"].pop(name, None)
+        return settings
 
     @property
     def has_text_prefix(self) -> bool:
