@@ -1,7 +1,7 @@
 """Check that the features and settings of all ranks fit together, once per call of a loss.
 
 If one rank has a shorter batch, another embedding size or another exchange, the other ranks wait in a collective
-forever. So each call of a loss starts with a gather of five integers. If they differ, or if a rank has found a mistake
+forever. So each call of a loss starts with a gather of four integers. If they differ, or if a rank has found a mistake
 in its own features, every rank raises the same DataError, which is a ValueError.
 """
 
@@ -35,21 +35,18 @@ def check_features(
     """Raise DataError on all ranks unless all have features (b, D) of one shape and dtype and scalars of one element.
 
     The settings exchange, reduction and payload must be equal on all ranks too. Without an error the only communication
-    is one gather of five integers, and none on one rank.
+    is one gather of four integers, and none on one rank.
     """
     if ranks.size == 1:
         _check_own(image_features, text_features, logit_scale, logit_bias, f"on rank {ranks.rank}")
         return
     problem: Exception | None = None
-    signature = [1, 0, 0, 0, 0]
+    signature = [1, 0, 0, 0]
     try:
         _check_own(image_features, text_features, logit_scale, logit_bias, f"on rank {ranks.rank}")
-        signature = [
-            0,
-            *image_features.shape,
-            _KINDS.index((image_features.dtype, image_features.device.type == "cpu")),
-            _WAYS.index((settings.exchange, settings.reduction, settings.payload)),
-        ]
+        kind = _KINDS.index((image_features.dtype, image_features.device.type == "cpu"))
+        way = _WAYS.index((settings.exchange, settings.reduction, settings.payload))
+        signature = [0, *image_features.shape, kind * len(_WAYS) + way]
     except Exception as error:  # also one of PyTorch, which nested tensors raise; raised below, on all ranks
         problem = error
     signatures = gather_integers(signature, group=ranks)
@@ -58,18 +55,19 @@ def check_features(
             if problem is not None:
                 raise problem
     for rank, other in enumerate(signatures):
-        if other[-1] != signatures[0][-1]:
-            first, second = (", ".join(_WAYS[signature[-1]]) for signature in (signatures[0], other))
+        if other == signatures[0]:
+            continue
+        first_way, way = (", ".join(_WAYS[last % len(_WAYS)]) for *_, last in (signatures[0], other))
+        if way != first_way:
             raise DataError(
-                f"exchange, reduction and payload of the loss are {first} on rank 0 and {second} on rank {rank}; "
+                f"exchange, reduction and payload of the loss are {first_way} on rank 0 and {way} on rank {rank}; "
                 "construct the loss with the same settings on all ranks"
             )
-        if other != signatures[0]:
-            raise DataError(
-                f"the features are {_description(signatures[0])} on rank 0 and {_description(other)} on rank {rank}; "
-                "expected one shape and dtype on all ranks, on CPUs or on accelerators: give every rank the same local "
-                "batch, and drop a shorter last one"
-            )
+        raise DataError(
+            f"the features are {_description(signatures[0])} on rank 0 and {_description(other)} on rank {rank}; "
+            "expected one shape and dtype on all ranks, on CPUs or on accelerators: give every rank the same local "
+            "batch, and drop a shorter last one"
+        )
 
 
 def _check_own(
@@ -105,6 +103,6 @@ def _check_own(
 
 
 def _description(signature: list[int]) -> str:
-    _, batch, embedding, kind, _ = signature
-    dtype, on_cpu = _KINDS[kind]
+    _, batch, embedding, kind_and_way = signature
+    dtype, on_cpu = _KINDS[kind_and_way // len(_WAYS)]
     return f"({batch}, {embedding}) {dtype} ({'CPU' if on_cpu else 'accelerator'})"
