@@ -57,10 +57,10 @@ def check_features(
     for rank, other in enumerate(signatures):
         if other == signatures[0]:
             continue
-        first_way, way = (", ".join(_WAYS[last % len(_WAYS)]) for *_, last in (signatures[0], other))
-        if way != first_way:
+        here, there = (", ".join(_WAYS[last % len(_WAYS)]) for *_, last in (signatures[0], other))
+        if here != there:
             raise DataError(
-                f"exchange, reduction and payload of the loss are {first_way} on rank 0 and {way} on rank {rank}; "
+                f"exchange, reduction and payload of the loss are {here} on rank 0 and {there} on rank {rank}; "
                 "construct the loss with the same settings on all ranks"
             )
         raise DataError(
