@@ -57,10 +57,10 @@ def check_features(
     for rank, other in enumerate(signatures):
         if other == signatures[0]:
             continue
-        here, there = (", ".join(_WAYS[last % len(_WAYS)]) for *_, last in (signatures[0], other))
-        if here != there:
+        first, second = (", ".join(_WAYS[last % len(_WAYS)]) for *_, last in (signatures[0], other))
+        if first != second:
             raise DataError(
-                f"exchange, reduction and payload of the loss are {here} on rank 0 and {there} on rank {rank}; "
+                f"exchange, reduction and payload of the loss are {first} on rank 0 and {second} on rank {rank}; "
                 "construct the loss with the same settings on all ranks"
             )
         raise DataError(
