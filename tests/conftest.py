@@ -1,7 +1,7 @@
-"""Marks the tests that compare floating-point numbers: `pytest -m numbers` runs them.
+"""Mark the tests that compare floating-point numbers: `pytest -m numbers` runs them.
 
-These are the tests of every module that imports the table of bounds, or the cases of tiles that apply it. They are the
-ones whose results depend on the processor, and `make test-portable` repeats them under other settings.
+A test is marked if its module imports the table of bounds, or the tile cases that use it. The results of these tests
+depend on the processor. `make test-portable` repeats them with other settings.
 """
 
 import multiprocessing
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Kill processes that a failed test has left behind: Python waits for them at its exit, perhaps for ever."""
+    """Kill the processes that a failed test has left behind. Python waits for them when it exits, possibly for ever."""
     left = [process for process in multiprocessing.active_children() if not process.daemon]
     for process in left:
         process.kill()

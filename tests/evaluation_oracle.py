@@ -4,9 +4,9 @@ import numpy as np
 
 
 def ranks_by_sorting(similarities: np.ndarray, is_right: np.ndarray) -> np.ndarray:
-    """Return, for each row (query) of the float64 matrix, the number of wrong candidates before its first right one.
+    """Return, for each row (query) of the float64 matrix, the number of wrong candidates before the first correct one.
 
-    Candidates are sorted by decreasing similarity. Among equal ones the wrong candidates come first, because ties count
+    Candidates are sorted by decreasing similarity. Of equal ones, the wrong candidates come first, because ties count
     against the model.
     """
     ranks = []
@@ -43,7 +43,7 @@ def unit_features(generator: np.random.Generator, count: int, dim: int) -> np.nd
 def paired_features(
     generator: np.random.Generator, image_count: int, captions_per_image: int, dim: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return images, captions near their image, image ids, and each caption's image id, all in random order."""
+    """Return images, captions near their image, image ids, and the image id of each caption, in random order."""
     images = unit_features(generator, image_count, dim)
     image_ids = generator.permutation(3 * image_count)[:image_count]
     owner = generator.permutation(np.repeat(np.arange(image_count), captions_per_image))
@@ -53,5 +53,5 @@ def paired_features(
 
 
 def coarse_features(generator: np.random.Generator, count: int, dim: int = 3) -> np.ndarray:
-    """Return rows of small dyadic numbers, whose products are exact in floating point and often equal."""
+    """Return rows of small dyadic numbers. Their products are exact in floating point and often equal."""
     return generator.integers(-2, 3, size=(count, dim)).astype(np.float32) / 4

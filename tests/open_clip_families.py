@@ -1,8 +1,8 @@
 """One small model description per family of open_clip's towers, without weights and without network.
 
 timm trunks are registered with timm under the names `small_...`. Hugging Face text models are directories with a
-config.json. Dropout and stochastic depth are on where the family has them, so that a replay that draws other numbers
-shows.
+config.json. Dropout and stochastic depth are active in families that have them, so a replay with other random numbers
+is detected.
 """
 
 import functools
@@ -86,7 +86,7 @@ BOTH_RANDOM = "vit with roberta"
 
 @functools.cache
 def family(name: str, folder: Path) -> OpenClipConfig:
-    """Return the description of a family. folder: where the configurations of Hugging Face models are written."""
+    """Return the description of a family. folder: where configurations of Hugging Face models are written."""
     import_open_clip()
     description: dict[str, Any] = {"embed_dim": EMBED_DIM, "vision_cfg": _VISION, "text_cfg": _TEXT}
     if name == "open_clip":

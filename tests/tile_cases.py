@@ -1,8 +1,8 @@
 """Cases and checks for every implementation of the tile operations, compiled or interpreted.
 
-The results are compared with `megaclip.ops.reference`, in float64, for the features as they are rounded for the
-product. Every buffer that an implementation allocates without filling it starts as NaN, so that a check fails where a
-value is never written.
+The results are compared with `megaclip.ops.reference` in float64, for features that are rounded as for the product.
+Every buffer that an implementation allocates without filling it starts as NaN. So a check fails where a value is never
+written.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def random_features(count: int, embedding: int, seed: int, device: str) -> Tenso
 
 
 def features_of(case: TileCase, device: str) -> tuple[Tensor, Tensor]:
-    """Return the features x (m, D) and y (n, D) of the case."""
+    """Return the features x (m, D) and y (n, D) of a case."""
     x = random_features(case.m, case.embedding, 1, device)
     y = random_features(case.n, case.embedding, 2, device)
     if case.vectors == "extreme":  # identical, opposite and zero vectors
@@ -68,7 +68,7 @@ def features_of(case: TileCase, device: str) -> tuple[Tensor, Tensor]:
 
 
 def _laid_out(x: Tensor, layout: str) -> Tensor:
-    """Return a tensor equal to x with another memory layout."""
+    """Return a tensor with the values of x and another memory layout."""
     rows, cols = x.shape
     if layout == "contiguous":
         return x
@@ -85,7 +85,7 @@ def _laid_out(x: Tensor, layout: str) -> Tensor:
 
 @contextlib.contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Fill new floating-point tensors with NaN, where PyTorch would leave them unfilled."""
+    """Fill new floating-point tensors with NaN where PyTorch would leave them uninitialised."""
     empty, new_empty = torch.empty, Tensor.new_empty
 
     def poison(tensor: Tensor) -> Tensor:
@@ -107,12 +107,13 @@ def _as_multiplied(x: Tensor, case: TileCase) -> Tensor:
 
 
 def _gradient_bound(case: TileCase, device: str) -> Bound:
-    """Return the bound. In exact and TF32 products, the error of logits and of P is scale * roundings of s."""
+    """Return the bound. In exact and TF32 products, the error of logits and of P is scale * rounding errors of s."""
     if case.precision == "tf32":
         return TILE_GRADIENT["tf32"].magnified(max(1.0, case.scale / 20))
     if case.precision == "float32" or (case.precision == "auto" and case.dtype == torch.float32):
         return TILE_GRADIENT["float32"].magnified(max(1.0, case.scale / 20))
-    # float16 features too are rounded to bfloat16 for the products with P. Roundings of equal P do not average out.
+    # float16 features are also rounded to bfloat16 for the products with P. Rounding errors of equal P do not average
+    # out.
     bound = TILE_GRADIENT["bf16" if device == "cuda" else "bf16 truncated"]
     is_worst_case = case.dtype == torch.float16 or case.vectors == "extreme"
     return bound.magnified(math.sqrt(3)) if is_worst_case else bound
@@ -143,7 +144,7 @@ def check_tile_case(implementation: Implementation, case: TileCase, device: str)
         bound = TILE_VALUE["tf32" if case.precision == "tf32" else "float32"]
         assert_close(result[~empty], wanted[~empty], bound, name, size=1 + case.scale)
 
-    # Shifts as a loss passes them: finite, and close to the log-sum-exp.
+    # Shifts as a loss passes them: finite and close to the log-sum-exp.
     row_shift, col_shift = (lse.clamp_min(-2 * case.scale).float() for lse in expected)
     row_weight, col_weight = (0.1 + torch.linspace(0, 1, len(t), device=device) for t in (x, y))
     row, col = Terms(row_scale, row_shift, row_weight), Terms(col_scale, col_shift, col_weight)
@@ -169,7 +170,7 @@ def check_sides_and_accumulators(implementation: Implementation, case: TileCase,
 
 
 def _check_sides_and_accumulators(gradients: Callable[..., tuple[Tensor | None, Tensor | None]]) -> None:
-    """Assert that one side alone has the bits that it has beside the other, and that accumulators are added to."""
+    """Assert that one side alone has the same bits as with the other side, and that accumulators are added to."""
     dx, dy = gradients()
     assert dx is not None and dy is not None
     for alone, (only_x, only_y) in ((dx, gradients(need_dy=False)), (dy, gradients(need_dx=False)[::-1])):
@@ -201,10 +202,10 @@ def check_sigmoid_case(implementation: Implementation, case: TileCase, device: s
 
 
 def check_converged_training(implementation: Implementation, batch: int, device: str) -> None:
-    """Assert that the bfloat16 gradient is within 1e-2 of float64 where every positive has a probability above 0.999.
+    """Check that the bfloat16 gradient is within 1e-2 of float64 where all positives have a probability above 0.999.
 
-    The gradient is then a thousandth of the size of a positive's own term. It keeps its digits because the positives
-    are left out of the tiles, and `1 - p` is computed from the sum of the negatives.
+    The gradient is then a thousandth of the size of a positive's own term. It stays accurate because the positives are
+    left out of the tiles, and `1 - p` is computed from the sum of the negatives.
     """
     options = TileOptions(implementation=implementation)
     alpha = math.log(batch * 2000.0)
@@ -225,7 +226,7 @@ def check_converged_training(implementation: Implementation, batch: int, device:
 
 
 def check_row_operations(module: Any, dtype: torch.dtype, device: str, gradient_bound: Bound | None = None) -> None:
-    """Assert that the functions of `module`, `megaclip.ops.rows` or its kernels, equal float64 in the tolerances."""
+    """Assert that the functions of `module`, `megaclip.ops.rows` or its kernels, equal float64 within bounds."""
     gradient_bound = gradient_bound or GRADIENT[dtype]
     for count, embedding, layout in (
         (1, 16, "contiguous"),
@@ -243,7 +244,7 @@ def check_row_operations(module: Any, dtype: torch.dtype, device: str, gradient_
             gradient, dots = module.finish_gradient(total, x, y, pull, factor)
             both = module.finish_gradients(total, total.flip(0), x, y, pull, factor)
             twice = module.finish_gradients(total, total.flip(0), x, y, pull, factor / 2, torch.full_like(factor, 2.0))
-        assert all(map(torch.equal, twice, both))  # a power of two does not round
+        assert all(map(torch.equal, twice, both))  # multiplication by a power of two is exact
         assert torch.equal(both[0], gradient) and torch.equal(both[2], dots)
         assert torch.equal(both[1], module.finish_gradient(total.flip(0), y, x, pull, factor)[0])
         expected = total.double() - pull.double()[:, None] * y.double()
@@ -254,7 +255,7 @@ def check_row_operations(module: Any, dtype: torch.dtype, device: str, gradient_
 
 
 def check_softmax_pairs(module: Any, dtype: torch.dtype, device: str) -> None:
-    """Assert that `module.softmax_pairs` equals float64: positives far below, near and far above the negatives."""
+    """Check that `module.softmax_pairs` equals float64 for positives far below, near and far above the negatives."""
     for count, embedding, layout in ((1, 16, "contiguous"), (63, 70, "offset"), (70, 1152, "strided")):
         x, y = (_laid_out(random_features(count, embedding, seed, device).to(dtype), layout) for seed in (1, 2))
         sums = torch.float64 if dtype == torch.float64 else torch.float32
@@ -266,19 +267,20 @@ def check_softmax_pairs(module: Any, dtype: torch.dtype, device: str) -> None:
         row_lse, col_lse = (z + gaps).to(sums)
         with poisoned_allocations():
             losses, full, pull = module.softmax_pairs(x, y, row_lse, col_lse, scale, 0.25)
-        gaps = torch.stack((row_lse, col_lse)).double() - z  # with the rounding of the log-sum-exps
+        gaps = torch.stack((row_lse, col_lse)).double() - z  # includes the rounding of the log-sum-exps
         expected = -F.logsigmoid(-gaps)
         assert losses.dtype == full.dtype == pull.dtype == sums
-        assert pull.storage_offset() == 0  # a result of an operation: compiled code assumes that it is aligned
+        assert pull.storage_offset() == 0  # compiled code assumes that an operation's result is aligned
         for got, wanted, name in (
             (losses, 0.25 * expected.sum(0), "losses"),
             (full, z + expected, "full"),
             (pull, 0.25 * torch.sigmoid(gaps).sum(0), "pull"),
         ):
-            assert_close(got / wanted, torch.ones_like(wanted), VALUE[sums], name)  # each relative to its own size
+            # each value relative to its own size
+            assert_close(got / wanted, torch.ones_like(wanted), VALUE[sums], name)
 
 
-# One side at a time, and accumulators that are not zero: one block, and several blocks.
+# One side at a time, and non-zero accumulators, with one block and with several blocks.
 SIDES_CASES = [
     TileCase(33, 40, 24),
     TileCase(100, 150, 16, budget_mib=0.02, diagonal=50, dtype=torch.float32),
@@ -288,7 +290,7 @@ SIDES_CASES = [
 SMALL_CASES = [
     TileCase(1, 1, 16, diagonal=None, dtype=torch.float32),
     TileCase(1, 70, 16),
-    TileCase(1, 1, 16),  # the only entry is left out
+    TileCase(1, 1, 16),  # the only entry is the diagonal, which is left out
     TileCase(63, 70, 16),
     TileCase(70, 63, 17, diagonal=-20),
     TileCase(33, 65, 384, diagonal=40),

@@ -45,8 +45,8 @@ COMPILER: Any = "aot_eager"
 BATCH = 12
 STEPS = 2
 SEED = 5
-# The two steps differ in their rate, so a rate that misses a group or a step shows. An eps as large as typical
-# gradients keeps Adam from magnifying the rounding of those that are exactly zero in theory (the keys' biases).
+# The two steps differ in their rate, so a rate that misses a group or a step is detected. eps is as large as typical
+# gradients. Otherwise Adam magnifies the rounding of gradients that are zero in theory (the biases of the keys).
 LEARNING_RATES = (5e-3, 1e-2)
 EPS = 5e-2
 BETAS = (0.9, 0.98)
@@ -67,11 +67,13 @@ MODEL = ModelConfig.from_dict(
     }
 )
 
-# Most captions are shorter than the context length. Rank r of two has every second row.
+# Most captions are shorter than the context length. Rank r of two ranks has every second row, starting at r.
 CAPTION_MODEL = MODEL.replace(text_cfg={"context_length": 32, "layers": 2})
 CAPTION_LENGTHS = (12, 16, 9, 5, 17, 8, 2, 7, 9, 3, 1, 8)
-"""Tokens of each caption of the batch, the end of text included. 1: the caption has no end of text. Sorted and divided
-into chunks, the longest ones have 17 and 9 tokens on one rank: one token less would be cut at 16 and 8."""
+"""Number of tokens of each caption of the batch, including the end of text. 1: the caption has no end of text.
+
+On one rank, the longest captions of the sorted chunks have 17 and 9 tokens. One token less would be cut at 16 and 8.
+"""
 
 MEAN = torch.tensor([0.4, 0.5, 0.6], dtype=torch.float64).view(3, 1, 1)
 STD = torch.tensor([0.2, 0.3, 0.25], dtype=torch.float64).view(3, 1, 1)
@@ -90,7 +92,7 @@ class Case:
     embeddings_on_cpu: bool = False
     bf16: bool = False
     check_overflow: bool | None = None
-    """bf16.check_grad_overflow: DeepSpeed's own check of bf16 gradients. None: left out."""
+    """bf16.check_grad_overflow, DeepSpeed's own check of bf16 gradients. None: not set."""
     grad_accum_dtype: str | None = None
     checkpointing: str = ""
     """"", "plain" or "cpu"."""
@@ -123,13 +125,13 @@ class Case:
     section: tuple[tuple[str, float], ...] = ()
     """More settings of the section "megaclip"."""
     feature_fault: float = 1.0
-    """Factor of the feature gradients; a value other than 1 is a deliberate mistake."""
+    """Factor of the feature gradients. A value other than 1 is a planted fault."""
     scale_fault: float = 1.0
-    """Factor of logit_scale's gradient; a value other than 1 is a deliberate mistake."""
+    """Factor of logit_scale's gradient. A value other than 1 is a planted fault."""
 
 
 def model_of(case: Case) -> ModelConfig:
-    """Return the model. SigLIP's initial values would give gradients of norm 100, too large for the tolerances."""
+    """Return the model. SigLIP's initial values would give gradients of norm 100, too large for the bounds."""
     model = CAPTION_MODEL if case.captions else MODEL
     return model.replace(init_logit_scale=-1.0, init_logit_bias=-3.0) if case.loss == "siglip" else model
 
@@ -141,17 +143,17 @@ class Outcome:
     losses: list[float]
     norms: list[float]
     scale_gradients: list[float]
-    """Gradients of logit_scale and, if there is one, logit_bias, for each step in turn."""
+    """Gradients of logit_scale and, if the model has one, logit_bias, step by step."""
     parameters: dict[str, np.ndarray]
     """Whole parameters after the last step."""
     largest_move: float = 0.0
-    """Largest distance of a parameter from its start, in the oracle. Differences of parameters are relative to it."""
+    """Largest move of a parameter in the oracle. Differences of parameters are relative to this value."""
 
 
 def whole_batch(step: int, *, captions: bool = False) -> tuple[Tensor, Tensor]:
     """Return pixels (BATCH, 3, 8, 8) uint8 and tokens (BATCH, L) of a step, the same in every process.
 
-    captions: the captions have the lengths of CAPTION_LENGTHS, else that of MODEL's context.
+    captions: use the lengths of CAPTION_LENGTHS. Default: the context length of MODEL.
     """
     generator = torch.Generator().manual_seed(100 + step)
     images = torch.randint(256, (BATCH, 3, 8, 8), generator=generator, dtype=torch.uint8)
@@ -162,14 +164,16 @@ def whole_batch(step: int, *, captions: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def padded_captions(generator: torch.Generator) -> Tensor:
-    """Return tokens (BATCH, L). Behind the end of text are random tokens instead of padding, so that they matter if
-    they are read."""
+    """Return tokens (BATCH, L).
+
+    Random tokens instead of padding follow the end of text, so they change the results if they are read.
+    """
     text = CAPTION_MODEL.text_cfg
     tokens = torch.randint(3, 32, (BATCH, text.context_length), generator=generator)
     for row, length in zip(tokens, CAPTION_LENGTHS, strict=True):
         if length > 1:
             row[length - 1] = text.eos_id
-            row[-1] = text.eos_id  # a second one
+            row[-1] = text.eos_id  # a second end of text
     return tokens
 
 
@@ -195,7 +199,7 @@ def batch_of(case: Case, step: int, normalise: Callable[..., Tensor] = TRANSFORM
 
 
 def poisoned_batch_of(case: Case, step: int) -> StepBatch:
-    """Return `batch_of`, in which one normalised image of the last rank is NaN."""
+    """Return `batch_of` with NaN in one normalised image of the last rank."""
 
     def normalise(pixels: Tensor, dtype: torch.dtype) -> Tensor:
         inputs = TRANSFORM.normalise(pixels, dtype)
@@ -242,7 +246,7 @@ PARAMS: dict[str, dict] = {
 
 
 class _Published(torch.optim.Optimizer):
-    """An optimizer from its paper. `update` returns the step of a tensor before it is scaled by the learning rate."""
+    """An optimizer as published. `update` returns the step of a tensor before it is scaled by the learning rate."""
 
     def __init__(self, groups: list[dict], update: Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]):
         super().__init__(groups, {"lr": 1.0, "weight_decay": 0.0})
@@ -266,7 +270,7 @@ def published_lion(x: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, decay: fl
 
 
 def published_lamb(x: Tensor, g: Tensor, m: Tensor, v: Tensor, t: int, decay: float) -> Tensor:
-    """arXiv:1904.00962, algorithm 2, phi the identity; no trust ratio where nothing is decayed."""
+    """arXiv:1904.00962, algorithm 2, with the identity as phi. Without weight decay there is no trust ratio."""
     m.copy_(BETAS[0] * m + (1 - BETAS[0]) * g)
     v.copy_(BETAS[1] * v + (1 - BETAS[1]) * g * g)
     r = (m / (1 - BETAS[0] ** t)) / ((v / (1 - BETAS[1] ** t)).sqrt() + EPS)
@@ -286,18 +290,18 @@ ORACLES: dict[str, Callable[[list[dict]], torch.optim.Optimizer]] = {
 
 
 Rates = Callable[[str], tuple[float, float]]
-"""Function of a parameter's name that returns the factor of its learning rate, and its weight decay if it has one."""
+"""Function: name of a parameter -> factor of its learning rate, and its weight decay if it is decayed."""
 
 
 def same_rates(name: str) -> tuple[float, float]:
-    """Return the settings of a run without rates of its own for towers and layers."""
+    """Return the settings of a run without learning rates for towers and layers."""
     return 1.0, WEIGHT_DECAY
 
 
 def hand_made_groups(
     trained: dict[str, torch.nn.Parameter], rates: Rates, decays: Callable[[str, Tensor], bool] = open_clip_decays
 ) -> list[dict]:
-    """Return a group for each pair of a factor of the learning rate ("factor") and a weight decay."""
+    """Return one group per pair of a learning rate factor ("factor") and a weight decay."""
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in trained.items():
         factor, decay = rates(name)
@@ -306,7 +310,7 @@ def hand_made_groups(
 
 
 def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays, rates: Rates = same_rates) -> Outcome:
-    """Train in one process in float64 on the whole batch, without engine and gradient cache."""
+    """Train in one process in float64 on the whole batch, without the engine and its gradient cache."""
     training = OracleTraining(case, decays, rates)
     model, outcome = training.model, Outcome([], [], [], {})
     for step in range(STEPS):
@@ -326,7 +330,7 @@ def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays,
 
 
 class OracleTraining:
-    """One process in float64 with the model and the optimizer of a case; the caller computes the loss's gradients."""
+    """The model and optimizer of a case in one process in float64. The caller computes the gradients of the loss."""
 
     def __init__(
         self, case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays, rates: Rates = same_rates
@@ -340,7 +344,7 @@ class OracleTraining:
         self._start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def features(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return the features (BATCH, D) of both towers: the share of rank 0, then that of rank 1, ..."""
+        """Return the features (BATCH, D) of both towers, ordered by rank."""
         case, model, features = self.case, self.model, []
         for replica in range(case.ranks // case.tensor_parallel):
             first = replica * case.tensor_parallel
@@ -351,7 +355,7 @@ class OracleTraining:
                 zip(*(images.chunk(case.accumulation) for images, _ in shares), strict=True)
             ):
                 RandomState(SEED, step, replica).reseed(Tower.IMAGE, index)
-                pixels = torch.cat(chunks).double() / 255  # the replica's ranks encode their chunks together
+                pixels = torch.cat(chunks).double() / 255  # the ranks of a replica encode their chunks together
                 image_chunks.append(model((pixels - MEAN) / STD, None)[0].unflatten(0, (case.tensor_parallel, -1)))
             image_features = torch.cat(image_chunks, dim=1).flatten(0, 1)
             features.append((image_features, model(None, torch.cat([tokens for _, tokens in shares]))[1]))
@@ -367,18 +371,18 @@ class OracleTraining:
         return norm.item()
 
     def parameters(self) -> tuple[dict[str, np.ndarray], float]:
-        """Return all parameters, and the largest distance of one from its start."""
+        """Return all parameters, and the largest distance of a parameter from its initial value."""
         parameters = {name: p.detach().numpy() for name, p in self.model.named_parameters()}
         return parameters, largest_move(self._start, parameters)
 
 
 def largest_move(start: dict[str, Tensor], end: dict[str, np.ndarray]) -> float:
-    """Return the largest distance of a parameter from its start."""
+    """Return the largest distance of a parameter from its initial value."""
     return max(float(abs(end[name] - value.numpy()).max()) for name, value in start.items())
 
 
 def training_config(case: Case) -> TrainingConfig:
-    """Return the configuration of a case, read from a file with all checks of the command line."""
+    """Return the configuration of a case, read from a file with all checks that the command line makes."""
     zero: dict = {"stage": case.stage}
     if case.stage == 3:
         zero["stage3_param_persistence_threshold"] = case.persistence_threshold
@@ -429,7 +433,7 @@ def unchecked_config(case: Case) -> TrainingConfig:
 
 
 def start_engine(case: Case, config: TrainingConfig | None = None, *more: str) -> DeepSpeedEngine:
-    """Build the engine as a run does. more: flags."""
+    """Build the engine as a run does. more: further flags."""
     quiet_deepspeed()
     flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--seed", str(SEED)]
     flags += ["--force-patch-dropout", str(case.patch_dropout), *more]
@@ -460,7 +464,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def loss_of(case: Case) -> Callable[..., Tensor]:
-    """Return the project's loss, with the deliberate mistakes of the case."""
+    """Return the project's loss with the faults of the case."""
     loss = LOSSES[case.loss](exchange=case.exchange, reduction=case.reduction)
 
     def faulty(x: Tensor, y: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
@@ -471,7 +475,7 @@ def loss_of(case: Case) -> Callable[..., Tensor]:
 
 
 def kept_of(model: ClipModel, case: Case) -> KeptGraphs:
-    """Return the graphs that a step of the case keeps."""
+    """Return the numbers of graphs that a step of the case keeps."""
     chunks = (case.accumulation, case.text_chunks or case.accumulation)
     return kept_graphs(case.keep, chunks, [tower in trained_towers(model) for tower in Tower])
 
@@ -516,7 +520,7 @@ def whole_parameters(engine: DeepSpeedEngine) -> dict[str, np.ndarray]:
 
 
 def masters(engine: DeepSpeedEngine) -> dict[str, np.ndarray]:
-    """Return every parameter's float32 master, gathered from all ranks."""
+    """Return the float32 master of every parameter, gathered from all ranks."""
     if engine.zero_optimization_stage() == 0:
         return whole_parameters(engine)
     named, tensor = engine.module.named_parameters(), engine.module.tensor
@@ -524,7 +528,7 @@ def masters(engine: DeepSpeedEngine) -> dict[str, np.ndarray]:
 
 
 def whole_value(name: str, part: Tensor, tensor: RankGroup) -> Tensor:
-    """Return a parameter, or its optimizer state, joined from the parts of a replica's ranks."""
+    """Return a parameter or its optimizer state, joined from the parts of all ranks of a replica."""
     dim = split_dim(name)
     if tensor.size == 1 or dim is None:
         return part

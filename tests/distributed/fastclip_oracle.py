@@ -1,7 +1,7 @@
 """Reference implementation of FastCLIP: one process, whole matrices, float64, autograd, u, one torch Adam per sample.
 
 The estimator is a surrogate whose autograd gradient is that of the papers, with u constant. The objective and the
-released code are written out too, so three formulations must agree.
+published code are implemented as well, so three formulations must agree.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 RATE, BETAS, ADAM_EPS = 0.03, (0.8, 0.95), 1e-3
 BOUNDS = (0.05, 0.8)
 RHO, EPS = 1.7, 1e-3
-FEATURE_FACTOR = {  # whether the feature gradient has the factor tau
+FEATURE_FACTOR = {  # whether the feature gradient contains the factor tau
     "sogclr": True,
     "isogclr": True,
     "fastclip_v0": False,
@@ -73,7 +73,7 @@ class Oracle:
                 self.adams[sample, side] = torch.optim.Adam([self.tau[sample, side]], **options)
 
     def step(self, x: Tensor, y: Tensor, ids: list[int], gamma: float) -> Found:
-        """Return loss and gradients of a batch before the update, then update the state."""
+        """Return the loss and gradients of a batch before the update. Then update the state."""
         x, y = x.detach().clone().requires_grad_(), y.detach().clone().requires_grad_()
         global_tau = torch.exp(-self.log_scale).reshape(())
         if individual(self.variant):
@@ -118,7 +118,7 @@ class Oracle:
                 at = [row for row, other in enumerate(ids) if other == sample]
                 self.u[sample, side] = float(u[side][at].mean())
                 if individual(self.variant):
-                    # Autograd returns the sum over occurrences of 1/B times each; the update requires their mean.
+                    # Autograd sums over the occurrences, each divided by B. The update requires their mean.
                     gradient = next(rest) * len(ids) / len(at)
                     tau = self.tau[sample, side]
                     tau.grad = gradient
@@ -141,9 +141,9 @@ def released(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the released code (Optimization-AI/fast_clip, loss.py).
 
-    They are those of each rank's own features before averaging over ranks, (B, D) twice, and of logit_scale after it.
-    Each rank has its own features with gradient and all features without. It adds `local` (its rows) and `forward` (all
-    rows with its own columns).
+    Results: the gradients of each rank's own features before averaging over ranks, (B, D) twice, and the gradient of
+    logit_scale after averaging. A rank has its own features with gradient and all features without. It adds `local`
+    (its rows) and `forward` (all rows with its own columns).
     """
     x_parts, y_parts = (t.detach().chunk(ranks) for t in (x, y))
     d_x, d_y, d_scale = [], [], torch.zeros(1, dtype=torch.float64)

@@ -1,12 +1,10 @@
 """The published FastCLIP code for per-sample temperatures, as formulas: one process, whole matrices, float64.
 
-It follows FastCLIPLossIndividual of github.com/Optimization-AI/fast_clip at commit efd89d5 in what
-`FastClipLoss(compat="reference")` does and does not reproduce:
+The formulas follow FastCLIPLossIndividual of github.com/Optimization-AI/fast_clip at commit efd89d5. They include what
+`FastClipLoss(compat="reference")` reproduces, and what it does not:
 
-- u is stored as a multiple of exp(bound). The bound of a sample is the largest (s_ij - s_ii)/tau_i that it ever had,
-  and at least 0. eps is added to the stored number, so it counts as eps * exp(bound) beside u.
-- A stored number below 1e-35 is replaced by g, once gamma is below 1.
-- The gradients of the temperatures are limited to 5, and their Adam counts epochs.
+- u is stored as a multiple of exp(bound). The bound of a sample is the largest (s_ij - s_ii)/tau_i so far, and at least
+  0. eps is added to the stored number, so relative to u its size is eps * exp(bound).
 """
 
 import torch
@@ -18,7 +16,7 @@ BOUNDS = (0.01, 1.0)
 
 
 class Released:
-    """State of n samples, in columns for the image side and the text side: (n, 2)."""
+    """State of n samples. Columns: image side and text side, (n, 2)."""
 
     def __init__(
         self, samples: int, *, tau: float, rho: float, eps: float, rate: float, betas: tuple[float, float]
@@ -33,7 +31,7 @@ class Released:
         return self.stored * self.bound.exp()
 
     def step(self, x: Tensor, y: Tensor, ids: Tensor, gamma: float, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the features (b, D) of both sides, and update the state. ids: (b,), all different."""
+        """Return the feature gradients (b, D) of both sides, and update the state. ids: (b,), all different."""
         x, y = x.detach().clone().requires_grad_(), y.detach().clone().requires_grad_()
         similarities = x @ y.T
         others = ~torch.eye(len(x), dtype=torch.bool)

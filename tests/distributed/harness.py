@@ -1,11 +1,11 @@
 """Run a function on n ranks of this machine: `run_ranks(function, world_size, *arguments)`.
 
 Each rank is a process that joins the others through deepspeed.comm and a file store. Ranks are forked from a server
-that has loaded `tests.distributed.preload`, so a launch takes about a second; still, run many cases in one launch. The
-function must be at the top level of a test module, and its arguments and its result must be picklable.
+that has loaded `tests.distributed.preload`. A launch takes about a second, so run many cases in one launch. The
+function must be at the top level of a test module, and its arguments and result must be picklable.
 
-If a rank fails, the others are ended, and `RankFailure` shows all tracebacks. If the ranks do not finish within the
-time limit, it names those that were still running. No failure leaves the caller waiting.
+If a rank fails, the other ranks are ended, and `RankFailure` contains all tracebacks. If the ranks do not finish within
+the time limit, `RankFailure` names the ranks that were still running. The caller never waits for ever.
 """
 
 import datetime
@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 _PRELOAD = "tests.distributed.preload"
 _PASSED_ON = ["OMP_NUM_THREADS", "MEGACLIP_TEST_ERRORS", "PYTEST_CURRENT_TEST"]
-"""Environment variables of the caller that are set in every rank."""
+"""Environment variables of the caller that are passed to every rank."""
 _GRACE_S = 30.0
-"""Seconds that the other ranks have, after the first failure, to report their own."""
+"""Seconds that the other ranks have to report their own failures after the first failure."""
 _EXIT_CODE_S = 60.0
 """Seconds that the server has to report the exit code of a rank that has ended."""
 
@@ -39,11 +39,11 @@ Result = TypeVar("Result")
 def or_traceback(function: Callable[..., Result], *arguments: Any) -> Result | str:
     """Return `function(*arguments)`, or the traceback of its exception.
 
-    The cases after it still run, and the test of this case reports the traceback.
+    Later cases still run. The test of this case reports the traceback.
     """
     try:
         return function(*arguments)
-    except Exception:  # any fault of the tested code
+    except Exception:  # any error of the tested code
         return traceback.format_exc()
 
 
@@ -58,10 +58,7 @@ def run_ranks(
     """Return the results of `function(*arguments)` on ranks 0 to world_size-1, where deepspeed.comm is initialised.
 
     Args:
-        time_limit_s: limit against hangs; far above the duration of any launch on a busy machine.
-        environment: variables that are set in every rank before the function runs. Each rank uses OMP_NUM_THREADS
-            threads. Default: 1.
-        backend: "gloo", or "nccl", which gives every rank a GPU and starts it as a new process instead of a fork.
+        time_limit_s: limit against hangs. It is far above the duration of any launch on a busy machine.
 
     Raises:
         RankFailure: a rank raised an exception, died, or did not finish.
@@ -69,9 +66,9 @@ def run_ranks(
     context: Any = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
     if backend == "gloo":
         context.set_forkserver_preload([_PRELOAD])
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when the server imports it
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads this variable when the server imports it
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # The fork server keeps the environment of its start. Variables that may have changed since are passed on.
+    # The fork server keeps the environment of its start. Variables that may have changed later are passed to the ranks.
     variables = {name: os.environ[name] for name in _PASSED_ON if name in os.environ} | (environment or {})
     work = pickle.dumps((function, arguments))
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +102,7 @@ def _collect(processes: list[BaseProcess], reports: list[Connection], time_limit
             try:
                 succeeded, value = pickle.loads(report.recv_bytes())
             except EOFError:
-                processes[rank].join(_EXIT_CODE_S)  # until the server has reported its exit code
+                processes[rank].join(_EXIT_CODE_S)  # until the server has reported the exit code
                 succeeded, value = False, f"ended without a report, exit code {processes[rank].exitcode}"
             (results if succeeded else failures)[rank] = value
             if failures:
@@ -128,20 +125,21 @@ def _run_rank(
     time_limit_s: float,
     backend: str,
 ) -> None:
-    """Run one rank: set the launcher's variables, join the other ranks, call the function, report the result."""
+    """Run one rank: set the launcher's variables, join the other ranks, call the function, and report the result."""
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in local.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **environment})
     try:
         _join(rank, world_size, store, time_limit_s, backend)
         function, arguments = pickle.loads(work)  # imports the test module and megaclip, which read the rank
-        # Bytes, because `report.send` would pass a tensor's memory on by a thread of this process, which ends at once.
+        # Bytes: with `report.send`, a thread of this process would serve a tensor's memory, and this process ends at
+        # once.
         report.send_bytes(pickle.dumps((True, function(*arguments))))
     except BaseException:  # also SystemExit and KeyboardInterrupt: the test must see them
         report.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         report.close()
-        os._exit(0)  # without gloo's destructors, which may wait for a rank that has failed
+        os._exit(0)  # skips gloo's destructors, which may wait for a rank that has failed
 
 
 def _join(rank: int, world_size: int, store: str, time_limit_s: float, backend: str) -> None:
@@ -158,8 +156,8 @@ def _join(rank: int, world_size: int, store: str, time_limit_s: float, backend: 
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        # Longer than the limit of the caller, who names the ranks that hang.
+        # Longer than the time limit of the caller, which names the ranks that hang.
         timeout=datetime.timedelta(seconds=time_limit_s + _GRACE_S),
     )
     init_distributed(backend)
-    dist.barrier()  # a rank that ended now would break the connection of a peer that is still connecting
+    dist.barrier()  # if a rank ended now, it would break the connection of a peer that is still connecting

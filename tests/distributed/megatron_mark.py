@@ -1,6 +1,6 @@
 """Mark of the tests that require megatron-core.
 
-They must not import it in the process that collects the tests: importing it adds classes to those that `torch.load`
+Test modules must not import megatron-core when tests are collected. The import adds classes to those that `torch.load`
 accepts with weights_only, for the whole process.
 """
 

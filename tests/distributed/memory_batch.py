@@ -1,4 +1,4 @@
-"""A `StepBatch` around tensors that are in memory."""
+"""A `StepBatch` of tensors in memory."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,8 +16,8 @@ from megaclip.models.packing import Pieces
 class MemoryBatch:
     """Samples of one step. pixels: one (_, 3, H, W) uint8 tensor per chunk; tokens: (b, L), divided into `text_chunks`.
 
-    cut: the text tower for which captions are sorted and cut; None: they keep their padding. tensor: tensor-parallel
-    group.
+    cut: the text tower for which captions are sorted and cut. None: captions keep their padding. tensor: the
+    tensor-parallel group.
     """
 
     def __init__(

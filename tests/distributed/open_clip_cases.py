@@ -1,8 +1,9 @@
-"""Two training steps of open_clip's towers through the engine (`train`), and the same in one process (`oracle`).
+"""Two training steps of open_clip's towers through the engine (`train`) and in one process (`oracle`).
 
 The oracle is plain PyTorch in float64 on the whole batch: open_clip's modules, cross-entropy over all pairs, autograd
-and AdamW. It knows the contract of random numbers and batch norms: a chunk of a rank is encoded with the seeds of its
-tower and its number, normalised by its own statistics, and the running statistics are averaged over the ranks.
+and AdamW. It follows the documented rules for random numbers and batch norms. A rank encodes a chunk with seeds that
+depend on the tower and the chunk's number. Each chunk is normalised by its own statistics, and the running statistics
+are averaged over the ranks.
 """
 
 from collections.abc import Iterator
@@ -71,7 +72,7 @@ class Case:
     offload: str = ""
     """As for `engine_cases.Case`."""
     resumes: bool = True
-    """Repeat the last step in a new engine that loads the checkpoint of the one before."""
+    """Repeat the last step in a new engine that loads the checkpoint of the step before."""
     compiled: bool = False
     """Run the towers through torch.compile, with the backend engine_cases.COMPILER."""
     cuts: bool = False
@@ -100,7 +101,7 @@ class Outcome:
 
 
 def description(case: Case, folder: Path) -> OpenClipConfig:
-    """Return the model of a case. folder: as for `family`."""
+    """Return the model of a case. folder: see `family`."""
     config = family(case.family, folder)
     return config.replace(text_cfg={"context_length": CUT_CONTEXT_LENGTH}) if case.cuts else config
 
@@ -122,7 +123,7 @@ def whole_batch(step: int, *, cuts: bool = False) -> tuple[Tensor, Tensor]:
 
 
 class SmoothReLU(nn.Softplus):
-    """ReLU without a kink. Where an input of ReLU is almost zero, its rounding decides whether a gradient passes."""
+    """Smooth replacement for ReLU, whose gradient depends on rounding where an input is almost zero."""
 
     def __init__(self, inplace: bool = False) -> None:
         super().__init__()
@@ -130,16 +131,16 @@ class SmoothReLU(nn.Softplus):
 
 @contextmanager
 def smooth_activations() -> Iterator[None]:
-    """Let models that are built in the body of the `with` statement have SmoothReLU for ReLU."""
-    import_open_clip()  # first, because timm, which it imports, stores ReLU in tables
-    from transformers import activations  # whose table is made at its first import, with the ReLU of that moment
+    """Replace ReLU by SmoothReLU in models that are built in the body of the `with` statement."""
+    import_open_clip()  # must come first: it imports timm, which stores ReLU in tables
+    from transformers import activations  # its table is created at its first import, with the ReLU of that moment
 
     with mock.patch("torch.nn.ReLU", SmoothReLU), mock.patch.dict(activations.ACT2CLS, relu=SmoothReLU):
         yield
 
 
 def start_engine(case: Case, folder: Path, *more: str) -> DeepSpeedEngine:
-    """Build the engine as a run does. more: flags."""
+    """Build the engine as a run does. more: further flags."""
     quiet_deepspeed()
     flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--seed", str(SEED), *more]
     if case.locked:
@@ -182,13 +183,13 @@ def take_step(engine: DeepSpeedEngine, case: Case, step: int, outcome: Outcome) 
 
 
 def statistics_of(model: DualEncoder) -> dict[str, np.ndarray]:
-    """Return copies of the buffers that a checkpoint holds."""
+    """Return copies of the buffers that a checkpoint contains."""
     parameters = dict(model.named_parameters())
     return {name: w.numpy().copy() for name, w in model.named_weights().items() if name not in parameters}
 
 
 def train(case: Case, folder: Path, checkpoints: Path) -> Outcome:
-    """Train two steps and save the last one, or both if the case resumes from the first one."""
+    """Train two steps. Save after the last step, and after the first one if the case resumes from it."""
     torch.compiler.reset()
     engine, outcome = start_engine(case, folder), Outcome()
     graphs = counters["stats"]["unique_graphs"]
@@ -239,7 +240,7 @@ def oracle(case: Case, folder: Path, rates: Rates = same_rates) -> Outcome:
 
 
 def _features(model: DualEncoder, case: Case, step: int) -> tuple[Tensor, Tensor]:
-    """Return the features (BATCH, D) of both towers, the share of one rank after the other's."""
+    """Return the features (BATCH, D) of both towers, ordered by rank."""
     images, tokens = whole_batch(step, cuts=case.cuts)
     pixels = (images.double() / 255 - torch.tensor(MEAN).double().view(3, 1, 1)) / torch.tensor(STD).double().view(
         3, 1, 1

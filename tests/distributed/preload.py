@@ -1,8 +1,8 @@
-"""Imports that most ranks of a test need. The harness loads them once, in the server that it forks the ranks from.
+"""Imports that most ranks of a test need. The harness imports this module once, in the server that forks the ranks.
 
-Without this module each rank of each launch would spend about 3 s of CPU time on them. `megaclip` must not be imported
-here: its logger reads the rank from the environment, which a rank sets after it has been forked. No import may start a
-thread, because a fork copies only the calling thread.
+Without this module, each rank of each launch would spend about 3 s of CPU time on these imports. Do not import
+`megaclip` here: its logger reads the rank from the environment, which a rank sets after it has been forked. No import
+may start a thread, because a fork copies only the calling thread.
 """
 
 import functools
@@ -15,14 +15,14 @@ import pytest
 import torch
 import torch._dynamo
 
-# deepspeed.initialize imports this module, which calls torch.compile and so imports the whole of torch._inductor.
+# deepspeed.initialize imports this module. It calls torch.compile and so imports all of torch._inductor.
 importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
-# DeepSpeed's CPU optimizers ask for the CPU's name whenever one is built. Each answer starts a process of about 1 s.
+# DeepSpeed's CPU optimizers query the CPU's name whenever one is built. Each query starts a process of about 1 s.
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 cpuinfo.get_cpu_info()
 
-# DeepSpeed collects garbage when it builds a ZeRO-3 optimizer. Frozen objects are not visited again in every rank.
+# DeepSpeed runs the garbage collector when it builds a ZeRO-3 optimizer. Ranks do not visit frozen objects again.
 gc.collect()
 gc.freeze()
 

@@ -1,6 +1,6 @@
 """A checkpoint that is written while training continues equals a synchronous one of the same step, byte for byte.
 
-The writing thread is slowed down until training has changed all parameters and optimizer states.
+The writing thread is delayed until training has changed all parameters and optimizer states.
 """
 
 import itertools
@@ -50,7 +50,7 @@ def step(engine, case: Case, number: int) -> None:
 
 @contextmanager
 def slow_writer() -> Iterator[threading.Event]:
-    """Let files be written only after the event that it yields is set."""
+    """Block all file writes until the event that this function yields is set."""
     released = threading.Event()
 
     def slow(content: Any, path: Path) -> Any:
@@ -78,7 +78,7 @@ def contents(checkpoint: Path) -> dict[str, bytes]:
 
 
 def check_equals_synchronous(folder: Path, case: Case) -> None:
-    """Two background saves, the second one in the memory of the first, equal synchronous saves of the same steps."""
+    """Compare two background saves, the second in the memory of the first, with synchronous saves of the same steps."""
     for name in ("synchronous", "background"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     engine, saves = engine_cases.start_engine(case), BackgroundSaves()
@@ -112,7 +112,7 @@ def check_equals_synchronous(folder: Path, case: Case) -> None:
 
 
 def check_error(folder: Path, failing: int) -> None:
-    """One rank cannot write: the next poll raises on all ranks, `latest` stays, and a later save works."""
+    """One rank cannot write. The next poll must raise on all ranks, `latest` must stay, and a later save must work."""
     folder.mkdir(exist_ok=True)
     case = Case(stage=2)
     engine, saves = engine_cases.start_engine(case), BackgroundSaves()
@@ -138,7 +138,7 @@ def check_error(folder: Path, failing: int) -> None:
 
 
 def check_error_of_publishing(folder: Path) -> None:
-    """The first rank cannot write the manifest, which only it writes: all ranks raise."""
+    """The first rank cannot write the manifest, which no other rank writes. All ranks must raise."""
     folder.mkdir(exist_ok=True)
     case = Case(stage=2)
     engine, saves = engine_cases.start_engine(case), BackgroundSaves()
@@ -157,7 +157,7 @@ def check_error_of_publishing(folder: Path) -> None:
 
 
 def check_no_collective_in_threads(folder: Path) -> None:
-    """Collectives of another thread than the main one could mix with those of training."""
+    """Collectives of a second thread could interleave with those of training."""
     folder.mkdir(exist_ok=True)
     case = Case(stage=3)
     engine, saves = engine_cases.start_engine(case), BackgroundSaves()
@@ -208,7 +208,7 @@ def test_background_saves(outcomes, name):
 
 
 def die_while_saving(folder: Path, files_of_the_other_rank: bool) -> None:
-    """Save twice; the last rank is killed while the second save is in flight and training continues."""
+    """Save twice. The last rank is killed during the second save, while training continues."""
     case = Case(stage=2)
     engine, saves = engine_cases.start_engine(case), BackgroundSaves()
     step(engine, case, 0)

@@ -47,7 +47,7 @@ def bench_two_batches(folder: Path) -> None:
 
 
 def bench_compiled(folder: Path) -> None:
-    """Measure every method on steps of one chunk and of two, with a compiler that only traces."""
+    """Measure every method on steps of one chunk and of two chunks. The compiler only traces."""
     sys.path.insert(0, str(TOOLS))
     import bench_open_clip
 
@@ -59,7 +59,7 @@ def bench_compiled(folder: Path) -> None:
     rows = []
     for batch in ("8", "16"):
         bench(folder, "--batch", batch, *shared)
-        if bench_open_clip.dist.get_rank() == 0:  # it writes the file
+        if bench_open_clip.dist.get_rank() == 0:  # rank 0 writes the file
             rows += rows_in(folder)
             (folder / "all.json").write_text(json.dumps(rows))
 
@@ -82,7 +82,7 @@ def test_both_methods_have_equal_losses_on_two_ranks(folder: Path) -> None:
         assert_close(ours["losses"], theirs["losses"], RUN["loss"])
         for row in (ours, theirs):
             assert row["status"] == "ok" and row["steps"] == 1 and row["world_size"] == 2
-            graphs = {24: [3, 4], 8: [1, 2]}[row["batch"]]  # images first, in three chunks and in one
+            graphs = {24: [3, 4], 8: [1, 2]}[row["batch"]]  # images first: in three chunks, and in one
             assert row["kept_graphs"] == (graphs if row is ours else [])
             assert row["samples_per_s"] == pytest.approx(row["batch"] / row["step_s"])
             assert row["update_ms"] == pytest.approx(1e3 * row["update_share"] * row["step_s"])
@@ -125,7 +125,7 @@ def test_open_clip_is_imported_from_a_source_tree(tmp_path: Path, monkeypatch: p
 def test_open_clips_model_starts_with_the_values_of_the_same_seed(
     monkeypatch: pytest.MonkeyPatch, text: dict[str, Any]
 ) -> None:
-    """Also where open_clip's own modules run in MegaCLIP, here for their attentional pooling."""
+    """Test also models in which MegaCLIP runs open_clip's own modules. Here they run for an attentional pooling."""
     monkeypatch.syspath_prepend(str(TOOLS))
     from bench_open_clip import _open_clip_model
 
@@ -138,7 +138,7 @@ def test_open_clips_model_starts_with_the_values_of_the_same_seed(
     images, tokens = torch.randn(2, 3, 16, 16), torch.randint(1, 400, (2, 24))
     found = theirs(images, tokens)
     expected = ours(images, tokens)
-    # Not the same bits for images: MegaCLIP computes the convolution that embeds patches as a matrix product.
+    # Image features are not equal bit by bit: MegaCLIP computes the patch embedding as a matrix product.
     assert_close(found["image_features"], expected[0], FEATURES["float32"])
     assert torch.equal(found["text_features"], expected[1])
 

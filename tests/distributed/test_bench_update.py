@@ -1,4 +1,4 @@
-"""tools/bench_update.py: every way to update has the same gradient norms, and the grouped one has fewer operations."""
+"""tools/bench_update.py: all ways to update have equal gradient norms, and the grouped way has fewer operations."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from tests.tolerances import RUN, assert_close
 
 
 def bench(folder: Path) -> str:
-    """Run the command on this rank; return what it prints."""
+    """Run the command on this rank. Return its output."""
     sys.path.insert(0, str(TOOLS))
     import bench_update
 
@@ -26,7 +26,7 @@ def bench(folder: Path) -> str:
 
 
 @pytest.mark.long
-def test_the_ways_to_update_are_compared_on_two_ranks(tmp_path: Path) -> None:
+def test_all_ways_to_update_are_compared_on_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     printed, nothing = run_ranks(bench, 2, tmp_path)
     rows = json.loads((tmp_path / "rows.json").read_text())

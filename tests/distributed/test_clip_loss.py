@@ -1,7 +1,7 @@
 """Compare ClipLoss on 1, 2 and 3 ranks with the cross-entropy of one process on the whole batch.
 
 Every combination of exchange and reduction is compared in float64: the loss on every rank, and all gradients under the
-reduction contract (features times W, logit_scale whole). The functions of the ranks return lists of differences. One
+reduction contract (features times W, logit_scale unscaled). The functions on the ranks return lists of differences. One
 launch per world size runs all of them.
 """
 
@@ -38,7 +38,7 @@ WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar")))
 
 
 def random_batch(batch: int, embedding: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return unit vectors, equal on every rank, whose positives are closer than chance."""
+    """Return unit vectors, equal on every rank. Positives are more similar than random pairs."""
     generator = torch.Generator().manual_seed(seed)
     x, noise = torch.randn(2, batch, embedding, generator=generator, dtype=torch.float64)
     return F.normalize(x, dim=1).to(dtype), F.normalize(x + noise, dim=1).to(dtype)
@@ -55,7 +55,7 @@ def comparisons(
 ) -> list[Comparison]:
     """Compare ClipLoss on this rank's part of the batch with `expected`.
 
-    magnified: factor by which the case magnifies roundings beyond what the table of bounds allows for.
+    magnified: factor by which this case magnifies rounding errors in addition to the table of bounds.
     """
     rank, world_size = group_rank(group), group_size(group)
     local = [features.chunk(world_size)[rank].clone().requires_grad_() for features in whole]
@@ -74,7 +74,7 @@ def comparisons(
         compare(got, wanted, bounds[dtype].magnified(magnified), f"{name} {case}")
         for name, got, wanted, bounds in pairs
     ]
-    # A mean of p_ij * (s_ij - s_ii): addends of size 1, which cancel.
+    # A mean of p_ij * (s_ij - s_ii): terms of size 1, which cancel.
     bound, wanted = GRADIENT[torch.promote_types(dtype, torch.float32)], expected.d_logit_scale.reshape(scale.shape)
     return [
         *found,
@@ -101,7 +101,7 @@ def check_float64() -> list[str]:
         for scale in (torch.tensor(14.3), torch.tensor([3.0])):
             found += in_every_way(whole, scale.double(), tile_budget_mib=tile_budget_mib)
     images, _ = random_batch(5 * group_size(), 7, torch.float64)
-    # Every positive belongs to another row: the losses are close to the scale, where log(1 + exp(v)) is nearly v.
+    # Each positive is the match of another row. The losses are close to the scale, where log(1 + exp(v)) is nearly v.
     found += in_every_way((images, images.roll(1, dims=0)), torch.tensor(22.0).double())
     return found
 
@@ -116,15 +116,16 @@ def check_other_dtypes() -> list[str]:
 
 
 def check_extreme_scales_and_vectors() -> list[str]:
-    """Check scale 1000, and batches whose similarities are all 1, -1 or 0, with gradients that cancel."""
+    """Check scale 1000, and batches whose similarities are all 1, -1 or 0, so that gradients cancel."""
     x, y = random_batch(6 * group_size(), 8, torch.float64)
     same = x[:1].expand_as(x).contiguous()
     batches = {"random": (x, y), "identical": (same, same), "opposite": (same, -same), "zero": (x, torch.zeros_like(x))}
     found = []
     for name, (images, texts) in batches.items():
         for scale in (100.0, 1000.0):
-            # exp(scale*s) magnifies roundings by the scale; gradients of that size that cancel magnify them again. Such
-            # gradients are compared relative to 1e-3, the smallest size. The table allows for a scale of 100.
+            # exp(scale*s) magnifies rounding errors by the scale. Gradients of that size that cancel magnify them
+            # again. These gradients are compared relative to 1e-3, the smallest size. The table assumes a scale of up
+            # to 100.
             magnified = scale if name == "random" else scale**2 * 1e3 / 100
             found += [
                 f"{name}: {p}" for p in in_every_way((images, texts), torch.tensor(scale).double(), magnified=magnified)
@@ -135,7 +136,7 @@ def check_extreme_scales_and_vectors() -> list[str]:
             local = [features.chunk(group_size())[group_rank()].clone().requires_grad_() for features in whole]
             loss = ClipLoss(exchange=exchange, reduction=reduction)(*local, torch.tensor(1000.0))
             loss.backward()
-            # A logit of 1000*s is rounded 1000 times as far as s. Losses are differences of logits.
+            # The rounding error of a logit 1000*s is 1000 times that of s. Losses are differences of logits.
             what = f"{name} float32 at scale 1000"
             found += exceeded([compare(loss, expected.loss, EXTREME_LOSS, what, size=1000)])
             if not local[0].grad.isfinite().all():
@@ -144,7 +145,7 @@ def check_extreme_scales_and_vectors() -> list[str]:
 
 
 def check_that_wrong_scales_are_noticed() -> list[str]:
-    """Check that the comparison rejects the mistakes of published codes (docs/mathematics.md, reduction contract)."""
+    """Check that the comparison detects the mistakes of published code (docs/mathematics.md, reduction contract)."""
     whole, scale, world_size = (
         random_batch(4 * group_size(), 8, torch.float64),
         torch.tensor(5.0).double(),
@@ -197,7 +198,7 @@ def check_under_data_parallel() -> list[str]:
 
 
 def check_trainer_arguments() -> list[str]:
-    """Check the call of open_clip's trainer: logit_bias, output_dict, a scaled loss, a scale of shape (1,)."""
+    """Check the arguments of open_clip's trainer: logit_bias, output_dict, a scaled loss, and a scale of shape (1,)."""
     whole = random_batch(4 * group_size(), 8, torch.float32)
     x, y = (features.chunk(group_size())[group_rank()].clone().requires_grad_() for features in whole)
     bias, scale = torch.tensor(-10.0, requires_grad=True), torch.tensor([10.0], requires_grad=True)
@@ -266,7 +267,7 @@ def check_errors() -> list[str]:
     found += expect_same_error(other_features(torch.randn(4, 5, device="meta")), "torch.strided on meta on rank")
     found += expect_same_error(unequal_towers, "shapes (4, 5) and (4, 6) on rank")
     found += expect_same_error(two_scales, "logit_scale has shape (2,) on rank")
-    nested = torch.nested.nested_tensor([torch.randn(4, 5)] * 2)  # PyTorch itself raises a RuntimeError
+    nested = torch.nested.nested_tensor([torch.randn(4, 5)] * 2)  # PyTorch itself would raise a RuntimeError
     with pytest.raises((RuntimeError, MegaclipError)):
         other_features(nested)()
     if group_size() > 1:
@@ -367,7 +368,7 @@ def check_copies() -> list[str]:
 
 
 def test_copies_keep_their_group() -> None:
-    """Averages of weights copy the module that holds the loss, and process groups cannot be copied."""
+    """Moving averages of weights copy the module that contains the loss, but process groups cannot be copied."""
     assert run_ranks(check_copies, 3) == [[]] * 3
 
 

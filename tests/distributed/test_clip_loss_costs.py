@@ -1,4 +1,4 @@
-"""Costs of ClipLoss: one tile of memory, each tile computed once, and no more traffic than the strategy needs.
+"""Costs of ClipLoss: memory of one tile, each tile computed once, and no more traffic than the exchange requires.
 
 These tests count operations, allocations and messages exactly; test_clip_loss.py tests the results.
 """
@@ -23,7 +23,7 @@ WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar")))
 
 
 def two_phases(batch: int, embedding: int, **options: Any) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return forward and backward of a ClipLoss on random local features (batch, embedding), in this order."""
+    """Return the functions forward and backward of a ClipLoss on random local features (batch, embedding)."""
     x, y = torch.randn(2, batch, embedding).unbind()
     x.requires_grad_()
     y.requires_grad_()
@@ -46,7 +46,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def check_memory() -> None:
-    """No tensor of forward or backward exceeds the tile budget, though b x b and b x B do, many times over."""
+    """Check that no tensor of forward or backward exceeds the tile budget. b x b and b x B exceed it many times."""
     batch, budget_mib = 200, 0.05
     budget = int(budget_mib * 2**20 / 4)
     assert budget < batch * batch / 2
@@ -59,9 +59,10 @@ def check_memory() -> None:
 
 
 def check_products() -> None:
-    """Products in units of b*B*D multiplications and additions: 2 forward; 6 backward, 8 if ranks send no gradients.
+    """Check the products, in units of b*B*D multiplications and additions.
 
-    In the ring a rank's own block serves both of its sides, which saves 2 of its b*b*D there.
+    Forward takes 2. Backward takes 6, or 8 if ranks send no gradients. In the ring a rank's own block serves both
+    sides, which saves 2 of its b*b*D there.
     """
     batch, embedding, size = 12, 8, group_size()
     unit = batch * batch * size * embedding
@@ -84,10 +85,10 @@ def check_products() -> None:
 
 
 def elements_sent() -> dict[str, float]:
-    """float32 elements this rank sent, by operation, since the log was reset (from DeepSpeed's comms logger)."""
+    """Return the float32 elements sent by this rank since the last reset of DeepSpeed's comms logger, by operation."""
     size = group_size()
-    share = {  # of a logged message that leaves this rank
-        "batch_isend_irecv": 0.5,  # logged: sent and received
+    share = {  # share of a logged message that leaves this rank
+        "batch_isend_irecv": 0.5,  # logged: sent and received elements
         "all_gather_into_tensor": size - 1,  # logged: this rank's shard
         "reduce_scatter_tensor": (size - 1) / size,  # logged: the whole input
         "all_to_all_single": (size - 1) / size,
@@ -101,29 +102,29 @@ def elements_sent() -> dict[str, float]:
 
 
 def check_traffic() -> None:
-    """Features and per-sample values sent per rank and step, in elements; agreeing on shapes takes 4 int64 a step."""
+    """Check features and per-sample values sent per rank and step, in elements. Shapes take 4 int64 per step."""
     batch, embedding, hops = 16, 24, group_size() - 1
     features, agreement = batch * embedding, 4 * 2 * hops
     expected = {
-        # y, then the column statistics, which need one more hop to return. Then y with its shifts; dy follows.
+        # y, then the column statistics, which need one more hop to return. Backward: y with its shifts, and dy.
         ("ring", "feature"): {
             "batch_isend_irecv": (hops * features + (hops + 1) * batch)
             + hops * (features + batch)
             + (hops + 1) * features,
             "all_gather_into_tensor": agreement,
         },
-        # Forward as above; then x and y with one shift each, and no gradient.
+        # Forward as above. Backward: x and y with one shift each, and no gradient.
         ("ring", "scalar"): {
             "batch_isend_irecv": (hops * features + (hops + 1) * batch) + hops * 2 * (features + batch),
             "all_gather_into_tensor": agreement,
         },
-        # y forward, column shifts backward; dy is reduced.
+        # Forward: y. Backward: column shifts; dy is reduced.
         ("all_gather", "feature"): {
             "all_gather_into_tensor": hops * (features + batch) + agreement,
             "all_to_all_single": hops * batch,
             "reduce_scatter_tensor": hops * features,
         },
-        # y forward; x and both shifts backward, and no gradient.
+        # Forward: y. Backward: x and both shifts, and no gradient.
         ("all_gather", "scalar"): {
             "all_gather_into_tensor": hops * 2 * (features + batch) + agreement,
             "all_to_all_single": hops * batch,

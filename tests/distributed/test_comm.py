@@ -1,4 +1,4 @@
-"""The ring, the collectives and errors raised on all ranks, on 1 to 3 ranks and on a group of some ranks."""
+"""The ring, the collectives, and errors that are raised on all ranks, on 1 to 3 ranks and on a group of some ranks."""
 
 import math
 import time
@@ -33,7 +33,7 @@ def check_collectives(group: Any = None) -> None:
     gathered = gather_rows(mine, group=group)
     assert gathered.tolist() == [[owner, value] for owner in range(size) for value in (10, 20)]
     assert sum_over_ranks(mine[0], group=group).tolist() == [size * (size - 1) / 2, 10 * size]
-    assert mine.tolist() == [[rank, 10], [rank, 20]], "an argument was written to"
+    assert mine.tolist() == [[rank, 10], [rank, 20]], "an argument was modified"
     assert gather_integers([rank, -(2**40)], group=group) == [[owner, -(2**40)] for owner in range(size)]
     assert gather_objects({"rank": rank}, group=group) == [{"rank": owner} for owner in range(size)]
 
@@ -49,7 +49,7 @@ def check_collectives(group: Any = None) -> None:
 
 
 def check_ring(group: Any = None) -> None:
-    """Each rank sees every block once, its own first. A `Carried` arrives at home with a part from every rank."""
+    """Check that each rank sees every block once, its own first. A `Carried` returns with a part from every rank."""
     ranks = resolve(group)
     posted: list[str] = []
     batch_isend_irecv = dist.batch_isend_irecv
@@ -64,7 +64,8 @@ def check_ring(group: Any = None) -> None:
     block = torch.full((3, 2), float(ranks.rank)), torch.full((3,), ranks.rank + 0.5, dtype=torch.float64)
     for hop, (owner, (features, terms)) in enumerate(ring.circulate(block, group=group)):
         assert features.unique().tolist() == [owner] and terms.unique().tolist() == [owner + 0.5]
-        # The next block is being sent before the caller gets this one; after the last hop there is no next block.
+        # The next block is already being sent when the caller receives this one. After the last hop there is no next
+        # block.
         assert posted.count("block") == min(hop + 1, ranks.size - 1)
         seen.append(owner)
         carried.add((features + 10 * (ranks.rank + 1), torch.tensor([float(ranks.rank)])))
@@ -78,7 +79,7 @@ def check_ring(group: Any = None) -> None:
 
 
 def check_wait_for_all_ranks(group: Any = None) -> None:
-    """No rank returns before the last one has entered."""
+    """Check that no rank returns before the last one has entered."""
     if group_rank(group) == group_size(group) - 1:
         time.sleep(0.1)
     entered_at = time.monotonic()  # the ranks of one host share this clock
@@ -116,7 +117,7 @@ def check_no_error(group: Any = None) -> None:
 
 
 def check_an_error_of_one_rank(group: Any = None) -> None:
-    """All ranks raise its class and message."""
+    """Check that all ranks raise the class and message of that error."""
     last = group_size(group) - 1
     for error in (errors.DataError("expected shards, got none"), errors.ConfigError("x")):
         raised = raised_on_all_ranks(fail_on({last}, error, group), group)
@@ -124,7 +125,7 @@ def check_an_error_of_one_rank(group: Any = None) -> None:
 
 
 def check_errors_of_several_ranks(group: Any = None) -> None:
-    """All ranks raise the error of the lowest rank that fails."""
+    """Check that all ranks raise the error of the lowest failing rank."""
     rank, size = group_rank(group), group_size(group)
     for first in range(size):
         failing = set(range(first, size))
@@ -133,7 +134,7 @@ def check_errors_of_several_ranks(group: Any = None) -> None:
 
 
 def check_a_bug_of_one_rank(group: Any = None) -> None:
-    """The exception keeps its traceback on its own rank; the other ranks name that rank."""
+    """Check that the exception keeps its traceback on its own rank. The other ranks name that rank."""
     last = group_size(group) - 1
     raised = raised_on_all_ranks(broken if group_rank(group) == last else lambda: None, group)
     if group_rank(group) == last:
@@ -145,7 +146,7 @@ def check_a_bug_of_one_rank(group: Any = None) -> None:
 
 
 def check_a_bug_beside_a_users_error(group: Any = None) -> None:
-    """The rank with the bug raises it; the other ranks raise the user's error, which is of a higher rank."""
+    """The rank with the bug must raise it. The other ranks must raise the user's error of a higher rank."""
     rank, last = group_rank(group), group_size(group) - 1
     if last == 0:
         return
@@ -190,7 +191,7 @@ def check_groups() -> None:
 
 
 def check_nested_groups(group: Any) -> None:
-    """An error that the ranks of a group share is raised on all ranks by the outer statement."""
+    """An error on all ranks of a group must be raised on all ranks by the outer statement."""
     rank = dist.get_rank()
 
     def inner() -> None:

@@ -1,7 +1,8 @@
-"""Compare compiled losses with plain ones, bit by bit, and with one process on the whole batch, on 1, 2 and 3 ranks.
+"""Compiled losses equal plain ones bit by bit, and one process on the whole batch, on 1, 2 and 3 ranks.
 
-The first call of every launch is a compiled one. `fullgraph=True` raises at any graph break. The backend "aot_eager"
-traces both passes as inductor does, and then runs the graphs without compiling them; the long test uses inductor.
+The first loss call of every launch is compiled. `fullgraph=True` raises an error at any graph break. The backend
+"aot_eager" traces both passes as inductor does, and runs the graphs without compiling them. The long test uses
+inductor.
 """
 
 import itertools
@@ -41,7 +42,7 @@ class Evaluated(NamedTuple):
 
 
 def compiled(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> Callable[..., Any]:
-    """Return the function compiled as one graph, without earlier compilations: PyTorch limits those per function."""
+    """Compile the function as one graph. Earlier compilations are cleared, because PyTorch limits their number."""
     torch._dynamo.reset()
     return torch.compile(function, backend=backend, fullgraph=True, **options)
 
@@ -57,7 +58,7 @@ def evaluate(loss: Callable[..., Tensor], whole: tuple[Tensor, Tensor], group: A
 
 
 def expected(loss_class: type, whole: tuple[Tensor, Tensor], group: Any = None) -> Evaluated:
-    """Return `evaluate` by one process in float64."""
+    """Return the result of `evaluate` in one process in float64."""
     if loss_class is ClipLoss:
         found = (*info_nce(*whole, SCALE), torch.zeros(()))
     else:
@@ -68,7 +69,7 @@ def expected(loss_class: type, whole: tuple[Tensor, Tensor], group: Any = None) 
 
 
 def differences(loss_class: type, *batches: tuple[Tensor, Tensor], group: Any = None, **settings: Any) -> list[str]:
-    """Compare the compiled loss with the plain one and with the whole batch, for one batch after the other."""
+    """Compare the compiled loss with the plain one and with the whole batch, for several batches."""
     loss = loss_class(group=group, **settings)
     step = compiled(loss)
     found = []
@@ -83,7 +84,7 @@ def differences(loss_class: type, *batches: tuple[Tensor, Tensor], group: Any = 
         ]
         sums = torch.promote_types(dtype, torch.float32)
         bounds = (VALUE[dtype], GRADIENT[dtype], GRADIENT[dtype], GRADIENT[sums], GRADIENT[sums])
-        # The gradients of scale and bias are means of addends of size 3, which cancel.
+        # The gradients of scale and bias are means of terms of size 3, which cancel.
         sizes = (None, None, None, 3.0, 3.0)
         found += exceeded(
             compare(ours, theirs, bound, f"{name} {case}", size=size)
@@ -98,7 +99,7 @@ def differences(loss_class: type, *batches: tuple[Tensor, Tensor], group: Any = 
 
 
 def check_first_calls() -> list[str]:
-    """Check the first call of a process, whose compiled code creates groups and plans, and then other shapes."""
+    """Check the first call of a process, in which compiled code creates groups and plans. Then check other shapes."""
     batches = [random_batch(batch * group_size(), 7, torch.float64) for batch in (5, 7, 8)]
     return [problem for loss in (SigLipLoss, ClipLoss) for problem in differences(loss, *batches)]
 
@@ -137,7 +138,7 @@ def check_errors() -> list[str]:
 
 
 class TowersAndLoss(nn.Module):
-    """Training step as one module: towers, then the loss."""
+    """Training step as one module: the towers and the loss."""
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
@@ -148,21 +149,21 @@ class TowersAndLoss(nn.Module):
 
 
 class PlainLoss(nn.Module):
-    """Loss of one rank in plain PyTorch, to count the graph breaks of DDP itself."""
+    """Loss of one rank in plain PyTorch. It shows how many graph breaks DDP itself causes."""
 
     def forward(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         return F.cross_entropy(scale * x @ y.T, torch.arange(len(x)))
 
 
 def step_around(loss: nn.Module, backend: str) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """Return a parallel model, and a compiled step that calls it and then the loss. DDP's own code breaks the graph."""
+    """Return a parallel model and a compiled step: the model, then the loss. DDP's own code breaks the graph."""
     model = DistributedDataParallel(Towers())
     torch._dynamo.reset()
     return model, torch.compile(lambda images, texts: loss(*model(images, texts)), backend=backend)
 
 
 def step_inside(loss: nn.Module, backend: str) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """Return a parallel model whose module is towers and loss, compiled as one graph, and its call."""
+    """Return a parallel model that contains towers and loss and is compiled as one graph, and its call."""
     model = DistributedDataParallel(compiled(TowersAndLoss(loss), backend))
     return model, model
 
@@ -199,7 +200,7 @@ def data_parallel_steps(backend: str) -> list[str]:
 
 
 def check_that_breaks_are_those_of_data_parallel() -> list[str]:
-    """Check that a compiled step around a DDP model has no more graph breaks with our losses than with a plain one."""
+    """Check that a compiled step around DDP has no more graph breaks with our losses than with a plain loss."""
     images, texts = torch.randn(2, 4, 6, dtype=torch.float64)
     breaks = []
     for loss in (PlainLoss(), ClipLoss()):
@@ -214,7 +215,7 @@ def check_steps_under_data_parallel() -> list[str]:
 
 
 def check_fastclip() -> list[str]:
-    """Check steps of FastClipLoss in a compiled function: equal to plain ones, with one graph break."""
+    """Check steps of FastClipLoss in a compiled function: results equal to plain steps, with one graph break."""
     counters.clear()
     weight = torch.randn(6, 5, generator=torch.Generator().manual_seed(1), requires_grad=True)
     images, texts = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(group_rank()))

@@ -1,8 +1,8 @@
-"""Captions that are sorted and cut give the losses and gradients of the whole batch with all its padding.
+"""Sorted and cut captions give the losses and gradients of the whole batch with its full padding.
 
-Two AdamW steps with ZeRO-0 to 3 on one and two ranks are compared with `engine_cases.oracle`, which encodes the padding
-in one process in float64. In float64 the gradients of cut and padded captions are also compared with plain PyTorch's.
-Faults are planted in training runs, and the comparison must see each of them.
+Two AdamW steps with ZeRO-0 to 3 on one and two ranks are compared with `engine_cases.oracle`. The oracle encodes the
+padding in one process in float64. In float64 the gradients of cut and padded captions are also compared with plain
+PyTorch. Faults are planted in training runs, and the comparison must detect each of them.
 """
 
 import itertools
@@ -86,7 +86,7 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "embeddings in the order of the chunks": (_leave_embeddings_sorted, "loss"),
     "gradients in the order of the batch": (_leave_gradients_unsorted, "parameters"),
 }
-"""Fault -> the fault, and the quantity that must show it."""
+"""Name of a fault -> function that plants it, and the quantity that must exceed its bound."""
 
 
 def train_all(cases: dict[str, Case]) -> dict[str, Outcome | str]:
@@ -100,7 +100,7 @@ def comparisons(got: Outcome | str, expected: Outcome) -> dict[str, Comparison]:
 
 
 def problems(outcomes: list[dict[str, Outcome | str]], cases: dict[str, Case]) -> dict[str, list[str]]:
-    """Compare every case with the oracle; return what is too far off, by case."""
+    """Compare every case with the oracle. Return the comparisons that exceed their bounds, by case."""
     found = {}
     for name, case in cases.items():
         expected = oracle(replace(case, ranks=len(outcomes)))
@@ -145,7 +145,7 @@ def test_a_planted_fault_fails_the_comparison(faulty: list[dict[str, Outcome]], 
 
 
 class Engine:
-    """A model with the methods of a DeepSpeed engine that the gradient cache calls; counts the text tower's tokens."""
+    """Model with the engine methods that the gradient cache calls. Counts the tokens of the text tower."""
 
     device = torch.device("cpu")
 
@@ -177,7 +177,7 @@ def float64_model(pool_type: str) -> ClipModel:
 
 
 def captions_of(pool_type: str, rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
-    """Return pixels and tokens. For "argmax" the end of text is the highest id, 31, and random tokens follow it."""
+    """Return pixels and tokens. For "argmax" the end of text is the highest id, 31. Random tokens follow it."""
     images, tokens = engine_cases.share_of(0, rank, ranks, True)
     if pool_type == "argmax":
         tokens = torch.where(tokens == 31, 30, tokens)
@@ -209,7 +209,7 @@ def all_float64_gradients() -> list[tuple[dict[str, np.ndarray], int]]:
 
 
 def plain_gradients(pool_type: str) -> dict[str, Tensor]:
-    """Return the gradients of cross-entropy over the whole padded batch, by autograd alone."""
+    """Return the gradients of cross-entropy over the whole padded batch, computed by autograd."""
     model = float64_model(pool_type)
     images, tokens = captions_of(pool_type)
     x, y, log_scale = model(TRANSFORM.normalise(images, torch.float64), tokens)
@@ -230,6 +230,6 @@ def test_gradients_of_cut_and_padded_captions_equal_plain_pytorchs_in_float64(wo
             assert gradients.keys() == expected.keys()
             for name, gradient in expected.items():
                 assert_close(gradients[name], gradient, TOWER_GRADIENT, f"{name}, {pool_type}, cut {cut}")
-        # Two passes. One chunk of 12 captions is divided into pieces. One of 6 is not; its rank cuts it at 16 or at 24.
+        # Two passes. A chunk of 12 captions is divided into pieces. A chunk of 6 is cut as a whole, at 16 or at 24.
         full = 2 * BATCH * CAPTION_MODEL.text_cfg.context_length
         assert positions < 0.7 * full if cut else positions > 0.7 * full

@@ -1,4 +1,4 @@
-"""The grouped optimizer step equals DeepSpeed's own step and a norm in float64, with few operations.
+"""The grouped optimizer step equals DeepSpeed's own step and a float64 norm, and uses few operations.
 
 Each case takes its steps twice on the same ranks: with `megaclip.engine.deepspeed_update`, and with DeepSpeed's own
 methods. tests/distributed/test_engine.py compares whole updates with one process for all features of the engine.
@@ -70,10 +70,10 @@ class Steps:
 
 
 def take_steps(case: Case, *, grouped: bool) -> Steps:
-    """Train; grouped: with the grouped step, else with DeepSpeed's own.
+    """Train with the grouped step, or with DeepSpeed's own step if not `grouped`.
 
-    AdamW in float32 takes two steps, the others one: a master that differs by a rounding may round to another bf16
-    value, and Adafactor turns roundings into whole steps.
+    AdamW in float32 takes two steps, the others one. In bfloat16, masters that differ by a rounding may round to
+    different values. Adafactor turns rounding errors into whole steps.
     """
     with pytest.MonkeyPatch.context() as patch:
         if not grouped:
@@ -96,7 +96,7 @@ def norm_in_float64(engine: DeepSpeedEngine) -> float:
 
 
 def both_ways(cases: dict[str, Case]) -> dict[str, tuple[Steps, Steps] | str]:
-    """Return for each case the grouped steps and DeepSpeed's own, or the traceback of its exception."""
+    """Return the results of the grouped steps and of DeepSpeed's own steps, or a traceback, for each case."""
     return {
         name: or_traceback(lambda case=case: (take_steps(case, grouped=True), take_steps(case, grouped=False)))
         for name, case in cases.items()
@@ -110,7 +110,7 @@ def trained(request: pytest.FixtureRequest) -> list[dict[str, tuple[Steps, Steps
 
 
 def assert_equal_steps(result: tuple[Steps, Steps] | str) -> None:
-    """Compare norms relative to themselves, masters relative to the largest move of a parameter."""
+    """Compare norms relative to their own size, and masters relative to the largest move of a parameter."""
     assert isinstance(result, tuple), result
     ours, own = result
     first, *later = [norm / wanted for norm, wanted in zip(ours.norms, own.norms, strict=True)]
@@ -153,7 +153,7 @@ def test_the_grouped_classes_run_unless_the_optimizer_is_offloaded(trained, name
         assert (ours.kind, own.kind) == (grouped.__name__, grouped.__base__.__name__)
 
 
-# --- Tensor parallelism: parameters that are whole on every rank of a replica count once. ---
+# --- Tensor parallelism: parameters that every rank of a replica holds whole count once. ---
 
 SPLIT = {
     f"zero{stage}{' bf16' * bf16}": Case(stage, 3, bf16=bf16, clipping=ACTIVE, tensor_parallel=2)
@@ -185,7 +185,7 @@ def test_the_grouped_step_equals_deepspeeds_own_with_tensor_parallelism(split_tr
 
 @MEGATRON
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_norm_that_counts_whole_parameters_twice_is_noticed(split_trained, stage):
+def test_a_norm_that_counts_whole_parameters_twice_is_detected(split_trained, stage):
     for outcomes in split_trained:
         faulty, right = outcomes[f"counted twice {stage}"][0], outcomes[f"zero{stage}"][1]
         assert_far(faulty.norms[0] / right.norms[0], 1.0, SAME_NORM, "whole parameters counted twice")
@@ -211,7 +211,7 @@ class Operations(TorchDispatchMode):
 
 
 def operations_of_an_update(case: Case, layers: int, *, grouped: bool) -> Counter[str]:
-    """Return the operations of the second update of a model with so many layers per tower."""
+    """Return the operations of the second update of a model with this number of layers per tower."""
     model = engine_cases.MODEL.replace(vision_cfg={"layers": layers}, text_cfg={"layers": layers})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_cases, "MODEL", model)
@@ -245,20 +245,22 @@ def test_the_number_of_operations_does_not_grow_with_the_number_of_tensors(count
     assert small == large
     assert small.total() < 70
     own_small, own_large = (counted[f"{stage} {layers} False"] for layers in (1, 4))
-    assert own_large.total() > own_small.total() + 2 * 3 * 2 * 10, "the counter sees DeepSpeed's kernels per tensor"
+    assert own_large.total() > own_small.total() + 2 * 3 * 2 * 10, (
+        "the counter must see DeepSpeed's operations per tensor"
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_host_reads_the_norm_twice_and_nothing_else(counted, stage):
-    """Once to refuse a norm that is not finite, and once to report it."""
+def test_the_host_reads_only_the_norm_twice(counted, stage):
+    """It is read to refuse a norm that is not finite, and to report it."""
     assert counted[f"{stage} 4 True"]["_local_scalar_dense"] == 2
 
 
-# --- What happens around a step. ---
+# --- State around a step. ---
 
 
 def move_a_weight() -> list[bool]:
-    """Move a weight out of the flat buffer; return whether it is inside before and after an update."""
+    """Move a weight out of the flat buffer. Return whether it is inside the buffer before and after an update."""
     case = Case(1, 1, bf16=True)
     engine = engine_cases.start_engine(case)
     weight = engine.module.visual.proj
@@ -279,7 +281,7 @@ def test_a_weight_that_was_moved_is_put_back() -> None:
 
 
 def engine_of_another_version() -> tuple[list[str], list[str]]:
-    """Return the optimizers' classes and the log of engines built with a version that has not been tested."""
+    """Return the optimizers' classes and the log of engines that are built with an untested version of DeepSpeed."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

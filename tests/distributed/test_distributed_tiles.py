@@ -1,6 +1,6 @@
 """Compare the tile operations over all ranks with the whole matrix, for scales, shifts and weights per sample.
 
-ClipLoss uses one scale for all samples. Losses with per-sample temperatures or estimators need vectors, and the dots.
+ClipLoss uses one scale for all samples. Losses with per-sample temperatures or estimators require vectors and the dots.
 """
 
 import itertools
@@ -26,9 +26,9 @@ def plans() -> Iterator[Plan]:
 
 
 def check(batch: int, vectors: frozenset[int]) -> None:
-    """Check one case. Values 0 to 2 are the rows' scale, shift and weight, 3 to 5 those of the columns.
+    """Check one case. Values 0 to 2 are the scale, shift and weight of the rows; 3 to 5 are those of the columns.
 
-    vectors: the values that differ per sample; the others are numbers.
+    vectors: the values that differ between samples. The others are numbers.
     """
     generator = torch.Generator().manual_seed(batch)
     total = batch * group_size()
@@ -48,15 +48,15 @@ def check(batch: int, vectors: frozenset[int]) -> None:
         for name, got, wanted in zip(("row_lse", "col_lse"), stats, expected_stats, strict=True):
             assert_close(got, wanted[mine], VALUE[torch.float64], f"{name} {plan} {vectors}")
         for name, got, wanted in zip(grads._fields, grads, expected_grads, strict=True):
-            # Two sums, of the rows and of the columns, each with exponentials of its own.
+            # Two sums, over rows and over columns, each with its own exponentials.
             bound = GRADIENT[torch.float64].magnified(2)
             assert_close(got, wanted[mine], bound, f"{name} {plan} {vectors}")
 
 
 def check_bf16_payload(batch: int) -> None:
-    """Check that statistics and gradients are those of equally rounded features, where the features of both sides move.
+    """Check that statistics and gradients equal those of features rounded alike, where features of both sides are sent.
 
-    At scale 100 the exponentials of two roundings differ by several per cent, far more than the bound.
+    At scale 100 the exponentials of different roundings differ by several per cent, far more than the bound.
     """
     generator = torch.Generator().manual_seed(batch)
     total = batch * group_size()

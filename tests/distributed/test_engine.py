@@ -1,7 +1,7 @@
 """Training through the engine equals one process on the whole batch, for ZeRO 0 to 3 and all features of the engine.
 
 Every case takes two steps on two ranks and is compared with `engine_cases.oracle` in float64. All cases run in one
-launch. The last tests prove that the comparison can fail.
+launch. The last tests show that the comparison can fail.
 """
 
 import itertools
@@ -39,7 +39,7 @@ for _stage in range(4):
     CASES[f"zero{_stage} siglip"] = Case(_stage, 3, loss="siglip", **WAYS["gather" if _stage % 2 else "ring"])
     CASES[f"zero{_stage} SGD"] = Case(_stage, 3, optimizer="SGD")
     CASES[f"zero{_stage} Lion"] = Case(_stage, 3, optimizer="Lion")
-# The towers have different numbers of chunks, so a parameter takes part in some of the backward passes only.
+# The towers have different numbers of chunks, so some backward passes do not use all parameters.
 for _stage in range(4):
     CASES[f"zero{_stage} text x 2"] = Case(_stage, 3, text_chunks=2, patch_dropout=0.5, embeddings_on_cpu=True)
     CASES[f"zero{_stage} text x 6 offloaded"] = Case(
@@ -56,7 +56,7 @@ CASES["zero0 Adafactor"] = Case(0, 3, optimizer="Adafactor")
 CASES["zero3 everything"] = Case(
     3, 3, text_chunks=6, offload="all", checkpointing="cpu", coalesce=True, patch_dropout=0.5, clipping=0.1
 )
-# The image tower is one graph at ZeRO-1 and, coalesced, at ZeRO-2; in the other cases its blocks are graphs.
+# The image tower is one graph at ZeRO-1, and at ZeRO-2 with coalesced gradients. In the other cases each block is one.
 CASES["zero1 compiled"] = Case(1, 3, compiled=True, patch_dropout=0.5)
 CASES["zero2 compiled coalesced"] = Case(2, 3, text_chunks=2, compiled=True, coalesce=True)
 CASES["zero2 compiled checkpointing"] = Case(2, 3, compiled=True, checkpointing="plain")
@@ -64,7 +64,7 @@ CASES["zero3 compiled"] = Case(3, 3, text_chunks=2, compiled=True, patch_dropout
 CASES["zero3 compiled locked below"] = Case(3, 3, locked="below", compiled=True)
 CASES["zero3 compiled everything"] = replace(CASES["zero3 everything"], compiled=True)
 
-# Mistakes of published code that docs/mathematics.md names, and similar ones.
+# Mistakes of published code that docs/mathematics.md lists, and similar ones.
 FAULTS = {
     "logit_scale gradient times chunks": Case(3, 3, scale_fault=3.0),
     "logit_scale gradient times ranks": Case(1, 1, scale_fault=2.0),
@@ -103,9 +103,9 @@ def comparisons(got: Outcome | str, expected: Outcome, bounds: dict[str, Bound] 
 
 
 def without_key_biases(outcome: Outcome | str) -> Outcome:
-    """Leave out the biases of the keys, which nothing depends on.
+    """Leave out the biases of the keys, which have no effect on the loss.
 
-    Their true gradient is zero, and Lion and Adafactor turn its rounding errors into whole steps.
+    Their true gradient is zero. Lion and Adafactor turn its rounding errors into whole steps.
     """
     assert isinstance(outcome, Outcome), outcome
     return replace(outcome, parameters={n: p for n, p in outcome.parameters.items() if "k_proj.bias" not in n})
@@ -131,7 +131,7 @@ def test_a_wrong_scale_fails_the_same_comparison(trained, name):
 
 
 def test_the_comparison_detects_weight_decay_dropout_and_clipping(trained):
-    """An oracle that differs in one of them is far away, so the comparison depends on each of them."""
+    """An oracle that differs in one of these settings is far away, so the comparison depends on each of them."""
     plain = trained[0]["zero3 x 3"]
     for fault, other in {
         "decay of every parameter": oracle(Case(), decays=lambda name, p: True),
@@ -151,7 +151,7 @@ def test_locked_parameters_keep_their_bits(trained, name):
 
 
 def graphs_of(cases: list[Case]) -> list[list[list[str]]]:
-    """Return the operations of each graph that two steps of each case compile on this rank."""
+    """Return the operations of each graph that the two steps of each case compile on this rank."""
     graphs = []
     for case in cases:
         torch.compiler.reset()
@@ -163,11 +163,11 @@ def graphs_of(cases: list[Case]) -> list[list[list[str]]]:
 
 
 def test_a_part_is_compiled_once_for_all_chunks_and_steps() -> None:
-    """DeepSpeed's hooks and the state of partitioned parameters must not become conditions of the compiled code."""
+    """DeepSpeed's hooks and the state of partitioned parameters must not become guards of the compiled code."""
     blocks = Case(2, 3, compiled=True)
     cases = [Case(1, 3, compiled=True), blocks, replace(blocks, stage=3, offload="all", checkpointing="plain")]
     for whole, blocks_at_2, blocks_at_3 in run_ranks(graphs_of, WORLD_SIZE, cases):
-        # The image tower, or its first block: with and without gradients.
+        # The image tower or its first block, with and without gradients.
         assert [len(graphs) for graphs in (whole, blocks_at_2, blocks_at_3)] == [2, 2, 2]
-        # DeepSpeed's own linear function would be an opaque operation, with the parameter's number as a condition.
+        # DeepSpeed's own linear function would be an opaque operation, with the parameter's number as a guard.
         assert blocks_at_3 == blocks_at_2

@@ -1,8 +1,8 @@
 """FastCLIP through the engine equals one process on the whole batch: parameters, estimators and temperatures.
 
-The runs take two AdamW steps on two ranks with three gradient-cache chunks each, with ZeRO-1 and ZeRO-3. The oracle
-runs the towers in float64 on the whole batch, `fastclip_oracle.Oracle` for the loss, its state and its temperatures,
-and torch's AdamW. The second step has new samples, samples of the first step, and one sample twice.
+The runs take two AdamW steps on two ranks with three gradient-cache chunks each, at ZeRO-1 and ZeRO-3. The oracle runs
+the towers in float64 on the whole batch. `fastclip_oracle.Oracle` computes the loss, its state and its temperatures,
+and torch's AdamW updates the model. The second step has new samples, samples of the first step, and one sample twice.
 """
 
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ class Trained:
     u: np.ndarray
     tau: np.ndarray
     largest_move: float = 0.0
-    """Largest distance of a parameter from its start, in the oracle: the size of a difference of parameters."""
+    """Largest move of a parameter in the oracle. Differences of parameters are relative to this value."""
 
 
 def ids_of(step: int) -> Tensor:
@@ -76,7 +76,7 @@ def one_process(case: Case) -> Trained:
         training.optimizer.zero_grad()
         torch.autograd.backward([x, y], [found.d_image, found.d_text])
         scale = training.model.logit_scale
-        scale.grad = torch.zeros_like(scale)  # no part of the loss
+        scale.grad = torch.zeros_like(scale)  # the loss does not use it
         norms.append(training.update(step))
         losses.append(found.loss.item())
     u, tau = np.full((2, SAMPLES, 2), np.nan)
@@ -139,7 +139,7 @@ def test_two_steps_equal_one_process_on_the_whole_batch(trained, name):
 
 
 def check(case: Case, ranks: list[Trained]) -> None:
-    """Compare the results of all ranks with one process on the whole batch."""
+    """Compare the results of all ranks with those of one process on the whole batch."""
     expected = one_process(case)
     for got in ranks:
         assert_close(got.losses, expected.losses, FASTCLIP_ENGINE["loss"], "losses")
@@ -148,7 +148,7 @@ def check(case: Case, ranks: list[Trained]) -> None:
         assert exceeded([farthest_parameter(got, expected)]) == []
         if written.learned(case.loss):
             assert_close(got.log_scale, expected.log_scale, FASTCLIP_ENGINE["log_scale"], "log_scale")
-            assert abs(got.log_scale + np.log(TAU)) > 0.01  # it moved
+            assert abs(got.log_scale + np.log(TAU)) > 0.01  # the temperature has moved
     kinds = ("u", "tau") if written.individual(case.loss) else ("u",)
     for kind in kinds:
         parts = np.stack([getattr(got, kind) for got in ranks])
@@ -167,7 +167,7 @@ def farthest_parameter(got: Trained, expected: Trained) -> Comparison:
 
 
 @pytest.mark.parametrize("name", ["fastclip_v3 zero1", "fastclip_v2 zero3"])
-def test_the_comparison_sees_another_estimator(trained, name):
+def test_the_comparison_detects_another_estimator(trained, name):
     """FastCLIP v0 omits the factor tau. An oracle with gamma = 1 has no memory, like a run that lost its state."""
     got = trained[0][name]
     others = {"FastCLIP v0": one_process(replace(CASES[name], loss="fastclip_v0"))}

@@ -1,7 +1,7 @@
-"""Guards of the engine at every ZeRO stage: NaN or infinity on one rank, bounds of logit_scale, precision of gradients.
+"""Guards of the engine at every ZeRO stage: non-finite values on one rank, bounds of logit_scale, gradient precision.
 
-Two ranks are started once. bf16 at stage 0, which `megaclip.config.checks` refuses, is measured too, so that a test
-fails when DeepSpeed has fixed it.
+One launch of two ranks. `megaclip.config.checks` refuses bf16 at stage 0, but the tests measure it too: a test fails as
+soon as DeepSpeed has fixed it.
 """
 
 import itertools
@@ -77,7 +77,7 @@ def guarded(case: Case) -> Guarded:
 
     set_learning_rate(engine, 1.0)
     before = engine_cases.whole_parameters(engine), engine_cases.masters(engine)
-    # NaN in every gradient of the towers, or infinity in that of logit_scale only.
+    # NaN in every gradient of the towers, or infinity in the gradient of logit_scale only.
     fault = {"scale_fault": math.inf} if case.clipping else {"feature_fault": math.nan}
     one_rank_faulty = engine_cases.loss_of(replace(case, **fault) if dist.get_rank() == WORLD_SIZE - 1 else case)
     refusals = []
@@ -115,7 +115,7 @@ def run_all() -> dict[str, Guarded | Outcome | str]:
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    """Per rank: name of the case -> its measurements."""
+    """Measurements by the name of the case, one dictionary per rank."""
     return run_ranks(run_all, WORLD_SIZE)
 
 
@@ -143,7 +143,7 @@ def test_nan_or_infinity_on_one_rank_ends_every_rank_before_the_update(results, 
 
 
 def norms_and_moves(name: str, results: list[dict[str, Any]]) -> tuple[tuple[float, float], tuple[Any, Any]]:
-    """Return the first gradient norm and the change of the parameters in two steps, each with the float64 value."""
+    """Return the first gradient norm and the parameter changes of two steps, each with its float64 value."""
     expected, start = oracle(PRECISION[name]), initial_parameters()
     got = results[0][name]
     assert isinstance(got, Outcome), got
@@ -159,13 +159,13 @@ def initial_parameters() -> dict[str, Any]:
 
 
 def test_bf16_at_stage_0_which_the_configuration_refuses_is_still_wrong(results):
-    """If this fails, DeepSpeed has fixed it: remove its refusal from `megaclip.config.checks`."""
+    """If this test fails, DeepSpeed has fixed bf16 at stage 0. Then remove the check from `megaclip.config.checks`."""
     with pytest.raises(ConfigError, match=r"zero_optimization\.stage"):
         engine_cases.training_config(PRECISION["stage 0"])
     norms, moves = norms_and_moves("allowed", results)
     assert_close(*norms, BF16_RUN["norm"])
     assert_close(*moves, BF16_RUN["move"])
-    # The optimizer sees rescaled gradients: 2.5 was measured.
+    # The optimizer receives rescaled gradients: a factor of 2.5 was measured.
     assert_far(*norms_and_moves("stage 0", results)[1], BF16_RUN["move"], "bfloat16 at stage 0")
 
 
@@ -177,12 +177,11 @@ def test_bf16_with_float32_accumulation_is_correct(results, name):
 
 
 MANY = 300
-"""Number of chunks with the same image. Beside a bfloat16 sum of more than 256, one gradient is lost or counted twice.
-"""
+"""Number of chunks with the same image. Added to a bfloat16 sum of over 256, a gradient is lost or counted twice."""
 
 
 def gradient_of_equal_chunks(coalesce: bool, stage: int, dtype: torch.dtype, chunks: int = MANY) -> torch.Tensor:
-    """Return the image projection's gradient for a loss that is the mean over equal rows."""
+    """Return the image projection's gradient for a loss that is a mean over equal rows."""
     engine = engine_cases.start_engine(Case(stage, 1, bf16=True, coalesce=coalesce))
     (image, *_), (tokens, *_) = engine_cases.whole_batch(0)
     feed = DeviceFeed(torch.device("cpu"), torch.bfloat16, engine_cases.TRANSFORM.normalise)
@@ -201,7 +200,7 @@ def gradient_of_equal_chunks(coalesce: bool, stage: int, dtype: torch.dtype, chu
 
 
 def errors_of_equal_chunks() -> dict[tuple[bool, int, torch.dtype], float]:
-    """(coalesced, stage, accumulation dtype) -> relative error of the gradient of many equal chunks, against one."""
+    """Return the relative error of the gradient of many equal chunks, by (coalesced, stage, accumulation dtype)."""
     cases = [(True, 1, torch.float32), (True, 3, torch.float32), (True, 1, torch.bfloat16), (False, 1, torch.float32)]
     one = gradient_of_equal_chunks(*cases[0], chunks=1)
     return {case: float((gradient_of_equal_chunks(*case) - one).norm() / one.norm()) for case in cases}

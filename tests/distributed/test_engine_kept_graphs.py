@@ -1,10 +1,10 @@
-"""Steps that keep graphs equal steps that encode every chunk twice, bit by bit, and one process on the whole batch.
+"""Steps that keep graphs equal steps that encode every chunk twice bit by bit, and one process on the whole batch.
 
 Two steps are trained through the engine on one and two ranks, at ZeRO 0 to 3, with different numbers of kept graphs. A
-tower's gradients add up in the order of its chunks whichever graphs are kept, so no bit may differ from the same case
-with megaclip.keep_graphs 0. The oracle is `engine_cases.oracle` in float64. The short grid runs in `make test`. The
-full one, with one launch per stage and number of ranks, is marked long. The last tests plant faults that the
-comparison has to find, and count the parameters that ZeRO-3 holds during backward passes.
+tower's gradients are added in the order of its chunks, whichever graphs are kept. So every bit must equal the same case
+with megaclip.keep_graphs 0. The oracle is `engine_cases.oracle` in float64. `make test` runs a short grid. The full
+grid, with one launch per stage and number of ranks, is marked long. The last tests plant faults that the comparison
+must detect, and count the parameters that ZeRO-3 holds during backward passes.
 """
 
 import functools
@@ -50,7 +50,7 @@ def case(feature: str, stage: int, keep: int, ranks: int) -> Case:
     return replace(chosen, offload="optimizer") if chosen.offload == "all" and stage < 3 else chosen
 
 
-# Of three or two chunks in each tower: some images, all images and some texts, all.
+# With three or two chunks per tower: some images; all images and some texts; all chunks.
 SHORT = {
     ("plain", 0, 4),
     ("dropout", 0, 3),
@@ -78,18 +78,18 @@ FULL = {
 
 
 def faulty_rows(self: gradient_cache._Passes) -> None:
-    """Exchange the kept graphs of two image chunks, so that each is back-propagated with the other's rows."""
+    """Exchange the kept graphs of two image chunks, so that each is back-propagated with the rows of the other."""
     first, second = (gradient_cache._Pass((Tower.IMAGE,), chunk) for chunk in (0, 1))
     self._graphs[first], self._graphs[second] = self._graphs[second], self._graphs[first]
 
 
 def counts_of_the_last_forward(self: gradient_cache._Passes) -> None:
-    """Leave DeepSpeed's count of backward passes as it is after the last forward pass."""
+    """Keep DeepSpeed's count of backward passes as it was after the last forward pass."""
     self._engine.optimizer.clear_backward_seen_flag = lambda: None
 
 
 def without_counts(self: gradient_cache._Passes) -> None:
-    """Leave the modules' counts of gradients to come as the last forward pass has left them."""
+    """Keep the modules' counts of expected gradients as they were after the last forward pass."""
     for graph in self._graphs.values():
         graph.gradients_to_come.clear()
 
@@ -125,7 +125,7 @@ def train_all(cases: list[Case], faults: list[str]) -> dict[Case | str, Outcome 
 
 
 def trained_on(ranks: int, grid: set[tuple[str, int, int]], faults: list[str]) -> list[dict[Case | str, Outcome | str]]:
-    """Train all cases of a grid, each also without kept graphs."""
+    """Train all cases of a grid with and without kept graphs."""
     cases = {case(feature, stage, number, ranks) for feature, stage, keep in grid for number in (0, keep)}
     return run_ranks(train_all, ranks, sorted(cases, key=str), faults)
 
@@ -143,7 +143,7 @@ def full(ranks: int, stage: int) -> list[dict[Case | str, Outcome | str]]:
 
 
 def check(outcomes: list[dict[Case | str, Outcome | str]], kept: Case) -> None:
-    """Compare a case with the one without kept graphs, and in float32 with the oracle."""
+    """Compare a case with the same case without kept graphs. In float32, compare it with the oracle too."""
     expected = None if kept.bf16 else oracle(replace(kept, stage=0, keep=0, coalesce=False, checkpointing=""))
     for by_case in outcomes:
         got, plain = by_case[kept], by_case[replace(kept, keep=0)]
@@ -172,7 +172,7 @@ def test_kept_graphs_change_no_bit_in_the_full_grid(ranks: int, feature: str, st
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_found(short, name: str) -> None:
+def test_planted_faults_are_detected(short, name: str) -> None:
     expected = oracle(FAULTS[name][0])
     for outcomes in short[2]:
         got = outcomes[name]

@@ -55,7 +55,7 @@ def padded(rows: np.ndarray, ids: np.ndarray, count: int) -> tuple[torch.Tensor,
 
 
 def check_retrieval(image_count: int, captions: int, tile_budget_mib: float) -> None:
-    """Images and their captions are on different ranks, in different numbers, with padding rows of NaN."""
+    """Images and their captions are on different ranks, in different numbers, and between padding rows of NaN."""
     generator = np.random.default_rng(image_count)
     images, texts, image_ids, text_image_ids = paired_features(generator, image_count, captions, DIM)
     owner_of_image = generator.integers(0, 6, size=len(images)) // 2
@@ -85,7 +85,7 @@ def check_ties(tile_budget_mib: float) -> None:
 
 
 def check_data_errors() -> None:
-    """The wrong id is on the last rank, and all ranks must raise."""
+    """The wrong id is on the last rank. All ranks must raise an error."""
     rank, last = group_rank(), group_size() - 1
     ids = torch.tensor([2 * rank, 2 * rank + 1])
     wrong = ids.clone()
@@ -102,7 +102,7 @@ def check_data_errors() -> None:
 
 
 def check_subgroup() -> None:
-    """Ranks 0 and 2 evaluate without rank 1, and must not wait for it."""
+    """Ranks 0 and 2 evaluate without rank 1. They must not wait for it."""
     group = dist.new_group([0, 2])
     if group_rank() == 1:
         return
@@ -168,7 +168,7 @@ def tokenizer(texts: list[str]) -> torch.Tensor:
 
 
 def local_batches(features: np.ndarray, labels: np.ndarray, size: int = 4) -> list[SimpleNamespace]:
-    """Return this rank's batches of an evaluation loader: every W-th row, then NaN rows to equal numbers of batches."""
+    """Return this rank's batches of an evaluation loader: every W-th row, padded with NaN rows on some ranks."""
     rows_per_rank = -(-len(features) // group_size())
     total = -(-rows_per_rank // size) * size
     mine = np.arange(len(features)) % group_size() == group_rank()
@@ -204,7 +204,7 @@ def check_zero_shot(class_count: int, image_count: int) -> None:
 
 
 def check_suite(layout: str) -> None:
-    """With 7 images some ranks have only padding in their last batch. Ranks have different numbers of captions."""
+    """With 7 images, some ranks have only padding in their last batch. Ranks have different numbers of captions."""
     image_count = 7
     owner = np.sort(np.random.default_rng(2).integers(0, image_count, size=25 - image_count))
     owner = np.concatenate([np.arange(image_count), owner]) if layout != "one caption" else np.arange(image_count)
@@ -238,7 +238,7 @@ def check_suite(layout: str) -> None:
 
 
 def check_loader_errors() -> None:
-    """The last rank's loader fails at its second batch, and all ranks must raise instead of waiting for it."""
+    """The last rank's loader fails at its second batch. All ranks must raise an error instead of waiting for it."""
 
     def failing() -> Iterator[SimpleNamespace]:
         for number, batch in enumerate(local_batches(WORDS[:12].numpy(), np.arange(12), size=2)):
@@ -253,7 +253,7 @@ def check_loader_errors() -> None:
 
 
 class Unreadable(Pairs):
-    """Pairs of which the last rank cannot read its own."""
+    """Pairs whose share on the last rank cannot be read."""
 
     def read(self, pair: int) -> SimpleNamespace:
         if group_rank() == group_size() - 1:
@@ -262,7 +262,7 @@ class Unreadable(Pairs):
 
 
 def check_grouping_errors() -> None:
-    """The last rank cannot read a shard, and all ranks must raise instead of waiting for its digests."""
+    """The last rank cannot read a shard. All ranks must raise an error instead of waiting for its digests."""
     with pytest.raises(DataError, match="cannot read the tar shard"):
         group_captions(Unreadable(WORDS[:6].numpy(), ["a word"] * 6))
 
@@ -283,7 +283,7 @@ TINY_MODEL = {
 
 
 def length_tokens(texts: list[str]) -> torch.Tensor:
-    """Return each text's length and the end of text, behind as many other tokens, in a context of 20."""
+    """Return each text's length, then as many other tokens, then the end of text, in a context of 20 tokens."""
     tokens = torch.zeros(len(texts), 20, dtype=torch.int64)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)], row[len(text)] = len(text), 49
@@ -291,15 +291,15 @@ def length_tokens(texts: list[str]) -> torch.Tensor:
 
 
 def check_zero_3(pool_type: str) -> None:
-    """A model with partitioned parameters, and ranks with different amounts of data, give the whole model's metrics.
+    """A model with partitioned parameters and unequal amounts of data per rank gives the metrics of the whole model.
 
-    With the pool type "eos" the captions are cut, on each rank at its own longest caption.
+    With the pool type "eos" the captions are cut. Each rank cuts at its own longest caption.
     """
     torch.manual_seed(24)
     model = build_model(ModelConfig.from_dict(TINY_MODEL).replace(text_cfg={"pool_type": pool_type}))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4)  # the features of a freshly initialised model hardly depend on the image
+            parameter.mul_(4)  # the features of an untrained model hardly depend on the image
     images, tokens, ids = torch.rand(11, 3, 8, 8), torch.randint(0, 49, (11, 20)), np.arange(11)
     tokens[ids, np.maximum(ids % 9, 1)] = 49  # the captions end after 2 to 9 tokens
     names, labels = ["a", "bb", "cccc"], ids % 3
@@ -314,7 +314,7 @@ def check_zero_3(pool_type: str) -> None:
     assert 0 < expected["retrieval_r5_i2t"] < 1, "the data must not be trivial"
     pairs, correct = (image_features @ text_features.T).double().numpy(), np.eye(11, dtype=bool)
     gaps = [abs(pairs - pairs.diagonal()), abs(pairs.T - pairs.diagonal())]
-    assert min(gap[~correct].min() for gap in gaps) > 1e-3, "the order of sums must not decide about a rank"
+    assert min(gap[~correct].min() for gap in gaps) > 1e-3, "gaps must exceed rounding errors"
 
     engine, *_ = deepspeed.initialize(model=model, config=ZERO_3)
     assert sum(parameter.numel() for parameter in model.parameters()) == 0, "every parameter must be partitioned"

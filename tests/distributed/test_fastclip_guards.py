@@ -1,4 +1,4 @@
-"""FastClipLoss called directly: abandoned steps leave nothing behind, and wrong or infinite values are refused."""
+"""FastClipLoss called directly: abandoned steps have no effect, and wrong or infinite values are refused."""
 
 import copy
 import math
@@ -40,7 +40,7 @@ def backward(loss: FastClipLoss, seed: int) -> None:
 
 
 def contents(loss: FastClipLoss) -> list[Tensor]:
-    """Return everything that the loss keeps from step to step, with -1 for NaN."""
+    """Return all state that the loss keeps between steps, with -1 for NaN."""
     kept = [loss.state.values, *loss.temperature.state_dict().values()]
     return [tensor.detach().nan_to_num(-1.0).clone() for tensor in kept]
 
@@ -50,8 +50,8 @@ def same(first: list[Tensor], second: list[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_step_that_is_given_up_after_its_backward_pass_changes_nothing(variant: str) -> None:
-    """The gradient of a global temperature would otherwise stay and be added to that of the next step."""
+def test_a_step_that_is_abandoned_after_its_backward_pass_changes_nothing(variant: str) -> None:
+    """The gradient of a global temperature must not be added to that of the next step."""
     straight, interrupted = make_loss(variant), make_loss(variant)
     before = contents(interrupted)
     for seed in (7, 8):
@@ -65,7 +65,7 @@ def test_a_step_that_is_given_up_after_its_backward_pass_changes_nothing(variant
 
 
 def check_that_nothing_infinite_is_written() -> None:
-    """Check that every rank refuses a NaN of the last rank, and that the next step is possible."""
+    """Check that every rank refuses a NaN of the last rank, and that the next step works."""
     for variant in VARIANTS:
         loss = make_loss(variant)
         backward(loss, 1)
@@ -85,13 +85,13 @@ def check_that_nothing_infinite_is_written() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_step_refuses_what_is_not_finite_on_every_rank(world_size: int) -> None:
+def test_step_refuses_non_finite_values_on_every_rank(world_size: int) -> None:
     run_ranks(check_that_nothing_infinite_is_written, world_size)
 
 
 @pytest.mark.parametrize("variant", ["fastclip_v2", "fastclip_v3"])
 def test_step_refuses_an_infinite_gradient_of_a_temperature(variant: str) -> None:
-    """The estimates are finite; the incoming gradient of the loss is not."""
+    """The estimates are finite, but the incoming gradient of the loss is not."""
     loss = make_loss(variant)
     before = contents(loss)
     x, y, ids = batch_of(1)
@@ -105,7 +105,10 @@ def test_step_refuses_an_infinite_gradient_of_a_temperature(variant: str) -> Non
     ("variant", "settings"), [("fastclip_v2", {"temperature_gradient_limit": 100.0}), ("fastclip_v3", {})]
 )
 def test_a_factor_of_the_loss_has_no_effect_on_state_and_temperature(variant: str, settings: dict[str, float]) -> None:
-    """As GradScaler's has none on the model: a limit and eps are meant for the gradient of the loss itself."""
+    """A factor such as GradScaler's must have no effect, as it has none on the model.
+
+    The limit and eps apply to the gradient of the unscaled loss.
+    """
     plain, *scaled = (make_loss(variant, temperature_eps=0.1, **settings) for _ in range(4))
     for loss, factor in zip((plain, *scaled), (1.0, 2.0**16, 0.3, 0.0), strict=True):
         for seed in (1, 2):
@@ -118,7 +121,7 @@ def test_a_factor_of_the_loss_has_no_effect_on_state_and_temperature(variant: st
 @pytest.mark.parametrize("variant", ["fastclip_v2", "fastclip_v3"])
 @pytest.mark.parametrize("what", ["second backward pass", "abandoned step", "zero_grad"])
 def test_a_step_is_that_of_the_last_loss_alone(variant: str, what: str) -> None:
-    """The temperature's gradient may be the sum of several backward passes, or cleared."""
+    """The gradient of the temperature may be a sum over several backward passes, or may have been cleared."""
     plain, other = make_loss(variant, temperature_eps=0.1), make_loss(variant, temperature_eps=0.1)
     backward(plain, 1)
     x, y, ids = batch_of(2)
@@ -145,7 +148,7 @@ def test_an_epoch_that_is_no_number_of_epochs_is_refused(epoch: float, per: str)
 
 
 def test_float16_features_are_refused() -> None:
-    """At tau 0.01 nearly all gradients of close pairs are below the smallest float16; in float32 they are not."""
+    """At tau 0.01 nearly all gradients of close pairs are below the smallest float16 number, but not in float32."""
     generator = torch.Generator().manual_seed(0)
     x, noise = F.normalize(torch.randn(2, 256, 64, generator=generator), dim=2)
     y = F.normalize(x + 0.5 * noise, dim=1)
@@ -173,14 +176,14 @@ def test_a_run_can_return_to_an_earlier_checkpoint_state(variant: str) -> None:
 
 @pytest.mark.parametrize(("variant", "is_loaded"), [("sogclr", False), ("fastclip_v1", False), ("fastclip_v3", True)])
 def test_a_resumed_run_may_change_a_constant_temperature(variant: str, is_loaded: bool) -> None:
-    """It is reported as a changed setting, so it must have an effect. A learned temperature only starts at its own."""
+    """The change is logged, so it must have an effect. A learned temperature keeps its learned value."""
     before, after = make_loss(variant, temperature=0.07), make_loss(variant, temperature=0.05)
     after.load_checkpoint_state([before.checkpoint_state()])
     assert after.temperature.value == pytest.approx(0.07 if is_loaded else 0.05, rel=1e-6)
 
 
 def check_copies_in_the_middle_of_a_step() -> None:
-    """Check that a copy between loss() and step() has the loss's state, and no part in its step."""
+    """Check that a copy made between loss() and step() has the loss's state, and takes no part in its step."""
     loss = make_loss("fastclip_v3")
     backward(loss, 1)
     for copied in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
@@ -200,7 +203,7 @@ def test_a_loss_can_be_copied_in_the_middle_of_a_step(world_size: int) -> None:
     [("fastclip_v2", torch.bfloat16), ("isogclr", torch.float16), ("fastclip_v3", torch.int64)],
 )
 def test_a_state_that_would_lose_updates_is_refused(variant: str, state_dtype: torch.dtype) -> None:
-    """In bfloat16 0.999, the decay of Adam's second moment, is 1, so no per-sample temperature would ever change."""
+    """In bfloat16, 0.999, the decay of Adam's second moment, is 1. No per-sample temperature would ever change."""
     with pytest.raises(ConfigError, match=rf"state_dtype is {state_dtype}; expected torch\.float32 or torch\.float64"):
         FastClipLoss(variant, samples=SAMPLES, state_dtype=state_dtype)
 
@@ -215,7 +218,7 @@ def test_an_estimate_may_have_16_bits() -> None:
 
 
 def test_parts_of_two_checkpoints_are_refused() -> None:
-    """A folder of a run on four ranks that continues on two has both: the newer parts of ranks 0 and 1."""
+    """If a run on four ranks resumes on two, its folder has newer parts of ranks 0 and 1 than of ranks 2 and 3."""
     loss = make_loss("fastclip_v3")
 
     def part(rank: int, world_size: int) -> dict[str, Any]:
@@ -235,7 +238,7 @@ def test_a_state_that_is_not_in_a_list_is_refused() -> None:
             loss.load_checkpoint_state(parts)  # type: ignore[arg-type]  # a wrong type is what is tested
 
 
-def test_a_frozen_temperature_stays_and_the_estimates_do_not() -> None:
+def test_a_frozen_temperature_stays_constant_while_the_estimates_change() -> None:
     loss = make_loss("fastclip_v3").requires_grad_(False)
     values, *temperature = contents(loss)
     backward(loss, 1)
@@ -244,7 +247,7 @@ def test_a_frozen_temperature_stays_and_the_estimates_do_not() -> None:
 
 
 def test_ids_that_are_no_tensor_are_refused() -> None:
-    """NumPy's int64 looks like torch's in the message, so the message has the type."""
+    """The message must contain the type, because NumPy's int64 looks like torch's int64."""
     loss = make_loss("fastclip_v3")
     x, y, ids = batch_of(1)
     for wrong in (ids.tolist(), ids.numpy()):
@@ -255,7 +258,7 @@ def test_ids_that_are_no_tensor_are_refused() -> None:
 
 
 def check_that_ids_are_refused_on_every_rank() -> None:
-    """Check that ids of one rank that do not fit raise on both ranks, and that the next fetch is possible."""
+    """Check that invalid ids on one rank raise an error on both ranks, and that the next fetch works."""
     loss = make_loss("fastclip_v3")
     _, _, ids = batch_of(1)
     is_last = group_rank() == group_size() - 1
@@ -273,7 +276,7 @@ def test_ids_of_one_rank_that_do_not_fit_are_refused_on_every_rank() -> None:
 
 
 def check_a_loss_that_was_constructed_too_early(store: str) -> None:
-    """Check that a loss of before the start of distributed training does not keep a whole state on every rank."""
+    """Check that a loss created before distributed training is refused: each rank would keep the whole state."""
     rank, size = group_rank(), group_size()
     dist.destroy_process_group()
     loss = make_loss("fastclip_v3")

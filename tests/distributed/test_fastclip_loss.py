@@ -1,7 +1,7 @@
 """Compare FastClipLoss on 1 to 6 ranks with a reference in one process, to 1e-10 in float64.
 
-Every variant, exchange and reduction takes several steps. Compared are values, feature gradients under the reduction
-contract, temperature gradients, state and temperatures. Samples are new, known, or twice in a batch.
+Every variant, exchange and reduction takes several steps. The test compares values, feature gradients under the
+reduction contract, temperature gradients, state and temperatures. Samples are new, known, or twice in a batch.
 """
 
 import io
@@ -38,10 +38,10 @@ from tests.tolerances import FASTCLIP, Comparison, assert_close, compare, exceed
 
 SAMPLES, DIMENSION, TAU = 26, 5, 0.3
 BATCH = 18
-BATCH_OF_WORLD = {4: 20, 5: 20}  # BATCH does not divide among so many ranks
+BATCH_OF_WORLD = {4: 20, 5: 20}  # BATCH is not a multiple of these numbers of ranks
 EPOCHS = (0.0, 0.6, 1.4, 7.0)
 GAMMA_MIN, GAMMA_EPOCHS = 0.4, 3.0
-# The last value: whether the state of the samples is fetched before the loss is called, or by the loss.
+# Last value: the samples' state is fetched before the call of the loss, or by the loss.
 WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar"), ("fetched before", "fetched by the loss")))
 
 
@@ -80,7 +80,7 @@ def local_part(whole: Tensor) -> Tensor:
 
 
 def one_step(loss: FastClipLoss, step: int, epoch: float, fetched_before: bool = False):
-    """Return value and gradients of this rank, computed by the gradient cache's evaluation of the loss; then update."""
+    """Compute value and gradients of this rank as the gradient cache does, then update. Return both."""
     x, y, ids = batch_of(step)
     own_ids = local_part(torch.tensor(ids))
     given = loss.fetch(own_ids) if fetched_before else own_ids
@@ -88,7 +88,7 @@ def one_step(loss: FastClipLoss, step: int, epoch: float, fetched_before: bool =
     value, cached = _loss_and_gradients(
         lambda images, texts, scale: loss(images, texts, scale, ids=given, epoch=epoch),
         features,
-        {tower: None for tower in Tower},  # the chunks are in the order of the batch
+        {tower: None for tower in Tower},  # the chunks keep the order of the batch
         [torch.zeros(1, dtype=torch.float64)],
         torch.device("cpu"),
         step,
@@ -106,7 +106,7 @@ def check_against_oracle(ways: list[tuple[str, str, str]] = WAYS) -> list[str]:
 
 
 def compare_steps(variant: str, ways: list[tuple[str, str, str]]) -> list[str]:
-    """Return the differences between these ways of one variant and the reference."""
+    """Return the differences between the given exchanges and reductions of one variant and the reference."""
     found = []
     oracle = Oracle(variant, SAMPLES, TAU)
     losses = {}
@@ -155,14 +155,14 @@ def state_pairs(loss: FastClipLoss, oracle: Oracle) -> dict[str, tuple[Tensor, T
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.long)])
-def test_every_variant_and_way_equals_the_reference(world_size):
+def test_every_variant_exchange_and_reduction_equals_the_reference(world_size):
     for found in run_ranks(check_against_oracle, world_size):
         assert found == []
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), pytest.param(6, 3, marks=pytest.mark.long)])
 def test_every_variant_equals_the_reference_on_two_nodes(world_size, ranks_per_node):
-    """The ring then has two levels."""
+    """On two nodes the ring has two levels."""
     ways = [way for way in WAYS if way[0] == "ring"]
     environment = {"LOCAL_WORLD_SIZE": str(ranks_per_node)}
     for found in run_ranks(check_against_oracle, world_size, ways, environment=environment):
@@ -200,7 +200,7 @@ def resume_all(saved: list[list]) -> list:
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 2), (3, 2), (1, 3)])
 def test_resume_is_exact_at_any_world_size(saved_by, loaded_by):
-    """Resume on as many ranks to the same bits; other numbers of ranks give losses within the bound.
+    """Resume on the same number of ranks with the same bits. Other numbers of ranks give losses within the bound.
 
     Bits are compared on the same machine only, with the same instruction set and number of threads.
     """
@@ -219,7 +219,7 @@ def test_resume_is_exact_at_any_world_size(saved_by, loaded_by):
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "isogclr"])
 def test_whole_dataset_in_one_batch_gives_the_gradient_of_the_objective(variant):
-    """With gamma = 1 and the dataset as the batch, the gradient is that of the papers' objective, eps included."""
+    """With gamma = 1 and the dataset as the batch, the gradient equals that of the papers' objective, including eps."""
     x, y, _ = batch_of(0)
     loss = make_loss(variant, samples=BATCH)
     ours = [t.clone().requires_grad_() for t in (x, y)]
@@ -249,7 +249,7 @@ def test_whole_dataset_in_one_batch_gives_the_gradient_of_the_objective(variant)
 
 
 def test_v1_with_gamma_one_is_tau_weighted_info_nce_without_its_positive():
-    """The gradient is tau * d/dx of the mean log-sum-exp of the negatives minus the positive's logit."""
+    """The gradient is tau * d/dx of the mean of (log-sum-exp of the negatives - logit of the positive)."""
     x, y, _ = batch_of(3)
     loss = make_loss("fastclip_v1", eps=0.0, gamma_min=1.0)
     ours = [t.clone().requires_grad_() for t in (x, y)]
@@ -265,7 +265,7 @@ def test_v1_with_gamma_one_is_tau_weighted_info_nce_without_its_positive():
 
 
 def test_nothing_overflows_at_temperature_a_hundredth():
-    """Every positive is the worst match: s_ij - s_ii is 2, and exp(200) is outside the range of float32."""
+    """Every positive is the worst match: s_ij - s_ii is 2, so exp(200) overflows float32."""
     x = F.normalize(torch.ones(6, 4), dim=1).requires_grad_()
     y = (-x.detach()).clone()
     y[3:] *= -1

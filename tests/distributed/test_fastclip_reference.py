@@ -1,7 +1,7 @@
-"""FastClipLoss in the reference mode, compared with the published code, and the figures of docs/fastclip.md about it.
+"""FastClipLoss in the reference mode compared with the published code, and the figures in docs/fastclip.md about it.
 
-`fastclip_oracle.released` has the gradients of the published code, `fastclip_released.Released` its steps for
-per-sample temperatures.
+`fastclip_oracle.released` returns the gradients of the published code. `fastclip_released.Released` takes its steps
+with per-sample temperatures.
 """
 
 import math
@@ -39,7 +39,7 @@ RHO_V2, TAU_V2, EPS_V2, RATE_V2, BETAS_V2 = 7.0, 0.03, 1e-14, 0.0133, (0.9, 0.99
 
 
 def pairs_with_cosine(samples: int, dimension: int, cosine: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return random unit vectors (n, D) whose positives have about this cosine."""
+    """Return random unit vectors (n, D) whose positives have approximately this cosine similarity."""
     generator = torch.Generator().manual_seed(0)
     x, noise = F.normalize(torch.randn(2, samples, dimension, generator=generator, dtype=dtype), dim=2)
     return x, F.normalize(cosine * x + math.sqrt(1 - cosine**2) * noise, dim=1)
@@ -73,7 +73,7 @@ def check_released(variant: str) -> list[str]:
 
 
 def row_of(loss: FastClipLoss, sample: int) -> Tensor:
-    """Return the state of a sample, on every rank."""
+    """Return the state of a sample on every rank."""
     row = torch.zeros(len(loss.state.columns)).double()
     if sample % group_size() == group_rank():  # this rank owns the sample
         row = loss.state.values[loss.state.index.slots(torch.tensor([sample]))[0]]
@@ -113,7 +113,7 @@ def published_v2(samples: int, eps: float = EPS_V2) -> tuple[FastClipLoss, Relea
 
 
 def both_step(ours: FastClipLoss, theirs: Released, x: Tensor, y: Tensor, ids: Tensor, epoch: int) -> list[Tensor]:
-    """Take one step with both; return the gradients of both sides, ours and then theirs."""
+    """Take one step with both. Return the gradients of both sides: ours, then those of the published code."""
     leaves = [x.clone().requires_grad_(), y.clone().requires_grad_()]
     ours(*leaves, ids=ids, epoch=float(epoch)).backward()
     ours.step()
@@ -121,9 +121,9 @@ def both_step(ours: FastClipLoss, theirs: Released, x: Tensor, y: Tensor, ids: T
 
 
 def test_sixteen_steps_equal_those_of_the_published_code() -> None:
-    """With an eps that is negligible beside u: gradients, estimates and temperatures."""
+    """With an eps that is negligible compared with u, gradients, estimates and temperatures are equal."""
     samples, batch = 24, 12
-    bound = FASTCLIP.magnified(0.3 / TAU_V2)  # the exponents are larger than at the temperature of the other tests
+    bound = FASTCLIP.magnified(0.3 / TAU_V2)  # larger exponents than at the temperature of the other tests
     ours, theirs = published_v2(samples, eps=1e-100)
     generator = torch.Generator().manual_seed(3)
     for step in range(16):
@@ -141,7 +141,10 @@ def test_sixteen_steps_equal_those_of_the_published_code() -> None:
 
 
 def test_eps_counts_more_in_the_published_code() -> None:
-    """There it is multiplied by exp(bound). docs/fastclip.md has the error of the gradients after 37 visits."""
+    """The published code multiplies eps by exp(bound).
+
+    docs/fastclip.md documents the error of the gradients after 37 visits.
+    """
     ours, theirs = published_v2(256)
     errors = []
     for epoch in range(37):
@@ -154,7 +157,7 @@ def test_eps_counts_more_in_the_published_code() -> None:
     assert documented and float(documented[1]) == pytest.approx(100 * errors[-1], abs=0.1)
 
 
-def test_an_estimate_that_is_nearly_zero_is_kept_here_and_replaced_there() -> None:
+def test_an_estimate_that_is_nearly_zero_is_kept_here_and_replaced_in_the_published_code() -> None:
     ours, theirs = published_v2(8)
     x, y = pairs_with_cosine(8, 4, 0.5, torch.float64)
     ids = torch.arange(8)
@@ -168,7 +171,7 @@ def test_an_estimate_that_is_nearly_zero_is_kept_here_and_replaced_there() -> No
 
 
 def test_an_id_that_is_repeated_in_a_batch_gets_the_mean_of_its_estimates() -> None:
-    """The published code keeps one of them, the last one written."""
+    """The published code keeps only the estimate that was written last."""
     ours, _ = published_v2(8)
     x, y = pairs_with_cosine(8, 4, 0.5, torch.float64)
     ours(x.requires_grad_(), y, ids=torch.tensor([0, 0, 1, 2, 3, 4, 5, 0]), epoch=0.0).backward()
@@ -176,14 +179,14 @@ def test_an_id_that_is_repeated_in_a_batch_gets_the_mean_of_its_estimates() -> N
     tau = torch.full((8,), TAU_V2, dtype=torch.float64)
     g = torch.stack(batch_g(x.detach(), y, tau, tau), dim=1)[[0, 1, 7]]
     assert_close(ours.state.values[0, :2].exp() / g.mean(0), torch.ones(2), FASTCLIP)
-    assert (g / g.mean(0) - 1).abs().min() > 0.01  # the mean is none of the three
+    assert (g / g.mean(0) - 1).abs().min() > 0.01  # the mean differs from all three estimates
 
 
 # ----------------------------------------------------------------------------------- the limit of gradients of tau_i
 
 
 def temperature_gradients(dimension: int, **settings: Any) -> tuple[Tensor, FastClipLoss]:
-    """Return gradients of tau_i (n, 2) of random features at v2's published settings, and the loss after one step."""
+    """Return gradients of tau_i (n, 2) for random features at v2's published settings, and the loss after one step."""
     x, y = pairs_with_cosine(1024, dimension, 0.0, torch.float32)
     loss = FastClipLoss("fastclip_v2", samples=1024, rho=RHO_V2, temperature=TAU_V2, **settings)
     loss(x.requires_grad_(), y, ids=torch.arange(1024), epoch=0.0).backward()
@@ -203,7 +206,7 @@ def temperature_gradients(dimension: int, **settings: Any) -> tuple[Tensor, Fast
     ],
 )
 def test_gradients_of_temperatures_are_limited_in_the_reference_mode_only(settings: Any, limit: float) -> None:
-    """Compare Adam's first moments with the definition of the gradient, rho - KL."""
+    """Adam's first moments are compared with the definition of the gradient, rho - KL."""
     gradients, loss = temperature_gradients(512, **settings)
     decay = 0.0 if settings["compat"] == "reference" else BETAS_V2[0]  # the published Adam has no momentum in epoch 0
     moments = loss.state.values[:, 4:6] / (1 - decay)
@@ -250,11 +253,11 @@ def mean_of(sides: list[Tensor]) -> float:
 
 
 def derivative(x: Tensor, y: Tensor, *, tau: float, **settings: Any) -> float:
-    """Return the derivative of v3's objective with respect to tau, as FastClipLoss gives it to the optimizer."""
+    """Return the derivative of v3's objective with respect to tau, as FastClipLoss passes it to the optimizer."""
     loss = FastClipLoss("fastclip_v3", samples=len(x), temperature=tau, **settings).to(x.dtype)
     loss(x.clone().requires_grad_(), y, ids=torch.arange(len(x)), epoch=0.0).backward()
     assert loss.temperature.log_scale.grad is not None
-    return -loss.temperature.log_scale.grad.item() / tau  # it trains log(1/tau)
+    return -loss.temperature.log_scale.grad.item() / tau  # the loss trains log(1/tau)
 
 
 @pytest.mark.parametrize("rho", [1.0, 6.5])
@@ -267,7 +270,8 @@ def test_the_temperature_follows_rho_the_divergence_and_g(rho: float) -> None:
     paper, reference = (derivative(x, y, compat=compat, **options) for compat in ("paper", "reference"))
     assert paper == pytest.approx(2 * (rho - mean_of(divergences)), rel=1e-6)
     assert reference == pytest.approx(rho - 2 * mean_of(divergences) - mean_of(logs), rel=1e-6)
-    assert rho < math.log(31) or (paper > 0 and reference < 0)  # a rho for which tau falls there, and rises here
+    # here tau falls in paper mode and rises in reference mode
+    assert rho < math.log(31) or (paper > 0 and reference < 0)
 
 
 def test_far_below_eps_the_temperature_follows_eps_and_u() -> None:

@@ -1,4 +1,4 @@
-"""The harness returns results in rank order, and reports failed, dead and stalled ranks within the time limit."""
+"""The harness returns results in rank order, and reports failed, dead and hanging ranks within the time limit."""
 
 import os
 import time

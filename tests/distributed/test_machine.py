@@ -1,4 +1,4 @@
-"""The measurement for the cost model: every rank gets the slowest rank's figures, rounded so that runs agree."""
+"""The measurement for the cost model: all ranks get the figures of the slowest rank, rounded so that runs agree."""
 
 import math
 
@@ -10,7 +10,7 @@ from tests.distributed.harness import run_ranks
 
 
 def measured() -> tuple[machine.Machine, float]:
-    """Measure on a CPU, where `machine_of` does not, with small probes; rank 1 has less memory."""
+    """Measure on a CPU with small probes. `machine_of` measures on GPUs only. Rank 1 has less memory."""
     machine._PROBE_MIB, machine._PROBE_SIDE = 1, 64
     ranks = resolve()
     accelerator = machine.get_accelerator()

@@ -1,7 +1,7 @@
 """Models under ZeRO on two gloo ranks: initial values, pretrained weights and export.
 
-One seed gives one model with and without partitioning. Pretrained weights are loaded into partitioned parameters. The
-checkpoint of every stage exports to the weights of the running model.
+One seed gives the same model with and without partitioning. Pretrained weights are loaded into partitioned parameters.
+The checkpoint of every stage exports to the weights of the running model.
 """
 
 import os
@@ -39,7 +39,7 @@ def ds_config(stage, bf16):
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
-        # Threshold 0: even the logit scale is partitioned.
+        # Threshold 0: all parameters are partitioned, even the logit scale.
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "bf16": {"enabled": bf16},
@@ -71,7 +71,7 @@ def check_initial_values(bf16):
     torch.manual_seed(SEED)
     plain = build_model(CONFIG)
     partitioned = built(3, bf16)
-    assert partitioned.visual.proj.numel() == 0  # otherwise the check would prove nothing
+    assert partitioned.visual.proj.numel() == 0  # otherwise the check could not fail
     dtype = torch.bfloat16 if bf16 else torch.float32
     assert_equal(whole_values(partitioned), {name: value.to(dtype) for name, value in plain.state_dict().items()})
     assert partitioned.no_weight_decay_names() == plain.no_weight_decay_names()
@@ -104,7 +104,7 @@ def step_of_training(engine):
 
 
 def check_export(stage, bf16, folder):
-    """After a step of a partly frozen model, the joined weights equal those of the running model."""
+    """After a step of a partly frozen model, the exported weights equal those of the running model."""
     model = built(stage, bf16)
     model.lock_text_tower(1)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -129,14 +129,14 @@ def check_export(stage, bf16, folder):
         joined = consolidated_weights(folder, tag)
         assert_equal({name: joined[name] for name in masters}, masters)
         assert {value.dtype for value in joined.values()} == {torch.float32}
-        # With bfloat16 the float32 masters are exported; rounding them gives the running weights.
+        # With bfloat16 the float32 masters are exported. Rounded to bfloat16, they equal the running weights.
         dtype = torch.bfloat16 if bf16 else torch.float32
         assert_equal({name: value.to(dtype) for name, value in joined.items()}, after)
     dist.barrier()
 
 
 def checks(root):
-    """Return the checks of the launch by name; the exports go to folders of `root`."""
+    """Return the checks of the launch by name. They write their exports to folders of `root`."""
     result = {}
     for bf16, suffix in ((False, ""), (True, "_bf16")):
         result[f"initial values{suffix}"] = partial(check_initial_values, bf16)
@@ -156,7 +156,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcomes(root):
-    """Outcomes of both ranks; `root` then holds the checkpoints."""
+    """Outcomes of both ranks. `root` then contains the checkpoints."""
     return run_ranks(run_all_checks, 2, root)
 
 

@@ -1,6 +1,6 @@
-"""DeepSpeed's Muon clips another quantity at ZeRO-1 to 3 than at ZeRO-0, the reason why optimizer.type Muon is refused.
+"""DeepSpeed's Muon clips another quantity at ZeRO-1 to 3 than at ZeRO-0. Therefore optimizer.type Muon is refused.
 
-Without clipping all stages give the same weights. If this test fails with another DeepSpeed, Muon may be supported.
+Without clipping, all stages give the same weights. If this test fails with a new DeepSpeed, Muon may be supported.
 """
 
 import deepspeed
@@ -17,7 +17,7 @@ RATE, LIMIT = 0.02, 0.1
 
 
 def train(stage: int, clipping: float) -> tuple[dict[str, np.ndarray], list[float]]:
-    """Take two steps; return the weights, and the gradient norms that DeepSpeed reports."""
+    """Take two steps. Return the weights, and the gradient norms that DeepSpeed reports."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 48), nn.ReLU(), nn.Linear(48, 16))
     zero = {"stage": stage, "reduce_scatter": False}  # Muon at ZeRO-3 requires it
@@ -59,6 +59,6 @@ def test_clipping_changes_the_update_itself_at_zero_1_to_3():
         assert all(np.abs(weights[name] - plain[name]).max() < 1e-5 for name in plain)
         assert (
             min(norms) > 3
-        )  # an orthogonal update of 24 x 48 and 48 x 16 has a norm of about 6; the gradient's is < 1
+        )  # the norm of an orthogonal update of 24 x 48 and 48 x 16 is about 6; that of the gradient is < 1
         moved = max(np.abs(outcomes[stage, LIMIT][0][name] - clipped[name]).max() for name in clipped)
         assert moved > RATE / 4

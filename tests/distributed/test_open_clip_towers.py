@@ -1,7 +1,7 @@
-"""Training open_clip's towers through the engine equals plain PyTorch on the whole batch, for every family and stage.
+"""Training open_clip's towers through the engine equals plain PyTorch on the whole batch, for all families and stages.
 
-Two ranks take two steps with two chunks per tower. Dropout, stochastic depth and batch norms are on where the family
-has them.
+Two ranks take two steps with two chunks per tower. Dropout, stochastic depth and batch norms are active in families
+that have them.
 """
 
 from dataclasses import replace
@@ -22,13 +22,13 @@ from tests.distributed.open_clip_cases import Case, Outcome, description, oracle
 from tests.open_clip_families import BOTH_RANDOM, FAMILIES, WITH_BATCH_NORM, family
 from tests.tolerances import OPEN_CLIP_BF16, OPEN_CLIP_ENGINE, compare, exceeded, unnoticed
 
-# One stage for each family in the short form; every stage in the long one.
+# The short form has one stage per family. The long form has every stage.
 QUICK = {
     f"{name} zero{index % 4}": Case(name, index % 4, resumes=name in ("resnet", "convnext"))
     for index, name in enumerate(FAMILIES)
 }
 QUICK |= {
-    # The first or the last pass over one tower runs the other one too, with blank rows.
+    # The first or last pass of one tower also runs the other tower, on blank rows.
     "both random zero2 offloaded": Case(BOTH_RANDOM, 2, offload="optimizer", resumes=False),
     "mobileclip zero2 kept": Case("mobileclip", 2, keep=3, checkpointing="plain", resumes=False),
     "mt5 zero3 checkpointing": Case("mt5", 3, checkpointing="plain", resumes=False),
@@ -68,7 +68,7 @@ def checkpoints_of(folder: Path, name: str) -> Path:
 
 
 def prepared(folder: Path, cases: dict[str, Case]) -> Path:
-    """Return `folder` with an empty folder of checkpoints for every case."""
+    """Create an empty checkpoint folder in `folder` for every case. Return `folder`."""
     for name in cases:
         checkpoints_of(folder, name).mkdir(parents=True)
     return folder
@@ -107,7 +107,7 @@ def differences(got: Outcome | str, expected: Outcome) -> dict:
 
 
 def check(outcomes: list[dict[str, Outcome | str]], name: str, case: Case, folder: Path) -> None:
-    """Compare every rank with the oracle, and the resumed engine with the one that ran through."""
+    """Compare every rank with the oracle, and the resumed engine with the engine that never stopped."""
     expected = oracle(case, folder)
     for rank, of_rank in enumerate(outcomes):
         got = of_rank[name]
@@ -119,7 +119,7 @@ def check(outcomes: list[dict[str, Outcome | str]], name: str, case: Case, folde
 
 
 def check_export(got: Outcome | str, name: str, case: Case, folder: Path) -> None:
-    """Export the last checkpoint; its values are those of the run, and open_clip computes equal features from it."""
+    """Export the last checkpoint. It must have the values of the run, and open_clip must compute equal features."""
     assert isinstance(got, Outcome)
     checkpoints, exported = checkpoints_of(folder, name), folder / "exported" / name.replace(" ", "-")
     weights, config = consolidated_weights(checkpoints, f"step_{STEPS:08d}"), description(case, folder)
@@ -149,7 +149,7 @@ def test_every_family_at_every_stage(tmp_path):
 
 
 def test_exports_are_compared_with_open_clips_own_forward(trained, folder):
-    """A changed weight is found, so the comparison of the other test depends on the exported values."""
+    """A changed weight is detected, so the comparison of the other test depends on the exported values."""
     name = "convnext zero3"
     check(trained, name, QUICK[name], folder)
     config, exported = family("convnext", folder), folder / "exported" / name.replace(" ", "-")
@@ -159,7 +159,7 @@ def test_exports_are_compared_with_open_clips_own_forward(trained, folder):
 
 
 def test_the_comparison_detects_other_dropout_and_statistics(trained, folder):
-    """An oracle with one of these mistakes is far away, so the comparison depends on both contracts."""
+    """An oracle with either mistake is far away, so the comparison depends on both."""
     case = QUICK["both random zero2 offloaded"]
     found = differences(trained[0]["both random zero2 offloaded"], oracle(replace(case, fault="dropout"), folder))
     assert unnoticed([found["parameters"]], "dropout") == []
@@ -169,7 +169,7 @@ def test_the_comparison_detects_other_dropout_and_statistics(trained, folder):
 
 
 def reload(checkpoints: Path, exported: Path, folder: Path) -> list[dict[str, np.ndarray]]:
-    """Return weights at ZeRO-3 that came from an export, and from a checkpoint of ZeRO-1."""
+    """Return two sets of weights at ZeRO-3: loaded from an export, and from a checkpoint of ZeRO-1."""
     case, results = Case("mobileclip", 3), []
     engine = start_engine(case, folder, "--pretrained", str(exported))
     results.append(whole_parameters(engine) | statistics_of(engine.module))

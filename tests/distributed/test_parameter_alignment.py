@@ -1,4 +1,4 @@
-"""Parameters of odd sizes at ZeRO-1 and 2: each starts at a multiple of 16 bytes, and training stays exact."""
+"""Parameters of odd sizes at ZeRO-1 and 2: each one starts at a multiple of 16 bytes, and training stays exact."""
 
 from dataclasses import replace
 from unittest import mock
@@ -31,13 +31,13 @@ def use_odd_sizes() -> mock._patch:
 
 
 def addresses(stage: int, aligned: bool) -> set[int]:
-    """Return the remainders of the parameters' addresses by 16 bytes. aligned: leave DeepSpeed's setting out."""
+    """Return the parameters' addresses modulo 16 bytes. aligned: False turns parameter_alignment off."""
     config = training_config(Case(stage, 3, bf16=True))
     if not aligned:
         zero = config.deepspeed["zero_optimization"] | {"parameter_alignment": False}
         config = replace(config, deepspeed={**config.deepspeed, "zero_optimization": zero})
     model = start_engine(Case(stage, 3, bf16=True), config).module
-    # The weights of the loss are not operands of products.
+    # The weights of the loss are not operands of matrix products.
     return {p.data_ptr() % 16 for name, p in model.named_parameters() if "logit" not in name}
 
 
@@ -64,4 +64,4 @@ def test_two_steps_equal_one_process_on_the_whole_batch(results, name: str) -> N
 def test_parameters_start_at_multiples_of_16_bytes(results) -> None:
     for _, (first, second, without) in results:
         assert first == second == {0}
-        assert without > {0}, "the sizes shift the parameters behind them"
+        assert without > {0}, "without the setting some parameters must be misaligned"

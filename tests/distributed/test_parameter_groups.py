@@ -1,4 +1,4 @@
-"""Learning rates and weight decays of towers and layers equal plain PyTorch with groups made by hand.
+"""Learning rates and weight decays of towers and layers equal plain PyTorch with hand-written groups.
 
 Two ranks take two steps with MegaCLIP's towers and with open_clip's. The oracle is AdamW in one process on the whole
 batch in float64. Its groups come from the patterns below, not from the models.
@@ -23,12 +23,12 @@ TEXT = {"text_lr": 1.5, "text_weight_decay": 0.0, "text_layer_decay": 0.6}
 BOTH = tuple((IMAGE | TEXT).items())
 TOWERS = (("image_lr", 0.5), ("text_weight_decay", 0.7))
 
-# Patterns of the layer groups of the tests' models, from input to output. What none of them matches is the head.
+# Patterns of the layer groups of the tests' models, from input to output. Parameters without a match are the head.
 OWN = {
     "visual.": (r"conv1|class_emb|positional|ln_pre", r"transformer.resblocks.0", r"transformer.resblocks.1|ln_post"),
     "text.": (r"token_emb|positional", r"transformer.resblocks.0|ln_final"),
 }
-# timm's groups end at a block and the downsampling before it, or at a norm without a block.
+# timm's groups end at a block and the preceding downsampling, or at a norm outside of blocks.
 OPEN_CLIP_TEXT = (r"token_emb|positional", r"transformer.resblocks.0", r"transformer.resblocks.1|ln_final")
 OPEN_CLIP_VIT = OWN["visual."]
 TIMM_VIT = (r"trunk.(cls_token|pos_embed|patch_embed)", r"trunk.blocks.0", r"trunk.blocks.1|trunk.norm")
@@ -62,7 +62,7 @@ FAMILY_PATTERNS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def rates(patterns: dict[str, tuple[str, ...]], settings: dict[str, float]) -> Rates:
-    """Return the oracle's rates for settings of the section."""
+    """Return the oracle's learning rates for settings of the section."""
 
     def of(name: str) -> tuple[float, float]:
         for tower, prefix in (("image", "visual."), ("text", "text.")):
@@ -138,18 +138,18 @@ def trained(folder: Path) -> list[dict]:
 
 
 def check_resumed(got: open_clip_cases.Outcome) -> None:
-    """A new engine that loaded the first step's checkpoint took the second step with the same bits."""
+    """Check that a new engine that loaded the first step's checkpoint took the second step with the same bits."""
     for key, value in got.parameters.items():
         assert (got.resumed[key] == value).all(), f"{key} after resume"
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_two_steps_equal_groups_made_by_hand(trained, name):
+def test_two_steps_equal_hand_written_groups(trained, name):
     for rank, outcomes in enumerate(trained):
         assert exceeded(comparisons(outcomes[name], own_oracle(QUICK[name])).values()) == [], f"rank {rank}"
 
 
-def test_open_clips_towers_equal_groups_made_by_hand_and_resume(trained, folder):
+def test_open_clips_towers_equal_hand_written_groups_and_resume(trained, folder):
     for name, case in FAMILY_QUICK.items():
         expected = family_oracle(case, folder)
         for outcomes in trained:

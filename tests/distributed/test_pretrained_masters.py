@@ -1,6 +1,6 @@
-"""With bf16, training starts from released weights as they are: the float32 masters have every bit of the file.
+"""With bf16, training starts from unrounded pretrained weights: the float32 masters have every bit of the file.
 
-DeepSpeed makes a master from its parameter, which is rounded to bfloat16.
+DeepSpeed copies a master from its parameter, which has been rounded to bfloat16.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ CASES = {
     "ZeRO-3": Case(3, bf16=True),
     "ZeRO-3, all in host memory": Case(3, bf16=True, offload="all"),
     "most parameters locked": Case(2, bf16=True, locked="most"),
-    # The last case, because DeepSpeed keeps the groups of tensor parallelism for the rest of the process.
+    # Must be the last case: DeepSpeed keeps the groups of tensor parallelism until the process ends.
     "two tensor-parallel ranks": Case(1, bf16=True, tensor_parallel=2),
 }
 
@@ -33,7 +33,7 @@ def released(seed: int) -> dict[str, torch.Tensor]:
 
 
 def check(case: Case, folder: Path) -> None:
-    """The image tower of one file, the rest of another one."""
+    """Check masters when the image tower comes from one file and the other weights from another file."""
     engine = start_engine(
         case, None, "--pretrained", str(folder / "whole"), "--pretrained-image", str(folder / "image")
     )

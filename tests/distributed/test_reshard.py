@@ -1,10 +1,10 @@
 """Checkpoints of two ranks load bit-exactly on one and three ranks, and at other ZeRO stages.
 
-The tests read the state of an engine with DeepSpeed's accessors, parameter by parameter. Engines that load start from
-another seed than those that saved. Their third step equals the third step of the engines that saved.
+The tests read the state of an engine with DeepSpeed's accessors, parameter by parameter. Engines that load a checkpoint
+are initialised with another seed. Their third step must equal the third step of the engines that saved.
 
-The values that are loaded from files have the same bits on any machine. Steps have the same bits only on the same
-machine, with the same instruction set and number of threads.
+Values loaded from files have the same bits on any machine. Steps have the same bits only on the same machine, with the
+same instruction set and number of threads.
 """
 
 import re
@@ -72,9 +72,10 @@ State = dict[str, np.ndarray]
 
 
 def start(case: Case, *, torch_adam: bool = False) -> DeepSpeedEngine:
-    """Start an engine. ZeRO-1 and 3 use torch's AdamW, which counts its steps in tensors; the others can.
+    """Start an engine.
 
-    ZeRO-3 uses sub-groups so small that their boundaries depend on the number of ranks.
+    ZeRO-1 and 3 use torch's AdamW, which counts its steps in tensors. The sub-groups of ZeRO-3 are so small that their
+    boundaries depend on the number of ranks.
     """
     config = training_config(case)
     if torch_adam or (case.stage in (1, 3) and case.optimizer == "AdamW" and not case.offload):
@@ -92,7 +93,7 @@ def train_step(engine: DeepSpeedEngine, case: Case, step: int) -> float:
 
 
 def state_of(engine: DeepSpeedEngine, case: Case) -> State:
-    """Return the optimizer's whole state, and the working copies of all parameters."""
+    """Return the whole optimizer state, and the working copies of all parameters."""
     state = {}
     if case.stage in (1, 2):  # DeepSpeed links the state after the first group's step, when other groups have none
         engine.optimizer._hp_optimizer_states_linked = False
@@ -120,10 +121,10 @@ def _joined(engine: DeepSpeedEngine, name: str, part: torch.Tensor) -> torch.Ten
 
 
 def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
-    """Train, save, and train one more step: name -> state at the save, third loss, parameters after the third step.
+    """Train, save, and train one more step. Return state at the save, third loss, and later parameters by name.
 
-    The results "NAME again" are those of another engine of two ranks that has loaded the checkpoint. "zero0 torch_adam"
-    has loaded "zero0", which DeepSpeed's Adam has saved, into PyTorch's.
+    "NAME again" is the result of another engine of two ranks that has loaded the checkpoint. In "zero0 torch_adam",
+    PyTorch's Adam has loaded "zero0", which DeepSpeed's Adam saved.
     """
     results = {}
     for name, case in SAVED.items():
@@ -133,7 +134,7 @@ def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
         (Path(folder) / name).mkdir(exist_ok=True)
         groups = engine.optimizer.param_groups
         decays = [group["weight_decay"] for group in groups]
-        for group in groups:  # to prove that a loading engine keeps its own settings
+        for group in groups:  # shows whether a loading engine keeps its own settings
             group["weight_decay"] = 0.7
         tag = store.save(engine, store.Target(Path(folder) / name, STEPS, {}, 1))
         for group, decay in zip(groups, decays, strict=True):
@@ -154,7 +155,7 @@ def save_all(folder: str) -> dict[str, tuple[State, float, State]]:
 
 
 def load_all(folder: str) -> dict[str, tuple[State, float, State, list[float], int]]:
-    """Load and train one step: name -> the values of `save_all`, every group's weight decay, and the step counter."""
+    """Load and train one step. Return by name the values of `save_all`, the weight decays and the step count."""
     results = {}
     engine_cases.SEED += 1
     for name, (saved, case) in LOADED[dist.get_world_size()].items():
@@ -198,7 +199,7 @@ def test_loaded_state_equals_the_saved_state(saved, loaded, ranks, name):
         state, *_, decays, counted = results[name]
         assert state.keys() == expected.keys()
         assert [key for key in expected if not np.array_equal(state[key], expected[key])] == []
-        assert decays == ([0.1, 0.0] if case.locked else [0.1, 0.0, 0.0])  # logit_scale in a group of its own
+        assert decays == ([0.1, 0.0] if case.locked else [0.1, 0.0, 0.0])  # logit_scale has its own group
         assert counted == STEPS
 
 
@@ -207,7 +208,7 @@ def test_next_step_equals_that_of_the_saving_engine(saved, loaded, ranks, name):
     _, expected_loss, expected = saved[LOADED[ranks][name][0]]
     for results in loaded[ranks]:
         _, loss, parameters, *_ = results[name]
-        if "Lion" in name:  # a sign update turns rounding errors of a zero gradient into full steps
+        if "Lion" in name:  # Lion turns rounding errors of a zero gradient into full steps
             parameters = {key: value for key, value in parameters.items() if "k_proj.bias" not in key}
         assert_close(loss, expected_loss, ENGINE["loss"], "loss")
         bound = ENGINE["parameters"]
@@ -228,7 +229,7 @@ def test_same_number_of_ranks_resumes_bit_exactly(saved, name):
     tests/end_to_end/test_resume.py tests AdamW.
     """
     (state, loss, parameters), (again, loss_again, parameters_again) = saved[name], saved[f"{name} again"]
-    assert state["steps"] == (0 if "Lion" in name else STEPS)  # Lion counts none
+    assert state["steps"] == (0 if "Lion" in name else STEPS)  # Lion does not count steps
     assert state.keys() == again.keys()
     assert [key for key in state if not np.array_equal(state[key], again[key])] == []
     assert loss == loss_again
@@ -236,7 +237,7 @@ def test_same_number_of_ranks_resumes_bit_exactly(saved, name):
 
 
 def refusals(folder: str) -> dict[str, str]:
-    """Return the error message for each kind of checkpoint that does not fit."""
+    """Return the error message for each kind of checkpoint that cannot be loaded."""
     step = Path(folder) / "zero1" / f"step_{STEPS:08d}"
     last = step / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     engine, messages = start(SAVED["zero1"]), {}
@@ -258,7 +259,7 @@ def refusals(folder: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def refused(loaded, folder) -> dict[str, str]:
-    """Error messages by kind; depends on `loaded`, because it damages the checkpoints."""
+    """Error messages by kind. Depends on `loaded`, because it damages the checkpoints."""
     return run_ranks(refusals, 1, folder)[0]
 
 
@@ -271,5 +272,5 @@ def refused(loaded, folder) -> dict[str, str]:
         ("missing file", r"2 ranks wrote it, but it has the files of ranks \[0\]"),
     ],
 )
-def test_checkpoint_that_does_not_fit_is_refused(refused, name, expected):
+def test_checkpoint_that_cannot_be_loaded_is_refused(refused, name, expected):
     assert re.search(expected, refused[name])

@@ -1,7 +1,7 @@
-"""A run with any shipped ds_config resumes with the same bits as one that never stopped.
+"""A run with any shipped ds_config resumes with the same bits as a run that never stopped.
 
-Each case has the optimizer, the precision and the ZeRO settings of a shipped file, and the small model of the engine
-tests. The bits are equal on the same machine, with the same instruction set and number of threads.
+Each case has the optimizer, precision and ZeRO settings of a shipped file, and the small model of the engine tests. The
+bits are equal on one machine with the same instruction set and number of threads.
 """
 
 import json
@@ -29,7 +29,7 @@ SHIPPED = {path.name: json.loads(path.read_text()) for path in sorted(ROOT.glob(
 
 
 def distinct_cases() -> dict[str, dict]:
-    """Return the copied sections of the shipped files by the name of the first file that has them."""
+    """Return the relevant sections of the shipped files, by the name of the first file that has them."""
     cases: dict[str, dict] = {}
     for name, content in SHIPPED.items():
         case = {key: content[key] for key in COPIED if key in content}
@@ -54,7 +54,7 @@ def start(name: str) -> DeepSpeedEngine:
 
 
 def train_on(engine: DeepSpeedEngine, first: int, folder: Path | None = None) -> list[float]:
-    """Take the steps from `first` on, and save at step SAVED into `folder`. Return the losses."""
+    """Take the steps from `first` on. Save into `folder` at step SAVED. Return the losses."""
     losses = []
     for step in range(first, STEPS):
         if folder is not None and step == SAVED:
@@ -66,7 +66,7 @@ def train_on(engine: DeepSpeedEngine, first: int, folder: Path | None = None) ->
 
 
 def train_all(root: str, names: tuple[str, ...]) -> dict[str, dict[str, tuple[list[float], dict[str, np.ndarray]]]]:
-    """Return losses after step SAVED and master weights: case -> "never stopped", "resumed", "by name" -> both."""
+    """Return losses after step SAVED and master weights: case -> "never stopped", "resumed" or "by name" -> both."""
     results = {}
     for name in names:
         folder = Path(root) / name
@@ -87,13 +87,13 @@ def train_all(root: str, names: tuple[str, ...]) -> dict[str, dict[str, tuple[li
 
 
 def ways(name: str) -> list[str]:
-    """Return the ways to load a case: unchanged, and by name, which loads at other shapes, where the case has any."""
+    """Return the ways in which a case is loaded: unchanged, and by name as after a change of the number of ranks."""
     return ["resumed", "by name"] if "zero_optimization" in CASES[name] and name not in QUICK else ["resumed"]
 
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
-    """Return a function that runs one of LAUNCHES, once, and returns its results."""
+    """Return a function that runs one of LAUNCHES on its first call, and returns the results."""
     return cache(lambda launch: run_ranks(train_all, 2, str(tmp_path_factory.mktemp("bits")), LAUNCHES[launch])[0])
 
 

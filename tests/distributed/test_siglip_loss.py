@@ -1,8 +1,8 @@
 """Compare SigLipLoss on 1, 2 and 3 ranks with the sigmoid loss of one process on the whole batch.
 
 Every combination of exchange and reduction is compared in float64: the loss on every rank, and all gradients under the
-reduction contract (features times W, logit_scale and logit_bias whole). Other tests call our losses and open_clip's
-with equal arguments.
+reduction contract (features times W, logit_scale and logit_bias unscaled). Other tests call our losses and open_clip's
+losses with equal arguments.
 """
 
 import inspect
@@ -38,7 +38,7 @@ class Whole(NamedTuple):
 
 
 def sigmoid_loss(x: Tensor, y: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-    """Return equation 1 by its pseudocode, over the whole matrix (logsigmoid is exact for any argument)."""
+    """Return equation 1 over the whole matrix, written as its pseudocode. logsigmoid is exact for any argument."""
     signs = 2 * torch.eye(len(x), dtype=x.dtype) - 1
     return -F.logsigmoid(signs * (alpha * x @ y.T + beta)).sum() / len(x)
 
@@ -133,9 +133,9 @@ def check_under_data_parallel() -> list[str]:
 
 
 def check_products_and_one_pass() -> list[str]:
-    """Check that the forward computes all products: 6 b*B*D with the feature reduction, 8 with scalar.
+    """Check that the forward pass computes all products: 6 b*B*D with the feature reduction, 8 with scalar.
 
-    With the ring and scalar, a rank's own block gives both of its sides and saves 2 b*b*D, so that case is left out.
+    With the ring and scalar, a rank's own block serves both sides and saves 2 b*b*D. That case is left out.
     """
     b, embedding, size = 12, 8, group_size()
     found = []
@@ -182,7 +182,7 @@ def test_equals_one_process_on_the_whole_batch(world_size: int) -> None:
 
 @pytest.mark.parametrize("bias", [None, -3.0])
 def test_loss_and_gradients_equal_open_clips(bias: float | None) -> None:
-    """In one process, open_clip's SigLipLoss and ours get equal arguments."""
+    """In one process, open_clip's SigLipLoss and our loss get equal arguments."""
     x, y = random_batch(9, 7, torch.float32)
     results = []
     for kind in (import_open_clip().loss.SigLipLoss, SigLipLoss):
@@ -207,7 +207,7 @@ def test_the_value_is_float32_for_bfloat16_features() -> None:
 @pytest.mark.parametrize("name", ["ClipLoss", "SigLipLoss"])
 @pytest.mark.parametrize("bias", [None, -3.0])
 def test_scale_and_bias_may_be_plain_numbers(name: str, bias: float | None) -> None:
-    """Compare with open_clip's losses, which accept numbers too."""
+    """Compare with open_clip's losses, which accept plain numbers too."""
     x, y = (features.requires_grad_() for features in random_batch(9, 7, torch.float64))
     theirs = getattr(import_open_clip().loss, name)()(x, y, 5.0, bias)
     ours = {"ClipLoss": ClipLoss, "SigLipLoss": SigLipLoss}[name]()(x, y, 5.0, bias)

@@ -1,7 +1,7 @@
-"""A step that is skipped because it is not finite leaves everything as if its update had never been attempted.
+"""A step that is skipped because it is not finite changes nothing.
 
-Two ranks take a good step, bad steps, and another good step. A second engine takes the two good steps only. Working
-parameters, float32 masters, optimizer states, and the state and temperature of FastCLIP are equal to the last bit.
+Two ranks take a good step, bad steps, and another good step. A second engine takes only the two good steps. Working
+parameters, float32 masters, optimizer states, and the state and temperature of FastCLIP must be equal bit by bit.
 """
 
 import math
@@ -60,7 +60,7 @@ def state_of(engine: Any) -> dict[str, np.ndarray]:
 
 
 def differences(case: Case) -> list[str]:
-    """Return the names of the states in which a run with skipped steps differs from one without these steps."""
+    """Return the names of the states that differ between a run with skipped steps and a run without these steps."""
     last_rank = dist.get_rank() == WORLD_SIZE - 1
 
     def trained(skips: bool) -> tuple[dict[str, np.ndarray], int]:
@@ -90,7 +90,7 @@ def differences(case: Case) -> list[str]:
 
 
 def fastclip_differences(case: Case) -> list[str]:
-    """As `differences`. In one of the bad steps only the gradient of a temperature is NaN, on the last rank."""
+    """Return `differences` for FastCLIP. In one bad step only a temperature's gradient is NaN, on the last rank."""
 
     def trained(skips: bool) -> tuple[dict[str, np.ndarray], int]:
         engine = engine_cases.start_engine(case)
@@ -121,7 +121,7 @@ def fastclip_differences(case: Case) -> list[str]:
 def take_step(
     engine: Any, loss: RunLoss, case: Case, bound: Any, batch: Any, learning_rate: float, fault: str = ""
 ) -> None:
-    """Take a step as a run does. fault: what is NaN on the last rank."""
+    """Take a step as a run does. fault: the value that is NaN on the last rank."""
     fault = fault if dist.get_rank() == WORLD_SIZE - 1 else ""
 
     def function(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

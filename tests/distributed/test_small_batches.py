@@ -1,9 +1,9 @@
 """Recorded losses equal plain ones bit by bit on 1 and 2 ranks, with CUDA graphs replaced by lists of operations.
 
-`OperationList` stands in for a CUDA graph on a CPU: it notes the operations of PyTorch between the begin and the end of
-a recording, with their tensors, and a replay runs them again on the same memory. So a recording that keeps too little,
-reads a tensor that is no longer written, or sends a message at another place fails here as it would on a GPU.
-tests/gpu/test_small_batches_gpu.py runs the real graphs.
+`OperationList` replaces a CUDA graph on a CPU. It records PyTorch's operations and their tensors between the begin and
+the end of a recording. A replay runs them again on the same memory. As on a GPU, a recording must keep all tensors that
+it needs, must not read a tensor that is no longer written, and must not change the order of messages.
+tests/gpu/test_small_batches_gpu.py uses real CUDA graphs.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from tests.distributed.harness import run_ranks
 
 
 class OperationList(TorchDispatchMode):
-    """What a CUDA graph does, on a CPU."""
+    """Replacement for a CUDA graph on a CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ class OperationList(TorchDispatchMode):
             found = function(*args, **kwargs)
             pairs = zip(found, kept, strict=True) if isinstance(found, (tuple, list)) else [(found, kept)]
             for new, old in pairs:
-                if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():  # not a view, not in place
+                if isinstance(new, Tensor) and new.data_ptr() != old.data_ptr():  # neither a view nor in place
                     old.copy_(new)
 
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """Replace what recordings use of torch.cuda, and record on CPUs."""
+    """Replace the parts of torch.cuda that recordings use, so that CPUs record too."""
     stream = SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None)
     replaced = {
         "CUDAGraph": OperationList,
@@ -85,7 +85,7 @@ def results(loss: RecordableLoss, arguments: list[Tensor]) -> list[Tensor]:
 
 
 def differences(kind: type[RecordableLoss], b: int, dtype: torch.dtype, reduction: str) -> list[str]:
-    """Return where a recorded loss differs from a plain one in five steps with other features and scalars."""
+    """Return where a recorded loss differs from a plain one in five steps with different features and scalars."""
     way = {"exchange": "all_gather", "reduction": reduction}
     case = f"{kind.__name__} b={b} {dtype} {reduction} W={group_size()}"
     batches = [leaves(b, dtype, seed) for seed in range(5)]
@@ -133,7 +133,7 @@ def keep_two_sizes() -> None:
     assert kept == [6, 4], kept
 
 
-def test_the_oldest_recording_goes_first() -> None:
+def test_the_oldest_recording_is_deleted_first() -> None:
     run_ranks(keep_two_sizes, 1)
 
 

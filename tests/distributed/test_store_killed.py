@@ -31,7 +31,7 @@ def step(engine, number: int) -> None:
 
 
 def die_once_a_file_is_in(folder: Path) -> None:
-    """Kill this process after another rank has begun to write."""
+    """Kill this process after another rank has started to write."""
     deadline = time.monotonic() + 60
     while not (folder.is_dir() and any(folder.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -49,7 +49,7 @@ def save_then_die_saving(folder: Path) -> None:
 
 
 def check_full_disk(folder: Path, stage: int, full_rank: int) -> None:
-    """Rank `full_rank` cannot write files of more than 2,000 bytes: every rank raises, and a later save works."""
+    """Rank `full_rank` cannot write more than 2,000 bytes per file. Every rank must raise; a later save must work."""
     folder.mkdir(exist_ok=True)
     engine = engine_cases.start_engine(Case(stage=stage))
     step(engine, 0)
@@ -66,7 +66,7 @@ def check_full_disk(folder: Path, stage: int, full_rank: int) -> None:
 
 
 def check_damaged_part(folder: Path) -> None:
-    """The file of one rank is damaged: every rank raises. At ZeRO-3 loading ends in a collective."""
+    """The file of one rank is damaged. Every rank must raise, also at ZeRO-3, where loading ends in a collective."""
     folder.mkdir(exist_ok=True)
     engine = engine_cases.start_engine(Case(stage=3))
     step(engine, 0)
@@ -81,7 +81,7 @@ def check_damaged_part(folder: Path) -> None:
 
 
 def check_order_of_writing(folder: Path, stage: int) -> None:
-    """Every file of every rank is on the disk before the manifest, and the manifest's folder before `latest`."""
+    """Every file of every rank must be on the disk before the manifest, and the manifest's folder before `latest`."""
     folder.mkdir(exist_ok=True)
     engine = engine_cases.start_engine(Case(stage=stage))
     step(engine, 0)
@@ -105,7 +105,7 @@ def check_order_of_writing(folder: Path, stage: int) -> None:
     assert {f"loss_rank_{rank:05d}.pt" for rank in ranks} | {"state.json"} < files.keys()
     assert len([name for name in files if name.endswith("optim_states.pt")]) == (WORLD_SIZE if stage else 0)
     assert files.keys() | {MANIFEST} == {path.name for path in (folder / tag).iterdir()}
-    times: dict[tuple[str, str], float] = {}  # of the last event of each kind on any rank; ranks share the clock
+    times: dict[tuple[str, str], float] = {}  # time of the last event of each kind on any rank; ranks share the clock
     for when, *event in sorted(event for events_of_rank in gather_objects(events) for event in events_of_rank):
         times[event[0], event[1]] = when
     written = times["replace", str(folder / tag / MANIFEST)]
@@ -115,7 +115,7 @@ def check_order_of_writing(folder: Path, stage: int) -> None:
 
 
 def parameters_after_loading(folder: Path, tag: str) -> tuple[dict, dict]:
-    """Return the parameters of an engine that has loaded the checkpoint, and of one that has trained for one step."""
+    """Return the parameters of two engines: one that has loaded the checkpoint, and one that has trained one step."""
     trained = engine_cases.start_engine(CASE)
     step(trained, 0)
     loaded = engine_cases.start_engine(CASE)
@@ -126,7 +126,7 @@ def parameters_after_loading(folder: Path, tag: str) -> tuple[dict, dict]:
 def checks(root: Path) -> dict[str, Callable[[], None]]:
     """Return the checks of the launch by name."""
     result: dict[str, Callable[[], None]] = {}
-    for stage, full_rank in ((2, 0), (3, 1), (3, 0)):  # rank 0 also copies scripts of DeepSpeed
+    for stage, full_rank in ((2, 0), (3, 1), (3, 0)):  # rank 0 also copies DeepSpeed's scripts
         folder = root / f"stage{stage}_rank{full_rank}"
         result[f"full disk of rank {full_rank}, ZeRO-{stage}"] = partial(check_full_disk, folder, stage, full_rank)
     for stage in (0, 2, 3):

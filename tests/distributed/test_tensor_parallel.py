@@ -1,8 +1,8 @@
 """Training with tensor-parallel towers equals one process on the whole batch.
 
-Four ranks as two replicas of two ranks and as one replica of four ranks, and two ranks as one replica of two. Two AdamW
-steps are compared with `engine_cases.oracle` in float64. All cases of one group size share one launch, because
-DeepSpeed keeps the groups of a process. The last tests prove that the comparison can fail.
+The layouts are four ranks as two replicas of two ranks, four ranks as one replica, and two ranks as one replica. Two
+AdamW steps are compared with `engine_cases.oracle` in float64. All cases of one group size share one launch, because
+DeepSpeed keeps the groups of a process. The last tests show that the comparison can fail.
 """
 
 import itertools
@@ -42,7 +42,7 @@ SHORT = {
     "zero0 patch dropout": Case(0, 3, checkpointing="plain", patch_dropout=0.5),
     "zero3 locked": Case(3, 3, locked="most"),
     "zero1 siglip": Case(1, 3, loss="siglip"),
-    # The ranks of a replica have captions of other lengths, and cut them alike.
+    # The ranks of a replica have captions of different lengths, and must cut them to equal lengths.
     "zero1 captions": Case(1, 3, captions="cut"),
     "zero3 captions": Case(3, 1, text_chunks=3, captions="cut"),
 }
@@ -59,7 +59,7 @@ WAYS: dict[str, dict] = {
 
 
 def every_way(loss: str, **changes) -> dict[str, Case]:
-    """Return a loss with every way at every ZeRO stage. Offload and coalescing require stage 1."""
+    """Return a loss with every exchange and reduction at every ZeRO stage. Offload and coalescing require stage 1."""
     return {
         f"zero{stage} {way} {loss}": Case(stage, 3, loss=loss, **settings, **changes)
         for stage, (way, settings) in itertools.product(range(4), WAYS.items())
@@ -70,7 +70,7 @@ def every_way(loss: str, **changes) -> dict[str, Case]:
 FULL = every_way("clip") | every_way("siglip")
 LAUNCHES = {(2, 4): SHORT, (4, 4): {name: SHORT[name] for name in ("zero1 clipped", "zero3 everything")}}
 """(tensor-parallel size, ranks) -> cases of `make test`."""
-# tests/distributed/test_engine.py has the ways of InfoNCE without tensor parallelism.
+# tests/distributed/test_engine.py tests the exchanges and reductions of InfoNCE without tensor parallelism.
 LONG_LAUNCHES = {(1, 2): every_way("siglip"), (2, 2): FULL, (2, 4): FULL, (4, 4): FULL}
 
 
@@ -80,7 +80,7 @@ def train_all(size: int, cases: dict[str, Case]) -> dict[str, Outcome | str]:
 
 
 def split(case: Case, size: int, ranks: int = 0) -> Case:
-    """Return the case with tensor parallelism; ranks: by default those of the job."""
+    """Return the case with tensor parallelism. ranks: size of a replica. Default: all ranks of the job."""
     return replace(case, tensor_parallel=size, ranks=ranks or dist.get_world_size())
 
 
@@ -111,11 +111,11 @@ def test_every_combination_equals_one_process(size, ranks):
     assert wrong == {}
 
 
-# --- Faults: each is planted on every rank of a training run, and the comparison must see it. ---
+# --- Faults: each is planted on every rank of a training run, and the comparison must detect it. ---
 
 
 def _leave_weights_unmarked(patch: pytest.MonkeyPatch) -> None:
-    # Megatron-core 0.19 marks them itself.
+    # Megatron-core 0.19 sets the mark itself.
     patch.setattr(layers, "_mark_as_split", lambda weight, dim: setattr(weight, "tensor_model_parallel", False))
 
 
@@ -154,7 +154,7 @@ FAULTS: dict[str, tuple[Case, Callable[[pytest.MonkeyPatch], None], str]] = {
     "seeds by global rank": (SHORT["zero0 patch dropout"], _seed_by_global_rank, "parameters"),
     "a loss over equal samples": (SHORT["zero1"], _give_a_replica_equal_samples, "loss"),
 }
-"""Fault -> the case it is planted in, the fault, and the quantity that must show it."""
+"""Name of a fault -> its case, the function that plants it, and the quantity that must exceed its bound."""
 
 
 def train_with_faults() -> dict[str, Outcome]:
@@ -182,7 +182,7 @@ def test_a_planted_fault_fails_the_comparison(faulty, name):
 
 
 def twelve_steps() -> dict[str, bool | int | list[str]]:
-    """Train twelve steps at ZeRO-1, then report what the ranks of a replica have in common."""
+    """Train twelve steps at ZeRO-1. Return which values are equal on the ranks of a replica."""
     case = split(SHORT["zero1 clipped"], 2)
     engine = engine_cases.start_engine(case)
     for step in range(12):
@@ -204,7 +204,7 @@ def twelve_steps() -> dict[str, bool | int | list[str]]:
 
 
 def count_all_reduces(checkpointing: str) -> int:
-    """Return how many sums over the tensor-parallel group one step takes; the text tower is locked."""
+    """Return the number of sums over the tensor-parallel group in one step. The text tower is locked."""
     case = split(Case(1, 3, locked="text", checkpointing=checkpointing), 2)
     engine = engine_cases.start_engine(case)
     group: RankGroup = engine.module.tensor
@@ -234,8 +234,8 @@ def test_state_dicts_hold_no_extra_state(after_twelve_steps):
 
 
 @pytest.mark.parametrize(("kind", "per_block"), [("all-reduces", 6), ("all-reduces, checkpointed", 7)])
-def test_a_block_takes_six_all_reduces_per_chunk(after_twelve_steps, kind, per_block):
-    """Two in each forward pass of the gradient cache and two in the backward pass; recomputation adds one."""
+def test_a_block_requires_six_all_reduces_per_chunk(after_twelve_steps, kind, per_block):
+    """Each forward pass of the gradient cache has two, and the backward pass two. Recomputation adds one."""
     image_blocks, text_blocks, chunks = 2, 1, 3
-    expected = chunks * (image_blocks * per_block + text_blocks * 2)  # the locked tower runs forward once
+    expected = chunks * (image_blocks * per_block + text_blocks * 2)  # the locked tower has one forward pass
     assert [found[kind] for found in after_twelve_steps] == [expected] * RANKS

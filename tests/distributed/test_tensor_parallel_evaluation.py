@@ -1,7 +1,7 @@
 """Evaluation with tensor-parallel towers equals one process: retrieval with one and with several captions per image.
 
-Ranks have different numbers of captions and some have padding only, while the ranks of a replica encode their rows
-together. The scores are those that numpy computes from the features of one whole model.
+Ranks have different numbers of captions, and some have only padding. The ranks of a replica encode their rows together.
+The expected scores are computed by numpy from the features of one whole model.
 """
 
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ pytestmark = MEGATRON
 
 IMAGES, ROWS = 7, 2
 OWNER = np.array([0, 0, 0, 0, 0, 1, 2, 2, 3, 4, 4, 4, 5, 6, 6, 6, 6])
-"""Image of each caption: from one to five captions per image."""
+"""Image index of each caption. Images have one to five captions."""
 STAGES = (1, 3)
 LAYOUTS = ("one caption", "captions on lines", "image repeated")
 Scores = dict[tuple[int, str], dict[str, float]]
@@ -41,7 +41,7 @@ def captions() -> list[str]:
 
 
 def tokenize(texts: list[str]) -> Tensor:
-    """Return the numbers of each text and the end of text; zeros for a blank text."""
+    """Return the numbers in each text and the end of text. Return zeros for a blank text."""
     rows = [[*map(int, text.split())] or [0] * 5 for text in texts]
     return torch.tensor([[*row, 2] for row in rows])
 
@@ -80,7 +80,7 @@ def dataset(layout: str) -> Pairs:
 
 
 def evaluate_all(size: int) -> tuple[Scores, dict[int, dict[str, np.ndarray]]]:
-    """Return the scores by stage and layout, and the whole parameters by stage, after two steps of training."""
+    """Train two steps and evaluate. Return the scores by stage and layout, and the whole parameters by stage."""
     scores, parameters = {}, {}
     for stage in STAGES:
         case = split(Case(stage, 3), size)
@@ -124,5 +124,5 @@ def evaluated(request) -> list[tuple[Scores, dict[int, dict[str, np.ndarray]]]]:
 def test_scores_are_those_of_one_process(evaluated, stage, layout):
     for scores, parameters in evaluated:
         expected = scores_of_one_process(parameters[stage], layout)
-        assert 0 < expected["retrieval_r1_i2t"] < 1 and 0 < expected["retrieval_r5_t2i"] < 1, "the data are trivial"
+        assert 0 < expected["retrieval_r1_i2t"] < 1 and 0 < expected["retrieval_r5_t2i"] < 1, "the data are too easy"
         assert scores[stage, layout] == pytest.approx(expected)

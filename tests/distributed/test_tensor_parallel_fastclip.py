@@ -1,7 +1,8 @@
 """FastCLIP with tensor-parallel towers equals one process on the whole batch: parameters, estimators, temperatures.
 
-Two replicas of two ranks. The loss's state is sharded over all four ranks, whatever the replicas. The long test has
-FastCLIP v2 and v3 with every way of training at every ZeRO stage, also without tensor parallelism and over four ranks.
+Four ranks form two replicas of two ranks. The loss's state is sharded over all four ranks, independently of the
+replicas. The long test runs FastCLIP v2 and v3 with every exchange and reduction at every ZeRO stage. It adds runs
+without tensor parallelism, and runs with one replica of four ranks.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """A checkpoint of tensor-parallel ranks loads at any other tensor-parallel size, number of ranks and ZeRO stage.
 
-Saved by two replicas of two ranks; masters, moments and working copies must be equal to the last bit, the next loss to
-rounding. What an engine holds is read through DeepSpeed's own accessors and joined over the replica's ranks.
+Two replicas of two ranks save. Masters, moments and working copies must be equal bit by bit, and the next loss up to
+rounding. The tests read an engine's state with DeepSpeed's own accessors and join it over the ranks of a replica.
 """
 
 from dataclasses import replace
@@ -43,7 +43,7 @@ EVERY = [(*shape, name) for shape, cases in SHAPES.items() for name in cases]
 
 
 def save_all(folder: str, size: int, cases: dict[str, Case]) -> dict[str, tuple[State, float]]:
-    """Train and save every case; name -> state when saved, loss of the next step."""
+    """Train and save every case. Return the state at the save and the loss of the next step by name."""
     results = {}
     for name, case in cases.items():
         case = replace(case, tensor_parallel=size, ranks=dist.get_world_size())
@@ -57,7 +57,7 @@ def save_all(folder: str, size: int, cases: dict[str, Case]) -> dict[str, tuple[
 
 
 def load_all(folder: str, size: int, cases: dict[str, tuple[str, int]]) -> dict[str, tuple[State, float]]:
-    """Load every checkpoint into an engine of another seed; name -> state, loss of the next step."""
+    """Load every checkpoint into an engine with another seed. Return by name the state and the next loss."""
     results = {}
     engine_cases.SEED += 1
     for name, (source, stage) in cases.items():
@@ -70,7 +70,7 @@ def load_all(folder: str, size: int, cases: dict[str, tuple[str, int]]) -> dict[
 
 
 def load_with_a_fault(folder: str) -> State:
-    """Load with columns read as if they were rows."""
+    """Load columns as if they were rows."""
     case = replace(SAVED["zero1"], tensor_parallel=1, ranks=1)
     engine = start(case)
     with pytest.MonkeyPatch.context() as patch:
@@ -102,7 +102,7 @@ def unequal(state: State, expected: State) -> list[str]:
 
 @pytest.mark.parametrize(("size", "ranks", "name"), EVERY)
 def test_states_are_equal_bit_for_bit(saved, loaded, size, ranks, name):
-    """Both sides are processes of one machine."""
+    """Both runs use the same machine."""
     expected, _ = saved[SHAPES[size, ranks][name][0]]
     for results in loaded[size, ranks]:
         assert unequal(results[name][0], expected) == []
@@ -134,7 +134,7 @@ def test_joined_weights_are_the_masters(saved, folder, name):
         assert torch.equal(value, torch.from_numpy(expected)), parameter
 
 
-def test_columns_read_as_rows_are_found(saved, folder):
+def test_columns_read_as_rows_are_detected(saved, folder):
     (state,) = run_ranks(load_with_a_fault, 1, folder)
     assert {key.split()[0].split(".", 4)[-1] for key in unequal(state, saved["zero1"][0])} == {
         "attn.out_proj.weight",

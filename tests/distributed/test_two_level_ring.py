@@ -1,6 +1,6 @@
-"""The ring on several nodes, 2 nodes x 2 ranks, 3 x 2 and 2 x 3, by LOCAL_WORLD_SIZE: blocks, sums and losses.
+"""The ring on several nodes (2 x 2, 3 x 2 and 2 x 3 ranks, set by LOCAL_WORLD_SIZE): blocks, sums and losses.
 
-The losses also run on 4 and 5 ranks of one node. tests/distributed/test_fastclip_loss.py does both for FastCLIP.
+The losses also run on 4 and 5 ranks of one node. tests/distributed/test_fastclip_loss.py tests both for FastCLIP.
 """
 
 import itertools
@@ -19,9 +19,9 @@ from tests.tolerances import exceeded
 
 
 def check_ring(per_node: int) -> list[tuple[int, int]]:
-    """Check that every block arrives once, the own block first, and that carried sums have the part of every rank.
+    """Check that every block arrives once, the rank's own block first, and that carried sums include every rank.
 
-    Returns the messages as (receiver, number of elements).
+    Return the messages as (receiver, number of elements).
     """
     ranks = by_node(resolve())
     assert isinstance(ranks, NodeGroup) and ranks.inner.size == per_node
@@ -44,7 +44,7 @@ def check_ring(per_node: int) -> list[tuple[int, int]]:
     assert [owner // per_node for owner in seen] == [
         (ranks.outer.rank - hop // per_node) % ranks.outer.size for hop in range(ranks.size)
     ]
-    # The parts of the ranks are distinct powers of two, so the sum shows that each arrived once.
+    # The ranks' parts are distinct powers of two, so the sum shows that each arrived once.
     assert carried.home()[0].tolist() == [100.0 * ranks.size * ranks.rank + 2**ranks.size - 1]
     ring.dist.batch_isend_irecv = batch_isend_irecv
     return messages
@@ -65,7 +65,7 @@ def check_losses(exchanges: tuple[str, ...]) -> list[str]:
 
 
 def check_unequal_nodes() -> None:
-    """Check that two ranks on one node and one rank on another form a ring of one level."""
+    """Check that nodes of different sizes, two ranks and one rank, form a ring of one level."""
     os.environ["LOCAL_WORLD_SIZE"] = "1" if resolve().rank == 2 else "2"
     assert not isinstance(by_node(resolve()), NodeGroup)
 
@@ -86,7 +86,7 @@ def check_nodes_of_one() -> None:
     assert carried.home()[0].tolist() == [200.0 * ranks.rank + 3]
 
 
-def test_nodes_of_one_rank_are_nodes_with_a_plain_ring() -> None:
+def test_nodes_of_one_rank_form_a_plain_ring() -> None:
     run_ranks(check_nodes_of_one, 2, environment={"LOCAL_WORLD_SIZE": "1"})
 
 

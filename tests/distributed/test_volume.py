@@ -1,7 +1,7 @@
 """Measured traffic equals the formulas on 4 ranks, for every exchange and reduction, FastCLIP, and both baselines.
 
-Features are in bfloat16 and in float32, at several sizes. The shares of features, gradients and per-sample values then
-differ, so a formula with a wrong share fails.
+Features are in bfloat16 and in float32, with several sizes. The proportions of features, gradients and per-sample
+values differ between them, so a formula with a wrong proportion fails.
 """
 
 import itertools
@@ -58,7 +58,7 @@ def check_formulas() -> list[str]:
 
 
 def check_parts() -> list[str]:
-    """Compare each part that the benchmark measures with the formula's."""
+    """Compare each part that the benchmark measures with its formula."""
     if group_size() == 1:
         return []
     return [

@@ -1,9 +1,10 @@
 """Moving averages of the weights equal those computed by hand from a plain PyTorch run, at every ZeRO stage.
 
 Two ranks take two steps. The oracle averages the float64 weights of one process on the whole batch. Averages are read
-from checkpoints, as an export reads them. A resumed engine continues the average: with the same bits at the same stage,
-and divided anew at another one. While the model has the averages, its parameters are those of the checkpoint; the next
-steps are the same with and without this. tests/end_to_end/test_nonfinite_runs.py tests skipped steps.
+from checkpoints, as an export reads them. A resumed engine continues the average, with the same bits at the same stage.
+At another stage the average is partitioned again. While the model has the averages, its parameters are those of the
+checkpoint. The next steps are the same with and without this. tests/end_to_end/test_nonfinite_runs.py tests skipped
+steps.
 """
 
 from dataclasses import dataclass
@@ -44,11 +45,11 @@ TAGS = [f"step_{step + 1:08d}" for step in range(STEPS)]
 
 @dataclass(frozen=True)
 class Averaged:
-    """A training, and where its checkpoint after the first update is loaded."""
+    """Settings of a training, and of the engine that loads its checkpoint after the first update."""
 
     case: Case
     loads: Case | None = None
-    """Case of the engine that continues; None: the same."""
+    """Case of the engine that continues. None: the same case."""
 
 
 QUICK = {
@@ -70,9 +71,9 @@ GRID["zero3 all offloaded"] = Averaged(Case(3, 2, offload="all"))
 
 
 def run_case(name: str, averaged: Averaged, folder: Path) -> None:
-    """Train and save after each step; repeat the second step in two engines that load the first checkpoint.
+    """Train and save after each step. Repeat the second step in two engines that load the first checkpoint.
 
-    `NAME same` has the same stage, `NAME other` that of `averaged.loads`, which also saves what it has loaded.
+    `NAME same` has the same stage. `NAME other` has the stage `averaged.loads`, and also saves what it has loaded.
     """
     case, loads = averaged.case, averaged.loads or averaged.case
     whole, same, other = (folder / f"{name} {part}" for part in ("whole", "same", "other"))
@@ -108,7 +109,7 @@ def take_step(engine: DeepSpeedEngine, average: WeightAverage, case: Case, step:
 
 
 def parameters_with(engine: DeepSpeedEngine, average: WeightAverage) -> dict[str, np.ndarray]:
-    """Return the model's parameters while it has the averages. Afterwards, and after an error, it has its own again."""
+    """Return the model's parameters while it has the averages. Later, also after an error, it has its own again."""
     own = whole_parameters(engine)
     with average.in_model():
         averaged = whole_parameters(engine)
@@ -120,7 +121,7 @@ def parameters_with(engine: DeepSpeedEngine, average: WeightAverage) -> dict[str
 
 
 def fail_on_one_rank() -> str:
-    """Return the error of this rank after a bug on the first rank, which then waits for the other."""
+    """Return the error of this rank after a bug on the first rank. That rank then waits for the other rank."""
     engine, average = start(Case(1, 2))
     take_step(engine, average, Case(1, 2), 0)
     with pytest.raises(Exception) as caught, average.in_model(), raise_on_all_ranks():
@@ -175,7 +176,7 @@ def check(folder: Path, name: str, averaged: Averaged) -> None:
     """Compare the averages of the three engines with the oracle, and with each other."""
     expected, size = averages_by_hand(averaged.case)
     whole, same, other = (folder / f"{name} {part}" for part in ("whole", "same", "other"))
-    lion = averaged.case.optimizer == "Lion"  # it turns the rounding errors of gradients that are zero into steps
+    lion = averaged.case.optimizer == "Lion"  # Lion turns the rounding errors of zero gradients into steps
     for checkpoints in (whole, other):
         got = consolidated_weights(checkpoints, TAGS[1], ema=True)
         assert got.keys() == expected.keys()
@@ -204,12 +205,12 @@ def test_the_comparison_detects_another_decay_and_a_late_start(folder):
         wrong, size = averages_by_hand(case, decay)
         found = [compare(got[key], wrong[key], ENGINE["parameters"], key, size=size) for key in got]
         assert unnoticed([max(found, key=lambda comparison: comparison.share)], fault) == []
-    wrong, size = averages_by_hand(case, 0.0)  # the weights themselves
+    wrong, size = averages_by_hand(case, 0.0)  # the average is equal to the weights
     assert exceeded([compare(weights[key], wrong[key], ENGINE["parameters"], key, size=size) for key in got]) == []
 
 
 def without_average(folder: Path, checkpoints: Path) -> None:
-    """Load a checkpoint with averages into an engine without, save; load that into an engine with averages, save."""
+    """Load a checkpoint with averages into an engine without them, and its next checkpoint into one with them."""
     case = QUICK["zero1"].case
     engine = start_engine(case)
     store.load(engine, checkpoints, TAGS[1])

@@ -1,10 +1,10 @@
-"""Drills: a run of two ranks on the CPU is harmed at random times, resumed, and compared with one without a fault.
+"""Drills: faults are injected into a run of two ranks on the CPU at random times, and the run is resumed and compared.
 
     make test-drills                                          # 20 trials of each fault, and the soak
     make test-drills ARGS="--trials 5 --only sigterm disk_full --seed 7"
 
-It prints a table. The exit code is 1 if any number in it that must be zero is not. The drills of a full disk and of a
-power cut mount file systems, and those of the network create interfaces. Without root they are left out, and a line
+The command prints a table. The exit code is 1 if a number that must be zero is not zero. The drills of a full disk and
+of a power cut mount file systems, and the network drills create interfaces. Without root they are skipped, and a line
 names them.
 """
 
@@ -30,12 +30,12 @@ from tests.end_to_end.training_runs import flags
 
 NEED_ROOT = ("disk_full", "power_cut", "network_cut", "network_healed")
 COLUMNS = ("trials", "missed", "steps lost", "broken latest", "unequal losses", "damage trained on", "hangs", "other")
-"""Columns of the table. All but the first two must be zero. "missed": the run had ended before the fault."""
+"""Columns of the table. All except the first two must be zero. "missed": the run had ended before the fault."""
 
 
 @dataclass
 class Row:
-    """Counts of one fault."""
+    """Counts of one kind of fault."""
 
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COLUMNS, 0))
     notes: list[str] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass
 class Reference:
-    """The run without a fault."""
+    """The run without a fault, with which others are compared."""
 
     losses: dict[int, float]
     step_s: float
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def drill(root: Path, faults: list[str], trials: int, seed: int, keep: bool, command: Any) -> int:
-    """Run the trials and print the table; return the sum of the numbers that must be zero."""
+    """Run the trials and print the table. Return the sum of the numbers that must be zero."""
     if not faults:
         return 0
     reference = run_reference(root / "reference", command)
@@ -110,7 +110,7 @@ def drill(root: Path, faults: list[str], trials: int, seed: int, keep: bool, com
 
 
 def table(rows: dict[str, Row]) -> str:
-    """Return the counts as a table in Markdown."""
+    """Return the counts as a Markdown table."""
     lines = [f"| fault | {' | '.join(COLUMNS)} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
     lines += [
         f"| {name.replace('_', ' ')} | {' | '.join(str(row.counts[column]) for column in COLUMNS)} |"
@@ -132,7 +132,7 @@ def run_reference(folder: Path, command: Any) -> Reference:
 
 
 def run_trial(name: str, seed: str, folder: Path, command: Any, reference: Reference, row: Row) -> list[str]:
-    """Run one trial, add its counts to `row`, and return its problems."""
+    """Run one trial, add its counts to `row`, and return the problems found."""
     trial = Trial(random.Random(seed), folder, command, reference.losses, reference.step_s, logs=folder / "runs")
     problems: list[str] = []
 
@@ -185,7 +185,7 @@ def run_trial(name: str, seed: str, folder: Path, command: Any, reference: Refer
 
 
 def latest_damage(checkpoints: Path) -> str:
-    """Return what is wrong with the checkpoint that `latest` names, or "". It does not use megaclip."""
+    """Return the damage of the checkpoint that `latest` names, or "". This check does not use megaclip."""
     latest = checkpoints / "latest"
     if not latest.exists():
         complete = [path.name for path in checkpoints.glob("step_*") if (path / "megaclip_manifest.json").exists()]
@@ -207,7 +207,7 @@ def _tensors(checkpoint: Path) -> dict[str, bytes]:
 
 
 def _end(output: str) -> str:
-    """Return the end of a log in one line."""
+    """Return the end of a log as one line."""
     return " | ".join(output.splitlines()[-8:])[-1500:]
 
 
@@ -218,7 +218,7 @@ def _make_inputs(folder: Path) -> None:
 
 
 def _command(inputs: Path, **changes: Any) -> list[str]:
-    """Return the command line of a run. changes: flags; None omits a flag, and "" is a flag without a value."""
+    """Return the command line of a run. changes: flags. None omits a flag, and "" gives a flag without a value."""
     defaults: dict[str, Any] = {
         "train_steps": STEPS,
         "save_every_steps": SAVE_EVERY,

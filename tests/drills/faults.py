@@ -1,7 +1,7 @@
-"""The faults of the drills: what happens to a run, and how the run may end.
+"""The faults of the drills, and how a run with each fault may end.
 
-A fault is a function `fault(trial)`. It starts the run with `trial.start`, harms it at a random time, waits for it, and
-returns a `Verdict`. `trial.random` decides about everything random.
+A fault is a function `fault(trial)`. It starts the run with `trial.start`, injects the fault at a random time, waits
+for the run, and returns a `Verdict`. All random choices use `trial.random`.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ _READ_AHEAD = 8
 
 @dataclass
 class Verdict:
-    """How a run with a fault ended, and what a resumed run must do."""
+    """How a run with a fault ended, and what is required of the resumed run."""
 
     codes: tuple[int, ...]
-    """Exit codes that are right if the fault has happened."""
+    """Correct exit codes if the fault has happened."""
     saves_last_step: bool = False
     """The run must have saved the last step that it has trained."""
     damaged: str = ""
@@ -44,20 +44,20 @@ class Verdict:
 
 @dataclass
 class Trial:
-    """One run with a fault."""
+    """One run into which a fault is injected."""
 
     random: random.Random
     folder: Path
-    """New folder; `runs` in it is --logs."""
+    """New folder. Its subfolder `runs` is --logs."""
     flags: Callable[..., list[str]]
-    """Returns the command line of the run; its arguments change flags."""
+    """Function that returns the command line of the run. Its arguments change flags."""
     reference: dict[int, float]
     """Step -> loss of the run without a fault."""
     step_s: float
     """Seconds of a step of the run without a fault."""
     job: Job | None = None
     held_after: int = 0
-    """Step after which the ranks wait for the fault; 0: none."""
+    """Step after which the ranks wait for the fault. 0: they do not wait."""
     missed: bool = False
     """The run had ended before the fault happened."""
     undo: list[Callable[[], Any]] = field(default_factory=list)
@@ -87,24 +87,24 @@ class Trial:
         time.sleep(self.random.uniform(0, 2 * self.step_s))
 
     def hold(self) -> Prepare:
-        """Return a preparation of the ranks, for a fault that must happen between two saves and after the first steps.
+        """Return a preparation of the ranks for a fault between two saves and after the first steps.
 
-        Only then --hang-timeout holds. The ranks wait before the next save until the file `harmed` exists.
+        --hang-timeout applies only after the fault. The ranks wait before the next save until the file `harmed` exists.
         """
         self.held_after = self.random.randrange(1, STEPS // SAVE_EVERY) * SAVE_EVERY + self.random.choice((2, 3))
         return lambda rank: _hold(self.held_after, self.folder / "harmed")
 
     def wait_between_saves(self, job: Job) -> None:
-        """Wait until a random moment, one or two steps after a save."""
+        """Wait until a random moment that is one or two steps after a save."""
         job.wait_for_step(self.held_after - 1)
         time.sleep(self.random.uniform(0, 2 * self.step_s))
 
     def harmed(self) -> None:
-        """Note that the fault has happened."""
+        """Record that the fault has been injected."""
         (self.folder / "harmed").touch()
 
     def send(self, process: int, number: int) -> None:
-        """Send a signal to a process, or to all processes of a job at once: the negative number of its launcher."""
+        """Send a signal to a process, or to all processes of a job: the negative id of its launcher."""
         try:
             os.kill(process, number)
         except ProcessLookupError:
@@ -119,7 +119,7 @@ def rank_killed(trial: Trial) -> Verdict:
 
 
 def host_killed(trial: Trial) -> Verdict:
-    """SIGKILL of all processes at once."""
+    """Kill all processes at once with SIGKILL."""
     job = trial.start(**_maybe_async(trial))
     trial.some_time(job)
     trial.send(-job.launcher, signal.SIGKILL)
@@ -134,7 +134,7 @@ def launcher_killed(trial: Trial) -> Verdict:
 
 
 def sigterm(trial: Trial) -> Verdict:
-    """SIGTERM to the launcher, which passes it on to all ranks."""
+    """Send SIGTERM to the launcher, which forwards it to all ranks."""
     job = trial.start(**_maybe_async(trial))
     trial.some_time(job)
     trial.send(job.launcher, signal.SIGTERM)
@@ -142,7 +142,7 @@ def sigterm(trial: Trial) -> Verdict:
 
 
 def sigusr1(trial: Trial) -> Verdict:
-    """SIGUSR1 to one rank."""
+    """Send SIGUSR1 to one rank."""
     job = trial.start(**_maybe_async(trial))
     trial.some_time(job)
     trial.send(trial.random.choice(job.ranks), signal.SIGUSR1)
@@ -150,7 +150,7 @@ def sigusr1(trial: Trial) -> Verdict:
 
 
 def rank_stopped(trial: Trial) -> Verdict:
-    """SIGSTOP of one rank, which the watchdog must notice."""
+    """Stop one rank with SIGSTOP. The watchdog must notice."""
     job = trial.start(trial.hold(), hang_timeout=3)
     trial.wait_between_saves(job)
     victim = trial.random.randrange(WORLD_SIZE)
@@ -160,7 +160,7 @@ def rank_stopped(trial: Trial) -> Verdict:
 
 
 def network_cut(trial: Trial) -> Verdict:
-    """The cable between the hosts of the two ranks is pulled out. Both watchdogs must notice."""
+    """Pull out the cable between the hosts of the two ranks. Both watchdogs must notice."""
     job, first = _on_two_hosts(trial, trial.hold(), hang_timeout=3)
     trial.wait_between_saves(job)
     set_cable(first, "down")
@@ -169,7 +169,7 @@ def network_cut(trial: Trial) -> Verdict:
 
 
 def network_healed(trial: Trial) -> Verdict:
-    """The cable is out for up to two seconds. The run must continue as if nothing had happened."""
+    """Pull out the cable for up to two seconds. The run must continue without an error."""
     job, first = _on_two_hosts(trial, **_maybe_async(trial))
     trial.some_time(job)
     set_cable(first, "down")
@@ -198,7 +198,7 @@ def killed_in_async_save(trial: Trial) -> Verdict:
 
 
 def disk_full(trial: Trial) -> Verdict:
-    """The disk of the run's folder, a small tmpfs, becomes full."""
+    """Fill the disk of the run's folder, a small tmpfs."""
     disk = trial.folder / "disk"
     _mount(trial, disk, "-t", "tmpfs", "-o", "size=24m", "none")
     trial.logs = disk / "runs"
@@ -217,7 +217,7 @@ def file_truncated(trial: Trial) -> Verdict:
 
 
 def file_flipped(trial: Trial) -> Verdict:
-    """One bit of a file changes."""
+    """Flip one bit of a file."""
 
     def flip(path: Path) -> None:
         content = bytearray(path.read_bytes())
@@ -240,7 +240,7 @@ def shard_truncated(trial: Trial) -> Verdict:
 
 
 def shard_unreadable(trial: Trial) -> Verdict:
-    """A folder takes the shard's place: even root cannot read it."""
+    """Replace the shard by a folder. Even root cannot read a folder as a file."""
 
     def replace(path: Path) -> None:
         path.unlink()
@@ -250,7 +250,7 @@ def shard_unreadable(trial: Trial) -> Verdict:
 
 
 def power_cut(trial: Trial) -> Verdict:
-    """The file system, ext4 on a loop device, stops writing, its journal included; then all processes are killed."""
+    """Stop all writes of the file system, ext4 on a loop device, including its journal. Then kill all processes."""
     image, disk = trial.folder / "image", trial.folder / "disk"
     with image.open("wb") as stream:
         stream.truncate(96 << 20)
@@ -259,12 +259,12 @@ def power_cut(trial: Trial) -> Verdict:
     trial.logs = disk / "runs"
     job = trial.start(**_maybe_async(trial))
     trial.some_time(job)
-    trial.send(-job.launcher, signal.SIGSTOP)  # no process notices the end of the file system
+    trial.send(-job.launcher, signal.SIGSTOP)  # no process notices that the file system has stopped
     _shut_down(disk)
     trial.send(-job.launcher, signal.SIGKILL)
     job.wait()
     _unmount(disk)
-    # A copy, because the system may still use the image: a mount namespace of another program holds the file system.
+    # A copy, because the mount namespace of another program may hold the file system, so the image may still be in use.
     shutil.copyfile(image, trial.folder / "copy")
     _run("mount", "-o", "loop", str(trial.folder / "copy"), str(disk))
     return Verdict((-9,))
@@ -301,9 +301,9 @@ def _maybe_async(trial: Trial) -> dict[str, Any]:
 
 
 def _hold(step: int, harmed: Path) -> None:
-    """Make this rank wait after `step` until the file `harmed` exists. --hang-timeout holds from then on.
+    """Make this rank wait after `step` until the file `harmed` exists. --hang-timeout applies only from then on.
 
-    So a rank that is paused before the fault does not hang.
+    A rank that is paused before the fault therefore does not count as hanging.
     """
     from megaclip.engine.metrics import Metrics
     from megaclip.engine.watchdog import Watchdog
@@ -320,7 +320,7 @@ def _hold(step: int, harmed: Path) -> None:
 
 
 def _on_two_hosts(trial: Trial, prepare: Prepare | None = None, **changes: Any) -> tuple[Job, Host]:
-    """Start a run whose ranks have a network each, connected by a cable; return it and the first rank's host."""
+    """Start a run whose ranks have separate networks, joined by a cable. Return it and the first rank's host."""
     hosts = [_host(trial, address) for address in ADDRESSES]
     connect(*hosts)
 
@@ -336,9 +336,9 @@ def _on_two_hosts(trial: Trial, prepare: Prepare | None = None, **changes: Any) 
 
 
 def _host(trial: Trial, address: str) -> Host:
-    """Return a host with a network of its own, which exists until the run has ended.
+    """Return a host with its own network, which exists until the run has ended.
 
-    A rank would take its network along when it ends, with messages that are under way to the other rank.
+    Otherwise the network would disappear with its rank, together with messages on their way to the other rank.
     """
     command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c", "echo; exec sleep infinity"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -353,9 +353,9 @@ def _os_error(result: int) -> None:
 
 
 def _killed_in_save(trial: Trial, **changes: Any) -> Verdict:
-    """SIGKILL of a rank before, during or after it writes a file of a checkpoint.
+    """Kill a rank with SIGKILL before, while or after it writes a file of a checkpoint.
 
-    The files of a rank: DeepSpeed's, then on the first rank state.json, the manifest and `latest`.
+    A rank writes DeepSpeed's files first. Then the first rank writes state.json, the manifest and `latest`.
     """
     if changes:
         changes = {"async_save": ""}
@@ -375,7 +375,7 @@ def _killed_in_save(trial: Trial, **changes: Any) -> Verdict:
 def _kill_at_file(number: int, moment: str, share: float) -> None:
     """Make this process kill itself before, while or after it writes a file of its checkpoints.
 
-    number: how many files it writes before that one. share: how much of the file it writes, for "during".
+    number: number of files that it writes before this one. share: part of the file that is written, for "during".
     """
     from megaclip.checkpoint import deepspeed_files, durable, manifest, store
 
@@ -388,7 +388,7 @@ def _kill_at_file(number: int, moment: str, share: float) -> None:
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
         def write(*arguments: Any) -> Any:
             here("before")
-            time.sleep(0.05)  # time for the other ranks, and with --async-save for training
+            time.sleep(0.05)  # gives the other ranks time to continue, and training too with --async-save
             result = original(*arguments)
             here("after")
             written[0] += 1
@@ -421,14 +421,14 @@ def _kill_at_file(number: int, moment: str, share: float) -> None:
 
 
 class _Replaced:
-    """A module with some functions replaced."""
+    """A module in which some functions are replaced."""
 
     def __init__(self, module: Any, **functions: Any) -> None:
         self.__dict__.update(vars(module) | functions)
 
 
 def _damage(trial: Trial, damage: Callable[[Path], Any]) -> Verdict:
-    """A run stops after a random step, and a file of its latest checkpoint is damaged."""
+    """Stop a run after a random step, and damage a file of its latest checkpoint."""
     job = trial.start(stop_after_steps=trial.random.randrange(SAVE_EVERY + 1, STEPS), **_maybe_async(trial))
     job.wait()
     tag = (trial.checkpoints / "latest").read_text()
@@ -437,9 +437,10 @@ def _damage(trial: Trial, damage: Callable[[Path], Any]) -> Verdict:
 
 
 def _shard(trial: Trial, harm: Callable[[Path], Any]) -> Verdict:
-    """A shard of the training data is harmed while the run reads it; it is whole again before the run is resumed.
+    """Damage a shard of the training data while the run reads it. The shard is repaired before the run is resumed.
 
-    With --max-bad-fraction 0 the run ends at the first sample that it cannot read, instead of replacing it.
+    With --max-bad-fraction 0 the run ends at the first sample that it cannot read. Otherwise it would replace the
+    sample.
     """
     inputs = Path(trial.flags(logs=trial.logs)[5]).parent
     trial.train_data = trial.folder / "train"
@@ -468,7 +469,7 @@ def _mount(trial: Trial, folder: Path, *arguments: str) -> None:
 
 
 def _unmount(folder: Path) -> None:
-    """Unmount a folder; a process that has ended may use it for a moment longer."""
+    """Unmount a folder. A process that has ended may still use it for a moment."""
     deadline = time.monotonic() + 20
     while subprocess.run(["umount", str(folder)], stderr=subprocess.DEVNULL).returncode != 0:
         if time.monotonic() > deadline:
@@ -477,7 +478,7 @@ def _unmount(folder: Path) -> None:
 
 
 def _shut_down(folder: Path) -> None:
-    """Stop all writing of the file system that is mounted at `folder`, without writing its journal."""
+    """Stop all writes to the file system that is mounted at `folder`, without writing its journal."""
     import fcntl
     import struct
 
@@ -490,7 +491,7 @@ def _shut_down(folder: Path) -> None:
 
 @contextlib.contextmanager
 def unmounted(folder: Path) -> Iterator[None]:
-    """Unmount what is mounted at `folder`/disk at the end of the body."""
+    """Unmount `folder`/disk, if it is mounted, at the end of the `with` statement."""
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""Start a run of two ranks in half a second, and follow its steps: processes that are forked from this one.
+"""Start a run of two ranks in half a second by forking this process, and follow its steps.
 
-The process that drills has imported torch and DeepSpeed, has one thread, and never imports megaclip, whose logger reads
-the rank when it is imported. A job is a launcher, forked from it, and two ranks, forked from the launcher. The launcher
-does what DeepSpeed's does: it passes SIGTERM on, and ends the other rank when one has failed.
+The drills' own process has imported torch and DeepSpeed, has one thread, and never imports megaclip, whose logger reads
+the rank when it is imported. A job is a launcher, forked from this process, and two ranks, forked from the launcher.
+Like DeepSpeed's launcher, it forwards SIGTERM, and ends the other rank when one has failed.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from tests.end_to_end.training_runs import free_port
 
 WORLD_SIZE = 2
 LIMIT_S = 240.0
-"""Seconds after which a run counts as hanging; far above its duration on a busy machine."""
+"""Seconds after which a run counts as hanging. Far above its duration on a busy machine."""
 _GRACE_S = 30.0
-"""Seconds between the launcher's SIGTERM and its SIGKILL, as DeepSpeed's has."""
+"""Seconds between the launcher's SIGTERM and its SIGKILL, as in DeepSpeed's launcher."""
 
 Prepare = Callable[[int], None]
-"""Changes a rank before it trains; the argument is the rank."""
+"""Function that changes a rank before it trains. Its argument is the rank."""
 
 
 @dataclass
 class Job:
-    """A run that has been started."""
+    """A started run."""
 
     launcher: int
     """Process of the launcher."""
@@ -43,12 +43,12 @@ class Job:
 
     @property
     def output(self) -> str:
-        """Standard output and error of the launcher and its ranks."""
+        """Standard output and standard error of the launcher and its ranks."""
         return (self.folder / "output").read_text(errors="replace")
 
     @property
     def ranks(self) -> list[int]:
-        """Processes of the ranks, once they have been started."""
+        """Processes of the ranks that have been started."""
         path = self.folder / "pids"
         while not path.exists():
             time.sleep(0.01)
@@ -63,7 +63,7 @@ class Job:
         return max(self.losses(), default=0)
 
     def published(self) -> list[int]:
-        """Return the steps whose checkpoints have become complete, in order."""
+        """Return the steps whose checkpoints are complete, in order."""
         return [int(line) for line in _complete_lines(self.folder / "published")]
 
     def wait_for_step(self, step: int) -> None:
@@ -75,7 +75,7 @@ class Job:
         return time.monotonic() - self.began > self.limit_s
 
     def has_ended(self) -> bool:
-        """Return whether the launcher has ended; then `exit_code` is set."""
+        """Return whether the launcher has ended. If so, `exit_code` is set."""
         if self.exit_code is None:
             pid, status = os.waitpid(self.launcher, os.WNOHANG)
             if pid:
@@ -83,7 +83,7 @@ class Job:
         return self.exit_code is not None
 
     def wait(self) -> bool:
-        """Wait until the launcher and all ranks have ended; return False, and kill them, if they hang."""
+        """Wait until the launcher and all ranks have ended. If they hang, kill them and return False."""
         while not (self.has_ended() and not self._processes()) and not self.hangs():
             time.sleep(0.03)
         hangs = not self.has_ended() or bool(self._processes())
@@ -95,7 +95,7 @@ class Job:
         return not hangs
 
     def _processes(self) -> list[psutil.Process]:
-        """Return the processes of the job's session that run."""
+        """Return the running processes of the job's session."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -110,7 +110,7 @@ def start(
     prepare: Prepare | None = None,
     limit_s: float = LIMIT_S,
 ) -> Job:
-    """Start a run. folder: new folder for the records of the job."""
+    """Start a run. folder: a new folder for the job's records."""
     folder.mkdir(parents=True)
     port = free_port()
     pid = os.fork()
@@ -120,7 +120,7 @@ def start(
 
 
 def in_child(function: Callable[[], Any]) -> None:
-    """Call a function that imports megaclip, in a process of its own."""
+    """Call a function that imports megaclip in a separate process."""
     pid = os.fork()
     if pid == 0:
         _never_returns(lambda: (function() and 0) or 0)

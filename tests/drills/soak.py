@@ -1,4 +1,4 @@
-"""A long run with data workers, evaluations and saves in the background: nothing that a rank holds may grow."""
+"""A long run with data workers, evaluations and background saves. The resources of a rank must not grow."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ LIMITS = {
 
 
 def soak(folder: Path, command: Callable[..., list[str]], steps: int) -> tuple[list[str], int]:
-    """Train for `steps` steps; return the lines of a table, and the number of quantities that have grown.
+    """Train for `steps` steps. Return the lines of a table, and the number of quantities that have grown.
 
     The values are medians over the second and the last quarter of the steps.
     """
@@ -59,14 +59,14 @@ def soak(folder: Path, command: Callable[..., list[str]], steps: int) -> tuple[l
 
 
 def growth(values: list[float], allowed: float, share: float) -> tuple[float, float, bool]:
-    """Return the medians of the second and the last quarter, and whether the last one is larger than allowed."""
+    """Return the medians of the second and last quarter, and whether the last median exceeds its limit."""
     quarter = len(values) // 4
     first, last = statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])
     return first, last, last - first > max(allowed, share * first)
 
 
 def measure_in(path: Path) -> None:
-    """Make this rank write what it holds to a file, after every tenth step."""
+    """Make this rank write its resource usage to a file after every tenth step."""
     from megaclip.engine.metrics import Metrics
 
     record = Metrics.record_step
@@ -83,7 +83,8 @@ def measure_in(path: Path) -> None:
 def held() -> tuple[float, float, int, int]:
     """Return this process's memory and shared memory in MiB, and its numbers of file descriptors and threads.
 
-    Freed memory that the allocator keeps is returned first: it depends on chance, and on the pictures of evaluations.
+    Freed memory that the allocator keeps is released first, because its amount is random and depends on the
+    evaluations' pictures.
     """
     ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

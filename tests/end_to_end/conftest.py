@@ -16,7 +16,7 @@ TRAINING_SCENES = 256
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with all inputs of launch/train.py on two ranks; tests write their runs to other folders.
+    """Folder with all inputs of launch/train.py on two ranks. Tests write their runs to other folders.
 
     train/*.tar (4 shards, 256 scenes), held_out/*.tar (32), zero_shot/ (20 labelled digits), tokenizer.model,
     model.json, zero1.json and zero3.json (ds_configs with a contrastive batch of 32).

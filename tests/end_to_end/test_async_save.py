@@ -1,4 +1,4 @@
-"""A run with --async-save: the same checkpoints and losses as without, and a stop waits for the save in flight."""
+"""Runs with --async-save have the checkpoints and losses of synchronous runs. A stop waits for the current save."""
 
 import os
 import signal
@@ -15,15 +15,18 @@ from megaclip.engine.metrics import Metrics
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_here, scalars
 
-pytestmark = pytest.mark.long  # its one launch of all runs takes half a minute; test_background_saves.py is quicker
+pytestmark = pytest.mark.long  # its one launch takes half a minute; test_background_saves.py is quicker
 
 SLOW_S = 0.3
 SIGNALLED_AFTER = 5
 
 
 def train(commands: dict[str, list[str]], stores: str) -> dict[str, Finished]:
-    """Train with each command in this rank. All but "synchronous" write slowly, and "background" writes the save of
-    step 4 until step 8 at least. "full" finds a full disk at step 4."""
+    """Train with each command in this rank, with delayed or failing writes.
+
+    All runs except "synchronous" write slowly. "background" does not finish the save of step 4 before step 8. "full"
+    finds a full disk at step 4.
+    """
     ends = {}
     for name, command in commands.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +67,7 @@ def command(tiny_run: Path, logs: Path, name: str, **changes: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(tiny_run, tmp_path_factory) -> tuple[Path, list[dict[str, Finished]]]:
-    """Return the folder of the runs, and how each of them ended on each rank."""
+    """Return the folder of the runs, and how each run ended on each rank."""
     logs = tmp_path_factory.mktemp("async")
     commands = {name: command(tiny_run, logs, name) for name in ("synchronous", "background", "signalled", "full")}
     commands["taken up"] = [*command(tiny_run, logs, "signalled"), "--resume", "auto"]
@@ -115,4 +118,4 @@ def test_an_error_ends_the_run_with_one_message_and_keeps_the_last_checkpoint(ti
     assert not (logs / "full" / "checkpoints" / "latest").exists()
     assert "Traceback" not in ends[0]["full"].output + ends[1]["full"].output
     shown = scalars(logs / "full")["train/loss"]
-    assert 4 < max(shown) < 12  # training has continued, and has ended at a step boundary
+    assert 4 < max(shown) < 12  # training continued, and ended at a step boundary

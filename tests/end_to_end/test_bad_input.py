@@ -1,6 +1,6 @@
-"""Every mistake of a user ends in one error line and a non-zero exit code on every rank, without a traceback or a hang.
+"""Every user mistake ends in one error line and a non-zero exit code on every rank, without a traceback or a hang.
 
-One launch of the harness tests all mistakes, one after the other. Two mistakes run under the deepspeed launcher too.
+One launch of the harness tests all mistakes, one after the other. Two mistakes also run under the deepspeed launcher.
 """
 
 import io
@@ -22,9 +22,9 @@ from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, launch, 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake: how its run differs from a correct run, and words that the error must contain.
+    """One mistake: how its run differs from a correct run, and text that the error must contain.
 
-    In texts, TINY stands for the folder of the tiny run, and MADE for the folder of the fixture `made`.
+    In texts, TINY is replaced by the folder of the tiny run, and MADE by the folder of the fixture `made`.
     """
 
     expected: list[str]
@@ -109,13 +109,13 @@ OF_DATA_OR_CHECKPOINTS = {
     *("fewer data on resume", "a changed shard on resume", "another seed on resume", "another model on resume"),
     *("another optimizer on resume", "resumed with a tower locked", "a folder in use", "a damaged checkpoint"),
 }
-"""Mistakes that end with exit code 1. The others are of settings and end with 78."""
+"""Mistakes that end with exit code 1. All others are mistakes in settings and end with 78."""
 LAUNCHED = ("a corrupt shard", pytest.param("a glob that matches nothing", marks=pytest.mark.long))
 
 
 @pytest.fixture(scope="module")
 def made(tiny_run, tmp_path_factory) -> Path:
-    """Folder of damaged inputs and of MADE/runs/run, a correct run with a checkpoint."""
+    """Folder of damaged inputs, and of MADE/runs/run, a correct run with a checkpoint."""
     folder = tmp_path_factory.mktemp("made")
     write_corrupt_shard(tiny_run / "train" / "00000.tar", folder / "corrupt.tar")
     write_shard_of(tiny_run / "train" / "00000.tar", folder / "short.tar", scenes=20)
@@ -138,7 +138,7 @@ def made(tiny_run, tmp_path_factory) -> Path:
 
 
 def write_corrupt_shard(source: Path, target: Path) -> None:
-    """Copy a shard, with the same captions and images that cannot be decoded."""
+    """Copy a shard with the same captions, but with images that cannot be decoded."""
     with tarfile.open(source) as archive, tarfile.open(target, "w") as copy:
         for member in archive:
             content = archive.extractfile(member)
@@ -161,7 +161,7 @@ def write_shard_of(source: Path, target: Path, scenes: int) -> None:
 
 @pytest.fixture(scope="module")
 def locked(made) -> Iterator[None]:
-    """This process holds the lock on the run of MADE/locked."""
+    """Hold the lock on the run MADE/locked in this process."""
     folder = made / "locked" / "run"
     folder.mkdir(parents=True)
     lock = RunLock(folder)
@@ -190,7 +190,7 @@ def test_a_mistake_is_one_error_line_and_a_failure_on_every_rank(ends, name):
 
 
 def test_a_refused_run_does_not_change_its_folder(ends, made):
-    """MADE/damaged is a copy from before the mistakes, except for one damaged file."""
+    """MADE/damaged was copied before the mistakes ran. One of its files is damaged on purpose."""
     run, copy = made / "runs" / "run", made / "damaged" / "run"
     for name in ("settings.json", "checkpoints/latest", "checkpoints/model/open_clip_config.json"):
         assert (run / name).read_bytes() == (copy / name).read_bytes(), name

@@ -11,14 +11,14 @@ import pytest
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_in_ranks, scalars
 
 PLACES = ("cpu", "reread")
-# No bad sample is the first replacement of another one, because it would then be counted twice.
+# No bad sample is the first substitute for another one, because it would then be counted twice.
 DAMAGED = (3, 17, 18, 40, 62)
 BLANK = (7, 44)
 EXPECTED = {"undecodable image": len(DAMAGED), "empty caption": len(BLANK)}
 
 
 def spoil(source: Path, target: Path) -> None:
-    """Copy a shard of 64 scenes, with some images that cannot be decoded and some blank captions."""
+    """Copy a shard of 64 scenes. Some of its images cannot be decoded, and some captions are blank."""
     names: list[str] = []
     with tarfile.open(source) as archive, tarfile.open(target, "w") as copy:
         for member in archive:

@@ -1,4 +1,4 @@
-"""`megaclip check-hosts` on two hosts: hosts that are alike, and faults of the second one."""
+"""`megaclip check-hosts` on two hosts: equal hosts, and faults of the second host."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def run(hosts: TwoHosts, *command: str | Path, folder: Path) -> subprocess.Compl
 
 
 def check(hosts: TwoHosts, *arguments: str | Path, folder: Path) -> tuple[int, dict[str, str], list[str]]:
-    """Return the exit code, the line of each host, and the problems without those of speed: this machine is busy."""
+    """Return exit code, line of each host, and problems except those of speed, because this machine is busy."""
     options = ("--hostfile", hosts.hostfile, "--master_port", str(free_port()), *arguments)
     done = run(hosts, sys.executable, "-m", "megaclip", "check-hosts", *options, folder=folder)
     lines = [line for line in done.stdout.splitlines() if line.startswith("198.18.")]
@@ -45,9 +45,9 @@ def test_equal_hosts_and_each_fault_of_the_second(hosts: TwoHosts, tiny_run: Pat
     _, rows, problems = check(hosts, *arguments, folder=tiny_run)
     assert problems == [] and list(rows) == [FIRST, SECOND]
     assert float(rows[SECOND].split()[-2]) > 1  # MiB per s
-    assert list(logs.iterdir()) == []  # the token file is deleted
+    assert list(logs.iterdir()) == []  # the token file has been deleted
 
-    for folder in (logs, data):  # the second host sees empty folders of its own
+    for folder in (logs, data):  # on the second host these folders are empty
         subprocess.run(hosts.second.command("mount", "-t", "tmpfs", "none", folder), check=True)
     with open(hosts.hostfile, "a") as hostfile:
         hostfile.write("198.18.0.9 slots=1\n")

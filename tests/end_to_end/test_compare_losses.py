@@ -1,6 +1,6 @@
 """tools/compare_losses.py at a tiny size: it trains missing runs, repeats none, and refuses a folder of other runs.
 
-Also tools/inspect_estimators.py on the runs that it leaves.
+The tests also run tools/inspect_estimators.py on these runs.
 """
 
 import json
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Arguments of the command, which has trained its runs."""
+    """Return the arguments of the command, after it has trained its runs."""
     folder = tmp_path_factory.mktemp("compare")
     sizes = ["--scenes", "80", "--held-out", "12", "--steps", "4", "--seeds", "3", "--jobs", "2"]
     arguments = [*sizes, "--data", str(folder / "data"), "--out", str(folder / "out"), "--methods", *LABELS]
@@ -70,10 +70,10 @@ def test_estimators_are_compared_with_the_whole_dataset(command: list[str], caps
     assert inspect([str(out / "fastclip_v3_seed3"), *data_flags]) == 0
     found = json.loads(written.read_text())
     assert found["samples"] == found["seen"] == 80
-    assert found["temperature"] == pytest.approx(0.07, rel=0.01)  # it moved by 4 steps of its learning rate
-    assert -1 < found["log_g"]["mean"] < 1  # barely trained, so positives are like negatives
+    assert found["temperature"] == pytest.approx(0.07, rel=0.01)  # changed by 4 steps of its learning rate
+    assert -1 < found["log_g"]["mean"] < 1  # positives are like negatives, because the model is hardly trained
     assert abs(found["batch_error"]["bias"]) < 0.3 and found["batch_error"]["correlation"] > 0.5
-    assert found["log_u_error"]["rms"] > found["batch_error"]["rms"]  # u comes from earlier states of the model
+    assert found["log_u_error"]["rms"] > found["batch_error"]["rms"]  # u was updated by earlier states of the model
     assert inspect([str(out / "infonce_seed3"), *data_flags]) == 1
     assert "keeps no state per sample" in capsys.readouterr().err
 

@@ -1,7 +1,7 @@
-"""A run never trains on a damaged checkpoint, never deletes another run's, and never executes code from one.
+"""A run never trains on a damaged checkpoint, never deletes a checkpoint of another run, and never executes its code.
 
-One run is trained on two ranks. Its checkpoints folder is then copied, and each copy is damaged or prepared in another
-way before a run resumes from it. Files with code have a correct manifest, because an attacker can write one.
+One run is trained on two ranks. Its checkpoints folder is copied several times, and each copy is damaged in another way
+before a run resumes from it. Files with code have a correct manifest, because an attacker can write one.
 """
 
 import json
@@ -34,7 +34,7 @@ MODEL_FILE, OPTIMIZER_FILE = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_ra
 
 
 class Malicious:
-    """Object whose unpickling creates a folder."""
+    """Object that creates a folder when it is unpickled."""
 
     def __init__(self, evidence: Path) -> None:
         self.evidence = evidence
@@ -50,20 +50,20 @@ def flip_a_bit(path: Path) -> None:
 
 
 def plant_code(path: Path) -> None:
-    """Put code into one of DeepSpeed's files, and make the manifest fit. The evidence is RUN/executed."""
-    content = torch.load(path, weights_only=False)  # our own file
+    """Plant code in one of DeepSpeed's files, and update the manifest. The code creates RUN/executed."""
+    content = torch.load(path, weights_only=False)  # the test's own file
     torch.save({"code": Malicious(path.parents[2] / "executed"), **content}, path)
     manifest.write(path.parent, run=str(search.run_of(path.parent.parent, path.parent.name)))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A change of a copy of the checkpoints, and how a run resumes from it."""
+    """A change of a copied checkpoints folder, and how a run resumes from it."""
 
     damage: Callable[[Path], None]
-    """Called with the checkpoints folder of the copy."""
+    """Function that changes the copy. Its argument is the checkpoints folder of the copy."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """Flags; in texts, COPY stands for the folder of the copy."""
+    """Flags. In texts, COPY is replaced by the folder of the copy."""
     config: str = "zero1.json"
     exit_code: int = 1
 
@@ -86,7 +86,7 @@ TRIALS = {
 
 @pytest.fixture(scope="module")
 def root(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the whole run `whole`, and the copies before their runs: NAME/checkpoints up to step LAST."""
+    """Folder with the complete run `whole`, and the copies before their runs: NAME/checkpoints up to step LAST."""
     root = tmp_path_factory.mktemp("damaged")
     (root / "zero1.json").write_text(json.dumps(DS_CONFIG | {"zero_optimization": {"stage": 1}}))
     (root / "zero3.json").write_text(json.dumps(DS_CONFIG | {"zero_optimization": {"stage": 3}}))
@@ -118,13 +118,13 @@ def test_every_rank_ends_in_the_same_way_without_a_traceback(ends, name):
     assert not any("Traceback" in end.output for end in ends[name])
 
 
-def test_a_damaged_checkpoint_is_left_out_and_the_losses_are_the_same(ends, root):
+def test_a_damaged_checkpoint_is_skipped_and_the_losses_are_the_same(ends, root):
     output = ends["a flipped bit"][0].output
     assert f"{TAGS[LAST]} is damaged, trying the previous one: {OPTIMIZER_FILE} has changed" in output
     assert f"{TAGS[4]} at step 4" in output
     expected = {step: loss for step, loss in scalars(root / "whole")["train/loss"].items() if step > 4}
     assert scalars(root / "a flipped bit")["train/loss"] == expected
-    for tag in TAGS.values():  # the damaged one was written again
+    for tag in TAGS.values():  # the damaged checkpoint was written again
         assert search.find_damage(root / "a flipped bit" / "checkpoints", tag) == []
 
 
@@ -150,7 +150,7 @@ def test_a_run_that_goes_back_keeps_the_later_checkpoints(ends, root):
     assert search.run_of(folder, TAGS[6]) == search.run_of(folder, f"{TAGS[4]}.old1") != search.run_of(folder, TAGS[4])
 
 
-def test_a_damaged_checkpoint_that_was_named_is_refused(ends):
+def test_a_damaged_checkpoint_that_is_named_is_refused(ends):
     (error,) = ends["a damaged one by its name"][0].errors
     assert TAGS[LAST] in error and f"{MODEL_FILE} has changed" in error and "megaclip check" in error
 
@@ -163,7 +163,7 @@ def test_code_in_a_checkpoint_is_not_executed_by_resuming(ends, root, name):
 
 
 def test_the_planted_code_works(root):
-    """Without restriction, loading the file executes the code: the tests above could fail."""
+    """Without restriction, loading the file executes the code. So the tests above can fail."""
     evidence = root / "code" / "executed"
     torch.load(root / "code" / "checkpoints" / TAGS[LAST] / MODEL_FILE, weights_only=False)
     assert evidence.is_dir()
@@ -179,7 +179,7 @@ def test_code_in_a_checkpoint_is_not_executed_by_a_tool(root, name, tmp_path, mo
     with pytest.raises(SystemExit, match="contains objects other than tensors and numbers"):
         evaluate.main()
     assert inspect_estimators.main([str(run), "--train-data", "none.tar"]) == 1
-    assert check_checkpoint.main([str(run)]) == 0  # its files are as they were written
+    assert check_checkpoint.main([str(run)]) == 0  # its files are as the manifest records them
     capsys.readouterr()
     assert not (run / "executed").exists()
 
@@ -241,7 +241,7 @@ def test_export_refuses_folders_with_other_content(root, tmp_path):
 
 
 def load_on_ranks(runs: list[str]) -> list[str]:
-    """Load the model of each run in this rank; return the number of parameters, or the error, of each."""
+    """Load the model of each run in this rank. Return for each the number of parameters, or the error."""
     results = []
     for run in runs:
         try:
@@ -251,7 +251,7 @@ def load_on_ranks(runs: list[str]) -> list[str]:
     return results
 
 
-def test_ranks_that_evaluate_find_the_same_damage(root, tmp_path):
+def test_ranks_that_evaluate_report_the_same_damage(root, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(root / "whole" / "checkpoints", run / "checkpoints")
     for name in (MODEL_FILE, OPTIMIZER_FILE):  # each rank reads one of them

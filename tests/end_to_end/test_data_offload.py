@@ -1,7 +1,7 @@
-"""The place of a step's images changes no bit of a run; data that fail end every rank and leave a checkpoint.
+"""The place where a step's images are kept changes no bit of a run. Failing data end every rank and leave a checkpoint.
 
-All runs share one launch of two ranks; each pass over a step has more chunks than a window has slots. Bits are compared
-on the same machine, with the same instruction set and number of threads.
+All runs share one launch of two ranks. Each pass over a step has more chunks than a window has slots. Bits are compared
+on one machine with the same instruction set and number of threads.
 """
 
 import errno
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.long  # its one launch of all runs takes a minute; test
 STEPS = 7
 CHUNKS = 4
 SECOND_PASS_OF_STEP_3 = 2 * 2 * CHUNKS + CHUNKS + 1
-"""The call of the reader, with two readings of each step."""
+"""Number of the reader's call. Each step is read twice."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of this test: its settings, and what fails on the last rank."""
+    """A run of this test: its settings, and the fault on the last rank."""
 
     megaclip: dict[str, Any]
     flags: dict[str, Any]
@@ -108,7 +108,8 @@ def misbehave(fault: str, patch: pytest.MonkeyPatch) -> None:
 
 def run_all(commands: dict[str, list[str]], stores: str) -> dict[str, Finished]:
     ends = {}
-    multiprocessing.current_process()._config["daemon"] = False  # as a rank of the harness it could have no workers
+    # a rank of the harness is a daemon, which may not have data workers
+    multiprocessing.current_process()._config["daemon"] = False
     for number, (name, command) in enumerate(commands.items()):
         with pytest.MonkeyPatch.context() as patch:
             everywhere = RUNS[name].fault == "no room"
@@ -125,7 +126,7 @@ class Ended:
     """Ends of each run, by rank."""
 
     def error(self, name: str, exit_code: int = 1) -> str:
-        """Return the run's error line; every rank exited with the code, and the first one logged it once."""
+        """Return the run's error line. Check that every rank exited with `exit_code` and the first one logged it."""
         assert [end.exit_code for end in self.ends[name]] == [exit_code] * WORLD_SIZE, self.ends[name][0].output
         (line,) = self.ends[name][0].errors
         return line
@@ -161,7 +162,7 @@ def ended(tiny_run, tmp_path_factory) -> Ended:
         ("images kept", "data offload: once", "4 of 4 image chunks and 1 of 2 text chunks are kept"),
         ("one kept", "data offload: cpu", "1 of 4 image chunks and 0 of 2 text chunks are kept"),
         ("all kept", "data offload: once: images are read once", "images are read once"),
-        # The last rank has no memory for images: both ranks keep them on disk, as both plans say.
+        # The last rank has no memory for images, so both ranks keep them on disk, and both plans state this.
         ("little memory", "data offload: disk: ", "images are kept on disk"),
     ],
 )
@@ -193,7 +194,7 @@ def test_captions_are_cut_by_default_with_the_losses_of_padded_ones(ended):
 @pytest.mark.parametrize(
     ("name", "message", "first", "last"),
     [
-        ("worker killed", "a data worker died or hangs (", 1, 5),  # chunks were read ahead
+        ("worker killed", "a data worker died or hangs (", 1, 5),  # chunks had been read ahead
         ("second pass", "the archive is gone", 2, 2),
         ("evaluation", "the held-out archive is gone", 3, 3),
     ],

@@ -1,4 +1,4 @@
-"""One trial of each drill, and of the drills' own counts: they must notice what they are there for."""
+"""One trial of each drill, and tests of the drills' counts, which must report the faults that they exist for."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Ranks with different inputs, such as hosts with different copies of the data, end in one error and not in a hang."""
+"""Ranks with different inputs, such as hosts with different copies of the data, end with one error and do not hang."""
 
 import json
 import multiprocessing

@@ -1,7 +1,7 @@
 """Whole runs with global contrastive losses: exact resume, exported temperature, state per rank.
 
-They have two ranks and two chunks of the gradient cache, at ZeRO-1 and ZeRO-3. Longer runs would test nothing more.
-Resumed runs are compared bit by bit, on one machine with the same instruction set and number of threads.
+The runs have two ranks and two gradient-cache chunks, at ZeRO-1 and ZeRO-3. Longer runs would add nothing to the test.
+Resumed runs are compared bit by bit on one machine with the same instruction set and number of threads.
 """
 
 import json
@@ -15,7 +15,7 @@ from megaclip.checkpoint.consolidate import consolidated_weights
 from tests.end_to_end.training_runs import flags, run_in_ranks, scalars
 from tests.tolerances import WRITTEN, assert_close
 
-STEPS, SAVED = 10, 4  # an epoch has 8 steps, so the second part visits samples again
+STEPS, SAVED = 10, 4  # an epoch has 8 steps, so the second part uses samples again
 FASTCLIP = {
     "fastclip_v3": {"temperature_learning_rate": 0.01, "gamma_epochs": 2},
     "isogclr": {"temperature_learning_rate": 0.01, "temperature": 0.05, "rho": 7.0},
@@ -25,7 +25,7 @@ CASES = {"fastclip_v3": "zero3", "isogclr": "zero1"}
 
 @pytest.fixture(scope="module")
 def runs(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train each case whole and in two parts, try a wrong resume, and return the folder of the runs."""
+    """Train each case as a whole and in two parts, try a wrong resume, and return the folder of the runs."""
     folder = tmp_path_factory.mktemp("fastclip")
     commands = []
     for loss, stage in CASES.items():
@@ -72,7 +72,7 @@ def test_the_state_of_both_runs_is_equal_and_complete(runs: Path, loss: str) -> 
         ]
         assert torch.equal(parts[0].nan_to_num(), parts[1].nan_to_num())
         seen += int((~parts[0][:, 0].isnan()).sum())
-    assert seen == 256  # every scene was visited
+    assert seen == 256  # every scene was used
 
 
 def test_the_exported_logit_scale_is_the_temperature_of_the_loss(runs: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs with rates of towers and layers, a moving average, and weights of one tower: train, resume, export."""
+"""Complete runs with rates of towers and layers, a moving average, and weights of one tower: train, resume, export."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def config(folder: Path, name: str, stage: int, section: dict) -> Path:
 
 
 @pytest.mark.long
-def test_fine_tuning_resumes_exports_its_average_and_hands_a_tower_on(tiny_run, tmp_path, monkeypatch, capsys):
+def test_fine_tuning_resumes_exports_its_average_and_supplies_a_tower(tiny_run, tmp_path, monkeypatch, capsys):
     settings = {stage: config(tmp_path, f"zero{stage}", stage, SECTION) for stage in (2, 3)}
     shared = {"train_steps": STEPS, "save_every_steps": 2, "keep_last": 9}
     evaluation = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16, "eval_every_steps": 2}

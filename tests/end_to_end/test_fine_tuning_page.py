@@ -1,4 +1,4 @@
-"""The commands of docs/fine_tuning.md, as they are on the page, with a small released model on the CPU."""
+"""The commands of docs/fine_tuning.md, unchanged, with a small pretrained model on the CPU."""
 
 import json
 import os
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.long
 
 
 def make_released(folder: Path) -> None:
-    """Write a small model of open_clip, with the files that a download has."""
+    """Write a small open_clip model with the files of a download."""
     torch.manual_seed(0)
     model = import_open_clip().CLIP(**MODEL)
     folder.mkdir()
@@ -37,7 +37,7 @@ def make_released(folder: Path) -> None:
 
 
 def run(folder: Path, commands: str) -> str:
-    """Run a block of the page in bash, and return its output. Only the launcher's port is added."""
+    """Run a code block of the page in bash and return its output. Only the launcher's port is added."""
     commands = commands.replace("deepspeed --module", f"deepspeed --master_port {free_port()} --module")
     environment = {**launcher_environment(), "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     done = subprocess.run(
@@ -66,7 +66,7 @@ def test_the_page_from_a_released_model_to_an_export_that_open_clip_loads(tiny_r
                                                                                flags=re.DOTALL), re.DOTALL)  # fmt: skip
 
     download, importing = get.strip().splitlines()
-    assert download.endswith("--local-dir downloaded")  # needs a network: `make_released` wrote that directory
+    assert download.endswith("--local-dir downloaded")  # requires a network: `make_released` wrote that directory
     assert "0 missing, 0 unexpected" in run(tmp_path, importing)
     assert "training would accept this data" in run(tmp_path, check) and (tmp_path / "sheet.png").is_file()
     log = run(tmp_path, train)

@@ -1,4 +1,4 @@
-"""Exit codes of the deepspeed launcher after a signal, as the README documents them. Every run has saved."""
+"""Exit codes of the deepspeed launcher after a signal, as the README documents them. All runs save before they end."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from tests.end_to_end.training_runs import flags, launcher_command, launcher_env
         ("all", False, -signal.SIGINT),  # Ctrl-C in a terminal; a shell reports 130
         ("all", True, 1),  # Ctrl-C, with the launcher in the background of a script
         ("rank", False, 128 + signal.SIGUSR1),
-        ("deepspeed", False, -signal.SIGTERM),  # it has no handler; launch.py and the ranks are left
+        ("deepspeed", False, -signal.SIGTERM),  # it has no handler; launch.py and the ranks continue
     ],
 )
 def test_exit_code_of_the_launcher(
@@ -47,7 +47,7 @@ def test_exit_code_of_the_launcher(
             launcher.terminate()
         else:
             os.kill(rank_of(tmp_path), signal.SIGUSR1)
-        output += launcher.stdout.read()  # until all processes of the run have ended
+        output += launcher.stdout.read()  # ends when all processes of the run have ended
         assert launcher.wait(60) == code, output
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -56,7 +56,7 @@ def test_exit_code_of_the_launcher(
 
 
 def rank_of(logs: Path) -> int:
-    """Return the id of a process that is a rank of the run in `logs`."""
+    """Return the process id of a rank of the run in `logs`."""
     listed = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
     ranks = [line for line in listed.splitlines() if "train.py --local_rank=" in line and str(logs) in line]
     return int(ranks[0].split()[0])

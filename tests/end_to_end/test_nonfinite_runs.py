@@ -1,8 +1,8 @@
-"""Runs with a NaN loss: they stop with advice, or skip the step and continue as if its update had never been attempted.
+"""Runs with a NaN loss stop with advice, or skip the step and continue as if its update had never been attempted.
 
-The reference is a run whose step raises the error before anything is read or computed. Its weights, and the running
-statistics of batch norms, are equal to the last bit. So are those that a run saves when its data fail in a step. The
-images of a step are kept in memory, or read again; the second reading of a skipped step does not happen.
+In the reference run, the bad step raises the error before anything is read or computed. Weights and running statistics
+of batch norms are equal to the reference bit by bit. The same holds for the checkpoint that a run saves when its data
+fail in a step. The images of a step are kept in memory, or read again. A skipped step does not read them a second time.
 """
 
 import json
@@ -36,14 +36,14 @@ RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "head_width": 64
 
 @dataclass
 class Ends:
-    """The ends of the runs of each rank, by name, and their folder."""
+    """The ends of the runs on each rank, by name, and their folder."""
 
     logs: Path
     by_name: dict[str, list[Finished]]
 
 
 def with_bad_steps(command: list[str], store: str, kind: str) -> Finished:
-    """Call `main(command)` in this rank. In the bad steps the loss is NaN, data fail, or they raise at once."""
+    """Call `main(command)` in this rank. In the bad steps the loss is NaN, data fail, or an error is raised at once."""
     bind, accumulate, agree = RunLoss.bind, Run._accumulate, StepStore.agree
     current = [0]
 
@@ -113,11 +113,11 @@ def test_a_run_with_skipped_steps_equals_one_in_which_they_never_happened(ends, 
     assert "step 3: the loss is nan" in first.output and "skipped, 2 in a row, 2 in all" in first.output
 
 
-def test_a_checkpoint_of_a_run_whose_data_fail_holds_nothing_of_the_failed_step(ends):
+def test_a_checkpoint_of_a_run_whose_data_fail_contains_nothing_of_the_failed_step(ends):
     assert [end.exit_code for end in ends.by_name["batch norm data"]] == [1] * WORLD_SIZE
     failed, skipped = (ends.logs / f"batch norm_{kind}" / "checkpoints" for kind in ("data", "raises"))
     weights = consolidated_weights(failed, f"step_{BAD[0]:08d}")
-    expected = consolidated_weights(skipped, f"step_{BAD[0] + 1:08d}")  # its last step was skipped
+    expected = consolidated_weights(skipped, f"step_{BAD[0] + 1:08d}")  # the last step of the reference was skipped
     assert "visual.bn1.running_mean" in weights
     assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
@@ -131,7 +131,7 @@ def test_a_run_that_stops_gives_advice_that_does_not_repeat_the_step(ends, name,
 
 
 def test_moving_averages_leave_skipped_steps_out(ends):
-    """The run `stop` has the same weights and saves every step, so its average can be continued by hand."""
+    """The run `stop` has the same weights and saves every step, so its average can be computed by hand."""
     checkpoints, tags = ends.logs / "stop" / "checkpoints", [f"step_{step:08d}" for step in (1, 2, 3)]
     average = consolidated_weights(checkpoints, tags[0], ema=True)
     for tag in tags[1:]:
@@ -146,7 +146,7 @@ def test_moving_averages_leave_skipped_steps_out(ends):
     assert_far(counted[largest], average[largest], WEIGHT_AVERAGE, "a skipped step that counts")
 
 
-def test_the_scale_of_a_loss_that_has_its_own_is_not_averaged(ends):
+def test_the_scale_of_a_loss_with_its_own_scale_is_not_averaged(ends):
     checkpoints = ends.logs / "fastclip_nan" / "checkpoints"
     weights, average = (consolidated_weights(checkpoints, f"step_{STEPS:08d}", ema=ema) for ema in (False, True))
     assert torch.equal(weights["logit_scale"], average["logit_scale"])

@@ -20,7 +20,7 @@ STEPS, CHUNKS = 3, 2
 
 
 def write_model(folder: Path, sentencepiece: Path) -> dict[str, Path]:
-    """Write a model JSON, the text model's configuration and its tokenizer; return the flags that name them."""
+    """Write a model JSON, the text model's configuration and its tokenizer. Return the flags that name them."""
     tokenizer, text, description = (folder / name for name in ("tokenizer", "roberta", "model.json"))
     settings = SentencePieceTokenizer(sentencepiece, 16).write_open_clip(tokenizer)
     text.mkdir()

@@ -1,4 +1,4 @@
-"""The scripts of docs/own_trainer.md, on one and on two ranks, against a plain PyTorch loop on the whole batch."""
+"""The scripts of docs/own_trainer.md, on one and two ranks, compared with a plain PyTorch loop on the whole batch."""
 
 import os
 import re
@@ -26,8 +26,8 @@ def folder(tmp_path_factory):
     for name, block in zip(["towers.py", *SCRIPTS.values()], blocks, strict=True):
         assert name in PAGE.read_text()
         (folder / name).write_text(block)
-    # Trainer and Lightning import torchvision if they find it, which fails with PyTorch's CPU build
-    # (megaclip/open_clip_package.py). This imports it beforehand, as that module does.
+    # Trainer and Lightning import torchvision if it is installed, which fails with PyTorch's CPU build
+    # (megaclip/open_clip_package.py). Like that module, the test imports torchvision beforehand.
     start = "from megaclip.open_clip_package import import_torchvision\n\nimport_torchvision()\n"
     (folder / "sitecustomize.py").write_text(start)
     return folder
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """Losses of a plain loop over whole batches, in float64."""
+    """Losses of a plain loop over whole batches in float64."""
     scope: dict = {}
     exec((folder / "towers.py").read_text(), scope)
     model = scope["Towers"]().double()
@@ -70,8 +70,8 @@ def test_the_script_trains_on_the_whole_batch(folder, expected, script, ranks):
     }
     command = [sys.executable, *launcher, script]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    # When Python exits, a thread of gloo that releases a tensor sometimes aborts the process. The script has ended by
-    # then, and the code is PyTorch's own.
+    # When Python exits, a gloo thread that releases a tensor sometimes aborts the process. The script has ended before
+    # that, and the abort comes from PyTorch.
     assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
     losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+)$", done.stdout, re.MULTILINE)]
     assert_close(losses, expected, RUN["loss"])

@@ -1,6 +1,7 @@
-"""Faults of processes while a run trains: a rank that stands still, a data worker or a launcher that is killed.
+"""Faults of processes during training: a rank hangs, a data worker or a launcher is killed.
 
-The ranks of the harness end themselves; its report shows how. The test at the end uses the deepspeed launcher.
+The ranks of the harness end themselves, and the report of the harness shows how. The last test uses the deepspeed
+launcher.
 """
 
 import contextlib
@@ -51,15 +52,15 @@ from tests.end_to_end.training_runs import (
 FAULT_AFTER = 6
 MISSED_HEARTBEATS = 20
 """A rank of these tests may be paused for seconds, although heartbeats are short."""
-RECORDS = {"TORCH_FR_BUFFER_SIZE": "100"}  # a run sets it; the harness has joined the ranks before
+RECORDS = {"TORCH_FR_BUFFER_SIZE": "100"}  # a run sets this variable, but the harness has joined the ranks before
 
 
 def faulty(command: list[str], log: str, faults: dict[int, Callable[[], Any]]) -> Finished:
-    """Call `main(command)` in this rank. Its fault, if it has one, happens after step FAULT_AFTER was reported.
+    """Call `main(command)` in this rank. Its fault, if any, happens after step FAULT_AFTER was logged.
 
-    --hang-timeout holds from that step on: a rank that is paused in an earlier one does not hang.
+    --hang-timeout applies from that step on. A rank that is paused in an earlier step does not count as hanging.
 
-    log: file to which a rank writes its standard error, because a rank that ends itself returns nothing.
+    log: file for a rank's standard error, because a rank that ends itself returns nothing.
     """
     # A rank of the harness is a daemon, which may not have data workers.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -93,11 +94,9 @@ def stand_still() -> None:
 @pytest.mark.parametrize(
     ("stands", "fault"), [(1, stop_this_rank), pytest.param(0, stand_still, marks=pytest.mark.long)]
 )
-def test_a_hang_ends_with_stacks_and_the_name_of_the_rank_that_did_not_arrive(
-    tiny_run, tmp_path, monkeypatch, stands, fault
-):
+def test_a_hang_ends_with_stacks_and_the_name_of_the_rank_that_hangs(tiny_run, tmp_path, monkeypatch, stands, fault):
     if fault is stop_this_rank:
-        monkeypatch.setattr(harness, "_GRACE_S", 1.0)  # it never ends
+        monkeypatch.setattr(harness, "_GRACE_S", 1.0)  # the rank never ends
     command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, workers=1, train_steps=500, hang_timeout=3)
     log = str(tmp_path / "log")
     with pytest.raises(RankFailure) as failure:
@@ -109,7 +108,8 @@ def test_a_hang_ends_with_stacks_and_the_name_of_the_rank_that_did_not_arrive(
     assert [rank for rank, path in stacks.items() if path.exists()] == answers
     waits = stacks[1 - stands].read_text()
     assert f"after step {FAULT_AFTER}" in waits
-    for thread in ("in _fill", "in _watch", "in _train_steps"):  # of the data, of the watchdog, and the main thread
+    # threads of the data, of the watchdog, and the main thread
+    for thread in ("in _fill", "in _watch", "in _train_steps"):
         assert thread in waits, waits
     assert "data worker 0, process" in waits and "in _worker_loop" in waits
     assert "the newest last:" in waits and "gloo:" in waits
@@ -127,9 +127,9 @@ SLOW_S = SLOW_TIMEOUT_S + MISSED_HEARTBEATS * SLOW_TIMEOUT_S / 10 + 1.5
 
 
 def slow_everything(command: list[str], store: str) -> Finished:
-    """Call `main(command)`; in the first step, an evaluation and a checkpoint a watchdog has time to report a hang.
+    """Call `main(command)` with a first step, evaluation and checkpoint that are slower than the hang time-out.
 
-    Only rank 0 is slow in the evaluation; the other rank waits for it in the next step.
+    Only rank 0 is slow in the evaluation. The other rank waits for it in the next step.
     """
     rank, first, evaluate, write = os.environ["RANK"], Run._accumulate, Run._record_evaluation, Run._write_checkpoint
 
@@ -154,7 +154,7 @@ def slow_everything(command: list[str], store: str) -> Finished:
 
 
 def no_more_processes(command: list[str], store: str) -> Finished:
-    """Call `main(command)`; the system refuses rank 1 its data workers."""
+    """Call `main(command)`. The system refuses to start the data workers of rank 1."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     fork = os.fork
 
@@ -179,7 +179,7 @@ def test_a_rank_that_cannot_start_data_workers_ends_all_ranks_with_one_error(tin
 
 
 def full_disk_after_training(command: list[str], store: str) -> Finished:
-    """Call `main(command)`; the disk is full when the run writes metrics.json."""
+    """Call `main(command)`. The disk is full when the run writes metrics.json."""
 
     def write(path: Path, text: str) -> None:
         if path.name == "metrics.json":
@@ -191,8 +191,8 @@ def full_disk_after_training(command: list[str], store: str) -> Finished:
         return run_here(command, Path(store))
 
 
-def test_a_disk_that_becomes_full_is_no_refused_setting(tiny_run, tmp_path):
-    """With exit code 78 `multi_node.sh --restarts` would not start the run again."""
+def test_a_full_disk_does_not_count_as_a_refused_setting(tiny_run, tmp_path):
+    """After exit code 78, `multi_node.sh --restarts` would not start the run again."""
     command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=1, warmup=0)
     ends = run_ranks(full_disk_after_training, WORLD_SIZE, command, str(tmp_path / "store"))
     assert [end.exit_code for end in ends] == [1] * WORLD_SIZE, ends[0].output
@@ -217,7 +217,7 @@ def suspend_this_rank(folder: Path) -> None:
 
 
 def continue_all(folder: Path) -> None:
-    """Let the ranks go on 12 s after all of them stand still, as a scheduler does that suspends a job."""
+    """Continue the ranks 12 s after all of them were stopped, as a scheduler does that suspends a job."""
     ranks: list[int] = []
     while len(ranks) < WORLD_SIZE or any(psutil.Process(rank).status() != psutil.STATUS_STOPPED for rank in ranks):
         time.sleep(0.05)
@@ -228,7 +228,7 @@ def continue_all(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_job_that_is_suspended_goes_on(tiny_run, tmp_path):
+def test_a_job_that_is_suspended_continues(tiny_run, tmp_path):
     command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=60, hang_timeout=3)
     suspended = tmp_path / "suspended"
     suspended.mkdir()
@@ -250,13 +250,13 @@ def test_a_killed_data_worker_ends_all_ranks_with_one_error_and_a_checkpoint(tin
     assert len(ends[0].errors) == 1 and "a data worker died" in ends[0].errors[0], ends[0].output
     assert re.search(r"reading sample \d+ of .*\.tar", ends[0].errors[0])
     saved = int((tmp_path / "run" / "checkpoints" / "latest").read_text().removeprefix("step_"))
-    # Batches that were read before the worker died are trained.
+    # Batches that were read before the worker died are still used.
     assert FAULT_AFTER <= saved <= FAULT_AFTER + 5
 
 
 @pytest.fixture(autouse=True)
 def worker_timeout_kept(monkeypatch) -> None:
-    """Keep the time-out of this process's data workers, which a watchdog sets."""
+    """Restore the time-out of this process's data workers, which a watchdog changes."""
     monkeypatch.setattr(workers, "_timeout_s", workers.WORKER_TIMEOUT_S)
 
 
@@ -278,13 +278,13 @@ def test_the_default_limit_follows_the_median_step(without_ranks, monkeypatch):
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     assert watched.step_limit_s() == watchdog.SHORTEST_DEFAULT_S
     for step in range(1, 10):
-        now[0] += 500.0 if step == 3 else 60.0  # the third step compiles
+        now[0] += 500.0 if step == 3 else 60.0  # the third step includes a compilation
         watched.step_done(step)
     assert watched.step_limit_s() == watchdog.STEPS_OF_DEFAULT * 60.0
 
 
 def watch_with(answers: dict[int, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> dict[int, str] | None:
-    """Return the verdict of rank 0 of several, which stands still, for the heartbeats before and after it waits."""
+    """Return the verdict of rank 0, which hangs, given the heartbeats of several ranks before and after its wait."""
     monkeypatch.setattr(watchdog.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(watchdog.dist, "get_world_size", lambda: len(answers))
     dog = watchdog.Watchdog(Path("nowhere"), 0.01)
@@ -324,7 +324,10 @@ def test_the_verdict_on_a_hang(answers, expected, monkeypatch):
 
 
 class PausedFuture(watchdog.Future):
-    """Looks as if this process was paused in the first wait for the result: time is up, and it is not there yet."""
+    """Future that simulates a pause of this process in the first wait for a result.
+
+    The time-out has passed, and the result is not available yet.
+    """
 
     waits = 0
 
@@ -335,7 +338,7 @@ class PausedFuture(watchdog.Future):
         return super().result(60.0)
 
 
-def test_a_store_answers_although_this_process_was_paused(without_ranks, monkeypatch):
+def test_a_store_that_answers_is_recognised_although_this_process_was_paused(without_ranks, monkeypatch):
     monkeypatch.setattr(watchdog, "Future", PausedFuture)
     assert watchdog.Watchdog(Path("nowhere"), 1.0)._ask(lambda store: "an answer") == "an answer"
 
@@ -349,17 +352,17 @@ sys.stdin.read()
 
 
 def test_a_store_whose_process_is_stopped_does_not_block_the_watchdog(without_ranks):
-    """The first rank's process holds the store. torch's time-outs do not hold if that process is stopped."""
+    """The first rank's process holds the store. torch's time-outs do not work while that process is stopped."""
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         watched = watchdog.Watchdog(Path("nowhere"), 1.0)
         watched._store = torch.distributed.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
-        watched._heartbeat_s = 60.0  # while the store answers, the questions wait for it
+        watched._heartbeat_s = 60.0  # while the store answers, the questions wait for this time
         assert watched._beat() and watched._beat()
         watched._heartbeat_s = 0.1
         server.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, server.pid, os.WSTOPPED)  # until all of its threads stand still
+        os.waitid(os.P_PID, server.pid, os.WSTOPPED)  # returns when all of its threads are stopped
         began = time.monotonic()
         assert [watched._beat() for _ in range(3)] == [False] * 3
         assert watched._heartbeats() == {} and not watched._others_have_found_a_hang()
@@ -378,9 +381,9 @@ def test_a_store_whose_process_is_stopped_does_not_block_the_watchdog(without_ra
 
 @pytest.mark.long
 def test_a_killed_launcher_leaves_no_rank_and_no_lost_step(tiny_run, tmp_path):
-    """The `deepspeed` command then exits with 0, which the project does not control."""
+    """After this, the `deepspeed` command exits with 0. The project cannot change this."""
     command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=100_000, save_every_steps=1000)
-    log = tmp_path / "log"  # not a pipe: the ranks would stand still when it is full
+    log = tmp_path / "log"  # not a pipe: ranks would block when it is full
     with log.open("w") as output:
         launched = subprocess.Popen(
             launcher_command(command),

@@ -1,6 +1,6 @@
-"""A run with a constant learning rate can be resumed with more steps, and equals a run of that length.
+"""A run with a constant learning rate can be resumed with more steps, and equals a run of the larger length.
 
-The scalars are compared bit by bit, on one machine with the same instruction set and number of threads.
+The scalars are compared bit by bit on one machine with the same instruction set and number of threads.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""launch/multi_node.sh --restarts on two hosts: one vanishes and comes back, and the run continues by itself."""
+"""launch/multi_node.sh --restarts on two hosts: one host disappears and returns, and the run continues by itself."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from tests.tolerances import RUN, assert_close
 MULTI_NODE = ROOT / "launch" / "multi_node.sh"
 LIMIT_S = 600
 RESTART_LIMIT_S = 120
-"""It takes 14 to 29 s, most of which are fixed waits."""
+"""Time limit of a restart in seconds. A restart takes 14 to 29 s, mostly fixed waits."""
 NAME = "restarted"
 
 if _reason := reason_to_skip():
@@ -35,7 +35,7 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A ds_config with the batch of `DS_CONFIG` for any number of ranks that divides it."""
+    """Return a ds_config with the batch of `DS_CONFIG`, for any number of ranks that divides this batch."""
     settings: dict[str, Any] = DS_CONFIG | {"zero_optimization": {"stage": 1}}
     del settings["gradient_accumulation_steps"]
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -55,7 +55,7 @@ def start(hosts: TwoHosts, host: Host, log: Path, *arguments: str) -> subprocess
 
 @contextmanager
 def started(hosts: TwoHosts, log: Path, *arguments: str) -> Iterator[subprocess.Popen]:
-    """Start multi_node.sh on the first host; end all its processes afterwards, on both hosts."""
+    """Start multi_node.sh on the first host. Afterwards, end all its processes on both hosts."""
     launcher = start(hosts, hosts.first, log, *arguments)
     try:
         yield launcher
@@ -66,13 +66,13 @@ def started(hosts: TwoHosts, log: Path, *arguments: str) -> Iterator[subprocess.
 
 
 def attempts(log: Path) -> list[tuple[int, int]]:
-    """Return (first step, ranks) of each attempt."""
+    """Return (first step, number of ranks) of each attempt."""
     found = re.findall(r"attempt \d+ from step (\d+): (\d+) ranks on", log.read_text())
     return [(int(step), int(ranks)) for step, ranks in found]
 
 
 def steps_of_attempt(log: Path, number: int) -> list[int]:
-    """Return the steps that attempt `number`, from 1, has logged."""
+    """Return the steps that attempt `number` has logged. The first attempt is number 1."""
     part = re.split(r"attempt \d+ from step", log.read_text())[number:]
     return [int(step) for step in re.findall(r"step (\d+)/", part[0])] if part else []
 
@@ -85,7 +85,7 @@ def wait_until(condition: Callable[[], object], launcher: subprocess.Popen, log:
 
 
 @pytest.mark.long
-def test_a_run_outlives_a_host_and_uses_it_when_it_is_back(
+def test_a_run_survives_the_loss_of_a_host_and_uses_it_when_it_returns(
     hosts: TwoHosts,
     tiny_run: Path,
     config: Path,
@@ -113,7 +113,7 @@ def test_a_run_outlives_a_host_and_uses_it_when_it_is_back(
     (_, ranks_1), (second, ranks_2), (third, ranks_3) = attempts(log)
     assert (ranks_1, ranks_2, ranks_3) == (2, 1, 2)
     losses = scalars(logs / NAME)["train/loss"]
-    # Once resumed by hand from the checkpoint of each restart, on as many hosts.
+    # Reference: resume by hand from the checkpoint of each restart, on the same number of hosts.
     for first, last, count in ((second, min(third, second + 10), 1), (third, third + 3, 2)):
         by_hand = tmp_path / f"by hand {first}"
         run = by_hand / NAME
@@ -138,7 +138,7 @@ def test_hosts_without_ssh_continue_and_meet_again(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Every host runs a command of its own. The second one vanishes, and is started again."""
+    """Every host runs its own command. The second host disappears and is started again."""
     log, second_log = tmp_path / "log", tmp_path / "second log"
     arguments = ("--restarts", "3", "--no_ssh", *training(tiny_run, config, tmp_path / "logs"))
 

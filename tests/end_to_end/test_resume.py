@@ -1,8 +1,8 @@
-"""A run that is stopped or killed and then resumed has the same samples, losses and weights as one that never stopped.
+"""A stopped or killed run that is resumed has the samples, losses and weights of a run that never stopped.
 
-Losses and weights are equal to the last bit. All runs are on one machine, with the same instruction set and number of
-threads; another processor sums in another order. The runs use ranks of the harness; one test uses the deepspeed
-launcher with data workers.
+Losses and weights are equal bit by bit. All runs use one machine, with the same instruction set and number of threads,
+because other processors add in another order. The runs use ranks of the harness. One test uses the deepspeed launcher
+with data workers.
 """
 
 import json
@@ -61,7 +61,7 @@ SIGNALLED = "group [1]/signalled"
 """Name of a run in a subfolder of --logs, with characters that shells and glob patterns interpret."""
 FLAGS: dict[str, dict[str, Any]] = {
     "zero1": {"force_patch_dropout": 0.5, "aug_scale": [0.5, 1.0], "shard_order": "sequential"},
-    "zero3": {"force_patch_dropout": 0.5, "logit_scale_max": 12},  # less than the initial value
+    "zero3": {"force_patch_dropout": 0.5, "logit_scale_max": 12},  # below the initial value
 }
 
 
@@ -82,7 +82,7 @@ class Recorded:
 
 @dataclass
 class Runs:
-    """Folder of the runs of one configuration, and the records of each rank by run."""
+    """Folder of the runs of one configuration, and the records of each rank, by run."""
 
     config: Path
     logs: Path
@@ -91,7 +91,7 @@ class Runs:
 
 @dataclass
 class Sent:
-    """A signal that some of the ranks receive after a step."""
+    """Signal that some of the ranks receive after a step."""
 
     signal: signal.Signals
     after: int
@@ -99,7 +99,7 @@ class Sent:
 
 
 def record(command: list[str], store: str, sent: Sent | None = None) -> Recorded:
-    """Call `main(command)` in this rank and record its steps. sent: a signal that the rank sends to itself."""
+    """Call `main(command)` in this rank and record its steps. sent: signal that the rank sends to itself."""
     ids: list[list[int]] = []
     epochs: list[float] = []
     loss_steps: list[int] = []
@@ -205,7 +205,7 @@ def test_a_resumed_run_has_the_same_losses_to_the_last_bit(runs, name):
     for scalar in ("loss", "logit_scale", "learning_rate", "gradient_norm"):
         expected = never[f"train/{scalar}"]
         assert sorted(expected) == list(range(1, STEPS + 1))
-        if name == "path":  # it has its own folder, with the resumed steps only
+        if name == "path":  # its own folder, which has only the resumed steps
             expected = {step: value for step, value in expected.items() if step > done}
         assert continued[f"train/{scalar}"] == expected
     assert len(set(never["train/loss"].values())) == STEPS
@@ -238,12 +238,12 @@ def test_the_logit_scale_stays_below_its_maximum(runs):
 
 
 @pytest.mark.parametrize("name", CONTINUED)
-def test_every_chunk_has_its_own_seed_which_both_passes_use(runs, name):
+def test_every_chunk_has_its_own_seed_in_both_passes(runs, name):
     never = runs.recorded["never"]
     counts = Counter(seed for rank in never for seed in rank.seeds)
     assert len(counts) == STEPS * WORLD_SIZE * len(Tower) * 2  # chunks
     stage = json.loads(runs.config.read_text())["zero_optimization"]["stage"]
-    # ZeRO-3: some passes encode blank rows of the other tower beside a chunk, with a seed of their own.
+    # At ZeRO-3, some passes also encode blank rows with the other tower, with a separate seed.
     assert set(counts.values()) == ({2, 3} if stage == 3 else {2})
     for whole, continued in zip(never, runs.recorded[name], strict=True):
         per_step = len(whole.seeds) // STEPS
@@ -279,7 +279,7 @@ def test_resuming_a_finished_run_changes_nothing(runs, tiny_run):
 
 
 def fails_to_evaluate(command: list[str], store: str) -> Finished:
-    """Call `main(command)` in this rank, which is killed when it evaluates."""
+    """Call `main(command)` in this rank. The rank is killed when it evaluates."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "_evaluate", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         return run_here(command, Path(store))
@@ -305,8 +305,8 @@ def test_a_run_killed_in_its_last_evaluation_only_evaluates_when_resumed(runs, t
 
 
 @pytest.mark.parametrize("runs", ["zero1"], indirect=True)
-def test_a_run_that_goes_back_is_not_complete_until_its_own_end(runs, tiny_run):
-    """That file has the scores of the branch that the run leaves, and would say that the run is complete."""
+def test_a_run_resumed_from_an_earlier_step_is_complete_only_at_its_own_end(runs, tiny_run):
+    """metrics.json has the scores of the abandoned branch. It must not make the resumed run look complete."""
 
     def command(**changes: Any) -> list[str]:
         data = {"val_data": tiny_run / "held_out" / "*.tar", "eval_batch_size": 16}

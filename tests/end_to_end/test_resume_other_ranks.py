@@ -1,8 +1,8 @@
 """A run that resumes on another number of ranks, or at another ZeRO stage, continues with the same losses.
 
-Each resumed run is compared with a run that never stopped. The sums over ranks and chunks have another order, so losses
-and gradient norms differ by a few float32 roundings; the largest relative difference seen was 3e-7. A sample that is
-repeated or left out, or an optimizer moment or estimator that is not restored, causes a much larger difference.
+Each resumed run is compared with a run that never stopped. Sums over ranks and chunks have another order, so losses and
+gradient norms differ by a few float32 rounding errors. The largest relative difference measured was 3e-7. A sample that
+is repeated or left out, or an optimizer moment or estimator that is not restored, causes a much larger difference.
 """
 
 import json
@@ -35,12 +35,12 @@ CASES = {
 def folder(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the runs `NAME whole`, which never stop, and `NAME continued`, which resume them at step SAVED.
 
-    Three launches make all runs: a launch has a fixed number of ranks.
+    Three launches make all runs, because a launch has a fixed number of ranks.
     """
     folder = tmp_path_factory.mktemp("other_ranks")
 
     def command(name: str, zero: str, section: dict, **changes) -> list[str]:
-        # One file for any number of ranks: DeepSpeed's accumulation follows from the two batch sizes.
+        # One file for any number of ranks: DeepSpeed derives the accumulation from the two batch sizes.
         config = {key: value for key, value in DS_CONFIG.items() if key != "gradient_accumulation_steps"}
         config |= {"zero_optimization": ZERO[zero], "megaclip": DS_CONFIG["megaclip"] | section}
         path = folder / f"{name}.json"
@@ -79,16 +79,16 @@ def test_losses_equal_those_of_the_run_that_never_stopped(folder: Path, name: st
             [got[step] / value for step, value in expected.items()], [1.0] * len(expected), RUN[scalar], scalar
         )
         if scalar == "loss":
-            # The steps before the checkpoint stand for a run that repeats samples.
+            # The steps before the checkpoint simulate a run that repeats samples.
             repeated = [whole["train/loss"][step - 1] / value for step, value in expected.items()]
             assert_far(repeated, [1.0] * len(expected), RUN[scalar], "a run one step behind")
 
 
 @pytest.mark.long
 def test_the_launcher_resumes_with_another_number_of_ranks(folder: Path, tiny_run: Path) -> None:
-    """It uses --resume auto in the folder of the run, whose newest checkpoint two ranks saved at step SAVED.
+    """The run uses --resume auto in its folder, whose newest checkpoint was saved by two ranks at step SAVED.
 
-    The losses are compared bit by bit, on one machine with the same instruction set and number of threads.
+    The losses are compared bit by bit on one machine with the same instruction set and number of threads.
     """
     name = "two to one, ZeRO-1"
     run, tag = folder / "launched", f"step_{SAVED:08d}"

@@ -1,4 +1,4 @@
-"""Training without the deepspeed launcher, on one host: plain python and torchrun."""
+"""Training without the deepspeed launcher, on one host, with plain python and with torchrun."""
 
 import contextlib
 import json
@@ -13,14 +13,14 @@ import pytest
 from tests.end_to_end.training_runs import DS_CONFIG, ROOT, flags, launcher_environment, scalars, wait_for_text
 from tests.tolerances import RUN, assert_close
 
-# Without "--" torchrun on Python 3.10 and 3.11 refuses --logs, which it takes for its own --logs-specs.
+# Without "--", torchrun on Python 3.10 and 3.11 refuses --logs as an ambiguous form of its own --logs-specs.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--"]
 
 
 def losses(start: list[str], tiny_run: Path, logs: Path) -> list[float]:
-    """Start launch/train.py with a batch of 32 on any number of ranks; return the loss of each step."""
+    """Start launch/train.py with a batch of 32 on any number of ranks. Return the loss of each step."""
     config = {**DS_CONFIG, "zero_optimization": {"stage": 1}}
-    del config["gradient_accumulation_steps"]  # it follows from the number of ranks
+    del config["gradient_accumulation_steps"]  # derived from the number of ranks
     logs.mkdir()
     (logs / "ds_config.json").write_text(json.dumps(config))
     command = [*start, str(ROOT / "launch/train.py"), *flags(tiny_run, logs / "ds_config.json", logs)]
@@ -42,8 +42,10 @@ def test_torchrun_has_the_losses_of_plain_python(tiny_run, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
-def test_ranks_save_and_end_after_their_torchrun(tiny_run: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """The process of torchrun holds the store, so the watchdogs of the ranks lose it."""
+def test_ranks_save_and_end_after_their_torchrun_has_ended(
+    tiny_run: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """The torchrun process holds the store, so the watchdogs of the ranks lose the store."""
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({**DS_CONFIG, "zero_optimization": {"stage": 1}}))
     more = {"train_steps": 100_000, "save_every_steps": 100_000, "hang_timeout": 6}

@@ -1,8 +1,8 @@
 """A run with tensor parallelism trains, evaluates, is killed, and resumes on one rank without tensor parallelism.
 
-The held-out images have from one to three captions, so ranks encode different numbers of captions. The run has the same
-losses and scores as a run of one rank that never stopped. The runs have no patch dropout, because its masks depend on
-the order of the samples in a chunk, and this order differs.
+The held-out images have one to three captions, so ranks encode different numbers of captions. The run has the losses
+and scores of a run of one rank that never stopped. The runs have no patch dropout, because its masks depend on the
+order of the samples in a chunk, and this order differs.
 """
 
 import io
@@ -87,7 +87,7 @@ def test_losses_equal_those_of_one_rank(runs, name, steps):
 
 @pytest.mark.parametrize("name", ["split", "size 2"])
 def test_scores_equal_those_of_one_rank(runs, name):
-    """They count ranks of similarities, so equal features up to rounding give equal scores."""
+    """The scores depend on ranks of similarities only, so features that differ by rounding give equal scores."""
     folder, _ = runs
     found, expected = (scalars(folder / run) for run in (name, "serial"))
     scores = [key for key in expected if key.startswith("evaluation/")]

@@ -1,4 +1,4 @@
-"""A run's folder and its exports hold the files of one tokenizer, also if they held those of another one before."""
+"""A run's folder and its exports contain the files of one tokenizer only, also if they had those of another one."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ def models(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.model"))
 
 
-def test_a_renamed_tokenizer_replaces_the_file_of_before(tiny_run, tmp_path):
+def test_a_renamed_tokenizer_replaces_the_previous_file(tiny_run, tmp_path):
     renamed = tmp_path / "renamed.model"
     shutil.copyfile(tiny_run / "tokenizer.model", renamed)
     options = {"lr_scheduler": "const", "resume": "auto"}
@@ -31,7 +31,7 @@ def test_a_renamed_tokenizer_replaces_the_file_of_before(tiny_run, tmp_path):
     card = tmp_path / "run" / "checkpoints" / "model"
     run_in_ranks([command(train_steps=2, tokenizer=renamed)])
     assert models(card) == ["renamed.model"] and manifest.find_damage(card) == []
-    run_in_ranks([command(train_steps=3, tokenizer=card / "renamed.model")])  # its only copy is in the folder
+    run_in_ranks([command(train_steps=3, tokenizer=card / "renamed.model")])  # the only copy is in the run's folder
     assert models(card) == ["renamed.model"] and manifest.find_damage(card) == []
     assert (card / "renamed.model").read_bytes() == renamed.read_bytes()
 

@@ -1,7 +1,7 @@
 """Every file of ds_configs/ trains under the deepspeed launcher, and open_clip loads the exported model.
 
 Each run has two ranks on the CPU and two steps. A file whose batch is too large for the tiny data runs with a smaller
-one. `make test` runs the file with the most settings, and `make test-long` runs the others.
+batch. `make test` runs the file with the most settings, and `make test-long` runs the others.
 """
 
 import json
@@ -26,7 +26,7 @@ MOST_SAMPLES = 256
 
 
 def small_copy(path: Path, folder: Path) -> Path:
-    """Return the file itself or, if its batch is too large, a copy with about a pair per rank and chunk."""
+    """Return the file itself or, if its batch is too large, a copy with about one pair per rank and chunk."""
     config = json.loads(path.read_text())
     if config["train_batch_size"] <= MOST_SAMPLES:
         return path
@@ -75,9 +75,9 @@ def shared_memory_of_deepspeed() -> set[Path]:
 
 
 def export_difference(checkpoints: Path, target: Path, monkeypatch, capsys) -> float:
-    """Run the export command in this process, which has loaded open_clip, and return the difference that it prints."""
+    """Run the export command in this process, which has imported open_clip. Return the difference that it prints."""
     monkeypatch.setattr(sys, "argv", ["export_open_clip.py", str(checkpoints), str(target), "--verify"])
-    export_open_clip.main()  # exits when features or tokens differ
+    export_open_clip.main()  # exits if features or tokens differ
     printed = re.search(r"export_max_abs_diff (\S+)", capsys.readouterr().out)
     assert printed
     return float(printed.group(1))

@@ -1,4 +1,4 @@
-"""launch/multi_node.sh on two hosts: same losses as on one host; a dead rank or launcher ends all other processes."""
+"""launch/multi_node.sh on two hosts: losses as on one host; the end of a rank or launcher ends all other processes."""
 
 import re
 import signal
@@ -21,7 +21,7 @@ MULTI_NODE = ROOT / "launch" / "multi_node.sh"
 STEPS = 3
 LIMIT_S = 600
 END_LIMIT_S = 120
-"""Limit for processes to end. It takes them 3 to 5 s; gloo would wait half an hour for a rank that does not answer."""
+"""Time limit for processes to end. They take 3 to 5 s. gloo waits half an hour for a rank that does not answer."""
 RANK = r"train\.py --local_rank"
 """Pattern of the command lines of ranks. It does not match their launcher."""
 
@@ -50,7 +50,7 @@ def losses_of_one_host(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory)
 def training(tiny_run: Path, logs: Path, steps: int = STEPS) -> list[str]:
     """Return arguments of launch/train.py that a remote shell would change if it expanded or split them.
 
-    The path of the data is relative: the ranks must run in the folder of the launcher.
+    The path of the data is relative, so the ranks must run in the folder of the launcher.
     """
     data = "train/{00000..00003}.tar"
     return flags(tiny_run, tiny_run / "zero3.json", logs, train_data=data, train_steps=steps, name="a run")
@@ -71,7 +71,7 @@ def test_losses_through_pdsh_equal_those_of_one_host(
     for host in (hosts.first, hosts.second):
         assert re.search(rf"^{host.address}: .*process \d+ spawned", output, re.MULTILINE), output
     assert len(losses_of_one_host) == STEPS
-    # Ranks that share memory sum the same numbers in another order.
+    # Ranks that share memory add the same numbers in another order.
     assert_close(losses(tmp_path), losses_of_one_host, RUN["loss"])
 
 
@@ -87,7 +87,7 @@ def test_losses_without_ssh_equal_those_of_one_host(
     ]
     with ThreadPoolExecutor() as pool:
         list(pool.map(finished, launches, [environment] * 2))
-    # Ranks that share memory sum the same numbers in another order.
+    # Ranks that share memory add the same numbers in another order.
     assert_close(losses(tmp_path), losses_of_one_host, RUN["loss"])
 
 
@@ -104,7 +104,7 @@ def finished(launch: list[str], environment: dict[str, str]) -> str:
 def endless_run(
     hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, logs: Path
 ) -> Iterator[tuple[subprocess.Popen, Path]]:
-    """Start a launch through pdsh that would train for hours; yield it and the file with its output."""
+    """Start a launch through pdsh that would train for hours. Yield the launch and the file with its output."""
     arguments = training(tiny_run, logs, steps=1_000_000)
     launch = hosts.first.command(MULTI_NODE, "--hostfile", hosts.hostfile, *arguments, folder=tiny_run)
     log = logs / "log"
@@ -122,7 +122,7 @@ def endless_run(
 def test_a_dead_rank_ends_the_others(
     hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path
 ) -> None:
-    """The other rank is halted by SIGSTOP, like a rank that waits in a collective for the dead one."""
+    """The other rank is stopped by SIGSTOP, like a rank that waits in a collective for the dead one."""
     with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, log):
         wait_until(lambda: "step 2/" in log.read_text(), LIMIT_S)
         subprocess.run(hosts.first.command("pkill", "-STOP", "-f", RANK), check=True)
@@ -143,7 +143,7 @@ def test_ending_the_launcher_ends_the_ranks(
         code = launcher.wait(END_LIMIT_S)
         assert code in (1, 128 + signal.SIGTERM), (
             log.read_text()
-        )  # 143: training had begun, so the ranks saved and exited
+        )  # 143: training had started, so the ranks saved and exited
         wait_until(lambda: not (hosts.first.processes(RANK) or hosts.second.processes(RANK)), END_LIMIT_S)
 
 

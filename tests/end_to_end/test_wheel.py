@@ -1,4 +1,4 @@
-"""The wheel, without the checkout: it has the trainer and its configurations, and runs the demo in an empty folder."""
+"""The wheel without the checkout contains the trainer and its configurations, and runs the demo in an empty folder."""
 
 import json
 import os

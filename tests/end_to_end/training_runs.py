@@ -1,7 +1,7 @@
-"""Two ways to train in a test: `launch`, under the deepspeed launcher, and `run_in_ranks`, in ranks of the harness.
+"""Two ways to train in a test: `launch` (the deepspeed launcher) and `run_in_ranks` (ranks of the harness).
 
-A launch takes ten seconds. `run_in_ranks` calls the same `main(argv)`, for several runs one after the other, in ranks
-that have torch loaded, and returns what each run writes to standard error.
+A launch takes ten seconds. `run_in_ranks` calls the same `main(argv)` for several runs, one after the other, in ranks
+that have already loaded torch. It returns what each run writes to standard error.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ MODEL = {
         "pool_type": "eos",
     },
 }
-# Two ranks x two chunks of 8 pairs: the contrastive batch is 32.
+# Two ranks with two chunks of 8 pairs each: the contrastive batch is 32.
 DS_CONFIG = {
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": 8,
@@ -48,7 +48,7 @@ DS_CONFIG = {
     "gradient_clipping": 1.0,
     "optimizer": {
         "type": "AdamW",
-        # torch's AdamW, because DeepSpeed's own must be compiled first
+        # torch's AdamW, because DeepSpeed's own would have to be compiled first
         "params": {"lr": 0.002, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True},
     },
     "megaclip": {"loss": "clip", "exchange": "ring", "reduction": "feature"},
@@ -64,12 +64,12 @@ class Finished:
 
     @property
     def errors(self) -> list[str]:
-        """Lines that the logger has marked as errors, without the time."""
+        """Return the lines that the logger has marked as errors, without their times."""
         return [line.split(" ", 1)[1] for line in self.output.splitlines() if " ERROR " in line]
 
 
 def flags(folder: Path, deepspeed_config: Path, logs: Path, **changes: Any) -> list[str]:
-    """Return the command line of a tiny run. changes: flags, named with underscores; None omits a flag."""
+    """Return the command line of a tiny run. changes: flags, named with underscores. None omits a flag."""
     values: dict[str, Any] = {
         "deepspeed_config": deepspeed_config,
         "model": folder / "model.json",
@@ -92,10 +92,10 @@ def flags(folder: Path, deepspeed_config: Path, logs: Path, **changes: Any) -> l
 
 
 def free_port() -> int:
-    """Return a free port that nothing else takes before the launcher does.
+    """Return a free port that no other process takes before the launcher uses it.
 
-    It is below the range of outgoing connections and the default port of launchers. Every process of pytest that runs
-    beside this one chooses among other ports.
+    The port is below the range of outgoing connections and below the default port of launchers. Every parallel process
+    of pytest chooses from a different set of ports.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     own = range(20_000 + worker, 29_000, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
@@ -115,12 +115,12 @@ def launcher_command(
 
 
 def launcher_environment() -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # for ninja and the launcher's python
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # contains ninja and the launcher's python
     return {"OMP_NUM_THREADS": "1", **os.environ, "PATH": path, "DS_ACCELERATOR": "cpu"}
 
 
 def launch(arguments: list[str], ranks: int = WORLD_SIZE) -> Finished:
-    """Train under the deepspeed launcher, and wait until it ends."""
+    """Train under the deepspeed launcher. Wait until it ends."""
     command = launcher_command(arguments, ranks)
     done = subprocess.run(
         command,
@@ -135,7 +135,7 @@ def launch(arguments: list[str], ranks: int = WORLD_SIZE) -> Finished:
 
 
 def wait_for_text(log: Path, text: str, process: subprocess.Popen) -> None:
-    """Wait until a process, which must not end before, has written `text` to its log."""
+    """Wait until a process has written `text` to its log. The process must not end before that."""
     deadline = time.monotonic() + 600
     while text not in log.read_text():
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -143,7 +143,7 @@ def wait_for_text(log: Path, text: str, process: subprocess.Popen) -> None:
 
 
 def data_workers(rank: int) -> list[psutil.Process]:
-    """Return the data workers of a rank, by the name that PyTorch gives them; none if the rank is gone."""
+    """Return the data workers of a rank, by the name that PyTorch gives them. Return none if the rank has ended."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(rank).children(recursive=True):
@@ -154,7 +154,7 @@ def data_workers(rank: int) -> list[psutil.Process]:
 
 
 def run_in_ranks(commands: list[list[str]], world_size: int = WORLD_SIZE) -> list[list[Finished]]:
-    """Train with each command, in one launch of the harness; return `result[command][rank]`."""
+    """Train with each command, in one launch of the harness. Return `result[command][rank]`."""
     with tempfile.TemporaryDirectory() as stores:
         per_rank = run_ranks(_run_all, world_size, commands, stores)
     return [list(ends) for ends in zip(*per_rank, strict=True)]
@@ -165,20 +165,20 @@ def _run_all(commands: list[list[str]], stores: str) -> list[Finished]:
 
 
 def run_here(command: list[str], store: Path) -> Finished:
-    """Call `main(command)` in this rank; then join the other ranks again through `store`, because main leaves them."""
+    """Call `main(command)` in this rank. Then join the other ranks again through `store`, because main leaves them."""
     from megaclip.engine.run import main
 
     with standard_error_kept() as output:
         exit_code = main(command)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    torch.distributed.barrier()  # the next command may exit at once, and a rank may still be connecting
+    torch.distributed.barrier()  # the next command may exit at once, while another rank is still connecting
     return Finished(exit_code, output())
 
 
 @contextlib.contextmanager
 def standard_error_kept() -> Iterator[Callable[[], str]]:
-    """Redirect file descriptor 2 to a file; yield a function that returns its text after the context has ended."""
+    """Redirect file descriptor 2 to a file. Yield a function that returns its text after the context has ended."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile("w+") as file:

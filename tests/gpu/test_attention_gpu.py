@@ -1,4 +1,4 @@
-"""Attention on a GPU: each shape against float64, and the kernels that run."""
+"""Attention on a GPU: each shape compared with float64, and the kernels that are used."""
 
 import pytest
 import torch
@@ -31,9 +31,9 @@ def test_attention_and_its_gradients_equal_float64(tokens: int, width: int, kind
 
 @pytest.mark.parametrize(("tokens", "kernel"), [(50, "fmha"), (197, "cudnn")])
 def test_the_fastest_kernels_run(tokens: int, kernel: str) -> None:
-    if torch.cuda.get_device_capability() < (9, 0):  # there the test's expectation for 197 tokens is wrong
+    if torch.cuda.get_device_capability() < (9, 0):  # on older GPUs the expectation for 197 tokens does not hold
         pytest.skip("PyTorch prefers cuDNN's kernels on GPUs of compute capability 9.0 and newer")
-    shape = (8, tokens, 12, 64)  # the layout of the towers; PyTorch may choose others without gradients
+    shape = (8, tokens, 12, 64)  # the layout of the towers; PyTorch may choose other kernels without gradients
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     q, k, v = (x.transpose(1, 2) for x in inputs)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

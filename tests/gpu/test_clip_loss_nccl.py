@@ -1,6 +1,6 @@
 """Compare ClipLoss over NCCL, one GPU per rank, with the loss and gradients of one process.
 
-tests/distributed checks the arithmetic with gloo. This file checks NCCL's ordering, streams and GPU tensors.
+tests/distributed tests the arithmetic with gloo. This file tests NCCL's ordering, streams and GPU tensors.
 """
 
 import itertools
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 
 def check(batch: int, embedding: int, dtype: torch.dtype, implementation: str, mode: str | None = None) -> None:
-    """Check every exchange and reduction. mode: of torch.compile; None does not compile the loss."""
+    """Check every exchange and reduction. mode: mode of torch.compile. None: the loss is not compiled."""
     torch._dynamo.reset()
     size, rank, device = group_size(), group_rank(), torch.device("cuda")
     generator = torch.Generator().manual_seed(batch)
@@ -35,7 +35,7 @@ def check(batch: int, embedding: int, dtype: torch.dtype, implementation: str, m
         )
         if mode is not None:
             loss_function = torch.compile(loss_function, mode=mode, fullgraph=True)
-        for _ in range(3):  # consecutive steps without a pause, which reuse buffers
+        for _ in range(3):  # consecutive steps that reuse buffers without a pause
             x.grad = y.grad = alpha.grad = None
             loss = loss_function(x, y, alpha)
             loss.backward()
@@ -44,7 +44,7 @@ def check(batch: int, embedding: int, dtype: torch.dtype, implementation: str, m
         assert x.grad is not None and y.grad is not None and alpha.grad is not None
         assert_close(x.grad / size, expected.d_image.chunk(size)[rank], NCCL_GRADIENT[dtype], f"d_image {case}")
         assert_close(y.grad / size, expected.d_text.chunk(size)[rank], NCCL_GRADIENT[dtype], f"d_text {case}")
-        # A mean of p_ij * (s_ij - s_ii): terms of size 1, which cancel where the temperature is right.
+        # A mean of p_ij * (s_ij - s_ii): terms of size 1, which cancel at the right temperature.
         bound = NCCL_TEMPERATURE[dtype]
         assert_close(alpha.grad.squeeze(), expected.d_logit_scale.squeeze(), bound, f"logit_scale {case}", size=1)
 

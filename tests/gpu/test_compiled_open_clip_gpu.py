@@ -1,4 +1,4 @@
-"""open_clip's compiled towers on a GPU: products and convolutions take their operands where they are."""
+"""open_clip's compiled towers on a GPU: matrix products and convolutions read their operands without copies."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def ancestors(event: Any) -> list[str]:
 
 
 def copies_inside(operation: str, events: Any) -> list[Any]:
-    """Return the shapes that `operation` copies, of tensors with a row per sample or per token."""
+    """Return the shapes of tensors that `operation` copies and that have a row per sample or token."""
     copies = [event for event in events if event.name == "aten::copy_" and operation in ancestors(event)]
     return [event.input_shapes for event in copies if event.input_shapes[0][0] % BATCH == 0]
 
@@ -51,6 +51,6 @@ def test_products_and_convolutions_copy_no_operands() -> None:
         step()
     events = profiler.events()
     assert any(event.name == "aten::convolution_backward" for event in events)
-    # The gradient of the mean over all positions has no memory order for the last stage's first convolution.
+    # The gradient of the mean over all positions has no fixed memory order for the last stage's first convolution.
     assert len(copies_inside("aten::convolution_backward", events)) <= 1
     assert copies_inside("aten::addmm", events) == []

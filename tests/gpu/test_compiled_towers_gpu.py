@@ -1,4 +1,4 @@
-"""Compare compiled towers on a GPU with plain PyTorch: features of both passes, and gradients."""
+"""Compiled towers on a GPU equal plain PyTorch: features of both passes, and gradients."""
 
 import pytest
 import torch

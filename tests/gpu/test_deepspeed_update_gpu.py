@@ -1,6 +1,6 @@
-"""The grouped optimizer step on GPUs: DeepSpeed's gradient norm, with a number of kernels that tensors do not add to.
+"""The grouped optimizer step on GPUs: DeepSpeed's gradient norm, and a number of kernels independent of the tensors.
 
-tests/distributed/test_deepspeed_update.py compares whole updates on CPUs, where PyTorch has no grouped kernels.
+tests/distributed/test_deepspeed_update.py compares whole updates on CPUs, for which PyTorch has no grouped kernels.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ LAYERS = 6
 
 @dataclass
 class Measured:
-    """Two norms of the same gradients, and the kernels of the update."""
+    """Two norms of the same gradients, and the number of kernels of the update."""
 
     norm: float
     deepspeed_norm: float
@@ -39,7 +39,7 @@ def measure(case: Case) -> Measured:
         model = engine_cases.MODEL.replace(vision_cfg={"layers": LAYERS}, text_cfg={"layers": LAYERS})
         patch.setattr(engine_cases, "MODEL", model)
         engine = engine_cases.start_engine(case)
-        for step in range(2):  # the first update makes the optimizer's states
+        for step in range(2):  # the first update creates the optimizer's states
             engine_cases.backpropagate(engine, case, step)
             optimizer = engine.optimizer
             if case.stage == 3:

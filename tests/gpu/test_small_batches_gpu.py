@@ -1,4 +1,4 @@
-"""Losses of small batches, whose kernels run as CUDA graphs, equal the plain ones bit by bit, on one and two ranks."""
+"""Losses of small batches, whose kernels run as CUDA graphs, equal plain losses bit by bit, on one and two ranks."""
 
 import copy
 import gc
@@ -18,7 +18,7 @@ WAY = {"exchange": "all_gather", "reduction": "feature", "cuda_graphs": True}
 
 
 def leaves(b: int, embedding: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Return features of this rank, logit_scale and logit_bias. The scale is on the host in every second step."""
+    """Return features of this rank, logit_scale and logit_bias. In every second step the scale is on the host."""
     generator = torch.Generator().manual_seed(1000 * seed + group_rank())
     x, y = (F.normalize(torch.randn(b, embedding, generator=generator), dim=1).to("cuda", dtype) for _ in range(2))
     scale = torch.tensor([10.0 + seed], device="cpu" if seed % 2 else "cuda")
@@ -45,7 +45,7 @@ def check_sizes(kind: type, b: int, embedding: int, dtype: torch.dtype, reductio
             for index, (one, other) in enumerate(zip(found, expected, strict=True)):
                 assert torch.equal(one, other), f"{name} {kind.__name__} {b} {embedding} {dtype}, {step}, {index}"
         assert recordings(loss) == (step >= 2)
-    # Two forward passes before the first backward pass, and values without gradients between them.
+    # Two forward passes precede the first backward pass. Values without gradients are computed between them.
     first, second = (leaves(b, embedding, dtype, seed) for seed in (11, 12))
     values = [loss(*first), loss(*second)]
     with torch.no_grad():
@@ -57,7 +57,7 @@ def check_sizes(kind: type, b: int, embedding: int, dtype: torch.dtype, reductio
 
 
 def check_limits() -> None:
-    """At most two recordings are kept; a large batch and the ring are not recorded."""
+    """Check that at most two recordings are kept, and that a large batch and the ring are not recorded."""
     loss = ClipLoss(**WAY)
     for b in (8, 9, 10):
         for seed in range(4):
@@ -88,7 +88,7 @@ def check_everything() -> None:
     loss = ClipLoss(**WAY)
     for seed in range(4):
         results(loss, leaves(64, 64, torch.bfloat16, seed))
-    globals()["kept"] = loss  # the process group ends while a recording exists
+    globals()["kept"] = loss  # keeps a recording until the process group has ended
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

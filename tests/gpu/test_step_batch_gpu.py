@@ -1,4 +1,4 @@
-"""Transfer of chunks to a GPU: no copy overwrites data in use, and pixels have the bits of torchvision's floats."""
+"""Transfer of chunks to a GPU: no copy overwrites data in use, and pixels equal torchvision's floats bit by bit."""
 
 import itertools
 from pathlib import Path
@@ -20,8 +20,8 @@ def feed() -> DeviceFeed:
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_chunks_arrive_whole_though_their_slots_are_written_again_at_once(place, tmp_path):
-    """Chunks use two slots, which are overwritten when the next chunk is requested, while the GPU is busy."""
+def test_chunks_arrive_complete_though_their_slots_are_overwritten_at_once(place, tmp_path):
+    """Chunks use two slots. A slot is overwritten when the next chunk is requested, while the GPU is busy."""
     generator = torch.Generator().manual_seed(0)
     expected = [torch.randint(256, (64, 3, 64, 64), generator=generator, dtype=torch.uint8) for _ in range(CHUNKS)]
     folder = Path(tmp_path) if place == "disk" else None
@@ -37,7 +37,7 @@ def test_chunks_arrive_whole_though_their_slots_are_written_again_at_once(place,
     for chunk, got in zip(expected, feed().inputs(Tower.IMAGE, chunks()), strict=True):
         for _ in range(20):
             busy = (busy @ busy).clamp(-1, 1)
-        assert torch.equal(got.cpu(), ImageTransform(64).normalise(chunk))  # CPU and GPU round alike
+        assert torch.equal(got.cpu(), ImageTransform(64).normalise(chunk))  # CPU and GPU round equally
     slots.close()
 
 
@@ -49,7 +49,7 @@ def test_no_more_than_two_chunks_of_pixels_are_on_the_device():
     before, chunk = torch.cuda.memory_allocated(), pixels[0].numel()
     for _ in map(lambda x: None, inputs):
         pass
-    # two of bytes; float32 ones: the result, and one that is being made of the next
+    # two chunks of bytes, and two in float32: the result, and the next one that is being computed
     assert torch.cuda.max_memory_allocated() - before <= (2 + 4 + 4) * chunk + 2**20
 
 
@@ -61,7 +61,7 @@ def test_chunks_of_captions_may_become_shorter():
         assert torch.equal(got.cpu(), chunk.long())
 
 
-def test_tokens_are_copies_of_their_own():
+def test_tokens_are_separate_copies():
     tokens = torch.arange(6 * 8, dtype=torch.int64).view(6, 8)
     got = list(feed().inputs(Tower.TEXT, tokens.split(1)))
     assert torch.equal(torch.cat(got).cpu(), tokens)

@@ -1,7 +1,7 @@
 """Tensor parallelism over NCCL in bfloat16: two GPUs as one replica follow one GPU, and stay equal for 200 steps.
 
-The arithmetic is tested in float32 on gloo (tests/distributed/test_tensor_parallel.py). These tests cover NCCL's
-ordering, streams and bfloat16 layers.
+tests/distributed/test_tensor_parallel.py tests the arithmetic in float32 on gloo. These tests cover NCCL's ordering,
+streams and bfloat16 layers.
 """
 
 import json
@@ -32,7 +32,7 @@ BATCH, CHUNKS = 64, 2
 
 
 def train(size: int, stage: int, steps: int, model: str = "ViT-B-32") -> tuple[list[float], list[float], bool]:
-    """Train on random pixels and tokens; losses, norms, and whether whole parameters are equal on all ranks."""
+    """Train on random pixels and tokens. Return losses, norms, and whether whole parameters are equal on all ranks."""
     config = {
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": CHUNKS,
@@ -54,7 +54,7 @@ def train(size: int, stage: int, steps: int, model: str = "ViT-B-32") -> tuple[l
     feed = DeviceFeed(engine.device, torch.bfloat16, ImageTransform(side).normalise)
     losses, norms = [], []
     for step in range(steps):
-        generator = torch.Generator().manual_seed(step % 10)  # ten batches, so that there is something to learn
+        generator = torch.Generator().manual_seed(step % 10)  # ten batches that repeat, so that the loss can fall
         pixels = torch.randint(256, (BATCH, 3, side, side), generator=generator, dtype=torch.uint8)
         tokens = torch.randint(1, text.vocab_size, (BATCH, text.context_length), generator=generator)
         batch = MemoryBatch(pixels[rank::ranks].chunk(CHUNKS), tokens[rank::ranks], feed, text_chunks=CHUNKS)
@@ -82,7 +82,7 @@ def test_two_gpus_follow_one(stage: int) -> None:
     ((expected, norms, _),) = run_ranks(train, 1, 1, stage, 20, backend="nccl")
     for losses, own_norms, equal in run_ranks(train, 2, 2, stage, 20, backend="nccl"):
         assert equal
-        assert losses[0] == pytest.approx(expected[0], rel=2e-3)  # bfloat16 activations, another order of sums
+        assert losses[0] == pytest.approx(expected[0], rel=2e-3)  # bfloat16 activations, summed in another order
         assert own_norms[0] == pytest.approx(norms[0], rel=2e-2)
         assert losses == pytest.approx(expected, rel=3e-2)
 

@@ -1,6 +1,6 @@
-"""Compare the Triton kernels compiled for the GPU with the float64 reference.
+"""Compare the Triton kernels, compiled for the GPU, with the float64 reference.
 
-The cases are those of the interpreter, and sizes that are too large for it.
+The cases are those of the interpreter, and larger sizes that are too slow for the interpreter.
 """
 
 import pytest
@@ -59,7 +59,7 @@ def test_sigmoid(case: TileCase, bias: float) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the tiles of smaller GPUs, with pointers as on those without a copy engine."""
+    """Use the tiles of smaller GPUs, and pointers as on GPUs without a copy engine."""
     monkeypatch.setattr(tiles_triton_blocks, "tiles_of", lambda device: (tiles_triton_blocks.SMALL_TILES, True))
 
 
@@ -109,7 +109,7 @@ def test_two_runs_give_the_same_bits() -> None:
 def test_memory_does_not_grow_with_the_batch(batch: int) -> None:
     x, y = features_of(TileCase(batch, batch, 256), "cuda")
     gradients_mib = 2 * batch * 256 * 4 / 2**20
-    # Vectors with one value per sample, and the workspace of the library.
+    # Vectors with one value per sample, and the library's workspace.
     allowed_mib = 64 + 40 + gradients_mib
     options, terms = TileOptions(implementation="triton", tile_budget_mib=64), Terms(20.0, 5.0, 1.0)
     for run in (

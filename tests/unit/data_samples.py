@@ -32,7 +32,7 @@ def write_tar(path: Path, members: Iterable[tuple[str, bytes]], *, format: int =
 
 
 def pair_members(numbers: Iterable[int]) -> list[tuple[str, bytes]]:
-    """Return image and caption of each number, named as in webdataset. The caption contains the number."""
+    """Return the members of pairs with these numbers, named as in webdataset. The caption contains the number."""
     return [
         member
         for number in numbers
@@ -76,7 +76,10 @@ def write_folder_of_pairs(folder):
 
 
 class CountingTokenizer:
-    """Replaces a tokenizer where tokens do not matter. The first token is the number in "caption 17", -1 if empty."""
+    """Stand-in for a tokenizer in tests that do not depend on tokens.
+
+    The first token is 17 for "caption 17", and -1 for a text without a number.
+    """
 
     vocab_size, eos_id, pad_id, context_length = 1000, 1, 0, 2
 

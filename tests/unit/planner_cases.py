@@ -14,10 +14,10 @@ H200 = describe(gpu="h200", gpus=8)
 def workload(
     tmp_path: Path, ranks: int = 8, model: str = "ViT-B-32", settings: dict | None = None, **changes
 ) -> Workload:
-    """bf16, ZeRO-2 with float32 accumulation, eight chunks of 512 on each rank; `changes` to ds_config.json.
+    """Return a bf16 ZeRO-2 workload with float32 accumulation and eight chunks of 512 on each rank.
 
-    The towers are plain PyTorch and no graphs are kept unless the settings have megaclip.compile and
-    megaclip.keep_graphs, as in the runs that were measured.
+    changes: settings of ds_config.json. The towers are plain PyTorch and no graphs are kept, as in the runs that were
+    measured, unless `changes` sets megaclip.compile and megaclip.keep_graphs.
     """
     changes["megaclip"] = {"keep_graphs": 0, **changes.get("megaclip", {})}
     settings = settings or {
@@ -37,5 +37,5 @@ def workload(
 
 
 def of_batch(job: Workload, global_batch: int) -> Workload:
-    """Return the workload with another contrastive batch, of whole chunks."""
+    """Return the workload with another contrastive batch, which is a multiple of the chunks."""
     return job.with_batch(global_batch // job.world_size)

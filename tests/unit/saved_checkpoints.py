@@ -1,4 +1,4 @@
-"""Checkpoints that one process saves through the store, with an engine that writes two small files."""
+"""Checkpoints that one process saves through the store. A stand-in for the engine writes two small files."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from megaclip.checkpoint import store
 
 
 class Killed(BaseException):
-    """Simulates the end of the process: the store must not catch it."""
+    """Exception that simulates the end of the process. The store must not catch it."""
 
 
 class Engine:

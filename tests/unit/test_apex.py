@@ -1,6 +1,6 @@
 """Detection of NVIDIA apex by its compiled extensions, and towers that use its layer norm.
 
-apex is a source build for CUDA, so modules of the same names stand in for it here.
+apex is built from source for CUDA, so stand-in modules replace it here.
 """
 
 import sys

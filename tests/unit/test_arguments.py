@@ -88,7 +88,7 @@ def test_a_mistake_is_one_line_that_names_the_flag(extra, expected):
 
 
 def test_several_unknown_flags_are_listed_one_per_line():
-    """A command line of open_clip has many of them."""
+    """The command line of an open_clip user may contain many unknown flags."""
     extra = ["--batch-size", "64", "--horovod", "--lr=1e-3", "--warmpu", "5", "--wd", "0.2", "--lr", "2"]
     with pytest.raises(ConfigError) as error:
         parse_arguments([*REQUIRED, *extra])
@@ -113,7 +113,7 @@ def test_the_demo_deletes_only_folders_of_runs(monkeypatch, capsys, name):
 
 
 def test_the_demo_needs_an_integer_of_steps(monkeypatch, capsys):
-    """The error named --train, which is a flag of another command."""
+    """The error must name the demo's own option, not --train, a flag of another command."""
     monkeypatch.setattr("sys.argv", ["demo.py", "--steps", "0"])
     with pytest.raises(SystemExit):
         demo.parse_arguments()
@@ -121,7 +121,11 @@ def test_the_demo_needs_an_integer_of_steps(monkeypatch, capsys):
 
 
 def test_the_demo_needs_no_deepspeed_beside_the_interpreter(monkeypatch, tmp_path):
-    """Scripts of the system's Python are in another folder, such as /usr/local/bin or ~/.local/bin."""
+    """Test an interpreter whose scripts are in another folder.
+
+    The system's Python installs scripts in /usr/local/bin or ~/.local/bin, so `deepspeed` is not beside the
+    interpreter.
+    """
     commands = []
     interpreter = tmp_path / "python"
     interpreter.symlink_to(sys.executable)
@@ -139,7 +143,7 @@ def test_other_names_are_accepted(name):
 
 
 NEWER_FLAGS = {"--image-layer-decay", "--visual-layer-decay", "--text-layer-decay"}
-"""Flags of open_clip's development version (4.2.0.dev0) that have a setting here."""
+"""Flags of open_clip's development version (4.2.0.dev0) with a corresponding setting in MegaCLIP."""
 
 
 def test_every_flag_of_open_clips_trainer_is_accepted_or_explained():
@@ -187,8 +191,8 @@ def test_a_missing_flag_is_named():
 
 
 @pytest.mark.parametrize(("rank", "patience_s", "speaks"), [("0", None, True), ("1", None, False), ("1", 0.0, True)])
-def test_who_says_what_is_wrong(monkeypatch, caplog, rank, patience_s, speaks):
-    """The first rank logs at once. The others wait, because the first one usually ends them."""
+def test_the_first_rank_logs_an_error_at_once_and_the_others_wait(monkeypatch, caplog, rank, patience_s, speaks):
+    """The first rank logs at once. The other ranks wait, because the first one usually ends them."""
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     argv = ["--deepspeed_config", "nowhere.json", "--model", "x", "--train-data", "y"]

@@ -32,7 +32,7 @@ def test_captions_have_the_lengths_that_the_planner_assumes(tokens: dict[str, to
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 32])
-def test_cutting_them_saves_what_the_planner_assumes(tokens: dict[str, torch.Tensor], count: int) -> None:
+def test_cutting_captions_saves_what_the_planner_assumes(tokens: dict[str, torch.Tensor], count: int) -> None:
     batch = tokens["realistic"].repeat(32, 1)
     chunks = CaptionChunks.cut(batch, count, TEXT, ONE_RANK)
     planned = 1 - mean_positions(len(batch) // count, count, TEXT) / TEXT.context_length

@@ -1,4 +1,4 @@
-"""The best checkpoint of a run: its record, what --keep-last leaves of it, and when a resumed run forgets it."""
+"""The best checkpoint of a run: its record, how --keep-last treats it, and when a resumed run forgets it."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ def best_of(run: Path, *, step: int = 0, identifier: str = "this run", **changes
 
 
 def save_and_evaluate(run: Path, best: BestCheckpoint, top1: dict[int, float], *, keep_last: int = 1) -> None:
-    """Save and evaluate as a run does: the score of a checkpoint is known after it was saved. top1: by step."""
+    """Save and evaluate as a run does: a checkpoint is scored after it was saved. top1: scores by step."""
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
     for step, score in top1.items():
         save(run / "checkpoints", step, keep_last=keep_last, best=best.tag, run="this run")
@@ -59,7 +59,7 @@ def test_the_main_score_is_top1_or_the_mean_recall_of_both_directions():
     ("start", "applies"),
     [
         ({"step": 3}, True),
-        ({"step": 3, "val_data": []}, True),  # it evaluates nothing
+        ({"step": 3, "val_data": []}, True),  # this run does not evaluate
         ({"step": 1}, False),
         ({"step": 3, "val_data": ["other"]}, False),
         ({"step": 3, "identifier": "another run"}, False),
@@ -105,11 +105,11 @@ def test_the_best_moving_average_is_exported_with_its_flag(tmp_path, caplog, mon
     save_and_evaluate(tmp_path, best, {1: 0.25})
     best.report()
     assert f"megaclip export {tmp_path} OUT_DIR --tag {TAGS[1]} --ema --verify" in caplog.text
-    assert best_of(tmp_path, step=1).tag is None  # its scores are those of other weights
+    assert best_of(tmp_path, step=1).tag is None  # the recorded scores are those of other weights
 
 
 def test_the_command_exports_the_weights_that_were_evaluated(tmp_path, caplog, monkeypatch):
-    """A run with --eval-ema is resumed without data to evaluate, and so without that flag."""
+    """A run with --eval-ema may be resumed without evaluation data, and then has no --eval-ema."""
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     caplog.set_level(logging.INFO, "megaclip")
     save_and_evaluate(tmp_path, best_of(tmp_path, eval_ema=True), {1: 0.25})

@@ -15,7 +15,7 @@ from tests.tolerances import FEATURES, TOWER_GRADIENT, assert_close, assert_far
 
 EOS = 2
 LENGTHS = [12, 5, 24, 2, 9, 17, 9, 1, 8, 16]
-"""Tokens of each caption; the caption of 1 has no end of text, that of 24 fills the context."""
+"""Number of tokens of each caption. The caption of 1 has no end of text, and that of 24 fills the context."""
 
 
 def text_model(**text):
@@ -25,7 +25,10 @@ def text_model(**text):
 
 
 def tokens_of(pool_type: str) -> torch.Tensor:
-    """Return tokens (10, 24) that end at LENGTHS, with random tokens, and another end of text, behind the end."""
+    """Return tokens (10, 24) of captions that end at LENGTHS.
+
+    Random tokens and another end of text follow each caption's end.
+    """
     generator = torch.Generator().manual_seed(1)
     end, words = (511, (3, 511)) if pool_type == "argmax" else (EOS, (3, 512))
     tokens = torch.randint(*words, (len(LENGTHS), 24), generator=generator)
@@ -50,7 +53,7 @@ def test_lengths_end_with_the_pooled_token():
 @pytest.mark.parametrize("pool_type", ["argmax", "eos", "first", "last"])
 @pytest.mark.parametrize("no_causal_mask", [False, True])
 def test_features_depend_on_no_token_behind_the_pooled_one_exactly_where_captions_are_cut(pool_type, no_causal_mask):
-    """With pool_type "first" the second token does not matter either, but such captions have no length."""
+    """With pool_type "first" the second token has no effect either, but such captions have no length."""
     model = text_model(pool_type=pool_type, no_causal_mask=no_causal_mask)
     tokens = tokens_of(pool_type)[:, :-1]  # without the second end of text
     changed = tokens.clone()
@@ -148,12 +151,15 @@ def test_the_first_chunk_is_divided_into_pieces_of_an_eighth_an_eighth_a_quarter
 
 
 def test_captions_of_one_length_are_one_piece_and_keep_their_order():
-    """Attention would run four times, and its results would be copied together, for nothing."""
+    """The captions must not be divided into pieces of equal length.
+
+    Attention would run four times and the results would be copied into one tensor, without any saving.
+    """
     for count in (1, 2):
         chunks = chunks_of(count, [20, 17] * 8)
         assert chunks.order is None and chunks.pieces == [((16 // count, 24),)] * count
         assert torch.equal(torch.cat(list(chunks)), chunks.tokens)
-        # Packed as on ranks with other lengths, see the next test.
+        # Pieces as on ranks whose captions have other lengths; the next test explains them.
         assert chunks.pieces_of(0) == chunks.pieces[0] and chunks_of(count, [20, 1] * 8).pieces_of(1) is None
 
 
@@ -170,7 +176,7 @@ def gradient_order(pieces: Pieces) -> list[str]:
 
 
 def test_gradients_are_ready_in_one_order_whatever_the_pieces():
-    """DeepSpeed adds up the gradients of ranks in this order, without names."""
+    """DeepSpeed sums the gradients of all ranks in this order. It does not compare names."""
     first, *others = map(
         gradient_order,
         [((16, 8),), ((2, 24), (14, 8)), ((2, 24), (2, 16), (12, 8)), ((2, 24), (2, 20), (4, 16), (8, 8))],
@@ -199,7 +205,7 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> py
     return caplog
 
 
-def test_the_log_gives_the_reason_for_which_captions_keep_their_padding(log):
+def test_the_log_gives_the_reason_why_captions_keep_their_padding(log):
     last = TextConfig(pool_type="last")
     for setting, text in (("auto", TextConfig()), (True, TextConfig()), (False, TextConfig()), ("auto", last)):
         division_of_captions(setting, text, ONE_RANK)

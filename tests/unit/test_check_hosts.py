@@ -1,4 +1,4 @@
-"""`megaclip check-hosts`: every fault is named with its host, and hosts that are alike have none."""
+"""`megaclip check-hosts`: every fault is reported with its host, and equal hosts have no problem."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ HEALTHY = Facts(
 
 
 def reports(changes: dict[str, Any] | None = None, **own: Any) -> list[Report]:
-    """Return the reports of four hosts. changes: facts of the third. own: other fields of its report."""
+    """Return the reports of four hosts. changes: facts of the third host. own: other fields of its report."""
     found = [Report(Host(f"node-{number}", 8), HEALTHY, mib_per_s=900.0 if number else None) for number in range(4)]
     report = {"facts": HEALTHY.model_copy(update=changes or {}), "mib_per_s": 900.0, **own}
     found[2] = Report(Host("node-2", 8), **report)
@@ -55,7 +55,7 @@ def problems(found: list[Report]) -> list[tuple[str, str]]:
 
 def test_equal_hosts_have_no_problem() -> None:
     assert problems(reports()) == []
-    # Small differences are normal.
+    # Small differences are accepted.
     assert problems(reports({"matmul_ms": [1.6] * 7 + [2.0]}, clock_s=1.5, mib_per_s=600.0)) == []
 
 
@@ -107,7 +107,7 @@ def test_an_answer_that_arrives_late_is_no_wrong_clock(
     now_s = 0.0
 
     def ask(host: Host, *_: object) -> tuple[Facts, str]:
-        """Let the answer of one host take 5 s after it has read its clock."""
+        """Delay the answer of one host by 5 s after it has read its clock."""
         nonlocal now_s
         now_s += HEALTHY.ran_s
         time_s = now_s + (wrong_by_s if host.name == "node-1" else 0.0)
@@ -166,7 +166,7 @@ def test_a_broken_processor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measure_here(port: int, hosts: int) -> NetworkResult:
-    """Measure the network between the ranks. A third host is absent, for which they wait a second."""
+    """Measure the network between the ranks. A third host is absent, and the ranks wait one second for it."""
     import datetime
     import os
 
@@ -202,8 +202,8 @@ def test_a_host_that_does_not_connect_is_named() -> None:
     assert [report.network for report in merged] == ["", "", "did not connect to the first host"]
 
 
-def test_a_host_whose_connection_ends_as_the_first_host_has_waited_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first host reports it as absent."""
+def test_a_host_whose_connection_closes_just_after_the_first_hosts_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first host reports this host as absent."""
 
     class Closed:
         def set(self, *_: str) -> None:
@@ -215,7 +215,7 @@ def test_a_host_whose_connection_ends_as_the_first_host_has_waited_long_enough(m
 
 @pytest.fixture
 def pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pdsh that runs the command in a shell without the environment, as ssh does; return the home folder."""
+    """Install a pdsh that runs the command in a shell without the environment, as ssh does. Return the home folder."""
     stub = tmp_path / "bin" / "pdsh"
     stub.parent.mkdir()
     script = '#!/bin/bash\n[[ $4 != gone ]] || { echo "$4: no route" >&2; exit 255; }\n'
@@ -229,7 +229,7 @@ def pdsh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_nothing_that_a_user_gives_reaches_the_remote_shell(pdsh: Path) -> None:
-    """The variables and arguments arrive unchanged, and no payload is run."""
+    """The variables and arguments arrive unchanged, and no payload is executed."""
     payload = "a b;touch EVIDENCE $(touch EVIDENCE) `touch EVIDENCE` 'x' \"y\" 100%n"
     (pdsh / ".deepspeed_env").write_text(f"NOTE={payload}\n")
     program = "import os, sys; print(os.environ['NOTE'], sys.argv[3:])"
@@ -249,7 +249,7 @@ def test_a_host_that_cannot_be_reached_has_the_reason(pdsh: Path) -> None:
 
 
 def test_a_command_that_hangs_is_ended_on_its_host(pdsh: Path) -> None:
-    """It would keep its port, and the next check would find the port in use."""
+    """A command that is left running would keep its port, and the next check would find the port in use."""
     python = pdsh / "python"
     python.write_text('#!/bin/bash\nexec -a "$0" sleep 600\n')
     python.chmod(0o755)

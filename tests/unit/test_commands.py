@@ -1,4 +1,4 @@
-"""The command line `megaclip COMMAND`: every command starts, with the launcher's argument too, and so does its file."""
+"""The command line `megaclip COMMAND`: every command starts, also with the launcher's argument, and from its file."""
 
 import importlib.metadata
 import importlib.util
@@ -45,7 +45,7 @@ def test_the_files_of_a_checkout_start_the_command_that_they_name(folder):
 
 
 def test_the_launchers_rank_reaches_the_command(monkeypatch):
-    """deepspeed --module megaclip evaluate runs/x  starts  python -m megaclip --local_rank=1 evaluate runs/x."""
+    """`deepspeed --module megaclip evaluate` starts `python -m megaclip --local_rank=1 evaluate`."""
     seen = []
     monkeypatch.setattr(evaluate, "main", lambda: seen.append(sys.argv))
     monkeypatch.setattr(sys, "argv", ["megaclip", "--local_rank=1", "evaluate", "runs/x"])
@@ -55,7 +55,7 @@ def test_the_launchers_rank_reaches_the_command(monkeypatch):
 
 
 def test_output_that_nobody_reads_is_no_traceback():
-    """As in `megaclip --help | head -1`."""
+    """Example: `megaclip --help | head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as output:
@@ -95,14 +95,14 @@ def test_a_mistake_is_one_line(arguments, message, tmp_path, monkeypatch):
     (tmp_path / "data.csv").write_text("filepath,title\na.png,the quick brown fox jumps over the lazy dog\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["megaclip", *arguments])
-    monkeypatch.setattr(logging, "disable", lambda level: None)  # it would hold for the tests after this one
+    monkeypatch.setattr(logging, "disable", lambda level: None)  # it would also apply to later tests
     with pytest.raises(SystemExit, match=message) as end:
         main()
     assert str(end.value.code).startswith("error: ") and "\n" not in str(end.value.code)
 
 
 def test_a_table_is_written_between_markers_that_have_none_yet(tmp_path, monkeypatch):
-    """The text between the markers was replaced wherever it occurred, and an empty text occurs everywhere."""
+    """An empty text between the markers occurs everywhere in a page. Only the text at the markers may be replaced."""
     page, markers = tmp_path / "page.md", (list_models.BEGIN, list_models.END)
     page.write_text("Above.\n{}\n{}\nBelow.\n".format(*markers))
     monkeypatch.setattr(logging, "disable", lambda level: None)
@@ -115,7 +115,7 @@ def test_a_table_is_written_between_markers_that_have_none_yet(tmp_path, monkeyp
 
 
 def test_own_models_are_listed_without_open_clip(monkeypatch, capsys):
-    """The version of open_clip was read, and a package that is not installed has none."""
+    """Listing MegaCLIP's own models must not read open_clip's version, because open_clip may not be installed."""
 
     def not_installed(name):
         raise importlib.metadata.PackageNotFoundError(name)
@@ -131,7 +131,7 @@ def test_own_models_are_listed_without_open_clip(monkeypatch, capsys):
 
 @pytest.mark.parametrize("model", [[], ["--model", "ViT-B-32"]])
 def test_importing_a_path_that_does_not_exist_asks_for_no_model(model, tmp_path, monkeypatch, capsys):
-    """It was an error that asked for --model, and with --model another one."""
+    """The error must name the missing path. It must not ask for --model."""
     monkeypatch.setattr(sys, "argv", ["import", str(tmp_path / "epoch_32.pt"), str(tmp_path / "out"), *model])
     with pytest.raises(SystemExit):
         import_open_clip.main()
@@ -140,7 +140,7 @@ def test_importing_a_path_that_does_not_exist_asks_for_no_model(model, tmp_path,
 
 
 def test_importing_a_run_names_the_export(tmp_path, monkeypatch, capsys):
-    """It asked for --model, and with --model it missed open_clip's weights."""
+    """The error must name `megaclip export`. It must not ask for --model or search for open_clip's weights."""
     step = tmp_path / "run" / "checkpoints" / "step_00000004"
     step.mkdir(parents=True)
     (step.parent / "latest").write_text(step.name)
@@ -159,11 +159,11 @@ def test_importing_a_run_names_the_export(tmp_path, monkeypatch, capsys):
 
 
 def test_the_tokenizer_accepts_the_column_that_its_error_asks_for(tmp_path, monkeypatch):
-    """The error names --image-key, which the command did not have."""
+    """The error names --image-key, so the command must have this flag."""
     rows = "".join(f"a.png,a photo of a dog number {n}\n" for n in range(50))
     (tmp_path / "data.csv").write_text(f"Photo,title\n{rows}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging, "disable", lambda level: None)  # it would hold for the tests after this one
+    monkeypatch.setattr(logging, "disable", lambda level: None)  # it would also apply to later tests
     command = ["megaclip", "tokenizer", "data.csv", "--vocab-size", "60", "--out", "t.model"]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit, match="it has Photo, title; set --image-key to one of them"):

@@ -31,7 +31,7 @@ def config() -> ModelConfig:
 
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
-    """Count graphs, and trace them without a compiler."""
+    """Count graphs. The backend traces them without compiling."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compilation, "BACKEND", counter)
@@ -56,7 +56,10 @@ def plain_and_compiled(config: ModelConfig, *, whole: bool, recomputes: bool = F
 
 
 def features_and_gradients(model: ClipModel, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both features without a graph and with one, by the same random numbers; adds the gradients to the parameters."""
+    """Return both features without a graph and with one, for equal random numbers.
+
+    The gradients are added to the parameters.
+    """
     features = []
     for with_graph in (False, True):
         torch.manual_seed(3)
@@ -80,7 +83,7 @@ def test_compiled_towers_equal_plain_ones_in_both_passes(
     config: ModelConfig, counter: CompileCounterWithBackend, whole: bool, checkpointing: bool, recomputes: bool
 ) -> None:
     if recomputes:
-        counter.backend = "aot_eager_decomp_partition"  # it decides what is computed again, as inductor does
+        counter.backend = "aot_eager_decomp_partition"  # decides which values to recompute, as inductor does
     sizes = (2,) if checkpointing or recomputes else (2, 3)
     models = plain_and_compiled(config, whole=whole, recomputes=recomputes)
     for model in models:
@@ -88,9 +91,10 @@ def test_compiled_towers_equal_plain_ones_in_both_passes(
             model.set_activation_checkpointing(lambda *given: checkpoint(*given, use_reentrant=False))
     for size in sizes:
         expected, got = (features_and_gradients(model, size) for model in models)
-        for features in got:  # a mask of patches that differs between the passes would show
+        for features in got:  # detects a mask of patches that differs between the passes
             assert_close(features, expected[0], FEATURES["float64"])
-    assert counter.frame_count == 2 * len(sizes) * 2  # towers, sizes, with and without gradients; blocks share graphs
+    # towers x sizes x (with and without gradients); blocks share graphs
+    assert counter.frame_count == 2 * len(sizes) * 2
     for name, parameter in models[1].named_parameters():
         if name != "logit_scale":
             assert_close(parameter.grad, models[0].get_parameter(name).grad, TOWER_GRADIENT, name)
@@ -126,7 +130,7 @@ def test_text_blocks_are_compiled_once_for_every_length_at_which_captions_are_cu
 def test_a_preferred_backend_changes_no_result_and_stays_in_the_graph(
     config: ModelConfig, counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
-    """CPUs have none of the preferred kernels, so the last of the list computes the same as without the list."""
+    """CPUs have none of the preferred kernels. The last one of the list must compute the same as without the list."""
     models = plain_and_compiled(config, whole=False)
     expected = features_and_gradients(models[0], 2)
     monkeypatch.setattr(attention, "_prefers_efficient", lambda *given: True)
@@ -134,7 +138,7 @@ def test_a_preferred_backend_changes_no_result_and_stays_in_the_graph(
         assert_close(features, expected[0], FEATURES["float64"])
     assert counter.frame_count == 4 * compiled
     every = {SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH}
-    assert every <= set(_cur_sdpa_kernel_backends())  # as before
+    assert every <= set(_cur_sdpa_kernel_backends())  # the setting is restored
 
 
 def test_short_attention_with_narrow_heads_prefers_the_memory_efficient_kernels() -> None:
@@ -184,7 +188,7 @@ def test_auto_compiles_on_gpus_where_it_saves_more_than_it_takes() -> None:
         assert compiles(True, **{**settings, **change}) and not compiles(False, **settings)
 
 
-def test_blocks_are_compiled_where_they_are_handled_one_by_one() -> None:
+def test_blocks_are_compiled_where_they_are_called_one_by_one() -> None:
     whole = {
         (stage, checkpointing, coalesces)
         for stage in range(4)
@@ -214,7 +218,7 @@ def test_a_plan_compiles_a_long_run_and_counts_what_it_saves(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_compiled_code_normalises_pixels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph for all chunks. Inductor's divisions may differ from PyTorch's in the last bit."""
+    """One graph serves all chunks. Inductor's divisions may differ from PyTorch's in the last bit."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend(backend)
     monkeypatch.setattr(compilation, "BACKEND", counter)

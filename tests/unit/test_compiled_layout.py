@@ -1,7 +1,7 @@
 """Compiled code keeps intermediate results in rows of their own length, if it is a multiple of 16 bytes.
 
-Otherwise a product on a GPU cannot add its bias in the same kernel. tests/gpu/test_compiled_open_clip_gpu.py looks for
-the copies there.
+With another row length, a matrix product on a GPU cannot add its bias in the same kernel.
+tests/gpu/test_compiled_open_clip_gpu.py searches for the copies that this causes.
 """
 
 import pytest
@@ -32,6 +32,6 @@ def allocated(rows: int, hidden: int, stride: int) -> bool:
 
 @pytest.mark.parametrize(("hidden", "stride"), [(1100, 1100), (1101, 1104)])
 def test_rows_are_rounded_up_to_16_bytes(hidden: int, stride: int) -> None:
-    """torch.compile's default rounds both up to 128 bytes, which is 1,120 numbers."""
+    """With torch.compile's default, both row lengths would be rounded up to 128 bytes: 1,120 numbers."""
     with inductor.patch(disable_padding_cpu=False, padding_stride_threshold=0):
         assert allocated(48, hidden, stride)

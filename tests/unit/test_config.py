@@ -1,4 +1,4 @@
-"""ds_config.json: each setting that is unknown, misplaced, without effect or contradictory is one readable error."""
+"""ds_config.json: every unknown, misplaced, ineffective or contradictory setting is one readable error."""
 
 import importlib
 import json
@@ -82,7 +82,7 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
     config = load_training_config(write(tmp_path, **changes))
     expected = {"zero_optimization": {"stage": 1, **ALIGNED}, **expected}
     assert config.for_deepspeed == {**VALID, **changes, **expected}
-    assert config.deepspeed == {**VALID, **changes}, "settings.json shows the file as it is"
+    assert config.deepspeed == {**VALID, **changes}, "settings.json must equal the file"
     assert config.checks_each_gradient == bool(changes.get("bf16", {}).get("check_grad_overflow"))
 
 
@@ -442,7 +442,7 @@ def test_a_monitor_without_its_package_is_refused_at_the_start(tmp_path, monkeyp
         load_training_config(path)
     monkeypatch.delitem(sys.modules, package)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    (tmp_path / package).mkdir()  # such as the folder that wandb logs to
+    (tmp_path / package).mkdir()  # for example, the folder that wandb logs to
     with pytest.raises(ConfigError, match="which is not installed"):
         load_training_config(path)
     (tmp_path / package / "__init__.py").touch()
@@ -502,7 +502,7 @@ def test_text_chunks_divide_the_samples_of_a_rank(tmp_path):
 
 @pytest.mark.parametrize(("accumulation", "captions", "chunk"), [(8, 4, 4), (8, 3, 2), (6, 4, 3), (7, 4, 1), (1, 9, 1)])
 def test_a_text_chunk_takes_no_more_memory_than_an_image_chunk(tmp_path, accumulation, captions, chunk):
-    """It has the samples of a number of image chunks that divides all of them."""
+    """A text chunk has the samples of several image chunks. Their number divides the number of image chunks."""
     path = write(tmp_path, train_batch_size=3 * accumulation, train_micro_batch_size_per_gpu=3)
     config = replace(load_training_config(path), text_chunks=TextChunks(captions))
     assert config.batch_plan(world_size=1).text_micro_batch == 3 * chunk
@@ -513,7 +513,7 @@ def test_a_text_chunk_takes_no_more_memory_than_an_image_chunk(tmp_path, accumul
 @pytest.mark.parametrize(
     ("accumulation", "captions", "chunk"), [(32, 7, 4), (64, 7, 4), (16, 7, 2), (8, 7, 1), (4, 7, 1), (16, 1, 1)]
 )
-def test_fewer_text_chunks_than_the_least_have_the_size_of_image_chunks(tmp_path, accumulation, captions, chunk):
+def test_too_few_text_chunks_get_the_size_of_image_chunks(tmp_path, accumulation, captions, chunk):
     path = write(tmp_path, train_batch_size=3 * accumulation, train_micro_batch_size_per_gpu=3)
     config = replace(load_training_config(path), text_chunks=TextChunks(captions, least=8))
     assert config.batch_plan(world_size=1).text_micro_batch == 3 * chunk

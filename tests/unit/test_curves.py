@@ -1,4 +1,4 @@
-"""Curves on a disk that is full, and loss spikes."""
+"""Curves when the disk is full, and loss spikes."""
 
 import math
 import resource
@@ -25,7 +25,7 @@ def warnings(monkeypatch) -> list[str]:
 
 
 class FullMonitor:
-    """A monitor whose disk is full."""
+    """Monitor that fails as on a full disk."""
 
     enabled = True
 
@@ -37,7 +37,7 @@ class FullMonitor:
         raise OSError(28, "No space left on device")
 
 
-def test_a_run_goes_on_without_curves_when_the_disk_is_full(tmp_path: Path, warnings: list[str], capfd) -> None:
+def test_a_run_continues_without_curves_when_the_disk_is_full(tmp_path: Path, warnings: list[str], capfd) -> None:
     """No file of this process may grow beyond 2,000 bytes, as on a full disk."""
     monitor = FullMonitor()
     curves = Curves(tmp_path, 0, monitor)
@@ -72,17 +72,17 @@ def test_a_folder_that_cannot_be_written_to_leaves_the_run_without_curves(tmp_pa
 def test_a_loss_far_above_its_level_is_logged_once(warnings: list[str]) -> None:
     level, generator = LossLevel(), np.random.default_rng(0)
     losses = 3.0 * np.exp(-np.arange(300) / 200) + 0.05 * generator.standard_normal(300)
-    losses[5] = 90.0  # too early to know the level
+    losses[5] = 90.0  # too early: the level is not known yet
     losses[[150, 151, 152]] = 9.0
     losses[200] = math.nan
-    losses[250] = 0.0  # a spike is above the level
+    losses[250] = 0.0  # far below the level: not a spike
     spikes = {step: spike for step, loss in enumerate(losses) if (spike := level.spike(step, loss)) is not None}
     assert list(spikes) == [150, 151, 152]
     assert all(spike > 10 for spike in spikes.values())
     assert len(warnings) == 1 and "loss spike: 9 at step 150" in warnings[0]
 
 
-def test_a_new_level_is_no_spike_for_ever() -> None:
+def test_a_new_level_is_not_reported_as_a_spike_for_ever() -> None:
     level = LossLevel()
     losses = [1.0, 1.01] * 50 + [5.0, 5.01] * 50
     spikes = [step for step, loss in enumerate(losses) if level.spike(step, loss) is not None]

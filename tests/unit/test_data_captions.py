@@ -1,4 +1,4 @@
-"""Captions in JSON fields and in files beside pictures; text, pictures and shards that cannot be used."""
+"""Captions in JSON fields and in files beside images. Texts, images and shards that cannot be used."""
 
 import json
 import os
@@ -54,7 +54,10 @@ def test_captions_in_a_field_of_json_are_read(tmp_path, make, key):
     ],
 )
 def test_the_error_for_captions_in_json_names_the_fields(tmp_path, make, key, message):
-    """Before, --caption-key json trained on the raw text of the JSON members, and no key on nothing."""
+    """The error must list the fields of the JSON members.
+
+    --caption-key json must not train on the raw text of the members. Without the flag, no sample may lack a caption.
+    """
     spec = make(tmp_path)
     with pytest.raises(DataError) as caught:
         open_pairs([spec], caption_key=key)
@@ -100,7 +103,7 @@ def test_a_json_caption_that_is_no_text_is_a_bad_sample(tmp_path):
 
 
 def test_empty_captions_in_a_list_are_left_out(tmp_path):
-    """Before, a sample was trained on one of its empty captions."""
+    """No sample may be trained on one of its empty captions."""
     lists = [["", "a  cat", "   ", None, "\0"], ["", " "]]
     records = [{"image": f"{n}.png", "caption": captions} for n, captions in enumerate(lists)]
     (tmp_path / "table.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -124,7 +127,7 @@ def test_empty_captions_in_a_list_are_left_out(tmp_path):
 
 
 def test_captions_that_are_not_utf_8_are_bad_samples(tmp_path):
-    """Before, Latin-1 captions silently became replacement characters."""
+    """Latin-1 bytes must not silently become replacement characters."""
     write_tar(tmp_path / "shard.tar", [("0.png", picture(0)), ("0.txt", "gr\xfcn".encode("latin-1"))])
     write_folder_of_pairs(tmp_path / "folder")
     (tmp_path / "folder" / "0.txt").write_bytes("gr\xfcn".encode("latin-1"))
@@ -154,7 +157,7 @@ def test_json_may_begin_with_a_byte_order_mark(tmp_path):
 
 @pytest.mark.parametrize("text", ["", " \n", "\0", "\u00a0", "\u3000\n", "\ufeff", "\ufeff \n"])
 def test_a_caption_that_cleaning_makes_empty_is_a_bad_sample(text):
-    """Once, a sample with the text U+00A0, a space that is not broken, was trained on without a caption."""
+    """The text U+00A0, a no-break space, is empty after cleaning. No sample may be trained on without a caption."""
     assert clean_caption(text) == ""
     with pytest.raises(BadSample, match="empty caption"):
         check_caption(RawSample(b"", text, "a"))

@@ -23,7 +23,7 @@ SIZES = [(24, 24), (31, 57), (57, 31), (224, 100), (9, 9), (5, 40), (300, 301)]
 
 
 def smooth(width, height, kind="JPEG"):
-    """Return an image with low frequencies only, as in a photograph, so that resampling is well conditioned."""
+    """Return an image with low frequencies only, as in a photograph, so that resampling does not magnify rounding."""
     y, x = np.mgrid[0:height, 0:width]
     pixels = [127 + 120 * np.sin(x / width * 5 + c) * np.cos(y / height * 4 - c) for c in range(3)]
     buffer = io.BytesIO()
@@ -115,7 +115,10 @@ def test_images_of_extreme_shape_get_a_crop_at_the_centre():
 
 
 def test_draft_decoding_keeps_the_size_that_the_crop_needs():
-    """The crop is less than twice the target, so it must be decoded at full size. On noise, lost pixels are visible."""
+    """The image must be decoded at full size, because the crop is less than twice the target.
+
+    In noise, pixels that are lost by decoding at a smaller size are visible.
+    """
     content = picture(5, 70, 70, "JPEG")
     left, top, width, height = random_box((70, 70), (0.5, 0.6), images_module._generator((0, 0, 1)))
     assert max(width, height) < 64
@@ -191,13 +194,13 @@ def png(width, height, bit_depth, colour_type, rows=None):
     ("width", "height"),
     [
         (8200, 8200),  # just above the limit
-        (11400, 11400),  # 130 megapixels in a small file; decoding it took 1 GiB and 10 s
+        (11400, 11400),  # 130 megapixels in a small file, 1 GiB and 10 s to decode
         (60000, 60000),  # Pillow itself refuses it as a decompression bomb
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
 def test_images_of_too_many_pixels_are_refused_before_they_are_decoded(width, height, training, monkeypatch):
-    content = png(width, height, 1, 0, rows=[b""])  # the header counts, nothing is decoded
+    content = png(width, height, 1, 0, rows=[b""])  # the header is checked; nothing is decoded
     monkeypatch.setattr(PngImageFile, "load", lambda *_: pytest.fail("the image was decoded"))
     with pytest.raises(BadSample, match=r"pixels.*; expected at most 67,108,864") as caught:
         ImageTransform(24, training=training)(content)

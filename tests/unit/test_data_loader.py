@@ -1,4 +1,4 @@
-"""Loaders: every sample exactly once for any ranks and workers, exact resume, bad samples, workers that die."""
+"""Loaders: each sample exactly once for any number of ranks and workers, exact resume, bad samples, dying workers."""
 
 import functools
 import json
@@ -64,7 +64,7 @@ def next_step(loader, micro_batches=1):
 
 
 def take_steps(dataset, count, *, world_size=1, micro_batches=1, **options):
-    """Return, from all ranks, ids (count, STEP) in global order, images by (step, id), and the samples consumed."""
+    """Return ids (count, STEP) of all ranks in global order, images by (step, id), and the samples consumed."""
     ids = np.empty((count, STEP), dtype=np.int64)
     images: dict[tuple[int, int], torch.Tensor] = {}
     consumed = set()
@@ -100,7 +100,7 @@ def test_an_epoch_has_each_sample_once_though_ranks_and_workers_change(pairs):
 
 @pytest.mark.parametrize(("world_size", "workers", "micro_batches"), [(1, 2, 1), (3, 0, 2), (2, 1, 3)])
 def test_ids_and_pixels_do_not_depend_on_ranks_workers_and_micro_batches(pairs, world_size, workers, micro_batches):
-    ids, images, _ = take_steps(pairs, 7)  # these reach the second epoch
+    ids, images, _ = take_steps(pairs, 7)  # these steps reach the second epoch
     other_ids, other_images, _ = take_steps(
         pairs, 7, world_size=world_size, num_workers=workers, micro_batches=micro_batches
     )
@@ -151,7 +151,7 @@ def test_an_image_with_three_captions_shows_each_once_in_three_epochs(tmp_path):
         ids, _, tokens = next_step(loader)
         shown[epoch, ids.numpy()] = tokens.numpy()
     assert np.sort(shown, axis=0).T.tolist() == np.arange(3 * STEP).reshape(STEP, 3).tolist()
-    assert set(shown[0] % 3) == {0, 1, 2}  # an epoch shows caption 0 of some images, 1 and 2 of others
+    assert set(shown[0] % 3) == {0, 1, 2}  # an epoch shows caption 0 of some images and captions 1 and 2 of others
 
 
 def test_augmentation_changes_with_the_epoch(pairs):
@@ -174,7 +174,10 @@ def test_the_loader_does_not_draw_from_the_global_random_generator(pairs):
 
 
 def test_an_exception_in_a_worker_is_not_reported_as_its_death():
-    """torch passes some exceptions on as a RuntimeError that names its DataLoader. Their type must stay visible."""
+    """The type of a worker's exception must stay visible.
+
+    torch passes some exceptions on as a RuntimeError that names its DataLoader.
+    """
 
     def broken(_):
         return b"\xff".decode()
@@ -185,7 +188,7 @@ def test_an_exception_in_a_worker_is_not_reported_as_its_death():
 
 @pytest.mark.parametrize("tokenizer", [CountingTokenizer(), load_tokenizer("clip", 8)])
 def test_work_can_be_pickled_for_workers_that_are_not_forked(pairs, tokenizer):
-    """On systems without fork, order and reader are sent to the workers pickled."""
+    """On systems without fork, order and reader are pickled and sent to the workers."""
     order, reader = pairs.order(seed=0), TrainReader(pairs, ImageTransform(8, training=True), tokenizer, 0)
     copied_order, copied_reader = pickle.loads(pickle.dumps((order, reader)))
     places = np.arange(12)
@@ -245,7 +248,7 @@ def test_bad_samples_are_counted_and_replaced_and_ids_do_not_shift(tmp_path):
 
 
 def captions_shown_by_three_ranks(dataset):
-    """Return the caption that three ranks show for each id. The substitutes must not depend on the ranks."""
+    """Return the caption that three ranks show for each id. Substitutes must not depend on the number of ranks."""
     shown = {}
     for rank in range(3):
         loader = loader_of(dataset, rank=rank, world_size=3, max_bad_fraction=0.5)
@@ -313,12 +316,13 @@ def test_a_dataset_of_bad_samples_only_is_an_error(tmp_path):
     with pytest.raises(DataError, match="16 substitutes for it are bad, last undecodable image"):
         next(loader)
     loader = loader_of(make_bad(tmp_path, broken), max_bad_fraction=0.01)
-    with pytest.raises(DataError, match=r"^17 of the 17 samples read so far are bad"):  # once 17 of 12
+    # the total must include the substitutes that were read
+    with pytest.raises(DataError, match=r"^17 of the 17 samples read so far are bad"):
         next(loader)
 
 
 def test_bad_samples_are_counted_among_all_that_were_read(tmp_path):
-    """Half of the data is bad: about half of the reads, substitutes included, are bad, never more than all."""
+    """Half of the data is bad, so about half of the reads, substitutes included, must be counted as bad."""
     broken = {n: [(f"{n}.png", b"broken"), (f"{n}.txt", b"caption")] for n in range(0, 60, 2)}
     log = reading_module.BadSampleLog(1.0, "")
     loader = loader_of(make_bad(tmp_path, broken), max_bad_fraction=1.0)
@@ -328,7 +332,7 @@ def test_bad_samples_are_counted_among_all_that_were_read(tmp_path):
     assert 0.35 < log.counts.total() / log._read < 0.65
 
 
-def test_the_error_of_an_evaluation_names_no_flag_that_it_does_not_have(tmp_path):
+def test_the_error_of_an_evaluation_names_only_flags_that_it_has(tmp_path):
     broken = {n: [(f"{n}.png", b"broken"), (f"{n}.txt", b"caption")] for n in range(30)}
     loader = EvaluationLoader(make_bad(tmp_path, broken), ImageTransform(8), CountingTokenizer(), batch_size=50)
     with pytest.raises(DataError, match=r"^30 of the 50 samples read so far are bad .*over the limit 0\.01;") as caught:
@@ -337,7 +341,7 @@ def test_the_error_of_an_evaluation_names_no_flag_that_it_does_not_have(tmp_path
 
 
 def test_the_error_for_labelled_images_does_not_name_inspect(tmp_path):
-    """`megaclip inspect` reads pairs, and refuses a folder of images per class."""
+    """`megaclip inspect` reads pairs. It refuses a folder with one folder of images per class."""
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
         for number in range(10):
@@ -373,7 +377,7 @@ def test_evaluation_yields_each_sample_once_in_equally_many_batches(pairs, world
 
 
 def test_evaluation_takes_the_first_of_several_captions(tmp_path):
-    """Once, it encoded all of them as one text, which is easier to retrieve than any of them."""
+    """A text of all captions joined would be easier to retrieve than any of them."""
     (tmp_path / "0.png").write_bytes(picture(0))
     row = {"image": "0.png", "caption": ["caption 3", "caption 4"]}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(row))
@@ -424,7 +428,7 @@ def test_a_worker_that_dies_during_a_training_step_is_a_data_error():
     batches = map_in_workers(functools.partial(_die_at, 2, may_die), range(100), num_workers=1)
     next(batches)
     began = time.monotonic()
-    may_die.set()  # the worker dies after its second result, and not before the first one was taken
+    may_die.set()  # the worker dies after its second result, and not before the first one is taken
     with pytest.raises(DataError, match="data worker died"):
         while time.monotonic() - began < WORKER_TIMEOUT_S / 2:
             time.sleep(0.2)  # a training step, which the signal does not interrupt

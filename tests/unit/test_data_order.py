@@ -35,7 +35,7 @@ def test_orders_differ_between_epochs_and_seeds_and_are_reproducible():
 
 
 def test_the_order_of_a_seed_never_changes():
-    """Checkpoints must resume under any version of NumPy and of this code, so this recorded order must not change."""
+    """Checkpoints must resume under every version of NumPy and of this code, so this order must never change."""
     assert visit(SampleOrder([4, 4, 4], seed=0), 0, 12)[0].tolist() == [1, 11, 6, 5, 7, 8, 0, 4, 9, 3, 2, 10]
 
 
@@ -71,7 +71,7 @@ def test_each_rank_takes_every_wth_position_of_a_step():
 
 
 def test_a_position_in_a_large_dataset_is_computed_without_replay():
-    """Position 3e8 of 4e8 samples needs no replay and no memory in proportion to the samples."""
+    """Position 3e8 of 4e8 samples must be computed without replay, and without memory in proportion to the samples."""
     order = SampleOrder(np.full(40_000, 10_000), seed=0)
     ids, epochs = visit(order, 300_000_000, 64)
     assert len(set(ids.tolist())) == 64 and ids.min() >= 0 and ids.max() < 400_000_000
@@ -87,7 +87,7 @@ def test_every_block_of_a_mixture_meets_the_quotas():
 
 
 def test_a_batch_over_many_blocks_of_a_mixture_shuffles_each_window_once(monkeypatch):
-    """256 samples of one of 64 ranks lie in 17 blocks. Once, these replaced the windows in memory (30 ms more)."""
+    """Each window must be shuffled once and kept. 256 samples of one of 64 ranks lie in 17 blocks."""
     parts = [SampleOrder([10**6], seed=seed) for seed in (0, 1)]
     mixture, shuffled = MixtureOrder(parts, [1.0, 1.0], seed=987), Counter()
     seed_sequence = np.random.SeedSequence
@@ -117,7 +117,7 @@ def test_a_batch_of_a_mixture_repeats_no_sample_of_a_part_that_is_too_small_for_
     with pytest.raises(DataError, match=r"repeat samples of entry 2 of --train-data.* set train_batch_size to 200 or"):
         check_batch(201, mixture)
     ids, _ = visit(mixture, 0, 1000)
-    assert len(set(ids)) == 600  # what the check is for
+    assert len(set(ids)) == 600  # the property that the check protects
 
 
 def test_quotas_sum_to_a_block_and_unusable_weights_are_errors():

@@ -144,7 +144,7 @@ def test_every_source_yields_equal_pairs(tmp_path, make):
 
 
 def test_a_folder_of_img2dataset_is_read_as_pictures(tmp_path):
-    """img2dataset writes 00000.parquet and 00000_stats.json, without images, beside the folder 00000 of pictures."""
+    """img2dataset writes 00000.parquet and 00000_stats.json, which contain no images, beside the image folder 00000."""
     import datasets
 
     write_folder_of_pairs(tmp_path / "00000")
@@ -163,7 +163,10 @@ def test_a_table_beside_the_folder_of_its_images_is_read_as_a_table(tmp_path):
 
 
 def test_other_files_named_metadata_are_no_captions(tmp_path):
-    """Once, any file of this name made `datasets` read the pictures, and no caption was found."""
+    """Only metadata files that `datasets` understands may change how a folder is read.
+
+    For other files of this name, `datasets` would find no captions.
+    """
     write_folder_of_pairs(tmp_path)
     (tmp_path / "metadata.txt").write_text("crawled in spring")
     (tmp_path / "deep" / "metadata.json").write_text("{}")
@@ -173,7 +176,7 @@ def test_other_files_named_metadata_are_no_captions(tmp_path):
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 @pytest.mark.parametrize("other", ["b-train-1.png", "b.png", "deep/b.png"])
 def test_names_of_splits_in_the_names_of_pictures_leave_nothing_out(tmp_path, other, kind):
-    """`datasets` takes files such as a-test-0.png for the split "test", which is then missing in "train"."""
+    """`datasets` assigns files such as a-test-0.png to the split "test". They must not be missing from "train"."""
     names = ["a-test-0.png", other, "test/c.png"]
     for number, name in enumerate(names):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -218,7 +221,7 @@ def test_a_folder_stands_for_its_files(tmp_path):
 
 @pytest.mark.parametrize("dataset_type", ["auto", "imagefolder", "saved", "webdataset", "csv"])
 def test_a_pattern_of_several_folders_is_an_error(tmp_path, dataset_type):
-    """Once, image folders and saved datasets after the first one were left out, and the other types had a traceback."""
+    """Every folder that matches must be reported, for image folders and saved datasets too. None may be ignored."""
     for name in "ab":
         write_folder_of_pairs(tmp_path / name)
     with pytest.raises(DataError, match=r"matches 2 files or folders, .*; give each folder as a separate entry"):
@@ -228,7 +231,7 @@ def test_a_pattern_of_several_folders_is_an_error(tmp_path, dataset_type):
 
 
 def test_tables_in_several_folders_do_not_take_each_others_images(tmp_path):
-    """Once, the images of all tables were looked for in the folder of the first one."""
+    """The images of each table must be searched for in the folder of that table, not in the folder of the first one."""
     for name, number in (("a", 0), ("b", 1)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0.png").write_bytes(picture(number))
@@ -244,7 +247,7 @@ def test_tables_in_several_folders_do_not_take_each_others_images(tmp_path):
 
 
 def test_a_saved_dataset_with_several_splits_needs_a_choice(tmp_path):
-    """--val-data once took the split "train" of such a folder."""
+    """--val-data must not silently read the split "train" of such a folder."""
     import datasets
 
     rows = {"image": [picture(n) for n in range(COUNT)], "caption": texts()}
@@ -262,7 +265,7 @@ def test_captions_that_pandas_reads_as_missing_are_kept(tmp_path):
 
 
 def test_text_in_a_csv_that_looks_like_numbers_is_kept(tmp_path):
-    """Once, the cells 007 and 1.50 were the captions 7.0 and 1.5, and the file 0 was no image."""
+    """The cells 007 and 1.50 must not become 7.0 and 1.5, and the file name 0 must stay a file name."""
     (tmp_path / "0").write_bytes(picture(0))
     (tmp_path / "pairs.csv").write_text("filepath,title,score\n0,007,1\n0,1.50,2\n0,true,3\n")
     dataset = open_pairs([str(tmp_path / "pairs.csv")])
@@ -272,7 +275,7 @@ def test_text_in_a_csv_that_looks_like_numbers_is_kept(tmp_path):
 
 @pytest.mark.parametrize("image_key", [None, "image", "file_name"])
 def test_text_in_the_metadata_of_a_folder_is_kept(tmp_path, image_key):
-    """Once, the caption NA was missing there, and 007 was 7.0."""
+    """The caption NA must not count as missing there, and 007 must not become 7.0."""
     _write_pictures(tmp_path)
     (tmp_path / "metadata.csv").write_text("file_name,text\n0.png,NA\n1.png,007\n2.png,1.5\n")
     dataset = open_pairs([str(tmp_path)], image_key=image_key)
@@ -290,7 +293,7 @@ def test_a_folder_with_a_metadata_file_per_folder_has_the_pictures_of_all(tmp_pa
 
 
 def test_metadata_behind_a_link_is_refused(tmp_path):
-    """`datasets` does not follow the link. Once, its pictures were left out without a message."""
+    """`datasets` does not follow such a link, and would silently leave out the images that the metadata describe."""
     for name, number in (("elsewhere", 0), ("pairs/a", 1)):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / f"{number}.png").write_bytes(picture(number))
@@ -303,7 +306,7 @@ def test_metadata_behind_a_link_is_refused(tmp_path):
 
 
 def test_a_csv_may_have_words_after_thousands_of_numbers(tmp_path):
-    """`datasets` chooses a type per column by the first 10,000 rows, and could not read words in later ones."""
+    """`datasets` infers the type of a column from its first 10,000 rows. Words in later rows must still be readable."""
     rows = ["0.png,7,1"] * 20_000 + ["0.png,seven,0.5"]
     (tmp_path / "pairs.csv").write_text("\n".join(["filepath,title,score", *rows]))
     dataset = open_pairs([str(tmp_path / "pairs.csv")])
@@ -311,7 +314,7 @@ def test_a_csv_may_have_words_after_thousands_of_numbers(tmp_path):
 
 
 def test_captions_of_a_table_may_be_bytes(tmp_path):
-    """Once, the caption of the first row was "b'gr\\xc3\\xbcn'"."""
+    """The caption of the first row must not be the text "b'gr\\xc3\\xbcn'"."""
     import datasets
 
     rows = {"jpg": [picture(0)] * 2, "txt": ["grün".encode(), b"gr\xfcn"]}
@@ -323,15 +326,15 @@ def test_captions_of_a_table_may_be_bytes(tmp_path):
 
 
 def test_a_caption_of_a_table_that_is_no_text_is_a_bad_sample(tmp_path):
-    """COCO on the Hugging Face hub has a list of dictionaries. Once, their Python code was the caption."""
+    """COCO on the Hugging Face hub has a list of dictionaries. Their Python code must not become the caption."""
     rows = [{"image": "0.png", "caption": [{"raw": "a dog", "id": 1}]}]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(BadSample, match="missing caption: 0: expected text, got dict"):
         open_pairs([str(tmp_path / "pairs.jsonl")]).caption(0)
 
 
-def test_a_caption_that_is_not_a_number_is_missing(tmp_path):
-    """Once, "nan" was the caption."""
+def test_a_caption_that_is_nan_is_missing(tmp_path):
+    """The caption must not be the text "nan"."""
     table = pyarrow.table({"image": [picture(0)] * 2, "caption": [1.5, float("nan")]})
     parquet.write_table(table, tmp_path / "pairs.parquet")
     dataset = open_pairs([str(tmp_path / "pairs.parquet")])
@@ -341,7 +344,7 @@ def test_a_caption_that_is_not_a_number_is_missing(tmp_path):
 
 
 def test_numbers_of_classes_are_read_as_their_names(tmp_path):
-    """`datasets` stores the labels of CIFAR10 like this. Once, the captions were "0" and "1"."""
+    """`datasets` stores the labels of CIFAR10 as numbers. The captions must not be "0" and "1"."""
     import datasets
 
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
@@ -356,7 +359,7 @@ def test_numbers_of_classes_are_read_as_their_names(tmp_path):
 
 @pytest.mark.parametrize("name", ["0.csv", "1.csv", "2.jsonl", "3.jsonl", "4.parquet"])
 def test_a_table_without_rows_is_refused(tmp_path, name):
-    """The error was `datasets`' own, such as "StopIteration: " or "BatchSize must be greater than 0"."""
+    """The error must be ours, not one of `datasets` such as "StopIteration: " or "BatchSize must be greater than 0"."""
     (tmp_path / "0.csv").write_text("")
     (tmp_path / "1.csv").write_text("filepath,title\n")
     (tmp_path / "2.jsonl").write_text("")
@@ -367,7 +370,7 @@ def test_a_table_without_rows_is_refused(tmp_path, name):
 
 
 def test_a_saved_dataset_without_rows_is_refused(tmp_path):
-    """The error was `datasets`' own IndexError."""
+    """The error must be ours, not an IndexError of `datasets`."""
     import datasets
 
     datasets.Dataset.from_dict({"image": [], "caption": []}).save_to_disk(tmp_path / "saved")
@@ -377,7 +380,7 @@ def test_a_saved_dataset_without_rows_is_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_tables_without_rows_among_others_add_none(tmp_path, kind):
-    """Spark writes such parts. The data were refused, with the name of another file."""
+    """Spark writes such parts. They must not make the other files an error."""
     rows = pyarrow.table({"image": [picture(0)], "caption": ["red"]})
     for number in range(3):
         path = tmp_path / f"{number}.{kind}"
@@ -394,7 +397,7 @@ def test_tables_without_rows_among_others_add_none(tmp_path, kind):
 
 
 def test_a_column_of_row_numbers_may_have_no_name(tmp_path):
-    """R writes such a column when it writes some rows of a table."""
+    """R writes such a column when it saves a subset of a table."""
     _write_pictures(tmp_path)
     content = '"filepath","title"\n"1","0.png","red, blue"\n"5","1.png","green"\n"7","2.png","white"\n'
     (tmp_path / "pairs.csv").write_text(content)
@@ -456,7 +459,7 @@ def test_several_captions_of_an_image_are_kept_separately(tmp_path):
 
 @pytest.mark.parametrize("kind", ["numpy", "pandas", "torch"])
 def test_the_format_of_a_saved_dataset_does_not_change_its_captions(tmp_path, kind):
-    """`datasets` saves the format. Once, the caption of NumPy's was "['a dog' 'an animal']"."""
+    """`datasets` saves its format. With the format NumPy, the caption must not be the text "['a dog' 'an animal']"."""
     import datasets
 
     rows = {"image": [picture(0)], "caption": [["a dog", "an animal"]]}
@@ -517,7 +520,7 @@ def test_unbalanced_braces_are_an_error(pattern):
     [("{1..1000000000000}", patterns.MAX_FILES), ("{a,{-5..200}}", 100), ("{0..3}{0..3}{0..3}", 60)],
 )
 def test_braces_that_stand_for_too_many_files_are_an_error(pattern, limit, monkeypatch):
-    """The last pattern has only short ranges, whose product is too large."""
+    """Each range of the last pattern is short, but their product is too large."""
     monkeypatch.setattr(patterns, "MAX_FILES", limit)
     with pytest.raises(DataError, match=r"more than .* files; use shorter ranges"):
         expand_braces(pattern)
@@ -549,7 +552,7 @@ def test_patterns_find_files_or_name_the_missing_ones(tmp_path):
 
 
 def test_a_glob_among_braces_that_matches_nothing_is_an_error(tmp_path):
-    """Once, a dataset with a wrong name was left out without a message."""
+    """A dataset with a mistyped name must not be left out silently."""
     write_shards(tmp_path / "first", [1, 1])
     with pytest.raises(DataError, match=r"1 of 3 files are missing, first .*/secnod/\*\.tar"):
         expand_pattern(str(tmp_path / "{first,secnod}" / "*.tar"))
@@ -557,7 +560,7 @@ def test_a_glob_among_braces_that_matches_nothing_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("make", [make_csv, make_json_lines, make_parquet_of_plain_bytes, make_image_folder])
 def test_names_of_tables_may_contain_characters_of_patterns(tmp_path, make):
-    """`datasets` takes names for patterns too."""
+    """`datasets` interprets file names as patterns too."""
     folder = tmp_path / "crawl [2] {a,b} ?"
     folder.mkdir()
     make(folder)
@@ -620,7 +623,8 @@ def test_labelled_datasets_in_both_layouts(tmp_path):
     (shards / "classnames.txt").write_text("tabby cat\n")
     with pytest.raises(BadSample, match="outside"):
         open_labelled(shards).read(1)
-    write_tar(shards / "test" / "²0.tar", [("0.png", picture(0)), ("0.cls", b"9" * 5000)])  # int() refuses both
+    # int() raises a ValueError for both labels
+    write_tar(shards / "test" / "²0.tar", [("0.png", picture(0)), ("0.cls", b"9" * 5000)])
     with pytest.raises(BadSample, match="outside"):
         open_labelled(shards).read(0)
     (folder / "classnames.txt").write_text("one\n")
@@ -631,7 +635,7 @@ def test_labelled_datasets_in_both_layouts(tmp_path):
 
 
 def test_links_to_folders_are_followed_once(tmp_path):
-    """Once, pictures behind a link to a folder were left out without a message."""
+    """Images behind a link to a folder must not be left out silently."""
     write_folder_of_pairs(tmp_path / "elsewhere")
     (tmp_path / "pairs").mkdir()
     (tmp_path / "pairs" / "part").symlink_to(tmp_path / "elsewhere")
@@ -645,7 +649,7 @@ def test_links_to_folders_are_followed_once(tmp_path):
 
 
 def test_a_sub_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
-    """Once, its pictures were left out without a message. Permissions would not stop root."""
+    """Its images must not be left out silently. The test simulates the error, because root may read any folder."""
     write_folder_of_pairs(tmp_path)
     scandir = os.scandir
 
@@ -660,7 +664,7 @@ def test_a_sub_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
 
 
 def test_data_that_may_not_be_read_is_one_error(tmp_path, monkeypatch):
-    """Permissions would not stop root."""
+    """The test simulates the error, because root may read any file."""
     (tmp_path / "tables" / "0.csv").mkdir(parents=True)
     with pytest.raises(DataError, match=r"cannot read data '.*/tables': .*0\.csv.*directory"):
         open_pairs([str(tmp_path / "tables")])
@@ -688,7 +692,7 @@ def test_hidden_files_in_a_class_are_no_images(tmp_path):
 
 
 def test_classes_that_share_a_name_are_reported(tmp_path, caplog, monkeypatch):
-    """open_clip's list of ImageNet's classes has two such pairs. Their images are never correct at top-1."""
+    """open_clip's class names for ImageNet have two such pairs. Their images are never correct at top-1."""
     for number, name in enumerate(("crane_bird", "crane_machine", "dog")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0.png").write_bytes(picture(number))
@@ -701,7 +705,7 @@ def test_classes_that_share_a_name_are_reported(tmp_path, caplog, monkeypatch):
 
 
 def test_folders_without_images_are_reported(tmp_path, caplog, monkeypatch):
-    """Archives from macOS have a folder __MACOSX. Once, it was a class without a message."""
+    """Archives made on macOS contain a folder __MACOSX. It must not silently become a class."""
     for number, name in enumerate(("cat", "dog")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0.png").write_bytes(picture(number))
@@ -717,7 +721,7 @@ def test_folders_without_images_are_reported(tmp_path, caplog, monkeypatch):
 
 
 def test_labelled_shards_with_other_members_name_no_flag(tmp_path):
-    """--image-key and --caption-key are for pairs."""
+    """--image-key and --caption-key apply to pairs only."""
     write_tar(tmp_path / "0.tar", [("0.dat", picture(0))])
     (tmp_path / "classnames.txt").write_text("cat\ndog\n")
     with pytest.raises(DataError, match=r"no samples .* such as 000000\.jpg and 000000\.cls$"):
@@ -734,7 +738,7 @@ def test_labelled_shards_with_other_members_name_no_flag(tmp_path):
     ],
 )
 def test_names_of_hub_datasets(spec, expected):
-    """`hf:NAME::CONFIG` leaves the split out. It is "train" then, as in `hf:NAME`."""
+    """`hf:NAME::CONFIG` omits the split. The default is "train", as for `hf:NAME`."""
     table = HubTable.parse(spec)
     assert (table.name, table.split, table.config) == expected
 
@@ -747,7 +751,7 @@ def test_a_single_folder_of_images_is_an_error(tmp_path):
 
 
 def test_splits_are_not_accepted_as_classes(tmp_path):
-    """Once, imagenet/ in place of imagenet/val was scored with the two classes "train" and "val"."""
+    """imagenet/ in place of imagenet/val must not be evaluated with the two classes "train" and "val"."""
     for split in ("train", "val"):
         (tmp_path / split / "cat").mkdir(parents=True)
         (tmp_path / split / "cat" / "0.png").write_bytes(picture(0))
@@ -763,7 +767,7 @@ def test_wordnet_ids_are_not_accepted_as_class_names(tmp_path):
         (tmp_path / name / "1.png").write_bytes(picture(1))
     with pytest.raises(DataError, match=r"WordNet ids .* to classnames\.txt"):
         open_labelled(tmp_path)
-    (tmp_path / "lost+found").mkdir()  # once, one more folder made class names of the ids
+    (tmp_path / "lost+found").mkdir()  # an unrelated folder must not make the ids acceptable
     with pytest.raises(DataError, match=r"WordNet ids .* to classnames\.txt"):
         open_labelled(tmp_path)
     (tmp_path / "lost+found").rmdir()

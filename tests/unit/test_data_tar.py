@@ -99,7 +99,7 @@ def test_a_truncated_shard_yields_its_complete_samples(tmp_path, caplog):
 
 @pytest.mark.parametrize("cut", ["empty", "behind a member", "in the padding"])
 def test_a_shard_without_an_end_is_reported(tmp_path, caplog, monkeypatch, cut):
-    """Once, an empty file and a shard that was cut off between two members lost samples without a message."""
+    """An empty file, or a shard that was cut off between two members, must not lose samples silently."""
     whole, path = write_shards(tmp_path, [1, 5])
     with tarfile.open(path) as tar:
         member = tar.getmember("000003.txt")
@@ -118,7 +118,10 @@ def test_a_shard_without_an_end_is_reported(tmp_path, caplog, monkeypatch, cut):
 
 
 def test_archives_that_were_joined_as_files_are_reported(tmp_path):
-    """`cat` joins them so that readers see the first one only. Once, the others were lost without a message."""
+    """`cat` joins archives so that readers see only the first one.
+
+    The samples of the others must not be lost silently.
+    """
     path, other = write_shards(tmp_path, [2, 3])
     path.write_bytes(path.read_bytes() + other.read_bytes())
     shards = TarShards([path])
@@ -127,7 +130,10 @@ def test_archives_that_were_joined_as_files_are_reported(tmp_path):
 
 
 def test_repeated_names_in_a_shard_are_reported(tmp_path):
-    """`tar --concatenate` makes such shards, if each was numbered from 0. Once, samples were lost without a message."""
+    """`tar --concatenate` makes such shards if the members of each archive were numbered from 0.
+
+    Samples of equal names must not be lost silently.
+    """
     members = [("0.png", picture(0)), ("0.txt", b"first"), ("0.png", picture(1)), ("0.txt", b"second")]
     shards = TarShards([write_tar(tmp_path / "shard.tar", members)])
     assert [shards.read(row).caption for row in range(len(shards))] == ["first"]
@@ -147,7 +153,7 @@ def test_garbage_in_the_middle_ends_the_walk_and_is_reported(tmp_path):
 
 
 def test_headers_with_huge_sizes_are_reported_as_damage(tmp_path):
-    """A header can specify any size. The walk must not read or allocate that much."""
+    """A header can specify any size. The walk must not read or allocate that many bytes."""
     member = tarfile.TarInfo("000.png")
     member.size = 1 << 60
     huge_file = tmp_path / "huge_file.tar"
@@ -209,7 +215,7 @@ def _must_not_walk(*_, **__):
     "damaged", ["truncated.npy", "empty.npy", "no.npy", "longer.npy", "truncated.json", "other.json"]
 )
 def test_a_damaged_index_is_made_again(tmp_path, caplog, monkeypatch, damaged):
-    """A truncated array would be mapped into memory, and reading it would kill the process."""
+    """A truncated array would be mapped into memory, and reading past its end would kill the process."""
     write_shards(tmp_path, [40, 50])
     paths = sorted(tmp_path.glob("*.tar"))
     expected = [TarShards(paths).read(row) for row in range(90)]
@@ -235,7 +241,7 @@ def test_a_damaged_index_is_made_again(tmp_path, caplog, monkeypatch, damaged):
 def test_the_index_of_a_read_only_folder_is_in_the_users_cache(tmp_path, monkeypatch):
     paths = write_shards(tmp_path / "shards", [2])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    # A file at the path of the index folder makes it impossible to create. Permissions would not stop root.
+    # The index folder cannot be created where a file has its name. Root would ignore permissions.
     (tmp_path / "shards" / ".megaclip").write_text("")
     assert TarShards(paths).read(1).caption == "caption 1"
     assert list((tmp_path / "cache" / "megaclip").rglob("*.npy"))

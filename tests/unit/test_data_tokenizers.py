@@ -89,7 +89,7 @@ def test_cleaning_equals_open_clips(captions, clean):
     assert (ours.identity == load_tokenizer("clip", 77).identity) == (clean == "lower")
 
 
-def test_ftfy_does_not_change_the_text_for_which_cleaning_skips_it():
+def test_ftfy_does_not_change_texts_for_which_cleaning_skips_it():
     generator = random.Random(1)
     printable = [chr(code) for code in range(32, 127) if chr(code) != "&"]
     for _ in range(300):
@@ -116,7 +116,7 @@ def test_sentencepiece_tokens_have_one_end_of_text_and_fit_the_context(sentencep
 
 
 def test_the_exported_tokenizer_returns_equal_ids(sentencepiece_tokenizer, captions, tmp_path):
-    """HF tokenizers, an independent implementation, loads the export as transformers and open_clip do."""
+    """The reference is HF tokenizers, an independent implementation that transformers and open_clip use."""
     settings = sentencepiece_tokenizer.write_open_clip(tmp_path)
     exported = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     exported.enable_truncation(20)

@@ -1,4 +1,4 @@
-"""Workers that are killed: always one DataError, which names the row. Stacks of workers that stand still."""
+"""Killed workers: always one DataError, which names the row. Hanging workers: their stacks."""
 
 import contextlib
 import ctypes
@@ -41,7 +41,7 @@ def pairs(tmp_path_factory) -> PairDataset:
 
 
 class Breaking:
-    """A result that breaks the connection when the main process receives it, as a worker does that is killed then."""
+    """Result that breaks the connection when it is received, as if its worker was killed while sending it."""
 
     def __init__(self, kills: bool) -> None:
         self._kills = kills
@@ -67,8 +67,8 @@ def test_a_broken_connection_to_a_worker_is_a_data_error_that_names_the_row(kill
         next(results)
 
 
-def test_a_worker_that_stands_still_while_it_is_forked_is_forked_again(monkeypatch):
-    """The first process sleeps inside `os.fork`, as one does that has inherited a locked lock of the interpreter."""
+def test_a_worker_that_hangs_while_it_is_forked_is_forked_again(monkeypatch):
+    """The first process sleeps inside `os.fork`, like one that has inherited a locked lock of the interpreter."""
     fork, children = os.fork, []
 
     def first_stands_still() -> int:
@@ -82,13 +82,17 @@ def test_a_worker_that_stands_still_while_it_is_forked_is_forked_again(monkeypat
     monkeypatch.setattr(os, "fork", first_stands_still)
     assert list(map_in_workers(lambda item: item + 1, [1, 2, 3, 4], num_workers=2)) == [2, 3, 4, 5]
     assert len(children) == 3
-    with pytest.raises(ChildProcessError):  # the first process is gone, and its exit was awaited
+    with pytest.raises(ChildProcessError):  # the first process has been waited for
         os.waitpid(children[0], os.WNOHANG)
 
 
 @pytest.mark.timeout(300)
 def test_a_forked_process_that_was_given_up_does_not_begin_afterwards(monkeypatch):
-    """It would be killed with the lock of its queue, and the process that replaces it would wait for that lock."""
+    """A forked process that was replaced must not start its work later.
+
+    If it were killed while it holds the lock of its queue, the process that replaces it would wait for this lock for
+    ever.
+    """
     fork, kill, children = os.fork, forking.Popen.kill, []
     reader, writer = os.pipe()
 
@@ -112,7 +116,7 @@ def test_a_forked_process_that_was_given_up_does_not_begin_afterwards(monkeypatc
 
 
 def test_a_signal_to_a_process_that_has_just_been_forked_is_not_its_parents(monkeypatch):
-    """The process has its parent's handlers and wakeup socket; a rank ends at once at a second SIGTERM."""
+    """A forked process inherits its parent's handlers and wakeup socket. A rank ends at once at a second SIGTERM."""
     fork = os.fork
     reader, writer = socket.socketpair()
     seen = []
@@ -181,7 +185,10 @@ def test_a_system_that_refuses_processes_is_a_data_error_without_a_traceback(mon
 
 
 def test_a_worker_that_dies_just_before_the_main_thread_waits_is_noticed_at_once(monkeypatch):
-    """Once, the main thread had looked for deaths, had not begun to wait, and then waited for the whole timeout."""
+    """The death must be noticed even between the check for deaths and the wait.
+
+    Otherwise the main thread would wait for the whole timeout.
+    """
     take = WorkerResults._take
 
     def killed_before(results: WorkerResults) -> Any:
@@ -221,14 +228,17 @@ except DataError as error:
 
 
 def test_a_worker_that_dies_before_the_loader_is_made_is_noticed_at_once():
-    """The process has no other loader: once, torch's own handler of SIGCHLD raised while the loader was made."""
+    """The death must be reported as a DataError although the process has no other loader.
+
+    Otherwise torch's own handler of SIGCHLD raises an exception while the loader is created.
+    """
     done = subprocess.run([sys.executable, "-c", FIRST_WORKER_DIES], capture_output=True, text=True, timeout=300)
     assert "a data worker died or hangs" in done.stdout and "timed out" not in done.stdout, done.stderr
 
 
 @pytest.mark.timeout(300)
-def test_a_worker_killed_while_it_asks_for_its_end_leaves_no_lock():
-    """Once, it left the lock of torch's event, for which the main process waited without an end."""
+def test_a_worker_killed_while_it_checks_whether_to_end_leaves_no_lock():
+    """If the worker left torch's event locked, the main process would wait for this lock for ever."""
 
     def dies(_: Any) -> None:
         loop = sys._getframe()
@@ -274,7 +284,7 @@ def kill_a_worker_at_random(trial: int) -> str:
                 os.kill(victim.pid, signal.SIGKILL)
                 victim = None
     except Exception as error:
-        results.close()  # while the traceback still refers to torch's iterator
+        results.close()  # while the traceback still holds torch's iterator
         assert not any(worker.is_alive() for worker in results.workers)
         return type(error).__name__
 
@@ -306,8 +316,8 @@ def test_an_unexpected_error_of_a_source_is_a_data_error_that_names_sample_and_s
         next(iter(evaluation))
 
 
-def test_the_stacks_of_workers_show_where_they_stand(monkeypatch):
-    """The workers are in a C call that does not return. Then they are stopped and cannot answer."""
+def test_the_stacks_of_workers_show_where_they_hang(monkeypatch):
+    """First the workers are in a C call that does not return. Then they are stopped and cannot answer."""
 
     reader, _ = os.pipe()
 
@@ -387,7 +397,10 @@ resource_sharer.stop(60)  # after it has met the loss
 
 @pytest.mark.parametrize("process", ["worker", "other"])
 def test_a_worker_whose_rank_was_killed_shows_no_traceback(process: str) -> None:
-    """The rank dies while it receives shared memory. Another process shows what a worker must not show."""
+    """The rank dies while its worker receives shared memory.
+
+    Another process captures the output, to show that the worker prints no traceback.
+    """
     done = subprocess.run([sys.executable, "-c", LOST_READER, process], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0
     assert ("ConnectionResetError" in done.stderr) == (process == "other"), done.stderr

@@ -1,4 +1,4 @@
-"""Digit scenes: reproducible, split by source image, with captions that match the image; the commands that use them."""
+"""Digit scenes: reproducible, split by source image, captions match images. Also the commands that use them."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(module, *arguments):
-    """Run a command and return its output. It runs in this process: starting Python and scikit-learn takes seconds."""
+    """Run a command in this process and return its output. A new process would take seconds to import scikit-learn."""
     printed = io.StringIO()
     with mock.patch("sys.argv", [module.__name__, *map(str, arguments)]), contextlib.redirect_stdout(printed):
         module.main()

@@ -32,7 +32,7 @@ from tests.unit.test_import_rules import MAY_IMPORT
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-NAMES = sorted(COMMANDS, key=len, reverse=True)  # check-hosts before check
+NAMES = sorted(COMMANDS, key=len, reverse=True)  # check-hosts must be tried before check
 COMMAND = re.compile(
     r"((?:launch|tools)/\w+\.(?:py|sh|sbatch)|(?<![\w/-])megaclip (?:" + "|".join(NAMES) + r"))\b((?:\\\n|[^\n`])*)"
 )

@@ -20,7 +20,7 @@ def test_the_first_line_of_an_error_is_quoted(error: Exception, expected: str) -
 
 
 def test_a_value_of_any_length_is_shown_in_part() -> None:
-    """It may come from a file that somebody else has made."""
+    """The value may come from an untrusted file."""
     shown = str(ConfigError(f"--lr is {'9' * 5000} instead of a number"))
     assert shown == f"--lr is {'9' * 400}... instead of a number"
 
@@ -28,10 +28,10 @@ def test_a_value_of_any_length_is_shown_in_part() -> None:
 @pytest.mark.parametrize(
     ("word", "known", "expected"),
     [
-        ("adamw", {"Adam", "AdamW", "SGD"}, "AdamW"),  # its letters are closer to those of Adam
+        ("adamw", {"Adam", "AdamW", "SGD"}, "AdamW"),  # by its letters alone, Adam would be nearer
         ("vit_b_32", {"ViT-B-32", "ViT-S-32", "convnext_base_w_320"}, "ViT-B-32"),
         ("ViT-B/32", {"ViT-B-32", "ViT-S-32"}, "ViT-B-32"),
-        ("--lrr", {"--lr-min", "--lr_min"}, "--lr-min"),  # as --help writes it
+        ("--lrr", {"--lr-min", "--lr_min"}, "--lr-min"),  # spelled as in --help
     ],
 )
 def test_the_case_of_letters_and_the_separators_do_not_matter_for_the_nearest_word(word, known, expected) -> None:

@@ -35,7 +35,10 @@ CLASSES = ["red", "green", "blue"]
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Take back the launcher's variables, which the command sets: programs that later tests start would read them."""
+    """Restore the launcher's variables, which the command sets.
+
+    Programs that later tests start would read them otherwise.
+    """
     with mock.patch.dict(os.environ):
         yield
 

@@ -87,8 +87,11 @@ def test_long_captions_do_not_leave_their_column() -> None:
 
 @pytest.mark.parametrize("caption", ["word " * 220_000, "w" * 1_100_000], ids=["words", "one word"])
 def test_captions_of_a_megabyte_are_drawn_at_once(caption: str) -> None:
-    """Pillow refuses to measure them, and measures shorter ones slowly: the other ranks wait for the pictures."""
-    began = time.thread_time()  # not the time in which other processes run
+    """Drawing must take little time.
+
+    Pillow refuses to measure a text of a megabyte and measures shorter ones slowly, while the other ranks wait.
+    """
+    began = time.thread_time()  # excludes the time of other processes
     retrieval_grid([row(None, caption), row(None, caption[:100_000])])
     similarity_heatmap(np.zeros((2, 2)), [caption, caption[:100_000]], [None, None])
     assert time.thread_time() - began < 10

@@ -1,4 +1,4 @@
-"""Model cards and model directories from strangers: bounded sizes, no code, no files from elsewhere."""
+"""Model cards and model directories of unknown origin: bounded sizes, no code, no files from other folders."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def change_card(directory, change):
 
 @pytest.fixture
 def run_import(monkeypatch):
-    """Return a function that runs `megaclip import` in this process and returns its error, or ""."""
+    """Return a function that runs `megaclip import` in this process. It returns the error message, or ""."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["import_open_clip.py", *map(str, arguments)])
@@ -124,14 +124,14 @@ def test_links_of_the_hugging_face_cache_and_inside_the_directory_are_followed(t
 
 @pytest.mark.parametrize("arguments", [{"trust_remote_code": True}, {"tokenizer_file": "/etc/passwd"}, {"clean": []}])
 def test_tokenizer_arguments_that_load_code_or_files_are_refused(directory, arguments):
-    """open_clip passes them to transformers, when it loads the exported model."""
+    """open_clip passes these arguments to transformers when it loads the exported model."""
     change_card(directory, lambda card: card["model_cfg"]["text_cfg"].update(tokenizer_kwargs=arguments))
     with pytest.raises(ConfigError, match=r"text_cfg\.tokenizer_kwargs.*clean, language, strip_sep_token"):
         read_model_card(directory)
 
 
 @pytest.mark.parametrize("name", ["/etc", "../../elsewhere", "a/../../b", "a\0b"])
-def test_tokenizer_names_are_no_paths_to_elsewhere(directory, name):
+def test_tokenizer_names_that_are_paths_to_other_folders_are_refused(directory, name):
     change_card(directory, lambda card: card["model_cfg"]["text_cfg"].update(hf_tokenizer_name=name))
     with pytest.raises(ConfigError, match=r"text_cfg\.hf_tokenizer_name"):
         read_model_card(directory)
@@ -153,7 +153,7 @@ PIXELS = [
 
 
 @pytest.mark.parametrize("wrong", PIXELS)
-def test_pixel_settings_that_are_no_settings_are_refused(directory, wrong):
+def test_invalid_pixel_settings_are_refused(directory, wrong):
     change_card(directory, lambda card: card["preprocess_cfg"].update(wrong))
     with pytest.raises(ConfigError):
         ImageTransform(16, **read_model_card(directory).pixel_settings)

@@ -1,4 +1,4 @@
-"""Tables, saved datasets, tokenizers and indexes from strangers run no code and end in our own errors."""
+"""Tables, saved datasets, tokenizers and indexes of unknown origin execute no code and raise only our own errors."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def private_cache(tmp_path, monkeypatch):
 
 
 class Payload:
-    """An object whose pickle creates a folder when it is loaded."""
+    """Object whose pickle creates a folder when it is loaded."""
 
     def __init__(self, evidence):
         self.evidence = str(evidence)
@@ -71,7 +71,7 @@ def saved_set_with_pickles(folder, evidence):
 
 
 def folder_with_a_script(folder, evidence):
-    """Write a dataset script beside tables, as datasets before 4.0 ran it."""
+    """Write a dataset script beside tables. datasets before version 4.0 executed such scripts."""
     place = folder / "scripted"
     place.mkdir()
     (place / "scripted.py").write_text(f"import os\nos.mkdir({str(evidence)!r})\n")
@@ -88,7 +88,7 @@ def csv_of_formulas(folder, evidence):
 
 
 def shards_with_a_pickled_index(folder, evidence):
-    """Replace the index of a set of shards by an array of objects."""
+    """Replace the index of a set of shards by a pickled array of objects."""
     paths = write_shards(folder, [2])
     open_pairs([str(paths[0])])
     (index,) = (folder / ".megaclip").glob("*.npy")

@@ -1,4 +1,4 @@
-"""Hostile tar headers: the walk ends at once, reports the damage and allocates nothing."""
+"""Hostile tar headers: the walk ends at once, reports the damage and allocates no memory for it."""
 
 import bz2
 import gzip
@@ -14,7 +14,7 @@ from megaclip.data.tar_shards import TarShards
 from megaclip.data.tar_walk import walk_shard
 from megaclip.errors import DataError
 
-pytestmark = pytest.mark.timeout(60)  # the faults that these tests plant used to hang
+pytestmark = pytest.mark.timeout(60)  # a fault that these tests detect may hang
 
 
 def walk(path):
@@ -22,7 +22,7 @@ def walk(path):
 
 
 def with_size_field(field: bytes, kind: bytes = tarfile.REGTYPE) -> bytes:
-    """Return a tar header for 000.png with these 12 bytes as its size, and a right checksum."""
+    """Return a tar header for 000.png with these 12 bytes as its size field and a correct checksum."""
     member = tarfile.TarInfo("000.png")
     member.type = kind
     header = bytearray(member.tobuf(tarfile.USTAR_FORMAT)[:512])
@@ -33,7 +33,7 @@ def with_size_field(field: bytes, kind: bytes = tarfile.REGTYPE) -> bytes:
 
 
 SIZE_FIELDS = {
-    "octal, negative": b"-0000001000\0",  # the walk would go back to this header, for ever
+    "octal, negative": b"-0000001000\0",  # a walk that accepts it returns to this header for ever
     "octal, one block back": b"-1000       ",
     "base 256, negative": b"\xff" + (2**88 - 512).to_bytes(11, "big"),
     "base 256, huge": b"\x80" + b"\xff" * 11,
@@ -45,7 +45,7 @@ SIZE_FIELDS = {
 
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.DIRTYPE])
 @pytest.mark.parametrize("name", SIZE_FIELDS)
-def test_a_size_that_is_no_size_is_damage(tmp_path, name, kind):
+def test_an_invalid_size_is_damage(tmp_path, name, kind):
     path = write_tar(tmp_path / "shard.tar", pair_members([0, 1]))
     content = path.read_bytes().rstrip(b"\0")
     content += bytes(-len(content) % 512)
@@ -55,7 +55,7 @@ def test_a_size_that_is_no_size_is_damage(tmp_path, name, kind):
 
 
 def pax(records: bytes) -> bytes:
-    """Return a pax header with these records before a member of no bytes, as a whole tar file."""
+    """Return a tar file with these records in a pax header before an empty member."""
     member = tarfile.TarInfo("x")
     member.type, member.size = tarfile.XHDTYPE, len(records)
     after = tarfile.TarInfo("000.png").tobuf(tarfile.USTAR_FORMAT)
@@ -66,7 +66,7 @@ def pax(records: bytes) -> bytes:
     "records",
     [
         b"12 size=-512\n",
-        b"9" * 5000 + b" size=1\n",  # Python refuses to parse an integer of 5,000 digits
+        b"9" * 5000 + b" size=1\n",  # int() raises an error for 5,000 digits
         b"0 size=1\n",
         b"3 x=1\n",
         b"13 path=\xff\xfe\0\n",
@@ -82,7 +82,10 @@ def test_a_hostile_pax_header_is_damage_or_has_no_effect(tmp_path, records):
 
 
 def test_a_pax_header_of_a_megabyte_is_read_in_linear_time(tmp_path):
-    """200,000 records: a reader that copies the rest of the header at each takes 4 s, and a shard may hold many."""
+    """Reading 200,000 records must take linear time.
+
+    A reader that copies the rest of the header at each record takes 4 s, and a shard may contain many such headers.
+    """
     path = tmp_path / "shard.tar"
     path.write_bytes(pax(b"5 a=\n" * 200_000))
     began = time.process_time()

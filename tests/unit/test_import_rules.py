@@ -1,6 +1,6 @@
-"""Every import statement of the package follows the table of README.md, which package may import which.
+"""Every import statement of the package follows README.md's table, which lists what each package may import.
 
-Imports inside functions and under TYPE_CHECKING count too: the table lists what a reader has to know to understand a
+Imports inside functions and under TYPE_CHECKING count too. The table shows what a reader must know to understand a
 package.
 """
 
@@ -37,7 +37,7 @@ MAY_IMPORT = {
 
 
 def imported_modules(source: str, module: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of everything that `source`, the text of `module`, imports anywhere in it."""
+    """Return (line, absolute dotted name) of everything that `source`, the text of `module`, imports."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -53,7 +53,7 @@ def imported_modules(source: str, module: str) -> Iterator[tuple[int, str]]:
 
 
 def violations(source: str, module: str) -> list[str]:
-    """Every import in `source` that the table does not allow to `module` (dotted, a package as `package.__init__`)."""
+    """Return the imports in `source` that the table does not allow for `module` (a package: `package.__init__`)."""
     package = module.split(".")[1]
     found = []
     for line, name in imported_modules(source, module):
@@ -116,14 +116,14 @@ def test_an_allowed_import_is_not(source: str, module: str) -> None:
 
 
 def test_every_test_file_has_a_name_of_its_own():
-    """pytest cannot collect two test files of one name, and reports it only if both folders are collected."""
+    """pytest cannot collect two test files of the same name, and fails only when it collects both folders."""
     names = [path.name for path in (REPOSITORY / "tests").rglob("test_*.py")]
     assert [name for name in set(names) if names.count(name) > 1] == []
 
 
 @pytest.mark.parametrize("package", ["checkpoint", "comm", "engine"])
 def test_the_docstring_of_a_package_names_each_of_its_modules(package):
-    """It is the map with which a reader starts."""
+    """Readers use this docstring as the list of the package's modules."""
     text = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text(encoding="utf-8")))
     modules = {path.stem for path in (PACKAGE / package).glob("*.py")} - {"__init__"}
     assert not {module for module in modules if f"`{module}" not in text}

@@ -1,4 +1,4 @@
-"""Inputs of a run: contradictions are refused before data is opened, and a model card supplies missing settings."""
+"""Inputs of a run: contradictions are refused before data are opened, and a model card supplies missing settings."""
 
 import json
 import logging
@@ -61,7 +61,7 @@ def test_captions_whose_padding_matters_cannot_be_cut(tmp_path: Path, text: dict
     flags = ["--model", str(model), "--train-data", "nowhere", "--tokenizer", "clip", "--deepspeed_config"]
     with pytest.raises(ConfigError, match=rf"megaclip.cut_captions true cannot be .*{reason}; use \"auto\" or false"):
         read_inputs(parse_arguments([*flags, str(ds_config(tmp_path, cut_captions=True))]))
-    with pytest.raises(DataError, match="nowhere"):  # the next problem
+    with pytest.raises(DataError, match="nowhere"):  # the next problem: the settings themselves were accepted
         read_inputs(parse_arguments([*flags, str(ds_config(tmp_path, cut_captions="auto"))]))
 
 
@@ -72,7 +72,7 @@ def test_evaluating_an_average_requires_one(tmp_path: Path) -> None:
     evaluates = ["--val-data", "nowhere", "--eval-ema"]
     with pytest.raises(ConfigError, match=r"--eval-ema evaluates the moving average .* and megaclip\.ema_decay is not"):
         read_inputs(parse_arguments([*flags, str(ds_config(tmp_path)), *evaluates]))
-    with pytest.raises(DataError, match="nowhere"):  # the next problem
+    with pytest.raises(DataError, match="nowhere"):  # the next problem: the settings themselves were accepted
         read_inputs(parse_arguments([*flags, str(ds_config(tmp_path, ema_decay=0.9)), *evaluates]))
 
 
@@ -102,7 +102,7 @@ def read(folder: Path, *flags: object) -> Inputs:
     [("--model", "exported", "--pretrained", "exported"), ("--model", "exported"), ("--pretrained", "exported")],
 )
 def test_training_uses_the_tokenizer_and_preprocessing_of_the_card(folder: Path, flags: tuple[str, ...]) -> None:
-    """Evaluation of the directory uses the same settings. So does `megaclip inspect`."""
+    """The evaluation and `megaclip inspect` use the same settings."""
     flags = tuple(str(folder / flag) if flag == "exported" else flag for flag in flags)
     inputs = read(folder, *flags, *(() if "--model" in flags else ("--model", "demo-tiny")))
     assert inputs.preprocess_cfg == PIXELS
@@ -159,7 +159,7 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("tower", "unit"), [("image", "groups"), ("text", "layers")])
 def test_locks_that_lock_nothing_are_refused(folder: Path, tower: str, unit: str) -> None:
-    """The largest accepted number of groups locks at least one parameter, the next one none."""
+    """The largest accepted number of groups locks at least one parameter. The next larger number locks none."""
     flags = [f"--lock-{tower}", f"--lock-{tower}-unlocked-{unit}"]
     model = meta_model(load_model_config("demo-tiny"))
     part = {"image": model.visual, "text": model.text}[tower]

@@ -1,4 +1,4 @@
-"""`megaclip inspect`: always a report, what the data are, and an exit code that agrees with training."""
+"""`megaclip inspect` always prints a report, describes the data, and its exit code agrees with training."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from megaclip.errors import DataError
 
 @pytest.fixture
 def inspect(monkeypatch, capsys):
-    """Return a function that runs the tool in this process: (exit code or error, output)."""
+    """Return a function that runs the tool in this process and returns (exit code or error, output)."""
 
     def run(*arguments, size=("--image-size", 16)):
         options = [*size, "--seconds", 0.01]
@@ -31,7 +31,7 @@ def inspect(monkeypatch, capsys):
 
 
 def training_accepts(spec):
-    """Return whether a loader with the limit of a run reads the whole data."""
+    """Return whether a loader with the limits of a run reads all of the data."""
     dataset = open_pairs([str(spec)])
     loader = TrainLoader(dataset, ImageTransform(16, training=True), load_tokenizer("clip", 77), micro_batch_size=10)
     try:
@@ -54,7 +54,7 @@ def test_the_report_shows_three_samples_and_the_chosen_columns(tmp_path, inspect
 
 
 def test_a_models_tokens_and_pixels_are_those_of_a_run(tmp_path, inspect):
-    """By hand: demo-tiny has 24 tokens and 24 pixels. tests/unit/test_inputs.py has a model with a card."""
+    """By hand: demo-tiny has 24 tokens and 24 pixels. tests/unit/test_inputs.py tests a model with a card."""
     write_shards(tmp_path, [3])
     shards, sheet = tmp_path / "*.tar", tmp_path / "sheet.png"
     code, output = inspect(shards, "--model", "demo-tiny", "--pictures", sheet, "--json", size=())
@@ -71,7 +71,7 @@ def test_a_models_tokens_and_pixels_are_those_of_a_run(tmp_path, inspect):
 
 @pytest.mark.parametrize("bad", [10, 4])
 def test_bad_data_is_reported_completely_and_refused_as_training_does(tmp_path, inspect, bad):
-    """Before, the tool ended before its report where every sample was bad, and with 0 where training refuses."""
+    """The report must be complete even if all samples are bad. Where training refuses the data, the exit code is 1."""
     members = [
         (name, b"no image" if name.endswith("png") and int(name[:6]) < bad else content)
         for name, content in pair_members(range(10))
@@ -114,7 +114,7 @@ def test_columns_of_every_kind_of_source(tmp_path, inspect):
 
 
 def test_captions_of_one_image_are_measured_one_by_one(tmp_path, inspect):
-    """Training takes one of them at a time. Once, their lengths were added, and they seemed to fill the context."""
+    """Training uses one caption at a time, so the lengths of an image's captions must not be added up."""
     captions = ["a red cat " * 4, "a dog", "a blue bird " * 4]  # 12, 2 and 12 words of one token each
     (tmp_path / "0.png").write_bytes(picture(0))
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "0.png", "caption": captions}))
@@ -139,7 +139,7 @@ def test_ignored_orientation_and_dropped_transparency_are_counted(tmp_path, insp
 
 
 def test_the_contact_sheet_shows_the_pixels_that_the_model_sees(tmp_path, inspect):
-    """A red, a green and a blue picture: their colours are in this order on the sheet."""
+    """The sheet must show a red, a green and a blue image in this order."""
     members = []
     for number, colour in enumerate(("red", "lime", "blue")):
         buffer = io.BytesIO()
@@ -159,7 +159,7 @@ def test_the_contact_sheet_shows_the_pixels_that_the_model_sees(tmp_path, inspec
 
 
 @pytest.mark.parametrize("wrong", [("--image-size", 0), ("--samples", -1), ("--seconds", "nan")])
-def test_numbers_without_a_meaning_are_refused(tmp_path, inspect, capsys, monkeypatch, wrong):
+def test_meaningless_numbers_are_refused(tmp_path, inspect, capsys, monkeypatch, wrong):
     monkeypatch.setattr("sys.argv", ["inspect_data.py", "x.tar", *map(str, wrong)])
     with pytest.raises(SystemExit) as caught:
         inspect_data.main()

@@ -39,7 +39,7 @@ BOTH, IMAGE, TEXT, NONE = (True, True), (True, False), (False, True), (False, Fa
         (6, (8, 4), IMAGE, (6, 0)),
         (6, (8, 4), TEXT, (0, 4)),
         (6, (8, 4), NONE, (0, 0)),
-        # One backward pass: its graphs are kept in any case.
+        # With one backward pass per tower, its graph is always kept.
         (0, (1, 1), BOTH, (1, 1)),
         (0, (1, 4), IMAGE, (1, 0)),
         (0, (4, 1), TEXT, (0, 1)),
@@ -69,17 +69,17 @@ def test_images_are_kept_first_and_the_graphs_of_a_single_pass_always(number, ch
         (5, 1e9, 5),
     ],
 )
-def test_graphs_are_added_one_after_the_other_while_they_fit(kept: int, free: float, number: int) -> None:
+def test_graphs_are_added_one_by_one_while_they_fit(kept: int, free: float, number: int) -> None:
     assert graphs_that_fit(kept, [1.0, 1.0, 5.0, 5.0], free) == number
 
 
-def test_graphs_that_would_save_next_to_nothing_are_not_kept() -> None:
+def test_graphs_that_would_save_almost_nothing_are_not_kept() -> None:
     assert [graphs_that_fit(0, [1.0] * 200, free) for free in (1.0, 1.9, 2.0, 50.0)] == [0, 0, 2, 50]
     assert graphs_that_fit(1, [1.0] * 400, 2.5) == 1 and graphs_that_fit(1, [1.0] * 400, 3.0) == 4
 
 
 def auto(tmp_path: Path, **changes) -> Workload:
-    """ViT-B-32 on one GPU in eight chunks of 512, with keep_graphs "auto"."""
+    """Return the workload of ViT-B-32 on one GPU in eight chunks of 512, with keep_graphs "auto"."""
     return workload(tmp_path, 1, **changes).with_megaclip(keep_graphs="auto")
 
 
@@ -90,7 +90,8 @@ def test_auto_fills_the_gpu_up_to_its_margin_and_never_refuses_what_fits_without
     tmp_path: Path, model: str, micro_batch: int, memory: range
 ) -> None:
     changes = {"train_batch_size": 8 * micro_batch, "train_micro_batch_size_per_gpu": micro_batch}
-    changes |= {"zero_optimization": {"stage": 1}, "data_types": {}}  # whole gradients of the towers that are done
+    # whole gradients of the towers whose backward pass is complete
+    changes |= {"zero_optimization": {"stage": 1}, "data_types": {}}
     job = workload(tmp_path, 1, model, **changes).with_megaclip(keep_graphs="auto")
     found = []
     for gib in memory:
@@ -99,7 +100,7 @@ def test_auto_fills_the_gpu_up_to_its_margin_and_never_refuses_what_fits_without
         assert (plan.refusals == []) == (least.refusals == [])
         number, limit = sum(plan.workload.kept), (1 - KEPT_GRAPHS_MARGIN) * cluster.usable_gpu_memory
         assert plan.gpu_peak <= max(least.gpu_peak, limit)
-        if 0 < number < 16:  # one more would be too many; the bound adds what the phases do not need at the same time
+        if 0 < number < 16:  # one more must not fit; the bound also adds memory that the phases need at different times
             more = with_kept_graphs(plan, number + 1)
             assert more.gpu_peak > limit - 5 * GIB
         assert number or plan.gpu_peak == least.gpu_peak
@@ -113,7 +114,7 @@ def test_auto_keeps_nothing_where_it_cannot_know_or_would_fill_the_host(tmp_path
     for changed, cluster in ((job, describe(gpu="cpu", gpus=1)), (replace(job, checkpointing="cpu"), big)):
         plan = plan_memory(changed, cluster)
         assert plan.workload.kept == (0, 0) and plan.graph_bytes == []
-        # A number is kept there too, and planned.
+        # An explicit number is kept there too, and is part of the plan.
         asked = plan_memory(changed.with_megaclip(keep_graphs=12), cluster)
         assert asked.workload.kept == (8, 4) and asked.cpu_peak > plan.cpu_peak + GIB
     # Checkpointed graphs are small: all fit.
@@ -148,7 +149,7 @@ def test_too_many_graphs_are_refused_with_auto_as_the_advice(tmp_path: Path) -> 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
-    """Figures of a GPU that `keep_more_graphs` reads, in GiB, and what the other ranks find."""
+    """Figures of a GPU that `keep_more_graphs` reads, in GiB, and the results of the other ranks."""
     figures: dict = {"free": 40.0, "total": 140.0, "reserved": 90.0, "peak": 95.0, "others": []}
     cuda = preflight.torch.cuda
     monkeypatch.setattr(cuda, "mem_get_info", lambda: (int(figures["free"] * GIB), int(figures["total"] * GIB)))
@@ -176,14 +177,14 @@ def test_a_run_keeps_more_graphs_if_its_steps_have_left_room(tmp_path: Path, gpu
     grown = preflight.keep_more_graphs(plan)
     assert grown.workload.kept == (8, 1) and grown.gpu_peak > plan.gpu_peak and grown.image_place == plan.image_place
     assert gpu["lines"][-1].startswith("graphs of 8 of 8 image chunks and 1 of 8 text chunks are kept from now on: ")
-    gpu["others"] = [9, number + 1, 16]  # the rank with the least memory decides
+    gpu["others"] = [9, number + 1, 16]  # the smallest number of all ranks counts
     assert sum(preflight.keep_more_graphs(plan).workload.kept) == number + 1
     gpu["free"] = 1.0
     assert preflight.keep_more_graphs(plan) is plan
 
 
 def test_kept_texts_may_have_longer_captions_in_another_step(tmp_path: Path, gpu: dict) -> None:
-    """All that the kept graphs of texts could take stays free, because the measured steps may have had short ones."""
+    """The measured steps may have had short captions, so the largest size of the kept text graphs must stay free."""
     plan = plan_memory(auto(tmp_path), describe(gpus=1, gpu_memory="80GiB"))
     texts = plan.workload.kept.text
     _, text = (size / GIB for size in graph_bytes(plan.workload))
@@ -194,7 +195,7 @@ def test_kept_texts_may_have_longer_captions_in_another_step(tmp_path: Path, gpu
     assert preflight.keep_more_graphs(plan) is plan
 
 
-def test_a_number_is_never_changed(tmp_path: Path, gpu: dict) -> None:
+def test_an_explicit_number_is_never_changed(tmp_path: Path, gpu: dict) -> None:
     gpu["free"] = 1000.0
     for job, cluster in (
         (auto(tmp_path).with_megaclip(keep_graphs=3), describe(gpus=1)),
@@ -215,7 +216,7 @@ TOKENS = ModelConfig.from_dict(  # many tokens for few channels, so that saved t
 
 
 def bytes_alive_at_the_loss(job: Workload) -> int:
-    """Return the bytes of the tensors that a step has made and still holds when it evaluates the loss."""
+    """Return the bytes of the tensors that a step has created and still holds when it evaluates the loss."""
     rows = job.local_batch
     model = build_model(TOKENS)
     if job.checkpointing:

@@ -11,7 +11,7 @@ import pytest
 from megaclip.engine import launcher as launched
 
 ROOT = Path(__file__).resolve().parents[2]
-# A launcher with one rank. The rank trains, or has not begun to, or has another environment than that of a launcher.
+# A launcher with one rank. The rank trains, has not started to train, or lacks the launcher's environment variables.
 LAUNCHER = """
 import os, sys, time
 
@@ -44,7 +44,7 @@ time.sleep(600)
 @pytest.mark.parametrize(("kind", "output"), [("trains", "saved\n"), ("starts", ""), ("no launcher", "slept\n")])
 def test_a_rank_ends_with_its_launcher(kind: str, output: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")}
-    # LOCAL_SIZE claims a second rank: a rank that receives SIGTERM while one is missing ends at once, but not here.
+    # LOCAL_SIZE claims a second rank. A rank that receives SIGTERM while another is missing ends at once, but not here.
     environment |= {} if kind == "no launcher" else {"LOCAL_SIZE": "2"}
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, kind],
@@ -63,7 +63,7 @@ def test_a_rank_ends_with_its_launcher(kind: str, output: str) -> None:
 
 
 def test_a_launcher_that_ends_while_it_is_looked_at_causes_one_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGUSR1 would say that `deepspeed` has ended, and the run would end with another exit code."""
+    """A second signal, SIGUSR1, would mean that `deepspeed` has ended, and would change the exit code of the run."""
     parents, sent = iter([5, 1]), []
     monkeypatch.setattr(launched.os, "getppid", lambda: next(parents))
     monkeypatch.setattr(launched, "_parent_of", lambda _: None)

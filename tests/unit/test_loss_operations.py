@@ -43,7 +43,7 @@ LOSSES = {
     [(name, wrt) for name in LOSSES for wrt in range(3) if wrt < 2 or not name.startswith("FastClipLoss")],
 )
 def test_a_second_derivative_is_refused(name: str, wrt: int) -> None:
-    """Take a gradient penalty, which silently had no gradient with PyTorch's once_differentiable."""
+    """A gradient penalty must be refused. With PyTorch's once_differentiable it would silently have no gradient."""
     leaves = [*batch(), torch.tensor([4.0], dtype=torch.float64, requires_grad=True)]
     loss = LOSSES[name]()
     (plain,) = torch.autograd.grad(loss(*leaves), leaves[wrt])
@@ -67,7 +67,7 @@ def test_a_second_derivative_of_a_function_of_the_loss_is_refused(name: str) -> 
 
 
 def test_the_graph_may_be_created_and_used_once() -> None:
-    """`create_graph=True` alone is no second derivative, and the kept graph gives the same gradient again."""
+    """`create_graph=True` alone computes no second derivative. The kept graph must return the same gradient again."""
     x, y = batch()
     loss = ClipLoss()(x, y, 4.0)
     (first,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -77,7 +77,8 @@ def test_the_graph_may_be_created_and_used_once() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "error"),
-    [("eager", "differentiated again"), ("aot_eager", "create_graph|double backward")],  # the second: PyTorch's own
+    # the second message is PyTorch's own
+    [("eager", "differentiated again"), ("aot_eager", "create_graph|double backward")],
 )
 def test_a_second_derivative_of_a_compiled_loss_is_refused(backend: str, error: str) -> None:
     x, y = batch()
@@ -100,7 +101,7 @@ def test_operations(loss: ClipLoss | SigLipLoss, dtype: torch.dtype) -> None:
 
 
 def test_losses_of_equal_settings_share_a_compilation() -> None:
-    """Compile more losses than PyTorch compiles of one function: their settings and groups are plain strings."""
+    """Compile more losses than PyTorch's limit per function. Their settings and groups must be plain strings."""
     x, y = batch()
     for _ in range(torch._dynamo.config.recompile_limit + 1):
         torch.compile(ClipLoss(exchange="ring"), backend="eager", fullgraph=True)(x, y, 4.0)
@@ -124,7 +125,7 @@ def test_the_first_call_of_a_process_is_compiled() -> None:
 
 @pytest.mark.long
 def test_another_version_does_not_run_the_code_that_was_compiled_for_the_first(tmp_path: Path) -> None:
-    """PyTorch keeps compiled code on disk. A copy of the package whose gradients are negated shares that folder."""
+    """PyTorch caches compiled code on disk. A copy of the package with negated gradients shares this cache."""
     shutil.copytree(REPOSITORY / "megaclip", tmp_path / "megaclip", ignore=shutil.ignore_patterns("__pycache__"))
     sums = tmp_path / "megaclip" / "losses" / "sums.py"
     result = "return dx, dy, d_scale, None"
@@ -145,7 +146,7 @@ def test_another_version_does_not_run_the_code_that_was_compiled_for_the_first(t
         return gradient, int(hits)
 
     first, again, other = run(REPOSITORY), run(REPOSITORY), run(tmp_path)
-    assert first[1] == 0 and again == (first[0], 1)  # the folder works
+    assert first[1] == 0 and again == (first[0], 1)  # the cache works
     assert other == ([-number for number in first[0]], 0) and any(first[0])
 
 

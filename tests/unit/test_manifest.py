@@ -1,4 +1,4 @@
-"""Manifests name every kind of damage, cost little memory, and cannot be made to read or run anything else."""
+"""Manifests report every kind of damage, use little memory, and cannot make a reader open other files or run code."""
 
 import contextlib
 import json
@@ -93,7 +93,7 @@ def test_manifest_records_versions_time_and_run(folder):
 
 
 def altered(folder: Path, **changes: object) -> None:
-    """Change a manifest and keep its own checksum right."""
+    """Change a manifest and recompute its checksum."""
     content = {**json.loads((folder / MANIFEST).read_text()), **changes}
     del content["crc32"]
     content["crc32"] = f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
@@ -197,7 +197,7 @@ def test_any_change_of_a_manifest_is_damage_and_never_another_error(folder):
 
 
 def parsed(content: bytes) -> object:
-    """Return the JSON value: spaces between its parts do not matter."""
+    """Return the JSON value. Spaces between its parts have no meaning."""
     with contextlib.suppress(ValueError):
         return json.loads(content)
     return None

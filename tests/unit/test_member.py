@@ -1,4 +1,4 @@
-"""Restarts without ssh: members that meet in a folder, with stand-ins for the script that starts the ranks."""
+"""Restarts without ssh: members meet in a folder. Stand-ins replace the script that starts the ranks."""
 
 import contextlib
 import errno
@@ -23,10 +23,10 @@ from megaclip.hosts.hostfile import Host
 from megaclip.hosts.member import Member, Times, attempt_code, own_host
 
 HOSTS = [Host("a", 1), Host("b", 1), Host("c", 2)]
-# No host counts as lost, because a process may be paused, and no run is given up.
+# Long limits: a paused process must not count as a lost host, and no run must be given up.
 TIMES = Times(beat_s=0.05, silence_s=600.0, first_wait_s=600.0, gather_s=1.0, give_up_s=600.0)
 WATCHED = replace(TIMES, silence_s=6.0)
-"""For tests in which a host is lost, or in which attempts are watched."""
+"""Times for tests in which a host is lost, or in which attempts are watched."""
 LIMIT_S = 300.0
 FORK = multiprocessing.get_context("fork")
 # As ranks do, all scripts of an attempt end when one of them receives SIGUSR1.
@@ -35,7 +35,7 @@ ENDLESS += "while [[ ! -e saved-$HOSTS && ! -e stop ]]; do sleep 0.03; done; exi
 
 
 class EndingAttempt:
-    """The fields of a member whose attempt 1 ends after some reads of them."""
+    """Member whose attempt 1 ends after a number of reads of its fields."""
 
     def __init__(self, reads: int) -> None:
         self._reads = reads
@@ -51,13 +51,16 @@ class EndingAttempt:
 
 @pytest.mark.parametrize("reads", range(4))
 def test_a_heartbeat_with_a_new_number_has_the_end_of_the_attempt_before(reads: int) -> None:
-    """Without it the other hosts would take the host for lost. A thread writes heartbeats while attempts end."""
+    """The heartbeat must contain the exit code of the previous attempt.
+
+    Without it the other hosts would consider the host lost. A thread writes heartbeats while attempts end.
+    """
     beat = Member._state(EndingAttempt(reads))  # type: ignore[arg-type]
     assert beat["attempt"] == 1 or beat["last"] is not None
 
 
 class Meeting:
-    """Members in processes of their own. Each attempt appends "HOST PLACE HOSTS" to the file `starts`."""
+    """Members in separate processes. Each attempt appends "HOST PLACE HOSTS" to the file `starts`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -100,7 +103,7 @@ class Meeting:
         self.members[host.name].start()
 
     def beat(self, name: str) -> dict[str, Any]:
-        """Return the last heartbeat of a host, empty if it cannot be read while it is written."""
+        """Return the last heartbeat of a host, or an empty one if the file is being written."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads((self.folder / "meeting" / f"beat_{name}.json").read_text())
         return {}
@@ -112,7 +115,7 @@ class Meeting:
     def vanish(self, name: str) -> None:
         """End a member with its script, as a power cut does."""
         process = psutil.Process(self.members.pop(name).pid)
-        process.suspend()  # it starts nothing while its processes are listed
+        process.suspend()  # a suspended process starts nothing while its children are listed
         for one in [*process.children(recursive=True), process]:
             with contextlib.suppress(psutil.NoSuchProcess):  # a `sleep` of the script that has just ended
                 one.kill()
@@ -151,8 +154,8 @@ def test_all_hosts_start_together_and_end_with_the_run(meeting: Meeting) -> None
 
 
 @pytest.mark.parametrize("gone", ["a", "c"])
-def test_the_others_continue_without_a_host_and_use_it_when_it_is_back(meeting: Meeting, gone: str) -> None:
-    """Also the first host, which has decided so far, can be lost. The script of the others does not end by itself."""
+def test_the_others_continue_without_a_host_and_use_it_when_it_returns(meeting: Meeting, gone: str) -> None:
+    """The lost host may be the first one, which decides. The script of the others does not end by itself."""
     for host in HOSTS:
         meeting.start(host, ENDLESS, times=WATCHED)
     wait_until(lambda: len(meeting.starts()) == 3)
@@ -167,7 +170,7 @@ def test_the_others_continue_without_a_host_and_use_it_when_it_is_back(meeting: 
     assert meeting.codes() == {"a": 138, "b": 138, "c": 138}
 
 
-def test_a_host_that_runs_fewer_ranks_than_it_has_slots_uses_hosts_that_are_back(meeting: Meeting) -> None:
+def test_a_host_that_runs_fewer_ranks_than_it_has_slots_uses_hosts_that_return(meeting: Meeting) -> None:
     """Host c alone has 2 slots, and the batch can be divided among 1 or 4 ranks."""
     for host in HOSTS:
         meeting.start(host, ENDLESS, fits=lambda ranks: ranks in (1, 4), times=WATCHED)
@@ -188,7 +191,7 @@ def test_a_heartbeat_that_cannot_be_read_for_a_moment_ends_nothing(meeting: Meet
     for host in HOSTS:
         meeting.start(host, ENDLESS, times=WATCHED)
     wait_until(lambda: len(meeting.starts()) == 3)
-    time.sleep(WATCHED.silence_s)  # until then an attempt is not watched
+    time.sleep(WATCHED.silence_s)  # attempts are watched only after this time
     end = time.monotonic() + 0.3
     while time.monotonic() < end:
         (meeting.folder / "meeting" / "beat_b.json").write_text("{")
@@ -198,7 +201,7 @@ def test_a_heartbeat_that_cannot_be_read_for_a_moment_ends_nothing(meeting: Meet
     assert meeting.codes() == {"a": 138, "b": 138, "c": 138}
 
 
-def test_a_time_in_which_a_member_stood_still_is_no_silence_of_others(
+def test_a_pause_of_a_member_does_not_count_as_silence_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
@@ -227,7 +230,7 @@ def test_a_heartbeat_takes_no_new_space_on_the_disk(meeting: Meeting) -> None:
 
 
 class FullDisk(Member):
-    """A member that cannot write its first plans."""
+    """Member whose first plans cannot be written."""
 
     failures = 0
 
@@ -277,7 +280,7 @@ def test_what_ends_a_run_ends_it_on_all_hosts(meeting: Meeting, code: int, attem
 
 
 def test_a_host_whose_ranks_the_kernel_ends_twice_is_left_out(meeting: Meeting) -> None:
-    """The script ends with 1 on every host; the code of its ranks is in the file that it is given."""
+    """The script ends with 1 on every host. It writes the ranks' exit code to the file that it is given."""
     for host in HOSTS:
         killed = 'echo "b 247" >$MEGACLIP_HOST_CODES; ' if host.name == "b" else ""
         saves = "wc -l <starts >step.new; mv step.new step; " if host.name == "a" else ""
@@ -288,7 +291,7 @@ def test_a_host_whose_ranks_the_kernel_ends_twice_is_left_out(meeting: Meeting) 
 
 
 def test_a_stop_while_members_wait_for_a_lost_host_ends_the_run(meeting: Meeting) -> None:
-    """The batch needs all ranks. One of the others is asked to stop."""
+    """The batch requires all ranks. One of the remaining hosts receives a stop signal."""
     for host in HOSTS:
         meeting.start(host, ENDLESS, fits=lambda ranks: ranks == 4, times=WATCHED)
     wait_until(lambda: len(meeting.starts()) == 3)
@@ -300,7 +303,7 @@ def test_a_stop_while_members_wait_for_a_lost_host_ends_the_run(meeting: Meeting
 
 
 def test_a_stop_while_the_ranks_save_for_more_hosts_lets_them_save(meeting: Meeting) -> None:
-    """The script would end them at once, because it has received a signal before."""
+    """A second signal would end the ranks at once, because the script has already received one."""
     saving = "touch saving; until [[ -e sent ]]; do sleep 0.05; done; for _ in {1..10}; do sleep 0.1; done; "
     saving += "touch saved-$HOSTS; exit 138"
     script = f"trap '{saving}' USR1; trap 'exit 1' TERM; while [[ ! -e saved-$HOSTS ]]; do sleep 0.03; done; exit 138"
@@ -321,7 +324,8 @@ def test_a_stop_between_two_attempts_starts_no_further_one(meeting: Meeting) -> 
     for host in HOSTS:
         meeting.start(host, ENDLESS, times=WATCHED)
     wait_until(lambda: len(meeting.starts()) == 3)
-    meeting.send(signal.SIGSTOP, "a", "b")  # they notice neither the silence nor the signal before both are there
+    # stopped processes notice neither the lost host nor the signal before both have happened
+    meeting.send(signal.SIGSTOP, "a", "b")
     meeting.vanish("c")
     meeting.send(signal.SIGTERM, "a", "b")
     meeting.send(signal.SIGCONT, "a", "b")
@@ -330,7 +334,7 @@ def test_a_stop_between_two_attempts_starts_no_further_one(meeting: Meeting) -> 
 
 
 def test_a_stop_before_the_ranks_of_one_host_start_ends_the_run(meeting: Meeting) -> None:
-    """The script of that host ends at once, and the ranks of the others wait for its ranks."""
+    """The script of that host ends at once, while the ranks of the other hosts wait for its ranks."""
     for host in HOSTS:
         meeting.start(host, "trap 'exit 143' TERM; while [[ ! -e stop ]]; do sleep 0.03; done; exit 1", times=WATCHED)
     wait_until(lambda: len(meeting.starts()) == 3)
@@ -339,7 +343,7 @@ def test_a_stop_before_the_ranks_of_one_host_start_ends_the_run(meeting: Meeting
     assert len(meeting.starts()) == 3
 
 
-def test_a_host_that_is_left_out_stops_alone(meeting: Meeting) -> None:
+def test_a_host_that_is_left_out_stops_without_the_others(meeting: Meeting) -> None:
     for host in HOSTS:
         killed = 'echo "b 247" >$MEGACLIP_HOST_CODES; ' if host.name == "b" else ""
         saves = "wc -l <starts >step.new; mv step.new step; " if host.name == "a" else ""
@@ -353,8 +357,8 @@ def test_a_host_that_is_left_out_stops_alone(meeting: Meeting) -> None:
     assert meeting.codes() == {"a": 138, "c": 138}
 
 
-def test_a_job_whose_hosts_were_all_killed_starts_anew(meeting: Meeting) -> None:
-    """As at the end of a job's time, more often than a host may fail, and than a run may be restarted."""
+def test_a_job_whose_hosts_were_all_killed_can_be_started_again(meeting: Meeting) -> None:
+    """This happens at the time limit of a job, and may happen more often than the limit of failures and restarts."""
     for _ in range(3):
         begun = len(meeting.starts())
         for host in HOSTS:

@@ -13,7 +13,8 @@ from megaclip.engine.metrics import Metrics, StepMetrics
     ("step_s", "expected"),
     [
         (1, [4, 10, 20, 30, 33]),
-        (25, [4, 7, 10, 13, 16, 19, 20, 23, 26, 29, 30, 33]),  # the third step after a logged one ends 75 s after it
+        # the third step after a logged one ends 75 s later
+        (25, [4, 7, 10, 13, 16, 19, 20, 23, 26, 29, 30, 33]),
         (197, list(range(4, 34))),
     ],
 )

@@ -1,4 +1,4 @@
-"""Features of the model that open_clip's forward does not test: patch dropout, recomputation, seeds, precision."""
+"""Model features that comparisons with open_clip do not test: patch dropout, recomputation, seeds, precision."""
 
 import pytest
 import torch
@@ -121,7 +121,7 @@ def test_patch_dropout_repeats_with_the_generator_and_is_off_in_evaluation(confi
 
 
 def test_only_the_image_tower_draws_random_numbers_and_it_runs_first(config):
-    """The gradient cache replays the image tower with and without the text tower, and needs the same numbers."""
+    """The gradient cache replays the image tower with and without the text tower, and requires equal random numbers."""
     model = build_model(config, patch_dropout=0.5).train()
     images, tokens = batch()
     torch.manual_seed(1)

@@ -12,7 +12,7 @@ from typing import IO
 import pytest
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-# A stub program that writes its arguments, one per line, to a file with its name.
+# A stub program that writes its arguments, one per line, to a file named after itself.
 RECORDER = '#!/bin/bash\nprintf "%s\\n" "$@" >"$RECORDS/${0##*/}"\nenv >"$RECORDS/environment"\n'
 RECORDER += '[[ -z ${MEGACLIP_COMPLETED_FILE-} ]] || echo 0 >"$MEGACLIP_COMPLETED_FILE"\n'  # as a complete run does
 TRAINING = ["--deepspeed_config", "zero3.json", "--model", "ViT-B-32"]
@@ -50,7 +50,7 @@ class Bench:
         )
 
     def multi_node(self, *arguments: object) -> list[str]:
-        """Run multi_node.sh with the hostfile of this folder and return the arguments that deepspeed receives."""
+        """Run multi_node.sh with the hostfile of this folder. Return the arguments that deepspeed receives."""
         done = self.run("multi_node.sh", "--hostfile", self.hostfile, *arguments)
         assert done.returncode == 0, done.stderr
         return (self.records / "deepspeed").read_text().splitlines()
@@ -72,7 +72,7 @@ class Bench:
         return f"{self.folder}/python -u -m deepspeed.launcher.launch --master_addr={ADDRESS} --master_port=29500 -"
 
     def pause_before_the_launcher_is_noted(self, command: str) -> None:
-        """Let the script run a command between the start of `deepspeed` and its next command."""
+        """Make the script pause between the start of `deepspeed` and its next command."""
         pause = self.folder / "pause.sh"
         pause.write_text(f"set -T\ntrap 'case $BASH_COMMAND in launcher=*) {command} ;; esac' DEBUG\n")
         self.environment |= {"BASH_ENV": str(pause)}
@@ -93,7 +93,7 @@ def option(arguments: list[str], name: str) -> str:
 
 
 def test_arguments_survive_the_remote_shell(bench: Bench) -> None:
-    """bash parses the command line that DeepSpeed would send, quoted by its rule, after pdsh's replacements."""
+    """bash parses the command line as DeepSpeed quotes it, after pdsh's replacements."""
     expected = ["--train-data", "s/{0..3}.tar", "*", "a b", 'echo "$HOME" `id` \\', "it's", "", "100%n", "a;b&c|d", "~"]
     sent = after_script(bench.multi_node(*expected))
     quoted_by_deepspeed = ['"{}"'.format(text.replace('"', '\\"')) if " " in text else text for text in sent]
@@ -163,7 +163,7 @@ INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
         ([TERM], "TERM", 143, 143),
         ([INT], "TERM", 143, 143),
         ([TERM, USR1], "TERM USR1", 143, 143),
-        ([TERM], "TERM KILL KILL", 241, 1),  # 256 - SIGTERM: the signal killed a rank that did not train yet
+        ([TERM], "TERM KILL KILL", 241, 1),  # 256 - SIGTERM: the signal killed a rank that had not started to train
         ([TERM, TERM], "TERM KILL KILL", None, 1),
         ([USR1, TERM], "USR1 KILL KILL", None, 1),
     ],
@@ -171,7 +171,10 @@ INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 def test_exit_code_after_a_signal_follows_the_ranks(
     bench: Bench, sent: list[signal.Signals], forwarded: str, ranks_code: int | None, expected: int
 ) -> None:
-    """forwarded: signals that the script sends to the ranks. ranks_code: their exit code; None: they must be killed."""
+    """Check the exit code of the script after a signal.
+
+    forwarded: signals that the script sends to the ranks. ranks_code: their exit code, or None if they must be killed.
+    """
     started, arrived, leave = (bench.records / name for name in ("started", "arrived", "leave"))
     bench.stub("pdsh", f'#!/bin/bash\necho "${{@: -1}}" >>{arrived}\n')
     bench.stub(
@@ -192,7 +195,7 @@ def test_exit_code_after_a_signal_follows_the_ranks(
     assert re.findall("sh -c 'pkill -([A-Z0-9]+) ", arrived.read_text()) == forwarded.split()
 
 
-# A deepspeed with one launcher, which imports and has no child. `exec -a` gives it its name.
+# A deepspeed with one launcher, which is still importing and has no child process. `exec -a` sets its name.
 LAUNCHER = """#!/bin/bash
 {before}
 setsid bash -c 'exec -a "{name}" bash -c "exec 3<>{folder}/fifo; echo >{folder}/launched; read -t 600 -u 3"' \
@@ -206,20 +209,20 @@ wait
     ("sent", "fails", "expected"),
     [
         (["launched"], False, 0),
-        pytest.param(["begun"], False, 0, marks=pytest.mark.long),  # nothing had started when the signal came
+        pytest.param(["begun"], False, 0, marks=pytest.mark.long),  # nothing had started when the signal arrived
         pytest.param(["launched", "launched"], False, 1, marks=pytest.mark.long),
         ([], True, 1),
     ],
     ids=["stopped", "stopped before the launcher", "stopped twice", "another host fails"],
 )
 def test_no_rank_starts_after_the_end(bench: Bench, sent: list[str], fails: bool, expected: int) -> None:
-    """The launchers have no ranks yet. When the script has ended, there is none that would start a rank.
+    """After the script has ended, no launcher may be left that could start a rank.
 
-    sent: after which file each SIGTERM is sent.
+    The launchers have no ranks yet. sent: the files after which a SIGTERM is sent.
     """
     os.mkfifo(bench.folder / "fifo")
     asked, answered = bench.folder / "asked", bench.folder / "answered"
-    # As on each host, for one of them.
+    # One command, as each host receives it.
     bench.stub("pdsh", f'#!/bin/bash\necho >>{asked}\nbash -c "${{@: -1}}"\necho >>{answered}\n')
     before, after = f"echo >{bench.folder}/begun", ""
     if sent == ["begun"]:
@@ -240,9 +243,9 @@ def test_no_rank_starts_after_the_end(bench: Bench, sent: list[str], fails: bool
 
 
 def test_a_launcher_whose_ranks_have_just_ended_keeps_their_exit_code(bench: Bench) -> None:
-    """The signal comes when the launcher has collected its rank's exit code, but has not ended.
+    """The signal arrives when the launcher has read its rank's exit code but has not ended.
 
-    It ends while the script gives it a moment.
+    The launcher ends within the time that the script allows it.
     """
     launched, fifo = bench.folder / "launched", bench.folder / "fifo"
     os.mkfifo(fifo)
@@ -282,7 +285,7 @@ def test_a_signal_right_after_the_start_reaches_the_ranks(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("ranks_code", "expected"), [(0, 0), (1, 1), (138, 138)])
 def test_ranks_that_end_while_the_signal_is_sent(bench: Bench, ranks_code: int, expected: int) -> None:
-    """Sending takes longer than saving: bash has handled the signal before it knows the launcher's exit code."""
+    """Sending takes longer than saving, so bash handles the signal before it knows the launcher's exit code."""
     arrived, pid = bench.records / "arrived", bench.records / "pid"
     bench.stub("pdsh", f"#!/bin/bash\necho >{arrived}\nwhile kill -0 $(<{pid}) 2>/dev/null; do sleep 0.02; done\n")
     bench.stub(
@@ -298,7 +301,7 @@ def test_ranks_that_end_while_the_signal_is_sent(bench: Bench, ranks_code: int, 
 
 @pytest.mark.parametrize("code", [138, 3])
 def test_the_script_ends_after_all_output_is_written(bench: Bench, code: int) -> None:
-    """When the script has ended, its log is complete."""
+    """The log is complete when the script ends."""
     bench.stub("deepspeed", f"#!/bin/bash\nseq 2000 >&2\necho last line >&2\nexit {code}\n")
     log = bench.folder / "log"
     with open(log, "w") as output, bench.start(stderr=output) as script:
@@ -377,7 +380,7 @@ def run_slurm_job(bench: Bench, *arguments: str, srun: str = SRUN_ON_LAST_NODE) 
     [
         (138, ["--resume", "auto"], True),
         (138, ["--resume=auto"], True),
-        (138, [], False),  # the next start would not resume
+        (138, [], False),  # the next start would not resume the run
         (143, ["--resume", "auto"], False),  # scancel
     ],
 )
@@ -442,7 +445,7 @@ def test_slurm_continues_on_the_nodes_that_answer(bench: Bench) -> None:
 
 @pytest.mark.long
 def test_restarts_through_ssh_leave_out_a_host_that_does_not_answer(bench: Bench) -> None:
-    """The options and arguments reach the second start unchanged, on the hosts that answer."""
+    """The options and arguments are unchanged at the second start, which uses only the hosts that answer."""
     script = "#!/bin/bash\n[[ $1 == -S ]] || exit 0\n[[ $3 != node-1 || ! -e $RECORDS/down ]]\n"
     bench.stub("pdsh", script)
     bench.stub(
@@ -460,7 +463,7 @@ def test_restarts_through_ssh_leave_out_a_host_that_does_not_answer(bench: Bench
 
 
 def test_a_failure_right_after_the_start_is_reported(bench: Bench) -> None:
-    """The failure arrives before the script has noted the launcher's process: bash waits a second before it does."""
+    """The failure happens before the script has stored the launcher's process id: bash pauses for a second."""
     bench.pause_before_the_launcher_is_noted("sleep 1")
     bench.stub("deepspeed", "#!/bin/bash\necho 'pdsh@here: node-1: ssh exited with exit code 78' >&2\nsleep 20\n")
     done = bench.run("multi_node.sh", "--hostfile", bench.hostfile, *TRAINING)
@@ -468,7 +471,7 @@ def test_a_failure_right_after_the_start_is_reported(bench: Bench) -> None:
 
 
 def test_refused_settings_are_reported_by_the_exit_code(bench: Bench) -> None:
-    """pdsh reports the code of the first host; the ranks of the other hosts are ended."""
+    """pdsh reports the exit code of the first host. The ranks of the other hosts are ended."""
     bench.stub("deepspeed", "#!/bin/bash\necho 'pdsh@here: node-1: ssh exited with exit code 78' >&2\nsleep 20\n")
     done = bench.run("multi_node.sh", "--hostfile", bench.hostfile, *TRAINING)
     assert done.returncode == 78 and "a rank failed" in done.stderr
@@ -478,7 +481,7 @@ def test_refused_settings_are_reported_by_the_exit_code(bench: Bench) -> None:
 
 
 def test_a_failure_is_noticed_after_temporary_files_were_cleaned_up(bench: Bench) -> None:
-    """Systems delete temporary files that are older than ten days, and a run may take longer."""
+    """Systems delete temporary files that are older than ten days, but a run may take longer."""
     bench.environment["MEGACLIP_HOST_CODES"] = str(bench.folder / "deleted" / "codes")
     bench.stub("deepspeed", "#!/bin/bash\necho 'pdsh@here: node-1: ssh exited with exit code 1' >&2\nsleep 20\n")
     done = bench.run("multi_node.sh", "--hostfile", bench.hostfile, *TRAINING)
@@ -513,7 +516,7 @@ PAYLOADS = {
     "backslash": "x\\",
 }
 """Texts that create the file EVIDENCE if a shell parses them without quotes, in '...' or in "..."."""
-# A pdsh that runs the command like the shell of a host, and a deepspeed that passes on what PDSHRunner does.
+# A pdsh that runs the command as the shell of a host does, and a deepspeed that forwards what PDSHRunner forwards.
 REMOTE_PDSH = '#!/bin/bash\n[[ $1 == -w ]] || exit 1\nshift 2\nbash -c "$*"\n'
 REMOTE_DEEPSPEED = """#!/bin/bash
 touch "$RECORDS/started"
@@ -529,7 +532,7 @@ exit 1
 
 @pytest.fixture
 def remote(bench: Bench) -> Bench:
-    """Return a bench whose pdsh runs what it receives in a shell, in a folder where EVIDENCE can be seen."""
+    """Return a bench whose pdsh runs commands in a shell, in the folder in which EVIDENCE would be created."""
     bench.stub("pdsh", REMOTE_PDSH)
     bench.stub("deepspeed", REMOTE_DEEPSPEED)
     (bench.folder / ".deepspeed_env").write_text("A=b c\n")
@@ -557,7 +560,7 @@ def test_text_for_the_remote_shell_is_refused_before_anything_starts(remote: Ben
     done = remote.run("multi_node.sh", *arguments, *TRAINING)
     quoted = where in (".deepspeed_env", "PYTHONX") and name in ("semicolon", "pipe", "and", "quotes")
     assert not evidence(remote)
-    assert (remote.records / "started").exists() == quoted  # inside "..." these texts mean nothing
+    assert (remote.records / "started").exists() == quoted  # inside "..." these texts have no effect
     if not quoted:
         assert done.returncode == 2 and "multi_node.sh: " in done.stderr and "expected" in done.stderr
 

@@ -1,4 +1,4 @@
-"""Locks of killed builds of DeepSpeed's ops are deleted, those of running builds are waited for."""
+"""Locks of killed builds of DeepSpeed's ops are deleted. Running builds are waited for."""
 
 import contextlib
 import os
@@ -16,8 +16,8 @@ from megaclip.engine import build
 from megaclip.errors import MegaclipError
 from megaclip.hosts import op_builds
 
-# A build that lasts until it reads a line. It deletes its lock while it has it open. FileBaton.release closes it first:
-# for a moment the lock looks like that of a killed build, except that a real build has just written files.
+# A build that lasts until it reads a line. It deletes its lock while the file is open. FileBaton.release closes the
+# file first. For a moment this looks like the lock of a killed build, except that a real build has just written files.
 BUILDER = """
 import os, sys
 from torch.utils.file_baton import FileBaton
@@ -56,7 +56,10 @@ def builder(lock: Path) -> Iterator[subprocess.Popen]:
 
 
 class Clock:
-    """Takes the place of the module `time`: time passes only while somebody sleeps. `sleeps` is called after each."""
+    """Replaces the module `time`. Time passes only during `sleep`.
+
+    sleeps: function that is called after each sleep.
+    """
 
     def __init__(self, sleeps: Callable[[], None]) -> None:
         self.now = time.time()
@@ -83,7 +86,7 @@ def old(*paths: Path) -> None:
 def test_the_lock_of_a_killed_build_is_deleted_and_named(
     lock: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch waited for it for ever."""
+    """PyTorch would wait for this lock for ever."""
     monkeypatch.setattr(op_builds, "_QUIET_S", 600.0)
     with builder(lock) as process:
         process.kill()
@@ -107,15 +110,15 @@ def test_a_build_on_this_host_is_waited_for(lock: Path, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(op_builds.logger, "warning", end_build)
         op_builds.delete_abandoned_locks(patience_s=0.0)
-        assert process.wait(120) == 0  # it fails if somebody else deletes its lock
+        assert process.wait(120) == 0  # fails if another process deletes its lock
     (line,) = warnings
     assert line.startswith(f"waiting for {lock}: another program compiles this op")
 
 
-def test_a_build_that_ends_while_the_processes_are_looked_at_is_not_abandoned(
+def test_a_build_that_ends_while_processes_are_listed_does_not_lose_the_next_lock(
     lock: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next build may have taken the lock. It must not be deleted."""
+    """The next build may have acquired the lock meanwhile. Its lock must not be deleted."""
     looks = []
 
     def look(_: Path) -> bool:

@@ -24,7 +24,7 @@ def output_of(*arguments: str) -> str:
     return done.stdout
 
 
-def test_deepspeed_finds_and_probes_the_builder_like_its_own() -> None:
+def test_deepspeed_finds_and_probes_the_builder_like_its_own_builders() -> None:
     assert megaclip.__version__
     builder = get_accelerator().create_op_builder("ContrastiveTilesBuilder")
     assert type(builder).__name__ == "ContrastiveTilesBuilder" and builder.load() is tiles
@@ -65,7 +65,7 @@ def batch(count: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_schemas_fakes_and_results(dtype: torch.dtype) -> None:
-    """Run PyTorch's check of each operation (schema, fake results, aliasing), and compare one result of each."""
+    """Run PyTorch's checks of each operation (schema, fake results, aliasing), and compare one result of each."""
     x, y = batch(7, 0, dtype), batch(5, 1, dtype)
     one = torch.ones(1, dtype=tiles.accumulation_dtype(x))
     checks = ("test_schema", "test_faketensor")

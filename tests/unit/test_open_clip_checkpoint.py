@@ -1,4 +1,4 @@
-"""open_clip's directory format: the real open_clip loads our exports, and bad files raise errors of one line."""
+"""open_clip's directory format: open_clip loads our exports, and bad files raise one-line errors."""
 
 import copy
 import json
@@ -40,7 +40,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def config():
-    """Small towers with CLIP's vocabulary, so that open_clip's own tokenizer can be used."""
+    """Return small towers with CLIP's vocabulary, so that open_clip's own tokenizer can be used."""
     text = {"vocab_size": 49408, "width": 24, "heads": 3, "pool_type": "argmax"}
     return load_model_config("demo-tiny").replace(text_cfg=text)
 
@@ -94,7 +94,7 @@ def test_verification_passes_on_the_same_model_and_tokenizer(exported, model, co
 
 @pytest.mark.parametrize("parameter", ["visual.proj", "text.ln_final.bias", "logit_scale"])
 def test_verification_fails_if_one_parameter_differs(exported, model, parameter):
-    torch.manual_seed(0)  # one number of a normal distribution may be too small
+    torch.manual_seed(0)  # a change of one number might be too small without this seed
     changed = copy.deepcopy(model)
     with torch.no_grad():
         changed.get_parameter(parameter).add_(torch.randn_like(changed.get_parameter(parameter)) * 1e-2)

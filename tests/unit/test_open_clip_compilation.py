@@ -1,4 +1,4 @@
-"""torch.compile of open_clip's modules: equal numbers in both passes, dropout included, and what is compiled."""
+"""torch.compile of open_clip's modules: equal results in both passes, dropout included, and which parts compile."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tests.tolerances import FEATURES, TOWER_GRADIENT, assert_close
 
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
-    """Count graphs, and trace them without a compiler."""
+    """Count graphs. The backend traces them without compiling."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(compilation, "BACKEND", counter)
@@ -42,7 +42,7 @@ def batch(model: OpenClipModel, size: int = 4) -> tuple[torch.Tensor, torch.Tens
 
 
 def both_passes(model: nn.Module, *inputs: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the outputs without a graph and with one, by the same random numbers, and the gradients."""
+    """Return the outputs without a graph and with one, for equal random numbers, and the gradients."""
     outputs, statistics = [], [buffer.clone() for buffer in model.buffers()]
     for with_graph in (False, True):
         for buffer, value in zip(model.buffers(), statistics, strict=True):
@@ -63,7 +63,7 @@ QUICK = ((BOTH_RANDOM, False), ("resnet", True))
     ("name", "whole"),
     [*QUICK, *(pytest.param(name, True, marks=pytest.mark.long) for name in FAMILIES if name != "resnet")],
 )
-def test_compiled_modules_have_the_numbers_of_plain_ones(
+def test_compiled_modules_have_the_results_of_plain_ones(
     tmp_path: Path, counter: CompileCounterWithBackend, name: str, whole: bool
 ) -> None:
     plain, compiled = built(name, tmp_path).double(), built(name, tmp_path).double()
@@ -122,7 +122,10 @@ class WithDropout(nn.Module):
 @pytest.mark.long
 @pytest.mark.parametrize("falls_back", [True, False])
 def test_the_compilers_dropout_is_that_of_plain_pytorch(falls_back: bool) -> None:
-    """With inductor's own random numbers, the setting that `compiled_class` changes, it is another one."""
+    """With PyTorch's random numbers, which `compiled_class` selects, the masks equal those of plain PyTorch.
+
+    With inductor's own random numbers they differ, so the test can fail.
+    """
     torch.compiler.reset()
     torch.manual_seed(0)
     plain, compiled = WithDropout(), WithDropout()
@@ -148,7 +151,7 @@ def test_the_compilers_dropout_is_that_of_plain_pytorch(falls_back: bool) -> Non
 def test_captions_are_cut_where_padding_cannot_matter(
     tmp_path: Path, changes: dict[str, Any], reason: str | None
 ) -> None:
-    """The features of cut captions are those of whole ones exactly where there is no reason not to cut."""
+    """Cut and whole captions have equal features exactly if the description gives no reason to keep the padding."""
     config = family("vit", tmp_path).replace(text_cfg={"context_length": 24, **changes})
     assert reason_not_to_cut(config.text_cfg) == reason
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""open_clip's towers: which descriptions they run, batch norms in bfloat16, traced plans, tokenizers, the list."""
+"""open_clip's towers: supported descriptions, batch norms in bfloat16, traced plans, tokenizers, the list of models."""
 
 import json
 from pathlib import Path
@@ -40,8 +40,8 @@ def test_the_description_chooses_the_towers(name, towers, expected):
 
 
 @pytest.mark.parametrize("name", ["EVA02-B-16", "MobileCLIP-S1", "PE-Core-T-16-384"])
-def test_settings_that_are_null_are_passed_to_open_clip(name):
-    """Their `timm_proj` is null, so that the trunk's classifier is the projection; the default is another layer."""
+def test_null_settings_are_passed_to_open_clip(name):
+    """With `timm_proj` null, the trunk's classifier is the projection. The default of open_clip is another layer."""
     given = json.loads(open_clip_descriptions()[name].read_text())
     config = load_model_config(name)
     assert OpenClipConfig.from_dict(config.to_open_clip()).to_open_clip()["vision_cfg"] == given["vision_cfg"]
@@ -52,8 +52,8 @@ def test_settings_that_are_null_are_passed_to_open_clip(name):
     assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
 
 
-def test_a_null_at_the_top_level_turns_a_setting_off():
-    """open_clip takes the key multimodal_cfg alone for a CoCa."""
+def test_null_at_the_top_level_turns_a_setting_off():
+    """open_clip builds a CoCa as soon as the key multimodal_cfg is present."""
     description = {**SMALL, "text_cfg": TEXT, "multimodal_cfg": None, "init_logit_bias": None}
     config = describe(description, "model", "open_clip")
     assert set(config.to_open_clip()) == {"embed_dim", "vision_cfg", "text_cfg"}
@@ -141,7 +141,7 @@ def test_tracing_reproduces_the_formulas_of_megaclips_towers(compute_bytes):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_can_be_planned(name, tmp_path):
-    """Sizes grow with the samples; the graph of a checkpointed tower is smaller."""
+    """Sizes grow with the number of samples. The graph of a checkpointed tower is smaller."""
     model = meta_model(family(name, tmp_path)).train()
     for tower in ("image", "text"):
         few, many = (trace_tower(model, tower, samples) for samples in (4, 8))

@@ -1,6 +1,6 @@
-"""timm's optimizers, where DeepSpeed's of the same names differ, and the bits of DeepSpeed's Adam after a restart.
+"""timm's optimizers, where they differ from DeepSpeed's of the same names, and bit-exact resume of DeepSpeed's Adam.
 
-Whole updates: tests/distributed/test_engine.py.
+tests/distributed/test_engine.py tests whole updates.
 """
 
 import copy
@@ -23,7 +23,7 @@ def settings(kind: str, **params: float) -> Optimizer:
 
 @pytest.mark.parametrize("kind", ["Lion", "Lamb"])
 def test_a_parameter_without_gradient_only_decays(kind):
-    """The embedding of a token that is not in the batch, beside one that is."""
+    """Example: the embedding of a token that is not in the batch, beside one that is."""
     embedding = torch.nn.Parameter(torch.ones(2, 3))
     optimizer = timm_optimizer(settings(kind, lr=0.1, weight_decay=0.5), [{"params": [embedding], "weight_decay": 0.0}])
     embedding.grad = torch.tensor([[0.0, 0.0, 0.0], [1.0, -1.0, 2.0]])
@@ -37,7 +37,7 @@ def test_a_parameter_without_gradient_only_decays(kind):
 
 
 def test_lamb_leaves_clipping_to_gradient_clipping():
-    """timm's default clips at norm 1, in addition to DeepSpeed's gradient_clipping."""
+    """By default timm clips at norm 1, in addition to DeepSpeed's gradient_clipping."""
     optimizer = timm_optimizer(settings("Lamb", lr=0.1), [{"params": [torch.zeros(1)]}])
     assert optimizer.defaults["max_grad_norm"] is None
 
@@ -57,7 +57,7 @@ def test_a_missing_timm_is_one_line_that_names_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam])
 def test_adam_on_the_cpu_continues_with_the_same_bits(kind):
-    """Bits are equal on the same machine. Without the hook they differ from the second step after the restart on."""
+    """Bits are equal on one machine. Without the hook they would differ from the second step after the restart on."""
 
     def start() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""Settings of towers and layers that have no effect, and the groups that a resumed run must repeat.
+"""Parameter groups of towers and layers: settings without effect, and the groups that a resumed run must repeat.
 
-Values: tests/distributed/test_parameter_groups.py.
+tests/distributed/test_parameter_groups.py tests the values.
 """
 
 import json
@@ -24,7 +24,7 @@ MODEL = ModelConfig.from_dict(
 
 
 def groups(folder: Path, section: dict[str, Any], image_unlocked: int | None = None) -> list[dict[str, Any]]:
-    """Return the parameter groups of MODEL, with a locked image tower if a number of unlocked groups is given."""
+    """Return the parameter groups of MODEL. The image tower is locked if a number of unlocked groups is given."""
     config = {
         "train_batch_size": 4,
         "gradient_clipping": 0.0,

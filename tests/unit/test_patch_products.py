@@ -1,4 +1,4 @@
-"""Patch embeddings are matrix products, equal to the convolutions that they replace; layer norms take rows."""
+"""Patch embeddings run as matrix products with the results of the convolutions; layer norms run on rows."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def test_equals_the_convolution(kernel: tuple[int, int], bias: bool) -> None:
     for one, other in zip(*gradients, strict=True):
         assert_close(one, other, FEATURES["float64"])
     tokens = found.flatten(2).transpose(1, 2)
-    assert tokens.is_contiguous()  # no copy where the tower makes tokens of the result
+    assert tokens.is_contiguous()  # so the tower does not copy the result
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_towers_of_open_clip(tmp_path: Path) -> None:
 
 
 class NormShapes(TorchDispatchMode):
-    """Notes the number of dimensions of every input of a layer norm."""
+    """Records the number of dimensions of every input of a layer norm."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The choice of exchange and reduction for "auto": the cost model at points whose best way is evident."""
+"""The choice of exchange and reduction for "auto": the cost model in cases whose best choice is evident."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def chosen(
     nodes: int = 2,
     loss: str = "clip",
 ) -> tuple[str, str]:
-    """Return the exchange and reduction of 4 ranks, on this many nodes of such machines."""
+    """Return the exchange and reduction for 4 ranks of such machines on this many nodes."""
     monkeypatch.setattr(plan, "machine_of", lambda ranks, device: machine)
     on_two_nodes = NodeGroup(handle=None, rank=0, size=4, inner=PAIR, outer=PAIR)
     monkeypatch.setattr(plan, "by_node", lambda ranks: on_two_nodes if nodes == 2 else ranks)
@@ -43,18 +43,22 @@ def chosen(
 
 
 def test_each_way_is_chosen_where_it_is_evidently_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Links cost nothing: fewest products, and no hops.
+    # Links cost nothing, so the fewest products win, and no hops.
     assert chosen(monkeypatch, FAST_LINKS, 1024) == ("all_gather", "feature")
-    # Products cost nothing: fewest bytes (2 x 2 bytes an element against 2 + 4).
+    # Products cost nothing, so the fewest bytes win (2 x 2 bytes per element against 2 + 4).
     assert chosen(monkeypatch, SLOW_LINKS, 1024) == ("all_gather", "scalar")
-    # Both cost, and tiles take long enough to hide the exchange: the ring. Inside a node a ring hides nothing.
+    # Both cost time, and tiles take long enough to hide the exchange of a ring. Within a node a ring hides nothing.
     assert chosen(monkeypatch, BALANCED, 16384) == ("ring", "feature")
     assert chosen(monkeypatch, BALANCED, 16384, nodes=1) == ("all_gather", "feature")
 
 
 def test_the_sigmoid_loss_costs_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes an element: ring 3 x 2 + 4 x 4 = 22 (InfoNCE 28), all_gather 3 x 2 + 3 x 4 = 18. At these rates 6 products
-    take as long as 6.7 of them, and 8 as 9: hidden or added, max(6.7, 22) < 6.7 + 18 but max(9, 28) > 9 + 18."""
+    """The sigmoid loss needs fewer products and fewer bytes than InfoNCE.
+
+    Bytes per element: ring 3 x 2 + 4 x 4 = 22 (InfoNCE 28), all_gather 3 x 2 + 3 x 4 = 18. At these rates 6 products
+    take as long as 6.7 bytes, and 8 as long as 9. A ring hides the exchange, all_gather adds it: max(6.7, 22) < 6.7 +
+    18, but max(9, 28) > 9 + 18.
+    """
     between = Machine(link_bytes_per_s=1e10, flops_per_s=5.8e14, free_bytes=2**36)
     assert chosen(monkeypatch, between, 16384, reduction="feature") == ("all_gather", "feature")
     assert chosen(monkeypatch, between, 16384, reduction="feature", loss="siglip") == ("ring", "feature")
@@ -63,7 +67,7 @@ def test_the_sigmoid_loss_costs_one_pass(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_memory_and_settings_limit_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     little = FAST_LINKS._replace(free_bytes=2**20)
     assert chosen(monkeypatch, little, 1024) == ("ring", "feature")
-    # The features of 4 ranks in 2 bytes and their gradients in 4: 4 x 1024 x 512 x 6 bytes are 12 MiB.
+    # Features of 4 ranks with 2 bytes and gradients with 4 bytes: 4 x 1024 x 512 x 6 bytes are 12 MiB.
     assert chosen(monkeypatch, FAST_LINKS._replace(free_bytes=23 * 2**20), 1024) == ("ring", "feature")
     assert chosen(monkeypatch, FAST_LINKS._replace(free_bytes=25 * 2**20), 1024) == ("all_gather", "feature")
     assert chosen(monkeypatch, little, 1024, exchange="all_gather") == ("all_gather", "feature")
@@ -85,5 +89,5 @@ def test_the_choice_and_its_estimates_are_logged_once(monkeypatch: pytest.Monkey
     )
 
 
-def test_a_cpus_figures_are_fixed_so_that_runs_repeat() -> None:
+def test_the_figures_of_a_cpu_are_fixed_so_that_runs_repeat() -> None:
     assert machine_of(RankGroup(handle=None, rank=0, size=4), torch.device("cpu")) is CPU

@@ -1,4 +1,4 @@
-"""`megaclip plan`: flags without effect, files that are no results, and outputs that cannot be written."""
+"""`megaclip plan`: flags without effect, files that are not results, and outputs that cannot be written."""
 
 import json
 import sys
@@ -79,7 +79,7 @@ def test_a_flag_without_effect_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Only a plan uses all flags."""
+    """Only `megaclip plan` itself uses all flags."""
     monkeypatch.setattr(sys, "argv", ["plan", *arguments])
     assert plan.main() == 1
     error = capsys.readouterr().err
@@ -108,7 +108,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 def test_measured_runs_are_compared_with_plans_of_their_gpu(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--gpu and --rates had no effect: every run was planned for an H200."""
+    """--gpu and --rates must have an effect: not every measured run used an H200."""
     measured = json.loads((Path(__file__).parent / "planner_h200_runs.json").read_text())["results"]
     row = next(row for row in measured if row["method"] == "megaclip" and row["step_s"] > 10)
     (folder / "one.json").write_text(json.dumps({"results": [row]}))
@@ -133,8 +133,7 @@ def test_a_sweep_begins_at_the_smallest_batch(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Text chunks of a large batch have the samples of several image chunks. The sweep began at such a text chunk, and
-    open_clip, which fits below it, fitted nowhere."""
+    """A sweep must not begin at a larger batch, because open_clip may fit only below it."""
     section = {} if text_chunk is None else {"text_micro_batch_size": text_chunk}
     (folder / "ds.json").write_text(json.dumps({**CONFIG, "train_batch_size": 8192, "megaclip": section}))
     monkeypatch.setattr(plan, "draw", lambda *arguments: None)
@@ -147,7 +146,7 @@ def test_a_sweep_begins_at_the_smallest_batch(
 def test_compiled_towers_change_no_figure_of_other_codes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their times and activations are ratios to plain towers, and followed megaclip.compile true."""
+    """Times and activations of other codes are ratios to plain towers. megaclip.compile must not change them."""
     monkeypatch.setattr(plan, "draw", lambda *arguments: None)
     arguments = ["--deepspeed_config", "ds.json", "--model", "ViT-L-14", "--sweep", "s.png", "--json", "s.json"]
     ours, others = [], []

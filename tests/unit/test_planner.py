@@ -1,4 +1,4 @@
-"""The planner's memory: states against ZeRO's arithmetic, phases, where data are kept, fit and advice."""
+"""The planner's memory: states compared with ZeRO's arithmetic, phases, placement of data, fit and advice."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.unit.planner_cases import GIB, H200, of_batch, workload
 def test_states_follow_the_arithmetic_of_zero(tmp_path: Path) -> None:
     parameters = 151_277_312  # open_clip's ViT-B-32 without its logit scale (PLATFORM: 151,277,313)
     per_stage = {
-        # working copy, master, two moments; at stage 3 also float32 gradients and the bucket, all the time
+        # working copy, master, two moments; at stage 3 also float32 gradients and the bucket, at all times
         1: 2 + (4 + 8) / 8,
         2: 2 + (4 + 8) / 8,
         3: (2 + 4 + 8 + 4) / 8,
@@ -56,7 +56,7 @@ def test_offload_moves_states_to_the_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "accumulate", "on_gpu", "in_host_memory"),
-    # Bytes per parameter after two backward passes on one rank: seen in DeepSpeed 0.19's optimizer.
+    # Bytes per parameter after two backward passes on one rank, measured in DeepSpeed 0.19's optimizer.
     [(1, "bf16", 2, 0), (1, "fp32", 4, 0), (2, "bf16", 0, 2), (2, "fp32", 4, 0)],
 )
 def test_gradients_accumulate_where_deepspeed_keeps_them_with_offload(
@@ -67,7 +67,7 @@ def test_gradients_accumulate_where_deepspeed_keeps_them_with_offload(
     plan = plan_memory(job, describe(gpus=1))
     assert plan.gpu_phases["text tower backward"].get("gradients", 0) == on_gpu * job.trained
     kept = 2 if stage == 1 and accumulate == "bf16" else in_host_memory  # allocated for the last reduction
-    assert plan.cpu["gradients"] == (4 + kept) * job.trained  # and float32 for the step
+    assert plan.cpu["gradients"] == (4 + kept) * job.trained  # plus float32 for the step
 
 
 def test_offload_to_disk_takes_its_bytes_and_its_time_there(tmp_path: Path) -> None:
@@ -80,16 +80,16 @@ def test_offload_to_disk_takes_its_bytes_and_its_time_there(tmp_path: Path) -> N
     assert plan.nvme["optimizer states"] == pytest.approx(8 * parameters)
     assert plan.nvme["parameters"] == pytest.approx(2 * (parameters - 8 * 1_000_000))
     assert plan.cpu["parameters"] == pytest.approx(2 * 8 * 1_000_000)
-    assert plan.cpu["gradients"] == pytest.approx(4 * parameters)  # that accumulate
+    assert plan.cpu["gradients"] == pytest.approx(4 * parameters)  # accumulated gradients
     assert plan.cpu["parameter buffers"] == 8 * 5 * 100_000_000 * 2  # DeepSpeed's defaults
     assert plan.cpu["optimizer buffers"] == pytest.approx(4 * parameters * 4)
-    # Gradients, master and moments are written and read; parameters are read in 24 passes and 2 blank ones.
+    # Gradients, master and moments are written and read. Parameters are read in 24 passes and 2 blank passes.
     passes = 3 * 8 + 2
     copied = 2 * 16 * parameters + (passes + 1) * plan.nvme["parameters"]
     rates = replace(H200.rates, disk_write=1e9, decoded=1e9)
     step = plan_time(job, describe(gpus=8, rates=rates))
     assert step.swap == pytest.approx(copied / 1e9) and step.total > step.swap + step.towers
-    # If nvme_path is on another disk, that disk must be large enough for what ZeRO-3 offloads.
+    # If nvme_path is on another disk, that disk must be large enough for the states that ZeRO-3 offloads.
     full = replace(H200, nvme=1e9)
     assert any("of disk at nvme_path and has" in text for text in plan_memory(job, full).refusals)
     assert not plan_memory(job, replace(H200, nvme=1e12, disk=0)).refusals
@@ -101,7 +101,7 @@ def test_an_evaluation_is_planned_beside_the_steps(tmp_path: Path) -> None:
     dropping = job.model.replace(vision_cfg={"patch_dropout": 0.5})
     million = replace(job, model=dropping, evaluation=EvaluationSets(64, pairs=2**20, labelled=50_000))
     plain, plan = plan_memory(replace(job, model=dropping), H200), plan_memory(million, H200)
-    # Features and their copy without padding: float32, both towers, an eighth of the pairs.
+    # Features and their copy without padding: float32, both towers, one eighth of the pairs.
     features = 2 * 4 * 512 * 2**20 / 8
     assert plan.gpu_phases["evaluation: retrieval"]["copies of features"] == 1.5 * features
     towers = plan.gpu_phases["evaluation: towers"]
@@ -115,7 +115,7 @@ def test_an_evaluation_is_planned_beside_the_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", VARIANTS)
-def test_state_of_every_sample_is_what_the_loss_allocates(tmp_path: Path, loss: str) -> None:
+def test_state_of_all_samples_is_what_the_loss_allocates(tmp_path: Path, loss: str) -> None:
     on_a_host = FastClipLoss(loss, samples=8000).state.values.untyped_storage().nbytes()
     for device, state_on_host, state_on_gpu in (("cpu", on_a_host, 0), ("accelerator", 0, on_a_host / 8)):
         job = workload(tmp_path, megaclip={"loss": loss, "fastclip": {"state_device": device}})
@@ -126,7 +126,7 @@ def test_state_of_every_sample_is_what_the_loss_allocates(tmp_path: Path, loss: 
 
 
 def test_the_copy_of_a_checkpoint_is_in_the_plan_only_with_async_save(tmp_path: Path) -> None:
-    for stage, expected in ((0, 12), (1, 14), (3, 12)):  # bytes of a parameter on a host of 8 ranks
+    for stage, expected in ((0, 12), (1, 14), (3, 12)):  # bytes per parameter on a host of 8 ranks
         precision = {"bf16": {"enabled": stage > 0}, "data_types": {}}
         job = workload(tmp_path, **precision, zero_optimization={"stage": stage})
         plan, with_copy = (plan_memory(replace(job, async_save=copied), H200) for copied in (False, True))
@@ -181,7 +181,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path) -> Non
 
 
 def test_a_batch_that_fits_is_not_larger_than_the_largest(tmp_path: Path) -> None:
-    """With 11 image chunks a text chunk is as large as one; with 16 it would be as large as eight, which do not fit."""
+    """With 11 image chunks a text chunk is as large as one image chunk. With 16 it equals eight, which do not fit."""
     job = workload(
         tmp_path,
         model="ViT-L-14",
@@ -245,7 +245,7 @@ def test_advice_names_a_setting_after_which_the_run_fits(tmp_path: Path, refused
 
 
 def test_each_piece_of_advice_written_into_the_file_makes_the_run_fit(tmp_path: Path) -> None:
-    """The peak is in the text tower, whose chunks the file sets; smaller image chunks would change nothing."""
+    """The peak is in the text tower, whose chunks are set in the file. Smaller image chunks would not change it."""
     cluster = describe(gpus=1, gpu_memory="24GB", host_memory="64GB")
     settings = json.loads((Path(__file__).parents[2] / "ds_configs" / "huge_batch.json").read_text())
     words = advice(workload(tmp_path, 1, settings=settings), cluster)
@@ -257,7 +257,7 @@ def test_each_piece_of_advice_written_into_the_file_makes_the_run_fit(tmp_path: 
         assert fits(workload(tmp_path, 1, settings=changed), cluster), change
 
 
-def test_changes_are_combined_where_none_is_enough_alone(tmp_path: Path) -> None:
+def test_settings_are_combined_where_no_single_one_is_enough(tmp_path: Path) -> None:
     job = workload(tmp_path, model="ViT-bigG-14", train_micro_batch_size_per_gpu=512)
     (together,) = advice(job, describe(gpu="h200", gpus=8, gpu_memory="11GiB"))
     assert " and " in together
@@ -270,7 +270,7 @@ def test_a_frozen_tower_in_chunks_keeps_no_graph(tmp_path: Path) -> None:
     cached, kept = plan_memory(job, H200), plan_memory(replace(job, text_unlocked=0), H200)
     both = plan_memory(job.with_batch(text_micro_batch=512), H200)
     assert [plan.image_place.name for plan in (cached, kept, both)] == ["cpu", "once", "once"]
-    # With "cpu" and "disk" the step store keeps the images even if they are read once.
+    # With "cpu" and "disk" the step store keeps the images even if they are read only once.
     asked = plan_memory(replace(job, text_unlocked=0).with_megaclip(data_offload="cpu"), H200)
     assert asked.image_place.name == "cpu" and asked.cpu["step store"] == 8 * 512 * 3 * 224 * 224
 
@@ -296,4 +296,5 @@ def test_offloaded_embeddings_and_their_gradients_are_in_host_memory(tmp_path: P
         for where in (False, True)
     )
     assert "embeddings" not in on_gpu.cpu
-    assert on_host.cpu["embeddings"] == 8 * 2 * 2 * 4096 * 512 * 2  # ranks, towers, gradients too, (b, D), bf16
+    # ranks, towers, features and gradients, (b, D), bf16
+    assert on_host.cpu["embeddings"] == 8 * 2 * 2 * 4096 * 512 * 2

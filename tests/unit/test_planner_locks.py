@@ -1,4 +1,4 @@
-"""The plan of locked towers against what autograd keeps, computes and copies of a model with the same locks."""
+"""The plan of locked towers compared with a model with the same locks: what autograd keeps, computes and copies."""
 
 import functools
 from dataclasses import replace
@@ -30,7 +30,7 @@ LOCKED_CASES = {
 
 
 def locked_model(model: ModelDescription, unlocked: int | None, device: str = "cpu") -> DualEncoder:
-    """A model in training mode whose towers are both locked, except for the last groups. None: nothing is locked."""
+    """Return a model in training mode with both towers locked except for the last groups. None: nothing is locked."""
     built = meta_model(model) if device == "meta" else build_model(model)
     if unlocked is not None:
         built.lock_image_tower(unlocked)
@@ -68,7 +68,7 @@ def test_saved_bytes_of_a_partly_locked_tower_are_what_autograd_saves(case: str,
 def test_the_peak_of_a_partly_locked_tower_is_not_below_a_trace(
     case: str, unlocked: int, checkpointing: str, tmp_path: Path
 ) -> None:
-    """A trace follows every storage of a forward and backward pass from its creation to its end."""
+    """A trace follows every storage of a forward and backward pass from its allocation to its release."""
     config = model_config(**LOCKED_CASES[case])
     model = locked_model(config, unlocked, "meta")
     if checkpointing:
@@ -133,10 +133,10 @@ def test_a_tower_that_is_not_partly_locked_is_planned_as_a_whole(tmp_path: Path,
     assert plan_time(every_group, H200) == plan_time(unlimited, H200)
 
 
-# With 0 groups a projection is trained.
+# With 0 unlocked groups only a projection is trained.
 @pytest.mark.parametrize(("name", "unlocked"), [("vit", 0), ("vit", 1), ("roberta", 0), ("roberta", 1)])
 def test_open_clips_towers_are_traced_with_their_lock(name: str, unlocked: int, tmp_path: Path) -> None:
-    """The part of a graph that a lock leaves is that of a model on the CPU, whose kernels differ from a GPU's."""
+    """The comparison uses the part of the graph that a lock leaves, on the CPU. Kernels on a GPU differ."""
     model = family(name, tmp_path)
     side = TEXT if name == "roberta" else IMAGE
     images = torch.randn(SAMPLES, 3, IMAGE_SIZE, IMAGE_SIZE)
@@ -165,7 +165,7 @@ def test_open_clips_families_are_planned_with_locks(name: str, tmp_path: Path) -
 def test_a_trace_counts_the_operations_of_the_trained_part(tmp_path: Path) -> None:
     tower = towers(locked_job(tmp_path, 1, family("vit", tmp_path)))[IMAGE]
     assert isinstance(tower, TracedTower)
-    # One of two blocks, and their products with 32 x 32 and 32 x 128 weights and 17 tokens: attention has 2 x 17 x 17.
+    # One of two blocks with 32 x 32 and 32 x 128 weights and 17 tokens. Attention has 2 x 17 x 17.
     block = 2 * 17 * (4 * 32**2 + 2 * 32 * 128) + 2 * 2 * 17 * 17 * 32
     assert tower.graph_operations() == pytest.approx(block, rel=0.02)
     assert tower.whole.graph_operations() == pytest.approx(tower.trace(4).operations, rel=0.25)  # no gradient of pixels
@@ -196,7 +196,7 @@ def test_a_step_with_a_partly_locked_tower_needs_less_and_keeps_more_graphs(tmp_
 @pytest.mark.parametrize("kept", [0, 3, 9])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_a_plan_counts_kept_graphs_and_the_pass_beside_them(tmp_path: Path, groups: int, kept: int) -> None:
-    """Bytes that every chunk's pass holds at its peak, added up by hand over the chunks of a step."""
+    """The expected value sums by hand the bytes that the pass of every chunk of a step holds at its peak."""
     job = run_of(groups, tmp_path).with_megaclip(keep_graphs=kept)
     plan, (image, _) = plan_memory(job, H200), towers(job)
     graph, samples = graph_bytes(job)[IMAGE], job.batch.micro_batch
@@ -211,7 +211,7 @@ def test_a_plan_counts_kept_graphs_and_the_pass_beside_them(tmp_path: Path, grou
 
 
 def test_a_plan_counts_what_the_forward_pass_of_a_wholly_locked_tower_holds(tmp_path: Path) -> None:
-    """Such a pass may be the peak of a step: no backward pass over a large tower follows it."""
+    """Such a pass may be the peak of a step, because no backward pass through a large tower follows."""
     job = replace(workload(tmp_path, model="ViT-B-32"), image_unlocked=0)
     model = locked_model(job.model, None, "meta")  # a trace has a backward pass too
     few, many = (trace_tower(model, "image", samples).forward_peak for samples in (512, 1024))
@@ -221,7 +221,7 @@ def test_a_plan_counts_what_the_forward_pass_of_a_wholly_locked_tower_holds(tmp_
 
 
 def test_copies_of_block_inputs_are_those_of_save_on_cpu(tmp_path: Path) -> None:
-    """Inputs of locked blocks are packed and never unpacked."""
+    """Inputs of locked blocks are packed but never unpacked."""
     config = model_config()
     for groups in (None, 1, 3):
         copied = 0
@@ -250,7 +250,7 @@ def test_traffic_of_the_backward_pass_is_that_of_the_trained_part(tmp_path: Path
         replace(workload(tmp_path, megaclip={"tensor_parallel_size": 2, "cut_captions": False}), image_unlocked=groups)
         for groups in (3, 4)
     )
-    tokens, width = 50, 768  # of ViT-B-32: a block sums two gradients
+    tokens, width = 50, 768  # ViT-B-32, where a block sums two gradients
     assert tensor_traffic(more) - tensor_traffic(few) == pytest.approx(
         2 * (2 - 1) / 2 * 2 * few.local_batch * 2 * tokens * width * 2
     )
@@ -258,7 +258,7 @@ def test_traffic_of_the_backward_pass_is_that_of_the_trained_part(tmp_path: Path
         replace(workload(tmp_path, zero_optimization={"stage": 3}), image_unlocked=groups) for groups in (3, 4)
     )
     block = more.trained - few.trained
-    # Gathered for the backward pass of 8 chunks, which reduce as many gradients, and of a last short pass.
+    # Gathered for the backward pass of 8 chunks, which reduce as many gradients, and of one shorter last pass.
     moved = parameter_traffic(more) - parameter_traffic(few)
     assert moved == pytest.approx(2 * 7 / 8 * block * (2 * 8 + 1), rel=0.1)
     host = [plan_time(job, H200).host for job in (few, more, replace(few, image_unlocked=None))]

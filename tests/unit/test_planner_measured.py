@@ -1,4 +1,4 @@
-"""The planner against figures measured on H200s and published: losses, whole peaks, step times, peers, retrieval."""
+"""The planner compared with measured (H200) and published figures: losses, peaks, step times, peers, retrieval."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from megaclip.planner.peers import (
 from megaclip.planner.workload import EvaluationSets
 from tests.unit.planner_cases import H200, MIB, workload
 
-# tools/bench_loss.py on one and four H200s, bf16 features: MiB beyond the features.
+# tools/bench_loss.py on one and four H200s with bf16 features: MiB in addition to the features.
 MEASURED_MIB = {
     ("ring feature", 8192, 512, 1): 160,
     ("ring feature", 32768, 512, 1): 257,
@@ -73,7 +73,7 @@ RUNS = json.loads((Path(__file__).parent / "planner_h200_runs.json").read_text()
 
 
 def measured_job(tmp_path: Path, run: dict) -> Workload:
-    """Return the workload of a row. Rows without some of these keys are older than the setting that the key records."""
+    """Return the workload of a row. Rows that lack some keys were measured before those settings existed."""
     job = workload(tmp_path, run["world_size"], run["model"], settings=run["ds_config"])
     job = job.with_batch(text_micro_batch=run.get("text_micro_batch", job.batch.micro_batch))
     job = replace(job, text_positions_saved=run.get("text_positions_saved", 0.0))
@@ -93,7 +93,7 @@ def test_planned_peaks_are_within_a_tenth_of_those_measured_on_h200s(tmp_path: P
 
 
 def is_suspect(run: dict) -> bool:
-    """ViT-B/32 at ZeRO-2, B = 65,536: its 15.2 s are a quarter more than four times the 3.0 s of B = 16,384."""
+    """ViT-B/32 at ZeRO-2 with B = 65,536 took 15.2 s, a quarter more than four times the 3.0 s of B = 16,384."""
     return run["step_s"] == 15.23
 
 
@@ -103,7 +103,7 @@ def is_suspect(run: dict) -> bool:
     ids=lambda run: f"{run['model']}-{run['world_size']}-{run['step_s']}",
 )
 def test_planned_steps_take_about_what_was_measured_on_h200s(tmp_path: Path, run: dict) -> None:
-    """Synthetic samples are not decoded. In runs without captions that were cut, DeepSpeed checked every gradient."""
+    """Synthetic samples are not decoded. In the runs whose captions were not cut, DeepSpeed checked every gradient."""
     cluster = describe(gpus=run["world_size"])
     cluster = replace(cluster, rates=replace(cluster.rates, decoded=math.inf))
     job = replace(measured_job(tmp_path, run), checks_gradients="text_positions_saved" not in run)
@@ -127,7 +127,7 @@ PUBLISHED_GB = {
 def test_the_published_loss_memory_of_inf_cl_follows_from_its_formula() -> None:
     for (ranks, batch), (open_clip, inf_cl) in PUBLISHED_GB.items():
         sizes = LossSizes(batch * 1024 // ranks, 768, ranks, feature_bytes=4)
-        # The paper's GB are 1,000 MiB: its column of OpenCLIP says so to four digits.
+        # A GB of the paper is 1,000 MiB: its OpenCLIP column agrees with this to four digits.
         assert inf_cl_loss_bytes(sizes) / (1000 * MIB) == pytest.approx(inf_cl, abs=0.0101)
         if open_clip is not None:
             assert open_clip_loss_bytes(sizes) / (1000 * MIB) == pytest.approx(open_clip, rel=0.003)
@@ -138,7 +138,7 @@ def test_the_published_loss_memory_of_inf_cl_follows_from_its_formula() -> None:
 def test_peers_take_the_published_and_measured_bytes(tmp_path: Path) -> None:
     accumulating = {"train_micro_batch_size_per_gpu": 128}
     job = workload(tmp_path, 8, "ViT-L-14", **accumulating)
-    for batch, peak in ((32, 44.20), (64, 46.63), (128, 51.46), (256, 61.13)):  # Table 1 again, in brackets
+    for batch, peak in ((32, 44.20), (64, 46.63), (128, 51.46), (256, 61.13)):  # Table 1, in brackets
         planned = peer_gpu_bytes(job.with_batch(batch * 128), INF_CL)
         assert planned / (1000 * MIB) == pytest.approx(peak, rel=0.01)
     # open_clip with --accum-freq, pure bf16, in the runs of planner_h200_runs.json.
@@ -149,7 +149,7 @@ def test_peers_take_the_published_and_measured_bytes(tmp_path: Path) -> None:
 
 
 class _PeakBytes(TorchDispatchMode):
-    """Peak bytes of the tensors made while it is active."""
+    """Records the peak bytes of the tensors that exist while it is active."""
 
     def __init__(self) -> None:
         super().__init__()

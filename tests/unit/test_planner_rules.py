@@ -1,4 +1,4 @@
-"""A run and its plan make the same decisions in the same situations."""
+"""A run and its plan make the same decisions."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ SMALL = ModelConfig.from_dict(
 
 
 class Engine:
-    """A model with the methods of a DeepSpeed engine that the gradient cache calls; counts each tower's graphs."""
+    """Model with the methods of a DeepSpeed engine that the gradient cache calls. Counts each tower's graphs."""
 
     device = torch.device("cpu")
     optimizer = None
@@ -117,7 +117,7 @@ def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
 
 
 def way_of_a_run(monkeypatch: pytest.MonkeyPatch, job: Workload, cluster: Cluster, machine: Machine) -> tuple[str, str]:
-    """Exchange and reduction that a loss uses on ranks of which each measures the figures of `machine`."""
+    """Return the exchange and reduction that a loss chooses when every rank measures the figures of `machine`."""
     local = RankGroup(handle=None, rank=0, size=cluster.gpus_per_host)
     ranks = RankGroup(handle=None, rank=0, size=job.world_size)
     outer = RankGroup(handle=None, rank=0, size=cluster.hosts)
@@ -155,7 +155,7 @@ def test_the_loss_exchanges_features_as_planned(tmp_path: Path, monkeypatch: pyt
         assert (planned.exchange, planned.reduction) == way_of_a_run(monkeypatch, job, cluster, machine)
         found.add((planned.exchange, planned.reduction))
         if (loss, hosts, link, batch, exchange, payload) == ("clip", 2, "25GB", 4096, "auto", "auto"):
-            # The planner used to have a rule of its own, which gave ring + feature here.
+            # The planner must use the rule of the run. Another rule might give ring + feature here.
             assert (planned.exchange, planned.reduction) == ("all_gather", "scalar")
     assert len(found) >= 3
 
@@ -178,7 +178,7 @@ def test_a_plan_for_cpus_has_the_exchange_of_a_run_on_cpus(tmp_path: Path, monke
 
 @pytest.fixture
 def plan_of_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Return a function: the plan that a run of ViT-B-32 uses on a machine, and that of the planner alone."""
+    """Return a function that returns two plans: that of a ViT-B-32 run on a machine, and that of the planner alone."""
     monkeypatch.setattr(preflight, "_SHARED_MEMORY", tmp_path / "not there")
 
     def plans(machine: Cluster, places: list[str | bool] | None = None, lock_image: bool = False, **section):
@@ -221,21 +221,24 @@ def test_images_are_kept_where_the_plan_puts_them(plan_of_run, setting: str, loc
 
 
 def test_images_go_to_disk_if_the_rest_of_the_run_needs_the_memory(plan_of_run) -> None:
-    """The run used to compare the images alone, 4.6 GiB, with 80 % of 60 GiB, and kept them in memory."""
+    """The decision must count everything that the run keeps in host memory.
+
+    The images alone take 4.6 GiB, which would fit into 80 % of 60 GiB.
+    """
     machine = describe(gpus=8, host_memory="60GiB")
     run, _ = plan_of_run(machine)
     assert run.image_place == ImagePlace("disk", True)
     assert run.cpu_peak < machine.usable_host_memory < run.cpu_peak + run.disk["step store"]
 
 
-def test_all_ranks_keep_images_on_disk_if_one_host_must(plan_of_run) -> None:
+def test_all_ranks_keep_images_on_disk_if_one_host_requires_it(plan_of_run) -> None:
     run, planned = plan_of_run(describe(gpus=8), places=["cpu", "disk"])
     assert (run.image_place.name, planned.image_place.name) == ("disk", "cpu")
     assert "step store" in run.disk and "step store" not in run.cpu
     assert plan_of_run(describe(gpus=8), places=["cpu", "cpu"])[0].image_place.name == "cpu"
 
 
-def test_all_ranks_recompute_if_one_must(plan_of_run) -> None:
+def test_all_ranks_recompute_if_one_rank_requires_it(plan_of_run) -> None:
     run, planned = plan_of_run(describe(gpus=8), places=[True], compile=True, keep_graphs=0)
     assert run.recomputes and not planned.recomputes
     assert run.workload.megaclip.selective_recompute is True
@@ -243,8 +246,8 @@ def test_all_ranks_recompute_if_one_must(plan_of_run) -> None:
 
 
 def test_embeddings_are_kept_where_the_plan_puts_them(plan_of_run) -> None:
-    """A tenth of the whole GPU counts. The planner used to take a tenth of what was free when the run started."""
-    nbytes = 2 * 2 * 4096 * 512 * 2  # towers, gradients too, (b, D), bf16
+    """The limit is a tenth of the GPU's whole memory, not of the memory that is free when the run starts."""
+    nbytes = 2 * 2 * 4096 * 512 * 2  # towers, features and gradients, (b, D), bf16
     for gpu_memory, setting in itertools.product((9 * nbytes, 11 * nbytes), ("auto", True, False)):
         for free in (gpu_memory, gpu_memory / 2):
             machine = replace(describe(gpus=8), gpu_memory=free, gpu_total_memory=gpu_memory)
@@ -281,13 +284,13 @@ def test_embeddings_are_in_host_memory_above_a_tenth_of_the_gpu() -> None:
 
 
 def test_captions_of_a_text_chunk_take_the_memory_of_an_image_chunk(tmp_path: Path) -> None:
-    """Bytes per sample by the formulas that are compared with autograd's."""
+    """Bytes per sample are computed by the formulas that other tests compare with autograd."""
     for model, number in (("ViT-B-16", 4), ("ViT-B-32", 1), ("ViT-L-14", 9), ("ViT-L-14-336", 20)):
         job = workload(tmp_path, 1, model)
         image, text = towers(job)
         assert text_chunks_for(job.model, 2, True) == TextChunks(number)
         assert image.saved_bytes(1, 2) / text.saved_bytes(1, 2) == pytest.approx(number, rel=0.15)
-    # The same for open_clip's modules, whose captions are cut (ViT-B-32, ConvNeXt) or keep their padding (SigLIP).
+    # Also for open_clip's modules, whose captions are cut (ViT-B-32, ConvNeXt) or keep their padding (SigLIP).
     for model, chunks in (
         ("ViT-B-32", TextChunks(1, 8)),
         ("convnext_base", TextChunks(7, 8)),
@@ -304,8 +307,8 @@ def test_captions_of_a_text_chunk_take_the_memory_of_an_image_chunk(tmp_path: Pa
 @pytest.mark.parametrize(
     ("gpu_memory", "chunks", "changes", "expected"),
     [
-        ("141GB", 8, {}, True),  # four graphs without it, six with it
-        ("141GB", 128, {}, False),  # two more graphs of 128 save less than the recomputation takes
+        ("141GB", 8, {}, True),  # four graphs without recomputation, six with it
+        ("141GB", 128, {}, False),  # two more graphs of 128 would save less time than the recomputation takes
         ("141GB", 8, {"compile": False}, False),
         ("141GB", 8, {"selective_recompute": False}, False),
         ("141GB", 128, {"selective_recompute": True}, True),
@@ -338,7 +341,7 @@ def test_open_clips_towers_in_a_plan_compile_on_request_and_their_captions_are_c
     assert 0.2 < share < 0.8
     assert short.forward == pytest.approx(share * long.forward) and short.backward < long.backward
     peaks = [plan_memory(each, machine).gpu_phases for each in (job, padded)]
-    assert peaks[0] == peaks[1]  # a chunk may have a caption of full length
+    assert peaks[0] == peaks[1]  # a chunk may contain a caption of full length
     plans = {setting: plan_memory(job.with_megaclip(compile=setting), machine) for setting in (True, False, "auto")}
     assert {setting: (plan.compiles, plan.recomputes) for setting, plan in plans.items()} == {
         True: (True, False),
@@ -347,7 +350,7 @@ def test_open_clips_towers_in_a_plan_compile_on_request_and_their_captions_are_c
     }
 
 
-def test_the_settings_of_a_workload_are_the_runs_own_objects(tmp_path: Path) -> None:
+def test_the_settings_of_a_workload_are_the_objects_of_the_run(tmp_path: Path) -> None:
     job = workload(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
     config = load_training_config(tmp_path / "ds.json")
     assert (job.megaclip, job.zero, job.batch) == (config.megaclip, config.zero, config.batch_plan(8))

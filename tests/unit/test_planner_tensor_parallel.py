@@ -35,7 +35,7 @@ def split_over(
     stage: int = 1,
     **changes,
 ) -> Workload:
-    """bf16 with checkpointing and coalesced gradients; a replica has four chunks of `rows` rows per rank."""
+    """Return a bf16 workload with checkpointing and coalesced gradients, and four chunks of `rows` rows per rank."""
     settings = {
         "train_batch_size": 4 * rows * ranks,
         "train_micro_batch_size_per_gpu": rows * tensor_ranks,
@@ -74,9 +74,9 @@ def test_parameters_of_a_rank_are_the_whole_ones_and_its_part_of_the_others(tmp_
     [("ViT-bigG-14", (14, 10, 5, 9)), ("ViT-5B-14", (28, 19, 10, 18)), ("ViT-18B-14", (101, 69, 37, 64))],
 )
 def test_states_on_eight_gpus_follow_the_arithmetic(tmp_path: Path, model: str, gigabytes: tuple[int, ...]) -> None:
-    """Working copy, master, moments and gradients in bf16 at ZeRO-1, 2 and 3, and at ZeRO-1 split over two ranks.
+    """Working copy, master, moments and bf16 gradients at ZeRO-1, 2 and 3, and at ZeRO-1 split over two ranks.
 
-    The 5B model's figures are those of its image tower alone.
+    The figures of the 5B model are those of its image tower only.
     """
     per_gpu = []
     for tensor_ranks, stage in ((1, 1), (1, 2), (1, 3), (2, 1)):
@@ -91,7 +91,7 @@ def test_states_on_eight_gpus_follow_the_arithmetic(tmp_path: Path, model: str, 
 
 
 class _Part(nn.Linear):
-    """The part of a layer that one rank has, without communication."""
+    """One rank's part of a layer, without communication."""
 
 
 def _parts_of_layers() -> tuple:
@@ -104,7 +104,7 @@ def _parts_of_layers() -> tuple:
 def split_towers(
     config: ModelConfig, tensor_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[nn.Module, nn.Module]:
-    """Both towers as one of the ranks has them; a forward pass sums nothing, which changes values and no sizes."""
+    """Return one rank's part of both towers. Their forward pass sums nothing, which changes values but no sizes."""
     monkeypatch.setattr(layers, "_megatron_layers", _parts_of_layers)
     factory = LayerFactory(RankGroup(handle=None, rank=0, size=tensor_ranks))
     towers = (
@@ -151,14 +151,14 @@ def test_the_peaks_of_split_towers_lie_above_what_they_save() -> None:
         saved, peak = tower.saved_bytes(8, 2), tower.backward_peak(8, 2, "")
         assert saved < peak < 1.1 * saved
         assert tower.forward_peak(8, 2) < tower.backward_peak(8, 2, "cpu") < tower.backward_peak(8, 2, "gpu") < peak
-        # The blocks' inputs are whole, for the rows of both ranks.
+        # The inputs of blocks are whole, for the rows of both ranks.
         assert tower.block_input_bytes(8, 2) == 2 * replace(tower, tensor_ranks=1).block_input_bytes(8, 2)
-        # Own input, and that of both ranks.
+        # the rank's own input, and the input of both ranks
         without = replace(tower, input_numbers=0)
         assert tower.forward_peak(8, 2) - without.forward_peak(8, 2) == 8 * 3 * tower.input_numbers * 2
 
 
-def test_the_operations_of_a_rank_are_its_share_of_the_blocks_and_all_rows_outside_of_them() -> None:
+def test_a_rank_has_its_share_of_the_blocks_operations_and_all_rows_outside_of_them() -> None:
     for tower in (image_tower(load_model_config("ViT-bigG-14")), text_tower(load_model_config("ViT-bigG-14"))):
         split = replace(tower, tensor_ranks=4)
         assert split.product_operations() - tower.product_operations() == 3 * tower.stem_operations
@@ -177,8 +177,10 @@ def tiny(tmp_path: Path, tensor_ranks: int, **changes) -> Workload:
 
 
 def test_bytes_of_the_sums_inside_a_replica_by_hand(tmp_path: Path) -> None:
-    """Images: 3 blocks of 5 tokens of 16 numbers. Texts: one block of 6 tokens of 8 numbers, and one that sums one
-    token, except for the gradient of attention's input."""
+    """Images: 3 blocks of 5 tokens of 16 numbers. Texts: one block of 6 tokens of 8 numbers, and a last block.
+
+    The last block sums one token, except for the gradient of attention's input.
+    """
     image, text, last = 3 * 5 * 16, 6 * 8, 8
     rows = 2 * 256  # four chunks of 64 rows of each of the two ranks
     sent = rows * 2 * 2 * (2 - 1) / 2  # bf16, and a ring's share
@@ -196,7 +198,7 @@ def test_bytes_of_the_sums_inside_a_replica_by_hand(tmp_path: Path) -> None:
         by_hand -= 2 * (image + text + last)
         assert tensor_traffic(one_chunk) == by_hand * sent / 4
     assert tensor_traffic(tiny(tmp_path, 1)) == 0
-    # A ring of four sends 3/4 of twice the rows of four ranks; per rank that is three times as much as with two.
+    # A ring of four sends 3/4 of twice the rows of four ranks: per rank three times as much as a ring of two.
     assert tensor_traffic(tiny(tmp_path, 4)) == 3 * tensor_traffic(tiny(tmp_path, 2))
 
 
@@ -235,7 +237,8 @@ def test_settings_in_advice_and_other_batches_are_those_of_a_replica(tmp_path: P
     assert job.with_batch(1024).batch.text_micro_batch == 32
     assert job.with_batch(text_micro_batch=16).megaclip.text_micro_batch_size == 32
     plain = split_over(tmp_path, 2, rows=512)
-    assert plain.with_batch(micro_batch=128).batch.text_micro_batch == 4 * 128  # of the seven that take as much memory
+    # the captions of 7 image chunks would take as much memory, but 7 does not divide the number of chunks
+    assert plain.with_batch(micro_batch=128).batch.text_micro_batch == 4 * 128
     small = describe(gpus=8, gpu_memory="50GiB")
     rows = next(rows for rows in (256, 128, 64, 32) if fits(plain.with_batch(micro_batch=rows), small))
     assert f'"train_micro_batch_size_per_gpu": {2 * rows}, ' in advice(plain, small)[0]
@@ -288,7 +291,7 @@ def test_alternatives_have_only_settings_that_a_run_accepts(tmp_path: Path) -> N
     accumulates = {"grad_accum_dtype": "fp32"}
     plain = {"tensor_parallel_size": 2}
     best = fastest_without(split_over(tmp_path, 2, stage=2, data_types=accumulates, megaclip=plain), H200)
-    assert best is not None and best.workload.zero.stage > 1  # ZeRO-1 refuses float32 sums in bf16
+    assert best is not None and best.workload.zero.stage > 1  # ZeRO-1 refuses float32 accumulation in bf16
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": False}, "megaclip": plain}
     best = fastest_without(split_over(tmp_path, 2, stage=0, **sgd), H200)
     assert best is not None and "zero_allow_untested_optimizer true" in best.settings

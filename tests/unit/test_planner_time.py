@@ -43,7 +43,7 @@ def test_the_loss_dominates_at_a_huge_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gpu", ["h200", "cpu"])
 def test_without_loader_processes_decoding_takes_time_of_the_step(gpu: str, tmp_path: Path) -> None:
-    """It was taken to run in another process, as with one loader process."""
+    """Without a loader process, nothing decodes samples while the step runs."""
     cluster = describe(gpu=gpu, gpus=1)
     job = workload(tmp_path, ranks=1, megaclip={"data_offload": "cpu"})
     alone, one, many = (plan_time(replace(job, workers=workers), cluster) for workers in (0, 1, 10**6))
@@ -55,8 +55,11 @@ def test_without_loader_processes_decoding_takes_time_of_the_step(gpu: str, tmp_
 
 
 def test_the_update_takes_launches_for_a_ranks_tensors_and_bytes_for_its_parameters(tmp_path: Path) -> None:
-    """DeepSpeed's own update of ViT-B/16 on one H200 took 55 to 75 ms at ZeRO-1 and 2, and 18 ms without its check of
-    every gradient, 44 ms at ZeRO-3 and 65 ms at ZeRO-0, part of them on the GPU."""
+    """Compare with measured updates of ViT-B/16 on one H200.
+
+    DeepSpeed's own update took 55 to 75 ms at ZeRO-1 and 2 (18 ms without its check of every gradient), 44 ms at ZeRO-3
+    and 65 ms at ZeRO-0. The GPU was busy for a part of these times.
+    """
     one = describe(gpus=1)
     job = workload(tmp_path, 1, "ViT-B-16")
     tensors, parameters = sum(len(tower.trainable) for tower in job.parameters), job.trained
@@ -87,7 +90,7 @@ def test_the_check_of_every_gradient_is_a_setting(tmp_path: Path) -> None:
 
 
 def test_a_tower_waits_for_the_hooks_of_zero_3_that_take_longer(tmp_path: Path) -> None:
-    """Two passes and the backward pass of 8 chunks through 12 blocks in each tower; the text tower has less to do."""
+    """Two forward passes and a backward pass of 8 chunks call the hooks of 24 image blocks and 12 text blocks."""
     job = workload(tmp_path, 1, "ViT-L-14", zero_optimization={"stage": 3}).with_batch(text_micro_batch=512)
     step = plan_time(job, describe(gpus=1))
     image, text = tower_seconds(job, H200.rates)
@@ -100,7 +103,7 @@ def test_a_tower_waits_for_the_hooks_of_zero_3_that_take_longer(tmp_path: Path) 
 
 
 def test_cut_captions_save_the_text_towers_time_and_no_planned_memory(tmp_path: Path) -> None:
-    """Chunk by chunk, the longest of the assumed captions are cut at 77, 32, 32, 32, 24, 24, 16 and 16 tokens."""
+    """The eight chunks of the assumed captions are cut at 77, 32, 32, 32, 24, 24, 16 and 16 tokens."""
     job = workload(tmp_path, ranks=1)
     padded = job.with_megaclip(cut_captions=False)
     half = replace(job, text_positions_saved=0.5)
@@ -124,7 +127,7 @@ def test_the_assumed_captions_have_8_to_32_tokens_with_a_tail_to_77() -> None:
 
 
 def test_the_shapes_of_many_chunks_are_those_of_sorted_captions() -> None:
-    """1,007 chunks of 9 captions, sorted and cut here one by one."""
+    """The expected shapes come from 1,007 chunks of 9 captions, which the test sorts and cuts one by one."""
     lengths = sorted((assumed_length((row + 1) / 9063) for row in range(9063)), reverse=True)
     cut = Counter(min(8 * math.ceil(longest / 8), 77) for longest in lengths[::9])
     planned = planned_pieces(9, 1007, load_model_config("ViT-B-16").text_cfg, tensor_ranks=1)
@@ -142,8 +145,8 @@ def test_offload_takes_time_on_gpus_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "megabytes"),
-    # Measured by tools/bench_comm.py on four H200s (docs/performance.md), bfloat16 features. InfoNCE and FastCLIP v3
-    # then sent a dot with every gradient of a feature, 4 bytes per sample and hop, and in a ring once more.
+    # Measured by tools/bench_comm.py on four H200s (docs/performance.md) with bfloat16 features. At that time InfoNCE
+    # and FastCLIP v3 sent a dot with every gradient of a feature: 4 bytes per sample and hop, and once more in a ring.
     [
         ({"exchange": "ring", "reduction": "feature"}, 58.9 - 4 * 4096 * 4 / 1e6),
         ({"exchange": "ring", "reduction": "scalar"}, 37.9),
@@ -151,7 +154,7 @@ def test_offload_takes_time_on_gpus_only(tmp_path: Path) -> None:
         ({"exchange": "all_gather", "reduction": "scalar"}, 25.3),
         ({"exchange": "all_gather", "reduction": "feature", "loss": "fastclip_v3"}, 38.0 - 3 * 4096 * 4 / 1e6),
         ({"exchange": "all_gather", "reduction": "feature", "loss": "fastclip_v2"}, 38.2),
-        # float32 training: all but the scalars is 4 bytes instead of 2, or, with a payload, 2 again
+        # float32 training: all values except the scalars have 4 bytes instead of 2, or 2 with a payload
         ({"exchange": "all_gather", "reduction": "scalar", "float32": True}, 50.5),
         ({"exchange": "all_gather", "reduction": "feature", "float32": True, "payload": "bf16"}, 25.3),
     ],
@@ -181,17 +184,17 @@ def test_a_step_store_on_disk_is_written_once_and_read_twice(tmp_path: Path) -> 
     pixels = 8 * 4096 * 3 * 224 * 224  # of all ranks of the host
     slow = plan_time(job, describe(gpus=8, rates=rates))
     assert slow.disk == pytest.approx(3 * pixels / 1e9) and slow.dominant == "data"
-    assert slow.towers < slow.disk < slow.total < slow.disk + slow.towers  # the towers wait for it
+    assert slow.towers < slow.disk < slow.total < slow.disk + slow.towers  # the towers wait for the disk
     assert plan_time(replace(job, image_unlocked=0), describe(gpus=8, rates=rates)).disk == pytest.approx(
         2 / 3 * slow.disk
     )
-    # Hidden on GPUs, not on CPUs, where nothing reads ahead.
+    # Hidden on GPUs, but not on CPUs, where nothing is read ahead.
     for gpu, added in (("h200", 0), ("cpu", 1)):
         fast = describe(gpu=gpu, gpus=8, rates=replace(rates, disk_write=1e12))
         step, in_memory = plan_time(job, fast), plan_time(job.with_megaclip(data_offload="cpu"), fast)
         assert 0 < step.disk < step.towers and in_memory.disk == 0
         assert step.total == pytest.approx(in_memory.total + added * step.disk, rel=1e-9)
-    # "auto" goes to the disk where host memory ends, and is charged for it.
+    # Without enough host memory "auto" selects the disk, and the plan includes its time.
     auto = job.with_megaclip(data_offload="auto")
     assert plan_time(auto, describe(gpus=8, rates=rates)).disk == 0
     assert plan_time(auto, describe(gpus=8, rates=rates, host_memory="60GiB")).disk == slow.disk
@@ -200,7 +203,7 @@ def test_a_step_store_on_disk_is_written_once_and_read_twice(tmp_path: Path) -> 
 def test_sizes_and_rates_are_read_or_refused(tmp_path: Path) -> None:
     assert parse_size("80GiB", "--disk") == 80 * GIB and parse_size("141 GB", "--disk") == 141e9
     assert parse_size("24gb", "--disk") == 24e9 and parse_size("0.5TB/s", "--disk") == 5e11
-    # Before, "24" was 24 bytes.
+    # "24" without a unit must not be taken as 24 bytes.
     wrong_sizes = (
         "",
         "GiB",
@@ -218,7 +221,7 @@ def test_sizes_and_rates_are_read_or_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"--gpu-memory .* is not a size with its unit; write for example 80GiB"):
             describe(gpu_memory=wrong)
     with pytest.raises(ConfigError, match="--network '200Gb/s' is a number of bits; write an eighth of it with a B"):
-        describe(network="200Gb/s")  # 200 Gbit/s were taken as 200 GB/s
+        describe(network="200Gb/s")  # must not be taken as 200 GB/s
     with pytest.raises(ConfigError, match="is unknown"):
         describe(gpu="h2000")
     path = tmp_path / "rates.json"
@@ -245,16 +248,14 @@ def test_sizes_and_rates_are_read_or_refused(tmp_path: Path) -> None:
         ({"decoded": {}}, "is not a file of `megaclip plan --calibrate`"),
     ],
 )
-def test_rates_with_which_nothing_can_be_planned_are_refused(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_rates_that_no_plan_can_use_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = tmp_path / "rates.json"
     path.write_text(rates_json("a machine", asdict(H200.rates) | change))
     with pytest.raises(ConfigError, match=message):
         Rates.read(path, H200.rates)
 
 
-def test_only_ranks_that_have_others_measure_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_ranks_with_other_ranks_measure_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_rates, "seconds", lambda run: [2.0])
     monkeypatch.setattr(machine_rates, "_WRITTEN_BYTES", 2**22)
     measured = machine_rates.measure_rates(load_model_config("ViT-B-32"), 2, tmp_path)

@@ -1,4 +1,4 @@
-"""The planner's seconds of a tower: numbers moved against PyTorch's operations, and rates against measured times."""
+"""The planner's seconds of a tower: numbers moved compared with PyTorch's operations, rates with measured times."""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +18,7 @@ _PRODUCTS_AND_ATTENTION = ("aten.addmm", "aten.mm", "aten._scaled_dot_product")
 
 
 class _NumbersMoved(TorchDispatchMode):
-    """Numbers that operations read and write while it is active, by operation, views left out."""
+    """Records the numbers that operations read and write while it is active, by operation, without views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _NumbersMoved(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """Numbers of everything except matrix products and attention."""
+        """Return the numbers of all operations except matrix products and attention."""
         return sum(count for name, count in self.by_operation.items() if not name.startswith(_PRODUCTS_AND_ATTENTION))
 
 
@@ -53,7 +53,8 @@ def test_a_block_moves_the_numbers_of_pytorchs_operations(case: str) -> None:
     shorter, longer = (model_config(**CASES[case], layers=layers) for layers in (4, 5))
     counted = [b - a for a, b in zip(numbers_of_image_tower(shorter), numbers_of_image_tower(longer), strict=True)]
     planned = [b - a for a, b in zip(*(moved_numbers(image_tower(one)) for one in (shorter, longer)), strict=True)]
-    # A norm's weight, mean and deviation and the biases are left out: 2 + 2 + 5 + r numbers per sample of C x L.
+    # Left out: a norm's weight, mean and deviation, and the biases. The rest is 2 + 2 + 5 + r numbers per sample of C x
+    # L.
     assert [SAMPLES * number for number in planned] == pytest.approx(counted, rel=0.03)
 
 
@@ -64,7 +65,7 @@ def test_a_pooled_tower_moves_almost_as_many_numbers_as_its_other_blocks() -> No
 
 
 def test_split_towers_move_by_hand() -> None:
-    """Two ranks: a rank has all rows of both, and half of what is split."""
+    """With two ranks, each rank has all rows of both and half of the parameters that are split."""
     whole = replace(image_tower(load_model_config("ViT-5B-14")), pooled=False)  # r = 4
     split = replace(whole, tensor_ranks=2)
     numbers = whole.layers * whole.tokens * whole.width
@@ -77,7 +78,7 @@ def test_split_towers_move_by_hand() -> None:
 def test_attention_is_counted_in_whole_tiles() -> None:
     tower = replace(image_tower(load_model_config("ViT-B-16")), layers=1, pooled=False)  # 197 tokens, 12 heads of 64
     assert attention_operations(tower) == 4 * 256 * 256 * 768
-    assert attention_operations(replace(tower, pooled=True)) == 4 * 128 * 256 * 768  # the queries' tile
+    assert attention_operations(replace(tower, pooled=True)) == 4 * 128 * 256 * 768  # one tile of queries
     assert attention_operations(replace(tower, tokens=257)) == 4 * 384 * 384 * 768
     assert attention_operations(replace(tower, heads=8)) == 4 * 256 * 256 * 8 * 128  # 96 channels take 128
 
@@ -101,8 +102,10 @@ def test_seconds_are_those_of_products_attention_and_memory(tmp_path) -> None:
 
 
 def test_the_towers_of_vit_b_16_take_the_measured_seconds(tmp_path) -> None:
-    """docs/performance.md: 512 images 126 ms and 512 captions 34 ms, forward and backward; one layer's attention took
-    1.82 ms."""
+    """Compare with docs/performance.md: 512 images take 126 ms and 512 captions 34 ms, forward and backward.
+
+    The attention of one layer took 1.82 ms.
+    """
     job = workload(tmp_path, 1, "ViT-B-16", megaclip={"cut_captions": False})
     image, text = tower_seconds(job, H200.rates)
     assert 512 * sum(image) == pytest.approx(0.1265, rel=0.03)

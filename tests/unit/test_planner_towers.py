@@ -1,4 +1,4 @@
-"""The formulas of one tower against what autograd really saves on the CPU, and torch's own count of operations."""
+"""The formulas of one tower compared with the tensors that autograd saves on the CPU, and with torch's operations."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ SAMPLES = 6
 
 
 def model_config(**vision) -> ModelConfig:
-    """Sizes at which nothing divides anything else, many tokens for few channels, so that saved tensors dominate."""
+    """Return sizes that do not divide each other, with many tokens and few channels, so that saved tensors dominate."""
     return ModelConfig.from_dict(
         {
             "embed_dim": 24,
@@ -32,14 +32,14 @@ def model_config(**vision) -> ModelConfig:
 
 
 def bytes_saved_for_backward(model: torch.nn.Module, inputs: torch.Tensor) -> int:
-    """Bytes of distinct storages that autograd keeps of `model(inputs)`, parameters and the inputs left out."""
+    """Return the bytes of distinct storages that autograd keeps for `model(inputs)`, without parameters and inputs."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), inputs)}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+            kept[storage.data_ptr()] = storage  # kept alive, so that no address is used twice
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -87,7 +87,7 @@ def test_saved_bytes_are_what_autograd_saves(case: str, dtype: torch.dtype) -> N
 def test_compiled_towers_save_no_more_than_planned(
     case: str, whole: bool, recomputes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler's own division of a graph into forward and backward pass decides what is saved."""
+    """The compiler divides a graph into forward and backward pass, and so decides which tensors are saved."""
     torch.compiler.reset()
     monkeypatch.setattr(compilation, "BACKEND", "aot_eager_decomp_partition")
     config = model_config(**CASES[case])
@@ -103,9 +103,9 @@ def test_compiled_towers_save_no_more_than_planned(
         else:
             module.transformer.compile_blocks(recomputes=recomputes)
         measured = bytes_saved_for_backward(module, inputs)
-        compiled = replace(tower, quick_gelu=False, recomputes=recomputes)  # as `towers` counts them when compiled
+        compiled = replace(tower, quick_gelu=False, recomputes=recomputes)  # as `towers` describes compiled towers
         planned = compiled.saved_bytes(SAMPLES, 2)
-        # The plan counts stem and last block as if they kept their norms' outputs, as they do if blocks are compiled.
+        # The plan assumes that stem and last block keep the outputs of their norms, as they do if blocks are compiled.
         norms = 2 * SAMPLES * tower.tokens * tower.width * 2 if recomputes else 0
         assert 0.8 * planned - norms < measured < 1.03 * planned, tower.name
 

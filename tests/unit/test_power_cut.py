@@ -1,8 +1,8 @@
-"""A power cut at any moment of a save leaves a whole checkpoint, and `latest` names it.
+"""After a power cut at any moment of a save, a complete checkpoint exists, and `latest` names it.
 
-`Disk` simulates the disk: it records what each fsync makes permanent, and then shows the folder as a machine could find
+`Disk` simulates the disk: it records what each fsync makes permanent. Then it shows the folder as a machine could find
 it after a power cut. Two cases are the extremes of what file systems do without fsync: names are lost, or names are
-kept and their files are empty, as ext4 does. The save itself runs on a real folder.
+kept and their files are empty, as on ext4. The save itself runs in a real folder.
 """
 
 import os
@@ -19,11 +19,11 @@ from tests.unit.saved_checkpoints import save
 
 
 class PowerCut(BaseException):
-    """The machine stops here: the store must not catch it."""
+    """Exception that stops the simulated machine. The store must not catch it."""
 
 
 class Disk:
-    """Everything that fsync has made permanent: the content of files, and the names in folders, both by inode."""
+    """The data that fsync has made permanent: contents of files and names in folders, both by inode."""
 
     def __init__(self, patch: pytest.MonkeyPatch, root: Path, cut_at: float = float("inf")) -> None:
         self.root = root
@@ -32,7 +32,7 @@ class Disk:
         self._content: dict[int, bytes] = {}
         self._names: dict[int, dict[str, int]] = {}
         self._is_folder: dict[int, bool] = {}
-        for path in (root, *root.rglob("*")):  # what is there at the beginning is permanent
+        for path in (root, *root.rglob("*")):  # what exists at the start is permanent
             self._keep(path)
         fsync = os.fsync
 
@@ -67,9 +67,10 @@ class Disk:
                 self._content[status.st_ino] = stream.read()
 
     def after_power_cut(self, target: Path, *, keeps_names: bool) -> Path:
-        """Write the folder as it is found after the power cut to `target`.
+        """Write the folder to `target` as it is found after the power cut.
 
-        keeps_names: the names of all files and folders are there, also those without an fsync of their folder.
+        keeps_names: keep the names of all files and folders, including those whose folder was not synchronised by
+        fsync.
         """
         if keeps_names:
             shutil.copytree(self.root, target, copy_function=lambda source, copy: self._write(os.stat(source), copy))
@@ -99,7 +100,7 @@ def start(tmp_path: Path) -> Path:
 
 
 def assert_survives(folder: Path, allowed: dict[str, str]) -> str:
-    """Assert that `latest` names a whole checkpoint of `allowed` (tag -> its content); return the tag."""
+    """Assert that `latest` names a complete checkpoint of `allowed` (tag -> its content). Return the tag."""
     tag = (folder / search.LATEST).read_text()
     assert manifest.find_damage(folder / tag) == []
     assert torch.load(folder / tag / "model.pt") == torch.load(folder / tag / "optimizer.pt") == {"label": allowed[tag]}
@@ -131,7 +132,7 @@ def test_power_cut_at_any_moment_of_a_save_leaves_a_whole_latest(tmp_path, monke
 
 @pytest.mark.parametrize("forgotten", ["files", "folders"])
 def test_the_simulation_finds_a_missing_fsync(tmp_path, monkeypatch, forgotten):
-    """Without the fsync of files or of folders the simulated machine finds a damaged checkpoint or an old one."""
+    """Without fsync of files or folders, the simulated machine must find a damaged checkpoint or an old one."""
     folder = start(tmp_path)
     with monkeypatch.context() as patch:
         disk = Disk(patch, folder)

@@ -1,4 +1,4 @@
-"""The plan before a run: refused on a GPU that is too small, logged on a CPU, skipped when asked."""
+"""The plan before a run: an error on a GPU that is too small, a log line on a CPU, skipped on request."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ def raise_alone(error: Exception | None) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """check_fit of a ViT-L-14 run on one rank of a machine with that GPU memory; returns what was logged."""
+    """Run check_fit for ViT-L-14 on one rank of a machine with this GPU memory. Return what was logged."""
     path = tmp_path / "ds.json"
     settings = {
         "train_batch_size": 4096,
@@ -125,7 +125,7 @@ CHUNK = 512 * (3 * 224 * 224 + 8 * 77 + 8)  # pixels, tokens and numbers of ViT-
 
 
 @pytest.mark.parametrize("gpu", ["h200", "cpu"])
-def test_shared_memory_too_small_for_what_the_workers_hold_is_refused(start, gpu: str) -> None:
+def test_shared_memory_too_small_for_the_workers_is_refused(start, gpu: str) -> None:
     dockers = {"gpu": gpu, "shared_memory": 64 * 2**20}
     with pytest.raises(ConfigError, match="up to 369 MiB") as refused:
         start("139GiB" if gpu == "h200" else None, "--workers", "2", **dockers)
@@ -147,7 +147,7 @@ def test_shared_memory_holds_two_chunks_a_worker_one_in_hand_and_the_evaluations
 @pytest.mark.parametrize(
     ("device", "preset"),
     [
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),  # was "a100", whose memory is a third faster
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),  # not "a100", whose memory is a third faster
         ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100 80GB PCIe", "a100"),
@@ -160,7 +160,7 @@ def test_shared_memory_holds_two_chunks_a_worker_one_in_hand_and_the_evaluations
         ("NVIDIA RTX A6000", "a6000"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090"),
-        ("NVIDIA RTX 6000 Ada Generation", "h200"),  # not listed
+        ("NVIDIA RTX 6000 Ada Generation", "h200"),  # not listed: the default
     ],
 )
 def test_the_rates_are_those_of_the_gpu_with_the_name(device: str, preset: str) -> None:
@@ -183,7 +183,7 @@ def test_the_launcher_sets_how_many_ranks_share_a_host(
 
 
 def plan_here(*flags: str) -> Cluster:
-    """The cluster that `megaclip plan` plans for with --here."""
+    """Return the cluster that `megaclip plan --here` plans for."""
     shipped = Path(__file__).parents[2] / "ds_configs" / "zero3.json"
     command = ["--here", "--deepspeed_config", str(shipped), "--model", "ViT-B-32", *flags]
     return plan._cluster(plan._parser().parse_args(command))
@@ -226,10 +226,10 @@ def test_tensor_parallelism_is_planned_or_refused(
     ("flag", "value"),
     [("--batch", "0"), ("--micro-batch", "-8"), ("--gpus", "x"), ("--hosts", "1.5"), ("--workers", "-1")],
 )
-def test_numbers_that_no_run_has_are_refused(
+def test_impossible_numbers_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, value: str
 ) -> None:
-    """Before, --batch 0 was ignored."""
+    """--batch 0 must be refused like any other impossible number, and not be ignored."""
     monkeypatch.setattr(sys, "argv", ["plan.py", "--deepspeed_config", "c.json", "--model", "ViT-B-32", flag, value])
     with pytest.raises(SystemExit) as caught:
         plan.main()
@@ -271,7 +271,7 @@ def test_tensor_parallelism_that_does_not_pay_is_logged(start, monkeypatch: pyte
     assert f"warning {verdict}" in start("139GiB")
 
 
-def test_offload_to_another_disk_is_measured_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offload_to_another_disk_measures_that_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = next((Path(name) for name in ("/dev/shm", "/proc") if Path(name).exists()), None)
     if other is None or other.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("this machine has one file system")
@@ -296,7 +296,7 @@ def test_offload_to_disk_without_libaio_is_one_error(monkeypatch: pytest.MonkeyP
 
 
 def test_triton_on_a_cpu_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was a traceback in the first step."""
+    """The error must be raised before the first step."""
     monkeypatch.setattr(build, "raise_on_all_ranks", contextlib.nullcontext)
     monkeypatch.setattr(build, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu"))
     config = TrainingConfig(Path("ds.json"), REQUIRED, MegaclipSection(implementation="triton"))

@@ -38,7 +38,7 @@ def test_a_port_in_use_is_an_error_that_names_the_launchers_flag():
 def test_two_runs_without_a_launcher_can_run_on_one_host():
     variables = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "MASTER_PORT")}
     with socket.socket() as other_run:
-        with contextlib.suppress(OSError):  # another program uses the port already, which serves the test as well
+        with contextlib.suppress(OSError):  # if another program uses the port already, it serves the test equally well
             other_run.bind(("127.0.0.1", 29500))
             other_run.listen()
         done = subprocess.run(

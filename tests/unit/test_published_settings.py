@@ -17,7 +17,7 @@ from tests.unit.test_docs import ROOT, section, table_rows
 DEFAULTS: dict[str, Any] = {
     "fastclip_eps": 1e-14,
     "temperature": 0.07,
-    "lr_tau": None,  # of --lr
+    "lr_tau": None,  # the value of --lr
     "lr_tau_scheduler": "cosine",
     "lr_min": 0.0,
     "rho": None,
@@ -45,7 +45,7 @@ SCHEDULES = {"const": "constant", "cosine": "cosine", "step_thresh": "threshold"
 
 
 def published(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a command, by their names here. None: the loss does not use it."""
+    """Return the settings of a command by our names. None: the loss does not use the setting."""
     vit = given["model"].startswith("ViT")  # get_default_params of src/training/params.py
     betas, eps = ([0.9, 0.98], 1e-6) if vit else ([0.9, 0.999], 1e-8)
     temperature = VARIANTS[given["loss"]].temperature
@@ -63,7 +63,7 @@ def published(given: dict[str, Any]) -> dict[str, Any]:
         "rho": given["rho"],
         "eps": given["fastclip_eps"],
         "temperature": given["temperature"],
-        "temperature_min": 0.01,  # train.py limits logit_scale to 0 and log(100)
+        "temperature_min": 0.01,  # train.py limits logit_scale to [0, log(100)]
         "temperature_max": 1.0,
         "temperature_learning_rate": (given["lr_tau"] or given["lr"]) if learned else None,
         "temperature_schedule": SCHEDULES[given["lr_tau_scheduler"]] if learned else None,
@@ -78,7 +78,7 @@ def published(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def effective(name: str) -> dict[str, Any]:
-    """Return the settings of a file of ds_configs/, defaults included. None: the loss does not use it."""
+    """Return the settings of a file of ds_configs/, including defaults. None: the loss does not use the setting."""
     config = load_training_config(ROOT / "ds_configs" / f"{name}.json")
     params, variant = config.optimizer.params.model_dump(), VARIANTS[config.megaclip.loss]
     learned = variant.temperature != "constant"

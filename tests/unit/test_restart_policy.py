@@ -1,4 +1,4 @@
-"""Which hosts run next after a failure, with how many ranks, and when a run is given up."""
+"""The rules of restarts: the hosts and numbers of ranks after a failure, and when a run is given up."""
 
 import json
 import re
@@ -31,7 +31,9 @@ def ranks(hosts: list[Host]) -> list[int]:
         ([], 4096, []),
     ],
 )
-def test_as_many_ranks_as_divide_the_batch(slots: list[int], batch: int, expected: list[int]) -> None:
+def test_the_largest_number_of_ranks_that_divides_the_batch_is_used(
+    slots: list[int], batch: int, expected: list[int]
+) -> None:
     hosts = [Host(str(place), count) for place, count in enumerate(slots)]
     assert ranks(choose_hosts(hosts, lambda world: batch % world == 0)) == expected
 
@@ -42,7 +44,7 @@ def test_no_number_of_ranks_fits() -> None:
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    """A ds_config.json without gradient_accumulation_steps."""
+    """Write a ds_config.json without gradient_accumulation_steps."""
     settings = {
         "train_batch_size": 48,
         "train_micro_batch_size_per_gpu": 4,
@@ -76,14 +78,14 @@ def test_a_batch_that_would_change_with_the_number_of_ranks_is_refused(config_fi
         ({"a": 1, "b": 255}, ["b"], {"b"}),
         ({"a": 1, "b": 247}, [], {"b"}),  # DeepSpeed's launcher: its rank was ended by SIGKILL
         ({"a": 137, "b": 1}, [], {"a"}),  # a shell: the launcher was ended by SIGKILL
-        ({"a": 250, "b": 245}, [], {"b"}),  # SIGABRT, by which NCCL ends ranks of every host; SIGSEGV
+        ({"a": 250, "b": 245}, [], {"b"}),  # SIGABRT, by which NCCL ends the ranks of every host, and SIGSEGV
         ({"a": 1, "b": 1}, [], set()),
         ({"a": 75, "b": 75}, [], set()),
         ({"a": 247, "b": 247}, [], set()),
         ({}, [], set()),
     ],
 )
-def test_hosts_to_blame(codes: dict[str, int], lost: list[str], expected: set[str]) -> None:
+def test_hosts_that_caused_a_failure(codes: dict[str, int], lost: list[str], expected: set[str]) -> None:
     assert hosts_to_blame(codes, lost) == expected
 
 
@@ -115,7 +117,7 @@ def test_a_host_that_failed_twice_is_left_out() -> None:
         ([End(1, 10), End(1, 10)], False, 1, "failed twice without a checkpoint after step 10"),
         ([End(1, 0), End(75, 0)], False, 1, "failed twice without a checkpoint after step 0"),
         ([End(1, 10), End(138, 10, for_more_hosts=True), End(1, 10)], False, 1, "failed twice"),
-        ([lost("a", 10), End(1, 10)], True, 0, "failure 2"),  # the lost host explains the first failure
+        ([lost("a", 10), End(1, 10)], True, 0, "failure 2"),  # the first failure is caused by the lost host
         ([lost("a", 10), lost("b", 10)], True, 0, "failure 2"),
         ([lost("a", 10), End(1, 10), End(1, 10)], False, 1, "failed twice"),
     ],

@@ -61,8 +61,8 @@ def load(
         ({"world_size": 4}, "by name"),
         ({"zero_stage": 3}, "by name"),
         ({"tensor_parallel_size": 2}, "by name"),
-        ({"precision": "float32"}, "by name"),  # DeepSpeed names the files by precision
-        # Flat partitions of the same size in another order: loaded unchanged, every value would be misplaced.
+        ({"precision": "float32"}, "by name"),  # file names depend on the precision
+        # The flat partitions have the same size but another order. Loaded unchanged, every value would be misplaced.
         ({"zero_layout": {"parameter_alignment": None, "sub_group_size": 1000}}, "by name"),
         ({"zero_layout": {"parameter_alignment": True, "sub_group_size": None}}, "by name"),
     ],
@@ -84,8 +84,8 @@ JUNK: list[Any] = [None, -1, 0.5, True, "x", [], {}, [[]], {"sources": 3}, {"sou
 
 
 @pytest.mark.parametrize("key", ["step", "samples_consumed", *IDENTITY])
-def test_prepared_state_ends_in_one_readable_error(monkeypatch, key):
-    """Any content of state.json is accepted or refused as an error for users, before anything is loaded."""
+def test_any_content_of_state_json_ends_in_one_readable_error(monkeypatch, key):
+    """Any content of state.json must be accepted, or refused with an error for users, before anything is loaded."""
     monkeypatch.setattr(resume, "_find_checkpoint", lambda *_: (Path("runs"), "step_00000004"))
     monkeypatch.setattr(resume, "_same_partitioning", lambda *_: True)
     loss: Any = Loss()
@@ -103,7 +103,7 @@ def test_prepared_state_ends_in_one_readable_error(monkeypatch, key):
         except MegaclipError as error:
             assert "\n" not in str(error)
             refused += 1
-    assert refused >= len(JUNK) - 1 or key in resume._PARTITIONING  # those may differ in any way
+    assert refused >= len(JUNK) - 1 or key in resume._PARTITIONING  # partitioning settings may differ in any way
 
 
 CONST = ("--lr-scheduler", "const")
@@ -114,8 +114,8 @@ CONST = ("--lr-scheduler", "const")
     [
         (5, (*CONST, "--warmup", "5"), None, None),
         (5, CONST, None, None),  # a tenth of the steps is less than one step in both runs
-        (49, CONST, None, None),  # four warm-up steps, all done
-        (50, CONST, None, "the default of --warmup"),  # the fifth step was still warm-up, and would not be now
+        (49, CONST, None, None),  # four warm-up steps, all before the checkpoint
+        (50, CONST, None, "the default of --warmup"),  # the fifth step was a warm-up step in the first run only
         (5, (), None, "--lr-scheduler cosine"),
         (5, ("--lr-scheduler", "const-cooldown", "--cooldown-steps", "1"), None, "--lr-scheduler const-cooldown"),
         (5, CONST, "gamma_epochs", "gamma_epochs"),

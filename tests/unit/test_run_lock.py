@@ -1,4 +1,4 @@
-"""The lock on a run's folder: who holds it, and when it is free again."""
+"""The lock on a run's folder: its holder, and when it is free again."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from megaclip.engine.run_lock import LOCK, RunLock
 from megaclip.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-# A process that holds the lock of the folder argv[1] until it is killed. With a second argument it is on another host.
+# A process that holds the lock of the folder argv[1] until it is killed. A second argument simulates another host.
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -53,14 +53,14 @@ def holder(folder: Path, *arguments: str) -> Iterator[subprocess.Popen]:
 
 @pytest.fixture(autouse=True)
 def times(monkeypatch) -> None:
-    """Heartbeats are short. Silence is long; the wait for a heartbeat ends when it comes."""
+    """Use short heartbeats and a long time of silence. A wait for a heartbeat ends when one arrives."""
     monkeypatch.setattr(run_lock, "HEARTBEAT_S", 0.2)
     monkeypatch.setattr(run_lock, "SILENCE_S", 120.0)
 
 
 @pytest.fixture
 def ended(monkeypatch) -> threading.Event:
-    """Set when a holder in this process would have ended the process; its thread ends instead."""
+    """Event that is set when a holder in this process would have ended the process. Its thread ends instead."""
     event = threading.Event()
 
     def end(_: int) -> None:
@@ -73,18 +73,18 @@ def ended(monkeypatch) -> threading.Event:
 
 def test_a_second_run_is_refused_with_host_process_and_start_until_the_first_is_killed(tmp_path):
     with holder(tmp_path) as first:
-        record = run_lock._read(tmp_path / LOCK)  # again if it falls into a heartbeat
+        record = run_lock._read(tmp_path / LOCK)  # read again if it was just being written
         assert record is not None
         with pytest.raises(ConfigError) as refused:
             RunLock(tmp_path).take()
         for fact in (str(tmp_path), f"host {record['host']}", f"process {first.pid}", f"since {record['since']}"):
             assert fact in str(refused.value)
-        first.send_signal(signal.SIGSTOP)  # a run that is only frozen still holds its folder
+        first.send_signal(signal.SIGSTOP)  # a stopped run still holds its folder
         time.sleep(3 * run_lock.HEARTBEAT_S)
         with pytest.raises(ConfigError):
             RunLock(tmp_path).take()
         first.kill()
-        # The process is a zombie until it is waited for. It cannot write any more.
+        # The process is a zombie until it is waited for. It can no longer write.
         assert os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT) is not None
         second = RunLock(tmp_path)
         second.take()
@@ -92,14 +92,14 @@ def test_a_second_run_is_refused_with_host_process_and_start_until_the_first_is_
     assert not (tmp_path / LOCK).exists()
 
 
-def test_a_run_on_another_host_holds_its_folder_while_its_heartbeat_goes_on_and_ends_when_it_has_lost_it(
+def test_a_run_on_another_host_holds_its_folder_while_its_heartbeat_continues_and_ends_when_it_has_lost_it(
     tmp_path, monkeypatch
 ):
     with holder(tmp_path, "on another host") as first:
         with pytest.raises(ConfigError, match=f"process {first.pid}"):
             RunLock(tmp_path).take()
-        first.send_signal(signal.SIGSTOP)  # for this host it has vanished
-        os.waitid(os.P_PID, first.pid, os.WSTOPPED)  # until all of its threads stand still
+        first.send_signal(signal.SIGSTOP)  # this host can no longer see its heartbeat
+        os.waitid(os.P_PID, first.pid, os.WSTOPPED)  # returns when all of its threads are stopped
         monkeypatch.setattr(run_lock, "SILENCE_S", 2.0)
         second = RunLock(tmp_path)
         began = time.monotonic()
@@ -113,7 +113,7 @@ def test_a_run_on_another_host_holds_its_folder_while_its_heartbeat_goes_on_and_
 
 def test_the_lock_of_an_earlier_process_with_the_same_number_does_not_count(tmp_path):
     lock = RunLock(tmp_path)
-    lock._record |= {"started": "1"}  # this process exists, and started later
+    lock._record |= {"started": "1"}  # the process exists, but it started later
     lock._create()
     again = RunLock(tmp_path)
     again.take()
@@ -157,8 +157,10 @@ def test_release_leaves_the_lock_of_another_run(tmp_path, ended):
     assert json.loads((tmp_path / LOCK).read_text())["id"] == other._record["id"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the holder ends by SystemExit
-def test_a_holder_that_was_frozen_before_its_heartbeat_does_not_overwrite_the_next_record(tmp_path, ended, monkeypatch):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the holder ends with SystemExit
+def test_a_holder_that_was_stopped_before_its_heartbeat_does_not_overwrite_the_next_record(
+    tmp_path, ended, monkeypatch
+):
     frozen, continues, read = threading.Event(), threading.Event(), run_lock._read
 
     def read_and_stand_still(path: Path) -> dict[str, Any] | None:
@@ -174,6 +176,6 @@ def test_a_holder_that_was_frozen_before_its_heartbeat_does_not_overwrite_the_ne
     assert frozen.wait(120)
     second._create()
     continues.set()
-    assert ended.wait(120)  # it has beaten once, and has then found the other record
+    assert ended.wait(120)  # it has written one heartbeat and then found the other record
     assert json.loads((tmp_path / LOCK).read_text())["id"] == second._record["id"]
     first.release()

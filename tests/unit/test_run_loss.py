@@ -42,15 +42,15 @@ def test_the_settings_of_the_section_reach_the_loss() -> None:
         assert {key: getattr(loss.tiles, key) for key in tiles} == tiles
 
 
-def test_gamma_falls_over_half_of_the_run_unless_told() -> None:
+def test_gamma_falls_over_half_of_the_run_by_default() -> None:
     for given, expected in (({}, 10), ({"gamma_epochs": None}, 10), ({"gamma_epochs": 3}, 3)):
         section = MegaclipSection(loss="fastclip_v3", fastclip=given)
         loss = RunLoss(section, samples=9, **RUN | {"epochs": 20})._loss
         assert loss.gamma_epochs == expected
 
 
-def test_the_temperatures_cosine_has_the_warmup_of_the_run_unless_told() -> None:
-    """With Adam's first step, log(1/tau) moves by the learning rate: in step 0 by a fifth of its peak."""
+def test_the_temperatures_cosine_has_the_warmup_of_the_run_by_default() -> None:
+    """Adam's first step moves log(1/tau) by the learning rate. In step 0 this is a fifth of the peak rate."""
     for given, factor in (({}, 1 / 5), ({"temperature_warmup": 4}, 1 / 4), ({"temperature_warmup": 0}, 1.0)):
         settings = {"temperature_schedule": "cosine", "temperature_learning_rate": 0.01, **given}
         loss = RunLoss(MegaclipSection(loss="fastclip_v0", fastclip=settings), samples=9, **RUN)

@@ -1,4 +1,4 @@
-"""The steps at which a run evaluates and saves, and its learning rate, by the numbers of the command line."""
+"""The steps at which a run evaluates and saves, and its learning rate, from the command line."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ def arguments(*flags: str) -> TrainArguments:
         (6, 1, [6, 12, 18]),
     ],
 )
-def test_steps_that_are_due_every_so_many_steps_or_epochs(
+def test_steps_of_actions_that_repeat_after_steps_or_epochs(
     every_steps: int | None, every_epochs: int, expected: list[int]
 ) -> None:
     assert [step for step in range(1, 21) if LENGTH.is_due(step, every_steps, every_epochs)] == expected
@@ -47,7 +47,7 @@ def test_a_run_is_as_long_as_its_steps_or_its_whole_epochs(flags: tuple[str, ...
 
 
 def test_the_cosine_ends_at_the_configured_rate() -> None:
-    """The formula of FastCLIP's published code: the cosine falls from the peak rate to --lr_min."""
+    """In FastCLIP's published code the cosine falls from the peak rate to --lr_min."""
     schedule = chosen_schedule(arguments("--warmup", "4", "--lr-min", "0.005"), LENGTH, PEAK)
     rates = [PEAK * schedule(step) for step in range(21)]
     falling = [0.5 * (1 + math.cos(math.pi * (step - 4) / 16)) * (PEAK - 0.005) + 0.005 for step in range(4, 21)]
@@ -70,7 +70,7 @@ def test_a_cooldown_that_ends_above_the_peak_is_refused() -> None:
         chosen_schedule(arguments(*flags), LENGTH, PEAK)
 
 
-def test_a_cooldown_in_epochs_lasts_as_many_steps_as_they_have() -> None:
+def test_a_cooldown_in_epochs_has_their_number_of_steps() -> None:
     flags = ["--lr-scheduler", "const-cooldown", "--warmup", "4", "--epochs-cooldown", "2"]
     schedule = chosen_schedule(arguments(*flags), LENGTH, PEAK)
     assert schedule(14) == 1 > schedule(15)  # 2 epochs are 6 whole steps, the last of 20

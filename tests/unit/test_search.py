@@ -1,4 +1,4 @@
-"""Which checkpoint is resumed, which ones are deleted, and what `megaclip check` shows."""
+"""The checkpoint that is resumed, the checkpoints that are deleted, and the output of `megaclip check`."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ def damage(folder: Path, step: int) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def test_auto_takes_the_newest_whole_checkpoint_before_a_damaged_one(folder, warnings):
+def test_auto_takes_the_newest_complete_checkpoint_before_a_damaged_one(folder, warnings):
     assert resume._find_checkpoint("auto", folder) == (folder, TAGS[3])
     assert not warnings.records
     damage(folder, 3)
@@ -72,7 +72,7 @@ def test_auto_does_not_take_a_later_checkpoint_of_an_abandoned_branch(folder):
 
 
 def test_after_damage_auto_stays_in_its_branch(folder):
-    """A run has gone back to step 1 and saved step 4: it has not passed through steps 2 and 3 of the run before."""
+    """The run has gone back to step 1 and saved step 4. Steps 2 and 3 belong to the earlier run, not to this branch."""
     run = resume._run_after(folder, TAGS[1], folder, str(folder / TAGS[1]))
     save(folder, 4, keep_last=9, run=run)
     save(folder, 5, keep_last=9, run=run)
@@ -95,7 +95,7 @@ def test_auto_without_a_readable_latest_takes_the_one_that_was_saved_last(folder
     (folder / search.LATEST).unlink()
     if content is not None:
         (folder / search.LATEST).write_text(content)
-    save_without_latest(folder, 2)  # a run that went back to step 1
+    save_without_latest(folder, 2)  # from a run that went back to step 1
     assert resume._find_checkpoint("auto", folder) == (folder, TAGS[2])
     assert "latest is missing or damaged" in warnings.records[0].getMessage()
 
@@ -108,7 +108,7 @@ def save_without_latest(folder: Path, step: int) -> None:
         (folder / search.LATEST).write_bytes(kept)
 
 
-def test_auto_never_starts_from_the_beginning_over_damaged_checkpoints(folder):
+def test_auto_never_restarts_at_step_0_if_all_checkpoints_are_damaged(folder):
     for step in (1, 2, 3):
         damage(folder, step)
     with pytest.raises(CheckpointError, match=r"no whole checkpoint .*step_00000003: model\.pt has .*--name"):
@@ -123,7 +123,7 @@ def test_auto_starts_from_the_beginning_after_a_first_save_that_was_cut_off(tmp_
     assert not search.holds_checkpoints(tmp_path)
 
 
-def test_named_checkpoint_that_is_damaged_is_refused_with_the_way_out(folder):
+def test_damaged_checkpoint_that_was_named_is_refused_with_advice(folder):
     damage(folder, 3)
     for path in (folder, folder / TAGS[3]):
         with pytest.raises(CheckpointError, match=r"step_00000003' is damaged: model\.pt has .*megaclip check"):
@@ -157,7 +157,7 @@ def left(folder: Path) -> list[int]:
 
 
 def test_a_run_deletes_only_its_own_checkpoints(folder):
-    """Without a file `latest`, another run once deleted all checkpoints."""
+    """Without the file `latest`, a run must not delete the checkpoints of another run."""
     to_format_1(folder / TAGS[1])
     (folder / search.LATEST).unlink()
     for step in (4, 5, 6, 7):
@@ -215,7 +215,7 @@ def test_the_tool_shows_a_table_and_fails_on_damage(folder, capsys):
     lines = text.splitlines()
     assert code == 0 and [line.split()[0] for line in lines[1:]] == list(TAGS.values())[:3]
     assert all(line.endswith(" whole") for line in lines[1:])
-    (folder / TAGS[1] / MANIFEST).unlink()  # incomplete: no error, because others are whole
+    (folder / TAGS[1] / MANIFEST).unlink()  # incomplete: no error, because others are complete
     assert checked(folder, capsys)[0] == 0
     damage(folder, 2)
     code, text = checked(folder, capsys)
@@ -227,7 +227,7 @@ def test_the_tool_shows_a_table_and_fails_on_damage(folder, capsys):
     assert code == 1 and text.startswith("error: ") and "holds no checkpoint" in text
 
 
-def test_the_tool_fails_if_no_checkpoint_is_whole(tmp_path, capsys):
+def test_the_tool_fails_if_no_checkpoint_is_complete(tmp_path, capsys):
     (tmp_path / TAGS[1]).mkdir()
     code, text = checked(tmp_path, capsys)
     assert code == 1 and "incomplete" in text

@@ -1,4 +1,4 @@
-"""Pages of shared memory that are given back before their tensor is deleted."""
+"""Pages of shared memory are freed before their tensor is deleted."""
 
 import os
 import re
@@ -14,7 +14,7 @@ PAGES = 64
 
 
 def bytes_in_memory(tensor: torch.Tensor) -> int:
-    """Return the bytes of the mapping of a tensor that are in memory. Sums over the process would count libraries."""
+    """Return the resident bytes of a tensor's mapping. Sums over the process would include libraries."""
     address, inside = tensor.data_ptr(), False
     with open("/proc/self/smaps") as smaps:
         for line in smaps:

@@ -1,4 +1,4 @@
-"""The step store: every pass of a step gets its own chunks, with few slots and many, also where graphs are kept."""
+"""The step store: every pass of a step gets its own chunks, with few and many slots, also with kept graphs."""
 
 import itertools
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ PLAN = BatchPlan(
 class Loader:
     """Yields the chunks of every step, then those from `reread_from` on again. Pixels and tokens are sample numbers.
 
-    taken: number of chunks that were taken from it.
+    taken: number of chunks taken from the loader.
     """
 
     def __init__(self, reread_from: int) -> None:
@@ -65,7 +65,7 @@ def open_store(loader: Loader, slots: int, reread_from: int) -> StepStore:
 @pytest.mark.parametrize(
     ("slots", "reread_from", "read_once"),
     [
-        # The number of image chunks that are read once, in one step after the other: it may grow.
+        # The number of image chunks that are read only once, for each step. It may grow.
         (CHUNKS, CHUNKS, (0, 0, 0)),
         (CHUNKS, CHUNKS, (1, 1, 3, 4, 4)),
         (2, 0, (0, 0, 1, 3)),
@@ -88,12 +88,12 @@ def test_every_pass_gets_its_chunks(slots: int, reread_from: int, read_once: tup
 
 @pytest.mark.timeout(60)
 def test_slots_of_chunks_that_are_read_once_are_free_in_the_first_pass() -> None:
-    """The loader then reads the next step, while the other chunks wait for their second pass."""
+    """Then the loader can read the next step while the other chunks wait for their second pass."""
     for read_once in (0, 3):
         loader = Loader(CHUNKS)
         with open_store(loader, CHUNKS, CHUNKS) as store:
             assert read(store, Tower.IMAGE, read_once, again=False) == numbers_of(0, 0)
-            # The thread takes one chunk more than it has slots for.
+            # The thread takes one chunk more than there are slots.
             while loader.taken < CHUNKS + read_once + 1:
                 store._thread.join(0.01)
             store._thread.join(0.1)

@@ -17,7 +17,7 @@ from megaclip.engine import stop
 from megaclip.engine.stop import StopSignals
 
 ROOT = Path(__file__).resolve().parents[2]
-# A rank whose main thread is in a C call that does not return, like a collective with a rank that has died.
+# A rank whose main thread is in a C call that does not return, as in a collective with a rank that has died.
 STUCK = """
 import ctypes, os
 from megaclip.engine.stop import StopSignals
@@ -52,7 +52,7 @@ def stuck_rank(**variables: str) -> Iterator[subprocess.Popen]:
     ("signals", "expected"),
     [
         ([signal.SIGTERM, signal.SIGTERM], 128 + signal.SIGTERM),
-        # Ctrl-C causes SIGINT by the terminal and SIGTERM by the launcher; Slurm may send SIGUSR1 twice.
+        # For Ctrl-C the terminal sends SIGINT and the launcher SIGTERM. Slurm may send SIGUSR1 twice.
         ([signal.SIGINT, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], 128 + signal.SIGINT),
     ],
 )
@@ -79,7 +79,7 @@ def test_sigterm_ends_a_stuck_rank_if_another_rank_of_its_host_is_missing() -> N
 def test_no_rank_is_missing_if_the_launcher_ends_while_its_children_are_counted(
     answer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks save then."""
+    """The ranks must save in this case."""
     parents = iter([5, 1])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(stop.os, "getppid", lambda: next(parents))
@@ -87,8 +87,8 @@ def test_no_rank_is_missing_if_the_launcher_ends_while_its_children_are_counted(
     assert not stop._is_a_local_rank_missing(5)
 
 
-# For each argument LATE+PEER: a rank that stops because a peer has received PEER, or has trained to its end, and that
-# then receives LATE itself. Each rank is a fork of one process, because importing megaclip takes seconds.
+# One rank per argument LATE+PEER. The rank stops because a peer has received PEER, or it trains to its end. Then it
+# receives the signal LATE itself. All ranks are forks of one process, because importing megaclip takes seconds.
 LATE_SIGNALS = """
 import os, signal, sys
 from megaclip.engine import stop
@@ -109,7 +109,7 @@ LATE_CASES = ("SIGUSR1+SIGUSR1", "SIGTERM+SIGUSR1", "SIGINT+SIGUSR1", "SIGUSR1+n
 
 @pytest.fixture(scope="module")
 def exit_codes() -> dict[str, int]:
-    """Exit code of each rank of LATE_SIGNALS, by its argument."""
+    """Return the exit code of each rank of LATE_SIGNALS, by its argument."""
     environment = {name: value for name, value in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
     done = subprocess.run(
         [sys.executable, "-c", LATE_SIGNALS, *LATE_CASES],

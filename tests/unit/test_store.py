@@ -1,4 +1,4 @@
-"""Checkpoints on disk: after a save that was cut off at any point, `latest` names a complete checkpoint."""
+"""Checkpoints on disk: after a save is interrupted at any point, `latest` names a complete checkpoint."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def assert_complete(folder: Path, tag: str | None, label: str) -> None:
 
 
 def file_operations(monkeypatch, limit: float) -> list[str]:
-    """Record every operation that changes the disk from now on; raise Killed instead of operation `limit` (from 0)."""
+    """Record every later operation that changes the disk. Raise Killed instead of operation `limit` (from 0)."""
     done: list[str] = []
 
     def counted(module, name):
@@ -42,8 +42,8 @@ def file_operations(monkeypatch, limit: float) -> list[str]:
     return done
 
 
-def test_save_cut_off_anywhere_keeps_a_complete_latest(tmp_path, monkeypatch):
-    """Cut off a save before each of its file operations. It replaces a half-written folder and deletes an old one."""
+def test_save_interrupted_anywhere_keeps_a_complete_latest(tmp_path, monkeypatch):
+    """Interrupt a save before each file operation. The save replaces an incomplete folder and deletes an old one."""
 
     before = tmp_path / "before"
     before.mkdir()
@@ -67,7 +67,7 @@ def test_save_cut_off_anywhere_keeps_a_complete_latest(tmp_path, monkeypatch):
         tag = search.find_latest(folder)
         assert_complete(folder, tag, {"step_00000002": "two", "step_00000003": "three"}[str(tag)])
         seen.append(tag)
-        save(folder, 3, "again")  # the resumed run replaces the remains
+        save(folder, 3, "again")  # the resumed run replaces what is left
         assert_complete(folder, search.find_latest(folder), "again")
     assert set(seen) == {"step_00000002", "step_00000003"}
 

@@ -1,4 +1,4 @@
-"""Restarts of a run with a stand-in for the script that starts the ranks, and hosts that are files."""
+"""Restarts of a run. A stand-in replaces the script that starts the ranks, and files represent hosts."""
 
 import errno
 import os
@@ -22,12 +22,12 @@ from megaclip.hosts.supervisor import Supervisor
 
 HOSTS = [Host("a", 1), Host("b", 1), Host("c", 2)]
 TRAPS = "trap 'exit 138' USR1; trap 'exit 143' TERM; "
-"""Before a checkpoint, after which a script may receive SIGUSR1."""
+"""Bash code that precedes a checkpoint. After the checkpoint the script may receive SIGUSR1."""
 ENDLESS = f"{TRAPS} echo >started; while :; do sleep 0.05; done"
 
 
 class Cluster:
-    """A folder with a file `up/HOST` per host that answers, and a script per attempt."""
+    """A folder with a file `up/HOST` for each host that answers, and a script for each attempt."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,7 +99,7 @@ def test_a_failure_after_temporary_files_were_cleaned_up_is_restarted(cluster: C
     assert len(cluster.starts()) == 2
 
 
-def test_a_lost_host_that_is_back_is_used_after_the_next_checkpoint(cluster: Cluster) -> None:
+def test_a_lost_host_that_returns_is_used_after_the_next_checkpoint(cluster: Cluster) -> None:
     again = f"{TRAPS} touch up/c; {saved(20)} {ENDLESS}"
     run = cluster.supervisor(f"{saved(10)} rm up/c; exit 1", again, "exit 0")
     assert run.run() == 0
@@ -107,8 +107,8 @@ def test_a_lost_host_that_is_back_is_used_after_the_next_checkpoint(cluster: Clu
     assert run.ends[1].for_more_hosts and run.ends[1].code == 138
 
 
-def test_a_run_that_went_back_proceeds_below_the_checkpoints_that_it_has_left(cluster: Cluster) -> None:
-    """Step 40 is of the branch before; `latest` names the steps of this one."""
+def test_a_run_that_went_back_makes_progress_below_its_abandoned_checkpoints(cluster: Cluster) -> None:
+    """Step 40 belongs to the abandoned branch. `latest` names the steps of the current one."""
     subprocess.run(["bash", "-c", f"cd {cluster.folder}; {saved(40)} {saved(20)} {latest(20)}"], check=True)
     run = cluster.supervisor("exit 1", f"{saved(30)} {latest(30)} exit 1", "exit 0")
     assert run.run() == 0
@@ -142,7 +142,7 @@ def test_too_few_hosts_end_the_run(cluster: Cluster, caplog: pytest.LogCaptureFi
 
 
 def send_when_started(cluster: Cluster, number: signal.Signals) -> None:
-    """Send a signal to this process when a script has written the file `started`; then write the file `sent`."""
+    """Send a signal to this process when a script has written the file `started`. Then write the file `sent`."""
     deadline = time.monotonic() + 60
     while not (cluster.folder / "started").exists():
         assert time.monotonic() < deadline  # without a supervisor the signal would end the tests
@@ -161,7 +161,7 @@ def test_a_signal_reaches_the_ranks_and_is_no_failure(cluster: Cluster, sent: si
 
 
 def test_a_stop_while_the_ranks_save_for_more_hosts_lets_them_save(cluster: Cluster) -> None:
-    """The script would end them at once, because it has received a signal before."""
+    """A second signal would end the ranks at once, because the script has already received one."""
     save = "echo >started; until [[ -e sent ]]; do sleep 0.05; done; for _ in {1..10}; do sleep 0.1; done; exit 138"
     again = f"trap '{save}' USR1; trap 'exit 1' TERM; touch up/c; {saved(20)} while :; do sleep 0.05; done"
     run = cluster.supervisor(f"{saved(10)} rm up/c; exit 1", again)
@@ -172,7 +172,7 @@ def test_a_stop_while_the_ranks_save_for_more_hosts_lets_them_save(cluster: Clus
     assert len(cluster.starts()) == 2
 
 
-def test_exit_codes_after_the_script_has_ended_the_ranks_do_not_count(tmp_path: Path) -> None:
+def test_exit_codes_of_ranks_that_the_script_has_ended_do_not_count(tmp_path: Path) -> None:
     path = tmp_path / "codes"
     path.write_text("node-1 247\nunknown 3\nnode-1 1\ngarbage\nended\nnode-0 247\n")
     assert read_codes(path, [Host("me@node-0", 1), Host("node-1", 1)]) == {"node-1": 247}
@@ -187,7 +187,7 @@ def test_the_command_refuses_what_a_restart_cannot_continue(tmp_path: Path, caps
 
 
 def test_a_probe_ends_ranks_of_earlier_attempts_also_with_an_address_of_its_own(tmp_path: Path) -> None:
-    """Attempts with the first host use --master_addr, the others the name of their first host."""
+    """Attempts with the first host use --master_addr. The others use the name of their first host."""
     (tmp_path / "hostfile").write_text("node-0 slots=1\nnode-1 slots=1\n")
     options = ["--restarts", "1", "--script", "true", "--hostfile", str(tmp_path / "hostfile")]
     options += ["--master_addr", "10.99.0.1", "--master_port", "17", "--probe", "bash -c {clean}"]
@@ -200,7 +200,7 @@ def test_a_probe_ends_ranks_of_earlier_attempts_also_with_an_address_of_its_own(
         launchers.append(subprocess.Popen(["bash", "-c", f"exec -a '{name}' sleep 600"]))
     try:
         deadline = time.monotonic() + 60
-        # A process has no command line for a moment of its exec.
+        # A process has no command line for a moment during its exec.
         while any("deepspeed" not in "".join(psutil.Process(one.pid).cmdline()[:1]) for one in launchers):
             assert time.monotonic() < deadline
         assert subprocess.run(run.probe_command(HOSTS[0])).returncode == 0
@@ -215,7 +215,7 @@ def test_a_probe_ends_ranks_of_earlier_attempts_also_with_an_address_of_its_own(
 def test_a_hostfile_that_cannot_be_written_is_an_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk; the text of the file gets there, or the folder does not."""
+    """On a full disk, writing the text of the file fails. In the other case, the folder cannot be created."""
 
     def no_space(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

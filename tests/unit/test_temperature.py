@@ -1,4 +1,4 @@
-"""Compare the updates of the temperatures with formulas: rates, bounds, limits, and the Adam of the released code."""
+"""Updates of the temperatures compared with formulas: rates, bounds, limits, and the Adam of the published code."""
 
 import math
 from typing import Any
@@ -57,7 +57,7 @@ def test_the_global_temperature_stays_inside_its_bounds(gradient: float, expecte
 
 
 def held(*temperatures: float) -> torch.Tensor:
-    """Return the state of new samples: tau of both sides, moments, number of steps."""
+    """Return the state of new samples: tau of both sides, moments, and number of steps."""
     return torch.tensor([[tau, tau, 0, 0, 0, 0, 0] for tau in temperatures], dtype=torch.float64)
 
 
@@ -76,8 +76,8 @@ def test_a_per_sample_gradient_is_reduced_to_the_limit() -> None:
     assert unlimited[0, 2:4].tolist() == pytest.approx([(1 - BETAS[0]) * 100, -(1 - BETAS[0]) * 100])
 
 
-def test_the_released_adam_counts_epochs_and_uses_no_momentum_in_the_first() -> None:
-    """Three steps, in epochs 0, 0 and 4."""
+def test_the_published_adam_counts_epochs_and_uses_no_momentum_in_the_first() -> None:
+    """Take three steps, in epochs 0, 0 and 4."""
     state, tau, rate = held(0.3), 0.3, 0.01
     for gradient, epoch in ((2.0, 0), (-0.5, 0), (1.5, 4)):
         if epoch == 0:
@@ -96,7 +96,7 @@ def test_the_released_adam_counts_epochs_and_uses_no_momentum_in_the_first() -> 
 
 @pytest.mark.parametrize("learnable", [True, False])
 def test_the_temperature_keeps_float32_in_a_module_of_16_bits(learnable: bool) -> None:
-    """In bfloat16 a step of 2e-4 would round back to the old value."""
+    """In bfloat16 a step of 2e-4 would be rounded away."""
     own = GlobalTemperature(0.07, (0.01, 1.0), learnable=learnable)
     before = own.value
     module = torch.nn.ModuleList([own, torch.nn.Linear(2, 2)])

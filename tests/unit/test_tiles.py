@@ -90,7 +90,7 @@ def test_numbers_vectors_and_tensors_with_one_element_give_equal_results() -> No
         assert torch.equal(got, expected)
 
 
-def test_sides_and_dots_that_are_not_needed() -> None:
+def test_sides_and_dots_that_are_not_requested() -> None:
     x, y = features(6, 5, torch.float32, 0), features(4, 5, torch.float32, 1)
     terms = Terms(3.0, 0.5, 2.0), Terms(4.0, 0.25, 1.5)
     dx, _, row_dot, col_dot = tiles.tile_grads(x, y, *terms, diagonal=1)
@@ -198,7 +198,7 @@ def test_integer_features_and_reduced_float64_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("operation", ["tile_stats", "tile_grads", "tile_sigmoid"])
-def test_triton_is_refused_for_features_that_its_kernels_do_not_take(operation: str, dtype: torch.dtype) -> None:
+def test_triton_is_refused_for_features_that_its_kernels_do_not_accept(operation: str, dtype: torch.dtype) -> None:
     x, terms = torch.zeros(3, 5, dtype=dtype), Terms(1.0, 0.0, 1.0)
     arguments = (x, x, terms, terms) if operation == "tile_grads" else (x, x, 1.0, 1.0)
     message = r"implementation is 'triton', but the .*; set it to 'auto' or 'torch'$"
@@ -214,10 +214,10 @@ def test_triton_is_refused_for_features_that_its_kernels_do_not_take(operation: 
         ((8, 0), None, ""),
     ],
 )
-def test_gpus_that_the_kernels_were_not_written_for_use_pytorch(
+def test_gpus_without_kernels_use_pytorch(
     capability: tuple[int, int], hip: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ "auto" selected the kernels on every GPU. A T4 would spill up to 30 KB of registers per thread in them."""
+    """The default "auto" must not select the kernels on a T4: they would spill up to 30 KB of registers per thread."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     device = torch.device("cuda", 99)  # the result is cached by device

@@ -1,6 +1,6 @@
-"""Compile the tile kernels for several GPUs, without one. They must fit, spill little and copy 16 bytes at a time.
+"""Compile the tile kernels for several GPUs, without a GPU: they fit, spill little and copy 16 bytes at a time.
 
-A kernel that needs more shared memory than a GPU has ends in triton's OutOfResources at the first call.
+A kernel that needs more shared memory than a GPU has raises triton's OutOfResources at the first call.
 """
 
 import collections
@@ -23,13 +23,13 @@ KERNELS = {
     "grads": kernels._tile_grads_kernel,
     "sigmoid": kernels._tile_sigmoid_kernel,
 }
-# Compute capability -> shared memory of one program, in KiB (CUDA programming guide, technical specifications).
+# Compute capability -> shared memory per program in KiB (CUDA programming guide, technical specifications).
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 DIVISIBLE = [["tt.divisibility", 16]]
 
 
 def compiled(capability: int, precision: str, name: str):
-    """Return a kernel as it is launched on a GPU of this capability, with features of 512 columns."""
+    """Return a kernel as it is launched on a GPU of this compute capability, with features of 512 columns."""
     tiles, pointers = blocks.tiles_for(capability // 10)
     tile = tiles[precision, name]
     loaded, dtype = precision == "float32", "bf16" if precision == "bf16" else "fp32"
@@ -72,7 +72,7 @@ def spilled_bytes(ptx: str, capability: int) -> int:
 
 
 ALL = [(capability, *kind) for capability in SHARED_KIB for kind in blocks.TILES]
-# With the tiles of the H200 these read single elements, spilled kilobytes, or needed too much shared memory.
+# With the tiles of the H200, these kernels would read single elements, spill kilobytes, or need too much shared memory.
 QUICK = [(80, "bf16", "grads"), (100, "bf16", "stats"), (120, "bf16", "sigmoid"), (120, "tf32", "grads")]
 
 
@@ -82,9 +82,9 @@ QUICK = [(80, "bf16", "grads"), (100, "bf16", "stats"), (120, "bf16", "sigmoid")
 )
 def test_a_kernel_fits_spills_little_and_copies_16_bytes_at_a_time(capability: int, precision: str, name: str) -> None:
     kernel = compiled(capability, precision, name)
-    assert capability == 90 or spilled_bytes(kernel.asm["ptx"], capability) <= 256  # those of Hopper were timed
+    assert capability == 90 or spilled_bytes(kernel.asm["ptx"], capability) <= 256  # the kernels for Hopper were timed
     assert kernel.metadata.shared <= SHARED_KIB[capability] * 1024
-    if capability < 90 and precision != "float32":  # float32 products are the library's
+    if capability < 90 and precision != "float32":  # float32 products use the library
         copies = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?, (0x\w+)", kernel.asm["ptx"])
         assert collections.Counter(copies).keys() == {"0x10"}
         stores = collections.Counter(re.findall(r"st\.global\S*", kernel.asm["ptx"]))

@@ -109,18 +109,18 @@ else:
             assert all(result.storage_offset() == 0 for result in results)
             assert len({result.untyped_storage().data_ptr() for result in results}) == len(results)
 
-    def test_dots_that_are_not_needed() -> None:
+    def test_dots_that_are_not_requested() -> None:
         x, y = torch.randn(33, 24), torch.randn(40, 24)
         terms = Terms(1.0, 5.0, 0.5), Terms(1.0, 4.0, 0.25)
         dx, dy, row_dot, col_dot = tiles.tile_grads(x, y, *terms, options=TRITON)
         bare = tiles.tile_grads(x, y, *terms, need_dots=False, options=TRITON)
         assert torch.equal(bare[0], dx) and torch.equal(bare[1], dy) and bare[2:] == (None, None)
-        # The sum of both dots is the gradient of the temperature. It also follows from dx.
+        # The sum of both dots is the gradient of the temperature, which can also be computed from dx.
         assert_close((x * dx).sum(), row_dot.sum() + col_dot.sum(), VALUE[torch.float32])
 
     @pytest.mark.parametrize("sign", [1, -1])
     def test_shifts_far_from_a_tiles_logits(sign: int) -> None:
-        """exp(shift) and exp(-shift) are outside the range of float32, exp(scale * s - shift) is inside."""
+        """exp(shift) and exp(-shift) are outside the range of float32. exp(scale * s - shift) is inside."""
         x, y = torch.zeros(33, 16), torch.zeros(40, 16)
         x[:, 0], x[:, 1], y[:, 0] = 0.5 * sign, 0.75**0.5, 1.0  # s = sign / 2
         terms = Terms(100.0, 100.0 * sign, 0.5)
@@ -139,7 +139,7 @@ else:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     @pytest.mark.parametrize(("rows", "cols"), [(1000, 1000), (8192, 8192), (100_000, 3000), (60_000, 60_000)])
     def test_buffers_stay_within_the_budget(rows: int, cols: int, dtype: torch.dtype) -> None:
-        """Cut the blocks without a launch. Only P and staged features grow with the size of a block."""
+        """Cut the blocks without launching a kernel. Only P and staged features grow with the size of a block."""
         x, y = torch.zeros(1, 64, dtype=dtype).expand(rows, 64), torch.zeros(1, 64, dtype=dtype).expand(cols, 64)
         tiling = tiles_triton_blocks.Tiling(x, y, "grads", 0, TileOptions("bf16", tile_budget_mib=16))
         area = 0

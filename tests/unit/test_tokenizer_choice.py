@@ -1,4 +1,4 @@
-"""The tokenizer of a run: the text tower takes the feature at its end of text, in MegaCLIP and in open_clip."""
+"""The tokenizer of a run: the text tower pools at the end of text of this tokenizer, in MegaCLIP and in open_clip."""
 
 import json
 import logging
@@ -47,7 +47,7 @@ def write_tokenizer(folder: Path, words: tuple[str, ...], template: str = "[CLS]
 
 @pytest.fixture
 def directory(tmp_path: Path) -> str:
-    """Return a tokenizer whose id 2 starts every caption, and whose end of text, 4, is not its highest id."""
+    """Return a tokenizer whose id 2 starts every caption. Its end of text, id 4, is not its highest id."""
     return write_tokenizer(tmp_path / "words", ("[PAD]", "[UNK]", "[CLS]", "a", "[SEP]", *WORDS[1:]))
 
 
@@ -85,7 +85,7 @@ def test_the_feature_is_taken_at_the_end_of_text_of_a_given_tokenizer(
     torch.manual_seed(0)
     model = build_model(config).eval()
     features = model(None, tokens)[1]
-    assert (features @ features.T)[0, 1] < 0.999  # pooled at the first token, all captions have one feature
+    assert (features @ features.T)[0, 1] < 0.999  # pooled at the first token, all captions would have one feature
     chosen.tokenizer.write_open_clip(tmp_path / "out")
     write_model_card(tmp_path / "out", config, OPENAI_PREPROCESS)
     write_weights(tmp_path / "out", model.state_dict(), config)
@@ -109,7 +109,7 @@ def test_a_tokenizer_that_does_not_end_captions_is_refused(tmp_path: Path, templ
 
 @pytest.mark.parametrize("pool", ["last", "first"])
 def test_a_pool_that_needs_no_end_of_text_is_kept(tmp_path: Path, pool: str) -> None:
-    """SigLIP has "last". Its tokenizer may be named or given."""
+    """SigLIP has the pool type "last". Its tokenizer may be named or given as files."""
     directory = write_tokenizer(tmp_path / "words", (*SPECIAL, *WORDS), "$A")
     config = described(pool_type=pool, no_causal_mask=True)
     assert fitted(directory, config).text_cfg.pool_type == pool
@@ -128,7 +128,7 @@ def written_card(directory: str, folder: Path, **text: Any) -> ModelCard:
 def test_the_settings_that_weights_were_trained_with_are_kept(
     directory: str, tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
-    """A copy of the card's tokenizer is the same tokenizer, and another one is not."""
+    """A copy of the card's tokenizer counts as the same tokenizer. Another tokenizer does not."""
     card = written_card(directory, tmp_path / "card", pool_type="argmax")
     for given in (None, str(tmp_path / "card"), directory):
         warnings.clear()
@@ -151,7 +151,7 @@ def test_a_card_supplies_the_end_of_text_of_its_tokenizer(directory: str, tmp_pa
 
 
 def test_a_card_whose_end_of_text_never_occurs_is_refused(directory: str, tmp_path: Path) -> None:
-    """Id 2 starts every caption, so a causal tower would give all captions one feature."""
+    """Id 2 starts every caption, so a causal tower pooled there would give all captions one feature."""
     card = written_card(directory, tmp_path / "card", pool_type="eos", eos_id=2)
     with pytest.raises(ConfigError, match="does not end every caption with id 2"):
         fitted(None, card.config, card)
@@ -162,7 +162,7 @@ def test_a_card_whose_end_of_text_never_occurs_is_refused(directory: str, tmp_pa
 
 def test_a_given_tokenizer_replaces_a_sentencepiece_model(directory: str) -> None:
     text = fitted(directory, described(hf_tokenizer_name="sentencepiece")).text_cfg
-    assert text.hf_tokenizer_name == "hugging face"  # the name of the old one would require its .model file
+    assert text.hf_tokenizer_name == "hugging face"  # the old name would require its .model file
 
 
 CANONICAL = {"clean": "canonicalize"}
@@ -170,7 +170,7 @@ SHOUTED = ["Two DOGS, playing in the snow!"]
 
 
 def tokens_of_open_clip(chosen: ChosenTokenizer, config: ModelDescription, folder: Path) -> torch.Tensor:
-    """Return the tokens that open_clip makes of SHOUTED with an export of the tokenizer."""
+    """Return the tokens of SHOUTED that open_clip computes with an export of the tokenizer."""
     chosen.tokenizer.write_open_clip(folder)
     write_model_card(folder, config, OPENAI_PREPROCESS, chosen.tokenizer.files)
     tokens: torch.Tensor = import_open_clip().get_tokenizer(f"local-dir:{folder}")(SHOUTED)
@@ -183,7 +183,7 @@ def tokens_of_open_clip(chosen: ChosenTokenizer, config: ModelDescription, folde
 def test_options_of_another_tokenizer_are_not_exported(
     tmp_path: Path, kind: str, options: dict[str, Any], towers: str
 ) -> None:
-    """SigLIP and CLIPA have such options for their own tokenizers."""
+    """SigLIP and CLIPA specify such options for their own tokenizers."""
     config = described(towers, hf_tokenizer_name="its/own", tokenizer_kwargs=options, tokenizer_mode="clips")
     (path,) = train_sentencepiece(SHOUTED * 9, tmp_path / "own.model", vocab_size=40).files
     chosen = choose_tokenizer("clip" if kind == "clip" else str(path), None, config)

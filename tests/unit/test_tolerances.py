@@ -1,4 +1,4 @@
-"""The functions that apply bounds: what they accept, refuse and record."""
+"""The functions that apply bounds: which errors they accept, report and record."""
 
 import json
 import math
@@ -14,7 +14,7 @@ BOUND = Bound("a bound", 1e-3)
 
 @pytest.fixture(autouse=True)
 def _record_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the deliberate errors of this file out of the table of `make test-portable`."""
+    """Exclude the deliberate errors of this file from the table of `make test-portable`."""
     monkeypatch.delenv("MEGACLIP_TEST_ERRORS", raising=False)
 
 
@@ -38,7 +38,7 @@ def test_what_exceeds_its_bound_fails() -> None:
         assert_close(torch.ones(1, 2), torch.ones(2), BOUND)
 
 
-def test_a_fault_must_exceed_its_bound_threefold() -> None:
+def test_a_planted_fault_must_exceed_its_bound_threefold() -> None:
     assert_far(1.0031, 1.0, BOUND, "a fault")
     with pytest.raises(AssertionError, match=r"a fault is not noticed: twice too large; .* 2\.9 times"):
         assert_far(1.0029, 1.0, BOUND, "twice too large")

@@ -1,6 +1,6 @@
-"""--pretrained-image and --pretrained-text: weights of one tower from every kind of file, and at another image size.
+"""--pretrained-image and --pretrained-text: weights of one tower from every kind of file, also at another image size.
 
-Files are written by open_clip, timm and transformers themselves. Their own functions interpolate positions.
+open_clip, timm and transformers write the files. Their own functions interpolate the positions.
 """
 
 from pathlib import Path
@@ -41,7 +41,7 @@ def written(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def assert_loaded(model: DualEncoder, before: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The parameters of `expected` have its values, all others have kept theirs."""
+    """Assert that the parameters in `expected` have its values, and that all others are unchanged."""
     for name, value in values(model).items():
         assert torch.equal(value, expected.get(name, before[name])), name
     assert any(not torch.equal(before[name], value) for name, value in expected.items())
@@ -69,7 +69,7 @@ def test_a_text_tower_of_open_clips_class_clip(tmp_path):
 
 
 def test_a_timm_trunk_at_another_image_size(tmp_path):
-    """timm's file has a classifier, and positions for 6 x 6 patches."""
+    """timm's file contains a classifier, and positions for 6 x 6 patches."""
     config = family("vit", tmp_path)
     import timm  # after open_clip, which makes it importable
     from timm.models.vision_transformer import checkpoint_filter_fn

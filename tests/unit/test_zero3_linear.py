@@ -1,4 +1,4 @@
-"""The linear function of ZeRO-3 against PyTorch's: values, gradients, and what autograd keeps."""
+"""The linear function of ZeRO-3 compared with PyTorch's: values, gradients, and what autograd keeps."""
 
 import pytest
 import torch
