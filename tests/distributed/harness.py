@@ -59,6 +59,9 @@ def run_ranks(
 
     Args:
         time_limit_s: limit against hangs. It is far above the duration of any launch on a busy machine.
+        environment: variables that are set in every rank before the function runs. Each rank uses OMP_NUM_THREADS
+            threads. Default: 1.
+        backend: "gloo", or "nccl", which gives every rank a GPU and starts it as a new process instead of a fork.
 
     Raises:
         RankFailure: a rank raised an exception, died, or did not finish.
