@@ -5,12 +5,13 @@
 
 A method whose package is not installed gets a line with the error. Columns of the table, one line per method:
 
-    ms             forward + backward, median of calls without a pause between them, slowest rank alone          ms of a
-    call that begins when the GPU has nothing to do and ends when it has finished, median extra MiB      peak allocation
-    of a call, without features and their gradients grad error     relative error of the image features' gradient
-    against float32 TFLOP/s        8*b*B*D operations for InfoNCE, 6*b*B*D for the sigmoid loss, independently of what
-    the method computes 8192^3         TFLOP/s of an 8192^3 bfloat16 product on the same GPU share          ratio of the
-    two
+    ms             forward + backward, median of calls without a pause between them, slowest rank
+    alone          ms of a call that begins when the GPU has nothing to do and ends when it has finished, median
+    extra MiB      peak allocation of a call, without features and their gradients
+    grad error     relative error of the image features' gradient against float32
+    TFLOP/s        8*b*B*D operations for InfoNCE, 6*b*B*D for the sigmoid loss, whatever the method computes
+    8192^3         TFLOP/s of an 8192^3 bfloat16 product on the same GPU
+    share          ratio of the two
 
 A GPU at its power limit is slower than an idle one, and its speed drifts. Each method is therefore measured alternately
 with the product, and the share is calculated from the medians of both.

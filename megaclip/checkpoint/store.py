@@ -1,8 +1,8 @@
 """Training checkpoints: save and load them.
 
-    RUN/checkpoints/ latest              name of the newest complete checkpoint; replaced atomically after every rank
-        has written step_00000100/      DeepSpeed's files of all ranks; loss_rank_*.pt if the loss has its own state;
-        state.json;
+    RUN/checkpoints/
+        latest              name of the newest complete checkpoint; replaced atomically after every rank has written
+        step_00000100/      DeepSpeed's files of all ranks; loss_rank_*.pt if the loss has its own state; state.json;
                             and the manifest, which is written last
         model/              open_clip_config.json, the tokenizer and a manifest: everything of an export except the
                             weights

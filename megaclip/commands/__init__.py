@@ -49,7 +49,8 @@ def main() -> None:
         try:
             code = _run()
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None if the standard output was closed at the start
+                sys.stdout.flush()
     except BrokenPipeError:  # of the standard output, or of another process
         if _stdout_has_reader():
             raise

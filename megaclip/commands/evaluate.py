@@ -98,7 +98,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dataset-type", default="auto", choices=DATASET_TYPES, help="format of --val-data")
     parser.add_argument("--image-key", help="column or extension of the image")
     parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
-    parser.add_argument("--group-captions", action="store_true", help="images have several captions (COCO, Flickr)")
+    parser.add_argument("--group-captions", action="store_true", help="use all captions of each image (COCO, Flickr)")
     parser.add_argument("--zeroshot-data", metavar="FOLDER", help="labelled images for zero-shot classification")
     parser.add_argument(
         "--tokenizer",

@@ -1,11 +1,11 @@
 """Report the contents, the problems and the loading speed of a dataset.
 
-    megaclip inspect 'shards/{00000..00331}.tar' --tokenizer tokenizer.model megaclip inspect 'shards/*.tar' --model
-    ViT-L-14-336 --pictures sheet.png      # draws samples as the model sees them megaclip inspect
-    hf:nlphuji/flickr30k:test --json
+    megaclip inspect 'shards/{00000..00331}.tar' --tokenizer tokenizer.model
+    megaclip inspect 'shards/*.tar' --model ViT-L-14-336 --pictures sheet.png    # draws samples as the model sees them
+    megaclip inspect hf:nlphuji/flickr30k:test --json
 
-opens the data as --train-data does, decodes evenly spread samples, shows three of them, and measures the speed of the
-training loader on one core. The exit code is 1 if training would refuse the data.
+The command opens the data as --train-data does, decodes evenly spread samples, shows three of them, and measures the
+speed of the training loader on one core. The exit code is 1 if training would refuse the data.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Plan a run before it starts: memory by part, largest batch that fits, and step time with its longest term.
 
-    megaclip plan --deepspeed_config ds_configs/zero3.json --model ViT-L-14 --gpu h200 --gpus 8 --hosts 4 megaclip plan
-    ... --here                                 # this machine, with its free memory megaclip plan ... --batch 1048576
-    --micro-batch 256      # with another batch size megaclip plan ... --gpu-memory 80GiB --host-memory 900GiB --disk
-    2TB --link 200GB --network 25GB megaclip plan --calibrate rates.json                     # measure this machine;
-    then --rates rates.json megaclip plan ... --sweep sweep.png --json sweep.json    # batch against memory and time,
-    and the peers megaclip plan --compare measured.json --gpu h200         # planned against measured
+    megaclip plan --deepspeed_config ds_configs/zero3.json --model ViT-L-14 --gpu h200 --gpus 8 --hosts 4
+    megaclip plan ... --here                                 # this machine, with its free memory
+    megaclip plan ... --batch 1048576 --micro-batch 256      # with another batch size
+    megaclip plan ... --gpu-memory 80GiB --host-memory 900GiB --disk 2TB --link 200GB --network 25GB
+    megaclip plan --calibrate rates.json                     # measure this machine; then --rates rates.json
+    megaclip plan ... --sweep sweep.png --json sweep.json    # batch against memory and time, and the peers
+    megaclip plan --compare measured.json --gpu h200         # planned against measured
 
 It needs no GPU and starts nothing; only --calibrate uses the GPUs of this machine. --sweep needs matplotlib.
 """

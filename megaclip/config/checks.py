@@ -176,7 +176,9 @@ def _is_switched_off(setting: str, value: Any) -> bool:
 
 def _refuse_unknown(setting: str, key: str, known: set[str]) -> NoReturn:
     section = setting.removesuffix(key)
-    homes = [home for home, model in _HOMES.items() if key in _keys(model) and f"{home}." != section]
+    homes = [home for home, model in _HOMES.items() if key in _keys(model)]
+    if section.rstrip(".") in homes:  # another optimizer has this setting
+        homes = []
     inner = [home for home in homes if home.startswith(section)]  # megaclip.eps: of the two sections with eps, fastclip
     if homes:
         home = (inner or homes)[0]

@@ -40,8 +40,8 @@ class StepBatch(Protocol):
         Chunks of captions may differ in L. Their first chunk is available when all images of the step have been read,
         so the image tower must run before the text tower if it has several chunks.
 
-        read_once: number of first chunks that this step reads only once. Each may be freed after its use. again: yield
-        only the other chunks, for the second time. False: yield all chunks.
+        read_once: number of first chunks that this step reads only once. Each may be freed after its use.
+        again: yield only the other chunks, for the second time. False: yield all chunks.
         """
         ...
 

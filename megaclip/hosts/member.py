@@ -327,7 +327,7 @@ class Member:
 
 
 _NO_ATTEMPT: dict[str, Any] = {"exit": 0, "hosts": [], "ends": [], "members": []}
-"""Plan number before the first attempt."""
+"""Plan that is used if there was no attempt before."""
 _ENDED = -1
 """Exit code of ranks that their member has ended."""
 

@@ -2,7 +2,8 @@
 
 If one rank has a shorter batch, another embedding size or another exchange, the other ranks wait in a collective
 forever. So each call of a loss starts with a gather of four integers. If they differ, or if a rank has found a mistake
-in its own features, every rank raises the same DataError, which is a ValueError.
+in its own features, every rank raises the same DataError, which is a ValueError. If PyTorch itself raises on a rank,
+that rank raises PyTorch's error, and the others an error that names the rank.
 """
 
 import itertools

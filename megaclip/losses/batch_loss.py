@@ -86,16 +86,20 @@ class BatchLoss(nn.Module):
         )
 
 
-def as_scalar(value: Tensor | float, features: Tensor) -> Tensor:
+def as_scalar(value: Any, features: Tensor) -> Tensor:
     """Return a logit_scale or logit_bias as a tensor: a number becomes () in the dtype of sums, on the same device.
 
     Anything else is returned unchanged. `check_features` raises for it, on all ranks.
     """
     if isinstance(value, Tensor) or not (isinstance(value, int | float) or hasattr(value, "__float__")):
         return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return value
     if not isinstance(features, Tensor):  # `check_features` raises for it too
-        return torch.tensor(float(value))
-    return torch.full((), float(value), dtype=accumulation_dtype(features), device=features.device)
+        return torch.tensor(number)
+    return torch.full((), number, dtype=accumulation_dtype(features), device=features.device)
 
 
 def working_scalar(scalar: Tensor, features: Tensor) -> Tensor:

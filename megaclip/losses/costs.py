@@ -96,11 +96,11 @@ def global_contrastive_traffic(variant: str, exchange: str, reduction: str, size
     """Return the traffic of a step of FastClipLoss: forward, backward, and the update of the samples' state.
 
     Losses with per-sample temperatures (isogclr, fastclip_v2) send three terms of the gradient tile per sample (scale,
-    shift, weight). The other losses send one. They also send a scale for the statistics, and a sum with the gradient of
-    a feature. They fetch and write back four columns of state instead of two. The ids are assumed to be spread evenly
-    over their owners, as random ids are on average: (W-1)/W of the rows are sent. It includes the int64 ids, which all
-    ranks gather, and six more int64 per rank: the four that are compared before the exchange, and one for each of two
-    checks that raise on all ranks.
+    shift, weight), a scale for the statistics, and a sum with the gradient of a feature. They fetch and write back four
+    columns of state. The other losses send one term, and have two columns of state. The ids are assumed to be spread
+    evenly over their owners, as random ids are on average: (W-1)/W of the rows are sent. The traffic includes the int64
+    ids, which all ranks gather, and six more int64 per rank: the four that are compared before the exchange, and one
+    for each of two checks that raise on all ranks.
     """
     hops, individual = sizes.hops, VARIANTS[variant].individual
     sums = 4 if VARIANTS[variant].temperature == "global" else 2  # loss and mean of log tau; the temperature's gradient

@@ -100,8 +100,8 @@ class Cluster:
 
     @property
     def hides_exchanges(self) -> bool:
-        """True if exchanging features takes no time while tiles are computed: between hosts and on CPUs. Between GPUs
-        of one host the copies use the GPU's multiprocessors, so the tiles wait for them (docs/losses.md)."""
+        """True if features are exchanged while tiles are computed: between hosts and on CPUs. Between GPUs of one host
+        the copies use the GPU's multiprocessors, so the tiles wait for them (docs/losses.md)."""
         return self.hosts > 1 or not self.gpu_memory
 
     @property

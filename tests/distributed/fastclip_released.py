@@ -5,6 +5,8 @@ The formulas follow FastCLIPLossIndividual of github.com/Optimization-AI/fast_cl
 
 - u is stored as a multiple of exp(bound). The bound of a sample is the largest (s_ij - s_ii)/tau_i so far, and at least
   0. eps is added to the stored number, so relative to u its size is eps * exp(bound).
+- A stored number below 1e-35 is replaced by g, once gamma is below 1.
+- The gradients of the temperatures are limited to 5, and their Adam counts epochs.
 """
 
 import torch

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed.comm as dist
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -262,6 +263,7 @@ def check_errors() -> list[str]:
     found += expect_same_error(no_number(None), "logit_scale is a NoneType on rank")
     found += expect_same_error(no_number([10.0]), "logit_scale is a list on rank")
     found += expect_same_error(no_number(10.0, "-10"), "logit_bias is a str on rank")
+    found += expect_same_error(no_number(np.ones(2)), "logit_scale is a ndarray on rank")  # it has a method __float__
     found += expect_same_error(other_features((torch.randn(4, 5),)), "text_features is a tuple on rank")
     found += expect_same_error(other_features(torch.randn(4, 5).to_sparse()), "torch.sparse_coo on cpu on rank")
     found += expect_same_error(other_features(torch.randn(4, 5, device="meta")), "torch.strided on meta on rank")

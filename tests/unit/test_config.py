@@ -140,6 +140,10 @@ def test_deepspeed_receives_the_file_with_defaults_for_what_it_leaves_out(tmp_pa
         ({"megaclip": {"eps": 1e-6}}, "megaclip.eps is misplaced; write it in the section megaclip.fastclip"),
         ({"eps": 1e-6}, ": eps is misplaced; write it in the section optimizer.params"),
         (
+            {"optimizer": {"type": "Lion", "params": {"lr": 1e-3, "eps": 1e-8}}},
+            "unknown key optimizer.params.eps",
+        ),
+        (
             {"optimizer": {"type": "SGD", "params": {"lr": 1e-3, "betas": [0.9, 0.98]}}},
             "unknown key optimizer.params.betas",
         ),
