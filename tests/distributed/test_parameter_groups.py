@@ -49,7 +49,7 @@ FAMILY_PATTERNS: dict[str, dict[str, tuple[str, ...]]] = {
             r"trunk.head.norm",
         )
     },
-    "mobileclip": {"visual.": (r"trunk.stem", *(f"trunk.stages.{i}" for i in range(4)), r"trunk.final_conv")},
+    "mobileclip": {"visual.": (r"trunk.stem", *(f"trunk.stages.{i}" for i in range(4)))},
     "resnet": {"visual.": (r"conv|bn", *(f"layer{i}" for i in range(1, 5)))},
     "roberta": {"visual.": OPEN_CLIP_VIT, "text.": ROBERTA},
     "mt5": {"visual.": OPEN_CLIP_VIT, "text.": (r"transformer.embed", r"transformer.block.0", r"transformer.block.1")},
