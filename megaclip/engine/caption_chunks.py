@@ -42,7 +42,7 @@ class CaptionChunks:
     pieces: list[Pieces]
     """Pieces of each chunk, (n,), in order of decreasing length."""
     packed: bool = False
-    """Whether the first chunk is encoded piece by piece, even if it is one piece.
+    """True if the first chunk is encoded piece by piece. A chunk of one piece may be encoded this way too.
 
     All ranks have the same value. Different code would compute the parameters' gradients in a different order, and
     DeepSpeed sums the ranks' gradients in the order in which they become ready.

@@ -178,7 +178,7 @@ class Metrics:
             scores: scalars by name.
             pictures: (3, H, W) uint8 by name.
             left_out: number of bad samples that the evaluation left out, by kind.
-            of_average: whether the moving average of the weights was evaluated.
+            of_average: True if the moving average of the weights was evaluated.
         """
         if self._curves is None:
             return

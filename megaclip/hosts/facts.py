@@ -45,7 +45,7 @@ class Facts(BaseModel):
     driver: str
     """Version of the GPU driver, "" on CPUs."""
     ops: dict[str, bool]
-    """Whether each op is compiled or installed."""
+    """Name of an op -> True if it is compiled or installed."""
     can_compile: bool
     """True if g++ and ninja are on PATH."""
     time_s: float

@@ -55,7 +55,7 @@ def test_a_heartbeat_with_a_new_number_has_the_end_of_the_attempt_before(reads: 
 
     Without it the other hosts would consider the host lost. A thread writes heartbeats while attempts end.
     """
-    beat = Member._state(EndingAttempt(reads))  # type: ignore[arg-type]
+    beat = Member._state(EndingAttempt(reads))  # type: ignore[arg-type]  # it replaces a member
     assert beat["attempt"] == 1 or beat["last"] is not None
 
 
