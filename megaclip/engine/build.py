@@ -156,6 +156,9 @@ def _construct(
             "libraries set initial values after deepspeed.zero.Init would have partitioned them",
             nbytes / 1e9,
         )
+        if config.bf16:  # DeepSpeed casts parameters to bfloat16 only before it partitions them
+            for parameter in model.parameters():
+                parameter.data = parameter.data.bfloat16()
         partition(module=model)
         model.move_buffers(torch.device(get_accelerator().current_device_name()))
     return model
@@ -234,7 +237,7 @@ def _describe(engine: DeepSpeedEngine, config: TrainingConfig, model: DualEncode
         "model: %.1f M parameters%s in %s, ZeRO-%d on %d ranks, %.0f%% of the parameters partitioned, optimizer %s%s",
         whole / 1e6,
         f", {trained / 1e6:.1f} M of them trained," if trained < whole else "",
-        str(engine.get_data_types()[0]).removeprefix("torch."),
+        " and ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})),
         config.zero_stage,
         dist.get_world_size(),
         100 * partitioned / total,

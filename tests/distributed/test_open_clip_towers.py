@@ -179,6 +179,21 @@ def reload(checkpoints: Path, exported: Path, folder: Path) -> list[dict[str, np
     return results
 
 
+def dtypes_of_parameters(folder: Path) -> list[tuple[set[torch.dtype], set[torch.dtype]]]:
+    """Return the dtypes of parameters and of what this rank holds of them, at ZeRO-1 to 3."""
+    found = []
+    for stage in (1, 2, 3):
+        parameters = list(start_engine(Case("vit", stage, bf16=True), folder).module.parameters())
+        found.append(({p.dtype for p in parameters}, {getattr(p, "ds_tensor", p).dtype for p in parameters}))
+    return found
+
+
+def test_bfloat16_parameters_are_bfloat16_at_every_stage(tmp_path):
+    """The modules are built in float32. DeepSpeed does not cast parameters that are already partitioned."""
+    for found in run_ranks(dtypes_of_parameters, WORLD_SIZE, tmp_path):
+        assert found == [({torch.bfloat16}, {torch.bfloat16})] * 3
+
+
 @pytest.mark.long
 def test_bfloat16_is_near_float64_and_resumes(tmp_path):
     outcomes = run_ranks(train_all, WORLD_SIZE, BF16, prepared(tmp_path, BF16))
