@@ -7,11 +7,11 @@
         --deepspeed_config ds_configs/zero3_offload.json --methods megaclip --json giant.json
     python tools/bench_train.py --model demo-tiny --batch 64 --micro-batch 16 --precision fp32 --workers 0
 
-For each global batch and method it prints samples per second (median over the steps after the first one), peak GPU
-memory of a step, the shares of the step for the loss with its gradient, for waiting for data and for the update, and
-the milliseconds of the update (tools/bench_update.py lists its kernels). The seconds before the first step and those of
-the first step are printed apart. The first step compiles; what an earlier command has compiled is taken from the cache
-on disk (TORCHINDUCTOR_CACHE_DIR).
+For each global batch and method it prints samples per second (median over the steps after the first one in which
+nothing was compiled), peak GPU memory of a step, the shares of the step for the loss with its gradient, for waiting for
+data and for the update, and the milliseconds of the update (tools/bench_update.py lists its kernels). The seconds
+before the first step and those of the first step are printed apart. The first step compiles; what an earlier command
+has compiled is taken from the cache on disk (TORCHINDUCTOR_CACHE_DIR).
 
 All methods use the same weights, the same optimizer settings and the same samples from this project's loader:
 synthetic samples in memory (see bench_samples.py), or --train-data. Synthetic captions have 8 to 32 tokens with a tail
@@ -40,6 +40,7 @@ from bench_methods import Case, Clock, MegaclipSteps, free_memory
 from bench_open_clip import CompiledOpenClipSteps, CompiledOpenClipTaskSteps, OpenClipSteps, use_source
 from bench_samples import CAPTION_LENGTHS
 from deepspeed.accelerator import get_accelerator
+from torch._dynamo.utils import counters
 
 from megaclip.comm.collectives import gather_objects
 from megaclip.engine.metrics import peak_memory_mib
@@ -178,6 +179,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def compiled_graphs() -> int:
+    """Return the number of graphs that torch.compile has made in this process."""
+    return int(counters["stats"]["unique_graphs"])
+
+
 def print_rank_0(line: str) -> None:
     """Print `line` on rank 0."""
     if dist.get_rank() == 0:
@@ -251,37 +257,48 @@ class Bench:
         return row
 
     def _timed(self, row: Row, steps: MegaclipSteps | OpenClipSteps, clock: Clock, probe: bool) -> Row:
-        """Measure the steps after one warm-up step. If --seconds leaves no time for them, measure the warm-up step."""
+        """Measure --steps steps after one warm-up step, without steps in which torch.compile ran on any rank.
+
+        A step compiles if the captions of a rank have a new length. If --seconds leaves no time for a step without
+        compilation, or if there is none in twice as many steps, the last step is measured.
+        """
+        wanted = 0 if probe else self.options.steps
         seconds: list[float] = []
         parts: list[dict[str, float]] = []
         losses: list[float] = []
+        measured: list[int] = []  # numbers of steps
         reset_peak()
         began = time.perf_counter()
-        for number in range(1 + (0 if probe else self.options.steps)):
+        for number in range(1 + 2 * wanted):
             steps.prepare()
             self._wait()
-            start = time.perf_counter()
+            start, graphs = time.perf_counter(), compiled_graphs()
             losses.append(steps.step(probe=probe))
             self._wait()
-            took = max(gather_objects(time.perf_counter() - start))
+            of_ranks = gather_objects((time.perf_counter() - start, compiled_graphs() - graphs))
+            took, compiled = map(max, zip(*of_ranks, strict=True))
             parts.append(clock.take())
             seconds.append(took)
-            print_rank_0(f"  {row.method} {row.batch}: step {number} in {took:.2f} s, loss {losses[-1]:.5f}")
+            if number > 0 and not compiled:
+                measured.append(number)
+            noted = " (torch.compile ran)" if compiled else ""
+            print_rank_0(f"  {row.method} {row.batch}: step {number} in {took:.3f} s{noted}, loss {losses[-1]:.5f}")
             over = max(gather_objects(time.perf_counter() - began)) + took > self.options.seconds
-            if over:
+            if over or len(measured) == wanted:
                 break
-            if number == 0 and not probe:
+            if number == 0:
                 reset_peak()
-        first = 1 if len(seconds) > 1 else 0
-        step_s = statistics.median(seconds[first:])
-        total = sum(seconds[first:])
+        measured = measured or [len(seconds) - 1]
+        step_s = statistics.median(seconds[number] for number in measured)
+        total = sum(seconds[number] for number in measured)
         share = {
-            name: sum(part.get(name, 0.0) for part in parts[first:]) / total for name in ("loss", "data", "update")
+            name: sum(parts[number].get(name, 0.0) for number in measured) / total
+            for name in ("loss", "data", "update")
         }
         return replace(
             row,
             first_step_s=seconds[0],
-            steps=len(seconds) - first,
+            steps=len(measured),
             step_s=step_s,
             samples_per_s=row.batch / step_s,
             peak_mib=max(gather_objects(peak_memory_mib())),
@@ -289,7 +306,7 @@ class Bench:
             loss_share=share["loss"],
             data_share=share["data"],
             update_share=share["update"],
-            update_ms=1e3 * share["update"] * total / len(seconds[first:]),
+            update_ms=1e3 * share["update"] * total / len(measured),
             text_positions_saved=steps.text_positions_saved,
             losses=losses,
         )

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import warnings
 
 import torch
@@ -9,7 +10,13 @@ from deepspeed.accelerator import get_accelerator
 
 from megaclip.comm.collectives import wait_for_all_ranks
 from megaclip.comm.groups import init_distributed
-from megaclip.logging import local_rank_from_environment
+from megaclip.logging import get_logger, local_rank_from_environment
+
+logger = get_logger(__name__)
+
+ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
+"""Environment variable with the GPU architectures for which PyTorch and DeepSpeed build ops, such as "8.0;9.0"."""
+_ARCHITECTURE = r"\d+\.\d+(\+PTX)?"
 
 
 def start_process_group() -> None:
@@ -23,12 +30,24 @@ def start_process_group() -> None:
     if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank_from_environment())
     if accelerator.device_name() == "cuda":
-        # DeepSpeed would select 9.0a on Hopper GPUs, and its ops do not compile for 9.0a.
-        major, minor = torch.cuda.get_device_capability()
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}")
+        os.environ[ARCHITECTURES] = architectures(os.environ.get(ARCHITECTURES, ""), torch.cuda.get_device_capability())
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record the last collectives (`megaclip.engine.stacks`)
     init_distributed()
     wait_for_all_ranks()  # if a rank exited now, a peer that is still connecting would fail
+
+
+def architectures(requested: str, capability: tuple[int, int]) -> str:
+    """Return the GPU architectures for which DeepSpeed builds its ops: the requested ones, or that of this GPU.
+
+    DeepSpeed cannot read names such as 9.0a. It would select 9.0a on Hopper GPUs if nothing were requested, and its ops
+    do not compile for it.
+    """
+    if re.fullmatch(rf"\s*{_ARCHITECTURE}([\s;]+{_ARCHITECTURE})*[\s;]*", requested):
+        return requested
+    own = "{}.{}".format(*capability)
+    if requested:
+        logger.warning("%s is %r, which DeepSpeed cannot read; its ops are built for %s", ARCHITECTURES, requested, own)
+    return own
 
 
 def quiet_deepspeed() -> None:

@@ -84,7 +84,8 @@ class ClipLoss(RecordableLoss):
         if gradients:
             return self.sums(x, y, logit_scale, None, plan=plan)
         alpha = working_scalar(logit_scale, x)
-        return LossAndSums(_forward_pass(x, y, alpha, plan).loss, *(alpha,) * 6)  # the caller uses only the loss
+        (loss,) = _means_over_ranks(_forward_pass(x, y, alpha, plan).loss, plan=plan)
+        return LossAndSums(loss, *(alpha,) * 6)  # the caller uses only the loss
 
     def plain_sums(
         self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
@@ -93,7 +94,8 @@ class ClipLoss(RecordableLoss):
         forward = _forward_pass(x, y, alpha, plan)
         dx, dy = _backward_pass(x, y, alpha, forward, plan)
         _, dots = finish_gradient(dx, x, y, forward.pull, alpha)
-        return LossAndSums(forward.loss, dx, dy, forward.pull, alpha, _d_alpha(dots, plan), torch.zeros_like(alpha))
+        loss, d_alpha = _means_over_ranks(forward.loss, dots.sum(), plan=plan)
+        return LossAndSums(loss, dx, dy, forward.pull, alpha, d_alpha, torch.zeros_like(alpha))
 
     def _checked_plan(self, x: Tensor, y: Tensor, logit_scale: Tensor, ranks: RankGroup) -> Plan:
         check_features(x, y, logit_scale, settings=self.settings, ranks=ranks)
@@ -107,7 +109,7 @@ _Recorded = function_of_sums("ClipLoss")
 class _Forward(NamedTuple):
     """Results of the statistics pass."""
 
-    loss: Tensor  # ()
+    loss: Tensor  # (), the mean over this rank's rows and columns
     y_all: Tensor | None  # (B, D), the columns of all ranks, with the all_gather exchange
     full_2b: Tensor  # log-sum-exp of all, for rows and columns
     pull: Tensor  # (b,), weights of the positives' gradients, without factor alpha
@@ -122,7 +124,7 @@ def _forward_pass(x: Tensor, y: Tensor, alpha: Tensor, plan: Plan) -> _Forward:
     y_all = gather_columns(y, plan)
     row_lse, col_lse = distributed_stats(x, y, alpha, alpha, plan=plan, y_all=y_all)
     pairs = softmax_pairs(x, y, row_lse, col_lse, alpha, _weight(x))
-    return _Forward(_mean_over_ranks(pairs.losses.sum(), plan), y_all, pairs.full_2m, pairs.pull)
+    return _Forward(pairs.losses.sum(), y_all, pairs.full_2m, pairs.pull)
 
 
 def _backward_pass(x: Tensor, y: Tensor, alpha: Tensor, forward: _Forward, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -135,17 +137,12 @@ def _backward_pass(x: Tensor, y: Tensor, alpha: Tensor, forward: _Forward, plan:
     return negatives.dx, negatives.dy
 
 
-def _d_alpha(dots: Tensor, plan: Plan) -> Tensor:
-    """Return dL/d(alpha), (). dots: (b,) `<x_i, dx_i>` without the factor alpha.
-
-    L is a function of alpha*x, so alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>.
-    """
-    return _mean_over_ranks(dots.sum(), plan)
-
-
-def _mean_over_ranks(value: Tensor, plan: Plan) -> Tensor:
-    total = sum_over_ranks(value, group=plan.ranks)
-    return total / plan.ranks.size if plan.ranks.size > 1 else total  # on one rank this launches no kernel
+def _means_over_ranks(*values: Tensor, plan: Plan) -> tuple[Tensor, ...]:
+    """Return the mean of each value () over ranks, with one collective for all."""
+    if plan.ranks.size == 1:
+        return values
+    means = sum_over_ranks(torch.stack(values), group=plan.ranks) / plan.ranks.size
+    return tuple(mean.clone() for mean in means)  # a loss must not be a view
 
 
 class _InfoNCE(torch.autograd.Function):
@@ -157,7 +154,8 @@ class _InfoNCE(torch.autograd.Function):
         forward = _forward_pass(x, y, alpha, plan)
         ctx.plan = plan
         ctx.save_for_backward(x, y, logit_scale, *forward[1:])
-        return forward.loss
+        (loss,) = _means_over_ranks(forward.loss, plan=plan)
+        return loss
 
     @staticmethod
     @first_order("ClipLoss")
@@ -167,5 +165,6 @@ class _InfoNCE(torch.autograd.Function):
         kept = _Forward(d_loss, *forward)
         totals = _backward_pass(x, y, alpha, kept, ctx.plan)
         dx, dy, dots = finish_gradients(*totals, x, y, kept.pull, alpha, d_loss)
-        d_alpha = _d_alpha(dots, ctx.plan) * d_loss
-        return dx, dy, gradient_of_scalar(d_alpha, logit_scale), None
+        # L is a function of alpha*x, so alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>. The dots lack this factor alpha.
+        (d_alpha,) = _means_over_ranks(dots.sum(), plan=ctx.plan)
+        return dx, dy, gradient_of_scalar(d_alpha * d_loss, logit_scale), None

@@ -142,6 +142,6 @@ class StandaloneFastClipSettings(StandaloneSettings, FastClipSettings):
 class BatchLossSettings(StandaloneSettings):
     """Settings of a `ClipLoss` or `SigLipLoss` that is constructed in Python."""
 
-    cuda_graphs: Literal[True, False, "auto"] = "auto"
-    """True runs the kernels of small batches on GPUs as CUDA graphs, except with the exchange "ring". Results have the
-    same bits. "auto": True on one rank. `megaclip.losses.small_batches` documents the limits."""
+    cuda_graphs: bool = True
+    """Run the kernels of small batches on GPUs as CUDA graphs, except with the exchange "ring". Results have the same
+    bits. `megaclip.losses.small_batches` documents the limits."""

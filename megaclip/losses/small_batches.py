@@ -60,9 +60,8 @@ class RecordableLoss(BatchLoss):
     def records(self, x: Tensor, plan: Plan) -> bool:
         """Return whether steps with features like x (b, D) are recorded if they repeat; equal on all ranks."""
         b, embedding = x.shape
-        setting = self.settings.cuda_graphs
         return (
-            (plan.ranks.size == 1 if setting == "auto" else setting)
+            self.settings.cuda_graphs
             and x.is_cuda
             and 8 * b * b * plan.ranks.size * embedding <= _MOST_OPERATIONS
             and (plan.ranks.size == 1 or (plan.exchange == "all_gather" and plan.ranks.message_device.type == "cuda"))

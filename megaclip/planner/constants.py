@@ -92,17 +92,20 @@ one H200, limited by the host, takes 4.5 s for 1,152 of them and the update."""
 ZERO_3_GATHER_SECONDS = 0.7e-3
 """Seconds of host time on top of ZERO_3_BLOCK_SECONDS if several ranks share the parameters. One rank gathers nothing.
 ViT-bigG-14 and ViT-5B-14 on two H200s: 2.6 s for 480 blocks and 3.2 s for 608, with the update."""
-UPDATE_TENSOR_SECONDS = {0: 0.16e-3, 1: 0.045e-3, 2: 0.045e-3, 3: 0.11e-3}
-"""Seconds of host time that an update takes per parameter tensor of this rank, by ZeRO stage. It is limited by kernel
-launches: ViT-B/16 with 397 tensors takes 65 ms at ZeRO-0, 18 ms at ZeRO-1 and 2 and 44 ms at ZeRO-3 on one H200. These
-are times of DeepSpeed's own update. The grouped update (`megaclip.engine.deepspeed_update`) takes fewer launches: 6 ms
-at ZeRO-1 for ViT-B/16 and 18 ms for ViT-L/14. The plan is an upper bound for it."""
-UPDATE_CHECK_SECONDS = 0.118e-3
-"""Seconds of host time per parameter tensor of bf16.check_grad_overflow at ZeRO-1 and 2: with it the update of ViT-B/16
-takes 65 ms instead of 18."""
+GROUPED_UPDATE_SECONDS = 2.1e-3
+"""Seconds of host time of the grouped update (`megaclip.engine.deepspeed_update`) at ZeRO-0 to 2."""
+GROUPED_UPDATE_BYTES = 56
+"""Bytes per parameter of this rank that the grouped update reads and writes on the GPU. Both are fitted to ViT-B/16 and
+ViT-L/14 at ZeRO-1 on two H200s, 3.6 and 6.4 ms. On one H200 they take 6.0 and 17.6 ms, planned 5.1 and 10.7."""
+UPDATE_TENSOR_SECONDS = 0.11e-3
+"""Seconds of host time that an update at ZeRO-3 takes per parameter tensor, limited by kernel launches: DeepSpeed's own
+update of ViT-B/16 with 397 tensors takes 44 ms on one H200. The plan is an upper bound for the grouped update."""
+UPDATE_CHECK_SECONDS = 0.163e-3
+"""Seconds of host time per parameter tensor of this rank at ZeRO-1 and 2 with bf16.check_grad_overflow: the update of
+ViT-B/16 takes 65 ms."""
 UPDATE_BYTES = 104
-"""Bytes per trained parameter that the update reads and writes on the GPU: 5.6 ms for the 150 M of ViT-B/16 on an
-H200."""
+"""Bytes per trained parameter that DeepSpeed's own update reads and writes on the GPU: 5.6 ms for the 150 M of ViT-B/16
+on an H200."""
 OFFLOADED_ADAM_BYTES = 28
 """Bytes per parameter that Adam in host memory reads and writes: master, two moments, gradient."""
 OFFLOADED_ADAM_RATE = 32e9

@@ -33,6 +33,8 @@ from dataclasses import dataclass
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import (
+    GROUPED_UPDATE_BYTES,
+    GROUPED_UPDATE_SECONDS,
     OFFLOADED_ADAM_BYTES,
     OFFLOADED_ADAM_RATE,
     UPDATE_BYTES,
@@ -191,9 +193,9 @@ def _update_seconds(workload: Workload, cluster: Cluster) -> float:
     stage, ranks = workload.zero.stage, workload.replicas
     if workload.offload_optimizer != "none":
         return workload.trained / ranks * OFFLOADED_ADAM_BYTES / OFFLOADED_ADAM_RATE
-    tensors: float = sum(len(parameters.trainable) for parameters in workload.parameters)
-    launches = UPDATE_TENSOR_SECONDS[stage]
-    if stage in (1, 2):
-        tensors /= ranks
-        launches += UPDATE_CHECK_SECONDS if workload.checks_gradients else 0.0
-    return tensors * launches + workload.trained / (ranks if stage else 1) * UPDATE_BYTES / cluster.rates.memory
+    own = workload.trained / (ranks if stage else 1)
+    if stage < 3 and not workload.checks_gradients:
+        return GROUPED_UPDATE_SECONDS + own * GROUPED_UPDATE_BYTES / cluster.rates.memory
+    tensors = sum(len(parameters.trainable) for parameters in workload.parameters)
+    launches = tensors * UPDATE_TENSOR_SECONDS if stage == 3 else tensors / ranks * UPDATE_CHECK_SECONDS
+    return launches + own * UPDATE_BYTES / cluster.rates.memory

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megaclip.engine.process_group import architectures
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import deepspeed.comm as dist
@@ -16,6 +20,16 @@ start_process_group()
 dist.barrier(group=dist.new_group([0]))
 print("ranks", dist.get_world_size())
 """
+
+
+@pytest.mark.parametrize("requested", ["9.0", "8.0;9.0", "7.5 8.0 10.0+PTX", "8.0; 9.0+PTX;"])
+def test_architectures_that_deepspeed_can_read_stay(requested: str) -> None:
+    assert architectures(requested, (9, 0)) == requested
+
+
+@pytest.mark.parametrize("requested", ["", "9.0a", "8.0 9.0a", "10.0f", "Hopper", "9"])
+def test_other_architectures_are_replaced_by_that_of_the_gpu(requested: str) -> None:
+    assert architectures(requested, (12, 1)) == "12.1"
 
 
 def test_a_port_in_use_is_an_error_that_names_the_launchers_flag():
