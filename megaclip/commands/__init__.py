@@ -5,6 +5,7 @@ started by a launcher: `deepspeed --module megaclip train ...`.
 """
 
 import importlib
+import io
 import os
 import sys
 from dataclasses import dataclass
@@ -44,12 +45,15 @@ def main() -> None:
     """Run the command that `sys.argv` names, and exit with its exit code.
 
     The exit code is 1, without a traceback, if the program that reads the standard output has ended, as `head` does.
+    Captions and names of files may have characters that the output's encoding lacks. They are printed as escapes.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None if the standard output was closed at the start
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             code = _run()
         finally:
-            if sys.stdout is not None:  # None if the standard output was closed at the start
+            if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:  # of the standard output, or of another process
         if _stdout_has_reader():

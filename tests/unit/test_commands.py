@@ -54,6 +54,18 @@ def test_the_launchers_rank_reaches_the_command(monkeypatch):
     assert end.value.code is None and seen == [["megaclip evaluate", "runs/x", "--local_rank=1"]]
 
 
+def test_characters_that_the_output_cannot_encode_are_escaped(tmp_path):
+    (tmp_path / "K\u00e4se.csv").write_text("filepath\ttitle\na.png\tan \u00e4pfel\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "megaclip", "inspect", str(tmp_path / "K\u00e4se.csv")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert "UnicodeEncodeError" not in done.stderr and "K\\xe4se.csv" in done.stdout, done.stderr
+
+
 def test_output_that_nobody_reads_is_no_traceback():
     """Example: `megaclip --help | head -1`."""
     reader, writer = os.pipe()
