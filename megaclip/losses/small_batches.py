@@ -25,6 +25,8 @@ from megaclip.ops.tiles import accumulation_dtype, implementation_for
 
 _MOST_OPERATIONS = 2**40
 """Operations (8 b*B*D) of the largest batch that is recorded. For larger batches the GPU takes longer than the host."""
+_MOST_BYTES = 2**28
+"""Bytes of the features of all ranks and their gradients, which a recording keeps, in the largest batch."""
 _PLAIN_CALLS = 2
 """Number of calls with the same sizes before the call that records. They compile kernels and connect ranks."""
 _MOST_RECORDINGS = 2
@@ -64,6 +66,7 @@ class RecordableLoss(BatchLoss):
             self.settings.cuda_graphs
             and x.is_cuda
             and 8 * b * b * plan.ranks.size * embedding <= _MOST_OPERATIONS
+            and plan.ranks.size * b * embedding * (x.dtype.itemsize + accumulation_dtype(x).itemsize) <= _MOST_BYTES
             and (plan.ranks.size == 1 or (plan.exchange == "all_gather" and plan.ranks.message_device.type == "cuda"))
             and implementation_for(plan.tiles, x) == "triton"
             and not torch.cuda.is_current_stream_capturing()

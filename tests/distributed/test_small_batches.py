@@ -145,6 +145,11 @@ def test_a_cpu_records_nothing(settings: dict[str, bool]) -> None:
     assert not loss._recordings._recordings
 
 
+def on_gpu(b: int, embedding: int) -> Any:
+    """Return a stand-in for bfloat16 features on a GPU."""
+    return SimpleNamespace(shape=(b, embedding), is_cuda=True, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(("settings", "expected"), [({}, True), ({"cuda_graphs": False}, False)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_small_batches_are_recorded_by_default(
@@ -152,7 +157,26 @@ def test_small_batches_are_recorded_by_default(
 ) -> None:
     monkeypatch.setattr(small_batches, "implementation_for", lambda tiles, x: "triton")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    features: Any = SimpleNamespace(shape=(8, 16), is_cuda=True)
     group = SimpleNamespace(size=ranks, message_device=torch.device("cuda"))
     plan: Any = SimpleNamespace(ranks=group, exchange="all_gather", tiles=None)
-    assert ClipLoss(**settings).records(features, plan) == expected
+    assert ClipLoss(**settings).records(on_gpu(8, 16), plan) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "b", "exchange", "expected"),
+    [
+        (1, 16384, "ring", True),
+        (1, 16400, "ring", False),  # too many operations
+        (1024, 85, "all_gather", True),
+        (1024, 86, "all_gather", False),  # 258 MiB of bfloat16 features and float32 gradients
+        (2, 8, "ring", False),
+    ],
+)
+def test_large_batches_are_not_recorded(
+    ranks: int, b: int, exchange: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(small_batches, "implementation_for", lambda tiles, x: "triton")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    group = SimpleNamespace(size=ranks, message_device=torch.device("cuda"))
+    plan: Any = SimpleNamespace(ranks=group, exchange=exchange, tiles=None)
+    assert ClipLoss().records(on_gpu(b, 512), plan) == expected
