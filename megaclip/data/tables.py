@@ -101,6 +101,12 @@ class Table:
         """Names of the columns of images and captions."""
         return {"image": self._image, "caption": self._caption}
 
+    @property
+    def has_numbers_as_captions(self) -> bool:
+        """True if the cells of the caption column are numbers, and not the numbers of named classes."""
+        dtype = str(getattr(self._rows.features[self._caption], "dtype", ""))
+        return not self._classes and dtype.startswith(("int", "uint", "float"))
+
     def manifest(self) -> list[list[Any]]:
         """Return [name, bytes, rows] per file. The first file has the rows of the whole table, the others have 0."""
         if not self._files:
@@ -199,7 +205,13 @@ def open_table(paths: list[str], kind: str, image_key: str | None, caption_key: 
             options = {"data_files": ["**"]}
         escaped = glob.escape(paths[0])
         dataset = _load(paths[0], "imagefolder", data_dir=escaped, split="train", drop_labels=True, **options)
-        return Table(dataset, paths[0], kind, None, image_key, caption_key)
+        table = Table(dataset, paths[0], kind, None, image_key, caption_key)
+        if table.has_numbers_as_captions:  # in CSV files they may be texts such as 007, which have lost their zeros
+            raise DataError(
+                f"data {paths[0]!r}: all captions in the metadata files of its folders are numbers; give each folder "
+                "with a metadata file as a separate entry, whose captions are read as text"
+            )
+        return table
     filled = [path for path in paths if not _is_empty(path, kind)]  # `datasets` fails for most other empty files
     if not filled:
         raise DataError(_no_rows(_with_others(paths)))

@@ -292,6 +292,17 @@ def test_a_folder_with_a_metadata_file_per_folder_has_the_pictures_of_all(tmp_pa
     assert sorted(captions(dataset)) == ["caption 0", "caption 1"]
 
 
+def test_captions_that_would_become_numbers_are_refused(tmp_path):
+    for number, name in enumerate(("first", "second")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{number}.png").write_bytes(picture(number))
+        (tmp_path / name / "metadata.csv").write_text(f"file_name,text\n{number}.png,00{number}\n")
+    with pytest.raises(DataError, match=r"captions .* are numbers; give each folder"):
+        open_pairs([str(tmp_path)])
+    folders = [str(tmp_path / name) for name in ("first", "second")]
+    assert [captions(open_pairs([folder])) for folder in folders] == [["000"], ["001"]]
+
+
 def test_metadata_behind_a_link_is_refused(tmp_path):
     """`datasets` does not follow such a link, and would silently leave out the images that the metadata describe."""
     for name, number in (("elsewhere", 0), ("pairs/a", 1)):
