@@ -20,7 +20,15 @@ from megaclip.checkpoint.durable import FileRecord, save_tensors
 from megaclip.checkpoint.host_copy import HostCopies
 from megaclip.errors import CheckpointError, first_line
 
-_ALLOWED = [LossScaler, ZeroStageEnum, fragment_address]
+
+def _stage(enumeration: Any, name: str) -> ZeroStageEnum:
+    """Return a ZeRO stage by its name. Python 3.11.0 to 3.11.3 writes it as `getattr(ZeroStageEnum, name)`."""
+    if enumeration is not ZeroStageEnum:
+        raise pickle.UnpicklingError("GLOBAL getattr of another class than ZeroStageEnum")
+    return ZeroStageEnum[name]
+
+
+_ALLOWED: list[Any] = [LossScaler, ZeroStageEnum, fragment_address, (_stage, "builtins.getattr")]
 """Accepted classes in DeepSpeed's files. They contain numbers, and creating or loading one calls no other code."""
 
 

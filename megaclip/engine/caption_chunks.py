@@ -7,6 +7,10 @@ is divided again, into pieces (`megaclip.planner.rules.piece_rows`). Every piece
 caption. The embeddings are then in the order of the sorted captions; the gradient cache puts them back into the order
 of the batch (`CaptionChunks.order`).
 
+All ranks cut at the same lengths, those of their longest captions. The ranks of a tensor-parallel replica encode their
+rows together. The others wait for the slowest rank anyway. And each combination of lengths is compiled in one step: if
+a rank compiled it alone, all other ranks would wait, for every rank again.
+
 The longest captions come first, so that a chunk's tensors fit into the memory that the previous chunk has freed.
 
 Shapes: b rows of this rank, n chunks, L context length.
@@ -21,6 +25,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from megaclip.comm.groups import RankGroup
+from megaclip.comm.parallelism import ONE_RANK
 from megaclip.logging import get_logger
 from megaclip.models import OpenClipText, TextConfig
 from megaclip.models.packing import Pieces, joined
@@ -58,18 +63,27 @@ class CaptionChunks:
         return cls(tokens, [((len(tokens) // count, tokens.shape[1]),)] * count)
 
     @classmethod
-    def cut(cls, tokens: Tensor, count: int, config: TextConfig | OpenClipText, tensor: RankGroup) -> "CaptionChunks":
+    def cut(
+        cls,
+        tokens: Tensor,
+        count: int,
+        config: TextConfig | OpenClipText,
+        *,
+        tensor_ranks: int = 1,
+        ranks: RankGroup = ONE_RANK,
+    ) -> "CaptionChunks":
         """Return `count` chunks of captions that are sorted by length and cut.
 
         Args:
             config: the text tower, for which `is_cut_exact` returns True.
-            tensor: tensor-parallel group, whose ranks all call this function; their chunks are cut at equal lengths.
+            tensor_ranks: the tensor-parallel size.
+            ranks: the ranks that cut at the same lengths. All of them call this function.
         """
         own = caption_lengths(tokens, config)
-        rows = [piece_rows(len(tokens) // count, chunk, count, config, tensor.size) for chunk in range(count)]
+        rows = [piece_rows(len(tokens) // count, chunk, count, config, tensor_ranks) for chunk in range(count)]
         counts = list(itertools.chain.from_iterable(rows))
         order = own.argsort(descending=True, stable=True)
-        lengths = cut_lengths([int(part.max()) for part in own[order].split(counts)], config, tensor)
+        lengths = cut_lengths([int(part.max()) for part in own[order].split(counts)], config, ranks)
         pieces = iter(zip(counts, lengths, strict=True))
         by_chunk = [joined(tuple(itertools.islice(pieces, len(of_chunk)))) for of_chunk in rows]
         mean_tokens = float(own.double().mean())
@@ -107,13 +121,15 @@ DivideCaptions = Callable[[Tensor, int], CaptionChunks]
 """Function that divides a step's captions: (tokens (b, L), number of chunks) -> their chunks."""
 
 
-def division_of_captions(setting: bool | str, text: TextConfig | OpenClipText, tensor: RankGroup) -> DivideCaptions:
+def division_of_captions(
+    setting: bool | str, text: TextConfig | OpenClipText, *, tensor_ranks: int, ranks: RankGroup
+) -> DivideCaptions:
     """Return the function that divides the captions of every step of a run. If it does not cut them, log why.
 
-    setting: megaclip.cut_captions. tensor: as for `CaptionChunks.cut`.
+    setting: megaclip.cut_captions. tensor_ranks, ranks: as for `CaptionChunks.cut`.
     """
     if cuts_captions(setting, text):
-        return functools.partial(CaptionChunks.cut, config=text, tensor=tensor)
+        return functools.partial(CaptionChunks.cut, config=text, tensor_ranks=tensor_ranks, ranks=ranks)
     reason = "megaclip.cut_captions is false" if setting is False else reason_not_to_cut(text)
     logger.info("captions are encoded with their padding, %d tokens each: %s", text.context_length, reason)
     return CaptionChunks.whole

@@ -30,6 +30,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from megaclip.comm.collectives import raise_on_all_ranks
+from megaclip.comm.groups import resolve
 from megaclip.config import BatchPlan, TrainArguments
 from megaclip.data import TrainLoader, free_pages, normalised_pixels
 from megaclip.engine.caption_chunks import CaptionChunks, DivideCaptions, division_of_captions
@@ -111,7 +112,9 @@ def open_step_store(
             slots.tensor,
             context_length=text.context_length,
             reread_from=reread_from,
-            divide_captions=division_of_captions(inputs.config.megaclip.cut_captions, text, engine.module.tensor),
+            divide_captions=division_of_captions(
+                inputs.config.megaclip.cut_captions, text, tensor_ranks=engine.module.tensor.size, ranks=resolve()
+            ),
         ) as store,
     ):
         yield store
@@ -213,7 +216,7 @@ class StepStore:
     def captions(self) -> CaptionChunks:
         """Return this step's chunks of captions; the first call waits until all captions of the step have been read.
 
-        All ranks of a tensor-parallel group make the first call together.
+        All ranks make the first call together.
         """
         if self._captions is None:
             tokens = self._tokens[self._step % 2]

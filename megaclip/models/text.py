@@ -77,14 +77,13 @@ def cut_length(longest: int, config: TextConfig | OpenClipText) -> int:
     return min(-(-longest // CUT_MULTIPLE) * CUT_MULTIPLE, config.context_length)
 
 
-def cut_lengths(longest: list[int], config: TextConfig | OpenClipText, tensor: RankGroup) -> list[int]:
-    """Return the length at which each of several chunks is cut.
+def cut_lengths(longest: list[int], config: TextConfig | OpenClipText, ranks: RankGroup) -> list[int]:
+    """Return the length at which each of several chunks is cut, equal on all ranks.
 
     longest: number of tokens of the longest caption of each chunk on this rank.
-    tensor: tensor-parallel group. Its ranks encode their rows together, so all use the lengths of their longest
-    captions. All of them must call this function with equally many chunks.
+    ranks: all of them must call this function with equally many chunks.
     """
-    every_rank = gather_integers(longest, group=tensor)
+    every_rank = gather_integers(longest, group=ranks)
     return [cut_length(max(of_chunk), config) for of_chunk in zip(*every_rank, strict=True)]
 
 

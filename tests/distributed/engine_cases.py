@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megaclip.comm.collectives import gather_rows
 from megaclip.comm.groups import RankGroup
-from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import TrainingConfig, load_training_config, parse_arguments
 from megaclip.data import ImageTransform
 from megaclip.engine.build import build_engine
@@ -194,7 +193,7 @@ def batch_of(case: Case, step: int, normalise: Callable[..., Tensor] = TRANSFORM
         feed,
         text_chunks=case.text_chunks or case.accumulation,
         cut=model_of(case).text_cfg if case.captions == "cut" else None,
-        tensor=parallel_groups(case.tensor_parallel).tensor,
+        tensor_ranks=case.tensor_parallel,
     )
 
 

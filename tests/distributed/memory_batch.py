@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megaclip.comm.groups import RankGroup
-from megaclip.comm.parallelism import ONE_RANK
+from megaclip.comm.groups import resolve
 from megaclip.engine.caption_chunks import CaptionChunks
 from megaclip.engine.step_batch import DeviceFeed, Tower
 from megaclip.models import OpenClipText, TextConfig
@@ -16,8 +15,7 @@ from megaclip.models.packing import Pieces
 class MemoryBatch:
     """Samples of one step. pixels: one (_, 3, H, W) uint8 tensor per chunk; tokens: (b, L), divided into `text_chunks`.
 
-    cut: the text tower for which captions are sorted and cut. None: captions keep their padding. tensor: the
-    tensor-parallel group.
+    cut: the text tower for which captions are sorted and cut, on all ranks. None: captions keep their padding.
     """
 
     def __init__(
@@ -28,11 +26,15 @@ class MemoryBatch:
         *,
         text_chunks: int,
         cut: TextConfig | OpenClipText | None = None,
-        tensor: RankGroup = ONE_RANK,
+        tensor_ranks: int = 1,
     ) -> None:
         self._pixels, self._tokens, self._feed, self._text_chunks = list(pixels), tokens, feed, text_chunks
         whole = CaptionChunks.whole(tokens, text_chunks)
-        self.captions = whole if cut is None else CaptionChunks.cut(tokens, text_chunks, cut, tensor)
+        self.captions = (
+            whole
+            if cut is None
+            else CaptionChunks.cut(tokens, text_chunks, cut, tensor_ranks=tensor_ranks, ranks=resolve())
+        )
 
     def rows(self) -> int:
         return len(self._tokens)

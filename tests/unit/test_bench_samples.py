@@ -5,7 +5,6 @@ import statistics
 import pytest
 import torch
 
-from megaclip.comm.parallelism import ONE_RANK
 from megaclip.data import load_tokenizer
 from megaclip.engine.caption_chunks import CaptionChunks
 from megaclip.models import load_model_config
@@ -34,6 +33,6 @@ def test_captions_have_the_lengths_that_the_planner_assumes(tokens: dict[str, to
 @pytest.mark.parametrize("count", [1, 2, 8, 32])
 def test_cutting_captions_saves_what_the_planner_assumes(tokens: dict[str, torch.Tensor], count: int) -> None:
     batch = tokens["realistic"].repeat(32, 1)
-    chunks = CaptionChunks.cut(batch, count, TEXT, ONE_RANK)
+    chunks = CaptionChunks.cut(batch, count, TEXT)
     planned = 1 - mean_positions(len(batch) // count, count, TEXT) / TEXT.context_length
     assert chunks.saved_share == pytest.approx(planned, abs=0.01)

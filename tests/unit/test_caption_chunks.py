@@ -111,7 +111,7 @@ def chunks_of(count: int, lengths=LENGTHS) -> CaptionChunks:
         if length > 1:
             tokens[row, length - 1] = EOS
     config = TextConfig(context_length=24, pool_type="eos", eos_id=EOS)
-    return CaptionChunks.cut(tokens, count, config, ONE_RANK)
+    return CaptionChunks.cut(tokens, count, config)
 
 
 def test_chunks_hold_every_caption_whole_the_longest_first():
@@ -208,7 +208,7 @@ def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> py
 def test_the_log_gives_the_reason_why_captions_keep_their_padding(log):
     last = TextConfig(pool_type="last")
     for setting, text in (("auto", TextConfig()), (True, TextConfig()), (False, TextConfig()), ("auto", last)):
-        division_of_captions(setting, text, ONE_RANK)
+        division_of_captions(setting, text, tensor_ranks=1, ranks=ONE_RANK)
     assert log.messages == [
         "captions are encoded with their padding, 77 tokens each: megaclip.cut_captions is false",
         'captions are encoded with their padding, 77 tokens each: the text tower\'s "pool_type" is "last"',
