@@ -110,8 +110,8 @@ def _parser() -> argparse.ArgumentParser:
         "--text-positions-saved",
         type=float,
         metavar="SHARE",
-        help="share of token positions saved by cutting captions, as a run logs it (default: that of captions of 8 to "
-        "77 tokens, docs/planning.md)",
+        help="share of token positions saved by cutting captions, as a run logs it (default: times of captions of 8 to "
+        "77 tokens, memory for captions of full length, docs/planning.md)",
     )
     what.add_argument(
         "--train-steps", type=integer(1), help='steps of the run, for megaclip.compile "auto" (default: many)'

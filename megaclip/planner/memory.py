@@ -195,6 +195,7 @@ def _recomputes(workload: Workload, cluster: Cluster) -> bool:
         return section.selective_recompute
     if isinstance(workload.model, OpenClipConfig):  # the plan does not know the saved memory
         return False
+    workload = _with_full_captions(workload)
     without, with_it = (
         _with_graphs_and_way(workload.with_megaclip(selective_recompute=setting), cluster) for setting in (False, True)
     )
@@ -241,6 +242,7 @@ def _planned_graphs(workload: Workload, cluster: Cluster) -> int:
 
     workload: has exchange and reduction, but "auto" for kept graphs.
     """
+    workload = _with_full_captions(workload)
     sizes = _graphs_that_auto_keeps(workload, cluster)
     if not sizes:
         return 0
@@ -248,6 +250,11 @@ def _planned_graphs(workload: Workload, cluster: Cluster) -> int:
     beside = max(sum(phase.values()) - phase[KEPT] for phase in phases.values() if KEPT in phase)
     limit = (1 - KEPT_GRAPHS_MARGIN) * cluster.usable_gpu_memory
     return rules.graphs_that_fit(0, sizes, limit - sum(_gpu_states(workload, cluster).values()) - beside)
+
+
+def _with_full_captions(workload: Workload) -> Workload:
+    """Return the workload as a run sees it before its first step: any chunk may have captions of full length."""
+    return replace(workload, text_positions_saved=None)
 
 
 def _graphs_that_auto_keeps(workload: Workload, cluster: Cluster) -> list[float]:

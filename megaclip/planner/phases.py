@@ -66,8 +66,15 @@ def graph_bytes(workload: Workload) -> tuple[float, float]:
 def _graph_bytes(workload: Workload, work: TowerWork) -> float:
     width = workload.compute_bytes
     tower = work.tower.graph_bytes(work.micro_batch, width, workload.checkpointing)
+    tower *= _positions_share(workload, work)
     # Embeddings, and their float32 values before they are scaled to unit length.
     return tower + work.micro_batch * workload.model.embed_dim * (width + 4)
+
+
+def _positions_share(workload: Workload, work: TowerWork) -> float:
+    """Return the share of a tower's token positions that its kept graphs hold. Without a known share of captions that
+    are cut, it is 1: memory must be enough for captions of full length."""
+    return 1 - (workload.text_positions_saved or 0.0) if work.tower.name == "text" else 1.0
 
 
 def step_phases(workload: Workload, states: States) -> Phases:
@@ -142,7 +149,7 @@ def _backward_phases(workload: Workload, states: States, work: TowerWork, kept: 
 
     phases: list[Phase] = []
     if work.kept:
-        beyond_graph = max(0.0, activations - _graph_bytes(workload, work))
+        beyond_graph = max(0.0, _positions_share(workload, work) * activations - _graph_bytes(workload, work))
         phases.append({KEPT: kept, "activations": beyond_graph, **phase(not is_text and text.kept > 0)})
     if work.encoded_again:
         chunks = 2 * tower.input_bytes * work.micro_batch

@@ -88,7 +88,8 @@ class Workload:
     evaluation: EvaluationSets | None = None
     """Data sets of the evaluations between steps. None: the run is not evaluated."""
     text_positions_saved: float | None = None
-    """Share of the text tower's token positions that cutting captions saves. None: assumed (`planner.captions`)."""
+    """Share of the text tower's token positions that cutting captions saves. None: assumed for times
+    (`planner.captions`), and nothing is saved in memory."""
     steps: int | None = None
     """Number of steps of the run. None: unknown, and assumed to be large."""
     async_save: bool = False

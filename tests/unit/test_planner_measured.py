@@ -86,15 +86,35 @@ def measured_job(tmp_path: Path, run: dict) -> Workload:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['model']}-{run['world_size']}-{run['peak_mib']}")
 def test_planned_peaks_are_within_a_tenth_of_those_measured_on_h200s(tmp_path: Path, run: dict) -> None:
-    """Rows of tools/bench_train.py for several models, ZeRO stages, batches and kinds of offload.
+    """Rows of tools/bench_train.py for several models, ZeRO stages, batches and kinds of offload."""
+    plan = plan_memory(measured_job(tmp_path, run), describe(gpus=run["world_size"]))
+    assert 0.9 < plan.gpu_peak / MIB / run["peak_mib"] < 1.1, plan.peak_phase
 
-    Memory is planned for captions of full length, so a kept graph of cut captions takes less than planned.
-    """
-    ranks = run["world_size"]
-    plan = plan_memory(measured_job(tmp_path, run), describe(gpus=ranks))
-    keeps_cut_captions = run.get("text_positions_saved") and run["kept_graphs"][1]
-    most = 1.15 if keeps_cut_captions else 1.1
-    assert 0.9 < plan.gpu_peak / MIB / run["peak_mib"] < most, plan.peak_phase
+
+def test_a_plan_before_a_run_has_memory_for_captions_of_full_length(tmp_path: Path) -> None:
+    """The share of positions that a run saved makes the plan smaller, but a run does not know it before its steps."""
+    run = next(run for run in RUNS if run.get("kept_graphs") == [1, 1] and run["text_positions_saved"] > 0.5)
+    job = measured_job(tmp_path, run)
+    after, full, before = (
+        plan_memory(replace(job, text_positions_saved=share), describe(gpus=run["world_size"])).gpu_peak
+        for share in (run["text_positions_saved"], 0.0, None)
+    )
+    assert after < 0.95 * full
+    assert before == full
+
+
+def test_a_plan_keeps_as_many_graphs_as_a_run_whatever_share_of_positions_is_saved(tmp_path: Path) -> None:
+    run = next(run for run in RUNS if run["model"] == "ViT-B-32" and run.get("kept_graphs") == [6, 0])
+    job = measured_job(tmp_path, run).with_megaclip(keep_graphs="auto")
+    kept = set()
+    for memory in range(80, 260, 20):
+        cluster = describe(gpus=run["world_size"], gpu_memory=f"{memory}GiB")
+        before, after = (
+            plan_memory(replace(job, text_positions_saved=share), cluster).workload.kept for share in (None, 0.59)
+        )
+        assert before == after
+        kept.add(before)
+    assert any(0 < each.text < 8 for each in kept)
 
 
 def is_suspect(run: dict) -> bool:
@@ -108,7 +128,10 @@ def is_suspect(run: dict) -> bool:
     ids=lambda run: f"{run['model']}-{run['world_size']}-{run['step_s']}",
 )
 def test_planned_steps_take_about_what_was_measured_on_h200s(tmp_path: Path, run: dict) -> None:
-    """Synthetic samples are not decoded. In the runs whose captions were not cut, DeepSpeed checked every gradient."""
+    """Synthetic samples are not decoded. In the runs whose captions were not cut, DeepSpeed checked every gradient.
+
+    Rows at ZeRO-3 that only wait for the host have no time here: it varies by half between hosts
+    (docs/performance.md)."""
     cluster = describe(gpus=run["world_size"])
     cluster = replace(cluster, rates=replace(cluster.rates, decoded=math.inf))
     job = replace(measured_job(tmp_path, run), checks_gradients="text_positions_saved" not in run)
