@@ -40,6 +40,7 @@ from megaclip.planner import (
     plan_memory,
     plan_time,
     tensor_parallel_verdict,
+    zero_stage_verdict,
 )
 from megaclip.planner.cluster import GPUS, gpu_preset, parse_size, rates_json
 from megaclip.planner.compilation import compile_estimate
@@ -255,19 +256,21 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
     whole, split = workload.with_megaclip(tensor_parallel_size=1).total, ""
     if workload.tensor_ranks > 1:
         split = f", {workload.total / 1e6:.1f} M on each of {workload.tensor_ranks} tensor-parallel ranks"
+    known = workload.text_positions_saved is not None
+    memory = "and for the memory of kept graphs" if known else "all of them for memory"
     print(
         f"batch {batch.global_batch:,} = {batch.world_size} ranks x {batch.local_batch:,}; chunks of "
         f"{batch.micro_batch} images and {batch.text_micro_batch} texts; {whole / 1e6:.1f} M "
         f"parameters{split}, ZeRO-{workload.zero.stage}\n"
         f"captions: {workload.text_positions:.1f} of {workload.model.text_cfg.context_length} token positions on "
-        "average for the step's time, all of them for memory\n"
+        f"average for the step's time, {memory}\n"
     )
     sizes = loss_sizes(workload)
     peers = {"open_clip (local loss, bf16 autocast)": open_clip_loss_bytes(sizes), "Inf-CL": inf_cl_loss_bytes(sizes)}
     losses = loss_table(plan.workload, peers)
     print(memory_table(plan, cluster), graphs_text(plan.workload), losses, time_table(step, cluster), sep="\n\n")
     print(f"\nlargest batch that fits, all else the same: {_largest_batch(workload, cluster)}")
-    verdict = tensor_parallel_verdict(workload, cluster)
+    verdict = tensor_parallel_verdict(workload, cluster) or zero_stage_verdict(workload, cluster)
     if not plan.refusals:
         print("this run fits")
         if verdict:

@@ -36,6 +36,7 @@ from megaclip.planner import (
     advice_beyond_settings,
     plan_memory,
     tensor_parallel_verdict,
+    zero_stage_verdict,
 )
 from megaclip.planner.compilation import compile_estimate
 from megaclip.planner.constants import MEASURED_MARGIN
@@ -77,7 +78,7 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     with raise_on_all_ranks():
         _check_shared_memory(workload, cluster.gpus_per_host)
         _check_plan(plan, workload, cluster)
-    if verdict := tensor_parallel_verdict(workload, cluster):
+    if verdict := tensor_parallel_verdict(workload, cluster) or zero_stage_verdict(workload, cluster):
         logger.warning("%s", verdict)
     logger.info("%s", summary(plan, workload, cluster))
     return plan

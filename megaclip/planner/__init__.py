@@ -13,7 +13,7 @@ their sources.
 
 from megaclip.planner.cluster import Cluster, Rates, describe
 from megaclip.planner.memory import MemoryPlan, plan_memory
-from megaclip.planner.search import advice, advice_beyond_settings, largest_batch
+from megaclip.planner.search import advice, advice_beyond_settings, largest_batch, zero_stage_verdict
 from megaclip.planner.step_time import StepTime, plan_time
 from megaclip.planner.tensor_parallel import tensor_parallel_verdict
 from megaclip.planner.workload import Workload
@@ -31,4 +31,5 @@ __all__ = [
     "plan_memory",
     "plan_time",
     "tensor_parallel_verdict",
+    "zero_stage_verdict",
 ]

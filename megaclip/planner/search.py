@@ -1,4 +1,5 @@
-"""Search the largest batch of a workload that fits on a cluster, and changes after which a run fits."""
+"""Search the largest batch of a workload that fits on a cluster, changes after which a run fits, and a faster ZeRO
+stage."""
 
 import math
 from collections.abc import Iterator
@@ -9,10 +10,13 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerC
 from megaclip.config.optimizers import NEED_WHOLE_TENSORS, can_be_offloaded, needs_permission
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.memory import plan_memory
+from megaclip.planner.step_time import plan_time
 from megaclip.planner.workload import Workload
 
 _MOST_CHUNKS = 2**24
 _SMALL_BUCKET = 50_000_000
+_CLEARLY_FASTER = 0.95
+"""Largest share of a step's planned time that a lower ZeRO stage may take to be recommended."""
 
 
 def fits(workload: Workload, cluster: Cluster) -> bool:
@@ -70,6 +74,23 @@ def advice_beyond_settings(workload: Workload) -> str:
     """Return advice for a run for which `advice` finds no change of ds_config.json."""
     evaluation = ", a smaller --eval-batch-size or fewer samples to evaluate on" if workload.evaluation else ""
     return f"more GPUs, a smaller batch or a smaller model{evaluation}: no setting of ds_config.json is enough"
+
+
+def zero_stage_verdict(workload: Workload, cluster: Cluster) -> str | None:
+    """Return a sentence with ZeRO-1 or 2, if a run at ZeRO-3 on GPUs fits there and would be clearly faster.
+
+    At ZeRO-3 DeepSpeed gathers and releases the parameters of every block in every pass.
+    """
+    if workload.zero.stage != 3 or workload.tensor_ranks > 1 or not cluster.gpu_memory:
+        return None
+    seconds, too = plan_time(workload, cluster).total, " too" if fits(workload, cluster) else ""
+    for stage in (1, 2):
+        lower = workload.at_stage(stage)
+        if workload.runs_at_stage(stage) and fits(lower, cluster):
+            planned = plan_time(lower, cluster).total
+            if planned < _CLEARLY_FASTER * seconds:
+                return f"ZeRO-{stage} fits{too} and is planned at {planned:.3g} s per step, ZeRO-3 at {seconds:.3g} s"
+    return None
 
 
 def _shortage(workload: Workload, cluster: Cluster) -> float:

@@ -86,16 +86,14 @@ def _without(workload: Workload) -> Iterator[tuple[str, Workload]]:
             changed.append(f"megaclip.text_micro_batch_size {text_rows}")
         if workload.zero.stage == 0 and needs_permission(workload.optimizer, stage):
             changed.append("zero_allow_untested_optimizer true")
-        if stage < 3 and "nvme" in (workload.offload_optimizer, workload.offload_parameters):
+        if not workload.runs_at_stage(stage):
             continue
-        if stage == 1 and workload.bf16 and workload.gradient_bytes == 4:  # refused (megaclip.config.checks)
-            continue
-        yield _settings(stage, changed), _at_stage(chunked, stage)
+        yield _settings(stage, changed), chunked.at_stage(stage)
         if workload.coalesces and stage > 1:
             reducing = [*changed, "megaclip.coalesce_gradient_reduction false"]
             if workload.bf16 and not workload.accumulates_in_bf16:
                 reducing.append('data_types.grad_accum_dtype "fp32"')
-            yield _settings(stage, reducing), _at_stage(_reducing_all(chunked), stage)
+            yield _settings(stage, reducing), _reducing_all(chunked).at_stage(stage)
 
 
 def _settings(stage: int, changed: list[str]) -> str:
@@ -106,13 +104,3 @@ def _reducing_all(workload: Workload) -> Workload:
     """Return the workload with gradients reduced after every chunk, added up in the dtype they have been added in."""
     whole = workload.with_megaclip(coalesce_gradient_reduction=False)
     return whole if workload.accumulates_in_bf16 else replace(whole, gradient_bytes=4)
-
-
-def _at_stage(workload: Workload, stage: int) -> Workload:
-    """Return the workload at another ZeRO stage, with overlap_comm as DeepSpeed sets it there by default."""
-    zero = workload.zero
-    return workload.with_zero(
-        stage=stage,
-        overlap_comm=stage == 3 or (bool(zero.overlap_comm) and (stage == 2 or workload.coalesces)),
-        offload_param=zero.offload_param if stage == 3 else None,
-    )

@@ -185,6 +185,21 @@ class Workload:
         """Return a copy with other settings of zero_optimization."""
         return replace(self, zero=self.zero.model_copy(update=settings))
 
+    def at_stage(self, stage: int) -> "Workload":
+        """Return a copy at another ZeRO stage, with overlap_comm as DeepSpeed sets it there by default."""
+        zero = self.zero
+        return self.with_zero(
+            stage=stage,
+            overlap_comm=stage == 3 or (bool(zero.overlap_comm) and (stage == 2 or self.coalesces)),
+            offload_param=zero.offload_param if stage == 3 else None,
+        )
+
+    def runs_at_stage(self, stage: int) -> bool:
+        """Return whether a run accepts these settings at another ZeRO stage (`megaclip.config.checks`)."""
+        to_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
+        sums_in_float32 = self.bf16 and self.gradient_bytes == 4
+        return not (stage < 3 and to_disk) and not (stage == 1 and sums_in_float32)
+
     @property
     def world_size(self) -> int:
         """Number of all ranks N."""

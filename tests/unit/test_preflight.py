@@ -265,10 +265,10 @@ def test_the_share_of_saved_text_positions_is_planned_or_refused(
     assert text in (printed.err if code else printed.out)
 
 
-def test_tensor_parallelism_that_does_not_pay_is_logged(start, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdict = "megaclip.tensor_parallel_size 2: ZeRO-2 without it fits too"
-    monkeypatch.setattr(preflight, "tensor_parallel_verdict", lambda workload, cluster: verdict)
-    assert f"warning {verdict}" in start("139GiB")
+@pytest.mark.parametrize("name", ["tensor_parallel_verdict", "zero_stage_verdict"])
+def test_settings_that_do_not_pay_are_logged(start, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(preflight, name, lambda workload, cluster: "ZeRO-2 fits too")
+    assert "warning ZeRO-2 fits too" in start("139GiB")
 
 
 def test_offload_to_another_disk_measures_that_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
