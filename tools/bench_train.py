@@ -7,7 +7,7 @@
         --deepspeed_config ds_configs/zero3_offload.json --methods megaclip --json giant.json
     python tools/bench_train.py --model demo-tiny --batch 64 --micro-batch 16 --precision fp32 --workers 0
 
-For each global batch and method it prints samples per second (median over the steps after the first one in which
+For each global batch and method it prints samples per second (median over the steps after the second one in which
 nothing was compiled), peak GPU memory of a step, the shares of the step for the loss with its gradient, for waiting for
 data and for the update, and the milliseconds of the update (tools/bench_update.py lists its kernels). The seconds
 before the first step and those of the first step are printed apart. The first step compiles; what an earlier command
@@ -44,6 +44,7 @@ from torch._dynamo.utils import counters
 
 from megaclip.comm.collectives import gather_objects
 from megaclip.engine.metrics import peak_memory_mib
+from megaclip.engine.preflight import MEASURED_STEPS
 from megaclip.engine.process_group import start_process_group
 from megaclip.errors import ConfigError, MegaclipError
 
@@ -147,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--kernels", type=int, default=0, help="list this number of kernels and pauses of one more step, on a GPU"
     )
-    parser.add_argument("--steps", type=int, default=3, help="steps to measure, after one warm-up step")
+    parser.add_argument("--steps", type=int, default=3, help="steps to measure, after two warm-up steps")
     parser.add_argument(
         "--seconds", type=float, default=600, help="time limit per row; a step that would exceed it is not started"
     )
@@ -257,9 +258,9 @@ class Bench:
         return row
 
     def _timed(self, row: Row, steps: MegaclipSteps | OpenClipSteps, clock: Clock, probe: bool) -> Row:
-        """Measure --steps steps after one warm-up step, without steps in which torch.compile ran on any rank.
+        """Measure --steps steps after the warm-up, without steps in which torch.compile ran on any rank.
 
-        A step compiles if the captions of a rank have a new length. If --seconds leaves no time for a step without
+        MegaCLIP ends its warm-up with the second step: it may keep more graphs, and collects garbage once. A step compiles if the captions of a rank have a new length. If --seconds leaves no time for a step without
         compilation, or if there is none in twice as many steps, the last step is measured.
         """
         wanted = 0 if probe else self.options.steps
@@ -269,7 +270,7 @@ class Bench:
         measured: list[int] = []  # numbers of steps
         reset_peak()
         began = time.perf_counter()
-        for number in range(1 + 2 * wanted):
+        for number in range(MEASURED_STEPS + 2 * wanted if wanted else 1):
             steps.prepare()
             self._wait()
             start, graphs = time.perf_counter(), compiled_graphs()
@@ -279,7 +280,7 @@ class Bench:
             took, compiled = map(max, zip(*of_ranks, strict=True))
             parts.append(clock.take())
             seconds.append(took)
-            if number > 0 and not compiled:
+            if number >= MEASURED_STEPS and not compiled:
                 measured.append(number)
             noted = " (torch.compile ran)" if compiled else ""
             print_rank_0(f"  {row.method} {row.batch}: step {number} in {took:.3f} s{noted}, loss {losses[-1]:.5f}")
