@@ -260,7 +260,8 @@ class Bench:
     def _timed(self, row: Row, steps: MegaclipSteps | OpenClipSteps, clock: Clock, probe: bool) -> Row:
         """Measure --steps steps after the warm-up, without steps in which torch.compile ran on any rank.
 
-        MegaCLIP ends its warm-up with the second step: it may keep more graphs, and collects garbage once. A step compiles if the captions of a rank have a new length. If --seconds leaves no time for a step without
+        MegaCLIP ends its warm-up with the second step: it may keep more graphs, and collects garbage once. A step
+        compiles if the captions of a rank have a new length. If --seconds leaves no time for a step without
         compilation, or if there is none in twice as many steps, the last step is measured.
         """
         wanted = 0 if probe else self.options.steps
