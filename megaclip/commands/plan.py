@@ -270,13 +270,15 @@ def _plan(workload: Workload, cluster: Cluster) -> int:
     losses = loss_table(plan.workload, peers)
     print(memory_table(plan, cluster), graphs_text(plan.workload), losses, time_table(step, cluster), sep="\n\n")
     print(f"\nlargest batch that fits, all else the same: {_largest_batch(workload, cluster)}")
-    verdict = tensor_parallel_verdict(workload, cluster) or zero_stage_verdict(workload, cluster)
+    verdict = tensor_parallel_verdict(workload, cluster)
     if not plan.refusals:
         print("this run fits")
         if verdict:
             print(verdict)
         elif workload.tensor_ranks > 1 and (best := fastest_without(workload, cluster)):
             print(f"without tensor parallelism: {best.settings} at {best.seconds:.3g} s per step")
+        if faster := zero_stage_verdict(workload, cluster):
+            print(faster)
         return 0
     print("this run DOES NOT FIT: " + "; ".join(plan.refusals))
     for change in advice(workload, cluster) or [advice_beyond_settings(workload)]:

@@ -78,8 +78,9 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     with raise_on_all_ranks():
         _check_shared_memory(workload, cluster.gpus_per_host)
         _check_plan(plan, workload, cluster)
-    if verdict := tensor_parallel_verdict(workload, cluster) or zero_stage_verdict(workload, cluster):
-        logger.warning("%s", verdict)
+    for verdict in (tensor_parallel_verdict(workload, cluster), zero_stage_verdict(workload, cluster)):
+        if verdict:
+            logger.warning("%s", verdict)
     logger.info("%s", summary(plan, workload, cluster))
     return plan
 

@@ -77,19 +77,19 @@ def advice_beyond_settings(workload: Workload) -> str:
 
 
 def zero_stage_verdict(workload: Workload, cluster: Cluster) -> str | None:
-    """Return a sentence with ZeRO-1 or 2, if a run at ZeRO-3 on GPUs fits there and would be clearly faster.
+    """Return a sentence with ZeRO-1 or 2, if a run at ZeRO-3 on GPUs fits there too and would be clearly faster.
 
-    At ZeRO-3 DeepSpeed gathers and releases the parameters of every block in every pass.
+    At ZeRO-3 DeepSpeed gathers and releases the parameters of every block in every pass. workload: it fits.
     """
-    if workload.zero.stage != 3 or workload.tensor_ranks > 1 or not cluster.gpu_memory:
+    if workload.zero.stage != 3 or not cluster.gpu_memory:
         return None
-    seconds, too = plan_time(workload, cluster).total, " too" if fits(workload, cluster) else ""
+    seconds = plan_time(workload, cluster).total
     for stage in (1, 2):
         lower = workload.at_stage(stage)
         if workload.runs_at_stage(stage) and fits(lower, cluster):
             planned = plan_time(lower, cluster).total
             if planned < _CLEARLY_FASTER * seconds:
-                return f"ZeRO-{stage} fits{too} and is planned at {planned:.3g} s per step, ZeRO-3 at {seconds:.3g} s"
+                return f"ZeRO-{stage} fits too and is planned at {planned:.3g} s per step, ZeRO-3 at {seconds:.3g} s"
     return None
 
 

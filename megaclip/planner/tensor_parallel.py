@@ -58,8 +58,10 @@ def fastest_without(workload: Workload, cluster: Cluster) -> Alternative | None:
     and chunks of other sizes, because larger chunks hide more of ZeRO-3's communication. At ZeRO-2 and 3 it may reduce
     the gradients of every chunk instead of once per step.
     """
+    # Smaller chunks would save more of the captions' padding, but the run with tensor parallelism could use them too.
+    saved = 1 - workload.text_positions / workload.model.text_cfg.context_length
     planned = [
-        Alternative(settings, one, plan_time(one, cluster).total)
+        Alternative(settings, one, plan_time(replace(one, text_positions_saved=saved), cluster).total)
         for settings, one in _without(workload)
         if fits(one, cluster)
     ]
@@ -70,9 +72,7 @@ def fastest_without(workload: Workload, cluster: Cluster) -> Alternative | None:
 def _without(workload: Workload) -> Iterator[tuple[str, Workload]]:
     batch, ranks = workload.batch, workload.tensor_ranks
     captions = workload.megaclip.text_micro_batch_size is not None
-    # Smaller chunks would save more of the captions' padding, but the run with tensor parallelism could use them too.
-    saved = 1 - workload.text_positions / workload.model.text_cfg.context_length
-    whole = replace(workload.with_megaclip(tensor_parallel_size=1), text_positions_saved=saved)
+    whole = workload.with_megaclip(tensor_parallel_size=1)
     doublings = [2**power for power in range(batch.accumulation.bit_length())]
     for stage, factor in itertools.product((1, 2, 3), [ranks, *(one for one in doublings if one != ranks)]):
         rows, text_rows = factor * batch.micro_batch, factor * batch.text_micro_batch

@@ -293,7 +293,8 @@ def test_no_lower_zero_stage_is_recommended_that_does_not_fit_or_is_not_faster(t
     assert fits(hidden.at_stage(2), H200) and zero_stage_verdict(hidden, H200) is None
     to_disk = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     assert zero_stage_verdict(workload(tmp_path, zero_optimization=to_disk), H200) is None
-    assert zero_stage_verdict(workload(tmp_path, zero_optimization={"stage": 3}), describe(gpu="cpu")) is None
+    tiny = workload(tmp_path, model="demo-tiny", zero_optimization={"stage": 3}).with_batch(8, micro_batch=1)
+    assert zero_stage_verdict(tiny, H200) is not None and zero_stage_verdict(tiny, describe(gpu="cpu")) is None
 
 
 def test_a_frozen_tower_in_chunks_keeps_no_graph(tmp_path: Path) -> None:

@@ -284,6 +284,18 @@ def test_a_run_that_fits_only_without_tensor_parallelism_is_reported(tmp_path: P
     assert verdict.startswith("megaclip.tensor_parallel_size 2 does not fit; ZeRO-3")
 
 
+def test_alternatives_have_memory_for_captions_of_full_length(tmp_path: Path) -> None:
+    """All graphs are kept. Times are those of the assumed captions, sizes are not."""
+    job = replace(split_over(tmp_path, 2, model="ViT-B-16"), checkpointing="").with_megaclip(keep_graphs=100)
+    job = job.with_batch(text_micro_batch=64)
+    best = fastest_without(job, H200)
+    assert job.text_positions < 77 and best is not None and best.workload.encoded_again == (0, 0)
+    full, cut = (
+        plan_memory(replace(best.workload, text_positions_saved=share), H200).gpu_peak for share in (None, 0.5)
+    )
+    assert plan_memory(best.workload, H200).gpu_peak == full > cut
+
+
 def test_alternatives_have_only_settings_that_a_run_accepts(tmp_path: Path) -> None:
     nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     best = fastest_without(split_over(tmp_path, 2, zero_optimization=nvme), H200)

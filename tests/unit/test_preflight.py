@@ -222,6 +222,16 @@ def test_tensor_parallelism_is_planned_or_refused(
     assert text in (printed.err if code else printed.out)
 
 
+def test_a_plan_names_a_lower_zero_stage_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = Path(__file__).parents[2] / "ds_configs" / "zero3.json"
+    sizes = ["--gpus", "8", "--batch", "4096", "--micro-batch", "64"]
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--deepspeed_config", str(shipped), "--model", "ViT-B-32", *sizes])
+    assert plan.main() == 0
+    assert "this run fits\nZeRO-2 fits too and is planned at " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [("--batch", "0"), ("--micro-batch", "-8"), ("--gpus", "x"), ("--hosts", "1.5"), ("--workers", "-1")],
@@ -240,7 +250,12 @@ def test_impossible_numbers_are_refused(
 @pytest.mark.parametrize(
     ("model", "share", "code", "text"),
     [
-        ("ViT-B-32", "0.25", 0, "captions: 57.8 of 77 token positions on average"),
+        (
+            "ViT-B-32",
+            "0.25",
+            0,
+            "captions: 57.8 of 77 token positions on average for the step's time, and for the memory of kept graphs\n",
+        ),
         ("ViT-B-32", "1", 1, "--text-positions-saved 1.0 is not a share; use a number from 0 to less than 1"),
         ("last.json", "0.25", 1, "--text-positions-saved 0.25 has no effect: this run cuts no captions; leave it out"),
     ],
