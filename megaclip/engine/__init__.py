@@ -35,7 +35,8 @@ A step runs (`run.Run.train_step`), on each rank:
    `keep_graphs` allows. It calls the loss once for the whole batch and back-propagates the kept graphs. Then it runs
    the towers again over the other chunks, one chunk of one tower at a time. `embeddings_offload` selects whether
    embeddings are kept on the device or in host memory. `gradient_sums` sums the gradients of the chunks, and
-   `running_statistics` restores those of batch norms.
+   `running_statistics` restores those of batch norms. At ZeRO-3 `gathered_tower` keeps a tower's parameters
+   gathered for all its chunks.
 4. `run_loss` passes the settings `exchange` and `reduction` to the loss. If one of them is "auto",
    `megaclip.losses.plan.make_plan` measures the link speed and the compute speed, from which `choose_way` selects the
    setting. The loss holds one tile of logits at a time.

@@ -35,6 +35,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from megaclip.comm.collectives import average_over_ranks
+from megaclip.engine.gathered_tower import GatheredTower
 from megaclip.engine.gradient_sums import GradientSums
 from megaclip.engine.running_statistics import restored, running_statistics
 from megaclip.engine.step_batch import StepBatch, Tower
@@ -109,8 +110,10 @@ def accumulate_gradients(
         DataError: the data of a rank failed; the caller must not update.
     """
     embeddings_device = torch.device("cpu") if embeddings_on_cpu else engine.device
-    passes = _Passes(engine, batch, random_state, kept, coalesce, embeddings_device)
-    features = passes.embed()
+    gathered = GatheredTower(engine)
+    passes = _Passes(engine, batch, random_state, kept, coalesce, embeddings_device, gathered)
+    with gathered.kept():
+        features = passes.embed()
     batch.agree()
     scalars = [log_scale] if logit_bias is None else [log_scale, logit_bias]
     orders = {tower: batch.order(tower) for tower in Tower}
@@ -118,7 +121,7 @@ def accumulate_gradients(
         loss_function, features, orders, scalars, engine.device, random_state.step, check_loss
     )
     statistics = running_statistics(engine.module)
-    with engine.coalesce_grad_reduction() if coalesce else nullcontext(), restored(statistics):
+    with engine.coalesce_grad_reduction() if coalesce else nullcontext(), restored(statistics), gathered.kept():
         sums = GradientSums(engine.module, accumulation_dtype) if coalesce and passes.count > 1 else None
         passes.back_propagate(cached, sums)
     engine.set_gradient_accumulation_boundary(True)  # coalesce_grad_reduction has restored the flag
@@ -171,9 +174,11 @@ class _Passes:
         kept: KeptGraphs | None,
         coalesce: bool,
         embeddings_device: torch.device,
+        gathered: GatheredTower,
     ) -> None:
         self._engine, self._batch, self._random_state = engine, batch, random_state
         self._embeddings_device = embeddings_device
+        self._gathered = gathered
         self._trained = trained_towers(engine.module)
         chunks = [batch.chunk_count(tower) for tower in Tower]
         is_trained = [tower in self._trained for tower in Tower]
@@ -255,6 +260,7 @@ class _Passes:
     def _outputs(self) -> Iterator[tuple[_Pass, _Outputs]]:
         """Yield each pass of the backward order with the outputs of its graph."""
         for this_pass in self._kept_passes:
+            self._gather(this_pass)
             yield this_pass, self._resumed(self._graphs.pop(this_pass))
         for towers in self._trained_order:
             for index, inputs in enumerate(self._inputs(towers, again=True), start=self._kept[towers[0]]):
@@ -313,6 +319,7 @@ class _Passes:
         not the other tower runs in this pass. Blank rows do not change running statistics.
         """
         model: DualEncoder = self._engine.module
+        self._gather(this_pass)
         self._random_state.reseed(this_pass.towers[0], this_pass.chunk)
         model.before_text = functools.partial(self._random_state.reseed, Tower.TEXT, this_pass.chunk)
         by_tower = dict(zip(this_pass.towers, inputs, strict=True))
@@ -327,6 +334,11 @@ class _Passes:
                 return self._engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT), pieces)
         finally:
             model.before_text = None  # evaluations do not reseed
+
+    def _gather(self, this_pass: _Pass) -> None:
+        """Keep the parameters of the pass's tower gathered, in a step of several passes."""
+        if len(this_pass.towers) == 1:
+            self._gathered.use(this_pass.towers[0])
 
     def _store(self, features: dict[Tower, Tensor], tower: Tower, index: int, chunk: Tensor | None) -> None:
         assert chunk is not None, "the model returns features of every input"

@@ -191,3 +191,15 @@ def compiles_whole_tower(zero_stage: int, *, checkpointing: bool, coalesces: boo
     always compiled one by one: captions have several lengths, and a block compiles faster than a tower.
     """
     return not checkpointing and (zero_stage < 2 or (zero_stage == 2 and coalesces))
+
+
+def elements_kept_gathered(reuse_distance: int, live: int, prefetched: int, *, offloads: bool) -> int:
+    """Return the number of a tower's elements that ZeRO-3 keeps gathered from one pass over the tower to the next.
+
+    Between a forward pass and its backward pass all later parameters are used twice. So half of DeepSpeed's reuse
+    distance covers a tower of that size. With offload_param none is kept, to use the least memory.
+
+    reuse_distance, live, prefetched: stage3_max_reuse_distance, stage3_max_live_parameters and
+        stage3_prefetch_bucket_size.
+    """
+    return 0 if offloads else max(0, min(reuse_distance // 2, live - prefetched))

@@ -12,8 +12,9 @@ It has none at stages 0 and 3, where the parameters themselves are updated.
   joins its gradients, converts them to float32 (without a copy if they already are one float32 tensor), and frees the
   originals. torch's Adam needs another N/W float32 numbers.
 * Stage 3 keeps N/W of everything, and the bucket, throughout the step. Parameters below the persistence threshold stay
-  whole. The others are whole while they are used or fetched ahead, and stay whole if they will be used again within
-  `stage3_max_reuse_distance`; between the two passes over a tower that is half of the distance, counted from its end.
+  whole. The others are whole while they are used or fetched ahead. Those at the end of a tower, as many as half of
+  `stage3_max_reuse_distance`, stay whole from one pass over the tower to the next (`megaclip.engine.gathered_tower`).
+  With offload_param this is so only between a forward pass and its backward pass (DeepSpeed).
 * Offload moves master, states and the step's float32 gradients to host memory, and at stage 3 the working copy too.
   Gradients that accumulate move there at stage 3, and at stage 2 if they accumulate in the working dtype.
 * Offload to disk ("nvme", stage 3) moves the same, except the gradients that accumulate and `max_in_cpu` parameters of
@@ -23,6 +24,7 @@ It has none at stages 0 and 3, where the parameters themselves are updated.
 
 from dataclasses import dataclass, field
 
+from megaclip.planner import rules
 from megaclip.planner.workload import Parameters, Workload
 
 
@@ -209,6 +211,17 @@ def gathered_bytes(workload: Workload, tower: Parameters, *, other: Parameters |
         large += 2 * _large(other, zero.param_persistence_threshold)
     kept = min(large, zero.max_reuse_distance // 2 + zero.prefetch_bucket_size, zero.max_live_parameters)
     return kept * workload.compute_bytes
+
+
+def kept_elements(workload: Workload) -> int:
+    """Return the number of a tower's elements that stay gathered from one pass over the tower to the next."""
+    zero = workload.zero
+    return rules.elements_kept_gathered(
+        zero.max_reuse_distance,
+        zero.max_live_parameters,
+        zero.prefetch_bucket_size,
+        offloads=workload.offload_parameters != "none",
+    )
 
 
 def _large(tower: Parameters, threshold: int) -> int:

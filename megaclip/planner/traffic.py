@@ -11,7 +11,8 @@ trained parameter of this rank's share:
   backward passes does both. The last one copies a float32 gradient to the host; the step copies the working copy to the
   GPU.
 
-With offload_param every pass over a block fetches this rank's share of it.
+ZeRO-3 gathers the parameters that it keeps (`kept_elements`) when the passes over their tower begin, and the others in
+every pass. With offload_param every pass over a block fetches this rank's share of it.
 
 With tensor parallelism, the W replicas share ZeRO's partitions, and each rank has its part of the split parameters.
 `tensor_traffic` has the sums inside a replica.
@@ -23,7 +24,7 @@ beyond `max_in_cpu` are read in every pass and written after the step.
 from typing import NamedTuple
 
 from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
-from megaclip.planner.states import parameters_on_disk
+from megaclip.planner.states import kept_elements, parameters_on_disk
 from megaclip.planner.towers import TowerWork, tower_work
 from megaclip.planner.workload import Workload
 
@@ -32,7 +33,7 @@ class _MovedElements(NamedTuple):
     """Elements that ZeRO sends per step, over all ranks that share its partitions."""
 
     gathered: int
-    """Elements of parameters that passes use, counted once for each pass."""
+    """Elements of parameters that ZeRO-3 gathers, counted once for each time."""
     reduced: int
     """Elements of gradients, counted once for each reduction."""
 
@@ -130,9 +131,11 @@ def _moved_elements(workload: Workload) -> _MovedElements:
     gathered = reduced = 0
     every_chunk = _reduces_every_chunk(workload)
     works = tower_work(workload)
-    for work in works:
+    for work, turns in zip(works, _turns(workload), strict=True):
         parameters = work.parameters
-        gathered += parameters.total * (work.chunks + work.encoded_again) + work.chunks * _backward_elements(work)
+        passes = parameters.total * (work.chunks + work.encoded_again) + work.chunks * _backward_elements(work)
+        kept = min(parameters.total, kept_elements(workload))
+        gathered += min(passes, kept * turns + round(passes * (1 - kept / parameters.total)))
         reduced += parameters.trained * (work.chunks if every_chunk else 1)
     # The gradient cache runs both towers in the first backward pass, and with offload in the last one too.
     image, text = works
@@ -144,6 +147,15 @@ def _moved_elements(workload: Workload) -> _MovedElements:
             gathered += (tower.parameters.total + _backward_elements(tower)) * takes_part
             reduced += tower.parameters.trained * (takes_part and every_chunk)
     return _MovedElements(gathered, reduced)
+
+
+def _turns(workload: Workload) -> tuple[int, int]:
+    """Return how often the passes over each tower begin, in the order of `megaclip.engine.gradient_cache`."""
+    kept, again = workload.kept, workload.encoded_again
+    backward = [
+        name for name, count in (("text", kept.text), ("image", kept.image + again[0]), ("text", again[1])) if count
+    ]
+    return 1 + backward.count("image"), 1 + backward.count("text")
 
 
 def _backward_elements(work: TowerWork) -> int:

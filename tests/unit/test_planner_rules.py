@@ -22,7 +22,7 @@ from megaclip.losses.costs import LOSS_COSTS
 from megaclip.models import ModelConfig, build_model, load_model_config
 from megaclip.planner import Cluster, Workload, describe, plan_memory
 from megaclip.planner.memory import resolve_auto
-from megaclip.planner.rules import ImagePlace, embeddings_on_cpu, place_images, text_chunks_for
+from megaclip.planner.rules import ImagePlace, elements_kept_gathered, embeddings_on_cpu, place_images, text_chunks_for
 from megaclip.planner.step_time import plan_time
 from megaclip.planner.tower_time import tower_seconds
 from megaclip.planner.towers import tower_work, towers
@@ -348,6 +348,21 @@ def test_open_clips_towers_in_a_plan_compile_on_request_and_their_captions_are_c
         False: (False, False),
         "auto": (False, False),
     }
+
+
+@pytest.mark.parametrize(
+    ("reuse", "live", "prefetched", "offloads", "kept"),
+    [
+        (10**9, 10**9, 5 * 10**7, False, 500_000_000),
+        (10**9, 3 * 10**8, 5 * 10**7, False, 250_000_000),  # with those fetched ahead, at most max_live_parameters
+        (10**9, 10**7, 5 * 10**7, False, 0),
+        (10**9, 10**9, 5 * 10**7, True, 0),
+    ],
+)
+def test_the_settings_of_zero_3_limit_what_stays_gathered(
+    reuse: int, live: int, prefetched: int, offloads: bool, kept: int
+) -> None:
+    assert elements_kept_gathered(reuse, live, prefetched, offloads=offloads) == kept
 
 
 def test_the_settings_of_a_workload_are_the_objects_of_the_run(tmp_path: Path) -> None:
