@@ -1,10 +1,10 @@
 """Keep the parameters of a tower gathered for all its chunks at ZeRO-3.
 
-DeepSpeed gathers a block's parameters before each pass over the block. It releases them afterwards, unless its record
-of the last pass says that they will be used again soon. The record is that of one forward pass with its backward pass.
-A step of the gradient cache has many passes, over one tower and then the other, so the record is invalid in most of
-them. Without a valid record DeepSpeed gathers and releases all parameters in every pass, also those below
-`stage3_param_persistence_threshold`. `GatheredTower` does not need the record.
+DeepSpeed gathers a block's parameters before each pass over the block. Afterwards it releases them, unless it expects
+to use them again soon. For this it records the order of the blocks in a forward pass and its backward pass. A step of
+the gradient cache has many passes, over one tower and then the other. Most of them have another order than the recorded
+one. DeepSpeed then gathers and releases all parameters in every pass, also those below
+`stage3_param_persistence_threshold`. `GatheredTower` does not use the recorded order.
 """
 
 from collections.abc import Iterator

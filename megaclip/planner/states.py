@@ -12,9 +12,10 @@ It has none at stages 0 and 3, where the parameters themselves are updated.
   joins its gradients, converts them to float32 (without a copy if they already are one float32 tensor), and frees the
   originals. torch's Adam needs another N/W float32 numbers.
 * Stage 3 keeps N/W of everything, and the bucket, throughout the step. Parameters below the persistence threshold stay
-  whole. The others are whole while they are used or fetched ahead. Those at the end of a tower, as many as half of
-  `stage3_max_reuse_distance`, stay whole from one pass over the tower to the next (`megaclip.engine.gathered_tower`).
-  With offload_param this is so only between a forward pass and its backward pass (DeepSpeed).
+  whole. The others are whole while they are used or fetched ahead, in two copies. Those at the end of a tower, as many
+  as half of `stage3_max_reuse_distance`, stay whole from one pass over the tower to the next
+  (`megaclip.engine.gathered_tower`). With offload_param this is so only between a forward pass and its backward pass
+  (DeepSpeed).
 * Offload moves master, states and the step's float32 gradients to host memory, and at stage 3 the working copy too.
   Gradients that accumulate move there at stage 3, and at stage 2 if they accumulate in the working dtype.
 * Offload to disk ("nvme", stage 3) moves the same, except the gradients that accumulate and `max_in_cpu` parameters of
@@ -23,6 +24,8 @@ It has none at stages 0 and 3, where the parameters themselves are updated.
 """
 
 from dataclasses import dataclass, field
+
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from megaclip.planner import rules
 from megaclip.planner.workload import Parameters, Workload
@@ -200,30 +203,31 @@ def reduction_under_way(workload: Workload, states: States, tower: Parameters, a
 def gathered_bytes(workload: Workload, tower: Parameters, *, other: Parameters | None = None) -> float:
     """Return the bytes of a tower's parameters that are whole on the GPU while it runs; 0 below stage 3.
 
-    other: the other tower, if it takes part in a backward pass. Its parameters are gathered and, for its own short
-    pass, unpacked.
+    other: the other tower, if it takes part in a backward pass.
     """
     zero = workload.zero
     if zero.stage != 3 or (workload.replicas == 1 and workload.offload_parameters == "none"):
         return 0
     large = _large(tower, zero.param_persistence_threshold)
+    limit = _elements_kept(zero, offloads=False)  # with offload_param DeepSpeed keeps as many for the backward pass
+    kept = min(sum(large), limit)
     if other is not None and not workload.coalesces:
-        large += 2 * _large(other, zero.param_persistence_threshold)
-    kept = min(large, zero.max_reuse_distance // 2 + zero.prefetch_bucket_size, zero.max_live_parameters)
-    return kept * workload.compute_bytes
+        large += _large(other, zero.param_persistence_threshold)
+    passing = min(sum(large) - kept, zero.prefetch_bucket_size + max(large, default=0))
+    return (kept + 2 * passing) * workload.compute_bytes  # as received, and as parameters
 
 
 def kept_elements(workload: Workload) -> int:
     """Return the number of a tower's elements that stay gathered from one pass over the tower to the next."""
-    zero = workload.zero
+    return _elements_kept(workload.zero, offloads=workload.offload_parameters != "none")
+
+
+def _elements_kept(zero: DeepSpeedZeroConfig, *, offloads: bool) -> int:
     return rules.elements_kept_gathered(
-        zero.max_reuse_distance,
-        zero.max_live_parameters,
-        zero.prefetch_bucket_size,
-        offloads=workload.offload_parameters != "none",
+        zero.max_reuse_distance, zero.max_live_parameters, zero.prefetch_bucket_size, offloads=offloads
     )
 
 
-def _large(tower: Parameters, threshold: int) -> int:
-    """Return the elements of parameters above the persistence threshold."""
-    return sum(size for size in (*tower.trainable, *tower.frozen) if size > threshold)
+def _large(tower: Parameters, threshold: int) -> list[int]:
+    """Return the sizes of the parameters above the persistence threshold, in elements."""
+    return [size for size in (*tower.trainable, *tower.frozen) if size > threshold]

@@ -21,6 +21,7 @@ With "nvme", the float32 gradients, the master and the optimizer states are writ
 beyond `max_in_cpu` are read in every pass and written after the step.
 """
 
+import itertools
 from typing import NamedTuple
 
 from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
@@ -152,10 +153,9 @@ def _moved_elements(workload: Workload) -> _MovedElements:
 def _turns(workload: Workload) -> tuple[int, int]:
     """Return how often the passes over each tower begin, in the order of `megaclip.engine.gradient_cache`."""
     kept, again = workload.kept, workload.encoded_again
-    backward = [
-        name for name, count in (("text", kept.text), ("image", kept.image + again[0]), ("text", again[1])) if count
-    ]
-    return 1 + backward.count("image"), 1 + backward.count("text")
+    passes = (("text", kept.text), ("image", kept.image + again[0]), ("text", again[1]))
+    turns = [tower for tower, _ in itertools.groupby(tower for tower, count in passes if count)]
+    return 1 + turns.count("image"), 1 + turns.count("text")
 
 
 def _backward_elements(work: TowerWork) -> int:

@@ -34,21 +34,26 @@ TWICE = Case(3, 3)
 CASES = {
     "encoded twice": (TWICE, 10**9),
     "one image graph kept": (Case(3, 3, keep=1), 10**9),
+    "graphs of both towers kept": (Case(3, 3, keep=4), 10**9),
     "all graphs kept": (Case(3, 3, keep=ALL), 10**9),
     "image locked": (Case(3, 3, locked="image"), 10**9),
+    "image locked, one text graph kept": (Case(3, 3, locked="image", keep=1), 10**9),
     "checkpointing": (Case(3, 3, checkpointing="plain"), 10**9),
     "few": (TWICE, FEW),
     "none": (TWICE, 0),
     "offload": (Case(3, 3, offload="all"), 10**9),
     "small parameters": (replace(TWICE, persistence_threshold=THRESHOLD), FEW),
 }
-# The passes over a tower begin once for all forward and once for all backward passes. The first backward pass includes
-# one blank row of the other tower, for which that tower is gathered forward and backward.
+# The passes over a tower begin once for all forward and once for all backward passes. If some texts are encoded again,
+# their passes begin after those over the images. The first backward pass includes one blank row of the other tower, for
+# which that tower is gathered forward and backward.
 GATHERED = {
     "encoded twice": {"visual": 2, "text": 2 + 2},
     "one image graph kept": {"visual": 2, "text": 2 + 2},
+    "graphs of both towers kept": {"visual": 2 + 2, "text": 3},
     "all graphs kept": {"visual": 2 + 2, "text": 2},
     "image locked": {"visual": 1, "text": 2},
+    "image locked, one text graph kept": {"visual": 1, "text": 2},
     "checkpointing": {"visual": 2, "text": 2 + 2},
 }
 # Three chunks are encoded twice and back-propagated. With offload_optimizer the last backward pass has a blank row too.
