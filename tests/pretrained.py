@@ -1,4 +1,4 @@
-"""Copy open_clip's weights into a model in one call, as `megaclip.engine.build.build_engine` does in two."""
+"""Copy open_clip's weights into a model in one call, as `megaclip.zero.build.build_engine` does in two."""
 
 from pathlib import Path
 

@@ -8,7 +8,7 @@ Each row is one ZeRO stage and one way to update:
 
 * deepspeed: DeepSpeed's own step with its default, `bf16.check_grad_overflow: true` (ZeRO-1 and 2);
 * unchecked: DeepSpeed's own step without this check;
-* megaclip: the update of a run (megaclip/engine/deepspeed_update.py).
+* megaclip: the update of a run (megaclip/zero/update.py).
 
 It prints the milliseconds of an update on the slowest rank (median over the steps after the warm-up) and on the GPU
 alone, and the number of kernels and of waits for the GPU. A second table lists the kernels of one update. ZeRO-0 runs
@@ -38,9 +38,10 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megaclip.comm.collectives import gather_objects
-from megaclip.engine import build, run
-from megaclip.engine.optimizers import update
+from megaclip.engine import run
 from megaclip.engine.process_group import start_process_group
+from megaclip.zero import build
+from megaclip.zero.optimizers import update
 
 WARM_UP = 2
 """Steps before those that are measured."""

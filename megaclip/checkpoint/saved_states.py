@@ -29,7 +29,7 @@ FP32 = "fp32"
 WORKING = "working"
 """Kind of the working copies of the weights: all of them at ZeRO-0 to 2, the frozen ones at ZeRO-3."""
 EMA = "ema"
-"""Kind of the moving averages of the weights (`megaclip.engine.weight_average`), part of the optimizer state."""
+"""Kind of the moving averages of the weights (`megaclip.zero.weight_average`), part of the optimizer state."""
 PARAMETER_NAMES = "parameter_names"
 """Key of a parameter group at ZeRO-0 under which the names of its parameters are saved, in order."""
 

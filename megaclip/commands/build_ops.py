@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 from megaclip.errors import MegaclipError
-from megaclip.hosts.op_builds import delete_abandoned_locks
+from megaclip.zero.op_builds import delete_abandoned_locks
 
 CPU_OPS = ("CPUAdamBuilder", "FusedAdamBuilder")
 

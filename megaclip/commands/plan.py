@@ -48,10 +48,10 @@ from megaclip.planner.memory import format_bytes
 from megaclip.planner.peers import inf_cl_loss_bytes, open_clip_loss_bytes
 from megaclip.planner.phases import loss_sizes
 from megaclip.planner.report import graphs_text, loss_table, memory_table, time_table
-from megaclip.planner.rules import check_recomputation, cuts_captions
 from megaclip.planner.sweep import METHODS, draw, sweep
 from megaclip.planner.tensor_parallel import fastest_without
 from megaclip.planner.workload import EvaluationSets, nvme_paths
+from megaclip.step.layout import check_recomputation, cuts_captions
 
 _USED_WITH = {
     "calibrate": {"model", "micro_batch"},

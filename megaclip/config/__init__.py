@@ -12,7 +12,7 @@ These modules check ds_config.json and the command line alone. Other packages ch
 
 - the model, the data and the paths: `megaclip.engine.inputs`
 - the number of ranks: `TrainingConfig.batch_plan`
-- the device and the installed ops: `megaclip.engine.build`
+- the device and the installed ops: `megaclip.zero.build`
 - the free memory and disk: `megaclip.engine.preflight`
 """
 

@@ -21,7 +21,7 @@ from megaclip.errors import ConfigError
 
 DEEPSPEED_DEFAULTS: dict[str, dict[str, Any]] = {
     # A check of every gradient, at ZeRO-1 and 2 only. The run itself refuses an update whose gradient norm is not
-    # finite, at every stage (`megaclip.engine.optimizers.guard_gradients`).
+    # finite, at every stage (`megaclip.zero.optimizers.guard_gradients`).
     "bf16": {"check_grad_overflow": False},
     # DeepSpeed's timer waits for the GPU before every forward pass. Its result is logged every `steps_per_print` steps.
     "timers": {"throughput": {"enabled": False}},
@@ -66,7 +66,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class TextChunks:
-    """Limits of text chunks if megaclip.text_micro_batch_size is not set (`megaclip.planner.rules.text_chunks_for`)."""
+    """Limits of text chunks if megaclip.text_micro_batch_size is not set (`megaclip.step.layout.text_chunks_for`)."""
 
     captions_per_image: int = 1
     """Captions that take about as much memory as one image."""
@@ -91,7 +91,7 @@ class TrainingConfig:
     deepspeed: dict[str, Any]
     megaclip: MegaclipSection
     text_chunks: TextChunks = TextChunks()
-    """Limits of text chunks for the model (`megaclip.planner.rules.fitted`)."""
+    """Limits of text chunks for the model (`megaclip.step.layout.fitted`)."""
 
     @cached_property
     def _settings(self) -> DsConfig:

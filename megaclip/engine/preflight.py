@@ -43,8 +43,8 @@ from megaclip.planner.constants import MEASURED_MARGIN
 from megaclip.planner.memory import format_bytes, loader_bytes, store_bytes, with_kept_graphs
 from megaclip.planner.phases import graph_bytes
 from megaclip.planner.report import graphs_text, summary
-from megaclip.planner.rules import check_recomputation, graphs_that_fit
 from megaclip.planner.workload import EvaluationSets, nvme_paths
+from megaclip.step.layout import check_recomputation, graphs_that_fit
 
 logger = get_logger(__name__)
 

@@ -31,7 +31,7 @@ def start_process_group() -> None:
         accelerator.set_device(local_rank_from_environment())
     if accelerator.device_name() == "cuda":
         os.environ[ARCHITECTURES] = architectures(os.environ.get(ARCHITECTURES, ""), torch.cuda.get_device_capability())
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record the last collectives (`megaclip.engine.stacks`)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record the last collectives (`megaclip.guards.stacks`)
     init_distributed()
     wait_for_all_ranks()  # if a rank exited now, a peer that is still connecting would fail
 

@@ -17,13 +17,13 @@ from megaclip.comm.groups import group_rank
 from megaclip.config import BatchPlan, MegaclipSection, TrainArguments
 from megaclip.data import check_manifest
 from megaclip.engine.inputs import Inputs
-from megaclip.engine.parameter_groups import grouping
 from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedules import default_warmup
 from megaclip.errors import CheckpointError, ConfigError, MegaclipError, first_line
 from megaclip.logging import get_logger
 from megaclip.models import ModelDescription, OpenClipConfig
 from megaclip.models.descriptions import TOWERS_KEY
+from megaclip.zero.parameter_groups import grouping
 
 logger = get_logger(__name__)
 

@@ -30,31 +30,20 @@ from megaclip.comm.parallelism import parallel_groups
 from megaclip.config import BatchPlan, TrainArguments, parse_arguments
 from megaclip.data import check_batch
 from megaclip.engine.best_checkpoint import BestCheckpoint
-from megaclip.engine.build import build_engine
 from megaclip.engine.changed_settings import report_changed_settings
-from megaclip.engine.compilation import report_compilation
 from megaclip.engine.equal_inputs import require_equal_inputs
-from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
 from megaclip.engine.inputs import Inputs, read_inputs
-from megaclip.engine.launcher import end_with_launcher
-from megaclip.engine.logit_scale import LogitScale, MasterScalar
 from megaclip.engine.loss_watch import LossLevel, SkippedSteps
 from megaclip.engine.metrics import Metrics, StepMetrics
-from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.preflight import MEASURED_STEPS, check_fit, keep_more_graphs, report_peak
 from megaclip.engine.process_group import start_process_group
 from megaclip.engine.resume import describe_run, resume
 from megaclip.engine.run_folder import report_write_errors, run_folder
 from megaclip.engine.run_length import RunLength
 from megaclip.engine.run_loss import RunLoss
-from megaclip.engine.running_statistics import restored, running_statistics
 from megaclip.engine.saved_model import write_model_folder
 from megaclip.engine.saving import Saves
 from megaclip.engine.schedules import chosen_schedule, chosen_warmup
-from megaclip.engine.step_store import StepStore, open_step_store
-from megaclip.engine.stop import StopSignals
-from megaclip.engine.watchdog import Watchdog
-from megaclip.engine.weight_average import WeightAverage
 from megaclip.errors import DataError, MegaclipError, NonFiniteError
 from megaclip.evaluation import (
     CaptionGroups,
@@ -64,8 +53,19 @@ from megaclip.evaluation import (
     example_pictures,
     group_captions,
 )
+from megaclip.guards.launcher import end_with_launcher
+from megaclip.guards.signals import StopSignals
+from megaclip.guards.watchdog import Watchdog
 from megaclip.logging import get_logger, local_rank_from_environment
 from megaclip.planner import MemoryPlan
+from megaclip.step.gradient_cache import RandomState, accumulate_gradients
+from megaclip.step.running_statistics import restored, running_statistics
+from megaclip.step.store import StepStore, open_step_store
+from megaclip.zero.build import build_engine
+from megaclip.zero.compilation import report_compilation
+from megaclip.zero.logit_scale import LogitScale, MasterScalar
+from megaclip.zero.optimizers import set_learning_rate, update
+from megaclip.zero.weight_average import WeightAverage
 
 logger = get_logger(__name__)
 
@@ -105,7 +105,7 @@ def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
 
 
 def train(arguments: TrainArguments) -> int:
-    """Train on this rank, together with the other ranks; return the exit code: 0, or that of `megaclip.engine.stop`.
+    """Train on this rank, together with the other ranks; return the exit code: 0, or that of `megaclip.guards.signals`.
 
     Raises:
         MegaclipError: on every rank, for any problem that the user can solve.

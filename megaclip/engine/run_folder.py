@@ -14,8 +14,8 @@ from megaclip.checkpoint.durable import make_folders
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.config import TrainArguments
 from megaclip.engine.resume import require_own_folder
-from megaclip.engine.run_lock import RunLock
 from megaclip.errors import ConfigError, MegaclipError
+from megaclip.guards.lock import RunLock
 
 
 @contextlib.contextmanager

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from megaclip.config import MegaclipSection
-from megaclip.engine.gradient_cache import ContrastiveLoss
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.losses import LOSSES, FastClipLoss
 from megaclip.losses.settings import LossSettings
+from megaclip.step.gradient_cache import ContrastiveLoss
 
 
 class RunLoss:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 import megaclip
 from megaclip.data.patterns import expand_pattern
 from megaclip.errors import DataError, first_line
-from megaclip.hosts.op_builds import op_builds_root
+from megaclip.zero.op_builds import op_builds_root
 
 PACKAGES = ("torch", "deepspeed", "numpy", "pillow", "open_clip_torch", "timm", "transformers", "triton")
 """Packages whose versions must be equal on all hosts. A package may be missing on all of them."""

@@ -10,7 +10,7 @@ from collections import Counter
 from megaclip.models import OpenClipText, TextConfig
 from megaclip.models.packing import Pieces
 from megaclip.models.text import cut_length
-from megaclip.planner.rules import piece_rows
+from megaclip.step.layout import piece_rows
 
 _USUAL, _LONG = (8, 32), (33, 77)
 _LONG_SHARE = 0.1

@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass
 
 from megaclip.models import OpenClipConfig
-from megaclip.planner import rules
 from megaclip.planner.captions import planned_pieces
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import COMPILE_BLOCKS_SECONDS, COMPILE_LAYER_SECONDS
 from megaclip.planner.tower_time import tower_seconds
 from megaclip.planner.towers import towers
 from megaclip.planner.workload import Workload
+from megaclip.step import layout as rules
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ ViT-bigG-14 and ViT-5B-14 on two H200s: 2.6 s for 480 blocks and 3.2 s for 608, 
 the one above, DeepSpeed gathered all parameters in every pass. Since then they stay gathered, and plans of ViT-B/16
 are 5 to 12 % below the measured steps."""
 GROUPED_UPDATE_SECONDS = 2.1e-3
-"""Seconds of host time of the grouped update (`megaclip.engine.deepspeed_update`) at ZeRO-0 to 2."""
+"""Seconds of host time of the grouped update (`megaclip.zero.update`) at ZeRO-0 to 2."""
 GROUPED_UPDATE_BYTES = 56
 """Bytes per parameter of this rank that the grouped update reads and writes on the GPU. Both are fitted to ViT-B/16 and
 ViT-L/14 at ZeRO-1 on two H200s, 3.6 and 6.4 ms. On one H200 they take 6.0 and 17.6 ms, planned 5.1 and 10.7."""

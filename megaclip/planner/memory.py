@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.plan import CPU, Choice, Machine, choose_way
 from megaclip.models import OpenClipConfig
-from megaclip.planner import rules
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.compilation import compile_estimate
 from megaclip.planner.constants import (
@@ -33,6 +32,7 @@ from megaclip.planner.states import States, checkpoint_bytes, gradient_bytes, st
 from megaclip.planner.towers import text_tower, tower_work, towers
 from megaclip.planner.traffic import exchange_sizes
 from megaclip.planner.workload import Workload
+from megaclip.step import layout as rules
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Bytes on the GPU of each phase of a step and of an evaluation, on top of the states.
 
-A step has the phases of the gradient cache (`megaclip.engine.gradient_cache`):
+A step has the phases of the gradient cache (`megaclip.step.gradient_cache`):
 
 1. each tower forward, chunk by chunk: some chunks with their graph, which is kept, the others without;
 2. the loss over all embeddings;

@@ -14,7 +14,7 @@ It has none at stages 0 and 3, where the parameters themselves are updated.
 * Stage 3 keeps N/W of everything, and the bucket, throughout the step. Parameters below the persistence threshold stay
   whole. The others are whole while they are used or fetched ahead, in two copies. Those at the end of a tower, as many
   as half of `stage3_max_reuse_distance`, stay whole from one pass over the tower to the next
-  (`megaclip.engine.gathered_tower`). With offload_param this is so only between a forward pass and its backward pass
+  (`megaclip.zero.gathered_tower`). With offload_param this is so only between a forward pass and its backward pass
   (DeepSpeed).
 * Offload moves master, states and the step's float32 gradients to host memory, and at stage 3 the working copy too.
   Gradients that accumulate move there at stage 3, and at stage 2 if they accumulate in the working dtype.
@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from megaclip.planner import rules
 from megaclip.planner.workload import Parameters, Workload
+from megaclip.step import layout as rules
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Bytes that a rank sends per step: to other ranks, and with offload to host memory and disk.
 
 `megaclip.losses.costs` has the traffic of the loss. The rest follows the gradient cache
-(`megaclip.engine.gradient_cache`) and DeepSpeed 0.19's `stage_1_and_2.py` and `stage3.py`. With offload_optimizer, per
+(`megaclip.step.gradient_cache`) and DeepSpeed 0.19's `stage_1_and_2.py` and `stage3.py`. With offload_optimizer, per
 trained parameter of this rank's share:
 
 * stage 3: every reduction copies the accumulated gradient to the host and back (`partition_grads`); the last one also
@@ -151,7 +151,7 @@ def _moved_elements(workload: Workload) -> _MovedElements:
 
 
 def _turns(workload: Workload) -> tuple[int, int]:
-    """Return how often the passes over each tower begin, in the order of `megaclip.engine.gradient_cache`."""
+    """Return how often the passes over each tower begin, in the order of `megaclip.step.gradient_cache`."""
     kept, again = workload.kept, workload.encoded_again
     passes = (("text", kept.text), ("image", kept.image + again[0]), ("text", again[1]))
     turns = [tower for tower, _ in itertools.groupby(tower for tower, count in passes if count)]

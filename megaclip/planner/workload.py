@@ -22,8 +22,8 @@ from megaclip.errors import ConfigError
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, meta_model
 from megaclip.models.layers import check_split, split_dim
-from megaclip.planner import rules
 from megaclip.planner.captions import mean_positions
+from megaclip.step import layout as rules
 
 
 class Parameters(NamedTuple):

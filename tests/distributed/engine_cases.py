@@ -26,16 +26,16 @@ from megaclip.comm.collectives import gather_rows
 from megaclip.comm.groups import RankGroup
 from megaclip.config import TrainingConfig, load_training_config, parse_arguments
 from megaclip.data import ImageTransform
-from megaclip.engine.build import build_engine
-from megaclip.engine.gradient_cache import RandomState, accumulate_gradients, trained_towers
-from megaclip.engine.logit_scale import LogitScale, MasterScalar
-from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.process_group import quiet_deepspeed
-from megaclip.engine.step_batch import DeviceFeed, StepBatch, Tower
 from megaclip.losses import LOSSES
 from megaclip.models import ClipModel, ModelConfig, build_model, compilation
 from megaclip.models.layers import split_dim
-from megaclip.planner.rules import KeptGraphs, kept_graphs
+from megaclip.step.batch import DeviceFeed, StepBatch, Tower
+from megaclip.step.gradient_cache import RandomState, accumulate_gradients, trained_towers
+from megaclip.step.layout import KeptGraphs, kept_graphs
+from megaclip.zero.build import build_engine
+from megaclip.zero.logit_scale import LogitScale, MasterScalar
+from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed.memory_batch import MemoryBatch
 
 WORLD_SIZE = 2

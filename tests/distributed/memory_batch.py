@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from megaclip.comm.groups import resolve
-from megaclip.engine.caption_chunks import CaptionChunks
-from megaclip.engine.step_batch import DeviceFeed, Tower
 from megaclip.models import OpenClipText, TextConfig
 from megaclip.models.packing import Pieces
+from megaclip.step.batch import DeviceFeed, Tower
+from megaclip.step.caption_chunks import CaptionChunks
 
 
 class MemoryBatch:

@@ -23,16 +23,16 @@ from torch._dynamo.utils import counters
 from megaclip.checkpoint import store
 from megaclip.config import parse_arguments
 from megaclip.data import ImageTransform
-from megaclip.engine.build import build_engine
-from megaclip.engine.gradient_cache import RandomState, accumulate_gradients, trained_towers
-from megaclip.engine.logit_scale import LogitScale, MasterScalar
-from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.process_group import quiet_deepspeed
-from megaclip.engine.step_batch import DeviceFeed, Tower
 from megaclip.losses import LOSSES
 from megaclip.models import DualEncoder, OpenClipConfig, build_model, compilation
 from megaclip.open_clip_package import import_open_clip
-from megaclip.planner.rules import kept_graphs
+from megaclip.step.batch import DeviceFeed, Tower
+from megaclip.step.gradient_cache import RandomState, accumulate_gradients, trained_towers
+from megaclip.step.layout import kept_graphs
+from megaclip.zero.build import build_engine
+from megaclip.zero.logit_scale import LogitScale, MasterScalar
+from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import (
     BATCH,

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.comm.groups import resolve
-from megaclip.engine import caption_chunks, gradient_cache
-from megaclip.engine.caption_chunks import CaptionChunks
-from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
-from megaclip.engine.step_batch import DeviceFeed
 from megaclip.losses import ClipLoss
 from megaclip.models import ClipModel, build_model
 from megaclip.models.packing import Pieces
+from megaclip.step import caption_chunks, gradient_cache
+from megaclip.step.batch import DeviceFeed
+from megaclip.step.caption_chunks import CaptionChunks
+from megaclip.step.gradient_cache import RandomState, accumulate_gradients
 from tests.distributed import engine_cases, test_engine
 from tests.distributed.engine_cases import BATCH, CAPTION_MODEL, SEED, TRANSFORM, Case, Outcome, oracle
 from tests.distributed.harness import or_traceback, run_ranks

@@ -1,6 +1,6 @@
 """The grouped optimizer step equals DeepSpeed's own step and a float64 norm, and uses few operations.
 
-Each case takes its steps twice on the same ranks: with `megaclip.engine.deepspeed_update`, and with DeepSpeed's own
+Each case takes its steps twice on the same ranks: with `megaclip.zero.update`, and with DeepSpeed's own
 methods. tests/distributed/test_engine.py compares whole updates with one process for all features of the engine.
 """
 
@@ -22,9 +22,10 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaclip.engine import build, deepspeed_update
-from megaclip.engine.deepspeed_update import GroupedStage3, GroupedStages1And2
-from megaclip.engine.optimizers import set_learning_rate, update
+from megaclip.zero import build
+from megaclip.zero import update as deepspeed_update
+from megaclip.zero.optimizers import set_learning_rate, update
+from megaclip.zero.update import GroupedStage3, GroupedStages1And2
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import LEARNING_RATES, Case, largest_move
 from tests.distributed.harness import or_traceback, run_ranks

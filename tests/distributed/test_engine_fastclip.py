@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megaclip.config import MegaclipSection
-from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.run_loss import RunLoss
 from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed import fastclip_oracle as written
 from tests.distributed.engine_cases import (
     BATCH,

@@ -15,11 +15,11 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
 
-from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
-from megaclip.engine.logit_scale import LogitScale
-from megaclip.engine.optimizers import set_learning_rate, update
-from megaclip.engine.step_batch import DeviceFeed, Tower
 from megaclip.errors import ConfigError, NonFiniteError
+from megaclip.step.batch import DeviceFeed, Tower
+from megaclip.step.gradient_cache import RandomState, accumulate_gradients
+from megaclip.zero.logit_scale import LogitScale
+from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import WORLD_SIZE, Case, Outcome, oracle
 from tests.distributed.harness import or_traceback, run_ranks

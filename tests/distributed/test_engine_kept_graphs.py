@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from megaclip.engine import gradient_cache
-from megaclip.engine.step_batch import Tower
+from megaclip.step import gradient_cache
+from megaclip.step.batch import Tower
 from tests.distributed.engine_cases import Case, Outcome, backpropagate, oracle, start_engine, train, training_config
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.test_engine import comparisons

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaclip.comm.groups import group_rank, group_size
-from megaclip.engine.gradient_cache import _loss_and_gradients
-from megaclip.engine.step_batch import Tower
 from megaclip.errors import CheckpointError, DataError
 from megaclip.losses import ClipLoss, FastClipLoss
 from megaclip.losses.fastclip import inner_rate
 from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.step.batch import Tower
+from megaclip.step.gradient_cache import _loss_and_gradients
 from tests.distributed.fastclip_oracle import (
     ADAM_EPS,
     BETAS,

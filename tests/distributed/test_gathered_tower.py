@@ -11,10 +11,10 @@ import pytest
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-from megaclip.engine.gathered_tower import GatheredTower
-from megaclip.engine.step_batch import Tower
 from megaclip.planner.traffic import _moved_elements
 from megaclip.planner.workload import Workload
+from megaclip.step.batch import Tower
+from megaclip.zero.gathered_tower import GatheredTower
 from tests.distributed.engine_cases import (
     WORLD_SIZE,
     Case,

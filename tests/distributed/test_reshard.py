@@ -19,8 +19,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.reshard import load_resharded
-from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.errors import CheckpointError
+from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import (
     STEPS,

@@ -15,9 +15,9 @@ import torch
 
 from megaclip.config import MegaclipSection
 from megaclip.engine.loss_watch import SkippedSteps
-from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.engine.run_loss import RunLoss
 from megaclip.errors import NonFiniteError
+from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import LEARNING_RATES, WORLD_SIZE, Case, batch_of, poisoned_batch_of
 from tests.distributed.harness import or_traceback, run_ranks

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megaclip.comm.collectives import gather_integers, gather_objects
 from megaclip.comm.groups import RankGroup
-from megaclip.engine import optimizers
-from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.models import layers
 from megaclip.models.layers import LayerFactory, split_dim
+from megaclip.zero import optimizers
+from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import Case, Outcome, oracle
 from tests.distributed.harness import or_traceback, run_ranks

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megaclip.comm.groups import group_rank, group_size
-from megaclip.engine.optimizers import set_learning_rate, update
 from megaclip.evaluation import ModelEncoder, evaluate, group_captions
 from megaclip.models import build_model
+from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed.engine_cases import MODEL, TRANSFORM, Case, backpropagate, start_engine, whole_parameters
 from tests.distributed.harness import run_ranks
 from tests.distributed.megatron_mark import MEGATRON

@@ -21,9 +21,9 @@ from megaclip.checkpoint import store
 from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.reshard import load_resharded
 from megaclip.comm.collectives import raise_on_all_ranks, wait_for_all_ranks
-from megaclip.engine.optimizers import set_learning_rate, update
-from megaclip.engine.weight_average import WeightAverage
 from megaclip.errors import CheckpointError, DataError
+from megaclip.zero.optimizers import set_learning_rate, update
+from megaclip.zero.weight_average import WeightAverage
 from tests.distributed.engine_cases import (
     BATCH,
     LEARNING_RATES,

@@ -306,7 +306,7 @@ def _hold(step: int, harmed: Path) -> None:
     A rank that is paused before the fault therefore does not count as hanging.
     """
     from megaclip.engine.metrics import Metrics
-    from megaclip.engine.watchdog import Watchdog
+    from megaclip.guards.watchdog import Watchdog
 
     record, limit_s = Metrics.record_step, Watchdog._limit_s
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaclip.engine.run_lock import RunLock
+from megaclip.guards.lock import RunLock
 from megaclip.models import ModelConfig, build_model
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, launch, run_in_ranks
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from megaclip.data.reading import EvaluationReader, TrainReader
-from megaclip.engine.image_slots import ImageSlots
 from megaclip.errors import DataError
 from megaclip.planner import Cluster
+from megaclip.step.image_slots import ImageSlots
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_here, scalars
 from tests.tolerances import RUN, assert_close

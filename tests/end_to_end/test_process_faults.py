@@ -28,12 +28,12 @@ import torch
 from megaclip.checkpoint.durable import write_atomically
 from megaclip.data import workers
 from megaclip.engine import run as engine_run
-from megaclip.engine import watchdog
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.run import Run, main
-from megaclip.engine.run_lock import LOCK
-from megaclip.engine.watchdog import HANG_EXIT_CODE, Watchdog
 from megaclip.errors import DataError
+from megaclip.guards import watchdog
+from megaclip.guards.lock import LOCK
+from megaclip.guards.watchdog import HANG_EXIT_CODE, Watchdog
 from tests.distributed import harness
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.end_to_end.training_runs import (

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from megaclip.checkpoint.consolidate import consolidated_weights
-from megaclip.engine.gradient_cache import RandomState
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.run import Run
 from megaclip.engine.run_loss import RunLoss
-from megaclip.engine.step_batch import Tower
+from megaclip.step.batch import Tower
+from megaclip.step.gradient_cache import RandomState
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.end_to_end.training_runs import (
     ROOT,

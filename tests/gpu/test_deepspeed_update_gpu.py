@@ -13,8 +13,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from megaclip.engine.deepspeed_update import GroupedStage3, GroupedStages1And2
-from megaclip.engine.optimizers import set_learning_rate, update
+from megaclip.zero.optimizers import set_learning_rate, update
+from megaclip.zero.update import GroupedStage3, GroupedStages1And2
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import Case
 from tests.distributed.harness import run_ranks

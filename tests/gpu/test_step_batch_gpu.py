@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megaclip.data import ImageTransform
-from megaclip.engine.image_slots import ImageSlots
-from megaclip.engine.step_batch import DeviceFeed, Tower
+from megaclip.step.batch import DeviceFeed, Tower
+from megaclip.step.image_slots import ImageSlots
 
 pytestmark = pytest.mark.gpu
 

@@ -15,14 +15,14 @@ from megaclip.comm.collectives import gather_integers
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.config import load_training_config, parse_arguments
 from megaclip.data import ImageTransform
-from megaclip.engine.build import build_engine
-from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
-from megaclip.engine.logit_scale import LogitScale
-from megaclip.engine.optimizers import set_learning_rate, update
-from megaclip.engine.step_batch import DeviceFeed
 from megaclip.losses import ClipLoss
 from megaclip.models import load_model_config
 from megaclip.models.layers import split_dim
+from megaclip.step.batch import DeviceFeed
+from megaclip.step.gradient_cache import RandomState, accumulate_gradients
+from megaclip.zero.build import build_engine
+from megaclip.zero.logit_scale import LogitScale
+from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed.harness import run_ranks
 from tests.distributed.memory_batch import MemoryBatch
 

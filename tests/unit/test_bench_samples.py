@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megaclip.data import load_tokenizer
-from megaclip.engine.caption_chunks import CaptionChunks
 from megaclip.models import load_model_config
 from megaclip.models.text import caption_lengths
 from megaclip.planner.captions import assumed_length, mean_positions
+from megaclip.step.caption_chunks import CaptionChunks
 from tools.bench_samples import POOL, synthetic_captions
 
 TEXT = load_model_config("ViT-B-16").text_cfg

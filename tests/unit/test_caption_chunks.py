@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megaclip.comm.parallelism import ONE_RANK
-from megaclip.engine.caption_chunks import CaptionChunks, division_of_captions
-from megaclip.engine.step_batch import DeviceFeed, Tower
 from megaclip.models import TextConfig, build_model, load_model_config
 from megaclip.models.packing import Pieces
 from megaclip.models.text import CUT_MULTIPLE, caption_lengths, cut_length, is_cut_exact, reason_not_to_cut
+from megaclip.step.batch import DeviceFeed, Tower
+from megaclip.step.caption_chunks import CaptionChunks, division_of_captions
 from tests.tolerances import FEATURES, TOWER_GRADIENT, assert_close, assert_far
 
 EOS = 2

@@ -12,14 +12,14 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.utils.checkpoint import checkpoint
 
 from megaclip.data import ImageTransform, normalised_pixels
-from megaclip.engine import compilation as run_compilation
-from megaclip.engine.compilation import report_compilation
 from megaclip.errors import ConfigError
 from megaclip.models import ClipModel, ModelConfig, attention, build_model, compilation, load_model_config
 from megaclip.models.compilation import compiled_body, compiled_function
 from megaclip.planner import describe, plan_memory, plan_time
 from megaclip.planner.compilation import compile_estimate
-from megaclip.planner.rules import compiles, compiles_whole_tower
+from megaclip.step.layout import compiles, compiles_whole_tower
+from megaclip.zero import compilation as run_compilation
+from megaclip.zero.compilation import report_compilation
 from tests.tolerances import FEATURES, TOWER_GRADIENT, assert_close
 from tests.unit.planner_cases import workload
 

@@ -11,8 +11,8 @@ import pytest
 
 from megaclip.config import MegaclipSection, TrainingConfig, load_training_config
 from megaclip.config.training import TextChunks
-from megaclip.engine import build
 from megaclip.errors import ConfigError
+from megaclip.zero import build
 
 VALID = {
     "train_batch_size": 24,

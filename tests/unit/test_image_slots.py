@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megaclip.engine import this_machine
-from megaclip.engine.image_slots import ImageSlots
 from megaclip.errors import ConfigError
+from megaclip.step.image_slots import ImageSlots
 
 CPU = torch.device("cpu")
 

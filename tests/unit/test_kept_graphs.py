@@ -9,16 +9,16 @@ import torch
 
 from megaclip.data import ImageTransform
 from megaclip.engine import preflight
-from megaclip.engine.build import _checkpoint
-from megaclip.engine.gradient_cache import RandomState, accumulate_gradients
-from megaclip.engine.step_batch import DeviceFeed
 from megaclip.models import ModelConfig, build_model
 from megaclip.planner import Workload, advice, describe, plan_memory, plan_time
 from megaclip.planner.constants import KEPT_GRAPHS_MARGIN
 from megaclip.planner.memory import with_kept_graphs
 from megaclip.planner.phases import graph_bytes
 from megaclip.planner.report import graphs_text, summary
-from megaclip.planner.rules import KeptGraphs, graphs_that_fit, kept_graphs
+from megaclip.step.batch import DeviceFeed
+from megaclip.step.gradient_cache import RandomState, accumulate_gradients
+from megaclip.step.layout import KeptGraphs, graphs_that_fit, kept_graphs
+from megaclip.zero.build import _checkpoint
 from tests.distributed.memory_batch import MemoryBatch
 from tests.unit.planner_cases import GIB, workload
 from tests.unit.test_planner_measured import _PeakBytes

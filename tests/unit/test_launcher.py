@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaclip.engine import launcher as launched
+from megaclip.guards import launcher as launched
 
 ROOT = Path(__file__).resolve().parents[2]
 # A launcher with one rank. The rank trains, has not started to train, or lacks the launcher's environment variables.
@@ -16,8 +16,8 @@ LAUNCHER = """
 import os, sys, time
 
 kind = sys.argv[1]
-from megaclip.engine import launcher as launched
-from megaclip.engine import stop
+from megaclip.guards import launcher as launched
+from megaclip.guards import signals as stop
 
 launched._POLL_S = 0.05
 reader, writer = os.pipe()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaclip.engine.logit_scale import LogitScale
+from megaclip.zero.logit_scale import LogitScale
 
 
 @pytest.mark.parametrize(("value", "expected"), [(-0.5, 0.0), (2.0, 2.0), (5.0, math.log(100))])

@@ -12,9 +12,8 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from megaclip.config import MegaclipSection, TrainingConfig
-from megaclip.engine import build
 from megaclip.errors import MegaclipError
-from megaclip.hosts import op_builds
+from megaclip.zero import build, op_builds
 
 # A build that lasts until it reads a line. It deletes its lock while the file is open. FileBaton.release closes the
 # file first. For a moment this looks like the lock of a killed build, except that a real build has just written files.

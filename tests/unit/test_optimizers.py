@@ -13,8 +13,8 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from megaclip.config.optimizers import Optimizer
-from megaclip.engine.optimizers import step_without_history, timm_optimizer
 from megaclip.errors import ConfigError
+from megaclip.zero.optimizers import step_without_history, timm_optimizer
 
 
 def settings(kind: str, **params: float) -> Optimizer:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megaclip.config import load_training_config, parse_arguments
-from megaclip.engine.parameter_groups import LR_SCALE, grouping, parameter_groups
 from megaclip.errors import ConfigError
 from megaclip.models import ModelConfig, build_model
+from megaclip.zero.parameter_groups import LR_SCALE, grouping, parameter_groups
 
 MODEL = ModelConfig.from_dict(
     {

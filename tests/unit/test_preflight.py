@@ -12,11 +12,12 @@ import pytest
 
 from megaclip.commands import plan
 from megaclip.config import MegaclipSection, TrainingConfig, load_training_config, parse_arguments
-from megaclip.engine import build, preflight, this_machine
+from megaclip.engine import preflight, this_machine
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
 from megaclip.planner import Cluster, describe
 from megaclip.planner.cluster import GPUS
+from megaclip.zero import build
 
 
 def raise_alone(error: Exception | None) -> None:

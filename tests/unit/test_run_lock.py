@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from megaclip.engine import run_lock
-from megaclip.engine.run_lock import LOCK, RunLock
 from megaclip.errors import ConfigError
+from megaclip.guards import lock as run_lock
+from megaclip.guards.lock import LOCK, RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
 # A process that holds the lock of the folder argv[1] until it is killed. A second argument simulates another host.
 HOLDER = """
 import sys, time
 from pathlib import Path
-from megaclip.engine import run_lock
+from megaclip.guards import lock as run_lock
 
 run_lock.HEARTBEAT_S = 0.2
 if len(sys.argv) > 2:

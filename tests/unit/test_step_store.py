@@ -8,9 +8,9 @@ import torch
 
 from megaclip.config import BatchPlan
 from megaclip.data import Batch
-from megaclip.engine.caption_chunks import CaptionChunks
-from megaclip.engine.step_batch import DeviceFeed, Tower
-from megaclip.engine.step_store import StepStore
+from megaclip.step.batch import DeviceFeed, Tower
+from megaclip.step.caption_chunks import CaptionChunks
+from megaclip.step.store import StepStore
 
 CHUNKS, ROWS = 4, 2
 PLAN = BatchPlan(

@@ -13,14 +13,14 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from megaclip.engine import stop
-from megaclip.engine.stop import StopSignals
+from megaclip.guards import signals as stop
+from megaclip.guards.signals import StopSignals
 
 ROOT = Path(__file__).resolve().parents[2]
 # A rank whose main thread is in a C call that does not return, as in a collective with a rank that has died.
 STUCK = """
 import ctypes, os
-from megaclip.engine.stop import StopSignals
+from megaclip.guards.signals import StopSignals
 
 with StopSignals():
     reader, writer = os.pipe()
@@ -91,7 +91,7 @@ def test_no_rank_is_missing_if_the_launcher_ends_while_its_children_are_counted(
 # receives the signal LATE itself. All ranks are forks of one process, because importing megaclip takes seconds.
 LATE_SIGNALS = """
 import os, signal, sys
-from megaclip.engine import stop
+from megaclip.guards import signals as stop
 
 for case in sys.argv[1:]:
     child = os.fork()

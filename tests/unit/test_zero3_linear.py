@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from megaclip.engine.zero3_linear import linear
+from megaclip.zero.linear import linear
 
 
 @pytest.mark.parametrize("with_bias", [True, False])

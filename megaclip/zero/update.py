@@ -4,7 +4,7 @@ ViT-B/16 has 398 parameter tensors. DeepSpeed 0.19 computes the gradient norm fr
 runs several kernels and waits for the GPU to clip each parameter group. The GPU then waits for the host. The methods
 below are replaced by methods that handle all tensors at once:
 
-* ZeRO-0, `clip_fp32_gradients`: one grouped product, with the norm that `megaclip.engine.optimizers.update` has
+* ZeRO-0, `clip_fp32_gradients`: one grouped product, with the norm that `megaclip.zero.optimizers.update` has
   computed.
 * ZeRO-1 and 2, `scaled_global_norm`: one grouped norm and one all-reduce for all parameter groups.
 * ZeRO-1 and 2, `unscale_and_clip_grads`: the same factor, without the check that waits for the GPU.

@@ -13,7 +13,7 @@ from megaclip.config import TrainingConfig
 from megaclip.errors import ConfigError, first_line
 from megaclip.logging import get_logger
 from megaclip.models import DualEncoder
-from megaclip.planner import rules
+from megaclip.step import layout as rules
 
 logger = get_logger(__name__)
 

@@ -3,7 +3,7 @@
 The tokenizer pads every caption to the context length, usually to several times its own length. The text tower ignores
 the padding (`megaclip.models.text.is_cut_exact`) but would still compute it. So the captions are sorted by length, the
 longest first, and divided into equal chunks. If there are one or two chunks, the first has captions of many lengths. It
-is divided again, into pieces (`megaclip.planner.rules.piece_rows`). Every piece is cut at the end of its longest
+is divided again, into pieces (`megaclip.step.layout.piece_rows`). Every piece is cut at the end of its longest
 caption. The embeddings are then in the order of the sorted captions; the gradient cache puts them back into the order
 of the batch (`CaptionChunks.order`).
 
@@ -30,7 +30,7 @@ from megaclip.logging import get_logger
 from megaclip.models import OpenClipText, TextConfig
 from megaclip.models.packing import Pieces, joined
 from megaclip.models.text import caption_lengths, cut_lengths, reason_not_to_cut
-from megaclip.planner.rules import cuts_captions, piece_rows
+from megaclip.step.layout import cuts_captions, piece_rows
 
 logger = get_logger(__name__)
 

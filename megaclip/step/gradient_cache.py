@@ -35,13 +35,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from megaclip.comm.collectives import average_over_ranks
-from megaclip.engine.gathered_tower import GatheredTower
-from megaclip.engine.gradient_sums import GradientSums
-from megaclip.engine.running_statistics import restored, running_statistics
-from megaclip.engine.step_batch import StepBatch, Tower
 from megaclip.errors import NonFiniteError
 from megaclip.models import DualEncoder
-from megaclip.planner.rules import KeptGraphs, encodes_together, kept_graphs
+from megaclip.step.batch import StepBatch, Tower
+from megaclip.step.gradient_sums import GradientSums
+from megaclip.step.layout import KeptGraphs, encodes_together, kept_graphs
+from megaclip.step.running_statistics import restored, running_statistics
+from megaclip.zero.gathered_tower import GatheredTower
 
 ContrastiveLoss = Callable[..., Tensor]  # (image features, text features, scale[, logit_bias]) -> loss
 
@@ -82,7 +82,7 @@ def accumulate_gradients(
 ) -> Tensor:
     """Leave the gradient of one whole contrastive batch in the engine, ready for `engine.step()`.
 
-    If the loss is infinite or NaN, all gradients become NaN, and `megaclip.engine.optimizers.update` refuses them. On a
+    If the loss is infinite or NaN, all gradients become NaN, and `megaclip.zero.optimizers.update` refuses them. On a
     GPU this function only queues work. The host never waits for the GPU, so that the GPU never waits for the host.
 
     Args:

@@ -3,7 +3,7 @@
 A refused update changes no parameter and no optimizer state. DeepSpeed then takes the path of a float16 overflow, which
 discards the gradients.
 
-DeepSpeed builds most optimizers from ds_config.json; Lion and LAMB are timm's. `megaclip.engine.parameter_groups` forms
+DeepSpeed builds most optimizers from ds_config.json; Lion and LAMB are timm's. `megaclip.zero.parameter_groups` forms
 the groups that they update.
 """
 
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from megaclip.comm.collectives import sum_over_ranks
 from megaclip.config.optimizers import Optimizer
-from megaclip.engine.deepspeed_update import TESTED_VERSION
-from megaclip.engine.parameter_groups import LR_SCALE
 from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.models.layers import split_dim
 from megaclip.open_clip_package import import_torchvision
+from megaclip.zero.parameter_groups import LR_SCALE
+from megaclip.zero.update import TESTED_VERSION
 
 
 def timm_optimizer(settings: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ heartbeats of the other ranks:
   its first steps, which compile.) This counts as a hang only when that rank has reached its own limit.
 - Otherwise the run hangs. The other ranks wait for the ranks that have entered the fewest collectives.
 
-Then every rank writes its stacks (`megaclip.engine.stacks`), the rank that has found the hang logs it, and all end with
+Then every rank writes its stacks (`megaclip.guards.stacks`), the rank that has found the hang logs it, and all end with
 exit code 75. Nothing is saved: a checkpoint needs all ranks.
 
 Python code cannot run while another thread is in a C call that does not release the interpreter lock. So the thread
@@ -41,7 +41,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from megaclip.data.workers import WORKER_TIMEOUT_S, kill_workers, set_worker_timeout
-from megaclip.engine.stacks import collectives_entered, write_stacks
+from megaclip.guards.stacks import collectives_entered, write_stacks
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)

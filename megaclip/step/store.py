@@ -1,6 +1,6 @@
 """Store a step's samples: a thread fills the store from the loader, and both passes of the gradient cache read it.
 
-Pixels are in slots of one image chunk each (`megaclip.engine.image_slots`). `data_offload` decides their number:
+Pixels are in slots of one image chunk each (`megaclip.step.image_slots`). `data_offload` decides their number:
 
 - "cpu" or "disk": every chunk of the rank's share has a slot, in host memory or in a file. The second pass reads the
   slots again and frees each of them for the next step.
@@ -8,7 +8,7 @@ Pixels are in slots of one image chunk each (`megaclip.engine.image_slots`). `da
 
 The first chunks of a step, whose graphs are kept, are read once, and their slots are freed in the first pass. If all
 graphs are kept, there are only few slots too. All tokens are kept in host memory, because they are small. When all of a
-step's tokens have arrived, they are divided into chunks (`megaclip.engine.caption_chunks`).
+step's tokens have arrived, they are divided into chunks (`megaclip.step.caption_chunks`).
 
 If a rank's data fail in the middle of a step, the rank continues with blank chunks, because the other ranks wait for it
 in collectives. `agree` then ends the step on all ranks, before parameters are updated.
@@ -33,15 +33,15 @@ from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.groups import resolve
 from megaclip.config import BatchPlan, TrainArguments
 from megaclip.data import TrainLoader, free_pages, normalised_pixels
-from megaclip.engine.caption_chunks import CaptionChunks, DivideCaptions, division_of_captions
-from megaclip.engine.image_slots import WINDOW, ImageSlots
 from megaclip.engine.inputs import Inputs
-from megaclip.engine.step_batch import DeviceFeed, Tower
 from megaclip.errors import DataError, MegaclipError, first_line
 from megaclip.logging import get_logger
 from megaclip.models.compilation import compiled_function
 from megaclip.models.packing import Pieces
-from megaclip.planner.rules import ImagePlace
+from megaclip.step.batch import DeviceFeed, Tower
+from megaclip.step.caption_chunks import CaptionChunks, DivideCaptions, division_of_captions
+from megaclip.step.image_slots import WINDOW, ImageSlots
+from megaclip.step.layout import ImagePlace
 
 logger = get_logger(__name__)
 

@@ -23,17 +23,17 @@ from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.parallelism import Parallelism, parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
 from megaclip.config.optimizers import TIMM_OPTIMIZERS
-from megaclip.engine.compilation import compile_model
-from megaclip.engine.deepspeed_update import group_kernels
-from megaclip.engine.optimizers import guard_gradients, step_without_history, timm_optimizer
-from megaclip.engine.parameter_groups import parameter_groups
-from megaclip.engine.zero3_linear import use_linear_of_zero3
 from megaclip.errors import ConfigError, config_error
-from megaclip.hosts.op_builds import delete_abandoned_locks
 from megaclip.logging import get_logger, local_rank_from_environment
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model
 from megaclip.models.layers import require_apex, whole_shape
 from megaclip.ops.tiles import require_implementation
+from megaclip.zero.compilation import compile_model
+from megaclip.zero.linear import use_linear_of_zero3
+from megaclip.zero.op_builds import delete_abandoned_locks
+from megaclip.zero.optimizers import guard_gradients, step_without_history, timm_optimizer
+from megaclip.zero.parameter_groups import parameter_groups
+from megaclip.zero.update import group_kernels
 
 logger = get_logger(__name__)
 

@@ -99,7 +99,7 @@ class StopSignals:
 def _is_a_local_rank_missing(launcher: int) -> bool:
     """Return whether a rank of this host has exited: its parent, the launcher, has fewer children than it started.
 
-    If the launcher itself is gone, the ranks save (`megaclip.engine.launcher`), so the answer is False.
+    If the launcher itself is gone, the ranks save (`megaclip.guards.launcher`), so the answer is False.
     """
     ranks = ranks_of_this_node()
     if ranks is None or os.getppid() != launcher:

@@ -16,13 +16,13 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from megaclip.engine.step_batch import Tower
 from megaclip.models import DualEncoder
-from megaclip.planner.rules import elements_kept_gathered
+from megaclip.step.batch import Tower
+from megaclip.step.layout import elements_kept_gathered
 
 _Parameters = list[Any]
 """Parameters with the attributes that DeepSpeed's ZeRO-3 adds to them."""
-_USER = "megaclip.engine.gathered_tower"
+_USER = "megaclip.zero.gathered_tower"
 """Entry in the set of the modules that use a parameter. DeepSpeed releases no parameter whose set has an entry."""
 
 

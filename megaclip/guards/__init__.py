@@ -1,0 +1,7 @@
+"""What ends a run that must not continue.
+
+- `watchdog`: ends a run that hangs, with the `stacks` of all threads.
+- `lock`: one run per folder.
+- `signals`: SIGTERM, SIGINT and SIGUSR1 end a run after its step.
+- `launcher`: ends a rank whose launcher is gone.
+"""

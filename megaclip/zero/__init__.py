@@ -1,0 +1,9 @@
+"""DeepSpeed's engine and everything that touches its internals.
+
+- `build`: builds the model and the engine, from `parameter_groups`, `optimizers` and `compilation` (torch.compile).
+- `update`: DeepSpeed's update with grouped kernels. `linear`: linear layers at ZeRO-3. `gathered_tower`: keeps a
+  tower's parameters gathered at ZeRO-3.
+- `logit_scale`: exact access to the float32 masters of `logit_scale` and `logit_bias`.
+- `weight_average`: the moving average of the weights.
+- `op_builds`: the ops that DeepSpeed compiles at first use.
+"""
