@@ -164,8 +164,8 @@ def paths_of_tree(tree: str) -> Iterator[str]:
             folders.append((indent, names[0]))
 
 
-def test_readme_tree_names_every_package_and_only_existing_paths():
-    paths = list(paths_of_tree(section("README.md", "## Code layout").split("```")[1]))
+def test_the_tree_names_every_package_and_only_existing_paths():
+    paths = list(paths_of_tree(section("docs/architecture.md", "## Code layout").split("```")[1]))
     assert [path for path in paths if not (ROOT / path).exists()] == []
     packages = {f"megaclip/{path.parent.name}/" for path in (ROOT / "megaclip").glob("*/__init__.py")}
     assert packages - set(paths) == set(), "the tree lacks these packages"
@@ -178,9 +178,9 @@ def tracked_files() -> list[str]:
     return listed.stdout.splitlines()
 
 
-def test_readme_import_table_equals_the_table_that_the_import_rules_enforce():
+def test_the_import_table_equals_the_table_that_the_import_rules_enforce():
     documented: dict[str, set[str]] = {}
-    for packages, allowed in table_rows(section("README.md", "## Code layout"))[2:]:
+    for packages, allowed in table_rows(section("docs/architecture.md", "## Imports"))[2:]:
         above = set(documented)
         for package in re.findall(r"`(\w+)`", packages):
             documented[package] = above if "every package above" in allowed else set(re.findall(r"`(\w+)`", allowed))

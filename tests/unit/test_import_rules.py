@@ -1,4 +1,4 @@
-"""Every import statement of the package follows README.md's table, which lists what each package may import.
+"""Every import of the package follows the table in docs/architecture.md: what each package may import.
 
 Imports inside functions and under TYPE_CHECKING count too. The table shows what a reader must know to understand a
 package.
