@@ -6,3 +6,5 @@
   samples in the background, with pixels in `image_slots`. `caption_chunks` sorts and cuts captions.
 - `layout`: the rules by which a step is laid out: kept graphs, text chunks, places of images and embeddings.
 """
+
+import megaclip.planner  # noqa: F401  before `layout`, which the planner's modules import and which imports theirs
