@@ -133,7 +133,7 @@ def case_inputs(case: Case, arguments: TrainArguments) -> Inputs:
     transform = SyntheticTransform(model_config.vision_cfg.image_size)
     transform(bytes(8))  # fill the pool before workers are forked
     captions = synthetic_captions(case.caption_lengths, model_config.text_cfg.context_length)
-    samples = 4 * config.batch_plan(dist.get_world_size()).global_batch
+    samples = 4 * config.batch_layout(dist.get_world_size()).global_batch
     config = fitted(config, model_config)
     return Inputs(
         config=config,
@@ -161,11 +161,11 @@ class MegaclipSteps:
         (folder / "checkpoints").mkdir()
         arguments = case_arguments(case, folder)
         inputs = case_inputs(case, arguments)
-        batch_plan = inputs.config.batch_plan(dist.get_world_size())
+        batch_layout = inputs.config.batch_layout(dist.get_world_size())
         plan = check_fit(arguments, inputs)
         self.compiled, self.recomputes = plan.compiles, plan.recomputes
-        self.text_micro_batch = batch_plan.text_micro_batch * inputs.config.megaclip.tensor_parallel_size
-        self._run = Run(arguments, inputs, batch_plan, folder, plan)
+        self.text_micro_batch = batch_layout.text_micro_batch * inputs.config.megaclip.tensor_parallel_size
+        self._run = Run(arguments, inputs, batch_layout, folder, plan)
         self._data = self._run.open_data()
         self._batch = self._data.__enter__()
         bind, update = self._run.loss.bind, self._run.engine.step

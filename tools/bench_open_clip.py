@@ -76,10 +76,10 @@ class OpenClipSteps:
             arguments = case_arguments(case, Path(folder))
         inputs = case_inputs(case, arguments)
         self._config: TrainingConfig = inputs.config
-        self._batch_plan = inputs.config.batch_plan(dist.get_world_size())
-        if self.compiles == "task" and self._batch_plan.accumulation > 1:
+        self._batch_layout = inputs.config.batch_layout(dist.get_world_size())
+        if self.compiles == "task" and self._batch_layout.accumulation > 1:
             raise ConfigError(
-                f"open_clip compiles nothing with --torchcompile-strategy task and {self._batch_plan.accumulation} "
+                f"open_clip compiles nothing with --torchcompile-strategy task and {self._batch_layout.accumulation} "
                 "chunks; use the method open_clip_compiled, or one chunk"
             )
         self._device = torch.device(get_accelerator().current_device_name())
@@ -96,7 +96,7 @@ class OpenClipSteps:
             gather_with_grad=True,
             cache_labels=self.compiles != "task",
             rank=dist.get_rank(),
-            world_size=self._batch_plan.world_size,
+            world_size=self._batch_layout.world_size,
         )
         # A graph of model and loss together has no point in time at which the loss starts.
         self._loss = loss if self.compiles == "task" else clock.loss(loss)
@@ -107,10 +107,10 @@ class OpenClipSteps:
             inputs.train,
             inputs.train_transform,
             inputs.tokenizer,
-            micro_batch_size=self._batch_plan.micro_batch,
-            micro_batches_per_step=self._batch_plan.accumulation,
+            micro_batch_size=self._batch_layout.micro_batch,
+            micro_batches_per_step=self._batch_layout.accumulation,
             rank=dist.get_rank(),
-            world_size=self._batch_plan.world_size,
+            world_size=self._batch_layout.world_size,
             seed=case.seed,
             num_workers=case.workers,
             pin_memory=self._device.type == "cuda",
@@ -120,7 +120,7 @@ class OpenClipSteps:
 
     def prepare(self) -> None:
         """Load the next step's chunks onto the device."""
-        self._chunks = [self._on_device(next(self._loader)) for _ in range(self._batch_plan.accumulation)]
+        self._chunks = [self._on_device(next(self._loader)) for _ in range(self._batch_layout.accumulation)]
 
     def step(self, *, probe: bool = False) -> float:
         """Run one step over the prepared chunks; return the loss.
@@ -142,7 +142,7 @@ class OpenClipSteps:
         loss = torch.zeros(())
         for index, chunk in enumerate(chunks[: 2 if probe else None]):
             is_last = index == len(chunks) - 1
-            with nullcontext() if is_last or self._batch_plan.world_size == 1 else self._model.no_sync():
+            with nullcontext() if is_last or self._batch_layout.world_size == 1 else self._model.no_sync():
                 with self._autocast():
                     output = self._model(*chunk)
                     whole = {
@@ -163,7 +163,7 @@ class OpenClipSteps:
 
     def _parallel(self, model: Any) -> Any:
         """Return the model, in DDP on several ranks."""
-        if self._batch_plan.world_size == 1:
+        if self._batch_layout.world_size == 1:
             return model
         devices = [self._device] if self._device.type == "cuda" else None
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=devices)
@@ -188,7 +188,7 @@ class OpenClipSteps:
         with torch.no_grad():
             self._bare.logit_scale.clamp_(0, math.log(100))
         end()
-        return sum(gather_objects(float(loss.detach()))) / self._batch_plan.world_size  # mean of local losses
+        return sum(gather_objects(float(loss.detach()))) / self._batch_layout.world_size  # mean of local losses
 
 
 class CompiledOpenClipSteps(OpenClipSteps):

@@ -144,7 +144,7 @@ def checked_run(hosts: Sequence[Host], training: list[str]) -> tuple[Path, Calla
     config = load_training_config(run.deepspeed_config)
     fits = batch_fits(config)
     if not choose_hosts(hosts, fits):
-        config.batch_plan(sum(host.slots for host in hosts))  # raises the run's own error
+        config.batch_layout(sum(host.slots for host in hosts))  # raises the run's own error
     if len(hosts) > 1 and not choose_hosts(hosts[:-1], fits):
         logger.warning(
             "the batch of %s cannot be divided among fewer hosts, so a restart waits until a lost host answers again; "

@@ -1,6 +1,6 @@
 """The settings of a run: ds_config.json with its section "megaclip", and the command line.
 
-training.py          reads and checks ds_config.json: `TrainingConfig`, `BatchPlan`
+training.py          reads and checks ds_config.json: `TrainingConfig`, `BatchLayout`
 ds_config.py         all accepted settings of ds_config.json, typed
 section.py           the section "megaclip"
 optimizers.py        the section "optimizer": supported optimizers and their parameters
@@ -11,17 +11,17 @@ open_clip_flags.py   open_clip's flags that launch/train.py does not accept, and
 These modules check ds_config.json and the command line alone. Other packages check them against the rest of the run:
 
 - the model, the data and the paths: `megaclip.engine.inputs`
-- the number of ranks: `TrainingConfig.batch_plan`
+- the number of ranks: `TrainingConfig.batch_layout`
 - the device and the installed ops: `megaclip.zero.build`
 - the free memory and disk: `megaclip.engine.preflight`
 """
 
 from megaclip.config.command_line import TrainArguments, parse_arguments
 from megaclip.config.section import MegaclipSection
-from megaclip.config.training import BatchPlan, TrainingConfig, load_training_config
+from megaclip.config.training import BatchLayout, TrainingConfig, load_training_config
 
 __all__ = [
-    "BatchPlan",
+    "BatchLayout",
     "MegaclipSection",
     "TrainArguments",
     "TrainingConfig",

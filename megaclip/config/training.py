@@ -35,7 +35,7 @@ DEEPSPEED_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchLayout:
     """The batch of a step, divided into ranks and chunks (DeepSpeed's three batch settings, completed).
 
     With tensor parallelism, DeepSpeed's micro-batch belongs to a replica of T ranks, and each rank loads 1/T of it. The
@@ -166,7 +166,7 @@ class TrainingConfig:
         """True if the activations that checkpointing keeps are stored in host memory."""
         return self._settings.activation_checkpointing.cpu_checkpointing
 
-    def batch_plan(self, world_size: int) -> BatchPlan:
+    def batch_layout(self, world_size: int) -> BatchLayout:
         """Return the batch settings for `world_size` ranks, completed, with the text chunks.
 
         Raises ConfigError if the settings and the number of ranks do not fit together.
@@ -217,7 +217,7 @@ class TrainingConfig:
                     f"{self.path}: {name} {rows} is not a multiple of megaclip.tensor_parallel_size {tensor_size}: the "
                     "ranks of a replica load equal shares of it"
                 )
-        return BatchPlan(
+        return BatchLayout(
             global_batch=total,
             micro_batch=micro // tensor_size,
             accumulation=accumulation,

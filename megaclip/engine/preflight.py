@@ -243,7 +243,7 @@ def report_peak(plan: MemoryPlan) -> None:
 
 def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> Workload:
     """Return the workload of the command line and ds_config.json."""
-    model, batch = inputs.model_config, inputs.config.batch_plan(world_size).global_batch
+    model, batch = inputs.model_config, inputs.config.batch_layout(world_size).global_batch
     steps = RunLength.of(arguments, len(inputs.train), batch).total_steps
     if arguments.force_patch_dropout is not None:
         model = model.replace(vision_cfg={"patch_dropout": arguments.force_patch_dropout})

@@ -14,7 +14,7 @@ from megaclip.checkpoint.manifest import summary
 from megaclip.checkpoint.reshard import load_resharded
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
-from megaclip.config import BatchPlan, MegaclipSection, TrainArguments
+from megaclip.config import BatchLayout, MegaclipSection, TrainArguments
 from megaclip.data import check_manifest
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
@@ -33,7 +33,9 @@ _NOT_RECORDED = {"tensor_parallel_size": 1, "parameter_groups": grouping(Megacli
 """Keys of `describe_run` that older checkpoints do not record, with the only values that existed then."""
 
 
-def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPlan, total_steps: int) -> dict[str, Any]:
+def describe_run(
+    inputs: Inputs, arguments: TrainArguments, batch_layout: BatchLayout, total_steps: int
+) -> dict[str, Any]:
     """Return the properties of a run that every checkpoint stores, in JSON types.
 
     A resumed run must have the same properties, except those in `_PARTITIONING` and, in some cases, `total_steps`.
@@ -51,7 +53,7 @@ def describe_run(inputs: Inputs, arguments: TrainArguments, batch_plan: BatchPla
         },
         "seed": arguments.seed,
         "shard_order": arguments.shard_order,
-        "global_batch": batch_plan.global_batch,
+        "global_batch": batch_layout.global_batch,
         "total_steps": total_steps,
         "optimizer": inputs.config.optimizer.type,
         "parameter_groups": grouping(inputs.config.megaclip),

@@ -27,7 +27,7 @@ from megaclip.checkpoint.durable import read_text, write_atomically
 from megaclip.checkpoint.search import MODEL_CARD, locate
 from megaclip.comm.collectives import gather_objects, sum_counts, wait_for_all_ranks
 from megaclip.comm.parallelism import parallel_groups
-from megaclip.config import BatchPlan, TrainArguments, parse_arguments
+from megaclip.config import BatchLayout, TrainArguments, parse_arguments
 from megaclip.data import check_batch
 from megaclip.engine.best_checkpoint import BestCheckpoint
 from megaclip.engine.changed_settings import report_changed_settings
@@ -113,11 +113,11 @@ def train(arguments: TrainArguments) -> int:
     inputs = read_inputs(arguments)
     start_process_group()
     require_equal_inputs(arguments, inputs)
-    batch_plan = inputs.config.batch_plan(dist.get_world_size())
-    check_batch(batch_plan.global_batch, inputs.train.order(seed=arguments.seed))
+    batch_layout = inputs.config.batch_layout(dist.get_world_size())
+    check_batch(batch_layout.global_batch, inputs.train.order(seed=arguments.seed))
     memory_plan = check_fit(arguments, inputs)
     with run_folder(arguments) as folder:
-        run = Run(arguments, inputs, batch_plan, folder, memory_plan)
+        run = Run(arguments, inputs, batch_layout, folder, memory_plan)
         run.resume()
         run.write_description()  # after resume(): a checkpoint that is refused must leave the old description unchanged
         if run.is_finished():
@@ -139,18 +139,23 @@ class Run:
     """
 
     def __init__(
-        self, arguments: TrainArguments, inputs: Inputs, batch_plan: BatchPlan, folder: Path, memory_plan: MemoryPlan
+        self,
+        arguments: TrainArguments,
+        inputs: Inputs,
+        batch_layout: BatchLayout,
+        folder: Path,
+        memory_plan: MemoryPlan,
     ) -> None:
         self.arguments = arguments
         self.inputs = inputs
-        self.batch_plan = batch_plan
+        self.batch_layout = batch_layout
         self.folder = folder
         self.memory_plan = memory_plan
         self.checkpoints = folder / "checkpoints"
         self._summary = folder / "metrics.json"
         self.rank = dist.get_rank()
         self.replica = parallel_groups(inputs.config.megaclip.tensor_parallel_size).data.rank
-        self.length = RunLength.of(arguments, len(inputs.train), batch_plan.global_batch)
+        self.length = RunLength.of(arguments, len(inputs.train), batch_layout.global_batch)
         self.last_step = min(self.length.total_steps, arguments.stop_after_steps or self.length.total_steps)
         self.schedule = chosen_schedule(arguments, self.length, inputs.config.learning_rate)
         self.engine: DeepSpeedEngine = build_engine(
@@ -172,7 +177,7 @@ class Run:
             warmup=chosen_warmup(arguments, self.length),
             device=self.engine.device,
         )
-        self.identity = describe_run(inputs, arguments, batch_plan, self.length.total_steps)
+        self.identity = describe_run(inputs, arguments, batch_layout, self.length.total_steps)
         self.step = 0
         """Number of optimizer steps done."""
         self.samples_consumed = 0
@@ -278,12 +283,12 @@ class Run:
             self.step,
             self.last_step,
             self.length.total_steps,
-            self.batch_plan.global_batch,
-            self.batch_plan.world_size,
-            self.batch_plan.accumulation,
-            self.batch_plan.micro_batch,
-            self.batch_plan.text_chunks,
-            self.batch_plan.text_micro_batch,
+            self.batch_layout.global_batch,
+            self.batch_layout.world_size,
+            self.batch_layout.accumulation,
+            self.batch_layout.micro_batch,
+            self.batch_layout.text_chunks,
+            self.batch_layout.text_micro_batch,
             len(self.inputs.train),
         )
 
@@ -330,10 +335,10 @@ class Run:
         return open_step_store(
             self.arguments,
             self.inputs,
-            self.batch_plan,
+            self.batch_layout,
             self.engine,
             place=self.memory_plan.image_place,
-            read_once=self.batch_plan.accumulation - self.memory_plan.workload.encoded_again[0],
+            read_once=self.batch_layout.accumulation - self.memory_plan.workload.encoded_again[0],
             compiles=self.memory_plan.compiles,
             folder=self.folder,
             samples_consumed=self.samples_consumed,
@@ -345,7 +350,7 @@ class Run:
             first_rank=self.rank == 0,
             start_step=self.step,
             total_steps=self.length.total_steps,
-            global_batch=self.batch_plan.global_batch,
+            global_batch=self.batch_layout.global_batch,
             log_every=self.arguments.log_every_n_steps,
             monitor=self.engine.monitor,
         )
@@ -376,7 +381,7 @@ class Run:
         captions = batch.captions()
         batch.next_step()
         self.step += 1
-        self.samples_consumed += self.batch_plan.global_batch
+        self.samples_consumed += self.batch_layout.global_batch
         if self.step == self._first_step + MEASURED_STEPS:
             self.memory_plan = keep_more_graphs(self.memory_plan)
             gc.collect()

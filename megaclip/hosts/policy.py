@@ -143,7 +143,7 @@ def batch_fits(config: TrainingConfig) -> Callable[[int], bool]:
 
     def fits(ranks: int) -> bool:
         try:
-            config.batch_plan(ranks)
+            config.batch_layout(ranks)
         except ConfigError:
             return False
         return True

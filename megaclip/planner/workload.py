@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from megaclip.config import BatchPlan, MegaclipSection, TrainingConfig
+from megaclip.config import BatchLayout, MegaclipSection, TrainingConfig
 from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.config.training import default_text_micro_batch
 from megaclip.errors import ConfigError
@@ -60,7 +60,7 @@ class Workload:
     model: ModelDescription
     megaclip: MegaclipSection
     zero: DeepSpeedZeroConfig
-    batch: BatchPlan
+    batch: BatchLayout
     bf16: bool
     """True if parameters, activations and embeddings are bfloat16; otherwise they are float32."""
     gradient_bytes: int
@@ -129,7 +129,7 @@ class Workload:
             model=model,
             megaclip=config.megaclip,
             zero=config.zero,
-            batch=rules.fitted(config, model).batch_plan(world_size),
+            batch=rules.fitted(config, model).batch_layout(world_size),
             bf16=config.bf16,
             gradient_bytes={"fp32": 4, "bf16": 2}.get(str(accumulate), 2 if config.bf16 else 4),
             accumulates_in_bf16=config.accumulates_in_bf16,
@@ -166,7 +166,7 @@ class Workload:
             section = section.model_copy(update={"text_micro_batch_size": text_micro_batch * tensor_ranks})
         rows, chunk = local_batch or self.batch.local_batch, micro_batch or self.batch.micro_batch
         limits = rules.text_chunks_for(self.model, self.compute_bytes, section.cut_captions)
-        batch = BatchPlan(
+        batch = BatchLayout(
             global_batch=rows * self.world_size,
             micro_batch=chunk,
             accumulation=rows // chunk,

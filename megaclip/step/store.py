@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.groups import resolve
-from megaclip.config import BatchPlan, TrainArguments
+from megaclip.config import BatchLayout, TrainArguments
 from megaclip.data import TrainLoader, free_pages, normalised_pixels
 from megaclip.engine.inputs import Inputs
 from megaclip.errors import DataError, MegaclipError, first_line
@@ -55,7 +55,7 @@ _JOIN_S = 2.0
 def open_step_store(
     arguments: TrainArguments,
     inputs: Inputs,
-    batch_plan: BatchPlan,
+    batch_layout: BatchLayout,
     engine: DeepSpeedEngine,
     *,
     place: ImagePlace,
@@ -77,15 +77,15 @@ def open_step_store(
         DataError: on every rank, if the batch is larger than the data, or a rank cannot start its data workers.
     """
     size = inputs.train_transform.size
-    slot = (batch_plan.micro_batch, 3, size, size)
-    reread_from = batch_plan.accumulation if place.keeps else read_once
+    slot = (batch_layout.micro_batch, 3, size, size)
+    reread_from = batch_layout.accumulation if place.keeps else read_once
     with raise_on_all_ranks():
         loader = TrainLoader(
             inputs.train,
             inputs.train_transform,
             inputs.tokenizer,
-            micro_batch_size=batch_plan.micro_batch,
-            micro_batches_per_step=batch_plan.accumulation,
+            micro_batch_size=batch_layout.micro_batch,
+            micro_batches_per_step=batch_layout.accumulation,
             reread_from=reread_from,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -95,7 +95,7 @@ def open_step_store(
             shard_order=arguments.shard_order,
             max_bad_fraction=arguments.max_bad_fraction,
         )
-    count = batch_plan.accumulation if place.keeps else min(WINDOW, loader.readings_per_step)
+    count = batch_layout.accumulation if place.keeps else min(WINDOW, loader.readings_per_step)
     file_folder = Path(arguments.data_offload_dir or folder) if place.name == "disk" else None
     slots = ImageSlots((count, *slot), engine.device, file_folder)
     normalise = inputs.train_transform.normalise
@@ -107,7 +107,7 @@ def open_step_store(
         closing(slots),
         StepStore(
             loader,
-            batch_plan,
+            batch_layout,
             feed,
             slots.tensor,
             context_length=text.context_length,
@@ -126,7 +126,7 @@ class StepStore:
     def __init__(
         self,
         loader: TrainLoader,
-        batch_plan: BatchPlan,
+        batch_layout: BatchLayout,
         feed: DeviceFeed,
         slots: Tensor,
         *,
@@ -143,13 +143,13 @@ class StepStore:
                 read once.
             divide_captions: divides a step's captions into chunks.
         """
-        self._loader, self._batch_plan, self._feed, self._slots = loader, batch_plan, feed, slots
+        self._loader, self._batch_layout, self._feed, self._slots = loader, batch_layout, feed, slots
         self._divide_captions = divide_captions
         self._reread_from = reread_from
         self._first_sample = loader.samples_consumed
         # Two entries: for this step and the next. Chunks of a third step cannot arrive before this step's slots are
         # free.
-        self._tokens = torch.empty(2, batch_plan.local_batch, context_length, dtype=torch.int32)
+        self._tokens = torch.empty(2, batch_layout.local_batch, context_length, dtype=torch.int32)
         self._step = 0
         self._captions: CaptionChunks | None = None
         """This step's chunks of captions. None: no chunk of them has been read yet."""
@@ -195,13 +195,13 @@ class StepStore:
 
     def ids(self) -> Tensor:
         """Return the sample ids of this step, (b,) int64, in the order of the rows."""
-        return self._loader.ids_of_step(self._batch_plan.global_batch * self._step + self._first_sample)
+        return self._loader.ids_of_step(self._batch_layout.global_batch * self._step + self._first_sample)
 
     def rows(self) -> int:
-        return self._batch_plan.local_batch
+        return self._batch_layout.local_batch
 
     def chunk_count(self, tower: Tower) -> int:
-        return self._batch_plan.accumulation if tower is Tower.IMAGE else self._batch_plan.text_chunks
+        return self._batch_layout.accumulation if tower is Tower.IMAGE else self._batch_layout.text_chunks
 
     def chunks(self, tower: Tower, *, read_once: int, again: bool) -> Iterator[Tensor]:
         source = self._pixels if tower is Tower.IMAGE else self._texts
@@ -220,9 +220,9 @@ class StepStore:
         """
         if self._captions is None:
             tokens = self._tokens[self._step % 2]
-            here = self._wait_for(self._first_chunk + self._batch_plan.accumulation - 1)
+            here = self._wait_for(self._first_chunk + self._batch_layout.accumulation - 1)
             tokens = tokens if here else torch.zeros_like(tokens)
-            self._captions = self._divide_captions(tokens, self._batch_plan.text_chunks)
+            self._captions = self._divide_captions(tokens, self._batch_layout.text_chunks)
             if self._step == 0 and here and self._captions.mean_tokens is not None:
                 logger.info("%s", self._captions.summary())
         return self._captions
@@ -240,7 +240,7 @@ class StepStore:
 
     def _pixels(self, read_once: int, again: bool) -> Iterator[Tensor]:
         """Yield this step's pixels. A slot is freed when the next chunk is requested, unless it is needed again."""
-        count = self._batch_plan.accumulation
+        count = self._batch_layout.accumulation
         rereads = self._reread_from < count
         start = self._first_chunk + (count - self._reread_from if again and rereads else 0)
         first = read_once if again else 0
@@ -292,9 +292,9 @@ class StepStore:
                         return
                 self._slots[number % len(self._slots)].copy_(batch.images)
                 step, chunk = divmod(number, self._loader.readings_per_step)
-                if chunk < self._batch_plan.accumulation:
-                    start = chunk * self._batch_plan.micro_batch
-                    self._tokens[step % 2, start : start + self._batch_plan.micro_batch].copy_(batch.tokens)
+                if chunk < self._batch_layout.accumulation:
+                    start = chunk * self._batch_layout.micro_batch
+                    self._tokens[step % 2, start : start + self._batch_layout.micro_batch].copy_(batch.tokens)
                     self._bad_counts_read[step % 2] = self._loader.bad_counts
                 free_pages(batch.images)  # so that deleting them does not delay the training thread
                 with self._changed:

@@ -67,9 +67,9 @@ def build_engine(
             delete_abandoned_locks()
     torch.manual_seed(arguments.seed)
     parallel = parallel_groups(config.megaclip.tensor_parallel_size)
-    batch_plan = config.batch_plan(dist.get_world_size())
+    batch_layout = config.batch_layout(dist.get_world_size())
     model = _construct(config, arguments, model_config, parallel)
-    if model.statistics(model.visual) and batch_plan.micro_batch == 1:
+    if model.statistics(model.visual) and batch_layout.micro_batch == 1:
         raise ConfigError(
             "train_micro_batch_size_per_gpu 1 cannot be used with the batch norms of this image tower, which normalise "
             "a chunk by its own mean and deviation; use 2 or more"
@@ -98,7 +98,7 @@ def build_engine(
             "always refuses an update whose gradient norm is infinite or NaN"
         )
     _describe(engine, config, model, compiled)
-    _warn_of_bf16_accumulation(config, max(batch_plan.accumulation, batch_plan.text_chunks))
+    _warn_of_bf16_accumulation(config, max(batch_layout.accumulation, batch_layout.text_chunks))
     return engine
 
 

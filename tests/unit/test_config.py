@@ -490,7 +490,7 @@ def test_the_batch_triple_is_completed(tmp_path, total, micro, accumulation, exp
         train_micro_batch_size_per_gpu=micro,
         gradient_accumulation_steps=accumulation,
     )
-    plan = load_training_config(path).batch_plan(world_size=2)
+    plan = load_training_config(path).batch_layout(world_size=2)
     assert (plan.global_batch, plan.micro_batch, plan.accumulation) == expected
 
 
@@ -498,10 +498,10 @@ def test_text_chunks_divide_the_samples_of_a_rank(tmp_path):
     def config(size):
         return load_training_config(write(tmp_path, megaclip={"text_micro_batch_size": size}))
 
-    plan = config(6).batch_plan(world_size=2)
+    plan = config(6).batch_layout(world_size=2)
     assert (plan.local_batch, plan.accumulation, plan.text_micro_batch, plan.text_chunks) == (12, 3, 6, 2)
     with pytest.raises(ConfigError, match=r"text_micro_batch_size 5 does not divide the 4 x 3 = 12 samples per rank"):
-        config(5).batch_plan(world_size=2)
+        config(5).batch_layout(world_size=2)
 
 
 @pytest.mark.parametrize(("accumulation", "captions", "chunk"), [(8, 4, 4), (8, 3, 2), (6, 4, 3), (7, 4, 1), (1, 9, 1)])
@@ -509,9 +509,9 @@ def test_a_text_chunk_takes_no_more_memory_than_an_image_chunk(tmp_path, accumul
     """A text chunk has the samples of several image chunks. Their number divides the number of image chunks."""
     path = write(tmp_path, train_batch_size=3 * accumulation, train_micro_batch_size_per_gpu=3)
     config = replace(load_training_config(path), text_chunks=TextChunks(captions))
-    assert config.batch_plan(world_size=1).text_micro_batch == 3 * chunk
+    assert config.batch_layout(world_size=1).text_micro_batch == 3 * chunk
     section = config.megaclip.model_copy(update={"text_micro_batch_size": 1})
-    assert replace(config, megaclip=section).batch_plan(world_size=1).text_micro_batch == 1
+    assert replace(config, megaclip=section).batch_layout(world_size=1).text_micro_batch == 1
 
 
 @pytest.mark.parametrize(
@@ -520,14 +520,14 @@ def test_a_text_chunk_takes_no_more_memory_than_an_image_chunk(tmp_path, accumul
 def test_too_few_text_chunks_get_the_size_of_image_chunks(tmp_path, accumulation, captions, chunk):
     path = write(tmp_path, train_batch_size=3 * accumulation, train_micro_batch_size_per_gpu=3)
     config = replace(load_training_config(path), text_chunks=TextChunks(captions, least=8))
-    assert config.batch_plan(world_size=1).text_micro_batch == 3 * chunk
+    assert config.batch_layout(world_size=1).text_micro_batch == 3 * chunk
 
 
 @pytest.mark.parametrize("world_size", [4, 5, 48])
 def test_a_world_size_that_does_not_divide_the_batch_is_refused(tmp_path, world_size):
     config = load_training_config(write(tmp_path, train_batch_size=24, train_micro_batch_size_per_gpu=4))
     with pytest.raises(ConfigError, match=f"{world_size} ranks"):
-        config.batch_plan(world_size)
+        config.batch_layout(world_size)
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).resolve().parents[2] / "ds_configs").rglob("*.json")), ids=str)
@@ -590,4 +590,4 @@ def test_files_that_are_no_ds_config_are_refused(tmp_path: Path, content: bytes)
 def test_a_batch_that_cannot_be_divided_is_explained_by_what_was_written(tmp_path, given, expected):
     config = load_training_config(write(tmp_path, train_batch_size=7, **given))
     with pytest.raises(ConfigError, match=expected):
-        config.batch_plan(1)
+        config.batch_layout(1)

@@ -141,7 +141,7 @@ def test_ds_configs(tmp_path: Path, times: int) -> None:
 
     def check(example: tuple[dict[str, Any], int]) -> bool:
         path.write_text(json.dumps(example[0]))
-        return is_accepted(lambda: load_training_config(path).batch_plan(example[1]))
+        return is_accepted(lambda: load_training_config(path).batch_layout(example[1]))
 
     found = outcomes(check, 300 * times, st.tuples(changed(documents, sorted(keys)), st.integers(1, 3)))
     assert found[True] > 2 and found[False] > 100

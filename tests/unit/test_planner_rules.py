@@ -368,5 +368,5 @@ def test_the_settings_of_zero_3_limit_what_stays_gathered(
 def test_the_settings_of_a_workload_are_the_objects_of_the_run(tmp_path: Path) -> None:
     job = workload(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
     config = load_training_config(tmp_path / "ds.json")
-    assert (job.megaclip, job.zero, job.batch) == (config.megaclip, config.zero, config.batch_plan(8))
+    assert (job.megaclip, job.zero, job.batch) == (config.megaclip, config.zero, config.batch_layout(8))
     assert json.loads((tmp_path / "ds.json").read_text())["train_batch_size"] == job.batch.global_batch

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megaclip.config import BatchPlan
+from megaclip.config import BatchLayout
 from megaclip.data import Batch
 from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.caption_chunks import CaptionChunks
 from megaclip.step.store import StepStore
 
 CHUNKS, ROWS = 4, 2
-PLAN = BatchPlan(
+PLAN = BatchLayout(
     global_batch=CHUNKS * ROWS, micro_batch=ROWS, accumulation=CHUNKS, world_size=1, text_micro_batch=2 * ROWS
 )
 
