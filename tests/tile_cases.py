@@ -1,6 +1,6 @@
 """Cases and checks for every implementation of the tile operations, compiled or interpreted.
 
-The results are compared with `megaclip.ops.reference` in float64, for features that are rounded as for the product.
+The results are compared with `tests.reference` in float64, for features that are rounded as for the product.
 Every buffer that an implementation allocates without filling it starts as NaN. So a check fails where a value is never
 written.
 """
@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaclip.ops import reference, tiles
-from megaclip.ops.tiles import Implementation, Terms, TileOptions
+from megaclip.ops import tiles
+from megaclip.ops.types import Implementation, Terms, TileOptions
+from tests import reference
 from tests.tolerances import CONVERGED, GRADIENT, ROWS, TILE_GRADIENT, TILE_SUM, TILE_VALUE, VALUE, Bound, assert_close
 
 

@@ -26,10 +26,10 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+from volume import bytes_sent
 
 from megaclip.comm.collectives import gather_rows, reduce_scatter_rows, sum_over_ranks
 from megaclip.comm.groups import group_size
-from megaclip.comm.volume import bytes_sent
 from megaclip.engine.process_group import start_process_group
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
 from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic

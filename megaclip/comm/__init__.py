@@ -6,5 +6,4 @@
 - `ring`: pass blocks from rank to rank while each rank computes.
 - `recording`: CUDA graphs with collectives between them.
 - `machine`: measure link speed, compute speed and free memory, for cost models.
-- `volume`: measure the bytes that a rank sends.
 """

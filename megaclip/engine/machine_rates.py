@@ -25,7 +25,8 @@ from megaclip.comm.groups import resolve
 from megaclip.comm.machine import seconds, slowest_link
 from megaclip.data import ImageTransform
 from megaclip.models import ModelConfig
-from megaclip.ops.tiles import Terms, tile_grads, tile_stats
+from megaclip.ops.tiles import tile_grads, tile_stats
+from megaclip.ops.types import Terms
 from megaclip.planner.tower_time import attention_operations
 from megaclip.planner.towers import Tower, own_image_tower
 

@@ -16,7 +16,7 @@ from megaclip.comm.groups import RankGroup
 from megaclip.errors import DataError
 from megaclip.losses.plan import EXCHANGES, PAYLOADS, REDUCTIONS
 from megaclip.losses.settings import LossSettings
-from megaclip.ops.tiles import FEATURE_DTYPES
+from megaclip.ops.types import FEATURE_DTYPES
 
 _KINDS = list(itertools.product(FEATURE_DTYPES, (True, False)))
 """Accepted dtypes of features, each on the CPU and elsewhere: a collective cannot combine both."""

@@ -13,7 +13,7 @@ from megaclip.errors import config_error
 from megaclip.losses.costs import LossCost
 from megaclip.losses.plan import Plan, make_plan
 from megaclip.losses.settings import StandaloneSettings
-from megaclip.ops.tiles import TileOptions, accumulation_dtype
+from megaclip.ops.types import TileOptions, accumulation_dtype
 
 _OPEN_CLIP_SETTINGS = {
     "local_loss",

@@ -27,7 +27,7 @@ from megaclip.losses.plan import Plan
 from megaclip.losses.small_batches import RecordableLoss
 from megaclip.losses.sums import LossAndSums, function_of_sums, gradient_of_scalar
 from megaclip.ops.rows import finish_gradient, finish_gradients, softmax_pairs
-from megaclip.ops.tiles import Terms
+from megaclip.ops.types import Terms
 
 
 class ClipLoss(RecordableLoss):

@@ -2,7 +2,7 @@
 
 `LOSS_COSTS` has the costs of each loss by its name in ds_config.json. From these costs `megaclip.losses.plan` chooses
 the exchange and the reduction, and the planner computes a step's time and traffic. Tests compare them with the bytes
-that `megaclip.comm.volume` measures.
+that `tools/volume.py` measures.
 """
 
 from collections.abc import Callable, Mapping

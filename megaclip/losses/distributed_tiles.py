@@ -31,7 +31,8 @@ from torch import Tensor
 from megaclip.comm.collectives import gather_rows, reduce_scatter_log_sum_exp, reduce_scatter_rows
 from megaclip.comm.ring import Carried, Tensors, circulate
 from megaclip.losses.plan import Plan
-from megaclip.ops.tiles import Scalars, Terms, tile_grads, tile_stats
+from megaclip.ops.tiles import tile_grads, tile_stats
+from megaclip.ops.types import Scalars, Terms
 
 
 class BatchGrads(NamedTuple):

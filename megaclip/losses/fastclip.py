@@ -62,7 +62,7 @@ from megaclip.losses.temperature import (
     scheduled_rate,
     step_individual,
 )
-from megaclip.ops.tiles import accumulation_dtype
+from megaclip.ops.types import accumulation_dtype
 
 _GAMMA_EPOCHS = 18.0  # default outside of a MegaCLIP run, as in ds_configs/fastclip_v3.json
 

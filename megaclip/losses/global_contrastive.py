@@ -18,7 +18,7 @@ from megaclip.losses.first_order import first_order
 from megaclip.losses.plan import Plan
 from megaclip.losses.sums import gradient_of_scalar
 from megaclip.ops.rows import finish_gradients, paired_products
-from megaclip.ops.tiles import Terms, accumulation_dtype
+from megaclip.ops.types import Terms, accumulation_dtype
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 from megaclip.comm.groups import RankGroup, named
 from megaclip.losses.first_order import first_order
 from megaclip.losses.sums import LossAndSums, finish_gradients
-from megaclip.ops.tiles import accumulation_dtype
+from megaclip.ops.types import accumulation_dtype
 
 
 def _digest_of_source() -> str:

@@ -32,7 +32,7 @@ from megaclip.comm.machine import CPU as CPU  # for the planner
 from megaclip.comm.machine import Machine, machine_of
 from megaclip.logging import get_logger, log_once
 from megaclip.losses.costs import LossCost, Sizes
-from megaclip.ops.tiles import TileOptions, accumulation_dtype
+from megaclip.ops.types import TileOptions, accumulation_dtype
 
 EXCHANGES = ("ring", "all_gather")
 REDUCTIONS = ("feature", "scalar")

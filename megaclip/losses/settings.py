@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from megaclip.ops.tiles import DEFAULT_OPTIONS, Implementation, Precision
+from megaclip.ops.types import DEFAULT_OPTIONS, Implementation, Precision
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -21,8 +21,7 @@ class LossSettings(BaseModel):
 
     exchange: Literal["auto", "ring", "all_gather"] = "auto"
     """How features are sent to the other ranks: "ring" sends them from neighbour to neighbour, "all_gather" all at
-    once.
-    Text features are always sent, image features only with the reduction "scalar". Both are exact;
+    once. Text features are always sent, image features only with the reduction "scalar". Both are exact;
     `megaclip.losses.plan` describes how "auto" chooses."""
 
     reduction: Literal["auto", "feature", "scalar"] = "auto"
@@ -106,9 +105,8 @@ class FastClipSettings(BaseModel):
     """"reference" scales gradients as the published code does, for hyper-parameters that were tuned with it. Feature
     gradients are halved and have no factor tau (v3 keeps the factor). The temperature gradient of v3 is halved except
     for the part through g. The part through g of v0 is not halved. The gradient of a global temperature uses log u
-    instead
-    of log(eps+u). The Adam of per-sample temperatures counts epochs, and its gradients are limited. The loss value is
-    equal in both. docs/fastclip.md lists the remaining differences between "reference" and the published code."""
+    instead of log(eps+u). The Adam of per-sample temperatures counts epochs, and its gradients are limited. The loss
+    value is equal in both. docs/fastclip.md lists the remaining differences between "reference" and the published code."""
 
     state_device: Literal["cpu", "accelerator"] = "cpu"
     """Device on which each rank keeps the state of its samples."""
@@ -126,7 +124,7 @@ class StandaloneSettings(LossSettings):
     """Settings of a loss that is constructed in Python, inside or outside of a MegaCLIP run."""
 
     precision: Precision = DEFAULT_OPTIONS.precision
-    """Precision of the products of features; see `megaclip.ops.tiles.TileOptions`."""
+    """Precision of the products of features; see `megaclip.ops.types.TileOptions`."""
 
 
 class StandaloneFastClipSettings(StandaloneSettings, FastClipSettings):

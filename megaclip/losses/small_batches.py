@@ -21,7 +21,8 @@ from megaclip.losses.batch_loss import BatchLoss
 from megaclip.losses.plan import Plan
 from megaclip.losses.settings import BatchLossSettings
 from megaclip.losses.sums import Evaluate, LossAndSums
-from megaclip.ops.tiles import accumulation_dtype, implementation_for
+from megaclip.ops.tiles import implementation_for
+from megaclip.ops.types import accumulation_dtype
 
 _MOST_OPERATIONS = 2**40
 """Operations (8 b*B*D) of the largest batch that is recorded. For larger batches the GPU takes longer than the host."""

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaclip.ops.tiles import accumulation_dtype, reason_without_kernels
+from megaclip.ops.tiles import reason_without_kernels
+from megaclip.ops.types import accumulation_dtype
 
 
 class SoftmaxPairs(NamedTuple):

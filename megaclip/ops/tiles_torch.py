@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megaclip.ops.tiles import Accumulators, TermVectors, TileOptions
+from megaclip.ops.types import Accumulators, TermVectors, TileOptions
 
 # Number of tile-sized buffers alive at once, in the dtype of sums.
 _STATS_BUFFERS = 3  # s, its scaled copy, the exponentials inside logsumexp

@@ -30,10 +30,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megaclip.ops.tiles import Accumulators, TermVectors, TileOptions
 from megaclip.ops.tiles_triton_blocks import INTERPRETED, Block, TileConfig, Tiling, cdiv, part
 from megaclip.ops.tiles_triton_common import _merge_stats_kernel, _tile_limits_kernel
 from megaclip.ops.tiles_triton_kernels import _tile_grads_kernel, _tile_sigmoid_kernel, _tile_stats_kernel
+from megaclip.ops.types import Accumulators, TermVectors, TileOptions
 
 
 def tile_stats(

@@ -14,8 +14,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megaclip.ops.tiles import TileOptions
 from megaclip.ops.tiles_triton_kernels import _tile_stats_kernel
+from megaclip.ops.types import TileOptions
 
 INTERPRETED = not isinstance(_tile_stats_kernel, triton.JITFunction)
 # A diagonal outside of every block.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megaclip.ops import rows, tiles
-from megaclip.ops.tiles import DEFAULT_OPTIONS, Terms, TileOptions
+from megaclip.ops.types import DEFAULT_OPTIONS, Terms, TileOptions, accumulation_dtype
 
 
 @torch.library.custom_op("megaclip::tile_stats", mutates_args=())
@@ -107,8 +107,8 @@ def _options(precision: str, implementation: str, tile_budget_mib: float) -> Til
 
 
 def _row_values(features: Tensor) -> Tensor:
-    return features.new_empty((features.shape[0],), dtype=tiles.accumulation_dtype(features))
+    return features.new_empty((features.shape[0],), dtype=accumulation_dtype(features))
 
 
 def _feature_values(features: Tensor) -> Tensor:
-    return features.new_empty(features.shape, dtype=tiles.accumulation_dtype(features))
+    return features.new_empty(features.shape, dtype=accumulation_dtype(features))

@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
-from megaclip.ops.reference import info_nce
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_clip_loss import Towers, expect_same_error, random_batch
 from tests.distributed.test_siglip_loss import oracle
+from tests.reference import info_nce
 from tests.tolerances import GRADIENT, VALUE, compare, exceeded
 
 REPOSITORY = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from torch import Tensor
 from megaclip.comm.groups import group_rank, group_size, resolve
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.plan import Plan
-from megaclip.ops import reference
-from megaclip.ops.tiles import Terms, TileOptions
+from megaclip.ops.types import Terms, TileOptions
+from tests import reference
 from tests.distributed.harness import run_ranks
 from tests.tolerances import GRADIENT, VALUE, assert_close
 

@@ -12,9 +12,9 @@ import torch
 
 from megaclip.comm import ring
 from megaclip.comm.groups import NodeGroup, by_node, group_size, resolve
-from megaclip.ops.reference import info_nce
 from tests.distributed import test_clip_loss, test_siglip_loss
 from tests.distributed.harness import run_ranks
+from tests.reference import info_nce
 from tests.tolerances import exceeded
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.losses import ClipLoss
-from megaclip.ops import reference
+from tests import reference
 from tests.distributed.harness import run_ranks
 from tests.tolerances import NCCL_GRADIENT, NCCL_TEMPERATURE, NCCL_VALUE, assert_close
 

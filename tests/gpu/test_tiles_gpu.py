@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megaclip.ops import rows, tiles, tiles_triton_blocks
-from megaclip.ops.tiles import Terms, TileOptions
+from megaclip.ops.types import Terms, TileOptions
 from tests.tile_cases import (
     SIDES_CASES,
     SMALL_CASES,

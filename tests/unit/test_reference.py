@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaclip.ops import reference
-from megaclip.ops.tiles import Terms
+from megaclip.ops.types import Terms
+from tests import reference
 from tests.tolerances import GRADIENT, VALUE, assert_close
 
 ALPHA = 7.5

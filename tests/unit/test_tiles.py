@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaclip.errors import ConfigError
-from megaclip.ops import reference, rows, tiles, tiles_torch
-from megaclip.ops.tiles import Terms, TileOptions
+from megaclip.ops import rows, tiles, tiles_torch
+from megaclip.ops.types import Terms, TileOptions
+from tests import reference
 from tests.tile_cases import SIDES_CASES, check_sides_and_accumulators
 from tests.tolerances import GRADIENT, VALUE, assert_close, assert_far
 

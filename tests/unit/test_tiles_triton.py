@@ -36,8 +36,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
         assert " passed" in done.stdout
 
 else:
-    from megaclip.ops import reference, rows_triton, tiles, tiles_triton_blocks
-    from megaclip.ops.tiles import Terms, TileOptions
+    from megaclip.ops import rows_triton, tiles, tiles_triton_blocks
+    from megaclip.ops.types import Terms, TileOptions
+    from tests import reference
 
     TRITON, TORCH = TileOptions(implementation="triton"), TileOptions(implementation="torch")
 

@@ -43,6 +43,6 @@ def bytes_sent(run: Callable[[], Any], *, group: Any = None) -> dict[str, float]
     sent = {}
     for name, sizes in logged.items():
         if name not in _SENT:
-            raise ValueError(f"the bytes that {name!r} sends are unknown; add it to _SENT in megaclip/comm/volume.py")
+            raise ValueError(f"the bytes that {name!r} sends are unknown; add it to _SENT in tools/volume.py")
         sent[name] = _SENT[name](world_size) * sum(size * record[0] for size, record in sizes.items())
     return sent

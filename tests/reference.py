@@ -1,8 +1,7 @@
 """Reference losses and tile operations in float64, against which every other implementation is tested.
 
 Each function forms the whole matrix of logits in the plainest way, without regard to speed or memory. The losses take
-their gradients from autograd. The tile functions follow their defining sums term by term. Tests and benchmarks call
-this module; training never does.
+their gradients from autograd. The tile functions follow their defining sums term by term.
 
 Shapes: B contrastive batch, D embedding, m and n the rows and columns of a tile.
 """
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaclip.ops.tiles import Scalars, Terms
+from megaclip.ops.types import Scalars, Terms
 
 
 class LossAndGrads(NamedTuple):
