@@ -31,7 +31,11 @@ AVX2 = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDN
 BASIC = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 BUSY_LOOPS = 2
 # Training through the engine, the losses over ranks, the tiles: where roundings come nearest to their bounds.
-SHORT_TESTS = ["tests/unit/test_tiles.py", "tests/distributed/test_clip_loss.py", "tests/distributed/test_engine.py"]
+SHORT_TESTS = [
+    "tests/unit/ops/test_tiles.py",
+    "tests/distributed/test_clip_loss.py",
+    "tests/distributed/test_engine.py",
+]
 
 
 @dataclass(frozen=True)

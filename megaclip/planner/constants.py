@@ -35,7 +35,7 @@ PRODUCT_SHARE = 0.94
 """Rate of a tower's matrix products divided by that of a large square product. This number and MEMORY_SHARE are fitted
 to towers of widths from 768 to 3,072 on H200s: ViT-B/16's image tower takes 126.5 ms for 512 images, forward and
 backward, and the
-others are in tests/unit/planner_h200_runs.json."""
+others are in tests/unit/planner/h200_runs.json."""
 MEMORY_SHARE = 0.58
 """Share of a GPU's memory bandwidth that norms, activation functions and sums reach."""
 ATTENTION_SHARE = 0.23

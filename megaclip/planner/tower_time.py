@@ -10,7 +10,7 @@ Numbers that the third kind reads and writes per token of a block, in units of t
     backward  two norms 6, two sums of residual gradients 6, sums of the gradients of queries, keys and values 6, GELU
               3 r, gradients of the biases 5 + r
 
-QuickGELU takes 7 r and 14 r, LayerScale 4 and 12 more. `tests/unit/test_planner_tower_time.py` compares the numbers
+QuickGELU takes 7 r and 14 r, LayerScale 4 and 12 more. `tests/unit/planner/test_tower_time.py` compares the numbers
 with PyTorch's operations. Attention is counted in whole tiles of tokens, and twice in the backward pass.
 
 With tensor parallelism over T ranks, a chunk of m rows per rank is T m rows. Norms and residual sums are whole on every

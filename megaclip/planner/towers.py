@@ -7,7 +7,7 @@ A pre-norm block of width C and MLP width r C keeps, per token and in units of C
 + 2 r. QuickGELU keeps its sigmoid too (r), LayerScale its two inputs (2). With selective recomputation it keeps neither
 the norms' outputs nor the activation function's: 6 + r. Where one token stands for the sample, the last block keeps its
 input, a norm's output, keys and values of every token (4), the rest of that one token. Always in float32: mean and
-deviation of two norms (4 numbers) and attention's log-sum-exp per head. `tests/unit/test_planner_towers.py` compares
+deviation of two norms (4 numbers) and attention's log-sum-exp per head. `tests/unit/planner/test_towers.py` compares
 the formula with the bytes that autograd saves.
 
 With tensor parallelism over T ranks, a chunk of m rows per rank is T m rows in the towers. Each rank keeps its part of

@@ -26,7 +26,7 @@ from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import WORLD_SIZE, Finished, flags, run_here, scalars
 from tests.tolerances import RUN, assert_close
 
-pytestmark = pytest.mark.long  # its one launch of all runs takes a minute; tests/unit/test_image_slots.py is quick
+pytestmark = pytest.mark.long  # its one launch of all runs takes a minute; tests/unit/step/test_image_slots.py is quick
 
 STEPS = 7
 CHUNKS = 4

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_samples import picture, write_tar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
@@ -32,6 +31,7 @@ from megaclip.errors import ConfigError, MegaclipError
 from megaclip.hosts.hostfile import read_hostfile
 from megaclip.hosts.remote import environment_of_ranks
 from megaclip.models import load_model_config
+from tests.unit.data.data_samples import picture, write_tar
 
 ROOT = Path(__file__).resolve().parents[2]
 ODD = [

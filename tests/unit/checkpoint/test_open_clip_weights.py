@@ -1,0 +1,401 @@
+"""open_clip's directory format: open_clip loads our exports, and bad files raise one-line errors."""
+
+import copy
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megaclip.checkpoint import manifest
+from megaclip.checkpoint.durable import checksum
+from megaclip.checkpoint.manifest import MANIFEST
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, remove_earlier_files, write_model_card
+from megaclip.checkpoint.open_clip_weights import (
+    assigned_model,
+    compare_weights,
+    read_weights,
+    write_weights,
+)
+from megaclip.checkpoint.verify import TOLERANCE, verify
+from megaclip.commands import import_open_clip as import_command
+from megaclip.data import load_tokenizer
+from megaclip.data.tokenizers import train_sentencepiece
+from megaclip.errors import CheckpointError
+from megaclip.models import build_model, load_model_config
+from megaclip.models.open_clip_keys import to_open_clip
+from megaclip.open_clip_package import import_open_clip
+from tests.pretrained import load_pretrained
+from tests.tolerances import EXPORT, POSITIONS, assert_close, assert_far
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def config():
+    """Return small towers with CLIP's vocabulary, so that open_clip's own tokenizer can be used."""
+    text = {"vocab_size": 49408, "width": 24, "heads": 3, "pool_type": "argmax"}
+    return load_model_config("demo-tiny").replace(text_cfg=text)
+
+
+@pytest.fixture(scope="module")
+def model(config):
+    torch.manual_seed(7)
+    return build_model(config).eval()
+
+
+@pytest.fixture
+def exported(tmp_path, config, model):
+    directory = tmp_path / "exported"
+    write_model_card(directory, config, {**OPENAI_PREPROCESS, "mean": [0.5, 0.5, 0.5], "resize_mode": "squash"})
+    write_weights(directory, model.state_dict(), config)
+    return directory
+
+
+def open_clips_state_dict(model):
+    return {name: value.clone() for name, value in to_open_clip(model.state_dict(), model.config).items()}
+
+
+def assert_same_weights(got, model):
+    expected = model.state_dict()
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+# ------------------------------------------------------------------------------------------------ writing, verifying
+
+
+def test_open_clip_loads_an_exported_directory(exported, model):
+    package = import_open_clip()
+    theirs, _, preprocess = package.create_model_and_transforms(f"local-dir:{exported}")
+    for name, value in open_clips_state_dict(model).items():
+        assert torch.equal(theirs.state_dict()[name], value), name
+    assert theirs.visual.preprocess_cfg["mean"] == [0.5, 0.5, 0.5]
+    assert theirs.visual.preprocess_cfg["resize_mode"] == "squash"
+    assert theirs.visual.preprocess_cfg["size"] == (24, 24)
+    assert preprocess is not None
+
+
+def test_verification_passes_on_the_same_model_and_tokenizer(exported, model, config):
+    result = verify(exported, model, load_tokenizer("clip", config.text_cfg.context_length))
+    assert result.passed
+    assert EXPORT.limit == TOLERANCE
+    assert_close(result.max_abs_diff, 0.0, EXPORT, size=1)
+    assert (result.captions_compared, result.captions_differing) == (6, 0)
+
+
+@pytest.mark.parametrize("parameter", ["visual.proj", "text.ln_final.bias", "logit_scale"])
+def test_verification_fails_if_one_parameter_differs(exported, model, parameter):
+    torch.manual_seed(0)  # a change of one number might be too small without this seed
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.get_parameter(parameter).add_(torch.randn_like(changed.get_parameter(parameter)) * 1e-2)
+    result = verify(exported, changed)
+    assert_far(result.max_abs_diff, 0.0, EXPORT, f"another {parameter}", size=1)
+    assert not result.passed
+    assert result.captions_compared == 0
+
+
+def test_verification_counts_captions_with_different_tokens(exported, model, config):
+    tokenizer = load_tokenizer("clip", config.text_cfg.context_length)
+    result = verify(exported, model, lambda captions: tokenizer([caption[:12] for caption in captions]))
+    assert result.captions_differing == 5  # all except the empty caption
+    assert not result.passed
+
+
+def test_verification_passes_with_a_sentencepiece_tokenizer(tmp_path, config):
+    pytest.importorskip("transformers", reason="open_clip reads Hugging Face tokenizers through transformers")
+    captions = [f"a {colour} {thing}" for colour in ("red", "green", "blue") for thing in ("cat", "dog", "house")]
+    tokenizer = train_sentencepiece(captions * 5, tmp_path / "tokenizer.model", vocab_size=60)
+    additions = tokenizer.write_open_clip(tmp_path / "out")
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"), config.text_cfg.context_length)
+    additions["context_length"] = config.text_cfg.context_length
+    small = build_model(config.replace(text_cfg=additions)).eval()
+    write_model_card(tmp_path / "out", small.config, OPENAI_PREPROCESS, [tmp_path / "tokenizer.model"])
+    write_weights(tmp_path / "out", small.state_dict(), small.config)
+    result = verify(tmp_path / "out", small, tokenizer)
+    assert result.passed
+    assert (result.captions_compared, result.captions_differing) == (6, 0)
+
+
+def test_verification_without_weights_raises(tmp_path, model, config):
+    write_model_card(tmp_path, config, OPENAI_PREPROCESS)
+    with pytest.raises(CheckpointError, match="open_clip cannot load"):
+        verify(tmp_path, model)
+
+
+def test_open_clip_loads_an_exported_custom_text_model(tmp_path, config, model):
+    custom = config.replace(custom_text=True)
+    write_model_card(tmp_path, custom, OPENAI_PREPROCESS)
+    write_weights(tmp_path, model.state_dict(), custom)
+    assert "text.token_embedding.weight" in load_file(tmp_path / "open_clip_model.safetensors")
+    assert verify(tmp_path, assigned_model(custom, model.state_dict())).passed
+
+
+def test_only_complete_weights_are_written_and_in_float32(tmp_path, config, model):
+    path = write_weights(tmp_path, {name: value.bfloat16() for name, value in model.state_dict().items()}, config)
+    written = load_file(path)
+    assert {value.dtype for value in written.values()} == {torch.float32}
+    assert written["logit_scale"].shape == ()
+    assert os.listdir(tmp_path) == [path.name]
+    broken = dict(model.state_dict())
+    del broken["visual.proj"]
+    with pytest.raises(CheckpointError, match=r"1 missing \(first: visual\.proj\)"):
+        write_weights(tmp_path, broken, config)
+
+
+def test_tokenizer_files_are_copied_beside_the_card(tmp_path, config):
+    source = tmp_path / "tokenizer.model"
+    source.write_bytes(b"x")
+    write_model_card(tmp_path / "out", config, OPENAI_PREPROCESS, [source])
+    write_model_card(tmp_path / "out", config, OPENAI_PREPROCESS, [tmp_path / "out" / "tokenizer.model"])
+    assert sorted(os.listdir(tmp_path / "out")) == ["open_clip_config.json", "tokenizer.model"]
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+@pytest.mark.parametrize("form", ["directory", "safetensors", "bare", "state_dict", "module.", "_orig_mod.module."])
+def test_every_file_format_gives_the_same_weights(tmp_path, exported, model, form):
+    if form == "directory":
+        path = exported
+    elif form == "safetensors":
+        path = exported / "open_clip_model.safetensors"
+    else:
+        path = tmp_path / "weights.pt"
+        state_dict = open_clips_state_dict(model)
+        if form.endswith("."):
+            state_dict = {form + name: value for name, value in state_dict.items()}
+        # open_clip's trainer saves these entries beside the state dict
+        torch.save(state_dict if form == "bare" else {"epoch": 3, "name": "run", "state_dict": state_dict}, path)
+    assert_same_weights(read_weights(path), model)
+
+
+def test_settings_in_old_state_dicts_are_ignored(tmp_path, model):
+    extra = {"attn_mask": torch.zeros(2, 2), "input_resolution": torch.tensor(24), "vocab_size": torch.tensor(5)}
+    torch.save({**open_clips_state_dict(model), **extra}, tmp_path / "old.pt")
+    assert_same_weights(read_weights(tmp_path / "old.pt"), model)
+
+
+def bad_files():
+    tensor = {"logit_scale": torch.ones(())}
+    return {
+        "missing": None,
+        "empty": b"",
+        "noise": bytes(range(256)) * 4,
+        "not_a_dict": [1, 2],
+        "no_tensors": {"epoch": 3},
+        "number": {**tensor, "visual.proj": 3.0},
+        "integers": {**tensor, "visual.proj": torch.ones(2, dtype=torch.int64)},
+        "sparse": {**tensor, "visual.proj": torch.eye(3).to_sparse()},
+        "namespace": {"state_dict": tensor, "args": types.SimpleNamespace(lr=1)},
+    }
+
+
+@pytest.mark.parametrize("name", bad_files())
+def test_bad_file_raises_one_line_that_names_it(tmp_path, name):
+    content = bad_files()[name]
+    path = tmp_path / f"{name}.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError) as error:
+        read_weights(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_pickle_with_code_is_refused_before_the_code_runs(tmp_path):
+    evidence = tmp_path / "evidence"
+    for name, save in (("torch.pt", torch.save), ("plain.pt", lambda x, path: path.write_bytes(pickle.dumps(x)))):
+        save({"state_dict": {"visual.proj": Malicious(evidence)}}, tmp_path / name)
+        with pytest.raises(CheckpointError):
+            read_weights(tmp_path / name)
+    assert not evidence.exists()
+
+
+@pytest.mark.parametrize("cut", [4, 100, -10])
+def test_truncated_safetensors_file_is_refused(tmp_path, exported, cut):
+    whole = (exported / "open_clip_model.safetensors").read_bytes()
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(whole[:cut])
+    with pytest.raises(CheckpointError, match=r"cut\.safetensors is not a safetensors file"):
+        read_weights(path)
+
+
+def test_expanded_tensor_is_never_copied(tmp_path, model, config):
+    state_dict = open_clips_state_dict(model)
+    state_dict["visual.proj"] = torch.zeros(1).expand(10**9, 10**6)  # 4 bytes in the file, 4 PB if copied
+    torch.save(state_dict, tmp_path / "huge.pt")
+    with pytest.raises(CheckpointError, match=r"1 with a different shape \(first: visual\.proj"):
+        load_pretrained(build_model(config), tmp_path / "huge.pt")
+
+
+# ------------------------------------------------------------------------------------------------ starting from weights
+
+
+def test_load_pretrained_copies_every_parameter(exported, model, config):
+    fresh = build_model(config).bfloat16()
+    report = load_pretrained(fresh, exported)
+    assert report.complete
+    assert len(report.loaded) == len(list(model.parameters()))
+    for name, value in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value.bfloat16()), name
+
+
+@pytest.mark.parametrize(("image_size", "context_length"), [(32, 24), (16, 40), (24, 10)])
+def test_other_image_size_or_context_length_gives_open_clips_weights(exported, config, image_size, context_length):
+    other = config.replace(vision_cfg={"image_size": image_size}, text_cfg={"context_length": context_length})
+    write_model_card(exported, other, OPENAI_PREPROCESS)
+    theirs = import_open_clip().create_model(f"local-dir:{exported}").state_dict()
+    ours = build_model(other)
+    load_pretrained(ours, exported)
+    for name, value in open_clips_state_dict(ours).items():
+        assert_close(value, theirs[name], POSITIONS, name)
+
+
+def test_clip_weights_get_the_initial_logit_bias_of_the_model(exported, model, config):
+    biased = build_model(config.replace(init_logit_bias=-10.0))
+    assert load_pretrained(biased, exported).complete
+    assert biased.logit_bias.tolist() == [-10.0]
+    assert torch.equal(biased.logit_scale, model.logit_scale)
+
+
+def test_positions_of_a_grid_that_is_not_square_are_refused(tmp_path, model, config):
+    state_dict = open_clips_state_dict(model)
+    state_dict["visual.positional_embedding"] = torch.zeros(20, 96)
+    save_file(state_dict, tmp_path / "odd.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 with a different shape \(first: visual.positional_embedding"):
+        load_pretrained(build_model(config), tmp_path / "odd.safetensors")
+
+
+def test_weights_that_fit_only_partly_are_refused_and_reported(tmp_path, model, config):
+    state_dict = open_clips_state_dict(model)
+    del state_dict["ln_final.weight"]
+    state_dict["visual.ln_post.bias"] = torch.zeros(5)
+    state_dict["visual.transformer.resblocks.0.attn.in_proj_bias"] = torch.zeros(7)
+    state_dict["visual.head"] = torch.zeros(1)
+    save_file(state_dict, tmp_path / "partial.safetensors")
+    fresh = build_model(config)
+    before = copy.deepcopy(fresh.state_dict())
+    with pytest.raises(
+        CheckpointError, match=r"4 missing \(first: .*, 2 unexpected \(first: .*, 1 with a different shape"
+    ):
+        load_pretrained(fresh, tmp_path / "partial.safetensors")
+    assert_same_weights(before, fresh)
+
+    report = compare_weights(fresh, read_weights(tmp_path / "partial.safetensors"))
+    biases = {f"visual.transformer.resblocks.0.attn.{kind}_proj.bias" for kind in "qkv"}
+    assert set(report.missing) == biases | {"text.ln_final.weight"}
+    assert set(report.unexpected) == {"visual.head", "visual.transformer.resblocks.0.attn.in_proj_bias"}
+    assert report.mismatched == (("visual.ln_post.bias", (96,), (5,)),)
+
+
+# ------------------------------------------------------------------------------------------------ the import command
+
+
+def run_import(*arguments):
+    command = [sys.executable, "-m", "megaclip", "import", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+
+
+def test_import_keeps_the_card_and_the_tokenizer_of_a_directory(tmp_path, exported, model, config):
+    (exported / "tokenizer.json").write_text("{}")
+    done = run_import(exported, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([*os.listdir(exported), MANIFEST])
+    assert load_model_config(tmp_path / "out") == config.replace(vision_position_init="normal")
+    assert json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["preprocess_cfg"]["mean"] == [0.5] * 3
+    fresh = build_model(config)
+    load_pretrained(fresh, tmp_path / "out")
+    assert_same_weights(fresh.state_dict(), model)
+
+
+def test_import_for_a_different_model_lists_the_differences_and_writes_nothing(tmp_path, exported, config):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(config.replace(text_cfg={"layers": 1}, embed_dim=32).to_open_clip()))
+    done = run_import(exported / "open_clip_model.safetensors", tmp_path / "out", "--model", other)
+    assert done.returncode == 1
+    assert "unexpected  text.transformer.resblocks.1.ln_1.weight" in done.stdout
+    assert "shape       visual.proj: the model has [96, 32], the file has [96, 64]" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_import_refuses_a_directory_with_other_files(tmp_path, exported):
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointError, match="belongs to"):
+            import_command.import_weights(exported, exported, None, overwrite=overwrite)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is not empty; choose another directory, or add --overwrite"):
+        import_command.import_weights(exported, out, None)
+    assert os.listdir(out) == ["mine.txt"]
+    for target in (out / "mine.txt", out / "mine.txt" / "below"):
+        with pytest.raises(CheckpointError, match=r"mine\.txt is not a directory; choose another directory"):
+            import_command.import_weights(exported, target, None)
+    assert import_command.import_weights(exported, out, None, overwrite=True).complete
+    assert manifest.find_damage(out) == [] and (out / "mine.txt").read_text() == "mine"
+    (exported / "file.txt").touch()
+    with pytest.raises(CheckpointError, match="choose another directory"):
+        import_command.import_weights(exported, exported / "file.txt", None)
+
+
+def test_import_replaces_the_tokenizer_of_an_earlier_import(tmp_path, exported):
+    out = tmp_path / "out"
+    for name in ("first.model", "second.model"):
+        (exported / name).write_text(name)
+        assert import_command.import_weights(exported, out, None, overwrite=True).complete
+        (exported / name).unlink()
+        assert [path.name for path in out.glob("*.model")] == [name]
+    assert manifest.find_damage(out) == []
+
+
+def test_earlier_files_are_only_deleted_beside_a_model_card_and_inside_the_directory(tmp_path, exported):
+    outside = tmp_path / "outside.txt"
+    outside.touch()
+    manifest.write(exported, {"../outside.txt": checksum(outside), "a.txt": checksum(outside)})
+    (exported / "a.txt").touch()
+    card = exported / "open_clip_config.json"
+    kept = card.read_text()
+    card.unlink()
+    remove_earlier_files(exported, kept=[])
+    assert (exported / "a.txt").exists()
+    card.write_text(kept)
+    remove_earlier_files(exported, kept=[])
+    assert not (exported / "a.txt").exists() and outside.exists()
+    assert (exported / "open_clip_model.safetensors").exists(), "the manifest does not list it"
+
+
+@pytest.mark.parametrize("largest", [100, 100_000])  # bytes per file: no card, or a card without weights
+def test_import_to_a_full_disk_is_one_line_and_leaves_no_part_of_the_weights(tmp_path, exported, largest):
+    command = [sys.executable, "-m", "megaclip", "import", str(exported), str(tmp_path / "out")]
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"error: cannot write '{tmp_path / 'out'}': " in done.stderr and "File too large" in done.stderr
+    assert not list((tmp_path / "out").glob("*safetensors*")) + list((tmp_path / "out").glob(".*safetensors*"))

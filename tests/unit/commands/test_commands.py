@@ -1,0 +1,201 @@
+"""The command line `megaclip COMMAND`: every command starts, also with the launcher's argument, and from its file."""
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaclip import commands
+from megaclip.checkpoint.open_clip_weights import read_weights
+from megaclip.commands import COMMANDS, evaluate, import_open_clip, list_models, main
+from megaclip.config import load_training_config
+from megaclip.config.training import SHIPPED
+from megaclip.errors import CheckpointError, ConfigError
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_its_help(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["megaclip", name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    printed = capsys.readouterr().out
+    assert not end.value.code and "usage: " in printed and "--help" in printed
+
+
+def test_every_module_is_a_command():
+    modules = {path.stem for path in Path(commands.__file__).parent.glob("*.py")} - {"__init__"}
+    assert modules == {command.module for command in COMMANDS.values()}
+
+
+@pytest.mark.parametrize("folder", ["tools", "launch"])
+def test_the_files_of_a_checkout_start_the_command_that_they_name(folder):
+    modules = {command.module: name for name, command in COMMANDS.items()}
+    for path in (ROOT / folder).glob("*.py"):
+        if path.stem in modules:
+            text = path.read_text()
+            assert f"`megaclip {modules[path.stem]}`" in text
+            assert f"from megaclip.commands.{path.stem} import main\n" in text
+
+
+def test_the_launchers_rank_reaches_the_command(monkeypatch):
+    """`deepspeed --module megaclip evaluate` starts `python -m megaclip --local_rank=1 evaluate`."""
+    seen = []
+    monkeypatch.setattr(evaluate, "main", lambda: seen.append(sys.argv))
+    monkeypatch.setattr(sys, "argv", ["megaclip", "--local_rank=1", "evaluate", "runs/x"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code is None and seen == [["megaclip evaluate", "runs/x", "--local_rank=1"]]
+
+
+def test_characters_that_the_output_cannot_encode_are_escaped(tmp_path):
+    (tmp_path / "K\u00e4se.csv").write_text("filepath\ttitle\na.png\tan \u00e4pfel\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "megaclip", "inspect", str(tmp_path / "K\u00e4se.csv")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert "UnicodeEncodeError" not in done.stderr and "K\\xe4se.csv" in done.stdout, done.stderr
+
+
+def test_output_that_nobody_reads_is_no_traceback():
+    """Example: `megaclip --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as output:
+        command = [sys.executable, "-m", "megaclip", "--help"]
+        done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_broken_connection_of_a_command_keeps_its_traceback(monkeypatch):
+    def lose_connection():
+        raise BrokenPipeError
+
+    monkeypatch.setattr(evaluate, "main", lose_connection)
+    monkeypatch.setattr(sys, "argv", ["megaclip", "evaluate"])
+    with pytest.raises(BrokenPipeError):
+        main()
+
+
+def test_an_unknown_command_is_refused_with_the_known_ones(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["megaclip", "trian"])
+    with pytest.raises(SystemExit, match="unknown command 'trian'; expected one of train, evaluate"):
+        main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["models", "ViT-Z-32"], "error: unknown model 'ViT-Z-32'"),
+        (["models", "vit-b-32"], "error: unknown model 'vit-b-32'; .* the nearest of which is 'ViT-B-32'; docs/mod"),
+        (["models", "ViT-B-32", "--write", "no_page.md"], "error: cannot read 'no_page.md': No such file"),
+        (["models", "--write", "data.csv"], "error: data.csv has no table; write the lines '<!-- begin"),
+        (["tokenizer", "data.csv", "--vocab-size", "10", "--out", "t.model"], "Vocabulary size is smaller than .*char"),
+        (["tokenizer", "data.csv", "--out", "data.csv/t.model"], "error: cannot write 'data.csv': File exists"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message, tmp_path, monkeypatch):
+    (tmp_path / "data.csv").write_text("filepath,title\na.png,the quick brown fox jumps over the lazy dog\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["megaclip", *arguments])
+    monkeypatch.setattr(logging, "disable", lambda level: None)  # it would also apply to later tests
+    with pytest.raises(SystemExit, match=message) as end:
+        main()
+    assert str(end.value.code).startswith("error: ") and "\n" not in str(end.value.code)
+
+
+def test_a_table_is_written_between_markers_that_have_none_yet(tmp_path, monkeypatch):
+    """An empty text between the markers occurs everywhere in a page. Only the text at the markers may be replaced."""
+    page, markers = tmp_path / "page.md", (list_models.BEGIN, list_models.END)
+    page.write_text("Above.\n{}\n{}\nBelow.\n".format(*markers))
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    monkeypatch.setattr(sys, "argv", ["models", "ViT-B-32", "--write", str(page)])
+    for _ in range(2):  # the second call replaces the table of the first
+        list_models.main()
+        lines = page.read_text().splitlines()
+        assert [lines[0], lines[1], *lines[-2:]] == ["Above.", markers[0], markers[1], "Below."]
+        assert sum(line.startswith("| ViT-B-32 | MegaCLIP |") for line in lines) == 1 and len(lines) == 11
+
+
+def test_own_models_are_listed_without_open_clip(monkeypatch, capsys):
+    """Listing MegaCLIP's own models must not read open_clip's version, because open_clip may not be installed."""
+
+    def not_installed(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    installed = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "open_clip" else installed(name))
+    monkeypatch.setattr(importlib.metadata, "version", not_installed)
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    monkeypatch.setattr(sys, "argv", ["models", "ViT-B-32"])
+    list_models.main()
+    assert capsys.readouterr().out.startswith("1 of the 1 descriptions run: 1 with MegaCLIP's own towers, 0 with")
+
+
+@pytest.mark.parametrize("model", [[], ["--model", "ViT-B-32"]])
+def test_importing_a_path_that_does_not_exist_asks_for_no_model(model, tmp_path, monkeypatch, capsys):
+    """The error must name the missing path. It must not ask for --model."""
+    monkeypatch.setattr(sys, "argv", ["import", str(tmp_path / "epoch_32.pt"), str(tmp_path / "out"), *model])
+    with pytest.raises(SystemExit):
+        import_open_clip.main()
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith("epoch_32.pt does not exist; expected an open_clip directory or a weights file")
+
+
+def test_importing_a_run_names_the_export(tmp_path, monkeypatch, capsys):
+    """The error must name `megaclip export`. It must not ask for --model or search for open_clip's weights."""
+    step = tmp_path / "run" / "checkpoints" / "step_00000004"
+    step.mkdir(parents=True)
+    (step.parent / "latest").write_text(step.name)
+    for source in (tmp_path / "run", step.parent, step):
+        monkeypatch.setattr(sys, "argv", ["import", str(source), str(tmp_path / "out")])
+        with pytest.raises(SystemExit):
+            import_open_clip.main()
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.endswith(f"write them with `megaclip export {source} OUT_DIR` and give OUT_DIR")
+        with pytest.raises(CheckpointError, match=r"holds DeepSpeed checkpoints of a run.*megaclip export"):
+            read_weights(source)
+    states = step / "mp_rank_00_model_states.pt"
+    states.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"write them with `megaclip export {step} OUT_DIR`"):
+        read_weights(states)
+
+
+def test_the_tokenizer_accepts_the_column_that_its_error_asks_for(tmp_path, monkeypatch):
+    """The error names --image-key, so the command must have this flag."""
+    rows = "".join(f"a.png,a photo of a dog number {n}\n" for n in range(50))
+    (tmp_path / "data.csv").write_text(f"Photo,title\n{rows}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging, "disable", lambda level: None)  # it would also apply to later tests
+    command = ["megaclip", "tokenizer", "data.csv", "--vocab-size", "60", "--out", "t.model"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="it has Photo, title; set --image-key to one of them"):
+        main()
+    monkeypatch.setattr(sys, "argv", [*command, "--image-key", "Photo"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code is None and (tmp_path / "t.model").stat().st_size > 0
+
+
+def test_shipped_configurations_are_found_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("zero3_offload", "fastclip/fastclip_v3_cc12m"):
+        for written in (name, f"{name}.json"):
+            assert load_training_config(written).path.read_text() == (ROOT / f"ds_configs/{name}.json").read_text()
+    with pytest.raises(ConfigError, match=r"'zero4' is neither a file nor a shipped configuration; .* zero2, zero3"):
+        load_training_config("zero4")
+
+
+def test_a_file_is_preferred_to_a_shipped_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero1").write_text((SHIPPED / "zero2.json").read_text())
+    assert load_training_config("zero1").zero_stage == 2

@@ -1,0 +1,164 @@
+"""Digit scenes: reproducible, split by source image, captions match images. Also the commands that use them."""
+
+import contextlib
+import io
+import json
+import tarfile
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megaclip.commands import inspect_data, make_digit_scenes, train_tokenizer
+from megaclip.data import open_labelled, open_pairs
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(module, *arguments):
+    """Run a command in this process and return its output. A new process would take seconds to import scikit-learn."""
+    printed = io.StringIO()
+    with mock.patch("sys.argv", [module.__name__, *map(str, arguments)]), contextlib.redirect_stdout(printed):
+        module.main()
+    return printed.getvalue()
+
+
+def make(folder, *options):
+    sizes = ("--train", "600", "--held-out", "120", "--zero-shot", "50")
+    return run(make_digit_scenes, folder, *sizes, *options)
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scenes") / "scenes"
+    make(folder, "--shard-size", "200", "--processes", "2")
+    return folder
+
+
+def members(folder, extension):
+    contents = []
+    for path in sorted(folder.rglob("*.tar")):
+        with tarfile.open(path) as tar:
+            contents += [tar.extractfile(m).read() for m in tar if m.name.endswith("." + extension)]
+    return contents
+
+
+def test_files_depend_on_the_seed_but_not_on_the_number_of_processes(scenes, tmp_path):
+    again, other = tmp_path / "again", tmp_path / "other"
+    make(again, "--shard-size", "200", "--processes", "1")
+    make(other, "--shard-size", "200", "--processes", "1", "--seed", "1")
+    names = [path.relative_to(scenes) for path in sorted(scenes.rglob("*.tar"))]
+    assert len(names) == 3 + 1 + 1
+    for name in names:
+        assert (scenes / name).read_bytes() == (again / name).read_bytes() != (other / name).read_bytes()
+
+
+def test_train_and_held_out_scenes_share_no_handwritten_digit(scenes):
+    drawn = {
+        split: {source for record in members(scenes / split, "json") for source in json.loads(record)["sources"]}
+        for split in ("train", "held_out")
+    }
+    assert drawn["train"] and drawn["held_out"] and not drawn["train"] & drawn["held_out"]
+    allowed = {
+        s: {int(r) for rows in make_digit_scenes.sources_by_digit(s, 0) for r in rows}
+        for s in ("train", "held_out", "zero_shot")
+    }
+    assert not allowed["train"] & (allowed["held_out"] | allowed["zero_shot"])
+    assert drawn["train"] <= allowed["train"] and drawn["held_out"] <= allowed["held_out"]
+    assert len(allowed["train"]) + len(allowed["held_out"]) == 1797
+
+
+def test_captions_name_the_digits_of_scikit_learns_labels(scenes):
+    labels = make_digit_scenes.load_handwriting()[1]
+    for split in ("train", "held_out"):
+        for record, caption in zip(members(scenes / split, "json"), members(scenes / split, "txt"), strict=True):
+            words = [word.strip(",") for word in caption.decode().split()]
+            named_digits = Counter(word for word in words if word in make_digit_scenes.DIGITS)
+            assert named_digits == Counter(
+                make_digit_scenes.DIGITS[labels[source]] for source in json.loads(record)["sources"]
+            )
+
+
+def test_positions_and_colours_match_the_caption():
+    """The reference is the position of each colour's pixels in the image."""
+    generator = np.random.default_rng(0)
+    rows = make_digit_scenes.sources_by_digit("train", 0)
+    shares = make_digit_scenes.Shares(single=0.0, colours_named=1.0, ground_named=1.0)
+    checked = Counter()
+    for _ in range(200):
+        scene = make_digit_scenes.invent(generator, rows, 0.0)
+        if len(scene.digits) != 2 or scene.ground != "black":
+            continue
+        pixels = np.asarray(make_digit_scenes.draw(scene, 24, generator), dtype=float)
+        words = make_digit_scenes.describe(scene, shares, generator).split()
+        first, second = (colour for colour in words if colour in make_digit_scenes.COLOURS)
+        centres = []
+        for colour in (first, second):
+            direction = np.array(make_digit_scenes.COLOURS[colour]) / np.linalg.norm(make_digit_scenes.COLOURS[colour])
+            length = np.linalg.norm(pixels, axis=2)
+            likeness = (pixels @ direction) / np.maximum(length, 1)
+            y, x = np.nonzero((likeness > 0.999) & (length > 60))
+            centres.append((x.mean(), y.mean()))
+        (x1, y1), (x2, y2) = centres
+        true = {"left": x1 < x2, "right": x1 > x2, "above": y1 < y2, "below": y1 > y2}
+        (relation,) = [word for word in words if word in true]
+        assert true[relation], words
+        checked[relation] += 1
+    assert len(checked) == 4
+
+
+def test_held_out_scenes_are_distinct(scenes):
+    assert len(set(members(scenes / "held_out", "txt"))) == 120
+    assert len(set(members(scenes / "held_out", "jpg"))) == 120
+
+
+def test_captions_name_digits_first_and_colours_later(scenes):
+    def share(captions, words):
+        return np.mean([bool(words & set(caption.decode().split())) for caption in captions])
+
+    captions = members(scenes / "train", "txt")
+    colours = set(make_digit_scenes.COLOURS)
+    assert share(captions[:100], colours) < 0.25 and share(captions[-100:], colours) > 0.75
+    single = [len(json.loads(record)["digits"]) == 1 for record in members(scenes / "train", "json")]
+    assert np.mean(single[:100]) > 0.75 > 0.55 > np.mean(single[-100:])
+
+
+def test_the_written_files_open_as_pairs_and_as_labelled_images(scenes):
+    pairs = open_pairs([str(scenes / "train" / "*.tar")])
+    assert len(pairs) == 600 and pairs.shard_sizes.tolist() == [200] * 3
+    labelled = open_labelled(scenes / "zero_shot")
+    assert labelled.class_names == list(make_digit_scenes.DIGITS) and len(labelled) == 50
+    assert all("{c}" in template for template in labelled.templates)
+    image = Image.open(io.BytesIO(labelled.read(0).image))
+    assert image.size == (24, 24) and image.format == "JPEG"
+
+
+def test_equal_settings_change_nothing_and_other_settings_replace_the_scenes(tmp_path):
+    folder = tmp_path / "scenes"
+    assert "wrote 600 training" in make(folder, "--shard-size", "100")
+    assert "already" in make(folder, "--shard-size", "100")
+    assert "wrote 600 training" in make(folder, "--shard-size", "300")
+    assert len(list((folder / "train").glob("*.tar"))) == 2
+
+
+def test_the_commands_train_a_tokenizer_and_inspect_the_data(scenes, tmp_path):
+    model = tmp_path / "tokenizer.model"
+    run(train_tokenizer, scenes / "train" / "*.tar", "--vocab-size", "200", "--out", model)
+    report = json.loads(
+        run(
+            inspect_data, scenes / "train" / "*.tar", "--tokenizer", model, "--context-length", "32",
+            "--image-size", "24", "--samples", "300", "--seconds", "0.2", "--json",
+        )
+    )  # fmt: skip
+    assert report["samples"] == 600 and report["datasets"][0]["files"] == 3
+    sample = report["sample"]
+    assert sample["looked_at"] == 300 and sample["bad"] == {}
+    assert sample["width"]["max"] == 24 and sample["caption_characters"]["min"] >= len("a one")
+    assert sample["tokens"]["max"] < 32 and sample["captions_that_fill_the_context"] == 0
+    assert report["loader"]["samples_per_s_per_core"] > 0
+    shards = scenes / "train" / "*.tar"
+    loader_alone = run(inspect_data, shards, "--tokenizer", model, "--samples", "0", "--seconds", "0.2", "--json")
+    assert json.loads(loader_alone)["sample"]["looked_at"] == 0

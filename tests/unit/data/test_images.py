@@ -1,0 +1,271 @@
+"""Images: evaluation equals open_clip's transform, crops have torchvision's distribution, unsafe files are errors."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
+
+from megaclip.data import OPENAI_MEAN, OPENAI_STD, ImageTransform
+from megaclip.data import images as images_module
+from megaclip.data.batch import BadSample
+from megaclip.data.images import random_box
+from megaclip.errors import ConfigError
+from megaclip.open_clip_package import import_open_clip
+from tests.tolerances import WRITTEN, assert_close
+from tests.unit.data.data_samples import picture
+
+SIZES = [(24, 24), (31, 57), (57, 31), (224, 100), (9, 9), (5, 40), (300, 301)]
+
+
+def smooth(width, height, kind="JPEG"):
+    """Return an image with low frequencies only, as in a photograph, so that resampling does not magnify rounding."""
+    y, x = np.mgrid[0:height, 0:width]
+    pixels = [127 + 120 * np.sin(x / width * 5 + c) * np.cos(y / height * 4 - c) for c in range(3)]
+    buffer = io.BytesIO()
+    Image.fromarray(np.stack(pixels, -1).astype(np.uint8)).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def model_input(transform, content, **seeds):
+    """Return the input of the image tower (3, H, W) float32 for an image file."""
+    pixels = transform(content, **seeds)
+    assert pixels.dtype == torch.uint8
+    return transform.normalise(pixels[None])[0]
+
+
+@pytest.mark.parametrize("resize_mode", ["shortest", "squash"])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_the_evaluation_transform_equals_open_clips_bit_for_bit(resize_mode, interpolation):
+    open_clip = import_open_clip()
+    for size in (24, 33):
+        theirs = open_clip.image_transform(
+            size, is_train=False, resize_mode=resize_mode, interpolation=interpolation, mean=OPENAI_MEAN, std=OPENAI_STD
+        )
+        ours = ImageTransform(size, resize_mode=resize_mode, interpolation=interpolation)
+        for width, height in SIZES:
+            for content in (smooth(width, height), picture(1, width, height)):
+                assert torch.equal(model_input(ours, content), theirs(Image.open(io.BytesIO(content))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("PNG", "L"), ("PNG", "P"), ("PNG", "RGBA"), ("PNG", "1"), ("JPEG", "CMYK"), ("GIF", "P"), ("WEBP", "RGBA")],
+)
+def test_other_colour_modes_are_converted_as_in_open_clip(kind, mode):
+    theirs = import_open_clip().image_transform(16, is_train=False)
+    content = picture(3, 30, 20, kind, mode)
+    assert torch.equal(model_input(ImageTransform(16), content), theirs(Image.open(io.BytesIO(content))))
+
+
+def test_mean_and_standard_deviation_are_applied():
+    content = smooth(8, 8, "PNG")
+    plain = model_input(ImageTransform(8, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)), content)
+    pixels = torch.from_numpy(np.asarray(Image.open(io.BytesIO(content))).copy()).permute(2, 0, 1) / 255
+    assert_close(plain, pixels, WRITTEN)
+    scaled = model_input(ImageTransform(8, mean=(0.5, 0.25, 0.0), std=(0.5, 0.5, 2.0)), content)
+    expected = (pixels - torch.tensor([0.5, 0.25, 0.0])[:, None, None]) / torch.tensor([0.5, 0.5, 2.0])[:, None, None]
+    assert_close(scaled, expected, WRITTEN)
+
+
+def test_the_training_crop_shows_the_region_of_its_box():
+    """The reference crops the same box with Pillow and resizes it. JPEG draft decoding causes small differences."""
+    for width, height, kind in [(60, 40, "PNG"), (500, 300, "JPEG"), (40, 60, "JPEG")]:
+        content = smooth(width, height, kind)
+        transform = ImageTransform(32, training=True, scale=(0.3, 0.6))
+        box = random_box((width, height), (0.3, 0.6), images_module._generator((1, 2, 3)))
+        left, top, w, h = box
+        cropped = Image.open(io.BytesIO(content)).crop((left, top, left + w, top + h)).resize((32, 32), Image.BICUBIC)
+        buffer = io.BytesIO()
+        cropped.save(buffer, "PNG")
+        expected = model_input(ImageTransform(32, resize_mode="squash"), buffer.getvalue())
+        assert (model_input(transform, content, seeds=(1, 2, 3)) - expected).abs().max() < 0.12  # of a range of about 4
+
+
+def test_the_crop_depends_on_seed_epoch_and_id_only():
+    transform, content = ImageTransform(16, training=True, scale=(0.5, 0.9)), smooth(50, 40)
+    base = transform(content, seeds=(1, 2, 3))
+    assert torch.equal(base, transform(content, seeds=(1, 2, 3)))
+    for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
+        assert not torch.equal(base, transform(content, seeds=other))
+
+
+def test_crops_have_torchvisions_distribution():
+    import_open_clip()
+    from torchvision.transforms import RandomResizedCrop
+
+    generator, image = np.random.default_rng(0), torch.zeros(3, 40, 60)
+    ours = np.array([random_box((60, 40), (0.2, 0.9), generator) for _ in range(4000)], dtype=float)
+    torch.manual_seed(0)
+    theirs = [RandomResizedCrop.get_params(image, [0.2, 0.9], [3 / 4, 4 / 3]) for _ in range(4000)]
+    expected = np.array([(left, top, width, height) for top, left, height, width in theirs], dtype=float)
+    error = (ours.mean(0) - expected.mean(0)) / (expected.std(0) / np.sqrt(2000))
+    assert (abs(error) < 4).all(), error
+    assert (ours[:, 0] + ours[:, 2] <= 60).all() and (ours[:, 1] + ours[:, 3] <= 40).all()
+
+
+def test_images_of_extreme_shape_get_a_crop_at_the_centre():
+    generator = np.random.default_rng(0)
+    assert random_box((1000, 10), (0.9, 1.0), generator) == ((1000 - 13) // 2, 0, 13, 10)
+    assert random_box((10, 1000), (0.9, 1.0), generator) == (0, (1000 - 13) // 2, 10, 13)
+
+
+def test_draft_decoding_keeps_the_size_that_the_crop_needs():
+    """The image must be decoded at full size, because the crop is less than twice the target.
+
+    In noise, pixels that are lost by decoding at a smaller size are visible.
+    """
+    content = picture(5, 70, 70, "JPEG")
+    left, top, width, height = random_box((70, 70), (0.5, 0.6), images_module._generator((0, 0, 1)))
+    assert max(width, height) < 64
+    whole = Image.open(io.BytesIO(content)).crop((left, top, left + width, top + height))
+    buffer = io.BytesIO()
+    whole.resize((32, 32), Image.BICUBIC).save(buffer, "PNG")
+    expected = model_input(ImageTransform(32), buffer.getvalue())
+    got = model_input(ImageTransform(32, training=True, scale=(0.5, 0.6)), content, seeds=(0, 0, 1))
+    assert (got - expected).abs().mean() < 0.1  # 0.3 if decoded at half the size
+
+
+def test_other_image_formats_are_bad_samples():
+    buffer = io.BytesIO()
+    Image.new("RGB", (20, 20)).save(buffer, "PCX")
+    assert Image.open(io.BytesIO(buffer.getvalue())).size == (20, 20)
+    with pytest.raises(BadSample):
+        ImageTransform(16)(buffer.getvalue())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_files_that_cannot_be_decoded_are_bad_samples(training):
+    transform = ImageTransform(16, training=training)
+    jpeg = smooth(64, 64)
+    for content in (b"", b"text", jpeg[: len(jpeg) // 2], b"%!PS-Adobe EPSF-3.0\n", picture(0)[:40] + b"\0" * 40):
+        with pytest.raises(BadSample) as caught:
+            transform(content)
+        assert caught.value.kind == "undecodable image"
+        assert " object at 0x" not in caught.value.detail
+
+
+def test_decompression_bombs_are_bad_samples_before_decoding():
+    """The headers of files of a few kilobytes specify 40,000 x 40,000 and 12,000 x 12,000 pixels."""
+    header = picture(0, kind="PNG")
+    bomb = header[:16] + (40_000).to_bytes(4, "big") * 2 + header[24:]
+    import zlib
+
+    bomb = bomb[:29] + zlib.crc32(bomb[12:29]).to_bytes(4, "big") + bomb[33:]
+    with pytest.raises(BadSample):
+        ImageTransform(16)(bomb)
+    large = picture(0, kind="PNG")
+    large = large[:16] + (12_000).to_bytes(4, "big") * 2 + large[24:]
+    large = large[:29] + zlib.crc32(large[12:29]).to_bytes(4, "big") + large[33:]
+    with pytest.raises(BadSample) as caught:
+        ImageTransform(16)(large)
+    assert caught.value.kind == "image too large"
+
+
+def test_unknown_settings_are_errors():
+    for wrong in ({"interpolation": "nearest"}, {"resize_mode": "longest"}, {"scale": (0.0, 1.0)}):
+        with pytest.raises(ConfigError):
+            ImageTransform(16, **wrong)
+
+
+# ------------------------------------------------------------------------------------------------ hostile, unusual
+
+
+def png(width, height, bit_depth, colour_type, rows=None):
+    """Return a PNG made by hand: Pillow cannot write 16-bit colour. rows: raw bytes of each row; default zeros."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    if rows is None:
+        channels = {0: 1, 2: 3, 6: 4}[colour_type]
+        rows = [bytes(-(-width * channels * bit_depth // 8))] * height
+    header = struct.pack(">IIBBBBB", width, height, bit_depth, colour_type, 0, 0, 0)
+    packed = zlib.compressobj(9)
+    content = b"".join(packed.compress(b"\0" + row) for row in rows) + packed.flush()
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", content) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("width", "height"),
+    [
+        (8200, 8200),  # just above the limit
+        (11400, 11400),  # 130 megapixels in a small file, 1 GiB and 10 s to decode
+        (60000, 60000),  # Pillow itself refuses it as a decompression bomb
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_images_of_too_many_pixels_are_refused_before_they_are_decoded(width, height, training, monkeypatch):
+    content = png(width, height, 1, 0, rows=[b""])  # the header is checked; nothing is decoded
+    monkeypatch.setattr(PngImageFile, "load", lambda *_: pytest.fail("the image was decoded"))
+    with pytest.raises(BadSample, match=r"pixels.*; expected at most 67,108,864") as caught:
+        ImageTransform(24, training=training)(content)
+    assert caught.value.kind == "image too large"
+
+
+def test_a_long_thin_image_is_not_enlarged_to_gigabytes():
+    """open_clip resizes the shorter side to the target: 1 x 60,000 pixels become 224 x 13,440,000."""
+    content = png(60000, 1, 8, 0)
+    with pytest.raises(BadSample, match=r"60000 x 1 pixels, resized to 13440000 x 224 pixels") as caught:
+        ImageTransform(224)(content)
+    assert caught.value.kind == "image too large"
+    for transform in (ImageTransform(224, training=True), ImageTransform(224, resize_mode="squash")):
+        assert transform(content).shape == (3, 224, 224)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_16_bit_grey_images_equal_the_same_image_in_16_bit_colour(kind, training):
+    """Pillow reads 16-bit colour PNGs correctly, by the high byte, but clips 16-bit grey to white."""
+    grey = np.linspace(0, 65535, 30 * 20).astype(np.uint16).reshape(20, 30)
+    colour = png(30, 20, 16, 2, [np.repeat(row, 3).astype(">u2").tobytes() for row in grey])
+    buffer = io.BytesIO()
+    Image.fromarray(grey).save(buffer, kind)
+    transform = ImageTransform(16, training=training)
+    theirs = import_open_clip().image_transform(16, is_train=False)(Image.open(io.BytesIO(colour)))
+    if not training:
+        assert torch.equal(model_input(transform, colour), theirs)
+    assert torch.equal(transform(buffer.getvalue()), transform(colour))
+    assert 120 < transform(colour).float().mean() < 135
+
+
+@pytest.mark.parametrize("pixels", [np.full((8, 8), 0.5, np.float32), np.full((8, 8), 70000, np.int32)])
+def test_images_without_a_known_range_of_values_are_bad_samples(pixels):
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "TIFF")
+    for training in (True, False):
+        with pytest.raises(BadSample, match=r"unsupported pixel format: .*8 or 16 bits per channel"):
+            ImageTransform(16, training=training)(buffer.getvalue())
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_exif_orientation_is_ignored_as_in_open_clip(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(smooth(40, 30))).save(buffer, "JPEG", exif=exif, quality=95)
+    plain = io.BytesIO()
+    Image.open(io.BytesIO(smooth(40, 30))).save(plain, "JPEG", quality=95)
+    theirs = import_open_clip().image_transform(16, is_train=False)
+    ours = model_input(ImageTransform(16), buffer.getvalue())
+    assert torch.equal(ours, theirs(Image.open(io.BytesIO(buffer.getvalue()))))
+    assert torch.equal(ours, model_input(ImageTransform(16), plain.getvalue()))
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_transparency_is_dropped_as_in_open_clip(mode):
+    """The colours under transparent pixels show; they are not blended with a background."""
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, len(mode)), dtype=np.uint8)
+    pixels[:10, :, -1] = 0
+    buffer, opaque = io.BytesIO(), io.BytesIO()
+    Image.fromarray(pixels, mode).save(buffer, "PNG")
+    Image.fromarray(pixels[..., :-1].squeeze()).save(opaque, "PNG")
+    theirs = import_open_clip().image_transform(20, is_train=False)
+    ours = model_input(ImageTransform(20), buffer.getvalue())
+    assert torch.equal(ours, theirs(Image.open(io.BytesIO(buffer.getvalue()))))
+    training = ImageTransform(20, training=True, scale=(1.0, 1.0))
+    assert torch.equal(training(buffer.getvalue()), training(opaque.getvalue()))

@@ -1,0 +1,800 @@
+"""Sources: every file format yields equal pairs; file patterns, mixtures, and manifests that detect changed data."""
+
+import csv
+import errno
+import json
+import logging
+import os
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megaclip.data import check_manifest, open_labelled, open_pairs, patterns
+from megaclip.data.batch import BadSample
+from megaclip.data.order import ROWS_PER_SHARD
+from megaclip.data.patterns import expand_braces, expand_pattern
+from megaclip.data.tables import HubTable
+from megaclip.errors import DataError
+from tests.unit.data.data_samples import (
+    COUNT,
+    captions,
+    images,
+    pair_members,
+    picture,
+    texts,
+    write_folder_of_pairs,
+    write_shards,
+    write_tar,
+)
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path, monkeypatch):
+    """Make `datasets` store its Arrow files in a folder of this test, without network access."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf_cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def make_tars(folder):
+    write_shards(folder, [2, 3])
+    return str(folder / "{00000..00001}.tar")
+
+
+def make_parquet(folder):
+    import datasets
+
+    rows = {"image": [{"bytes": picture(n), "path": None} for n in range(COUNT)], "caption": texts()}
+    features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / "part.parquet")
+    return str(folder / "*.parquet")
+
+
+def make_parquet_of_plain_bytes(folder):
+    import datasets
+
+    datasets.Dataset.from_dict({"jpg": [picture(n) for n in range(COUNT)], "text": texts()}).to_parquet(
+        folder / "part.parquet"
+    )
+    return str(folder / "part.parquet")
+
+
+def make_csv(folder, separator=",", name="pairs.csv"):
+    _write_pictures(folder)
+    with open(folder / name, "w", newline="") as file:
+        writer = csv.writer(file, delimiter=separator)
+        writer.writerows([["filepath", "title"], *([f"{n}.png", text] for n, text in enumerate(texts()))])
+    return str(folder / name)
+
+
+def make_tsv(folder):
+    return make_csv(folder, "\t", "pairs.tsv")
+
+
+def make_csv_with_tabs(folder):
+    """Write tabs in a file named .csv, as open_clip expects by default."""
+    return make_csv(folder, "\t")
+
+
+def make_csv_with_semicolons(folder):
+    return make_csv(folder, ";")
+
+
+def make_json_lines(folder):
+    _write_pictures(folder)
+    lines = [json.dumps({"image": str(folder / f"{n}.png"), "text": text}) for n, text in enumerate(texts())]
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    return str(folder / "pairs.jsonl")
+
+
+def make_image_folder(folder):
+    _write_pictures(folder)
+    lines = [json.dumps({"file_name": f"{n}.png", "caption": text}) for n, text in enumerate(texts())]
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return str(folder)
+
+
+def make_saved(folder):
+    import datasets
+
+    rows = {"image": [picture(n) for n in range(COUNT)], "caption": texts()}
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+def make_hub(folder):
+    """Load a folder of parquet files as `datasets` loads a repository of the hub."""
+    make_parquet(folder)
+    return f"hf:{folder}:train"
+
+
+def _write_pictures(folder):
+    for number in range(COUNT):
+        (folder / f"{number}.png").write_bytes(picture(number))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_tars,
+        make_parquet,
+        make_parquet_of_plain_bytes,
+        make_csv,
+        make_tsv,
+        make_csv_with_tabs,
+        make_csv_with_semicolons,
+        make_json_lines,
+        make_image_folder,
+        make_saved,
+        make_hub,
+        write_folder_of_pairs,
+    ],
+)
+def test_every_source_yields_equal_pairs(tmp_path, make):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    dataset = open_pairs([make(folder)])
+    assert captions(dataset) == texts()
+    assert [dataset.caption(number) for number in range(COUNT)] == texts()
+    assert images(dataset) == [picture(n) for n in range(COUNT)]
+    assert dataset.shard_sizes.sum() == len(dataset) == COUNT
+    check_manifest(json.loads(json.dumps(dataset.manifest())), dataset.manifest())
+
+
+def test_a_folder_of_img2dataset_is_read_as_pictures(tmp_path):
+    """img2dataset writes 00000.parquet and 00000_stats.json, which contain no images, beside the image folder 00000."""
+    import datasets
+
+    write_folder_of_pairs(tmp_path / "00000")
+    rows = {"url": ["a"] * COUNT, "caption": texts(), "key": ["b"] * COUNT}
+    (tmp_path / "00000_stats.json").write_text(json.dumps({"count": COUNT, "successes": COUNT}))
+    assert captions(open_pairs([str(tmp_path)])) == texts()
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "00000.parquet")
+    assert captions(open_pairs([str(tmp_path)])) == texts()
+
+
+def test_a_table_beside_the_folder_of_its_images_is_read_as_a_table(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "0.png").write_bytes(picture(0))
+    (tmp_path / "train.csv").write_text("filepath,title\ntrain/0.png,caption 0\n")
+    assert images(open_pairs([str(tmp_path)])) == [picture(0)]
+
+
+def test_other_files_named_metadata_are_no_captions(tmp_path):
+    """Only metadata files that `datasets` understands may change how a folder is read.
+
+    For other files of this name, `datasets` would find no captions.
+    """
+    write_folder_of_pairs(tmp_path)
+    (tmp_path / "metadata.txt").write_text("crawled in spring")
+    (tmp_path / "deep" / "metadata.json").write_text("{}")
+    assert captions(open_pairs([str(tmp_path)])) == texts()
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize("other", ["b-train-1.png", "b.png", "deep/b.png"])
+def test_names_of_splits_in_the_names_of_pictures_leave_nothing_out(tmp_path, other, kind):
+    """`datasets` assigns files such as a-test-0.png to the split "test". They must not be missing from "train"."""
+    names = ["a-test-0.png", other, "test/c.png"]
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(picture(number))
+    if kind == "csv":
+        lines = ["file_name,text", *(f"{name},caption {number}" for number, name in enumerate(names))]
+    else:
+        lines = [json.dumps({"file_name": name, "text": f"caption {number}"}) for number, name in enumerate(names)]
+    (tmp_path / f"metadata.{kind}").write_text("\n".join(lines))
+    dataset = open_pairs([str(tmp_path)])
+    pairs = sorted(zip(captions(dataset), images(dataset), strict=True))
+    assert pairs == [(f"caption {number}", picture(number)) for number in range(3)]
+
+
+@pytest.mark.parametrize("name", ["0.tar", "0.csv"])
+@pytest.mark.timeout(60)
+def test_a_pipe_in_a_folder_of_shards_or_tables_is_an_error(tmp_path, name):
+    """Reading a pipe that nobody writes to would never end."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name} is neither a file nor a folder"):
+        open_pairs([str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["._00000.tar", ".index.json", ".cache.csv"])
+def test_hidden_files_in_a_folder_are_no_data(tmp_path, name):
+    """macOS writes ._00000.tar beside 00000.tar on disks of other systems."""
+    make_tars(tmp_path)
+    (tmp_path / name).write_bytes(b"\0\5\26\7")
+    assert open_pairs([str(tmp_path)]).problems == {}
+    write_folder_of_pairs(tmp_path / "pictures")
+    (tmp_path / "pictures" / name).write_bytes(b"\0\5\26\7")
+    assert captions(open_pairs([str(tmp_path / "pictures")])) == texts()
+
+
+def test_a_folder_stands_for_its_files(tmp_path):
+    make_tars(tmp_path / "tars")
+    assert len(open_pairs([str(tmp_path / "tars")])) == COUNT
+    (tmp_path / "table").mkdir()
+    make_parquet(tmp_path / "table")
+    assert len(open_pairs([str(tmp_path / "table")], dataset_type="parquet")) == COUNT
+
+
+@pytest.mark.parametrize("dataset_type", ["auto", "imagefolder", "saved", "webdataset", "csv"])
+def test_a_pattern_of_several_folders_is_an_error(tmp_path, dataset_type):
+    """Every folder that matches must be reported, for image folders and saved datasets too. None may be ignored."""
+    for name in "ab":
+        write_folder_of_pairs(tmp_path / name)
+    with pytest.raises(DataError, match=r"matches 2 files or folders, .*; give each folder as a separate entry"):
+        open_pairs([str(tmp_path / "*")], dataset_type=dataset_type)
+    both = open_pairs([str(tmp_path / name) for name in "ab"])
+    assert captions(both) == texts() * 2
+
+
+def test_tables_in_several_folders_do_not_take_each_others_images(tmp_path):
+    """The images of each table must be searched for in the folder of that table, not in the folder of the first one."""
+    for name, number in (("a", 0), ("b", 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(picture(number))
+        (tmp_path / name / "pairs.csv").write_text(f"filepath,title\n0.png,of {name}\n")
+    entries = [str(tmp_path / name / "pairs.csv") for name in "ab"]
+    with pytest.raises(DataError, match="the tables are in 2 folders, and their image paths are relative to them"):
+        open_pairs([str(tmp_path / "*" / "pairs.csv")])
+    assert images(open_pairs(entries)) == [picture(0), picture(1)]
+    for name in "ab":  # absolute paths need no folder
+        path = tmp_path / name / "0.png"
+        (tmp_path / name / "pairs.csv").write_text(f"filepath,title\n{path},of {name}\n")
+    assert images(open_pairs([str(tmp_path / "*" / "pairs.csv")])) == [picture(0), picture(1)]
+
+
+def test_a_saved_dataset_with_several_splits_needs_a_choice(tmp_path):
+    """--val-data must not silently read the split "train" of such a folder."""
+    import datasets
+
+    rows = {"image": [picture(n) for n in range(COUNT)], "caption": texts()}
+    splits = {name: datasets.Dataset.from_dict(rows) for name in ("test", "train")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"has the splits test, train; give the folder of one of them, .*saved/te"):
+        open_pairs([str(tmp_path / "saved")])
+    assert captions(open_pairs([str(tmp_path / "saved" / "test")])) == texts()
+
+
+def test_captions_that_pandas_reads_as_missing_are_kept(tmp_path):
+    _write_pictures(tmp_path)
+    (tmp_path / "pairs.csv").write_text("filepath,title\n0.png,NA\n1.png,null\n2.png,None\n")
+    assert captions(open_pairs([str(tmp_path / "pairs.csv")])) == ["NA", "null", "None"]
+
+
+def test_text_in_a_csv_that_looks_like_numbers_is_kept(tmp_path):
+    """The cells 007 and 1.50 must not become 7.0 and 1.5, and the file name 0 must stay a file name."""
+    (tmp_path / "0").write_bytes(picture(0))
+    (tmp_path / "pairs.csv").write_text("filepath,title,score\n0,007,1\n0,1.50,2\n0,true,3\n")
+    dataset = open_pairs([str(tmp_path / "pairs.csv")])
+    assert captions(dataset) == ["007", "1.50", "true"]
+    assert images(dataset) == [picture(0)] * 3
+
+
+@pytest.mark.parametrize("image_key", [None, "image", "file_name"])
+def test_text_in_the_metadata_of_a_folder_is_kept(tmp_path, image_key):
+    """The caption NA must not count as missing there, and 007 must not become 7.0."""
+    _write_pictures(tmp_path)
+    (tmp_path / "metadata.csv").write_text("file_name,text\n0.png,NA\n1.png,007\n2.png,1.5\n")
+    dataset = open_pairs([str(tmp_path)], image_key=image_key)
+    assert captions(dataset) == ["NA", "007", "1.5"]
+    assert images(dataset) == [picture(n) for n in range(3)]
+
+
+def test_a_folder_with_a_metadata_file_per_folder_has_the_pictures_of_all(tmp_path):
+    for name, number in ((".", 0), ("deep", 1)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / f"{number}.png").write_bytes(picture(number))
+        (tmp_path / name / "metadata.csv").write_text(f"file_name,text\n{number}.png,caption {number}\n")
+    dataset = open_pairs([str(tmp_path)])
+    assert sorted(captions(dataset)) == ["caption 0", "caption 1"]
+
+
+def test_captions_that_would_become_numbers_are_refused(tmp_path):
+    for number, name in enumerate(("first", "second")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{number}.png").write_bytes(picture(number))
+        (tmp_path / name / "metadata.csv").write_text(f"file_name,text\n{number}.png,00{number}\n")
+    with pytest.raises(DataError, match=r"captions .* are numbers; give each folder"):
+        open_pairs([str(tmp_path)])
+    folders = [str(tmp_path / name) for name in ("first", "second")]
+    assert [captions(open_pairs([folder])) for folder in folders] == [["000"], ["001"]]
+
+
+def test_metadata_behind_a_link_is_refused(tmp_path):
+    """`datasets` does not follow such a link, and would silently leave out the images that the metadata describe."""
+    for name, number in (("elsewhere", 0), ("pairs/a", 1)):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / f"{number}.png").write_bytes(picture(number))
+        (tmp_path / name / "metadata.csv").write_text(f"file_name,text\n{number}.png,caption {number}\n")
+    (tmp_path / "link").symlink_to(tmp_path / "pairs")
+    assert captions(open_pairs([str(tmp_path / "link")])) == ["caption 1"]
+    (tmp_path / "pairs" / "b").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match="pairs/b is reached through a link to a folder and has a metadata file"):
+        open_pairs([str(tmp_path / "pairs")])
+
+
+def test_a_csv_may_have_words_after_thousands_of_numbers(tmp_path):
+    """`datasets` infers the type of a column from its first 10,000 rows. Words in later rows must still be readable."""
+    rows = ["0.png,7,1"] * 20_000 + ["0.png,seven,0.5"]
+    (tmp_path / "pairs.csv").write_text("\n".join(["filepath,title,score", *rows]))
+    dataset = open_pairs([str(tmp_path / "pairs.csv")])
+    assert (dataset.caption(0), dataset.caption(20_000)) == ("7", "seven")
+
+
+def test_captions_of_a_table_may_be_bytes(tmp_path):
+    """The caption of the first row must not be the text "b'gr\\xc3\\xbcn'"."""
+    import datasets
+
+    rows = {"jpg": [picture(0)] * 2, "txt": ["grün".encode(), b"gr\xfcn"]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "pairs.parquet")
+    dataset = open_pairs([str(tmp_path / "pairs.parquet")])
+    assert dataset.caption(0) == "grün"
+    with pytest.raises(BadSample, match=r"caption is not UTF-8: 1: byte 0xfc at position 2; convert it to UTF-8"):
+        dataset.caption(1)
+
+
+def test_a_caption_of_a_table_that_is_no_text_is_a_bad_sample(tmp_path):
+    """COCO on the Hugging Face hub has a list of dictionaries. Their Python code must not become the caption."""
+    rows = [{"image": "0.png", "caption": [{"raw": "a dog", "id": 1}]}]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(BadSample, match="missing caption: 0: expected text, got dict"):
+        open_pairs([str(tmp_path / "pairs.jsonl")]).caption(0)
+
+
+def test_a_caption_that_is_nan_is_missing(tmp_path):
+    """The caption must not be the text "nan"."""
+    table = pyarrow.table({"image": [picture(0)] * 2, "caption": [1.5, float("nan")]})
+    parquet.write_table(table, tmp_path / "pairs.parquet")
+    dataset = open_pairs([str(tmp_path / "pairs.parquet")])
+    assert dataset.caption(0) == "1.5"
+    with pytest.raises(BadSample, match="missing caption"):
+        dataset.caption(1)
+
+
+def test_numbers_of_classes_are_read_as_their_names(tmp_path):
+    """`datasets` stores the labels of CIFAR10 as numbers. The captions must not be "0" and "1"."""
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    rows = {"image": [{"bytes": picture(0)}] * 4, "label": [1, 0, -1, None]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    dataset = open_pairs([str(tmp_path / "saved")], caption_key="label")
+    assert [dataset.caption(0), dataset.read(1).caption] == ["dog", "cat"]
+    for row in (2, 3):
+        with pytest.raises(BadSample, match="missing caption"):
+            dataset.read(row)
+
+
+@pytest.mark.parametrize("name", ["0.csv", "1.csv", "2.jsonl", "3.jsonl", "4.parquet"])
+def test_a_table_without_rows_is_refused(tmp_path, name):
+    """The error must be ours, not one of `datasets` such as "StopIteration: " or "BatchSize must be greater than 0"."""
+    (tmp_path / "0.csv").write_text("")
+    (tmp_path / "1.csv").write_text("filepath,title\n")
+    (tmp_path / "2.jsonl").write_text("")
+    (tmp_path / "3.jsonl").write_text("\n\n")
+    parquet.write_table(pyarrow.table({"image": [b""], "caption": ["red"]}).slice(1), tmp_path / "4.parquet")
+    with pytest.raises(DataError, match=rf"data '.*{name}': no rows; give tables with one row per sample"):
+        open_pairs([str(tmp_path / name)])
+
+
+def test_a_saved_dataset_without_rows_is_refused(tmp_path):
+    """The error must be ours, not an IndexError of `datasets`."""
+    import datasets
+
+    datasets.Dataset.from_dict({"image": [], "caption": []}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"data '.*saved': no rows; give tables with one row per sample"):
+        open_pairs([str(tmp_path / "saved")])
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_tables_without_rows_among_others_add_none(tmp_path, kind):
+    """Spark writes such parts. They must not make the other files an error."""
+    rows = pyarrow.table({"image": [picture(0)], "caption": ["red"]})
+    for number in range(3):
+        path = tmp_path / f"{number}.{kind}"
+        if number == 1 and kind == "parquet":
+            parquet.write_table(rows, path)
+        elif number == 1:
+            path.write_text("image,caption\n0.png,red\n" if kind == "csv" else '{"image": "0.png", "caption": "red"}\n')
+        elif kind == "parquet":
+            parquet.write_table(rows.slice(1), path)
+        else:
+            path.write_text("")
+    (tmp_path / "0.png").write_bytes(picture(0))
+    assert captions(open_pairs([str(tmp_path / f"*.{kind}")])) == ["red"]
+
+
+def test_a_column_of_row_numbers_may_have_no_name(tmp_path):
+    """R writes such a column when it saves a subset of a table."""
+    _write_pictures(tmp_path)
+    content = '"filepath","title"\n"1","0.png","red, blue"\n"5","1.png","green"\n"7","2.png","white"\n'
+    (tmp_path / "pairs.csv").write_text(content)
+    assert captions(open_pairs([str(tmp_path / "pairs.csv")])) == ["red, blue", "green", "white"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"filepath,title\n0.png,gr\xfcn\n", "cannot read .*pairs.csv as csv: UnicodeDecodeError: .*utf-8"),
+        (b'filepath,title\n0.png,"no end\n1.png,b\n', "EOF inside string starting at row 1"),
+        (b"filepath,title\n0.png,red, blue\n1.png,green, white\n", "more cells than the first line has names.*quotes"),
+        (b"id,Photo,Words\n0,0.png,a\n", "it has id, Photo, Words; set --image-key to one of them"),
+        (b"image,Words\n0.png,a\n", "it has image, Words; set --caption-key to one of them"),
+    ],
+)
+def test_the_error_for_an_unreadable_csv_is_one_line_with_the_reason(tmp_path, content, message):
+    (tmp_path / "pairs.csv").write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        open_pairs([str(tmp_path / "pairs.csv")])
+    assert "\n" not in str(caught.value)
+
+
+def test_files_with_different_columns_are_an_error_that_names_them(tmp_path):
+    (tmp_path / "0.csv").write_text("image,caption\n0.png,a\n")
+    (tmp_path / "1.csv").write_text("image,words\n0.png,a\n")
+    with pytest.raises(DataError, match=r"and 1 more files as csv: .*words"):
+        open_pairs([str(tmp_path)])
+
+
+def test_the_error_for_images_without_captions_names_the_file_to_add(tmp_path):
+    _write_pictures(tmp_path)
+    with pytest.raises(DataError, match=r"has no captions; put a text file .* or add a metadata.csv"):
+        open_pairs([str(tmp_path)])
+
+
+def test_rows_without_image_or_caption_are_bad_samples(tmp_path):
+    _write_pictures(tmp_path)
+    rows = [{"image": "0.png", "caption": None}, {"image": "gone.png", "caption": "a"}, {"image": None, "caption": "b"}]
+    rows += [{"image": "0.png", "caption": "c"}, {"image": "../0\0.png", "caption": "d"}]
+    rows += [{"image": "/dev/zero", "caption": "e"}]  # reading it would never end
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    dataset = open_pairs([str(tmp_path / "pairs.jsonl")])
+    kinds = []
+    for row in range(len(rows)):
+        try:
+            kinds.append(dataset.read(row).caption)
+        except BadSample as bad:
+            kinds.append(bad.kind)
+    assert kinds == ["missing caption", "missing image", "missing image", "c", "missing image", "missing image"]
+
+
+def test_several_captions_of_an_image_are_kept_separately(tmp_path):
+    _write_pictures(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "0.png", "caption": ["a  dog", "an\nanimal"]}))
+    sample = open_pairs([str(tmp_path / "pairs.jsonl")]).read(0)
+    assert sample.alternatives == ("a dog", "an animal") and sample.caption == "a dog\nan animal"
+
+
+@pytest.mark.parametrize("kind", ["numpy", "pandas", "torch"])
+def test_the_format_of_a_saved_dataset_does_not_change_its_captions(tmp_path, kind):
+    """`datasets` saves its format. With the format NumPy, the caption must not be the text "['a dog' 'an animal']"."""
+    import datasets
+
+    rows = {"image": [picture(0)], "caption": [["a dog", "an animal"]]}
+    datasets.Dataset.from_dict(rows).with_format(kind).save_to_disk(tmp_path / "saved")
+    sample = open_pairs([str(tmp_path / "saved")]).read(0)
+    assert sample.alternatives == ("a dog", "an animal") and sample.image == picture(0)
+
+
+def test_a_table_is_divided_into_runs_of_rows_as_shards(tmp_path):
+    import datasets
+
+    rows = 2 * ROWS_PER_SHARD + 5
+    datasets.Dataset.from_dict({"image": [b"x"] * rows, "text": ["y"] * rows}).save_to_disk(tmp_path / "saved")
+    assert open_pairs([str(tmp_path / "saved")]).shard_sizes.tolist() == [ROWS_PER_SHARD, ROWS_PER_SHARD, 5]
+
+
+def test_keys_select_columns_and_members(tmp_path):
+    members = [("0.png", picture(0)), ("0.jpg", picture(1)), ("0.txt", b"no"), ("0.alt", b"yes")]
+    path = write_tar(tmp_path / "shard.tar", members)
+    other = write_tar(tmp_path / "other.tar", [*members, ("README", b"no picture")])
+    assert len(open_pairs([str(other)], image_key="png;", caption_key="alt;")) == 1
+    sample = open_pairs([str(path)], image_key="webp;png", caption_key="alt").read(0)
+    assert sample.caption == "yes" and sample.image == picture(0)
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "a", "caption": "no", "other": "yes"}))
+    assert open_pairs([str(tmp_path / "pairs.jsonl")], caption_key="other").caption(0) == "yes"
+    with pytest.raises(DataError, match="no caption column nothing; it has image, caption, other"):
+        open_pairs([str(tmp_path / "pairs.jsonl")], caption_key="nothing")
+
+
+def test_braces_expand_as_in_bash():
+    cases = {
+        "a{1..3}": ["a1", "a2", "a3"],
+        "{08..11}.tar": ["08.tar", "09.tar", "10.tar", "11.tar"],
+        "{000..002}": ["000", "001", "002"],
+        "{9..10}": ["9", "10"],
+        "{2..0}": ["2", "1", "0"],
+        "{0..10..5}": ["0", "5", "10"],
+        "{a,b}/{0..1}": ["a/0", "a/1", "b/0", "b/1"],
+        "{a,b{0..1}}": ["a", "b0", "b1"],
+        "plain": ["plain"],
+        "{one}": ["{one}"],
+        r"\{a,b\}": ["{a,b}"],
+        r"{a\,b,c}": ["a,b", "c"],
+    }
+    for pattern, expected in cases.items():
+        assert expand_braces(pattern) == expected
+    assert len(expand_braces("{00000..00331}.tar")) == 332
+
+
+@pytest.mark.parametrize("pattern", ["{a", "{a,{b}", "a}", "{a}}"])
+def test_unbalanced_braces_are_an_error(pattern):
+    with pytest.raises(DataError, match="not balanced"):
+        expand_braces(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "limit"),
+    [("{1..1000000000000}", patterns.MAX_FILES), ("{a,{-5..200}}", 100), ("{0..3}{0..3}{0..3}", 60)],
+)
+def test_braces_that_stand_for_too_many_files_are_an_error(pattern, limit, monkeypatch):
+    """Each range of the last pattern is short, but their product is too large."""
+    monkeypatch.setattr(patterns, "MAX_FILES", limit)
+    with pytest.raises(DataError, match=r"more than .* files; use shorter ranges"):
+        expand_braces(pattern)
+
+
+@pytest.mark.parametrize("name", ["a{0..1}.tar", "{unbalanced.tar", r"back\slash.tar", "[0-9].tar"])
+def test_a_file_with_the_name_of_the_pattern_is_used_as_it_is(tmp_path, name):
+    path = write_tar(tmp_path / name, pair_members([0]))
+    assert expand_pattern(str(path)) == [str(path)]
+
+
+def test_patterns_find_files_or_name_the_missing_ones(tmp_path):
+    write_shards(tmp_path, [1, 1, 1])
+    assert [path[-9:] for path in expand_pattern(str(tmp_path / "*.tar"))] == ["00000.tar", "00001.tar", "00002.tar"]
+    with pytest.raises(DataError, match=r"2 of 5 files are missing, first .*00003\.tar"):
+        expand_pattern(str(tmp_path / "{00000..00004}.tar"))
+    with pytest.raises(DataError, match="no file matches"):
+        open_pairs([str(tmp_path / "none*.tar")])
+    with pytest.raises(DataError, match="no data was given"):
+        open_pairs([])
+    (tmp_path / "notes.md").write_text("")
+    with pytest.raises(DataError, match=r"known type.*set --dataset-type"):
+        open_pairs([str(tmp_path / "notes.md")])
+    with pytest.raises(DataError, match="--dataset-type is 'zip'; use one of auto"):
+        open_pairs([str(tmp_path / "*.tar")], dataset_type="zip")
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    with pytest.raises(DataError, match="cannot read"):
+        open_pairs([str(tmp_path / "bad.parquet")])
+
+
+def test_a_glob_among_braces_that_matches_nothing_is_an_error(tmp_path):
+    """A dataset with a mistyped name must not be left out silently."""
+    write_shards(tmp_path / "first", [1, 1])
+    with pytest.raises(DataError, match=r"1 of 3 files are missing, first .*/secnod/\*\.tar"):
+        expand_pattern(str(tmp_path / "{first,secnod}" / "*.tar"))
+
+
+@pytest.mark.parametrize("make", [make_csv, make_json_lines, make_parquet_of_plain_bytes, make_image_folder])
+def test_names_of_tables_may_contain_characters_of_patterns(tmp_path, make):
+    """`datasets` interprets file names as patterns too."""
+    folder = tmp_path / "crawl [2] {a,b} ?"
+    folder.mkdir()
+    make(folder)
+    assert images(open_pairs([str(folder)])) == [picture(n) for n in range(COUNT)]
+
+
+def test_sources_are_concatenated_and_ids_have_bounds(tmp_path):
+    first, second = write_shards(tmp_path, [2, 3])
+    dataset = open_pairs([str(second), str(first)])
+    assert captions(dataset) == [f"caption {n}" for n in (2, 3, 4, 0, 1)]
+    assert dataset.siblings(1) == (0, 3) and dataset.siblings(4) == (3, 2)
+    assert dataset.shard_name(4) == str(first)
+    with pytest.raises(IndexError):
+        dataset.read(5)
+    with pytest.raises(DataError, match="1 weights for 2 datasets; give one per dataset"):
+        open_pairs([str(first), str(second)], weights=[1.0])
+
+
+def test_changed_data_is_an_error_that_names_the_difference(tmp_path):
+    paths = write_shards(tmp_path, [2, 3])
+    specs = [str(path) for path in paths]
+    saved = open_pairs(specs).manifest()
+    (tmp_path / "moved").mkdir()
+    moved = [str(path.rename(tmp_path / "moved" / path.name)) for path in paths]
+    check_manifest(saved, open_pairs(moved).manifest())  # equal data in another folder
+    cases = {
+        "2 datasets, this run has 1": open_pairs(moved[:1]),
+        "mixture weights": open_pairs(moved, weights=[1, 2]),
+        "dataset 0 had a file with name 00000.tar.*now it has name 00001.tar": open_pairs(moved[::-1]),
+    }
+    write_tar(tmp_path / "moved" / "00001.tar", pair_members(range(2, 6)))
+    cases["dataset 1 had a file with name 00001.tar, bytes 10240, samples 3; now.*samples 4"] = open_pairs(moved)
+    for message, dataset in cases.items():
+        with pytest.raises(DataError, match=message):
+            check_manifest(saved, dataset.manifest())
+
+
+def test_labelled_datasets_in_both_layouts(tmp_path):
+    shards = tmp_path / "wds"
+    members = [m for n in range(4) for m in ((f"s{n}.png", picture(n)), (f"s{n}.cls", str(n % 2).encode()))]
+    write_tar(shards / "test" / "10.tar", members[4:])
+    write_tar(shards / "test" / "2.tar", members[:4])
+    with pytest.raises(DataError, match=r"classnames\.txt"):
+        open_labelled(shards)
+    (shards / "classnames.txt").write_text("tabby cat\nbig dog\n")
+    (shards / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n{c}\n")
+    folder = tmp_path / "folder"
+    for number in range(4):
+        place = folder / ("big_dog" if number % 2 else "a_cat")
+        place.mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.PNG").write_bytes(picture(number))
+    (shards / "test" / "._2.tar").write_bytes(b"\0\5\26\7")  # macOS writes it
+    by_shard, by_folder = open_labelled(shards), open_labelled(folder)
+    assert by_shard._images.problems == {}
+    assert by_shard.class_names == ["tabby cat", "big dog"] and by_shard.templates == ["a photo of a {c}.", "{c}"]
+    assert by_folder.class_names == ["a cat", "big dog"] and by_folder.templates == ["a photo of a {c}."]
+    assert [by_shard.read(n).caption for n in range(4)] == ["0", "1", "0", "1"]
+    assert images(by_shard) == [picture(n) for n in range(4)]
+    assert [by_folder.read(n).caption for n in range(4)] == ["0", "0", "1", "1"]
+    (shards / "classnames.txt").write_text("tabby cat\n")
+    with pytest.raises(BadSample, match="outside"):
+        open_labelled(shards).read(1)
+    # int() raises a ValueError for both labels
+    write_tar(shards / "test" / "²0.tar", [("0.png", picture(0)), ("0.cls", b"9" * 5000)])
+    with pytest.raises(BadSample, match="outside"):
+        open_labelled(shards).read(0)
+    (folder / "classnames.txt").write_text("one\n")
+    with pytest.raises(DataError, match="1 class names for 2 folders"):
+        open_labelled(folder)
+    with pytest.raises(DataError, match="expected a folder"):
+        open_labelled(tmp_path / "nowhere")
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    """Images behind a link to a folder must not be left out silently."""
+    write_folder_of_pairs(tmp_path / "elsewhere")
+    (tmp_path / "pairs").mkdir()
+    (tmp_path / "pairs" / "part").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "loop").symlink_to(tmp_path / "pairs")
+    assert captions(open_pairs([str(tmp_path / "pairs")])) == texts()
+    for name in ("cat", "dog"):
+        (tmp_path / "classes" / name).mkdir(parents=True)
+        (tmp_path / "classes" / name / "part").symlink_to(tmp_path / "elsewhere")
+    labelled = open_labelled(tmp_path / "classes")
+    assert [labelled.read(n).caption for n in range(len(labelled))] == ["0"] * COUNT + ["1"] * COUNT
+
+
+def test_a_sub_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    """Its images must not be left out silently. The test simulates the error, because root may read any folder."""
+    write_folder_of_pairs(tmp_path)
+    scandir = os.scandir
+
+    def refuse(path):
+        if os.fspath(path).endswith("deep"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"cannot read the folder .*/deep: Permission denied"):
+        open_pairs([str(tmp_path)], dataset_type="imagefolder")
+
+
+def test_data_that_may_not_be_read_is_one_error(tmp_path, monkeypatch):
+    """The test simulates the error, because root may read any file."""
+    (tmp_path / "tables" / "0.csv").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"cannot read data '.*/tables': .*0\.csv.*directory"):
+        open_pairs([str(tmp_path / "tables")])
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"cannot read data '.*/tables': .*tables: Permission denied"):
+        open_pairs([str(tmp_path / "tables")])
+    with pytest.raises(DataError, match=r"cannot read zero-shot data '.*/tables': .*tables: Permission denied"):
+        open_labelled(tmp_path / "tables")
+
+
+def test_hidden_files_in_a_class_are_no_images(tmp_path):
+    """macOS writes ._0.png beside 0.png on disks of other systems."""
+    for number, name in enumerate(("cat", "dog")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(picture(number))
+        (tmp_path / name / "._0.png").write_bytes(b"\0\5\26\7")
+        (tmp_path / name / ".ipynb_checkpoints").mkdir()
+        (tmp_path / name / ".ipynb_checkpoints" / "0-checkpoint.png").write_bytes(picture(number))
+    assert images(open_labelled(tmp_path)) == [picture(0), picture(1)]
+
+
+def test_classes_that_share_a_name_are_reported(tmp_path, caplog, monkeypatch):
+    """open_clip's class names for ImageNet have two such pairs. Their images are never correct at top-1."""
+    for number, name in enumerate(("crane_bird", "crane_machine", "dog")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(picture(number))
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    open_labelled(tmp_path)
+    assert caplog.text == ""
+    (tmp_path / "classnames.txt").write_text("crane\ncrane\ndog\n")
+    open_labelled(tmp_path)
+    assert f"zero-shot data {tmp_path}: 2 of 3 classes share their names ('crane'); ties count" in caplog.text
+
+
+def test_folders_without_images_are_reported(tmp_path, caplog, monkeypatch):
+    """Archives made on macOS contain a folder __MACOSX. It must not silently become a class."""
+    for number, name in enumerate(("cat", "dog")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.png").write_bytes(picture(number))
+    (tmp_path / "__MACOSX" / "cat").mkdir(parents=True)
+    (tmp_path / "__MACOSX" / "cat" / "._0.png").write_bytes(b"\0\5\26\7")
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    open_labelled(tmp_path)
+    assert f"zero-shot data {tmp_path}: 1 of 3 folders have no images ('__MACOSX') and count as" in caplog.text
+    caplog.clear()
+    (tmp_path / "classnames.txt").write_text("no class\ncat\ndog\n")
+    open_labelled(tmp_path)
+    assert caplog.text == ""
+
+
+def test_labelled_shards_with_other_members_name_no_flag(tmp_path):
+    """--image-key and --caption-key apply to pairs only."""
+    write_tar(tmp_path / "0.tar", [("0.dat", picture(0))])
+    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
+    with pytest.raises(DataError, match=r"no samples .* such as 000000\.jpg and 000000\.cls$"):
+        open_labelled(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("name", ("name", "train", None)),
+        ("name:test", ("name", "test", None)),
+        ("name:test:de", ("name", "test", "de")),
+        ("name::de", ("name", "train", "de")),
+    ],
+)
+def test_names_of_hub_datasets(spec, expected):
+    """`hf:NAME::CONFIG` omits the split. The default is "train", as for `hf:NAME`."""
+    table = HubTable.parse(spec)
+    assert (table.name, table.split, table.config) == expected
+
+
+def test_a_single_folder_of_images_is_an_error(tmp_path):
+    (tmp_path / "images").mkdir()
+    _write_pictures(tmp_path / "images")
+    with pytest.raises(DataError, match="only one class, 'images'"):
+        open_labelled(tmp_path)
+
+
+def test_splits_are_not_accepted_as_classes(tmp_path):
+    """imagenet/ in place of imagenet/val must not be evaluated with the two classes "train" and "val"."""
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        (tmp_path / split / "cat" / "0.png").write_bytes(picture(0))
+    with pytest.raises(DataError, match=r"the folders 'train', 'val' are splits; .* give one split, such as .*/val$"):
+        open_labelled(tmp_path)
+    (tmp_path / "boat").mkdir()
+    assert open_labelled(tmp_path).class_names == ["boat", "train", "val"]
+
+
+def test_wordnet_ids_are_not_accepted_as_class_names(tmp_path):
+    for name in ("n01440764", "n01443537"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(picture(1))
+    with pytest.raises(DataError, match=r"WordNet ids .* to classnames\.txt"):
+        open_labelled(tmp_path)
+    (tmp_path / "lost+found").mkdir()  # an unrelated folder must not make the ids acceptable
+    with pytest.raises(DataError, match=r"WordNet ids .* to classnames\.txt"):
+        open_labelled(tmp_path)
+    (tmp_path / "lost+found").rmdir()
+    (tmp_path / "classnames.txt").write_text("tench\ngoldfish\n")
+    assert open_labelled(tmp_path).class_names == ["tench", "goldfish"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "advice"),
+    [
+        ("a.tar::b/{0..3}.tar", "separate several datasets by spaces: a.tar b/{0..3}.tar"),
+        ("s3://bucket/{00..09}.tar", "streaming is not supported: copy or mount the data"),
+        ("pipe:aws s3 cp s3://bucket/0.tar -", "streaming is not supported"),
+    ],
+)
+def test_urls_pipes_and_lists_are_errors_with_advice(spec, advice):
+    with pytest.raises(DataError) as error:
+        open_pairs([spec])
+    assert advice in str(error.value)

@@ -1,0 +1,374 @@
+"""Tar shards: the header walk compared with tarfile, damaged shards, and the index on disk."""
+
+import errno
+import fcntl
+import io
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import tarfile
+import time
+
+import pytest
+
+from megaclip.data import tar_shards
+from megaclip.data.batch import BadSample
+from megaclip.data.tar_shards import INDEX_FOLDER, TarShards
+from megaclip.data.tar_walk import walk_shard
+from megaclip.errors import DataError
+from tests.unit.data.data_samples import pair_members, picture, write_shards, write_tar
+
+LONG = "a-rather-long-directory-name/" * 6
+
+
+def walk(path):
+    return walk_shard(path, ("jpg", "png"), ("txt",))
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_the_walk_finds_the_same_members_as_tarfile(tmp_path, format):
+    """Long names, non-ASCII names and fractional times cause the extension headers of each format."""
+    names = ["000.png", "deep/er/001.png", LONG + "002.png"]
+    if format != tarfile.USTAR_FORMAT:
+        names += ["caf\u00e9.png", "x" * 200 + ".png"]
+    path = tmp_path / "shard.tar"
+    with tarfile.open(path, "w", format=format) as tar:
+        for number, name in enumerate(names):
+            for suffix, content in ((".png", picture(number)), (".txt", f"caption {number}".encode())):
+                member = tarfile.TarInfo(name.replace(".png", suffix))
+                member.size, member.mtime = len(content), 1e9 + 0.5
+                tar.addfile(member, io.BytesIO(content))
+    contents = walk(path)
+    assert contents.damage == ""
+    with tarfile.open(path) as tar:
+        expected = [(m.offset_data, m.size) for m in tar.getmembers()]
+    found = [
+        pair
+        for entry in contents.entries
+        for pair in ((entry["image_offset"], entry["image_size"]), (entry["caption_offset"], entry["caption_size"]))
+    ]
+    assert found == expected
+
+
+def test_members_may_come_in_any_order_and_others_are_ignored(tmp_path):
+    path = tmp_path / "shard.tar"
+    with tarfile.open(path, "w") as tar:
+        folder = tarfile.TarInfo("images")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+        link = tarfile.TarInfo("images/link.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+        for name, content in [("images/b.TXT", b"two"), ("images/._a.png", b"mac"), ("images/a.json", b"{}")]:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        for name, content in [("images/a.png", picture(0)), ("images/a.txt", b"one"), ("images/b.png", picture(1))]:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    shards = TarShards([path])
+    assert [shards.read(row).caption for row in range(len(shards))] == ["two", "one"]
+    assert shards.read(0).image == picture(1)
+
+
+def test_names_with_parent_folders_write_no_files(tmp_path):
+    path = write_tar(tmp_path / "s" / "shard.tar", [("../../evil.png", picture(0)), ("../../evil.txt", b"a caption")])
+    sample = TarShards([path]).read(0)
+    assert sample.caption == "a caption" and sample.key == "shard.tar/../../evil"
+    assert not (tmp_path / "evil.png").exists() and not (tmp_path.parent / "evil.png").exists()
+
+
+def test_a_truncated_shard_yields_its_complete_samples(tmp_path, caplog):
+    path = write_tar(tmp_path / "shard.tar", pair_members(range(5)))
+    with tarfile.open(path) as tar:
+        fourth = tar.getmember("000003.txt")
+    for cut in (fourth.offset_data + fourth.size, fourth.offset_data + 512 + 100, fourth.offset_data + 512 * 2 + 3):
+        with open(path, "r+b") as file:
+            file.truncate(cut)
+        shards = TarShards([path])
+        assert [shards.read(row).caption for row in range(4)] == [f"caption {n}" for n in range(4)]
+        assert len(shards) == 4
+        path = write_tar(tmp_path / "shard.tar", pair_members(range(5)))
+    with open(path, "r+b") as file:
+        file.truncate(fourth.offset_data + 512 * 2 + 3)
+    assert TarShards([path]).problems == {"damaged shard": 1}
+
+
+@pytest.mark.parametrize("cut", ["empty", "behind a member", "in the padding"])
+def test_a_shard_without_an_end_is_reported(tmp_path, caplog, monkeypatch, cut):
+    """An empty file, or a shard that was cut off between two members, must not lose samples silently."""
+    whole, path = write_shards(tmp_path, [1, 5])
+    with tarfile.open(path) as tar:
+        member = tar.getmember("000003.txt")
+    blocks = -(-member.size // 512)
+    sizes = {
+        "empty": 0,
+        "behind a member": member.offset_data + blocks * 512,
+        "in the padding": member.offset_data + 20,
+    }
+    os.truncate(path, sizes[cut])
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    shards = TarShards([whole, path])
+    assert len(shards) == (1 if cut == "empty" else 4)
+    assert shards.problems == {"damaged shard": 1}
+    assert f"{path.name} (no end of the archive at byte {sizes[cut]}" in caplog.text
+
+
+def test_archives_that_were_joined_as_files_are_reported(tmp_path):
+    """`cat` joins archives so that readers see only the first one.
+
+    The samples of the others must not be lost silently.
+    """
+    path, other = write_shards(tmp_path, [2, 3])
+    path.write_bytes(path.read_bytes() + other.read_bytes())
+    shards = TarShards([path])
+    assert len(shards) == 2 and shards.problems == {"damaged shard": 1}
+    assert "data after the end of the archive" in shards.shards[0]["damage"]
+
+
+def test_repeated_names_in_a_shard_are_reported(tmp_path):
+    """`tar --concatenate` makes such shards if the members of each archive were numbered from 0.
+
+    Samples of equal names must not be lost silently.
+    """
+    members = [("0.png", picture(0)), ("0.txt", b"first"), ("0.png", picture(1)), ("0.txt", b"second")]
+    shards = TarShards([write_tar(tmp_path / "shard.tar", members)])
+    assert [shards.read(row).caption for row in range(len(shards))] == ["first"]
+    assert shards.problems == {"damaged shard": 1}
+    assert shards.shards[0]["damage"] == "2 members have the name of an earlier one and are left out, first '0.png'"
+
+
+def test_garbage_in_the_middle_ends_the_walk_and_is_reported(tmp_path):
+    path = write_tar(tmp_path / "shard.tar", pair_members(range(5)))
+    with tarfile.open(path) as tar:
+        third = tar.getmember("000002.png")
+    with open(path, "r+b") as file:
+        file.seek(third.offset + 3)
+        file.write(b"garbage")
+    contents = walk(path)
+    assert len(contents.entries) == 2 and "checksum" in contents.damage
+
+
+def test_headers_with_huge_sizes_are_reported_as_damage(tmp_path):
+    """A header can specify any size. The walk must not read or allocate that many bytes."""
+    member = tarfile.TarInfo("000.png")
+    member.size = 1 << 60
+    huge_file = tmp_path / "huge_file.tar"
+    huge_file.write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    member.type = tarfile.XHDTYPE
+    huge_header = tmp_path / "huge_header.tar"
+    huge_header.write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    for path in (huge_file, huge_header):
+        contents = walk(path)
+        assert len(contents.entries) == 0 and contents.damage
+
+
+def test_missing_members_are_bad_samples(tmp_path):
+    members = [("a.png", picture(0)), ("b.txt", b"only text"), ("c.png", picture(1)), ("c.txt", b"both")]
+    shards = TarShards([write_tar(tmp_path / "shard.tar", members)])
+    kinds = []
+    for row in range(3):
+        try:
+            shards.read(row)
+            kinds.append("good")
+        except BadSample as bad:
+            kinds.append(bad.kind)
+    assert kinds == ["missing caption", "missing image", "good"]
+
+
+def test_a_caption_of_megabytes_is_a_bad_sample(tmp_path):
+    members = [("a.png", picture(0)), ("a.txt", b"x" * (2 << 20))]
+    with pytest.raises(BadSample, match="caption too large"):
+        TarShards([write_tar(tmp_path / "shard.tar", members)]).read(0)
+
+
+def test_shards_without_samples_are_an_error_that_names_them(tmp_path):
+    text = tmp_path / "shard.tar"
+    text.write_text("this is no tar file" * 100)
+    with pytest.raises(DataError, match=r"shard\.tar.*no tar header"):
+        TarShards([text])
+    empty = write_tar(tmp_path / "empty.tar", [])
+    with pytest.raises(DataError, match="no samples"):
+        TarShards([empty])
+
+
+def test_the_index_is_reused_until_a_shard_changes(tmp_path, monkeypatch):
+    paths = write_shards(tmp_path, [3, 4])
+    assert len(TarShards(paths)) == 7
+    monkeypatch.setattr(tar_shards, "walk_shard", _must_not_walk)
+    again = TarShards(paths)
+    assert again.shard_sizes.tolist() == [3, 4] and again.read(6).caption == "caption 6"
+    monkeypatch.undo()
+    write_tar(paths[1], pair_members(range(90, 95)))
+    assert len(TarShards(paths)) == 8 and TarShards(paths).read(7).caption == "caption 94"
+    assert not [name for name in os.listdir(tmp_path / ".megaclip") if name.endswith((".lock", ".unfinished"))]
+
+
+def _must_not_walk(*_, **__):
+    raise AssertionError("the shards were walked again")
+
+
+@pytest.mark.parametrize(
+    "damaged", ["truncated.npy", "empty.npy", "no.npy", "longer.npy", "truncated.json", "other.json"]
+)
+def test_a_damaged_index_is_made_again(tmp_path, caplog, monkeypatch, damaged):
+    """A truncated array would be mapped into memory, and reading past its end would kill the process."""
+    write_shards(tmp_path, [40, 50])
+    paths = sorted(tmp_path.glob("*.tar"))
+    expected = [TarShards(paths).read(row) for row in range(90)]
+    (array,), (manifest,) = (list((tmp_path / INDEX_FOLDER).glob(f"*.{suffix}")) for suffix in ("npy", "json"))
+    whole, text = array.read_bytes(), manifest.read_text()
+    content = {
+        "truncated.npy": whole[: len(whole) // 3],
+        "empty.npy": b"",
+        "no.npy": None,
+        "longer.npy": whole + b"0",
+        "truncated.json": text[: len(text) // 2].encode(),
+        "other.json": text.replace('"samples": 40', '"samples": 41').encode(),
+    }[damaged]
+    file = array if damaged.endswith("npy") else manifest
+    file.unlink() if content is None else file.write_bytes(content)
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    shards = TarShards(paths)
+    assert "is damaged and is rebuilt" in caplog.text
+    assert [shards.read(row) for row in range(90)] == expected
+    assert array.read_bytes() == whole and json.loads(manifest.read_text()) == json.loads(text)
+
+
+def test_the_index_of_a_read_only_folder_is_in_the_users_cache(tmp_path, monkeypatch):
+    paths = write_shards(tmp_path / "shards", [2])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # The index folder cannot be created where a file has its name. Root would ignore permissions.
+    (tmp_path / "shards" / ".megaclip").write_text("")
+    assert TarShards(paths).read(1).caption == "caption 1"
+    assert list((tmp_path / "cache" / "megaclip").rglob("*.npy"))
+
+
+def test_an_index_that_cannot_be_written_is_one_error(tmp_path, monkeypatch):
+    (path,) = write_shards(tmp_path / "shards", [2])
+    (tmp_path / "shards" / ".megaclip").write_text("")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DataError, match=r"index .* to .*shards/\.megaclip or .*file/megaclip/.*set XDG_CACHE_HOME"):
+        TarShards([path])
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(tar_shards.Path, "home", no_home)
+    with pytest.raises(DataError, match=r"index .* to .*shards/\.megaclip; .*set XDG_CACHE_HOME"):
+        TarShards([path])
+
+
+def test_a_full_disk_is_one_error_that_names_the_index(tmp_path, monkeypatch):
+    (path,) = write_shards(tmp_path, [2])
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tar_shards.np, "save", full)
+    with pytest.raises(DataError, match=r"cannot write the index .*/\.megaclip/.*\.npy: No space left on device; free"):
+        TarShards([path])
+    assert not list((tmp_path / ".megaclip").glob("*.unfinished"))
+
+
+def test_a_folder_or_a_missing_file_in_place_of_a_shard_is_one_error(tmp_path):
+    (tmp_path / "0.tar").mkdir()
+    with pytest.raises(DataError, match=r"cannot read the tar shard .*0\.tar.*[Dd]irectory"):
+        TarShards([tmp_path / "0.tar"])
+    with pytest.raises(DataError, match=r"cannot read the tar shard .*1\.tar.*No such file"):
+        TarShards([tmp_path / "1.tar"])
+
+
+def test_processes_that_open_shards_at_once_walk_them_once(tmp_path):
+    paths = write_shards(tmp_path, [3, 3])
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        results = pool.map(_open_and_record_walks, [(paths, tmp_path / "walks")] * 4)
+    assert results == [6] * 4
+    assert len((tmp_path / "walks").read_text().split()) == 2  # two shards, each walked once
+
+
+def _open_and_record_walks(job):
+    paths, record = job
+    real = tar_shards.walk_shard
+
+    def recorded(path, **extensions):
+        with open(record, "a") as file:
+            file.write(f"{path.name}\n")
+        time.sleep(0.1)
+        return real(path, **extensions)
+
+    tar_shards.walk_shard = recorded
+    return len(TarShards(paths))
+
+
+def test_a_process_killed_while_indexing_does_not_block_the_next_one(tmp_path):
+    paths = write_shards(tmp_path, [3])
+    context = multiprocessing.get_context("fork")
+    walking = context.Event()
+    process = context.Process(target=_open_and_never_finish, args=(paths, walking))
+    process.start()
+    assert walking.wait(60)
+    assert list((tmp_path / ".megaclip").glob("*.lock"))
+    process.kill()
+    process.join()
+    assert len(TarShards(paths)) == 3
+
+
+def _open_and_never_finish(paths, walking):
+    def walk_forever(*_, **__):
+        walking.set()
+        time.sleep(600)
+
+    tar_shards.walk_shard = walk_forever
+    TarShards(paths)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_gets_an_index_too(tmp_path, monkeypatch, code):
+    """Lustre without -o flock reports ENOSYS, NFS without a lock service ENOLCK."""
+
+    def no_locks(*_):
+        raise OSError(code, os.strerror(code))
+
+    paths = write_shards(tmp_path, [3])
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert TarShards(paths).read(2).caption == "caption 2"
+    assert sorted(path.suffix for path in (tmp_path / ".megaclip").iterdir()) == [".json", ".npy"]
+
+
+def test_few_of_many_shards_are_open_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(tar_shards, "_OPEN_SHARDS", 3)
+    shards = TarShards(write_shards(tmp_path, [1] * 10))
+    before = len(os.listdir("/proc/self/fd"))
+    assert [shards.read(row).caption for row in (*range(10), *range(10))] == [f"caption {n}" for n in range(10)] * 2
+    assert len(os.listdir("/proc/self/fd")) <= before + 3 + 1
+
+
+def test_shards_that_are_no_longer_used_are_closed(tmp_path):
+    paths = write_shards(tmp_path, [1] * 3)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        assert [TarShards(paths).read(row).caption for row in range(3)] == [f"caption {n}" for n in range(3)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_an_unpickled_copy_opens_the_shards_itself(tmp_path):
+    shards = TarShards(write_shards(tmp_path, [2]))
+    shards.read(0)
+    packed = pickle.dumps(shards)
+    shards.close()
+    assert len(packed) < 4000 and pickle.loads(packed).read(1).caption == "caption 1"
+
+
+def test_a_shard_truncated_after_opening_is_a_bad_sample(tmp_path):
+    paths = write_shards(tmp_path, [2])
+    shards = TarShards(paths)
+    with open(paths[0], "r+b") as file:
+        file.truncate(600)
+    with pytest.raises(BadSample, match="shorter"):
+        shards.read(1)

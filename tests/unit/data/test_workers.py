@@ -1,0 +1,407 @@
+"""Killed workers: always one DataError, which names the row. Hanging workers: their stacks."""
+
+import contextlib
+import ctypes
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from megaclip.data import EvaluationLoader, ImageTransform, TrainLoader, forking, open_pairs, workers
+from megaclip.data.reading import TrainReader
+from megaclip.data.sources import PairDataset
+from megaclip.data.workers import (
+    WORKER_TIMEOUT_S,
+    WorkerResults,
+    map_in_workers,
+    note_row,
+    set_worker_timeout,
+    worker_stacks,
+)
+from megaclip.errors import DataError
+from tests.unit.data.data_samples import CountingTokenizer, write_shards
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> PairDataset:
+    folder = tmp_path_factory.mktemp("pairs")
+    write_shards(folder, [7, 20, 3, 30])
+    return open_pairs([str(folder / "*.tar")])
+
+
+class Breaking:
+    """Result that breaks the connection when it is received, as if its worker was killed while sending it."""
+
+    def __init__(self, kills: bool) -> None:
+        self._kills = kills
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _break_connection, (os.getpid() if self._kills else 0,)
+
+
+def _break_connection(process: int) -> None:
+    if process:
+        os.kill(process, signal.SIGKILL)
+    raise ConnectionResetError(104, "Connection reset by peer")
+
+
+@pytest.mark.parametrize("kills", [True, False])
+def test_a_broken_connection_to_a_worker_is_a_data_error_that_names_the_row(kills):
+    def read(item: int) -> Any:
+        note_row(item)
+        return Breaking(kills)
+
+    results = map_in_workers(read, [17], num_workers=1, describe_row=lambda row: f"sample {row} of 3.tar")
+    with pytest.raises(DataError, match=r"data worker died or hangs.*reading sample 17 of 3\.tar; if memory"):
+        next(results)
+
+
+def test_a_worker_that_hangs_while_it_is_forked_is_forked_again(monkeypatch):
+    """The first process sleeps inside `os.fork`, like one that has inherited a locked lock of the interpreter."""
+    fork, children = os.fork, []
+
+    def first_stands_still() -> int:
+        child = fork()
+        if child == 0 and not children:
+            time.sleep(600)
+        monkeypatch.setattr(forking, "START_WAIT_S", 60.0 if children else 0.5)
+        children.append(child)
+        return child
+
+    monkeypatch.setattr(os, "fork", first_stands_still)
+    assert list(map_in_workers(lambda item: item + 1, [1, 2, 3, 4], num_workers=2)) == [2, 3, 4, 5]
+    assert len(children) == 3
+    with pytest.raises(ChildProcessError):  # the first process has been waited for
+        os.waitpid(children[0], os.WNOHANG)
+
+
+@pytest.mark.timeout(300)
+def test_a_forked_process_that_was_given_up_does_not_begin_afterwards(monkeypatch):
+    """A forked process that was replaced must not start its work later.
+
+    If it were killed while it holds the lock of its queue, the process that replaces it would wait for this lock for
+    ever.
+    """
+    fork, kill, children = os.fork, forking.Popen.kill, []
+    reader, writer = os.pipe()
+
+    def first_is_late() -> int:
+        child = fork()
+        if child == 0 and not children:
+            os.read(reader, 1)
+        monkeypatch.setattr(forking, "START_WAIT_S", 60.0 if children else 0.1)
+        children.append(child)
+        return child
+
+    def kill_late(process: Any) -> None:
+        os.write(writer, b".")
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it ends by itself
+        kill(process)
+
+    monkeypatch.setattr(os, "fork", first_is_late)
+    monkeypatch.setattr(forking.Popen, "kill", kill_late)
+    assert list(map_in_workers(lambda item: item + 1, [1, 2, 3], num_workers=1)) == [2, 3, 4]
+    assert len(children) == 2
+
+
+def test_a_signal_to_a_process_that_has_just_been_forked_is_not_its_parents(monkeypatch):
+    """A forked process inherits its parent's handlers and wakeup socket. A rank ends at once at a second SIGTERM."""
+    fork = os.fork
+    reader, writer = socket.socketpair()
+    seen = []
+
+    def signalled() -> int:
+        child = fork()
+        if child:
+            os.kill(child, signal.SIGTERM)
+        else:
+            time.sleep(0.2)
+        return child
+
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        handler = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+        try:
+            monkeypatch.setattr(os, "fork", signalled)
+            process = forking.CheckedForkContext().Process(target=time.sleep, args=(600,), daemon=True)
+            process.start()
+            monkeypatch.undo()
+            process.join(30)
+            exitcode = process.exitcode
+            process.kill()
+            os.kill(os.getpid(), signal.SIGTERM)  # the parent still has its own handler
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+            signal.set_wakeup_fd(wakeup)
+        assert exitcode == -signal.SIGTERM
+        written = [number for number in reader.recv(100) if number != signal.SIGCHLD]
+        assert written == seen == [signal.SIGTERM]
+
+
+def test_workers_that_never_begin_are_a_data_error(monkeypatch):
+    fork = os.fork
+
+    def stands_still() -> int:
+        child = fork()
+        if child == 0:
+            time.sleep(600)
+        return child
+
+    monkeypatch.setattr(os, "fork", stands_still)
+    monkeypatch.setattr(forking, "START_WAIT_S", 0.05)
+    with pytest.raises(DataError, match=r"5 forked processes did not start to run.*--workers 0"):
+        map_in_workers(lambda item: item, [1], num_workers=1)
+
+
+def test_a_system_that_refuses_processes_is_a_data_error_without_a_traceback(monkeypatch, capfd):
+    fork, children = os.fork, []
+
+    def one_process() -> int:
+        if children:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        child = fork()
+        children.append(child)
+        return child
+
+    monkeypatch.setattr(os, "fork", one_process)
+    with pytest.raises(DataError, match=r"--workers 2: cannot start .*temporarily unavailable.*; set fewer --workers"):
+        map_in_workers(abs, [1], num_workers=2)
+    assert "Traceback" not in capfd.readouterr().err
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(children[0]).wait(60)
+
+
+def test_a_worker_that_dies_just_before_the_main_thread_waits_is_noticed_at_once(monkeypatch):
+    """The death must be noticed even between the check for deaths and the wait.
+
+    Otherwise the main thread would wait for the whole timeout.
+    """
+    take = WorkerResults._take
+
+    def killed_before(results: WorkerResults) -> Any:
+        (worker,) = results.workers
+        os.kill(worker.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        return take(results)
+
+    set_worker_timeout(5.0)
+    try:
+        results = map_in_workers(lambda _: time.sleep(600), [0], num_workers=1)
+    finally:
+        set_worker_timeout(WORKER_TIMEOUT_S)
+    monkeypatch.setattr(WorkerResults, "_take", killed_before)
+    with pytest.raises(DataError, match=r"was killed by signal 9"):
+        next(results)
+
+
+FIRST_WORKER_DIES = """
+import os, signal
+from megaclip.data import workers
+from megaclip.errors import DataError
+
+class Late(workers.DataLoader):
+    def __iter__(self):
+        batches = super().__iter__()
+        os.waitid(os.P_PID, batches._workers[0].pid, os.WEXITED | os.WNOWAIT)
+        return batches
+
+workers.DataLoader = Late
+workers.set_worker_timeout(5.0)
+try:
+    next(workers.map_in_workers(lambda _: os.kill(os.getpid(), signal.SIGKILL), [0], num_workers=1))
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_worker_that_dies_before_the_loader_is_made_is_noticed_at_once():
+    """The death must be reported as a DataError although the process has no other loader.
+
+    Otherwise torch's own handler of SIGCHLD raises an exception while the loader is created.
+    """
+    done = subprocess.run([sys.executable, "-c", FIRST_WORKER_DIES], capture_output=True, text=True, timeout=300)
+    assert "a data worker died or hangs" in done.stdout and "timed out" not in done.stdout, done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_killed_while_it_checks_whether_to_end_leaves_no_lock():
+    """If the worker left torch's event locked, the main process would wait for this lock for ever."""
+
+    def dies(_: Any) -> None:
+        loop = sys._getframe()
+        while "done_event" not in loop.f_locals:
+            loop = loop.f_back
+        for lock in [value for value in vars(loop.f_locals["done_event"]).values() if hasattr(value, "acquire")]:
+            lock.acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    results = map_in_workers(dies, [0], num_workers=1)
+    with pytest.raises(DataError, match="a data worker died"):
+        next(results)
+    results.close()
+
+
+def test_a_killed_worker_of_a_loader_is_named_with_sample_and_shard(pairs, monkeypatch):
+    """The worker is killed while it reads; the signal reaches the main thread at once."""
+
+    def dies(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(PairDataset, "read", dies)
+    loader = TrainLoader(
+        pairs, ImageTransform(8, training=True), CountingTokenizer(), micro_batch_size=6, num_workers=1, seed=5
+    )
+    sample = int(loader.ids_of_step(0)[0])
+    with pytest.raises(DataError, match=f"reading sample {sample} of {pairs.shard_name(sample)}"):
+        next(loader)
+
+
+def kill_a_worker_at_random(trial: int) -> str:
+    """Return the type of the exception that ends the reading when a worker is killed at a random time."""
+    generator = random.Random(trial)
+    workers = generator.choice([1, 2, 3])
+    results = map_in_workers(lambda item: torch.full((1000,), item), range(10**6), num_workers=workers)
+    next(results)
+    victim = generator.choice(results.workers)
+    kill_after = time.monotonic() + generator.uniform(0, 0.05)
+    try:
+        while True:
+            next(results)
+            if victim is not None and time.monotonic() > kill_after:
+                os.kill(victim.pid, signal.SIGKILL)
+                victim = None
+    except Exception as error:
+        results.close()  # while the traceback still holds torch's iterator
+        assert not any(worker.is_alive() for worker in results.workers)
+        return type(error).__name__
+
+
+def test_a_worker_killed_at_a_random_time_is_always_a_data_error():
+    assert {trial: kill_a_worker_at_random(trial) for trial in range(8)} == dict.fromkeys(range(8), "DataError")
+
+
+@pytest.mark.long
+def test_workers_killed_at_many_random_times_are_always_data_errors():
+    trials = range(100, 200)
+    assert {trial: kill_a_worker_at_random(trial) for trial in trials} == dict.fromkeys(trials, "DataError")
+
+
+def test_an_unexpected_error_of_a_source_is_a_data_error_that_names_sample_and_shard(pairs, monkeypatch):
+    def fails(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(PairDataset, "read", fails)
+    expected = r"cannot read sample 9 of .*00001.tar: OSError: .*Input/output error"
+    loaded = TrainReader(pairs, ImageTransform(8, training=True), CountingTokenizer(), 0).read(
+        np.array([9]), np.array([0])
+    )
+    assert loaded.batch is None
+    with pytest.raises(DataError, match=expected):
+        raise DataError(loaded.fatal)
+    evaluation = EvaluationLoader(pairs, ImageTransform(8), None, batch_size=4)
+    with pytest.raises(DataError, match=r"cannot read sample 0 of .*00000.tar: OSError"):
+        next(iter(evaluation))
+
+
+def test_the_stacks_of_workers_show_where_they_hang(monkeypatch):
+    """First the workers are in a C call that does not return. Then they are stopped and cannot answer."""
+
+    reader, _ = os.pipe()
+
+    def stands(item: int) -> int:
+        note_row(item)
+        if item > 1:
+            ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
+        return item
+
+    results = map_in_workers(stands, range(9), num_workers=2, describe_row=lambda row: f"sample {row} of 3.tar")
+    assert [next(results), next(results)] == [0, 1]
+    deadline = time.monotonic() + 60
+    while min(results._rows) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    lines = [
+        f"data worker {number}, process {worker.pid}, last row: sample {number + 2} of 3.tar\n"
+        for number, worker in enumerate(results.workers)
+    ]
+    try:
+        monkeypatch.setattr(workers, "_STACKS_WAIT_S", 60.0)
+        for line, stacks in zip(lines, re.split("^(?=data worker)", worker_stacks(), flags=re.M)[1:], strict=True):
+            assert stacks.startswith(line) and "in stands" in stacks and "Current thread" in stacks
+        monkeypatch.setattr(workers, "_STACKS_WAIT_S", 0.2)
+        for worker in results.workers:
+            os.kill(worker.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, worker.pid, os.WSTOPPED | os.WNOWAIT)
+        for line in lines:
+            assert f"{line}it does not answer" in worker_stacks()
+    finally:
+        for worker in results.workers:
+            os.kill(worker.pid, signal.SIGKILL)
+
+
+def test_the_stacks_of_a_worker_that_is_paused_while_it_writes_them_are_complete(monkeypatch):
+    file = os.memfd_create("stacks")
+    monkeypatch.setattr(workers, "_stack_file", file)
+    monkeypatch.setattr(workers, "_STACKS_WAIT_S", 60.0)
+    os.write(file, b"earlier; ")
+
+    def write() -> None:
+        os.write(file, b"Current thread (most recent call first):\n")
+        time.sleep(0.3)
+        os.write(file, b'  File "here.py", line 1 in stands\n  ...\n')
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert "in stands" in workers._written_after(len("earlier; "))
+    writer.join()
+    os.close(file)
+
+
+def test_a_worker_that_hangs_is_a_data_error_after_the_timeout_that_was_set():
+    set_worker_timeout(1.0)
+    try:
+        results = map_in_workers(lambda _: time.sleep(600), [0], num_workers=1)
+    finally:
+        set_worker_timeout(WORKER_TIMEOUT_S)
+    began = time.monotonic()
+    with pytest.raises(DataError, match="timed out after 1"):
+        next(results)
+    assert time.monotonic() - began < 60
+
+
+LOST_READER = """
+import socket, sys
+from multiprocessing import resource_sharer
+from megaclip.data import workers
+if sys.argv[1] == "worker":
+    workers._start_worker([0], 0)
+resource_sharer.DupFd(1)  # as a result in shared memory
+with socket.socket(socket.AF_UNIX) as reader:
+    reader.connect(resource_sharer._resource_sharer._address)
+    reader.recv(1, socket.MSG_PEEK)  # until the thread waits for an answer
+resource_sharer.stop(60)  # after it has met the loss
+"""
+
+
+@pytest.mark.parametrize("process", ["worker", "other"])
+def test_a_worker_whose_rank_was_killed_shows_no_traceback(process: str) -> None:
+    """The rank dies while its worker receives shared memory.
+
+    Another process captures the output, to show that the worker prints no traceback.
+    """
+    done = subprocess.run([sys.executable, "-c", LOST_READER, process], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert ("ConnectionResetError" in done.stderr) == (process == "other"), done.stderr
+    assert ("Traceback" in done.stderr) == (process == "other")

@@ -1,0 +1,117 @@
+"""The best checkpoint of a run: its record, how --keep-last treats it, and when a resumed run forgets it."""
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from megaclip.checkpoint.search import all_tags
+from megaclip.config import TrainArguments
+from megaclip.engine.best_checkpoint import FILE, BestCheckpoint, main_score
+from tests.unit.checkpoint.saved_checkpoints import save
+
+TAGS = {step: f"step_{step:08d}" for step in range(1, 7)}
+
+
+def best_of(run: Path, *, step: int = 0, identifier: str = "this run", **changes) -> BestCheckpoint:
+    """Return the best checkpoint of a run that starts or resumes after `step` steps."""
+    required = {"deepspeed_config": "zero1", "model": "ViT-B-32", "train_data": ["train"]}
+    best = BestCheckpoint(run, TrainArguments(**{**required, "val_data": ["val"], **changes}))
+    best.resume(step, identifier)
+    return best
+
+
+def save_and_evaluate(run: Path, best: BestCheckpoint, top1: dict[int, float], *, keep_last: int = 1) -> None:
+    """Save and evaluate as a run does: a checkpoint is scored after it was saved. top1: scores by step."""
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    for step, score in top1.items():
+        save(run / "checkpoints", step, keep_last=keep_last, best=best.tag, run="this run")
+        best.evaluated(step, {"zero_shot_top1": score, "retrieval_r1_i2t": 0.5})
+
+
+def test_the_best_checkpoint_outlives_keep_last_and_goes_when_a_better_one_exists(tmp_path):
+    best = best_of(tmp_path)
+    save_and_evaluate(tmp_path, best, {1: 0.2, 2: 0.4, 3: 0.3, 4: 0.4})
+    assert all_tags(tmp_path / "checkpoints") == [TAGS[2], TAGS[4]]
+    record = json.loads((tmp_path / FILE).read_text())
+    assert (record["checkpoint"], record["main_score"], record["value"]) == (TAGS[2], "zero_shot_top1", 0.4)
+    assert record["scores"] == {"zero_shot_top1": 0.4, "retrieval_r1_i2t": 0.5}
+    save_and_evaluate(tmp_path, best, {5: 0.5, 6: 0.1})
+    assert all_tags(tmp_path / "checkpoints") == [TAGS[5], TAGS[6]]
+
+
+def test_a_step_without_a_checkpoint_and_a_score_that_is_not_finite_do_not_count(tmp_path):
+    best = best_of(tmp_path)
+    save_and_evaluate(tmp_path, best, {1: 0.2, 2: math.nan}, keep_last=9)
+    best.evaluated(3, {"zero_shot_top1": 0.9})
+    assert best.tag == TAGS[1]
+
+
+def test_the_main_score_is_top1_or_the_mean_recall_of_both_directions():
+    retrieval = {"retrieval_r1_i2t": 0.2, "retrieval_r1_t2i": 0.4, "retrieval_r5_i2t": 1.0}
+    assert main_score({**retrieval, "zero_shot_top1": 0.1}) == ("zero_shot_top1", 0.1)
+    assert main_score(retrieval) == ("mean of retrieval_r1_i2t and retrieval_r1_t2i", pytest.approx(0.3))
+
+
+@pytest.mark.parametrize(
+    ("start", "applies"),
+    [
+        ({"step": 3}, True),
+        ({"step": 3, "val_data": []}, True),  # this run does not evaluate
+        ({"step": 1}, False),
+        ({"step": 3, "val_data": ["other"]}, False),
+        ({"step": 3, "identifier": "another run"}, False),
+    ],
+)
+def test_a_resumed_run_continues_with_the_record_if_it_applies(tmp_path, start, applies):
+    save_and_evaluate(tmp_path, best_of(tmp_path), {1: 0.2, 2: 0.4, 3: 0.3})
+    assert best_of(tmp_path, **start).tag == (TAGS[2] if applies else None)
+    assert (tmp_path / FILE).exists() == applies
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"checkpoint": "../step_00000001"}'])
+def test_a_damaged_record_is_deleted(tmp_path, content):
+    (tmp_path / FILE).write_text(content)
+    assert best_of(tmp_path).tag is None and not (tmp_path / FILE).exists()
+
+
+def test_the_report_names_the_export_command(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    caplog.set_level(logging.INFO, "megaclip")
+    best = best_of(tmp_path)
+    best.report()
+    assert not caplog.records  # nothing was evaluated
+    save_and_evaluate(tmp_path, best, {1: 0.25})
+    best.report()
+    assert f"{TAGS[1]} with zero_shot_top1 0.2500" in caplog.text
+    assert f"megaclip export {tmp_path} OUT_DIR --tag {TAGS[1]} --verify" in caplog.text
+
+
+def test_the_folder_in_the_command_is_quoted_for_the_shell(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    caplog.set_level(logging.INFO, "megaclip")
+    best = best_of(tmp_path / "my run")
+    save_and_evaluate(tmp_path / "my run", best, {1: 0.25})
+    best.report()
+    assert f"megaclip export '{tmp_path}/my run' OUT_DIR --tag" in caplog.text
+
+
+def test_the_best_moving_average_is_exported_with_its_flag(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    caplog.set_level(logging.INFO, "megaclip")
+    best = best_of(tmp_path, eval_ema=True)
+    save_and_evaluate(tmp_path, best, {1: 0.25})
+    best.report()
+    assert f"megaclip export {tmp_path} OUT_DIR --tag {TAGS[1]} --ema --verify" in caplog.text
+    assert best_of(tmp_path, step=1).tag is None  # the recorded scores are those of other weights
+
+
+def test_the_command_exports_the_weights_that_were_evaluated(tmp_path, caplog, monkeypatch):
+    """A run with --eval-ema may be resumed without evaluation data, and then has no --eval-ema."""
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    caplog.set_level(logging.INFO, "megaclip")
+    save_and_evaluate(tmp_path, best_of(tmp_path, eval_ema=True), {1: 0.25})
+    best_of(tmp_path, step=1, val_data=[]).report()
+    assert f"--tag {TAGS[1]} --ema --verify" in caplog.text

@@ -1,0 +1,314 @@
+"""Inputs of a run: contradictions are refused before data are opened, and a model card supplies missing settings."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
+from megaclip.checkpoint.open_clip_weights import meta_model, write_weights
+from megaclip.config import parse_arguments
+from megaclip.config.training import TextChunks
+from megaclip.data import ImageTransform
+from megaclip.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from megaclip.engine import resume
+from megaclip.engine.inputs import Inputs, model_preprocessing, read_inputs
+from megaclip.engine.saved_model import load_saved_model
+from megaclip.errors import CheckpointError, ConfigError, DataError
+from megaclip.models import build_model, load_model_config
+from megaclip.models.config import CARD_NAME
+from tests.unit.data.data_samples import write_shards
+
+CAPTIONS = [
+    f"{size} {colour} {thing}" for size in ("small", "big") for colour in ("red", "blue") for thing in ("cat", "ox")
+]
+PIXELS = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.25, 0.5], "interpolation": "bilinear", "resize_mode": "squash"}
+
+
+def ds_config(folder: Path, **megaclip: str | bool) -> Path:
+    config = {
+        "train_batch_size": 4,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "megaclip": megaclip,
+    }
+    path = folder / "ds_config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_sigmoid_loss_requires_a_model_with_a_bias(tmp_path: Path) -> None:
+    path = ds_config(tmp_path, loss="siglip")
+    flags = ["--deepspeed_config", str(path), "--model", "demo-tiny", "--train-data", "nowhere"]
+    with pytest.raises(ConfigError, match="has no init_logit_bias"):
+        read_inputs(parse_arguments(flags))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ({"pool_type": "last"}, 'text tower\'s "pool_type" is "last"'),
+        ({"no_causal_mask": True}, "text tower's attention is not causal"),
+    ],
+)
+def test_captions_whose_padding_matters_cannot_be_cut(tmp_path: Path, text: dict, reason: str) -> None:
+    model = tmp_path / "model.json"
+    description = load_model_config("demo-tiny").replace(text_cfg=text).to_open_clip()
+    model.write_text(json.dumps(description))
+    flags = ["--model", str(model), "--train-data", "nowhere", "--tokenizer", "clip", "--deepspeed_config"]
+    with pytest.raises(ConfigError, match=rf"megaclip.cut_captions true cannot be .*{reason}; use \"auto\" or false"):
+        read_inputs(parse_arguments([*flags, str(ds_config(tmp_path, cut_captions=True))]))
+    with pytest.raises(DataError, match="nowhere"):  # the next problem: the settings themselves were accepted
+        read_inputs(parse_arguments([*flags, str(ds_config(tmp_path, cut_captions="auto"))]))
+
+
+def test_evaluating_an_average_requires_one(tmp_path: Path) -> None:
+    flags = ["--model", "demo-tiny", "--train-data", "nowhere", "--tokenizer", "clip", "--deepspeed_config"]
+    with pytest.raises(ConfigError, match="--eval-ema requires --val-data or --zeroshot-data"):
+        parse_arguments([*flags, "x", "--eval-ema"])
+    evaluates = ["--val-data", "nowhere", "--eval-ema"]
+    with pytest.raises(ConfigError, match=r"--eval-ema evaluates the moving average .* and megaclip\.ema_decay is not"):
+        read_inputs(parse_arguments([*flags, str(ds_config(tmp_path)), *evaluates]))
+    with pytest.raises(DataError, match="nowhere"):  # the next problem: the settings themselves were accepted
+        read_inputs(parse_arguments([*flags, str(ds_config(tmp_path, ema_decay=0.9)), *evaluates]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with exported/ (weights, card and its own tokenizer), a dataset and a ds_config.json."""
+    folder = tmp_path_factory.mktemp("inputs")
+    exported = folder / "exported"
+    exported.mkdir()
+    tokenizer = train_sentencepiece(CAPTIONS, exported / "tokenizer.model", vocab_size=40)
+    config = load_model_config("demo-tiny").replace(text_cfg=tokenizer.write_open_clip(exported))
+    config = config.replace(text_cfg={"context_length": 24}, quick_gelu=True)
+    write_model_card(exported, config, PIXELS)
+    write_weights(exported, build_model(config).state_dict(), config)
+    write_shards(folder / "data", [4])
+    ds_config(folder)
+    return folder
+
+
+def read(folder: Path, *flags: object) -> Inputs:
+    common = ["--deepspeed_config", folder / "ds_config.json", "--train-data", folder / "data" / "*.tar"]
+    return read_inputs(parse_arguments([str(flag) for flag in (*common, *flags)]))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--model", "exported", "--pretrained", "exported"), ("--model", "exported"), ("--pretrained", "exported")],
+)
+def test_training_uses_the_tokenizer_and_preprocessing_of_the_card(folder: Path, flags: tuple[str, ...]) -> None:
+    """The evaluation and `megaclip inspect` use the same settings."""
+    flags = tuple(str(folder / flag) if flag == "exported" else flag for flag in flags)
+    inputs = read(folder, *flags, *(() if "--model" in flags else ("--model", "demo-tiny")))
+    assert inputs.preprocess_cfg == PIXELS
+    assert inputs.train_transform.mean == (0.5, 0.4, 0.3) and inputs.train_transform.interpolation == "bilinear"
+    evaluated = load_saved_model(folder / "exported")
+    assert inputs.evaluation_transform == evaluated.transform
+    assert torch.equal(inputs.tokenizer(CAPTIONS), evaluated.tokenizer(CAPTIONS))
+    assert inputs.tokenizer.files == (folder / "exported" / "tokenizer.model",)
+    assert inputs.model_config.text_cfg == evaluated.model.config.text_cfg
+    assert inputs.config.text_chunks == TextChunks(2)
+    if "--pretrained" not in flags:
+        tokenizer, pixels = model_preprocessing(flags[1], None)
+        assert torch.equal(tokenizer(CAPTIONS), inputs.tokenizer(CAPTIONS))
+        assert ImageTransform(**pixels) == inputs.evaluation_transform
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--model", "exported", "--pretrained", "exported"), ("--model", "demo-tiny", "--pretrained", "exported")],
+)
+def test_model_card_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]) -> None:
+    opened = []
+    read_text = Path.read_text
+
+    def recorded(path: Path, *arguments: object, **options: object) -> str:
+        opened.append(path.name)
+        return read_text(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", recorded)
+    read(folder, *(str(folder / flag) if flag == "exported" else flag for flag in flags))
+    assert opened.count(CARD_NAME) == 1
+
+
+def test_cards_of_towers_supply_the_settings_of_their_tower(folder: Path) -> None:
+    exported = str(folder / "exported")
+    image = read(folder, "--model", "demo-tiny", "--pretrained-image", exported)
+    assert image.preprocess_cfg == PIXELS and image.tokenizer.files == ()
+    text = read(folder, "--model", "demo-tiny", "--pretrained-text", exported)
+    assert text.preprocess_cfg["mean"] == list(OPENAI_PREPROCESS["mean"])
+    assert text.tokenizer.files == (folder / "exported" / "tokenizer.model",)
+
+
+def test_missing_weights_of_a_tower_name_the_flag(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--pretrained-text 'laion2b' does not exist; expected a weights file or"):
+        read(folder, "--model", "demo-tiny", "--pretrained-text", "laion2b")
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+@pytest.mark.parametrize(("tower", "unit"), [("image", "groups"), ("text", "layers")])
+def test_locks_that_lock_nothing_are_refused(folder: Path, tower: str, unit: str) -> None:
+    """The largest accepted number of groups locks at least one parameter. The next larger number locks none."""
+    flags = [f"--lock-{tower}", f"--lock-{tower}-unlocked-{unit}"]
+    model = meta_model(load_model_config("demo-tiny"))
+    part = {"image": model.visual, "text": model.text}[tower]
+    most = len(part.trainable_groups()) - 1
+    assert read(folder, "--model", folder / "exported", *flags, most).model_config is not None
+    with pytest.raises(ConfigError, match=rf"{flags[1]} {most + 1}: .* use at most {most}, or leave out {flags[0]}$"):
+        read(folder, "--model", folder / "exported", *flags, most + 1)
+
+
+def test_two_locked_towers_give_a_warning(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
+    for unlocked, expected in (("0", True), ("1", False)):
+        warnings.clear()
+        flags = ("--lock-image", "--lock-text", "--lock-text-unlocked-layers", unlocked)
+        read(folder, "--model", folder / "exported", *flags)
+        assert ("only logit_scale" in warnings.text) == expected
+
+
+def test_a_directory_whose_weights_are_not_loaded_gives_a_warning(
+    folder: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    exported = folder / "exported"
+    read(folder, "--model", exported)
+    assert f"--model {exported} holds weights, but training starts from random ones" in warnings.text
+    warnings.clear()
+    for flags in (("--pretrained", exported), ("--resume", exported)):
+        read(folder, "--model", exported, *flags)
+    read(folder, "--model", "demo-tiny")
+    assert "random ones" not in warnings.text
+
+
+def test_flags_override_the_card_with_a_warning(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
+    exported = folder / "exported"
+    flags = [
+        "--image-mean",
+        "0.1",
+        "0.2",
+        "0.3",
+        "--image-std",
+        "0.2",
+        "0.25",
+        "0.5",
+        "--image-resize-mode",
+        "shortest",
+    ]
+    inputs = read(folder, "--model", exported, "--pretrained", exported, *flags, "--tokenizer", "clip")
+    assert inputs.preprocess_cfg == {**PIXELS, "mean": [0.1, 0.2, 0.3], "resize_mode": "shortest"}
+    text = inputs.model_config.text_cfg
+    assert (text.hf_tokenizer_name, text.vocab_size, text.eos_id) == (None, 49408, 49407)
+    assert [line.split(":")[0] for line in warnings.messages] == [
+        f"--tokenizer clip is not the tokenizer of the model in {exported}, {exported / 'tokenizer.model'}",
+        "--image-mean (0.1, 0.2, 0.3)",
+        "--image-resize-mode shortest",
+    ]
+
+
+def test_unsupported_preprocessing_names_the_card_and_the_flags(folder: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(folder / "exported", tmp_path / "other"))
+    card = json.loads((other / CARD_NAME).read_text())
+    (other / CARD_NAME).write_text(json.dumps(card | {"preprocess_cfg": {**PIXELS, "resize_mode": "longest"}}))
+    with pytest.raises(
+        ConfigError, match=rf"{CARD_NAME}: resize_mode is 'longest'.*; override it with .*--image-resize-mode"
+    ):
+        read(folder, "--model", other)
+    settled = read(folder, "--model", other, "--image-resize-mode", "squash").preprocess_cfg
+    assert settled == PIXELS
+    (other / CARD_NAME).write_text(json.dumps(card | {"preprocess_cfg": None}))
+    assert read(folder, "--model", other).preprocess_cfg["resize_mode"] == "shortest"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "expected"),
+    [
+        ('{"preprocess_cfg": [1]}', CheckpointError, "preprocess_cfg is a list, expected a JSON object"),
+        ("[1]", ConfigError, "holds a JSON list, expected a JSON object"),
+        ("{", ConfigError, "is not JSON"),
+    ],
+)
+def test_damaged_card_raises_an_error_that_names_it(
+    folder: Path, tmp_path: Path, text: str, error: type[Exception], expected: str
+) -> None:
+    card = tmp_path / CARD_NAME
+    model = json.loads((folder / "exported" / CARD_NAME).read_text())["model_cfg"]
+    card.write_text(json.dumps({"model_cfg": model, **json.loads(text)}) if text.startswith('{"') else text)
+    with pytest.raises(error, match=f"{CARD_NAME}.*{expected}"):
+        read(folder, "--model", tmp_path)
+
+
+def test_copy_of_the_cards_tokenizer_gives_no_warning(folder: Path, warnings: pytest.LogCaptureFixture) -> None:
+    exported = folder / "exported"
+    copy = shutil.copyfile(exported / "tokenizer.model", folder / "copy.model")
+    inputs = read(folder, "--model", exported, "--pretrained", exported, "--tokenizer", copy)
+    assert isinstance(inputs.tokenizer, SentencePieceTokenizer)
+    assert warnings.messages == []
+
+
+def test_weights_of_a_model_with_another_activation_give_a_warning(
+    folder: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    read(folder, "--model", "demo-tiny", "--pretrained", folder / "exported" / "open_clip_model.safetensors")
+    assert [line.split(", but")[0] for line in warnings.messages] == ["--model demo-tiny has quick_gelu False"]
+
+
+def test_card_without_its_tokenizer_file_requires_the_flag(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "exported" / "open_clip_config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds 0 .* --tokenizer"):
+        read(folder, "--model", tmp_path)
+    assert read(folder, "--model", tmp_path, "--tokenizer", folder / "exported" / "tokenizer.model")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--model", "demo-tiny", "--pretrained", "laion2b_s34b_b79k"), "not one of open_clip's tags. Download"),
+        (("--model", "hf-hub:laion/CLIP-ViT-B-32-laion2B-s34B-b79K"), "MegaCLIP downloads nothing"),
+    ],
+)
+def test_names_of_weights_that_open_clip_would_download_are_refused(
+    folder: Path, flags: tuple[str, ...], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        read(folder, *flags)
+
+
+def test_defaults_without_a_card_are_openais(folder: Path) -> None:
+    inputs = read(folder, "--model", "demo-tiny")
+    assert inputs.preprocess_cfg["mean"] == [0.48145466, 0.4578275, 0.40821073]
+    assert inputs.tokenizer.vocab_size == 49408 and inputs.tokenizer.files == ()
+
+
+def test_run_description_contains_the_tokenizers_content_and_the_preprocessing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of the tokenizer is not part of the description that a resumed run must match."""
+    monkeypatch.setattr(resume.dist, "get_world_size", lambda: 1)
+    copy = shutil.copy(folder / "exported" / "tokenizer.model", tmp_path / "copy.model")
+    renamed = [caption.replace("ox", "zx") for caption in CAPTIONS]
+    (other,) = train_sentencepiece(renamed, tmp_path / "other.model", vocab_size=40).files
+
+    def description(*flags: object) -> dict[str, object]:
+        arguments = ["--model", folder / "exported", *flags]
+        inputs = read(folder, *arguments)
+        parsed = parse_arguments(["--deepspeed_config", "c", "--train-data", "d", *map(str, arguments)])
+        return resume.describe_run(inputs, parsed, inputs.config.batch_layout(1), 1)
+
+    first = description()
+
+    def changed(*flags: object) -> list[str]:
+        return [key for key, value in description(*flags).items() if value != first[key]]
+
+    assert changed("--tokenizer", copy) == []
+    assert changed("--tokenizer", other) == ["tokenizer"]
+    assert changed("--image-mean", 0.5, 0.4, 0.2) == ["preprocess"]

@@ -1,0 +1,328 @@
+"""The plan before a run: an error on a GPU that is too small, a log line on a CPU, skipped on request."""
+
+import contextlib
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from megaclip.commands import plan
+from megaclip.config import MegaclipSection, TrainingConfig, load_training_config, parse_arguments
+from megaclip.engine import preflight, this_machine
+from megaclip.errors import ConfigError
+from megaclip.models import load_model_config
+from megaclip.planner import Cluster, describe
+from megaclip.planner.cluster import GPUS
+from megaclip.zero import build
+
+
+def raise_alone(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run check_fit for ViT-L-14 on one rank of a machine with this GPU memory. Return what was logged."""
+    path = tmp_path / "ds.json"
+    settings = {
+        "train_batch_size": 4096,
+        "train_micro_batch_size_per_gpu": 512,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+        "zero_optimization": {"stage": 1},
+    }
+    path.write_text(json.dumps(settings))
+    inputs = SimpleNamespace(
+        config=load_training_config(path),
+        model_config=load_model_config("ViT-L-14"),
+        train=range(10_000),
+        validation=None,
+        labelled=None,
+    )
+    lines: list[str] = []
+
+    def run(
+        gpu_memory: str | None,
+        *flags: str,
+        host_memory: str = "900GiB",
+        gpu: str = "h200",
+        disk: str = "4TB",
+        shared_memory: int = 2**40,
+        validation: int = 0,
+    ) -> list[str]:
+        machine = describe(gpu=gpu, gpus=1, gpu_memory=gpu_memory, host_memory=host_memory, disk=disk)
+        inputs.validation = range(validation) or None
+        usage = SimpleNamespace(free=shared_memory)
+        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage)
+        monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder, nvme_paths: machine)
+        command = ["--deepspeed_config", str(path), "--model", "ViT-L-14", "--train-data", "data", *flags]
+        preflight.check_fit(parse_arguments(command), inputs)
+        return lines
+
+    monkeypatch.setattr(preflight.dist, "get_world_size", lambda: 1)
+    for level in ("info", "warning"):
+        monkeypatch.setattr(
+            preflight.logger, level, lambda text, *values, level=level: lines.append(level + " " + text % values)
+        )
+    run.inputs = inputs
+    return run
+
+
+def test_a_run_that_fits_logs_its_places_and_one_line_of_its_plan(start) -> None:
+    graphs, images, embeddings, compilation, line = start("139GiB")
+    assert graphs == (
+        "info graphs of 1 of 8 image chunks and 0 of 1 text chunks are kept: a graph takes 94.0 GiB (image) or "
+        "81.5 GiB (text), and the GPU has 137.0 GiB to use; planned peak 105.1 GiB"
+    )
+    assert compilation.startswith("info torch.compile: off: 78 steps of compiled towers save about ")
+    assert images.startswith("info data offload: cpu: 588 MiB of images per rank; usable on this host: 720.0 GiB")
+    assert embeddings == "info embeddings and their gradients are kept on the device of the towers"
+    assert line.endswith("images are kept in host memory")
+    assert line.startswith("info plan for a batch of 4096: ") and "per GPU (text tower forward)" in line
+
+
+def test_recomputation_without_compiled_towers_is_refused(start, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    section = {"selective_recompute": True, "compile": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "megaclip": section}))
+    start.inputs.config = load_training_config(path)
+    for flags in ((), ("--no-plan",)):
+        with pytest.raises(ConfigError, match=r"selective_recompute true requires torch\.compile"):
+            start("139GiB", *flags)
+
+
+def test_the_error_of_a_run_that_cannot_fit_names_the_settings_to_change(start) -> None:
+    with pytest.raises(ConfigError) as refused:
+        start("40GiB")
+    message = str(refused.value)
+    assert "\n" not in message and "a GPU would need" in message and "has 38.0 GiB" in message
+    assert '"train_micro_batch_size_per_gpu": 128' in message and '"activation_checkpointing": {}' in message
+
+
+def test_the_check_can_be_skipped(start) -> None:
+    graphs, images, embeddings, _ = start("40GiB", "--no-plan")
+    assert graphs.startswith("info graphs of 0 of 8 image chunks and 0 of 1 text chunks are kept: ")
+    assert images.startswith("info data offload: cpu") and "embeddings" in embeddings
+
+
+def test_a_run_on_a_cpu_is_only_warned(start) -> None:
+    *_, warning, line = start(None, host_memory="8GiB", gpu="cpu")
+    assert warning.startswith("warning this run does not fit: a host would need") and line.startswith("info plan for")
+
+
+@pytest.mark.parametrize(("gpu", "gpu_memory"), [("h200", "139GiB"), ("cpu", None)])
+def test_images_that_fit_nowhere_are_refused(start, gpu: str, gpu_memory: str | None) -> None:
+    with pytest.raises(ConfigError, match=r"of disk and has 80 MiB to use.*--data-offload-dir.*\"reread\""):
+        start(gpu_memory, host_memory="1GiB", disk="100MiB", gpu=gpu)
+
+
+CHUNK = 512 * (3 * 224 * 224 + 8 * 77 + 8)  # pixels, tokens and numbers of ViT-L-14's samples, 74 MiB
+
+
+@pytest.mark.parametrize("gpu", ["h200", "cpu"])
+def test_shared_memory_too_small_for_the_workers_is_refused(start, gpu: str) -> None:
+    dockers = {"gpu": gpu, "shared_memory": 64 * 2**20}
+    with pytest.raises(ConfigError, match="up to 369 MiB") as refused:
+        start("139GiB" if gpu == "h200" else None, "--workers", "2", **dockers)
+    assert "docker run --shm-size" in str(refused.value) and "64 MiB are free" in str(refused.value)
+    for flags in (("--workers", "0"), ("--no-plan",)):
+        start("139GiB" if gpu == "h200" else None, *flags, **dockers)
+
+
+def test_shared_memory_holds_two_chunks_a_worker_one_in_hand_and_the_evaluations(start) -> None:
+    flags = ("--workers", "3", "--eval-batch-size", "512")
+    training, evaluation = 7 * CHUNK, 2 * CHUNK  # 700 pairs are two batches
+    start("139GiB", *flags, shared_memory=training)
+    start("139GiB", *flags, shared_memory=training + evaluation, validation=700)
+    for shared_memory, validation in ((training - 1, 0), (training + evaluation - 1, 700)):
+        with pytest.raises(ConfigError, match="/dev/shm"):
+            start("139GiB", *flags, shared_memory=shared_memory, validation=validation)
+
+
+@pytest.mark.parametrize(
+    ("device", "preset"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),  # not "a100", whose memory is a third faster
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA A800-SXM4-80GB", "a800"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA L40S", "l40s"),  # not "l4"
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "h200"),  # not listed: the default
+    ],
+)
+def test_the_rates_are_those_of_the_gpu_with_the_name(device: str, preset: str) -> None:
+    assert this_machine._preset(device) == preset
+
+
+def test_this_machine_has_memory_and_a_disk(tmp_path: Path) -> None:
+    machine = this_machine.this_machine(2, tmp_path / "not" / "there", [tmp_path / "nvme"])
+    assert machine.gpu_memory == 0 and machine.gpus == 2
+    assert machine.host_memory > 2**28 and machine.disk > 0 and machine.nvme is None
+
+
+@pytest.mark.parametrize("launcher", ["LOCAL_SIZE", "LOCAL_WORLD_SIZE"])
+def test_the_launcher_sets_how_many_ranks_share_a_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    monkeypatch.setenv(launcher, "2")
+    machine = this_machine.this_machine(6, tmp_path, [])
+    assert (machine.gpus_per_host, machine.hosts) == (2, 3)
+
+
+def plan_here(*flags: str) -> Cluster:
+    """Return the cluster that `megaclip plan --here` plans for."""
+    shipped = Path(__file__).parents[3] / "ds_configs" / "zero3.json"
+    command = ["--here", "--deepspeed_config", str(shipped), "--model", "ViT-B-32", *flags]
+    return plan._cluster(plan._parser().parse_args(command))
+
+
+def test_hosts_like_this_one_are_planned_with_what_is_free_here() -> None:
+    machine = plan_here("--gpus", "2", "--hosts", "3", "--network", "5GB")
+    assert (machine.gpus_per_host, machine.hosts, machine.rates.network) == (2, 3, 5e9)
+    total = psutil.virtual_memory().total
+    assert 2**28 < machine.host_memory <= total and machine.rates.link == GPUS[machine.name][1].link
+
+
+@pytest.mark.parametrize("flag", ["--gpu", "--gpu-memory", "--host-memory", "--disk"])
+def test_flags_that_describe_another_machine_are_refused_with_here(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} describes another machine"):
+        plan_here(flag, "h100" if flag == "--gpu" else "1GiB")
+
+
+@pytest.mark.parametrize(
+    ("size", "code", "text"),
+    [
+        ("2", 0, "1304.4 M on each of 2 tensor-parallel ranks"),
+        ("2", 0, "megaclip.tensor_parallel_size 2: ZeRO-1 without it fits too"),
+        ("3", 1, "megaclip.tensor_parallel_size 3 does not divide the 16 attention heads of a tower"),
+        ("8", 1, "megaclip.tensor_parallel_size 8 does not divide the 20 attention heads of a tower"),
+    ],
+)
+def test_tensor_parallelism_is_planned_or_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], size: str, code: int, text: str
+) -> None:
+    shipped = Path(__file__).parents[3] / "ds_configs" / "tensor_parallel.json"
+    command = ["plan.py", "--deepspeed_config", str(shipped), "--model", "ViT-bigG-14", "--tensor-parallel", size]
+    monkeypatch.setattr(sys, "argv", command)
+    assert plan.main() == code
+    printed = capsys.readouterr()
+    assert text in (printed.err if code else printed.out)
+
+
+def test_a_plan_names_a_lower_zero_stage_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = Path(__file__).parents[3] / "ds_configs" / "zero3.json"
+    sizes = ["--gpus", "8", "--batch", "4096", "--micro-batch", "64"]
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--deepspeed_config", str(shipped), "--model", "ViT-B-32", *sizes])
+    assert plan.main() == 0
+    assert "this run fits\nZeRO-2 fits too and is planned at " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--batch", "0"), ("--micro-batch", "-8"), ("--gpus", "x"), ("--hosts", "1.5"), ("--workers", "-1")],
+)
+def test_impossible_numbers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, value: str
+) -> None:
+    """--batch 0 must be refused like any other impossible number, and not be ignored."""
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--deepspeed_config", "c.json", "--model", "ViT-B-32", flag, value])
+    with pytest.raises(SystemExit) as caught:
+        plan.main()
+    assert caught.value.code == 2
+    assert re.search(rf"argument {flag}: '{value}' is not an integer of at least [01]", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("model", "share", "code", "text"),
+    [
+        (
+            "ViT-B-32",
+            "0.25",
+            0,
+            "captions: 57.8 of 77 token positions on average for the step's time, and for the memory of kept graphs\n",
+        ),
+        ("ViT-B-32", "1", 1, "--text-positions-saved 1.0 is not a share; use a number from 0 to less than 1"),
+        ("last.json", "0.25", 1, "--text-positions-saved 0.25 has no effect: this run cuts no captions; leave it out"),
+    ],
+)
+def test_the_share_of_saved_text_positions_is_planned_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    model: str,
+    share: str,
+    code: int,
+    text: str,
+) -> None:
+    shipped = Path(__file__).parents[3] / "ds_configs" / "zero1.json"
+    last = load_model_config("ViT-B-32").replace(text_cfg={"pool_type": "last"})
+    (tmp_path / "last.json").write_text(json.dumps(last.to_open_clip()))
+    name = str(tmp_path / model) if model.endswith(".json") else model
+    command = ["plan.py", "--deepspeed_config", str(shipped), "--model", name, "--text-positions-saved", share]
+    monkeypatch.setattr(sys, "argv", command)
+    assert plan.main() == code
+    printed = capsys.readouterr()
+    assert text in (printed.err if code else printed.out)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_verdict", "zero_stage_verdict"])
+def test_settings_that_do_not_pay_are_logged(start, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(preflight, name, lambda workload, cluster: "ZeRO-2 fits too")
+    assert "warning ZeRO-2 fits too" in start("139GiB")
+
+
+def test_offload_to_another_disk_measures_that_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = next((Path(name) for name in ("/dev/shm", "/proc") if Path(name).exists()), None)
+    if other is None or other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("this machine has one file system")
+    sizes = {tmp_path: SimpleNamespace(free=7), other: SimpleNamespace(free=5)}
+    monkeypatch.setattr(this_machine.shutil, "disk_usage", sizes.__getitem__)
+    machine = this_machine.this_machine(1, tmp_path, [tmp_path / "here", other / "not" / "there"])
+    assert (machine.disk, machine.nvme) == (7, 5)
+
+
+REQUIRED = {"gradient_clipping": 0.0, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
+
+
+def test_offload_to_disk_without_libaio_is_one_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config = TrainingConfig(Path("ds.json"), {**REQUIRED, "zero_optimization": zero}, MegaclipSection())
+    monkeypatch.setattr(build.AsyncIOBuilder, "is_compatible", lambda self: False)
+    monkeypatch.setattr(build, "raise_on_all_ranks", contextlib.nullcontext)
+    with pytest.raises(ConfigError, match=r"offload_param.device \"nvme\" requires .* libaio.*libaio-dev"):
+        build.build_engine(config, arguments=None, model_config=None)
+    monkeypatch.setitem(build.installed_ops, "async_io", True)  # compiled when DeepSpeed was installed
+    build._check_offload_to_disk(config)
+
+
+def test_triton_on_a_cpu_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error must be raised before the first step."""
+    monkeypatch.setattr(build, "raise_on_all_ranks", contextlib.nullcontext)
+    monkeypatch.setattr(build, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cpu"))
+    config = TrainingConfig(Path("ds.json"), REQUIRED, MegaclipSection(implementation="triton"))
+    with pytest.raises(ConfigError, match=r"megaclip.implementation is 'triton', but .* not on cpu; set it to 'auto'"):
+        build.build_engine(config, arguments=None, model_config=None)
+
+
+def test_quantized_collectives_on_a_cpu_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero = {"stage": 3, "zero_quantized_gradients": True}
+    config = TrainingConfig(Path("ds.json"), {**REQUIRED, "zero_optimization": zero}, MegaclipSection())
+    monkeypatch.setattr(build, "raise_on_all_ranks", contextlib.nullcontext)
+    with pytest.raises(ConfigError, match=r"zero_optimization\.zero_quantized_gradients requires a GPU"):
+        build.build_engine(config, arguments=None, model_config=None)

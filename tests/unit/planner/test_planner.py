@@ -1,0 +1,336 @@
+"""The planner's memory: states compared with ZeRO's arithmetic, phases, placement of data, fit and advice."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megaclip.config.checks import check_ds_config
+from megaclip.errors import ConfigError
+from megaclip.losses import FastClipLoss
+from megaclip.losses.fastclip_variants import VARIANTS
+from megaclip.planner import (
+    advice,
+    advice_beyond_settings,
+    describe,
+    largest_batch,
+    plan_memory,
+    plan_time,
+    zero_stage_verdict,
+)
+from megaclip.planner.memory import resolve_auto
+from megaclip.planner.search import _changes, fits
+from megaclip.planner.workload import EvaluationSets
+from tests.unit.planner.planner_cases import GIB, H200, of_batch, workload
+
+
+def test_states_follow_the_arithmetic_of_zero(tmp_path: Path) -> None:
+    parameters = 151_277_312  # open_clip's ViT-B-32 without its logit scale (PLATFORM: 151,277,313)
+    per_stage = {
+        # working copy, master, two moments; at stage 3 also float32 gradients and the bucket, at all times
+        1: 2 + (4 + 8) / 8,
+        2: 2 + (4 + 8) / 8,
+        3: (2 + 4 + 8 + 4) / 8,
+    }
+    for stage, per_parameter in per_stage.items():
+        types = {} if stage == 1 else {"grad_accum_dtype": "fp32"}
+        zero = {"stage": stage, "reduce_bucket_size": 1_000_000}
+        if stage == 3:
+            zero["stage3_param_persistence_threshold"] = 0
+        plan = plan_memory(workload(tmp_path, zero_optimization=zero, data_types=types), H200)
+        bucket = 2e6 if stage == 3 else 0
+        model = {key: size for key, size in plan.gpu_states.items() if key != "library workspaces"}
+        assert sum(model.values()) == pytest.approx(per_parameter * parameters + bucket, rel=1e-4), (stage, model)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_moving_average_takes_four_bytes_per_parameter_divided_among_ranks(tmp_path: Path, stage: int) -> None:
+    with_, without = (
+        plan_memory(workload(tmp_path, zero_optimization={"stage": stage}, data_types={}, megaclip=section), H200)
+        for section in ({"ema_decay": 0.9999}, {})
+    )
+    difference = with_.gpu_states["optimizer states"] - without.gpu_states["optimizer states"]
+    assert difference == pytest.approx(4 * 151_277_312 / 8)
+
+
+def test_offload_moves_states_to_the_host(tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    plan = plan_memory(workload(tmp_path, zero_optimization=zero), H200)
+    assert not {"parameters", "master parameters", "optimizer states"} & plan.gpu_states.keys()
+    assert plan.cpu["optimizer states"] == pytest.approx(8 * 151_277_312)  # all eight ranks of the host
+    assert "activations" in plan.gpu_phases[plan.peak_phase]
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "on_gpu", "in_host_memory"),
+    # Bytes per parameter after two backward passes on one rank, measured in DeepSpeed 0.19's optimizer.
+    [(1, "bf16", 2, 0), (1, "fp32", 4, 0), (2, "bf16", 0, 2), (2, "fp32", 4, 0)],
+)
+def test_gradients_accumulate_where_deepspeed_keeps_them_with_offload(
+    tmp_path: Path, stage: int, accumulate: str, on_gpu: int, in_host_memory: int
+) -> None:
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    job = workload(tmp_path, ranks=1, zero_optimization=zero, data_types={"grad_accum_dtype": accumulate})
+    plan = plan_memory(job, describe(gpus=1))
+    assert plan.gpu_phases["text tower backward"].get("gradients", 0) == on_gpu * job.trained
+    kept = 2 if stage == 1 and accumulate == "bf16" else in_host_memory  # allocated for the last reduction
+    assert plan.cpu["gradients"] == (4 + kept) * job.trained  # plus float32 for the step
+
+
+def test_offload_to_disk_takes_its_bytes_and_its_time_there(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": "/nvme"}
+    zero = {"stage": 3, "offload_optimizer": disk, "offload_param": {**disk, "max_in_cpu": 1_000_000}}
+    job = workload(tmp_path, zero_optimization=zero, megaclip={"data_offload": "cpu"})
+    parameters = 151_277_312  # on eight ranks, which share a host and its disk
+    plan = plan_memory(job, H200)
+    assert plan.nvme["master parameters"] + plan.nvme["gradients"] == pytest.approx((4 + 4) * parameters)
+    assert plan.nvme["optimizer states"] == pytest.approx(8 * parameters)
+    assert plan.nvme["parameters"] == pytest.approx(2 * (parameters - 8 * 1_000_000))
+    assert plan.cpu["parameters"] == pytest.approx(2 * 8 * 1_000_000)
+    assert plan.cpu["gradients"] == pytest.approx(4 * parameters)  # accumulated gradients
+    assert plan.cpu["parameter buffers"] == 8 * 5 * 100_000_000 * 2  # DeepSpeed's defaults
+    assert plan.cpu["optimizer buffers"] == pytest.approx(4 * parameters * 4)
+    # Gradients, master and moments are written and read. Parameters are read in 24 passes and 2 blank passes.
+    passes = 3 * 8 + 2
+    copied = 2 * 16 * parameters + (passes + 1) * plan.nvme["parameters"]
+    rates = replace(H200.rates, disk_write=1e9, decoded=1e9)
+    step = plan_time(job, describe(gpus=8, rates=rates))
+    assert step.swap == pytest.approx(copied / 1e9) and step.total > step.swap + step.towers
+    # If nvme_path is on another disk, that disk must be large enough for the states that ZeRO-3 offloads.
+    full = replace(H200, nvme=1e9)
+    assert any("of disk at nvme_path and has" in text for text in plan_memory(job, full).refusals)
+    assert not plan_memory(job, replace(H200, nvme=1e12, disk=0)).refusals
+    assert any("of disk and has" in text for text in plan_memory(job, replace(H200, disk=1e9)).refusals)
+
+
+def test_an_evaluation_is_planned_beside_the_steps(tmp_path: Path) -> None:
+    job = workload(tmp_path)
+    dropping = job.model.replace(vision_cfg={"patch_dropout": 0.5})
+    million = replace(job, model=dropping, evaluation=EvaluationSets(64, pairs=2**20, labelled=50_000))
+    plain, plan = plan_memory(replace(job, model=dropping), H200), plan_memory(million, H200)
+    # Features and their copy without padding: float32, both towers, one eighth of the pairs.
+    features = 2 * 4 * 512 * 2**20 / 8
+    assert plan.gpu_phases["evaluation: retrieval"]["copies of features"] == 1.5 * features
+    towers = plan.gpu_phases["evaluation: towers"]
+    assert towers["features"] == features
+    assert plan.cpu["processes"] - plain.cpu["processes"] == 8 * job.workers * 0.25 * GIB
+    chunk = 64 * (3 * 224 * 224 + 8 * 77 + 8)
+    assert plan.cpu["loader's chunks"] - plain.cpu["loader's chunks"] == 8 * (2 * job.workers + 1) * chunk
+    labelled = replace(job, evaluation=EvaluationSets(64, labelled=50_000))
+    assert "evaluation: retrieval" not in plan_memory(labelled, H200).gpu_phases
+    assert advice(replace(job, evaluation=EvaluationSets(64, pairs=2**32)), H200) == []
+
+
+@pytest.mark.parametrize("loss", VARIANTS)
+def test_state_of_all_samples_is_what_the_loss_allocates(tmp_path: Path, loss: str) -> None:
+    on_a_host = FastClipLoss(loss, samples=8000).state.values.untyped_storage().nbytes()
+    for device, state_on_host, state_on_gpu in (("cpu", on_a_host, 0), ("accelerator", 0, on_a_host / 8)):
+        job = workload(tmp_path, megaclip={"loss": loss, "fastclip": {"state_device": device}})
+        plan = plan_memory(replace(job, samples=8000), H200)
+        assert plan.cpu.get("per-sample state", 0) == state_on_host
+        assert plan.cpu["its copy in a checkpoint"] == on_a_host
+        assert plan.gpu_states.get("per-sample state", 0) == state_on_gpu
+
+
+def test_the_copy_of_a_checkpoint_is_in_the_plan_only_with_async_save(tmp_path: Path) -> None:
+    for stage, expected in ((0, 12), (1, 14), (3, 12)):  # bytes per parameter on a host of 8 ranks
+        precision = {"bf16": {"enabled": stage > 0}, "data_types": {}}
+        job = workload(tmp_path, **precision, zero_optimization={"stage": stage})
+        plan, with_copy = (plan_memory(replace(job, async_save=copied), H200) for copied in (False, True))
+        part = with_copy.cpu["copy of a checkpoint"]
+        assert part == pytest.approx(job.trained * expected)
+        assert with_copy.cpu_peak == pytest.approx(plan.cpu_peak + part)
+        assert "copy of a checkpoint" not in plan.cpu
+
+
+def test_coalesced_bf16_gradients_have_float32_sums_unless_grad_accum_dtype_is_bf16(tmp_path: Path) -> None:
+    section = {"coalesce_gradient_reduction": True}
+    for dtypes, bytes_each in (({}, 4), ({"grad_accum_dtype": "bf16"}, 0)):
+        job = workload(tmp_path, megaclip=section, data_types=dtypes)
+        phases = plan_memory(job, H200).gpu_phases
+        assert phases["text tower backward"].get("gradient sums", 0) == bytes_each * job.trained
+        assert phases["image tower backward"].get("gradient sums", 0) == bytes_each * job.parameters[0].trained
+
+
+def test_only_the_loss_and_the_embeddings_grow_with_the_batch(tmp_path: Path) -> None:
+    small = workload(tmp_path, ranks=1)
+    large = of_batch(small, 1_048_576)
+    phases = [plan_memory(each, H200).gpu_phases for each in (small, large)]
+    changed = {name for name in phases[0] if phases[0][name] != phases[1][name]}
+    assert changed == {
+        "loss",
+        *(f"{tower} tower {way}" for tower in ("image", "text") for way in ("forward", "backward")),
+    }
+    for name in changed - {"loss"}:
+        parts = {part for part in phases[0][name] if phases[0][name][part] != phases[1][name][part]}
+        assert parts == {"embeddings"} or parts == {"embedding gradients"}
+    growth = plan_memory(large, H200).gpu_peak - plan_memory(small, H200).gpu_peak
+    assert 0 < growth < 2 * 4 * 2 * 512 * 1_048_576  # less than float32 embeddings and gradients of both towers
+
+
+def test_auto_gathers_on_one_host_unless_that_takes_half_of_the_memory(tmp_path: Path) -> None:
+    job = workload(tmp_path)
+    assert resolve_auto(job, H200).megaclip.exchange == "all_gather"
+    huge = of_batch(job, 2**25)  # all_gather would take 96 GiB
+    assert resolve_auto(huge, H200).megaclip.exchange == "ring"
+    asked = huge.with_megaclip(exchange="all_gather")
+    assert resolve_auto(asked, H200).megaclip.exchange == "all_gather"
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not(tmp_path: Path) -> None:
+    job = workload(tmp_path, megaclip={"data_offload": "cpu"})
+    host = describe(gpu="h200", gpus=8, host_memory="200GiB")
+    largest = largest_batch(job, host)
+    assert fits(of_batch(job, largest), host)
+    assert not fits(job.with_batch(int(largest / 8 * 1.02) // 512 * 512), host)
+    assert largest_batch(job.with_megaclip(data_offload="reread"), host) > largest
+    assert largest_batch(job, describe(gpu="h200", gpus=8, gpu_memory="4GiB")) == 0
+
+
+def test_a_batch_that_fits_is_not_larger_than_the_largest(tmp_path: Path) -> None:
+    """With 11 image chunks a text chunk is as large as one image chunk. With 16 it equals eight, which do not fit."""
+    job = workload(
+        tmp_path,
+        model="ViT-L-14",
+        train_batch_size=112640,
+        train_micro_batch_size_per_gpu=1280,
+        activation_checkpointing={},
+        zero_optimization={"stage": 1},
+        data_types={"grad_accum_dtype": "bf16"},
+    )
+    cluster = describe(gpu="a100-40gb", gpus=8)
+    assert fits(job, cluster) and job.batch.text_micro_batch == 1280
+    largest = largest_batch(job, cluster)
+    chunk = {"text_micro_batch": 1280}
+    assert largest >= job.batch.global_batch and fits(job.with_batch(largest // 8, **chunk), cluster)
+    assert not fits(job.with_batch(int(largest * 1.02) // (8 * 1280) * 1280, **chunk), cluster)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Lion", "Lamb", "Adafactor", "AdamW"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_advice_is_accepted_with_every_optimizer(tmp_path: Path, optimizer: str, stage: int) -> None:
+    settings = {
+        "train_batch_size": 4096,
+        "train_micro_batch_size_per_gpu": 512,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": optimizer, "params": {"lr": 0.001}},
+        "zero_optimization": {"stage": stage},
+    }
+    if optimizer in ("SGD", "Lion") and stage:
+        settings["zero_allow_untested_optimizer"] = True
+    try:
+        check_ds_config(settings)
+    except ConfigError:
+        assert optimizer in ("Lamb", "Adafactor") and stage
+        return
+    job = workload(tmp_path, 4, settings=settings)
+    kinds = set()
+    for kind, text, _ in _changes(job):
+        changed = dict(settings)
+        for key, value in json.loads("{" + text + "}").items():
+            changed[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+        check_ds_config(changed)
+        kinds.add(kind)
+    assert ("stage" in kinds) == (optimizer not in ("Lamb", "Adafactor") and stage < 3)
+    assert ("optimizer" in kinds) == (optimizer == "AdamW" and stage > 0)
+
+
+@pytest.mark.parametrize("refused", ["gpu", "host", "disk"])
+def test_advice_names_a_setting_after_which_the_run_fits(tmp_path: Path, refused: str) -> None:
+    job = workload(tmp_path, model="ViT-L-14")
+    if refused == "gpu":
+        cluster, expected = describe(gpu="h200", gpus=8, gpu_memory="40GiB"), '"train_micro_batch_size_per_gpu": 128'
+    elif refused == "host":
+        job = job.with_batch(2**20).with_megaclip(data_offload="cpu")
+        cluster, expected = describe(gpu="h200", gpus=8, host_memory="400GiB"), '"data_offload": "disk"'
+    else:
+        job = job.with_batch(2**20).with_megaclip(data_offload="disk")
+        cluster, expected = describe(gpu="h200", gpus=8, disk="100GiB"), '"data_offload": "reread"'
+    plan = plan_memory(job, cluster)
+    assert any({"gpu": "a GPU", "host": "of memory", "disk": "of disk"}[refused] in text for text in plan.refusals)
+    assert any(expected in words for words in advice(job, cluster)), advice(job, cluster)
+
+
+def test_each_piece_of_advice_written_into_the_file_makes_the_run_fit(tmp_path: Path) -> None:
+    """The peak is in the text tower, whose chunks are set in the file. Smaller image chunks would not change it."""
+    cluster = describe(gpus=1, gpu_memory="24GB", host_memory="64GB")
+    settings = json.loads((Path(__file__).parents[3] / "ds_configs" / "huge_batch.json").read_text())
+    words = advice(workload(tmp_path, 1, settings=settings), cluster)
+    assert any("text_micro_batch_size" in change for change in words)
+    for change in words:
+        changed = dict(settings)
+        for key, value in json.loads("{" + change + "}").items():
+            changed[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+        assert fits(workload(tmp_path, 1, settings=changed), cluster), change
+
+
+def test_settings_are_combined_where_no_single_one_is_enough(tmp_path: Path) -> None:
+    job = workload(tmp_path, model="ViT-bigG-14", train_micro_batch_size_per_gpu=512)
+    (together,) = advice(job, describe(gpu="h200", gpus=8, gpu_memory="11GiB"))
+    assert " and " in together
+    assert advice(job, describe(gpu="h200", gpus=8, gpu_memory="3GiB")) == []
+    assert "--eval-batch-size" in advice_beyond_settings(replace(job, evaluation=EvaluationSets(4096, pairs=1)))
+
+
+def test_a_run_at_zero_3_that_would_be_faster_at_a_lower_stage_is_told_so(tmp_path: Path) -> None:
+    """Gradients that are summed in float32 exclude ZeRO-1."""
+    job = workload(tmp_path, zero_optimization={"stage": 3})
+    lower = workload(tmp_path, data_types={"grad_accum_dtype": "bf16"}, zero_optimization={"stage": 3})
+    for stage, each in ((2, job), (1, lower)):
+        of_stage, seconds = (plan_time(one, H200).total for one in (each.at_stage(stage), each))
+        verdict = f"ZeRO-{stage} fits too and is planned at {of_stage:.3g} s per step, ZeRO-3 at {seconds:.3g} s"
+        assert of_stage < 0.95 * seconds and zero_stage_verdict(each, H200) == verdict
+        assert each.at_stage(stage).zero.stage == stage and zero_stage_verdict(each.at_stage(stage), H200) is None
+
+
+def test_no_lower_zero_stage_is_recommended_that_does_not_fit_or_is_not_faster(tmp_path: Path) -> None:
+    job = workload(tmp_path, model="ViT-bigG-14", zero_optimization={"stage": 3}).with_batch(64, micro_batch=4)
+    small = describe(gpus=8, gpu_memory="15GiB")
+    assert fits(job, small) and not fits(job.at_stage(2), small)
+    assert zero_stage_verdict(job, small) is None and zero_stage_verdict(job, H200) is not None
+    hidden = job.with_batch(2048, micro_batch=128)  # each block takes longer than its hooks
+    assert fits(hidden.at_stage(2), H200) and zero_stage_verdict(hidden, H200) is None
+    to_disk = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    assert zero_stage_verdict(workload(tmp_path, zero_optimization=to_disk), H200) is None
+    tiny = workload(tmp_path, model="demo-tiny", zero_optimization={"stage": 3}).with_batch(8, micro_batch=1)
+    assert zero_stage_verdict(tiny, H200) is not None and zero_stage_verdict(tiny, describe(gpu="cpu")) is None
+
+
+def test_a_frozen_tower_in_chunks_keeps_no_graph(tmp_path: Path) -> None:
+    job = workload(tmp_path, ranks=1).with_batch(512, text_micro_batch=128)
+    cached, kept = plan_memory(job, H200), plan_memory(replace(job, text_unlocked=0), H200)
+    both = plan_memory(job.with_batch(text_micro_batch=512), H200)
+    assert [plan.image_place.name for plan in (cached, kept, both)] == ["cpu", "once", "once"]
+    # With "cpu" and "disk" the step store keeps the images even if they are read only once.
+    asked = plan_memory(replace(job, text_unlocked=0).with_megaclip(data_offload="cpu"), H200)
+    assert asked.image_place.name == "cpu" and asked.cpu["step store"] == 8 * 512 * 3 * 224 * 224
+
+
+def test_zero_3_keeps_a_tower_whole_as_far_as_half_the_reuse_distance(tmp_path: Path) -> None:
+    """Between the two passes over a parameter, all later ones are used twice: forward and backward.
+
+    Of the others, those in use and those fetched ahead are in memory twice: as received, and as parameters.
+    """
+    matrix = 768 * 3072  # the largest parameter
+    for reuse, kept in ((10_000_000, 5_000_000 + 2 * (1_000_000 + matrix)), (10**9, 87_849_216)):  # or the whole tower
+        zero = {"stage": 3, "stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": 1_000_000}
+        phases = plan_memory(workload(tmp_path, zero_optimization=zero), H200).gpu_phases
+        assert phases["image tower forward"]["gathered parameters"] == pytest.approx(2 * kept, rel=0.01)
+
+
+def test_the_image_towers_graph_is_kept_during_the_text_towers_backward_pass(tmp_path: Path) -> None:
+    job = workload(tmp_path).with_batch(512)
+    whole, frozen = (plan_memory(each, H200).gpu_phases for each in (job, replace(job, image_unlocked=0)))
+    kept = [whole[name]["kept graphs"] - frozen[name]["kept graphs"] for name in ("loss", "text tower backward")]
+    assert kept[0] == kept[1] > 512 * 12 * 50 * 768 * 2  # at least every block's input, 50 tokens of 768 in bf16
+
+
+def test_offloaded_embeddings_and_their_gradients_are_in_host_memory(tmp_path: Path) -> None:
+    on_gpu, on_host = (
+        plan_memory(workload(tmp_path, ranks=16, megaclip={"embeddings_offload": where}), describe(gpus=8, hosts=2))
+        for where in (False, True)
+    )
+    assert "embeddings" not in on_gpu.cpu
+    # ranks, towers, features and gradients, (b, D), bf16
+    assert on_host.cpu["embeddings"] == 8 * 2 * 2 * 4096 * 512 * 2

@@ -1,0 +1,312 @@
+"""The plan of a tensor-parallel run: parameters, states, saved activations, sums inside a replica, and the verdict."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megaclip.comm.groups import RankGroup
+from megaclip.errors import ConfigError
+from megaclip.models import ModelConfig, layers, load_model_config
+from megaclip.models.clip import ClipModel
+from megaclip.models.layers import LayerFactory
+from megaclip.models.text import TextTower
+from megaclip.models.vision import VisionTower
+from megaclip.planner import Workload, describe, plan_memory, plan_time, tensor_parallel_verdict
+from megaclip.planner.search import advice, fits
+from megaclip.planner.states import reduced_gradient_bytes
+from megaclip.planner.tensor_parallel import fastest_without
+from megaclip.planner.towers import image_tower, text_tower
+from megaclip.planner.traffic import feature_traffic, parameter_traffic, tensor_traffic
+from tests.unit.planner.planner_cases import H200, workload
+from tests.unit.planner.test_towers import CASES, SAMPLES, bytes_saved_for_backward, model_config
+
+H100 = describe(gpu="h100", gpus=8)
+
+
+def split_over(
+    tmp_path: Path,
+    tensor_ranks: int,
+    ranks: int = 8,
+    model: str = "ViT-bigG-14",
+    rows: int = 64,
+    stage: int = 1,
+    **changes,
+) -> Workload:
+    """Return a bf16 workload with checkpointing and coalesced gradients, and four chunks of `rows` rows per rank."""
+    settings = {
+        "train_batch_size": 4 * rows * ranks,
+        "train_micro_batch_size_per_gpu": rows * tensor_ranks,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+        "zero_optimization": {"stage": stage},
+        "activation_checkpointing": {},
+        "megaclip": {"tensor_parallel_size": tensor_ranks, "coalesce_gradient_reduction": True, "keep_graphs": 0},
+        **changes,
+    }
+    return workload(tmp_path, ranks, model, settings)
+
+
+@pytest.mark.parametrize("tensor_ranks", [2, 4])
+def test_parameters_of_a_rank_are_the_whole_ones_and_its_part_of_the_others(tmp_path: Path, tensor_ranks: int) -> None:
+    job = split_over(tmp_path, tensor_ranks)
+    with torch.device("meta"):
+        model = ClipModel(load_model_config("ViT-bigG-14"))
+    split = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if any(f".{layer}_proj." in name for layer in "qkv")
+        or ".c_fc." in name
+        or name.endswith((".out_proj.weight", ".c_proj.weight"))
+    )
+    everything = sum(parameter.numel() for parameter in model.parameters()) - 1  # the logit scale is the loss's
+    assert split / everything == pytest.approx(0.973, abs=5e-4)
+    assert job.total == job.trained == everything - split + split // tensor_ranks
+    assert job.total == pytest.approx(everything * (1 - 0.973 + 0.973 / tensor_ranks), rel=1e-3)
+    assert (job.world_size, job.tensor_ranks, job.replicas) == (8, tensor_ranks, 8 // tensor_ranks)
+
+
+@pytest.mark.parametrize(
+    ("model", "gigabytes"),
+    [("ViT-bigG-14", (14, 10, 5, 9)), ("ViT-5B-14", (28, 19, 10, 18)), ("ViT-18B-14", (101, 69, 37, 64))],
+)
+def test_states_on_eight_gpus_follow_the_arithmetic(tmp_path: Path, model: str, gigabytes: tuple[int, ...]) -> None:
+    """Working copy, master, moments and bf16 gradients at ZeRO-1, 2 and 3, and at ZeRO-1 split over two ranks.
+
+    The figures of the 5B model are those of its image tower only.
+    """
+    per_gpu = []
+    for tensor_ranks, stage in ((1, 1), (1, 2), (1, 3), (2, 1)):
+        persistent = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+        zero = {"stage": stage, "reduce_bucket_size": 1000, **persistent}
+        job = split_over(tmp_path, tensor_ranks, model=model, zero_optimization=zero)
+        parts = plan_memory(replace(job, gradient_bytes=2), H200).gpu_states
+        states = sum(parts.values()) - parts["library workspaces"]
+        share = job.parameters[0].total / job.total if model == "ViT-5B-14" else 1.0
+        per_gpu.append(share * (states + reduced_gradient_bytes(replace(job, gradient_bytes=2))) / 1e9)
+    assert per_gpu == pytest.approx(gigabytes, rel=0.03, abs=0.5)
+
+
+class _Part(nn.Linear):
+    """One rank's part of a layer, without communication."""
+
+
+def _parts_of_layers() -> tuple:
+    return (
+        lambda inputs, outputs, group, shares_input: _Part(inputs, outputs // group.size),
+        lambda inputs, outputs, group: _Part(inputs // group.size, outputs),
+    )
+
+
+def split_towers(
+    config: ModelConfig, tensor_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[nn.Module, nn.Module]:
+    """Return one rank's part of both towers. Their forward pass sums nothing, which changes values but no sizes."""
+    monkeypatch.setattr(layers, "_megatron_layers", _parts_of_layers)
+    factory = LayerFactory(RankGroup(handle=None, rank=0, size=tensor_ranks))
+    towers = (
+        VisionTower(config.vision_cfg, config.embed_dim, config.quick_gelu, factory),
+        TextTower(config.text_cfg, config.embed_dim, config.quick_gelu, factory),
+    )
+    for tower in towers:
+        for parameter in tower.parameters():
+            nn.init.normal_(parameter, std=0.02)
+    return towers
+
+
+@pytest.mark.parametrize("tensor_ranks", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_saved_bytes_of_split_towers_are_what_autograd_saves(
+    case: str, tensor_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = model_config(**{"head_width": 12, **CASES[case]}).replace(text_cfg={"heads": 4})
+    visual, text = split_towers(config, tensor_ranks, monkeypatch)
+    rows = SAMPLES * tensor_ranks  # the rows of all ranks of a replica
+    images, tokens = torch.randn(rows, 3, 56, 56), torch.randint(0, 50, (rows, 77))
+    for tower, module, inputs in (
+        (image_tower(config, tensor_ranks), visual, images),
+        (text_tower(config, tensor_ranks), text, tokens),
+    ):
+        measured = bytes_saved_for_backward(module, inputs)
+        assert tower.saved_bytes(SAMPLES, 4) == pytest.approx(measured, rel=0.03), tower.name
+        assert tower.saved_bytes(SAMPLES, 4) < tensor_ranks * replace(tower, tensor_ranks=1).saved_bytes(SAMPLES, 4)
+
+
+def test_a_wide_block_keeps_four_whole_numbers_and_its_part_of_the_others_per_token() -> None:
+    whole = image_tower(load_model_config("ViT-bigG-14"))
+    ratio = whole.hidden / whole.width
+    for ranks in (2, 4):
+        one = replace(whole, layers=1, pooled=False, tensor_ranks=ranks)
+        block = replace(one, layers=2).saved_bytes(1, 2) - one.saved_bytes(1, 2)
+        statistics = 16 + 4 * whole.heads / ranks
+        numbers = 4 + (4 + 2 * ratio) / ranks
+        assert block == pytest.approx(ranks * whole.tokens * (2 * whole.width * numbers + statistics))
+
+
+def test_the_peaks_of_split_towers_lie_above_what_they_save() -> None:
+    for tower in (image_tower(load_model_config("ViT-bigG-14"), 2), text_tower(load_model_config("ViT-bigG-14"), 2)):
+        saved, peak = tower.saved_bytes(8, 2), tower.backward_peak(8, 2, "")
+        assert saved < peak < 1.1 * saved
+        assert tower.forward_peak(8, 2) < tower.backward_peak(8, 2, "cpu") < tower.backward_peak(8, 2, "gpu") < peak
+        # The inputs of blocks are whole, for the rows of both ranks.
+        assert tower.block_input_bytes(8, 2) == 2 * replace(tower, tensor_ranks=1).block_input_bytes(8, 2)
+        # the rank's own input, and the input of both ranks
+        without = replace(tower, input_numbers=0)
+        assert tower.forward_peak(8, 2) - without.forward_peak(8, 2) == 8 * 3 * tower.input_numbers * 2
+
+
+def test_a_rank_has_its_share_of_the_blocks_operations_and_all_rows_outside_of_them() -> None:
+    for tower in (image_tower(load_model_config("ViT-bigG-14")), text_tower(load_model_config("ViT-bigG-14"))):
+        split = replace(tower, tensor_ranks=4)
+        assert split.product_operations() - tower.product_operations() == 3 * tower.stem_operations
+
+
+TINY = {
+    "embed_dim": 8,
+    "vision_cfg": {"image_size": 8, "patch_size": 4, "width": 16, "head_width": 4, "layers": 3, "pool_type": "avg"},
+    "text_cfg": {"context_length": 6, "vocab_size": 50, "width": 8, "heads": 4, "layers": 2},
+}
+
+
+def tiny(tmp_path: Path, tensor_ranks: int, **changes) -> Workload:
+    job = replace(split_over(tmp_path, tensor_ranks, **changes), model=ModelConfig.from_dict(TINY))
+    return job.with_batch(text_micro_batch=job.batch.micro_batch)
+
+
+def test_bytes_of_the_sums_inside_a_replica_by_hand(tmp_path: Path) -> None:
+    """Images: 3 blocks of 5 tokens of 16 numbers. Texts: one block of 6 tokens of 8 numbers, and a last block.
+
+    The last block sums one token, except for the gradient of attention's input.
+    """
+    image, text, last = 3 * 5 * 16, 6 * 8, 8
+    rows = 2 * 256  # four chunks of 64 rows of each of the two ranks
+    sent = rows * 2 * 2 * (2 - 1) / 2  # bf16, and a ring's share
+    whole = {"activation_checkpointing": {}}
+    for sums, changes in ((7, whole), (6, {})):
+        job = tiny(tmp_path, 2)
+        job = replace(job, checkpointing="gpu" if changes else "")
+        assert sum(job.encoded_again)
+        by_hand = sums * (image + text) + (sums - 2) * last + last + text
+        assert tensor_traffic(job) == by_hand * sent
+        locked = replace(job, image_unlocked=0)
+        assert tensor_traffic(locked) == (by_hand - (sums - 2) * image) * sent
+        one_chunk = job.with_batch(64)
+        assert not sum(one_chunk.encoded_again)
+        by_hand -= 2 * (image + text + last)
+        assert tensor_traffic(one_chunk) == by_hand * sent / 4
+    assert tensor_traffic(tiny(tmp_path, 1)) == 0
+    # A ring of four sends 3/4 of twice the rows of four ranks: per rank three times as much as a ring of two.
+    assert tensor_traffic(tiny(tmp_path, 4)) == 3 * tensor_traffic(tiny(tmp_path, 2))
+
+
+def test_the_sums_are_added_to_the_step_over_the_link_that_the_replica_has(tmp_path: Path) -> None:
+    job = split_over(tmp_path, 4, ranks=16)
+    slow = {"link": "100GB", "network": "1GB"}
+    inside, across = describe(gpus=8, hosts=2, **slow), describe(gpus=2, hosts=8, **slow)
+    step, slower = plan_time(job, inside), plan_time(job, across)
+    assert step.tensor_parallel == pytest.approx(tensor_traffic(job) / 100e9)
+    assert slower.tensor_parallel == pytest.approx(tensor_traffic(job) / 1e9)
+    assert slower.total - step.total == pytest.approx(slower.tensor_parallel - step.tensor_parallel)
+    assert slower.dominant == "communication" and step.total > step.towers + step.tensor_parallel
+
+
+def test_ranks_of_a_replica_exchange_features_and_share_no_partition(tmp_path: Path) -> None:
+    one, two = split_over(tmp_path, 1, ranks=8), split_over(tmp_path, 2, ranks=8)
+    chosen = {"exchange": "ring", "reduction": "feature"}
+    assert feature_traffic(one.with_megaclip(**chosen)) == feature_traffic(two.with_megaclip(**chosen))
+    # ZeRO-1 sends 3 (W - 1) / W of a rank's parameters.
+    assert parameter_traffic(two) == pytest.approx(3 * 2 * two.trained * 3 / 4)
+    states, whole = (plan_memory(job, H200).gpu_states for job in (two, one))
+    assert states["optimizer states"] == pytest.approx(8 * two.trained / 4)
+    assert whole["optimizer states"] == pytest.approx(8 * one.trained / 8)
+    replica = split_over(tmp_path, 4, ranks=4)
+    assert replica.replicas == 1 and parameter_traffic(replica) == 0
+    for job in (one, two):
+        plan = plan_memory(job, H200)
+        assert plan.cpu["step store"] == 8 * 256 * 3 * 224 * 224
+        assert plan.gpu_phases["loss"] == plan_memory(one, H200).gpu_phases["loss"]
+
+
+def test_settings_in_advice_and_other_batches_are_those_of_a_replica(tmp_path: Path) -> None:
+    megaclip = {"tensor_parallel_size": 2, "coalesce_gradient_reduction": True, "text_micro_batch_size": 64}
+    job = split_over(tmp_path, 2, rows=512, megaclip=megaclip)
+    assert (job.batch.micro_batch, job.batch.text_micro_batch) == (512, 32)
+    assert job.with_batch(1024).batch.text_micro_batch == 32
+    assert job.with_batch(text_micro_batch=16).megaclip.text_micro_batch_size == 32
+    plain = split_over(tmp_path, 2, rows=512)
+    # the captions of 7 image chunks would take as much memory, but 7 does not divide the number of chunks
+    assert plain.with_batch(micro_batch=128).batch.text_micro_batch == 4 * 128
+    small = describe(gpus=8, gpu_memory="50GiB")
+    rows = next(rows for rows in (256, 128, 64, 32) if fits(plain.with_batch(micro_batch=rows), small))
+    assert f'"train_micro_batch_size_per_gpu": {2 * rows}, ' in advice(plain, small)[0]
+
+
+def test_a_size_that_does_not_divide_the_heads_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size 8 does not divide the 20 attention heads"):
+        split_over(tmp_path, 8)
+
+
+def test_big_g_does_not_need_tensor_parallelism_on_eight_h200s(tmp_path: Path) -> None:
+    job = split_over(tmp_path, 2)
+    verdict, seconds = tensor_parallel_verdict(job, H200), plan_time(job, H200).total
+    without = fastest_without(job, H200)
+    assert without is not None and without.settings == "ZeRO-1" and without.seconds < 0.95 * seconds
+    assert verdict == (
+        "megaclip.tensor_parallel_size 2: ZeRO-1 without it fits too and is planned at "
+        f"{without.seconds:.3g} s per step instead of {seconds:.3g} s"
+    )
+    assert without.workload.batch.global_batch == job.batch.global_batch
+    assert without.workload.world_size == job.world_size and without.workload.replicas == 8
+    assert tensor_parallel_verdict(split_over(tmp_path, 1), H200) is None
+
+
+def test_an_18b_tower_over_a_slow_network_is_faster_with_tensor_parallelism(tmp_path: Path) -> None:
+    job = split_over(tmp_path, 4, ranks=64, model="ViT-18B-14", rows=8)
+    slow, fast = (describe(gpu="h100", gpus=8, hosts=8, network=rate) for rate in ("5GB", "1000GB"))
+    assert fits(job, slow) and tensor_parallel_verdict(job, slow) is None
+    without = fastest_without(job, slow)
+    assert without is not None and without.seconds > 1.2 * plan_time(job, slow).total
+    assert tensor_parallel_verdict(job, fast) is not None
+
+
+def test_a_run_without_a_fitting_alternative_gets_no_verdict(tmp_path: Path) -> None:
+    job, small = split_over(tmp_path, 2), describe(gpus=8, gpu_memory="4GiB")
+    assert fastest_without(job, small) is None and tensor_parallel_verdict(job, small) is None
+
+
+def test_a_run_that_fits_only_without_tensor_parallelism_is_reported(tmp_path: Path) -> None:
+    job = split_over(tmp_path, 2, model="ViT-18B-14", rows=32)
+    verdict = tensor_parallel_verdict(job, H100)
+    assert not fits(job, H100) and verdict is not None
+    assert verdict.startswith("megaclip.tensor_parallel_size 2 does not fit; ZeRO-3")
+
+
+def test_alternatives_have_memory_for_captions_of_full_length(tmp_path: Path) -> None:
+    """All graphs are kept. Times are those of the assumed captions, sizes are not."""
+    job = replace(split_over(tmp_path, 2, model="ViT-B-16"), checkpointing="").with_megaclip(keep_graphs=100)
+    job = job.with_batch(text_micro_batch=64)
+    best = fastest_without(job, H200)
+    assert job.text_positions < 77 and best is not None and best.workload.encoded_again == (0, 0)
+    full, cut = (
+        plan_memory(replace(best.workload, text_positions_saved=share), H200).gpu_peak for share in (None, 0.5)
+    )
+    assert plan_memory(best.workload, H200).gpu_peak == full > cut
+
+
+def test_alternatives_have_only_settings_that_a_run_accepts(tmp_path: Path) -> None:
+    nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    best = fastest_without(split_over(tmp_path, 2, zero_optimization=nvme), H200)
+    assert best is not None and best.workload.zero.stage == 3
+    accumulates = {"grad_accum_dtype": "fp32"}
+    plain = {"tensor_parallel_size": 2}
+    best = fastest_without(split_over(tmp_path, 2, stage=2, data_types=accumulates, megaclip=plain), H200)
+    assert best is not None and best.workload.zero.stage > 1  # ZeRO-1 refuses float32 accumulation in bf16
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": False}, "megaclip": plain}
+    best = fastest_without(split_over(tmp_path, 2, stage=0, **sgd), H200)
+    assert best is not None and "zero_allow_untested_optimizer true" in best.settings
+    allowed = {"zero_allow_untested_optimizer": True}
+    best = fastest_without(split_over(tmp_path, 2, stage=1, **sgd, **allowed), H200)
+    assert best is not None and "zero_allow_untested_optimizer" not in best.settings

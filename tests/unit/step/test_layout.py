@@ -1,0 +1,372 @@
+"""A run and its plan make the same decisions."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megaclip.comm.groups import NodeGroup, RankGroup
+from megaclip.comm.machine import Machine
+from megaclip.config import load_training_config, parse_arguments
+from megaclip.config.training import TextChunks
+from megaclip.data import ImageTransform
+from megaclip.engine import preflight
+from megaclip.losses import plan as loss_plan
+from megaclip.losses.costs import LOSS_COSTS
+from megaclip.models import ModelConfig, build_model, load_model_config
+from megaclip.planner import Cluster, Workload, describe, plan_memory
+from megaclip.planner.memory import resolve_auto
+from megaclip.planner.step_time import plan_time
+from megaclip.planner.tower_time import tower_seconds
+from megaclip.planner.towers import tower_work, towers
+from megaclip.planner.traced_towers import traced_image_tower, traced_text_tower
+from megaclip.step.batch import DeviceFeed
+from megaclip.step.gradient_cache import RandomState, accumulate_gradients
+from megaclip.step.layout import ImagePlace, elements_kept_gathered, embeddings_on_cpu, place_images, text_chunks_for
+from tests.distributed.memory_batch import MemoryBatch
+from tests.unit.planner.planner_cases import GIB, workload
+
+SMALL = ModelConfig.from_dict(
+    {
+        "embed_dim": 8,
+        "vision_cfg": {"image_size": 8, "layers": 2, "width": 16, "head_width": 8, "patch_size": 4},
+        "text_cfg": {"context_length": 6, "vocab_size": 32, "width": 16, "heads": 2, "layers": 2},
+    }
+)
+
+
+class Engine:
+    """Model with the methods of a DeepSpeed engine that the gradient cache calls. Counts each tower's graphs."""
+
+    device = torch.device("cpu")
+    optimizer = None
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.module = model
+        self.rows = {"image": 0, "text": 0}
+        model.visual.register_forward_pre_hook(lambda _, inputs: self._count("image", inputs[0]))
+        model.text.register_forward_pre_hook(lambda _, inputs: self._count("text", inputs[0]))
+
+    def _count(self, tower: str, inputs: torch.Tensor) -> None:
+        self.rows[tower] += len(inputs)
+
+    def __call__(self, *inputs):
+        return self.module(*inputs)
+
+    def backward(self, loss: torch.Tensor, **_: object) -> None:
+        loss.backward()
+
+    def set_gradient_accumulation_boundary(self, _: bool) -> None: ...
+
+    def zero_offload_optimizer(self) -> None:
+        return None
+
+    def zero_optimization_stage(self) -> int:
+        return 1
+
+
+def cross_entropy(images: torch.Tensor, texts: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(scale * images @ texts.T, torch.arange(len(images)))
+
+
+def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
+    planned = set()
+    rows = 8
+    for image_unlocked, text_unlocked in itertools.product((None, 0, 1), repeat=2):
+        for image_chunks, text_chunks, keep in itertools.product((1, 4), (1, 4), (0, 5, 8)):
+            model = build_model(SMALL)
+            if image_unlocked is not None:
+                model.lock_image_tower(image_unlocked)
+            if text_unlocked is not None:
+                model.lock_text_tower(text_unlocked)
+            job = replace(
+                workload(tmp_path, ranks=1), model=SMALL, image_unlocked=image_unlocked, text_unlocked=text_unlocked
+            ).with_megaclip(keep_graphs=keep)
+            job = job.with_batch(rows, micro_batch=rows // image_chunks, text_micro_batch=rows // text_chunks)
+            pixels = torch.randint(256, (rows, 3, 8, 8), dtype=torch.uint8)
+            feed = DeviceFeed(torch.device("cpu"), torch.float32, ImageTransform(8).normalise)
+            batch = MemoryBatch(
+                pixels.chunk(image_chunks), torch.randint(1, 32, (rows, 6)), feed, text_chunks=text_chunks
+            )
+            engine = Engine(model)
+            accumulate_gradients(
+                engine,
+                cross_entropy,
+                batch,
+                torch.zeros(1),
+                RandomState(seed=0, step=0, rank=0),
+                coalesce=False,
+                kept=job.kept,
+            )
+            trained = [tower.trained > 0 for tower in job.parameters]
+            graphs = image_chunks * trained[0] + text_chunks * trained[1]
+            again = 0 if job.backward_passes == 1 else max(0, graphs - keep)
+            assert sum(job.encoded_again) == again
+            for tower, work in zip(("image", "text"), tower_work(job), strict=True):
+                assert engine.rows[tower] == rows + work.encoded_again * rows / work.chunks
+            assert engine.rows["image"] == rows * job.image_readings
+            phases = plan_memory(job, describe(gpus=1)).gpu_phases
+            for tower, is_trained in zip(("image", "text"), trained, strict=True):
+                assert (f"{tower} tower backward" in phases) == is_trained
+            planned.add((sum(trained), again > 0))
+    assert planned == {(0, False), (1, False), (1, True), (2, False), (2, True)}
+
+
+def way_of_a_run(monkeypatch: pytest.MonkeyPatch, job: Workload, cluster: Cluster, machine: Machine) -> tuple[str, str]:
+    """Return the exchange and reduction that a loss chooses when every rank measures the figures of `machine`."""
+    local = RankGroup(handle=None, rank=0, size=cluster.gpus_per_host)
+    ranks = RankGroup(handle=None, rank=0, size=job.world_size)
+    outer = RankGroup(handle=None, rank=0, size=cluster.hosts)
+    nodes = NodeGroup(handle=None, rank=0, size=job.world_size, inner=local, outer=outer)
+    monkeypatch.setattr(loss_plan, "by_node", lambda ranks: nodes if cluster.hosts > 1 else ranks)
+    monkeypatch.setattr(loss_plan, "machine_of", lambda ranks, device: machine)
+    made = loss_plan.make_plan(
+        torch.empty(job.local_batch, job.model.embed_dim, dtype=torch.bfloat16, device="meta"),
+        ranks=ranks,
+        exchange=job.megaclip.exchange,
+        reduction=job.megaclip.reduction,
+        payload=job.megaclip.payload,
+        tiles=loss_plan.TileOptions(),
+        need_dots=False,
+        cost=LOSS_COSTS[job.megaclip.loss],
+    )
+    return made.exchange, made.reduction
+
+
+@pytest.mark.parametrize("loss", ["clip", "siglip", "fastclip_v3"])
+def test_the_loss_exchanges_features_as_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
+    found = set()
+    jobs = {
+        (exchange, payload, batch): workload(
+            tmp_path, megaclip={"loss": loss, "exchange": exchange, "payload": payload}
+        ).with_batch(batch, micro_batch=min(batch, 512))
+        for exchange, payload, batch in itertools.product(("auto", "ring"), ("auto", "bf16"), (256, 4096, 2**16))
+    }
+    for ((exchange, payload, batch), job), hosts, link in itertools.product(
+        jobs.items(), (1, 2, 8), ("3GB", "25GB", "300GB")
+    ):
+        cluster = describe(gpus=8 // hosts, hosts=hosts, link=link, network=link)
+        planned = resolve_auto(job, cluster).megaclip
+        machine = Machine(cluster.slowest_link, cluster.rates.product_flops, 64 * GIB)
+        assert (planned.exchange, planned.reduction) == way_of_a_run(monkeypatch, job, cluster, machine)
+        found.add((planned.exchange, planned.reduction))
+        if (loss, hosts, link, batch, exchange, payload) == ("clip", 2, "25GB", 4096, "auto", "auto"):
+            # The planner must use the rule of the run. Another rule might give ring + feature here.
+            assert (planned.exchange, planned.reduction) == ("all_gather", "scalar")
+    assert len(found) >= 3
+
+
+def test_a_plan_for_cpus_has_the_exchange_of_a_run_on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for batch in (256, 4096, 2**16):
+        job, cluster = workload(tmp_path).with_batch(batch, micro_batch=256), describe(gpu="cpu", gpus=8)
+        planned = resolve_auto(job, cluster).megaclip
+        made = loss_plan.choose_way(
+            "auto",
+            "auto",
+            sizes=loss_plan.Sizes(world_size=8, batch=batch, embedding=512, feature_bytes=2),
+            held_bytes=2,
+            cost=LOSS_COSTS["clip"],
+            machine=loss_plan.CPU,
+            hides_exchanges=True,
+        )
+        assert (planned.exchange, planned.reduction) == made[:2]
+
+
+@pytest.fixture
+def plan_of_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Return a function that returns two plans: that of a ViT-B-32 run on a machine, and that of the planner alone."""
+    monkeypatch.setattr(preflight, "_SHARED_MEMORY", tmp_path / "not there")
+
+    def plans(machine: Cluster, places: list[str | bool] | None = None, lock_image: bool = False, **section):
+        job = workload(tmp_path, ranks=machine.gpus, megaclip=section)
+        job = replace(job, image_unlocked=0 if lock_image else None)
+        inputs = SimpleNamespace(
+            config=load_training_config(tmp_path / "ds.json"),
+            model_config=load_model_config("ViT-B-32"),
+            train=range(100_000),
+            validation=None,
+            labelled=None,
+        )
+        monkeypatch.setattr(preflight.dist, "get_world_size", lambda: machine.gpus)
+        monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder, nvme: machine)
+        if places is not None:
+            monkeypatch.setattr(preflight, "gather_objects", lambda own: [own, *places])
+        flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--no-plan"]
+        arguments = parse_arguments([*flags, *(["--lock-image"] if lock_image else [])])
+        return preflight.check_fit(arguments, inputs), plan_memory(job, machine)
+
+    return plans
+
+
+@pytest.mark.parametrize("setting", ["auto", "cpu", "disk", "reread"])
+@pytest.mark.parametrize("lock_image", [False, True])
+def test_images_are_kept_where_the_plan_puts_them(plan_of_run, setting: str, lock_image: bool) -> None:
+    found = set()
+    for host_memory, disk in itertools.product(("60GiB", "100GiB"), ("1GiB", "1TiB")):
+        machine = describe(gpus=8, host_memory=host_memory, disk=disk)
+        run, planned = plan_of_run(machine, lock_image=lock_image, data_offload=setting)
+        assert run.image_place == planned.image_place
+        found.add(run.image_place)
+    expected = {
+        ("auto", False): {ImagePlace("cpu", True), ImagePlace("disk", True), ImagePlace("disk", False)},
+        ("auto", True): {ImagePlace("once", True)},
+        ("reread", False): {ImagePlace("reread", True)},
+        ("reread", True): {ImagePlace("once", True)},
+    }.get((setting, lock_image), {ImagePlace(setting, True), ImagePlace(setting, False)})
+    assert found == expected
+
+
+def test_images_go_to_disk_if_the_rest_of_the_run_needs_the_memory(plan_of_run) -> None:
+    """The decision must count everything that the run keeps in host memory.
+
+    The images alone take 4.6 GiB, which would fit into 80 % of 60 GiB.
+    """
+    machine = describe(gpus=8, host_memory="60GiB")
+    run, _ = plan_of_run(machine)
+    assert run.image_place == ImagePlace("disk", True)
+    assert run.cpu_peak < machine.usable_host_memory < run.cpu_peak + run.disk["step store"]
+
+
+def test_all_ranks_keep_images_on_disk_if_one_host_requires_it(plan_of_run) -> None:
+    run, planned = plan_of_run(describe(gpus=8), places=["cpu", "disk"])
+    assert (run.image_place.name, planned.image_place.name) == ("disk", "cpu")
+    assert "step store" in run.disk and "step store" not in run.cpu
+    assert plan_of_run(describe(gpus=8), places=["cpu", "cpu"])[0].image_place.name == "cpu"
+
+
+def test_all_ranks_recompute_if_one_rank_requires_it(plan_of_run) -> None:
+    run, planned = plan_of_run(describe(gpus=8), places=[True], compile=True, keep_graphs=0)
+    assert run.recomputes and not planned.recomputes
+    assert run.workload.megaclip.selective_recompute is True
+    assert not plan_of_run(describe(gpus=8), places=[False], compile=True, keep_graphs=0)[0].recomputes
+
+
+def test_embeddings_are_kept_where_the_plan_puts_them(plan_of_run) -> None:
+    """The limit is a tenth of the GPU's whole memory, not of the memory that is free when the run starts."""
+    nbytes = 2 * 2 * 4096 * 512 * 2  # towers, features and gradients, (b, D), bf16
+    for gpu_memory, setting in itertools.product((9 * nbytes, 11 * nbytes), ("auto", True, False)):
+        for free in (gpu_memory, gpu_memory / 2):
+            machine = replace(describe(gpus=8), gpu_memory=free, gpu_total_memory=gpu_memory)
+            run, planned = plan_of_run(machine, embeddings_offload=setting)
+            expected = gpu_memory < 10 * nbytes if setting == "auto" else setting
+            assert run.embeddings_on_cpu == planned.embeddings_on_cpu == expected
+    run, planned = plan_of_run(describe(gpu="cpu", gpus=8))
+    assert not run.embeddings_on_cpu and not planned.embeddings_on_cpu
+
+
+@pytest.mark.parametrize(
+    ("setting", "memory", "disk", "encoded_again", "place"),
+    [
+        ("auto", 800, 0, 3, ImagePlace("cpu", True)),
+        ("auto", 799, 800, 3, ImagePlace("disk", True)),
+        ("auto", 799, 799, 3, ImagePlace("disk", False)),
+        ("auto", 0, 0, 0, ImagePlace("once", True)),
+        ("cpu", 800, 0, 0, ImagePlace("cpu", True)),
+        ("cpu", 799, 5000, 3, ImagePlace("cpu", False)),
+        ("disk", 5000, 800, 3, ImagePlace("disk", True)),
+        ("disk", 5000, 799, 3, ImagePlace("disk", False)),
+        ("reread", 0, 0, 3, ImagePlace("reread", True)),
+        ("reread", 0, 0, 0, ImagePlace("once", True)),
+    ],
+)
+def test_images_are_placed_by_the_bytes_that_are_left(setting, memory, disk, encoded_again, place) -> None:
+    assert place_images(setting, encoded_again=encoded_again, nbytes=800, host_memory=memory, disk=disk) == place
+
+
+def test_embeddings_are_in_host_memory_above_a_tenth_of_the_gpu() -> None:
+    assert embeddings_on_cpu("auto", 101, 1000) and not embeddings_on_cpu("auto", 100, 1000)
+    assert embeddings_on_cpu(True, 1, 1000) and not embeddings_on_cpu(False, 1000, 1000)
+    assert not embeddings_on_cpu("auto", 101, 0)
+
+
+def test_captions_of_a_text_chunk_take_the_memory_of_an_image_chunk(tmp_path: Path) -> None:
+    """Bytes per sample are computed by the formulas that other tests compare with autograd."""
+    for model, number in (("ViT-B-16", 4), ("ViT-B-32", 1), ("ViT-L-14", 9), ("ViT-L-14-336", 20)):
+        job = workload(tmp_path, 1, model)
+        image, text = towers(job)
+        assert text_chunks_for(job.model, 2, True) == TextChunks(number)
+        assert image.saved_bytes(1, 2) / text.saved_bytes(1, 2) == pytest.approx(number, rel=0.15)
+    # Also for open_clip's modules, whose captions are cut (ViT-B-32, ConvNeXt) or keep their padding (SigLIP).
+    for model, chunks in (
+        ("ViT-B-32", TextChunks(1, 8)),
+        ("convnext_base", TextChunks(7, 8)),
+        ("ViT-SO400M-14-SigLIP", TextChunks(15)),
+    ):
+        description = load_model_config(model, "open_clip")
+        assert text_chunks_for(description, 2, "auto") == chunks
+        image, text = traced_image_tower(description), traced_text_tower(description)
+        assert image.saved_bytes(1, 2) / text.saved_bytes(1, 2) == pytest.approx(chunks.captions_per_image, rel=0.15)
+    assert text_chunks_for(load_model_config("ViT-B-32", "open_clip"), 2, False) == TextChunks(1)
+    assert workload(tmp_path, 1, "ViT-B-16").chunks == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("gpu_memory", "chunks", "changes", "expected"),
+    [
+        ("141GB", 8, {}, True),  # four graphs without recomputation, six with it
+        ("141GB", 128, {}, False),  # two more graphs of 128 would save less time than the recomputation takes
+        ("141GB", 8, {"compile": False}, False),
+        ("141GB", 8, {"selective_recompute": False}, False),
+        ("141GB", 128, {"selective_recompute": True}, True),
+        ("141GB", 8, {"keep_graphs": 2}, False),
+        ("300GB", 8, {}, False),  # all graphs fit
+        ("32GB", 8, {}, True),  # does not fit otherwise
+        ("32GB", 8, {"keep_graphs": 0}, True),
+    ],
+)
+def test_compiled_towers_recompute_where_it_pays(
+    tmp_path: Path, gpu_memory: str, chunks: int, changes: dict, expected: bool
+) -> None:
+    megaclip = {"compile": True, "keep_graphs": "auto", **changes}
+    job = workload(tmp_path, 1, "ViT-B-16", megaclip=megaclip).with_batch(512 * chunks)
+    cluster = describe(gpus=1, gpu_memory=gpu_memory)
+    plan = plan_memory(job, cluster)
+    assert plan.recomputes == expected
+    if megaclip["compile"] and megaclip["keep_graphs"] == "auto" and "selective_recompute" not in changes:
+        other = plan_memory(job.with_megaclip(selective_recompute=not expected), cluster)
+        chosen, otherwise = (plan_time(each.workload, cluster).total for each in (plan, other))
+        assert chosen <= 1.001 * otherwise or other.refusals
+
+
+def test_open_clips_towers_in_a_plan_compile_on_request_and_their_captions_are_cut(tmp_path: Path) -> None:
+    job = replace(workload(tmp_path, 1), model=load_model_config("ViT-B-32", "open_clip"))
+    machine = describe(gpus=1)
+    padded = job.with_megaclip(cut_captions=False)
+    short, long = (tower_seconds(each, machine.rates)[1] for each in (job, padded))
+    share = job.text_positions / 77
+    assert 0.2 < share < 0.8
+    assert short.forward == pytest.approx(share * long.forward) and short.backward < long.backward
+    peaks = [plan_memory(each, machine).gpu_phases for each in (job, padded)]
+    assert peaks[0] == peaks[1]  # a chunk may contain a caption of full length
+    plans = {setting: plan_memory(job.with_megaclip(compile=setting), machine) for setting in (True, False, "auto")}
+    assert {setting: (plan.compiles, plan.recomputes) for setting, plan in plans.items()} == {
+        True: (True, False),
+        False: (False, False),
+        "auto": (False, False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("reuse", "live", "prefetched", "offloads", "kept"),
+    [
+        (10**9, 10**9, 5 * 10**7, False, 500_000_000),
+        (10**9, 3 * 10**8, 5 * 10**7, False, 250_000_000),  # with those fetched ahead, at most max_live_parameters
+        (10**9, 10**7, 5 * 10**7, False, 0),
+        (10**9, 10**9, 5 * 10**7, True, 0),
+    ],
+)
+def test_the_settings_of_zero_3_limit_what_stays_gathered(
+    reuse: int, live: int, prefetched: int, offloads: bool, kept: int
+) -> None:
+    assert elements_kept_gathered(reuse, live, prefetched, offloads=offloads) == kept
+
+
+def test_the_settings_of_a_workload_are_the_objects_of_the_run(tmp_path: Path) -> None:
+    job = workload(tmp_path, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
+    config = load_training_config(tmp_path / "ds.json")
+    assert (job.megaclip, job.zero, job.batch) == (config.megaclip, config.zero, config.batch_layout(8))
+    assert json.loads((tmp_path / "ds.json").read_text())["train_batch_size"] == job.batch.global_batch
