@@ -14,6 +14,7 @@ A run starts (`run.train`):
 - `inputs`, `tokenizer_choice`: read configuration, data, tokenizer and model description, before any process group
   exists.
 - `process_group`: joins the ranks that the launcher has started. `equal_inputs` then compares their inputs.
+  `spare_ranks` keeps the ranks that the batch cannot use out of the group.
 - `preflight`: compares the planned memory of the run with the free memory (`this_machine`), and refuses a run that
   does not fit. It also decides where images and embeddings are kept, and how many graphs.
 - `run_folder`: creates the run's folder and locks it for this run.

@@ -44,6 +44,7 @@ from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.saved_model import write_model_folder
 from megaclip.engine.saving import Saves
 from megaclip.engine.schedules import chosen_schedule, chosen_warmup
+from megaclip.engine.spare_ranks import end_spare_ranks, wait_if_spare
 from megaclip.errors import DataError, MegaclipError, NonFiniteError
 from megaclip.evaluation import (
     CaptionGroups,
@@ -96,6 +97,7 @@ def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
         if arguments is not None and arguments.debug_traceback:
             raise
         exit_code = error.exit_code
+    end_spare_ranks(exit_code)
     # Not called after any other exception: the other ranks may be in a collective, and this call would wait for them.
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -111,6 +113,8 @@ def train(arguments: TrainArguments) -> int:
         MegaclipError: on every rank, for any problem that the user can solve.
     """
     inputs = read_inputs(arguments)
+    if (exit_code := wait_if_spare(inputs.config)) is not None:
+        return exit_code
     start_process_group()
     require_equal_inputs(arguments, inputs)
     batch_layout = inputs.config.batch_layout(dist.get_world_size())

@@ -26,7 +26,7 @@ def this_machine(world_size: int, folder: Path, nvme_paths: list[Path]) -> Clust
     """
     gpu = get_accelerator().device_name() == "cuda"
     on_host = min(world_size, torch.cuda.device_count()) if gpu else world_size
-    on_host = ranks_of_this_node() or on_host
+    on_host = min(world_size, ranks_of_this_node() or on_host)
     existing = _existing(folder)
     others = [path for path in map(_existing, nvme_paths) if path.stat().st_dev != existing.stat().st_dev]
     free, total = torch.cuda.mem_get_info() if gpu else (0, 0)

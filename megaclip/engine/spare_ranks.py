@@ -1,0 +1,108 @@
+"""Ranks that the batch cannot use: they stay out of the process group, wait, and end with the run.
+
+An elastic launcher (`torchrun`, `megaclip launch`) starts the ranks of all hosts that have come, however many they are.
+The run uses the largest number of ranks that ds_config.json accepts, from rank 0 on. The others keep a connection to
+the store of the process group, in which the first rank leaves its exit code. Other launchers start a fixed number of
+ranks, and a number that does not fit the batch is refused.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from datetime import timedelta
+from types import FrameType
+
+import torch
+from torch.distributed import DistNetworkError, TCPStore
+
+from megaclip.config import TrainingConfig
+from megaclip.errors import STOP_SIGNALS, ConfigError
+from megaclip.logging import get_logger, rank_from_environment
+
+logger = get_logger(__name__)
+
+_SPARE_RANKS = "MEGACLIP_SPARE_RANKS"
+"""Environment variable with the number of ranks that the run does not use, for `end_spare_ranks`."""
+_EXIT_CODE, _HAVE_READ = "megaclip/exit_code", "megaclip/have_read"
+_CONNECT_LIMIT_S = 1800.0
+"""Seconds for which a spare rank waits for the first rank, which may read its inputs for a long time."""
+_READ_LIMIT_S = 10.0
+_END_LIMIT_S = 60.0
+"""Seconds within which a launcher ends the spare ranks of a failed run."""
+
+
+def wait_if_spare(config: TrainingConfig) -> int | None:
+    """Leave the ranks that the batch cannot use out of the run. Every rank calls it before the process group exists.
+
+    On a rank that takes part, set WORLD_SIZE to the number of such ranks and return None. On a spare rank, wait for the
+    end of the run and return its exit code.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # set by torch's elastic agent
+        return None
+    used = next((number for number in range(ranks, 0, -1) if _fits(config, number)), ranks)
+    if used == ranks:
+        return None
+    if rank_from_environment() >= used:
+        return _wait_for_exit_code()
+    if rank_from_environment() == 0:
+        logger.warning("%s can use %d of %d ranks; the others wait for the end of the run", config.path, used, ranks)
+    os.environ.update({"WORLD_SIZE": str(used), _SPARE_RANKS: str(ranks - used)})
+    return None
+
+
+def end_spare_ranks(exit_code: int) -> None:
+    """Let spare ranks, if there are any, end with the exit code of the first rank. Every rank may call it."""
+    spare = int(os.environ.get(_SPARE_RANKS, "0"))
+    if not spare or rank_from_environment() != 0 or not torch.distributed.is_initialized():
+        return
+    store, deadline = _connect(), time.monotonic() + _READ_LIMIT_S
+    store.set(_EXIT_CODE, str(exit_code))
+    while store.add(_HAVE_READ, 0) < spare and time.monotonic() < deadline:
+        time.sleep(0.05)  # the store ends with this process
+
+
+def _fits(config: TrainingConfig, ranks: int) -> bool:
+    try:
+        config.batch_layout(ranks)
+    except ConfigError:
+        return False
+    return True
+
+
+def _connect() -> TCPStore:
+    return TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_CONNECT_LIMIT_S),
+    )
+
+
+def _wait_for_exit_code() -> int:
+    """Wait until the first rank has left its exit code, and return it.
+
+    Stop signals have no effect meanwhile: the run ends after its step. If the first rank is gone, return 128 + the
+    signal, or 1 if the launcher does not end this process.
+    """
+    received: list[int] = []
+
+    def record(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    with contextlib.suppress(DistNetworkError):
+        store = _connect()
+        for number in STOP_SIGNALS:
+            signal.signal(number, record)
+        while not store.check([_EXIT_CODE]):
+            time.sleep(0.5)
+        exit_code = int(store.get(_EXIT_CODE))
+        store.add(_HAVE_READ, 1)
+        return exit_code
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    if not received:
+        time.sleep(_END_LIMIT_S)
+    return 128 + received[0] if received else 1
