@@ -106,7 +106,8 @@ class FastClipSettings(BaseModel):
     gradients are halved and have no factor tau (v3 keeps the factor). The temperature gradient of v3 is halved except
     for the part through g. The part through g of v0 is not halved. The gradient of a global temperature uses log u
     instead of log(eps+u). The Adam of per-sample temperatures counts epochs, and its gradients are limited. The loss
-    value is equal in both. docs/fastclip.md lists the remaining differences between "reference" and the published code."""
+    value is equal in both.
+    docs/fastclip.md lists the remaining differences between "reference" and the published code."""
 
     state_device: Literal["cpu", "accelerator"] = "cpu"
     """Device on which each rank keeps the state of its samples."""
