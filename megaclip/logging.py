@@ -2,7 +2,7 @@
 
 `get_logger(__name__)` returns a standard logger below "megaclip". Rank 0 logs INFO and above. The other ranks log only
 WARNING and above, with their rank at the start of the line. The rank is read from the environment that the launcher
-sets, so logging works before the process group exists.
+sets, so logging works before the process group exists. `format_bytes` writes sizes in log lines and errors.
 """
 
 import logging
@@ -47,3 +47,10 @@ def log_once(log: Callable[[str], None], message: str) -> None:
     if message not in _seen:
         _seen.add(message)
         log(message)
+
+
+def format_bytes(size: float) -> str:
+    """Return bytes as text: in GiB, or in MiB below one GiB."""
+    if abs(size) >= 2**30:
+        return f"{size / 2**30:.1f} GiB"
+    return f"{size / 2**20:.{0 if abs(size) >= 10 * 2**20 else 1}f} MiB"

@@ -25,7 +25,7 @@ from megaclip.engine.inputs import Inputs, read_inputs
 from megaclip.engine.preflight import check_fit
 from megaclip.engine.run import Run
 from megaclip.models import load_model_config
-from megaclip.step.layout import fitted
+from megaclip.planner.text_chunks import fitted
 
 
 class Clock:

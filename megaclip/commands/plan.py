@@ -28,6 +28,7 @@ from megaclip.config.argument_types import integer
 from megaclip.config.checks import check_ds_config
 from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.errors import ConfigError, MegaclipError, first_line
+from megaclip.logging import format_bytes
 from megaclip.models import ModelConfig, load_model_config
 from megaclip.planner import (
     Cluster,
@@ -43,15 +44,14 @@ from megaclip.planner import (
     zero_stage_verdict,
 )
 from megaclip.planner.cluster import GPUS, gpu_preset, parse_size, rates_json
-from megaclip.planner.compilation import compile_estimate
-from megaclip.planner.memory import format_bytes
+from megaclip.planner.compilation import check_recomputation, compile_estimate
 from megaclip.planner.peers import inf_cl_loss_bytes, open_clip_loss_bytes
 from megaclip.planner.phases import loss_sizes
 from megaclip.planner.report import graphs_text, loss_table, memory_table, time_table
 from megaclip.planner.sweep import METHODS, draw, sweep
 from megaclip.planner.tensor_parallel import fastest_without
 from megaclip.planner.workload import EvaluationSets, nvme_paths
-from megaclip.step.layout import check_recomputation, cuts_captions
+from megaclip.step.layout import cuts_captions
 
 _USED_WITH = {
     "calibrate": {"model", "micro_batch"},

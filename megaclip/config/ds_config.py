@@ -106,3 +106,15 @@ class DsConfig(_Strict):
         Literal["debug", "info", "warning", "error", "critical"] | None, BeforeValidator(_lower_case)
     ] = None
     timers: _Timers = _Timers()
+
+
+def elements_kept_gathered(reuse_distance: int, live: int, prefetched: int, *, offloads: bool) -> int:
+    """Return the number of a tower's elements that ZeRO-3 keeps gathered from one pass over the tower to the next.
+
+    Between a forward pass and its backward pass all later parameters are used twice. So half of DeepSpeed's reuse
+    distance covers a tower of that size. With offload_param none is kept, to use the least memory.
+
+    reuse_distance, live, prefetched: stage3_max_reuse_distance, stage3_max_live_parameters and
+        stage3_prefetch_bucket_size.
+    """
+    return 0 if offloads else max(0, min(reuse_distance // 2, live - prefetched))

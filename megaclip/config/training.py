@@ -66,7 +66,7 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class TextChunks:
-    """Limits of text chunks if megaclip.text_micro_batch_size is not set (`megaclip.step.layout.text_chunks_for`)."""
+    """Limits of text chunks if megaclip.text_micro_batch_size is not set (`megaclip.planner.text_chunks`)."""
 
     captions_per_image: int = 1
     """Captions that take about as much memory as one image."""
@@ -91,7 +91,7 @@ class TrainingConfig:
     deepspeed: dict[str, Any]
     megaclip: MegaclipSection
     text_chunks: TextChunks = TextChunks()
-    """Limits of text chunks for the model (`megaclip.step.layout.fitted`)."""
+    """Limits of text chunks for the model (`megaclip.planner.text_chunks.fitted`)."""
 
     @cached_property
     def _settings(self) -> DsConfig:

@@ -65,9 +65,9 @@ class TrainLoader:
         max_bad_fraction: float = DEFAULT_MAX_BAD_FRACTION,
         pin_memory: bool = False,
     ) -> None:
-        self._step_size = micro_batch_size * micro_batches_per_step * world_size
+        self.samples_per_step = micro_batch_size * micro_batches_per_step * world_size
         self.samples_consumed = samples_consumed
-        self._micro_batches_per_step = micro_batches_per_step
+        self.micro_batches_per_step = micro_batches_per_step
         reread_from = micro_batches_per_step if reread_from is None else reread_from
         self.readings_per_step = 2 * micro_batches_per_step - reread_from
         """Number of micro-batches that a step yields, including those that are read again."""
@@ -76,11 +76,11 @@ class TrainLoader:
         self._taken = 0
         self._log = BadSampleLog(max_bad_fraction, "a substitute is used", "--max-bad-fraction")
         self._order = order = dataset.order(seed=seed, shard_order=shard_order)
-        check_batch(self._step_size, order)
+        check_batch(self.samples_per_step, order)
         reader = TrainReader(dataset, transform, tokenizer, seed)
         self._batches = map_in_workers(
             functools.partial(_load_train, order, reader, micro_batch_size, rank, world_size),
-            _schedule(samples_consumed, self._step_size, micro_batches_per_step, reread_from),
+            _schedule(samples_consumed, self.samples_per_step, micro_batches_per_step, reread_from),
             num_workers=num_workers,
             pin_memory=pin_memory,
             describe_row=functools.partial(_describe_row, dataset),
@@ -96,14 +96,14 @@ class TrainLoader:
 
     def __next__(self) -> Batch:
         loaded = next(self._batches)
-        if self._taken < self._micro_batches_per_step:  # the second reading finds the same bad samples
+        if self._taken < self.micro_batches_per_step:  # the second reading finds the same bad samples
             self._log.add(loaded.bad_samples, loaded.reads)
         if loaded.fatal:
             raise DataError(loaded.fatal)
         self._taken += 1
         if self._taken == self.readings_per_step:
             self._taken = 0
-            self.samples_consumed += self._step_size
+            self.samples_consumed += self.samples_per_step
         return loaded.batch
 
     def ids_of_step(self, samples_consumed: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ class TrainLoader:
 
         This is arithmetic and reads no data, so the ids are known before the batches. A bad sample keeps its id.
         """
-        rows = self._micro_batch_size * self._micro_batches_per_step
+        rows = self._micro_batch_size * self.micro_batches_per_step
         ids, _ = self._order.visit(rank_positions(samples_consumed, 0, rows, self._rank, self._world_size))
         return torch.from_numpy(ids)
 

@@ -19,6 +19,7 @@ A run starts (`run.train`):
   does not fit. It also decides where images and embeddings are kept, and how many graphs.
 - `run_folder`: creates the run's folder and locks it for this run.
 - `run_length`, `schedules`: the number of steps, when to save and evaluate, and the learning rate of each step.
+- `training_data`: opens the training data, with a step's images where the plan keeps them.
 - `run_loss`: the loss, with the sample ids, the epoch, and the optimizer and state that some losses own.
 - `resume`: finds the checkpoint that --resume specifies, checks that it belongs to this run, and loads it.
   `changed_settings` logs the settings that differ from those before.

@@ -32,7 +32,7 @@ from megaclip.models.config import CARD_NAME
 from megaclip.models.descriptions import Towers
 from megaclip.models.open_clip_config import open_clip_descriptions
 from megaclip.models.text import reason_not_to_cut
-from megaclip.step.layout import fitted
+from megaclip.planner.text_chunks import fitted
 
 logger = get_logger(__name__)
 

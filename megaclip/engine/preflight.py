@@ -26,7 +26,7 @@ from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_length import RunLength
 from megaclip.engine.this_machine import this_machine
 from megaclip.errors import ConfigError
-from megaclip.logging import get_logger
+from megaclip.logging import format_bytes, get_logger
 from megaclip.models import OpenClipConfig
 from megaclip.planner import (
     Cluster,
@@ -38,13 +38,13 @@ from megaclip.planner import (
     tensor_parallel_verdict,
     zero_stage_verdict,
 )
-from megaclip.planner.compilation import compile_estimate
+from megaclip.planner.compilation import check_recomputation, compile_estimate
 from megaclip.planner.constants import MEASURED_MARGIN
-from megaclip.planner.memory import format_bytes, loader_bytes, store_bytes, with_kept_graphs
+from megaclip.planner.memory import loader_bytes, store_bytes, with_kept_graphs
 from megaclip.planner.phases import graph_bytes
 from megaclip.planner.report import graphs_text, summary
 from megaclip.planner.workload import EvaluationSets, nvme_paths
-from megaclip.step.layout import check_recomputation, graphs_that_fit
+from megaclip.step.layout import graphs_that_fit
 
 logger = get_logger(__name__)
 

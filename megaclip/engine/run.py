@@ -45,6 +45,7 @@ from megaclip.engine.saved_model import write_model_folder
 from megaclip.engine.saving import Saves
 from megaclip.engine.schedules import chosen_schedule, chosen_warmup
 from megaclip.engine.spare_ranks import end_spare_ranks, wait_if_spare
+from megaclip.engine.training_data import open_training_data
 from megaclip.errors import DataError, MegaclipError, NonFiniteError
 from megaclip.evaluation import (
     CaptionGroups,
@@ -61,7 +62,7 @@ from megaclip.logging import get_logger, local_rank_from_environment
 from megaclip.planner import MemoryPlan
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients
 from megaclip.step.running_statistics import restored, running_statistics
-from megaclip.step.store import StepStore, open_step_store
+from megaclip.step.sample_store import StepStore
 from megaclip.zero.build import build_engine
 from megaclip.zero.compilation import report_compilation
 from megaclip.zero.logit_scale import LogitScale, MasterScalar
@@ -336,14 +337,11 @@ class Run:
 
     def open_data(self) -> AbstractContextManager[StepStore]:
         """Return a context manager around this rank's training data from the next step on; every rank opens it."""
-        return open_step_store(
+        return open_training_data(
             self.arguments,
             self.inputs,
-            self.batch_layout,
+            self.memory_plan,
             self.engine,
-            place=self.memory_plan.image_place,
-            read_once=self.batch_layout.accumulation - self.memory_plan.workload.encoded_again[0],
-            compiles=self.memory_plan.compiles,
             folder=self.folder,
             samples_consumed=self.samples_consumed,
         )

@@ -77,6 +77,16 @@ def compiled_class(library_class: type[nn.Module], *, recomputes: bool = False) 
     return type(library_class.__name__, (library_class,), {"forward": forward})
 
 
+def compiles_whole_tower(zero_stage: int, *, checkpointing: bool, coalesces: bool) -> bool:
+    """Return whether the whole image tower is compiled as one graph, or each of its blocks.
+
+    Blocks are needed if their activations are computed again one by one, if their parameters are gathered one by one
+    (stage 3), and if their gradients are reduced and freed one by one (stage 2 without coalescing). Text blocks are
+    always compiled one by one: captions have several lengths, and a block compiles faster than a tower.
+    """
+    return not checkpointing and (zero_stage < 2 or (zero_stage == 2 and coalesces))
+
+
 def compiled_function(function: Compiled) -> Compiled:
     """Return a compiled function, such as the preparation of a tower's input. It compiles as one graph or fails."""
     return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from megaclip.errors import ConfigError
 from megaclip.models import OpenClipConfig
 from megaclip.planner.captions import planned_pieces
 from megaclip.planner.cluster import Cluster
@@ -10,7 +11,7 @@ from megaclip.planner.constants import COMPILE_BLOCKS_SECONDS, COMPILE_LAYER_SEC
 from megaclip.planner.tower_time import tower_seconds
 from megaclip.planner.towers import towers
 from megaclip.planner.workload import Workload
-from megaclip.step import layout as rules
+from megaclip.step.layout import cuts_captions
 
 
 @dataclass(frozen=True)
@@ -50,20 +51,25 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
     startup = _text_shapes(workload) * COMPILE_BLOCKS_SECONDS + (
         image.layers * COMPILE_LAYER_SECONDS if workload.compiles_image_tower else COMPILE_BLOCKS_SECONDS
     )
-    pays = rules.compiles(
-        section.compile,
-        on_gpu=cluster.gpu_memory > 0,
-        possible=section.tensor_parallel_size == 1 and section.layer_norm == "torch",
-        saved_s=saved,
-        startup_s=startup,
-    )
-    return CompileEstimate(saved, startup, pays)
+    if section.compile != "auto":
+        return CompileEstimate(saved, startup, section.compile)
+    possible = cluster.gpu_memory > 0 and section.tensor_parallel_size == 1 and section.layer_norm == "torch"
+    return CompileEstimate(saved, startup, possible and saved > startup)
+
+
+def check_recomputation(setting: bool | str, *, compiles: bool) -> None:
+    """Raise ConfigError if megaclip.selective_recompute is true and torch.compile does not run the towers."""
+    if setting is True and not compiles:
+        raise ConfigError(
+            "megaclip.selective_recompute true requires torch.compile, which this run does not use; set "
+            'megaclip.compile to true, or selective_recompute to "auto"'
+        )
 
 
 def _text_shapes(workload: Workload) -> int:
     """Return the number of shapes of text chunks that text blocks are compiled for."""
     text = workload.model.text_cfg
-    if not rules.cuts_captions(workload.megaclip.cut_captions, text):
+    if not cuts_captions(workload.megaclip.cut_captions, text):
         return 1
     batch = workload.batch
     return len(planned_pieces(batch.text_micro_batch, batch.text_chunks, text, workload.tensor_ranks))

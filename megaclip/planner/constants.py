@@ -28,8 +28,6 @@ EVALUATED_TEXTS = 256
 """Prompts that a rank encodes at a time for zero-shot classification (`megaclip.evaluation.evaluate`)."""
 EVALUATION_TILES = 128 * MIB
 """Bytes of the similarities that an evaluation holds at a time (`megaclip.evaluation.evaluate`)."""
-EMBEDDINGS_SHARE = 0.1
-"""Share of a GPU's memory above which embeddings and their gradients are kept in host memory."""
 
 PRODUCT_SHARE = 0.94
 """Rate of a tower's matrix products divided by that of a large square product. This number and MEMORY_SHARE are fitted
@@ -58,9 +56,6 @@ RECOMPUTE_TIME = 1.018
 """Time of compiled towers with selective recomputation divided by their time without it: whole steps of one chunk on an
 H200,
 ViT-B/16 at 1,024 (3,676 and 3,610 samples/s) and ViT-L/14 at 256 (895 and 881)."""
-LEAST_CUT_CHUNKS = 8
-"""Number of cut text chunks that save 59 % of the text positions; four save 52 % (docs/huge_batches.md). With fewer,
-larger chunks that are not divided into pieces, the text tower encodes more padding."""
 RECOMPUTE_SHARE = 0.06
 """Smallest share of a step's image chunks whose graphs must be kept in addition for selective recomputation to save
 time: a second forward pass is a third of a chunk's time, and the recomputation takes RECOMPUTE_TIME."""
@@ -73,9 +68,6 @@ step of ViT-B/16 in one chunk took 15.7 s with compiled blocks in both towers.""
 KEPT_GRAPHS_MARGIN = 0.1
 """Share of a GPU's usable memory that a plan with kept graphs leaves free: planned peaks are within a tenth of those
 measured (docs/planning.md)."""
-LEAST_KEPT_SHARE = 0.01
-"""Share of a step's graphs below which "auto" keeps none. They would save less than half a percent of the step's
-time."""
 MEASURED_MARGIN = 0.05
 """Share of a GPU's memory that a run leaves free when it keeps more graphs after it has measured its peak, for
 fragments of the allocator and for memory that other programs take."""

@@ -12,6 +12,7 @@ calculates the number.
 import math
 from dataclasses import dataclass, field, replace
 
+from megaclip.logging import format_bytes
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.plan import CPU, Choice, Machine, choose_way
 from megaclip.models import OpenClipConfig
@@ -19,20 +20,20 @@ from megaclip.planner.cluster import Cluster
 from megaclip.planner.compilation import compile_estimate
 from megaclip.planner.constants import (
     CUBLAS_WORKSPACES,
-    GIB,
     HOST_PROCESS,
     HOST_PROCESS_CPU,
     HOST_WORKER,
     KEPT_GRAPHS_MARGIN,
-    MIB,
     PREFETCHED_BATCHES,
+    RECOMPUTE_SHARE,
 )
 from megaclip.planner.phases import KEPT, Phases, embedding_bytes, evaluation_phases, graph_bytes, step_phases
+from megaclip.planner.places import ImagePlace, embeddings_on_cpu, place_images
 from megaclip.planner.states import States, checkpoint_bytes, gradient_bytes, states_of
 from megaclip.planner.towers import text_tower, tower_work, towers
 from megaclip.planner.traffic import exchange_sizes
 from megaclip.planner.workload import Workload
-from megaclip.step import layout as rules
+from megaclip.step.layout import graphs_that_fit
 
 
 @dataclass
@@ -48,7 +49,7 @@ class MemoryPlan:
     disk: dict[str, float]
     nvme: dict[str, float]
     """Bytes that ZeRO-3 offloads to disk."""
-    image_place: rules.ImagePlace
+    image_place: ImagePlace
     """Place where a step's images are kept, in the plan and in the run."""
     embeddings_on_cpu: bool
     """True if embeddings and their gradients are kept in host memory while the towers run."""
@@ -103,7 +104,7 @@ def plan_memory(workload: Workload, cluster: Cluster) -> MemoryPlan:
     disk: dict[str, float] = {}
     nvme = {name: size * ranks for name, size in states.disk.items()}
     images = ranks * store_bytes(workload)
-    place = rules.place_images(
+    place = place_images(
         workload.megaclip.data_offload,
         encoded_again=workload.encoded_again[0],
         nbytes=images,
@@ -178,16 +179,17 @@ def resolve_auto(workload: Workload, cluster: Cluster) -> Workload:
     """
     workload = workload.with_megaclip(compile=compile_estimate(workload, cluster).pays)
     section = workload.megaclip
-    on_cpu = rules.embeddings_on_cpu(
-        section.embeddings_offload, 2 * embedding_bytes(workload), cluster.gpu_total_memory
-    )
+    on_cpu = embeddings_on_cpu(section.embeddings_offload, 2 * embedding_bytes(workload), cluster.gpu_total_memory)
     workload = workload.with_megaclip(embeddings_offload=on_cpu)
     workload = workload.with_megaclip(selective_recompute=_recomputes(workload, cluster))
     return _with_graphs_and_way(workload, cluster)
 
 
 def _recomputes(workload: Workload, cluster: Cluster) -> bool:
-    """Return whether the compiled towers recompute selectively."""
+    """Return whether the compiled towers recompute selectively.
+
+    "auto" recomputes if the step does not fit without it, or keeps enough more image graphs with it.
+    """
     section = workload.megaclip
     if section.compile is not True:
         return False
@@ -200,11 +202,9 @@ def _recomputes(workload: Workload, cluster: Cluster) -> bool:
         _with_graphs_and_way(workload.with_megaclip(selective_recompute=setting), cluster) for setting in (False, True)
     )
     peak = _gpu_peak(_gpu_states(without, cluster), _phases(without, states_of(without)))
-    return rules.recomputation_pays(
-        fits_without=not cluster.gpu_memory or peak <= cluster.usable_gpu_memory,
-        more_kept=with_it.kept.image - without.kept.image,
-        image_chunks=workload.chunks[0],
-    )
+    fits_without = not cluster.gpu_memory or peak <= cluster.usable_gpu_memory
+    more_kept = with_it.kept.image - without.kept.image
+    return not fits_without or more_kept >= max(1, RECOMPUTE_SHARE * workload.chunks[0])
 
 
 def _with_graphs_and_way(workload: Workload, cluster: Cluster) -> Workload:
@@ -249,7 +249,7 @@ def _planned_graphs(workload: Workload, cluster: Cluster) -> int:
     phases = step_phases(workload.with_megaclip(keep_graphs=len(sizes)), states_of(workload))
     beside = max(sum(phase.values()) - phase[KEPT] for phase in phases.values() if KEPT in phase)
     limit = (1 - KEPT_GRAPHS_MARGIN) * cluster.usable_gpu_memory
-    return rules.graphs_that_fit(0, sizes, limit - sum(_gpu_states(workload, cluster).values()) - beside)
+    return graphs_that_fit(0, sizes, limit - sum(_gpu_states(workload, cluster).values()) - beside)
 
 
 def _with_full_captions(workload: Workload) -> Workload:
@@ -271,13 +271,6 @@ def _graphs_that_auto_keeps(workload: Workload, cluster: Cluster) -> list[float]
     gradients += workload.gradient_sum_bytes * workload.parameters[1].trained
     texts = [text + gradients, *[text] * (workload.graphs.text - 1)] if workload.graphs.text else []
     return [*[image] * workload.graphs.image, *texts]
-
-
-def format_bytes(size: float) -> str:
-    """Return bytes as text: in GiB, or in MiB below one GiB."""
-    if abs(size) >= GIB:
-        return f"{size / GIB:.1f} GiB"
-    return f"{size / MIB:.{0 if abs(size) >= 10 * MIB else 1}f} MiB"
 
 
 def store_bytes(workload: Workload) -> float:

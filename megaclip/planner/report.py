@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
+from megaclip.logging import format_bytes
 from megaclip.planner.cluster import GPUS, Cluster
-from megaclip.planner.memory import MemoryPlan, format_bytes
+from megaclip.planner.memory import MemoryPlan
 from megaclip.planner.phases import loss_bytes
 from megaclip.planner.step_time import StepTime
 from megaclip.planner.workload import Workload

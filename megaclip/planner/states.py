@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from megaclip.config.ds_config import elements_kept_gathered
 from megaclip.planner.workload import Parameters, Workload
-from megaclip.step import layout as rules
 
 
 @dataclass
@@ -223,7 +223,7 @@ def kept_elements(workload: Workload) -> int:
 
 
 def _elements_kept(zero: DeepSpeedZeroConfig, *, offloads: bool) -> int:
-    return rules.elements_kept_gathered(
+    return elements_kept_gathered(
         zero.max_reuse_distance, zero.max_live_parameters, zero.prefetch_bucket_size, offloads=offloads
     )
 

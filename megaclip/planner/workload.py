@@ -21,9 +21,11 @@ from megaclip.config.training import default_text_micro_batch
 from megaclip.errors import ConfigError
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, meta_model
+from megaclip.models.compilation import compiles_whole_tower
 from megaclip.models.layers import check_split, split_dim
 from megaclip.planner.captions import mean_positions
-from megaclip.step import layout as rules
+from megaclip.planner.text_chunks import fitted, text_chunks_for
+from megaclip.step.layout import KeptGraphs, backward_passes, cuts_captions, kept_graphs
 
 
 class Parameters(NamedTuple):
@@ -129,7 +131,7 @@ class Workload:
             model=model,
             megaclip=config.megaclip,
             zero=config.zero,
-            batch=rules.fitted(config, model).batch_layout(world_size),
+            batch=fitted(config, model).batch_layout(world_size),
             bf16=config.bf16,
             gradient_bytes={"fp32": 4, "bf16": 2}.get(str(accumulate), 2 if config.bf16 else 4),
             accumulates_in_bf16=config.accumulates_in_bf16,
@@ -165,7 +167,7 @@ class Workload:
         if text_micro_batch is not None:
             section = section.model_copy(update={"text_micro_batch_size": text_micro_batch * tensor_ranks})
         rows, chunk = local_batch or self.batch.local_batch, micro_batch or self.batch.micro_batch
-        limits = rules.text_chunks_for(self.model, self.compute_bytes, section.cut_captions)
+        limits = text_chunks_for(self.model, self.compute_bytes, section.cut_captions)
         batch = BatchLayout(
             global_batch=rows * self.world_size,
             micro_batch=chunk,
@@ -259,16 +261,16 @@ class Workload:
         return _device(self.zero.offload_param)
 
     @property
-    def kept(self) -> rules.KeptGraphs:
+    def kept(self) -> KeptGraphs:
         """Chunks whose graphs a step keeps. "auto" counts as 0 here; `megaclip.planner.memory.resolve_auto` replaces it
         by a number."""
         setting = self.megaclip.keep_graphs
-        return rules.kept_graphs(0 if setting == "auto" else setting, *self._chunks_and_trained)
+        return kept_graphs(0 if setting == "auto" else setting, *self._chunks_and_trained)
 
     @property
-    def graphs(self) -> rules.KeptGraphs:
+    def graphs(self) -> KeptGraphs:
         """Chunks of the trained towers, each of which needs a graph."""
-        return rules.kept_graphs(sum(self.chunks), *self._chunks_and_trained)
+        return kept_graphs(sum(self.chunks), *self._chunks_and_trained)
 
     @property
     def encoded_again(self) -> tuple[int, int]:
@@ -278,7 +280,7 @@ class Workload:
     @property
     def backward_passes(self) -> int:
         """Number of backward passes of a step."""
-        return rules.backward_passes(*self._chunks_and_trained)
+        return backward_passes(*self._chunks_and_trained)
 
     @property
     def image_readings(self) -> float:
@@ -295,7 +297,7 @@ class Workload:
         """Mean number of token positions per caption that the text tower computes: the context length if captions are
         not cut."""
         text = self.model.text_cfg
-        if not rules.cuts_captions(self.megaclip.cut_captions, text):
+        if not cuts_captions(self.megaclip.cut_captions, text):
             return text.context_length
         if self.text_positions_saved is None:
             return mean_positions(self.batch.text_micro_batch, self.batch.text_chunks, text, self.tensor_ranks)
@@ -304,7 +306,7 @@ class Workload:
     @property
     def compiles_image_tower(self) -> bool:
         """True if the whole image tower becomes one graph in a run that compiles."""
-        return rules.compiles_whole_tower(
+        return compiles_whole_tower(
             int(self.zero.stage), checkpointing=bool(self.checkpointing), coalesces=self.coalesces
         )
 

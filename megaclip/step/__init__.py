@@ -2,9 +2,7 @@
 
 - `gradient_cache`: encodes all chunks, calls the loss once, back-propagates the kept graphs and encodes the other
   chunks again. `gradient_sums` sums the gradients of the chunks. `running_statistics` restores those of batch norms.
-- `batch`: the interface by which the cache reads a rank's share of the batch. `store` implements it: a thread reads the
-  samples in the background, with pixels in `image_slots`. `caption_chunks` sorts and cuts captions.
-- `layout`: the rules by which a step is laid out: kept graphs, text chunks, places of images and embeddings.
+- `batch`: the interface by which the cache reads a rank's share of the batch. `sample_store` implements it: a thread
+  reads the samples in the background, with pixels in `image_slots`. `caption_chunks` sorts and cuts captions.
+- `layout`: the rules by which a step is laid out, which its plan shares: kept graphs and pieces of captions.
 """
-
-import megaclip.planner  # noqa: F401  before `layout`, which the planner's modules import and which imports theirs

@@ -62,8 +62,11 @@ class RandomState:
 
 def trained_towers(model: DualEncoder) -> list[Tower]:
     """Return the towers with trainable parameters."""
-    modules = {Tower.IMAGE: model.visual, Tower.TEXT: model.text}
-    return [tower for tower, module in modules.items() if any(p.requires_grad for p in module.parameters())]
+    return [tower for tower, module in _modules(model).items() if any(p.requires_grad for p in module.parameters())]
+
+
+def _modules(model: DualEncoder) -> dict[Tower, nn.Module]:
+    return {Tower.IMAGE: model.visual, Tower.TEXT: model.text}
 
 
 def accumulate_gradients(
@@ -110,7 +113,7 @@ def accumulate_gradients(
         DataError: the data of a rank failed; the caller must not update.
     """
     embeddings_device = torch.device("cpu") if embeddings_on_cpu else engine.device
-    gathered = GatheredTower(engine)
+    gathered = GatheredTower(engine, _modules(engine.module).values())
     passes = _Passes(engine, batch, random_state, kept, coalesce, embeddings_device, gathered)
     with gathered.kept():
         features = passes.embed()
@@ -328,7 +331,7 @@ class _Passes:
         if with_graph and this_pass in self._with_other_tower:
             other = Tower(1 - this_pass.towers[0])
             by_tower[other] = model.blank(self._batch.blank(other))
-            unchanged = model.statistics((model.visual, model.text)[other])
+            unchanged = model.statistics(_modules(model)[other])
         try:
             with torch.set_grad_enabled(with_graph), restored(unchanged):
                 return self._engine(by_tower.get(Tower.IMAGE), by_tower.get(Tower.TEXT), pieces)
@@ -338,7 +341,7 @@ class _Passes:
     def _gather(self, this_pass: _Pass) -> None:
         """Keep the parameters of the pass's tower gathered, in a step of several passes."""
         if len(this_pass.towers) == 1:
-            self._gathered.use(this_pass.towers[0])
+            self._gathered.use(_modules(self._engine.module)[this_pass.towers[0]])
 
     def _store(self, features: dict[Tower, Tensor], tower: Tower, index: int, chunk: Tensor | None) -> None:
         assert chunk is not None, "the model returns features of every input"

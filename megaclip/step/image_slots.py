@@ -9,7 +9,7 @@ import torch
 
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.errors import ConfigError, first_line
-from megaclip.planner.memory import format_bytes
+from megaclip.logging import format_bytes
 
 WINDOW = 3
 """Number of slots if no images are kept: one is used, one is copied to the device, and one is filled."""

@@ -13,7 +13,7 @@ from megaclip.config import TrainingConfig
 from megaclip.errors import ConfigError, first_line
 from megaclip.logging import get_logger
 from megaclip.models import DualEncoder
-from megaclip.step import layout as rules
+from megaclip.models.compilation import compiles_whole_tower
 
 logger = get_logger(__name__)
 
@@ -23,7 +23,7 @@ def compile_model(model: DualEncoder, config: TrainingConfig, *, recomputes: boo
 
     recomputes: compute layer norms and activation functions again in the backward pass.
     """
-    whole = rules.compiles_whole_tower(
+    whole = compiles_whole_tower(
         config.zero_stage,
         checkpointing=config.activation_checkpointing,
         coalesces=config.megaclip.coalesce_gradient_reduction,

@@ -7,7 +7,7 @@ one. DeepSpeed then gathers and releases all parameters in every pass, also thos
 `stage3_param_persistence_threshold`. `GatheredTower` does not use the recorded order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-from megaclip.models import DualEncoder
-from megaclip.step.batch import Tower
-from megaclip.step.layout import elements_kept_gathered
+from megaclip.config.ds_config import elements_kept_gathered
 
 _Parameters = list[Any]
 """Parameters with the attributes that DeepSpeed's ZeRO-3 adds to them."""
@@ -30,18 +28,17 @@ class GatheredTower:
     """Keeps parameters gathered from one pass over a tower to the next. Below ZeRO-3 it does nothing.
 
     Those below the persistence threshold stay gathered in both towers. The others are gathered by the first pass that
-    uses them, and released when the other tower's passes begin, or at the end. `rules.elements_kept_gathered` limits
+    uses them, and released when the other tower's passes begin, or at the end. `elements_kept_gathered` limits
     their number.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        model: DualEncoder = engine.module
+    def __init__(self, engine: DeepSpeedEngine, towers: Iterable[nn.Module]) -> None:
         self._persistent: _Parameters = []
-        self._of_towers: dict[Tower, _Parameters] = {tower: [] for tower in Tower}
-        self._tower: Tower | None = None
+        self._of_towers: dict[nn.Module, _Parameters] = {tower: [] for tower in towers}
+        self._tower: nn.Module | None = None
         if engine.zero_optimization_stage() < 3:
             return
-        parameters: _Parameters = list(model.parameters())
+        parameters: _Parameters = list(engine.module.parameters())
         self._persistent = [parameter for parameter in parameters if parameter.ds_persist]
         offload = engine.zero_offload_param()
         limit = elements_kept_gathered(
@@ -50,8 +47,8 @@ class GatheredTower:
             engine.zero_prefetch_bucket_size(),
             offloads=offload is not None and offload.device != OffloadDeviceEnum.none,
         )
-        for tower, module in ((Tower.IMAGE, model.visual), (Tower.TEXT, model.text)):
-            self._of_towers[tower] = _last_parameters(module, limit)
+        for tower in self._of_towers:
+            self._of_towers[tower] = _last_parameters(tower, limit)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -63,9 +60,9 @@ class GatheredTower:
             self._release_tower()
             _leave(self._persistent)
 
-    def use(self, tower: Tower) -> None:
+    def use(self, tower: nn.Module) -> None:
         """Keep the parameters of this tower from now on, and release those of the other tower."""
-        if tower != self._tower:
+        if tower is not self._tower:
             self._release_tower()
             self._tower = tower
             _keep(self._of_towers[tower])

@@ -18,7 +18,7 @@ from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.engine.run import Run
 from megaclip.engine.run_loss import RunLoss
 from megaclip.errors import DataError, NonFiniteError
-from megaclip.step.store import StepStore
+from megaclip.step.sample_store import StepStore
 from tests.distributed.harness import run_ranks
 from tests.end_to_end.training_runs import DS_CONFIG, WORLD_SIZE, Finished, flags, run_here, scalars
 from tests.tolerances import WEIGHT_AVERAGE, assert_close, assert_far

@@ -14,10 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from megaclip.data import ImageTransform, normalised_pixels
 from megaclip.errors import ConfigError
 from megaclip.models import ClipModel, ModelConfig, attention, build_model, compilation, load_model_config
-from megaclip.models.compilation import compiled_body, compiled_function
+from megaclip.models.compilation import compiled_body, compiled_function, compiles_whole_tower
 from megaclip.planner import describe, plan_memory, plan_time
 from megaclip.planner.compilation import compile_estimate
-from megaclip.step.layout import compiles, compiles_whole_tower
 from megaclip.zero import compilation as run_compilation
 from megaclip.zero.compilation import report_compilation
 from tests.tolerances import FEATURES, TOWER_GRADIENT, assert_close
@@ -180,14 +179,6 @@ def test_the_seconds_of_both_graphs_are_logged_once(
     assert line.startswith("step 1: torch.compile took ") and float(line.split()[4]) > 0
 
 
-def test_auto_compiles_on_gpus_where_it_saves_more_than_it_takes() -> None:
-    settings = {"on_gpu": True, "possible": True, "saved_s": 10.0, "startup_s": 9.0}
-    assert compiles("auto", **settings)
-    for change in ({"on_gpu": False}, {"possible": False}, {"saved_s": 9.0}):
-        assert not compiles("auto", **{**settings, **change})
-        assert compiles(True, **{**settings, **change}) and not compiles(False, **settings)
-
-
 def test_blocks_are_compiled_where_they_are_called_one_by_one() -> None:
     whole = {
         (stage, checkpointing, coalesces)
@@ -213,7 +204,10 @@ def test_a_plan_compiles_a_long_run_and_counts_what_it_saves(tmp_path: Path) -> 
         assert plan_time(job, machine).towers == (compiled if expected else plain).towers
     for changed in ({"layer_norm": "apex"}, {"tensor_parallel_size": 2}):
         assert not compile_estimate(auto.with_megaclip(**changed), machine).pays
-    assert not plan_memory(auto, describe(gpu="cpu", gpus=1)).compiles
+    cpu = describe(gpu="cpu", gpus=1)
+    assert not plan_memory(auto, cpu).compiles
+    assert plan_memory(auto.with_megaclip(compile=True), cpu).compiles
+    assert not plan_memory(auto.with_megaclip(compile=False), machine).compiles
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])

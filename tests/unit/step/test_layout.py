@@ -12,6 +12,7 @@ import torch
 from megaclip.comm.groups import NodeGroup, RankGroup
 from megaclip.comm.machine import Machine
 from megaclip.config import load_training_config, parse_arguments
+from megaclip.config.ds_config import elements_kept_gathered
 from megaclip.config.training import TextChunks
 from megaclip.data import ImageTransform
 from megaclip.engine import preflight
@@ -20,13 +21,14 @@ from megaclip.losses.costs import LOSS_COSTS
 from megaclip.models import ModelConfig, build_model, load_model_config
 from megaclip.planner import Cluster, Workload, describe, plan_memory
 from megaclip.planner.memory import resolve_auto
+from megaclip.planner.places import ImagePlace, embeddings_on_cpu, place_images
 from megaclip.planner.step_time import plan_time
+from megaclip.planner.text_chunks import text_chunks_for
 from megaclip.planner.tower_time import tower_seconds
 from megaclip.planner.towers import tower_work, towers
 from megaclip.planner.traced_towers import traced_image_tower, traced_text_tower
 from megaclip.step.batch import DeviceFeed
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients
-from megaclip.step.layout import ImagePlace, elements_kept_gathered, embeddings_on_cpu, place_images, text_chunks_for
 from tests.distributed.memory_batch import MemoryBatch
 from tests.unit.planner.planner_cases import GIB, workload
 

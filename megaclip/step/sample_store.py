@@ -16,32 +16,21 @@ in collectives. `agree` then ends the step on all ranks, before parameters are u
 Shapes: n image chunks of m rows each, b = n m rows of this rank, L tokens.
 """
 
-import functools
 import itertools
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
 
-import deepspeed.comm as dist
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from megaclip.comm.collectives import raise_on_all_ranks
-from megaclip.comm.groups import resolve
-from megaclip.config import BatchLayout, TrainArguments
-from megaclip.data import TrainLoader, free_pages, normalised_pixels
-from megaclip.engine.inputs import Inputs
+from megaclip.data import TrainLoader, free_pages
 from megaclip.errors import DataError, MegaclipError, first_line
 from megaclip.logging import get_logger
-from megaclip.models.compilation import compiled_function
 from megaclip.models.packing import Pieces
 from megaclip.step.batch import DeviceFeed, Tower
-from megaclip.step.caption_chunks import CaptionChunks, DivideCaptions, division_of_captions
-from megaclip.step.image_slots import WINDOW, ImageSlots
-from megaclip.step.layout import ImagePlace
+from megaclip.step.caption_chunks import CaptionChunks, DivideCaptions
 
 logger = get_logger(__name__)
 
@@ -51,105 +40,36 @@ _JOIN_S = 2.0
 """Seconds that `close` waits for the thread. A thread that is still in the loader then ends when the loader returns."""
 
 
-@contextmanager
-def open_step_store(
-    arguments: TrainArguments,
-    inputs: Inputs,
-    batch_layout: BatchLayout,
-    engine: DeepSpeedEngine,
-    *,
-    place: ImagePlace,
-    read_once: int,
-    compiles: bool,
-    folder: Path,
-    samples_consumed: int,
-) -> Iterator["StepStore"]:
-    """Open the run's training data, step by step, starting after `samples_consumed` samples. Every rank opens it.
-
-    Args:
-        place: where the run's plan keeps a step's images (`megaclip.engine.preflight`).
-        read_once: number of image chunks that every step reads only once.
-        compiles: torch.compile runs the towers (`MemoryPlan.compiles`), and normalises their images.
-        folder: the folder of a file of images, unless the command line names another one.
-
-    Raises:
-        ConfigError: on every rank, if the images' memory or file cannot be reserved.
-        DataError: on every rank, if the batch is larger than the data, or a rank cannot start its data workers.
-    """
-    size = inputs.train_transform.size
-    slot = (batch_layout.micro_batch, 3, size, size)
-    reread_from = batch_layout.accumulation if place.keeps else read_once
-    with raise_on_all_ranks():
-        loader = TrainLoader(
-            inputs.train,
-            inputs.train_transform,
-            inputs.tokenizer,
-            micro_batch_size=batch_layout.micro_batch,
-            micro_batches_per_step=batch_layout.accumulation,
-            reread_from=reread_from,
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            seed=arguments.seed,
-            num_workers=arguments.workers,
-            samples_consumed=samples_consumed,
-            shard_order=arguments.shard_order,
-            max_bad_fraction=arguments.max_bad_fraction,
-        )
-    count = batch_layout.accumulation if place.keeps else min(WINDOW, loader.readings_per_step)
-    file_folder = Path(arguments.data_offload_dir or folder) if place.name == "disk" else None
-    slots = ImageSlots((count, *slot), engine.device, file_folder)
-    normalise = inputs.train_transform.normalise
-    if compiles:
-        normalise = functools.partial(normalise, compute=compiled_function(normalised_pixels))
-    feed = DeviceFeed(engine.device, engine.get_data_types()[0], normalise)
-    text = inputs.model_config.text_cfg
-    with (
-        closing(slots),
-        StepStore(
-            loader,
-            batch_layout,
-            feed,
-            slots.tensor,
-            context_length=text.context_length,
-            reread_from=reread_from,
-            divide_captions=division_of_captions(
-                inputs.config.megaclip.cut_captions, text, tensor_ranks=engine.module.tensor.size, ranks=resolve()
-            ),
-        ) as store,
-    ):
-        yield store
-
-
 class StepStore:
     """A `StepBatch` of the current step; `next_step` proceeds to the next one. Context manager: it owns a thread."""
 
     def __init__(
         self,
         loader: TrainLoader,
-        batch_layout: BatchLayout,
         feed: DeviceFeed,
         slots: Tensor,
         *,
+        text_chunks: int,
         context_length: int,
-        reread_from: int,
         divide_captions: DivideCaptions,
     ) -> None:
         """
         Args:
-            loader: yields Batches of m rows. It yields those of each step from chunk `reread_from` on twice.
+            loader: yields n Batches of m rows per step. It then yields the chunks again that are read twice and are not
+                kept in the slots.
             slots: (S, m, 3, H, W) uint8 in host memory. S = n slots keep all pixels of a step; fewer slots only buffer
                 them.
-            reread_from: first chunk that the loader reads again; n if the slots keep the pixels, or if every chunk is
-                read once.
+            text_chunks: number of text chunks per step.
             divide_captions: divides a step's captions into chunks.
         """
-        self._loader, self._batch_layout, self._feed, self._slots = loader, batch_layout, feed, slots
+        self._loader, self._feed, self._slots = loader, feed, slots
+        self._image_chunks, self._text_chunks = loader.micro_batches_per_step, text_chunks
+        self._chunks_read_again = loader.readings_per_step - loader.micro_batches_per_step
         self._divide_captions = divide_captions
-        self._reread_from = reread_from
         self._first_sample = loader.samples_consumed
         # Two entries: for this step and the next. Chunks of a third step cannot arrive before this step's slots are
         # free.
-        self._tokens = torch.empty(2, batch_layout.local_batch, context_length, dtype=torch.int32)
+        self._tokens = torch.empty(2, self.rows(), context_length, dtype=torch.int32)
         self._step = 0
         self._captions: CaptionChunks | None = None
         """This step's chunks of captions. None: no chunk of them has been read yet."""
@@ -195,13 +115,13 @@ class StepStore:
 
     def ids(self) -> Tensor:
         """Return the sample ids of this step, (b,) int64, in the order of the rows."""
-        return self._loader.ids_of_step(self._batch_layout.global_batch * self._step + self._first_sample)
+        return self._loader.ids_of_step(self._loader.samples_per_step * self._step + self._first_sample)
 
     def rows(self) -> int:
-        return self._batch_layout.local_batch
+        return self._image_chunks * self._slots.shape[1]
 
     def chunk_count(self, tower: Tower) -> int:
-        return self._batch_layout.accumulation if tower is Tower.IMAGE else self._batch_layout.text_chunks
+        return self._image_chunks if tower is Tower.IMAGE else self._text_chunks
 
     def chunks(self, tower: Tower, *, read_once: int, again: bool) -> Iterator[Tensor]:
         source = self._pixels if tower is Tower.IMAGE else self._texts
@@ -220,9 +140,9 @@ class StepStore:
         """
         if self._captions is None:
             tokens = self._tokens[self._step % 2]
-            here = self._wait_for(self._first_chunk + self._batch_layout.accumulation - 1)
+            here = self._wait_for(self._first_chunk + self._image_chunks - 1)
             tokens = tokens if here else torch.zeros_like(tokens)
-            self._captions = self._divide_captions(tokens, self._batch_layout.text_chunks)
+            self._captions = self._divide_captions(tokens, self._text_chunks)
             if self._step == 0 and here and self._captions.mean_tokens is not None:
                 logger.info("%s", self._captions.summary())
         return self._captions
@@ -240,16 +160,14 @@ class StepStore:
 
     def _pixels(self, read_once: int, again: bool) -> Iterator[Tensor]:
         """Yield this step's pixels. A slot is freed when the next chunk is requested, unless it is needed again."""
-        count = self._batch_layout.accumulation
-        rereads = self._reread_from < count
-        start = self._first_chunk + (count - self._reread_from if again and rereads else 0)
+        start = self._first_chunk + (self._chunks_read_again if again else 0)
         first = read_once if again else 0
         self._release(start + first - 1)  # chunks that are read again and no longer needed
-        for chunk in range(first, count):
+        for chunk in range(first, self._image_chunks):
             here = self._wait_for(start + chunk)
             slot = self._slots[(start + chunk) % len(self._slots)]
             yield slot if here else torch.zeros_like(slot)
-            if again or rereads or chunk < read_once:
+            if again or self._chunks_read_again or chunk < read_once:
                 self._release(start + chunk)
 
     def _texts(self, read_once: int, again: bool) -> Iterator[Tensor]:
@@ -292,9 +210,9 @@ class StepStore:
                         return
                 self._slots[number % len(self._slots)].copy_(batch.images)
                 step, chunk = divmod(number, self._loader.readings_per_step)
-                if chunk < self._batch_layout.accumulation:
-                    start = chunk * self._batch_layout.micro_batch
-                    self._tokens[step % 2, start : start + self._batch_layout.micro_batch].copy_(batch.tokens)
+                if chunk < self._image_chunks:
+                    start = chunk * len(batch.tokens)
+                    self._tokens[step % 2, start : start + len(batch.tokens)].copy_(batch.tokens)
                     self._bad_counts_read[step % 2] = self._loader.bad_counts
                 free_pages(batch.images)  # so that deleting them does not delay the training thread
                 with self._changed:

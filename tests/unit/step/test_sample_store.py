@@ -6,16 +6,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megaclip.config import BatchLayout
 from megaclip.data import Batch
 from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.caption_chunks import CaptionChunks
-from megaclip.step.store import StepStore
+from megaclip.step.sample_store import StepStore
 
 CHUNKS, ROWS = 4, 2
-PLAN = BatchLayout(
-    global_batch=CHUNKS * ROWS, micro_batch=ROWS, accumulation=CHUNKS, world_size=1, text_micro_batch=2 * ROWS
-)
 
 
 class Loader:
@@ -26,7 +22,7 @@ class Loader:
 
     def __init__(self, reread_from: int) -> None:
         self.samples_consumed, self.bad_counts, self.taken = 0, {}, 0
-        self.readings_per_step = 2 * CHUNKS - reread_from
+        self.micro_batches_per_step, self.readings_per_step = CHUNKS, 2 * CHUNKS - reread_from
         self._batches = self._all(reread_from)
 
     def _all(self, reread_from: int) -> Iterator[Batch]:
@@ -53,11 +49,11 @@ def read(store: StepStore, tower: Tower, read_once: int, *, again: bool) -> list
     return [int(number) for chunk in chunks for number in chunk.flatten()]
 
 
-def open_store(loader: Loader, slots: int, reread_from: int) -> StepStore:
+def open_store(loader: Loader, slots: int) -> StepStore:
     feed = DeviceFeed(torch.device("cpu"), torch.float32, lambda pixels, dtype: pixels.to(dtype))
     tensor = torch.empty(slots, ROWS, 1, 1, 1, dtype=torch.uint8)
     return StepStore(
-        loader, PLAN, feed, tensor, context_length=1, reread_from=reread_from, divide_captions=CaptionChunks.whole
+        loader, feed, tensor, text_chunks=CHUNKS // 2, context_length=1, divide_captions=CaptionChunks.whole
     )
 
 
@@ -76,7 +72,7 @@ def open_store(loader: Loader, slots: int, reread_from: int) -> StepStore:
     ],
 )
 def test_every_pass_gets_its_chunks(slots: int, reread_from: int, read_once: tuple[int, ...]) -> None:
-    with open_store(Loader(reread_from), slots, reread_from) as store:
+    with open_store(Loader(reread_from), slots) as store:
         for step, images in enumerate(read_once):
             texts = step % 3  # of two text chunks
             assert read(store, Tower.IMAGE, images, again=False) == numbers_of(step, 0)
@@ -91,7 +87,7 @@ def test_slots_of_chunks_that_are_read_once_are_free_in_the_first_pass() -> None
     """Then the loader can read the next step while the other chunks wait for their second pass."""
     for read_once in (0, 3):
         loader = Loader(CHUNKS)
-        with open_store(loader, CHUNKS, CHUNKS) as store:
+        with open_store(loader, CHUNKS) as store:
             assert read(store, Tower.IMAGE, read_once, again=False) == numbers_of(0, 0)
             # The thread takes one chunk more than there are slots.
             while loader.taken < CHUNKS + read_once + 1:
