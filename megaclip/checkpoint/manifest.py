@@ -116,8 +116,7 @@ def find_damage_on_all_ranks(folder: Path) -> list[str]:
 def require_whole(folder: Path) -> None:
     """Raise CheckpointError unless every file of an export or a model card's folder is as its manifest records it.
 
-    A folder without a manifest is accepted: open_clip and earlier versions of MegaCLIP write none. All ranks must call
-    it.
+    A folder without a manifest is accepted: open_clip writes none. All ranks must call it.
     """
     present = any(gather_objects((folder / MANIFEST).exists()))
     if present and (problems := find_damage_on_all_ranks(folder)):

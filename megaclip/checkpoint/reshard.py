@@ -67,7 +67,7 @@ def _fill_partition(engine: DeepSpeedEngine, folder: Path) -> dict[str, int]:
             "use those, or set offload_optimizer.device to 'cpu' from the start of the run"
         )
     groups = list(flat_groups(engine))
-    saved = SavedStates.open(folder, [slot.name for group in groups for slot in group.slots])
+    saved = SavedStates.open(folder)
     _fill(engine, groups, saved)
     _fill_frozen(engine, saved)
     _fill_buffers(engine, saved)

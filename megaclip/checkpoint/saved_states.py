@@ -2,7 +2,7 @@
 
 `SavedStates.open` memory-maps the files of all ranks, and `read` copies from them the elements of any part of any
 parameter or optimizer state. Values are copied, never computed, so the result is exact. `megaclip.checkpoint.reshard`
-fills an engine from it, `megaclip.checkpoint.consolidate` joins whole weights.
+fills an engine from it, and `consolidated_weights` joins whole float32 weights.
 
 With tensor parallelism, T groups of files hold one part each of the parameters that
 `megaclip.models.layers.split_dim` names, and equal copies of the others. The number of tensor-parallel ranks that
@@ -21,8 +21,10 @@ import torch
 
 from megaclip.checkpoint.deepspeed_files import read_file
 from megaclip.comm.groups import RankGroup
-from megaclip.errors import CheckpointError
+from megaclip.comm.parallelism import ONE_RANK
+from megaclip.errors import CheckpointError, first_line
 from megaclip.models.layers import split_dim
+from megaclip.models.open_clip_keys import StateDict
 
 FP32 = "fp32"
 """Kind of the float32 master weights."""
@@ -65,11 +67,8 @@ class SavedStates:
     """(name, kind, tensor-parallel rank) -> pieces in order. kind: FP32, WORKING, or an optimizer state ("exp_avg")."""
 
     @classmethod
-    def open(cls, folder: Path, trained: list[str] | None = None) -> "SavedStates":
+    def open(cls, folder: Path) -> "SavedStates":
         """Memory-map the files of the checkpoint in `folder`.
-
-        trained: names of the parameters that the optimizer updates, in its order. Only older ZeRO-0 checkpoints require
-        it, because their optimizer states have no names.
 
         Raises:
             CheckpointError: files are missing.
@@ -95,7 +94,7 @@ class SavedStates:
             _require_ranks(folder, found, 1 if one_model_file else ranks)
             optimizers = [_map(path)["optimizer_state_dict"] for path in _optimizer_files(folder, tensor_rank, ranks)]
             if one_model_file:
-                saved._add_model_file(_map(model_files[tensor_rank, 0]), optimizers, trained or [], tensor_rank)
+                saved._add_model_file(_map(model_files[tensor_rank, 0]), optimizers, tensor_rank)
                 continue
             for rank, optimizer in enumerate(optimizers):
                 saved._add_stage_3(_map(model_files[tensor_rank, rank]), optimizer, tensor_rank, rank, ranks)
@@ -166,9 +165,7 @@ class SavedStates:
             self._add(name, kind, tensor_rank, _Piece(value.view(-1), start, numel))
         self.numbers[name] = {kind: value for kind, value in state.items() if kind not in tensors}
 
-    def _add_model_file(
-        self, model: dict[str, Any], optimizers: list[dict[str, Any]], trained: list[str], tensor_rank: int
-    ) -> None:
+    def _add_model_file(self, model: dict[str, Any], optimizers: list[dict[str, Any]], tensor_rank: int) -> None:
         """Add a tensor-parallel rank's files at ZeRO-0 to 2. The model file holds the working copies of all weights."""
         for name, value in model["module"].items():
             if name in self.buffers:
@@ -182,17 +179,13 @@ class SavedStates:
                     self._add_trained(name, flat, state.get(index, {}), tensor_rank, place.start, place.numel)
         if optimizers:
             return
-        groups = (model.get("optimizer") or {}).get("param_groups", ())
-        trained = [name for group in groups for name in group.get(PARAMETER_NAMES, ())] or trained
-        if not trained:
-            return
         state = model["optimizer"]["state"]
         # DeepSpeed's FusedAdam counts its steps only in the last parameter of a group.
         counts = {"step": max(part["step"] for part in state.values())} if "step" in state.get(0, {}) else {}
+        trained = [name for group in model["optimizer"]["param_groups"] for name in group[PARAMETER_NAMES]]
         for index, name in enumerate(trained):
-            value = model["module"].get(name)
-            if value is not None:
-                self._add_trained(name, value.reshape(-1), state.get(index, {}) | counts, tensor_rank, 0, value.numel())
+            value = model["module"][name]
+            self._add_trained(name, value.reshape(-1), state.get(index, {}) | counts, tensor_rank, 0, value.numel())
 
     def _add_stage_3(
         self, model: dict[str, Any], optimizer: dict[str, Any], tensor_rank: int, rank: int, ranks: int
@@ -212,6 +205,49 @@ class SavedStates:
             size = self.shapes[name].numel()
             numel = max(0, min(part.numel(), size - rank * part.numel()))
             self._add(name, WORKING, tensor_rank, _Piece(part.view(-1), 0, numel))
+
+
+def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateDict:
+    """Return MegaCLIP's state dict of a checkpoint, parameters in float32, on the CPU.
+
+    With ZeRO the weights are the float32 masters. Without ZeRO they are the weights of the forward pass, which are
+    float32 too, because bfloat16 training requires ZeRO. Frozen parameters have no masters, so their working copies are
+    converted to float32. A parameter that the run does not update has no moving average, so its value is used.
+
+    Args:
+        folder: RUN/checkpoints.
+        tag: name of the checkpoint, such as "step_00000100".
+        ema: return the moving averages of the weights. Buffers (running statistics) are those of the last step.
+
+    Raises:
+        CheckpointError: the checkpoint does not exist, is incomplete, or has no moving averages.
+    """
+    step = folder / tag
+    if not step.is_dir():
+        raise CheckpointError(f"{step} does not exist; expected a directory saved by training")
+    try:
+        saved = SavedStates.open(step)
+        if ema and not any(saved.has(name, EMA) for name in saved.shapes):
+            raise CheckpointError(
+                f"{step} has no moving averages of the weights (--ema), which a run saves if megaclip.ema_decay is "
+                "set; leave out --ema"
+            )
+        weights = {name: _whole(saved, name, ema) for name in saved.shapes}
+        return weights | {name: buffer.clone() for name, buffer in saved.buffers.items()}
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file can cause any exception inside torch.load
+        raise CheckpointError(f"{step} cannot be joined: {first_line(error)}; choose another checkpoint") from None
+
+
+def _whole(saved: SavedStates, name: str, ema: bool) -> torch.Tensor:
+    """Return a parameter in float32: its average with `ema`, else its master, else its working copy."""
+    shape = saved.whole_shape(name)
+    weights = torch.empty(shape)
+    preferred = (EMA, FP32) if ema else (FP32,)
+    kind = next((kind for kind in preferred if saved.has(name, kind)), WORKING)
+    saved.read(name, kind, shape, ONE_RANK, 0, weights.view(-1))
+    return weights
 
 
 def _read_elements(pieces: list[_Piece], start: int, out: torch.Tensor) -> None:

@@ -4,7 +4,6 @@ A checkpoint is *complete* if it has a manifest, which is written last. It is *w
 and the checksum of the manifest. `latest` names the newest complete checkpoint.
 """
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.durable import read_text
 from megaclip.checkpoint.manifest import MANIFEST
-from megaclip.comm.collectives import gather_objects
 from megaclip.comm.groups import group_rank
 from megaclip.errors import CheckpointError
 from megaclip.logging import get_logger
@@ -23,8 +21,6 @@ logger = get_logger(__name__)
 LATEST = "latest"
 STATE = "state.json"
 MODEL_CARD = "model"
-STATE_FORMAT = 2
-"""Value of "format" in state.json. Checkpoints of format 1 have neither this entry nor a manifest."""
 TAG_PATTERN = r"step_\d{8,}"
 """Regular expression of a checkpoint's name, which `tag_of` writes."""
 _TAG = re.compile(TAG_PATTERN)
@@ -46,19 +42,8 @@ def step_of(tag: str) -> int:
 
 
 def is_complete(folder: Path, tag: str) -> bool:
-    """Return whether checkpoint `tag` was written completely. `find_damage` checks whether it is still whole."""
-    if not _TAG.fullmatch(tag):
-        return False
-    return (folder / tag / MANIFEST).is_file() or _is_format_1(folder / tag)
-
-
-def _is_format_1(checkpoint: Path) -> bool:
-    """Return whether a version of MegaCLIP without manifests has written the checkpoint."""
-    try:
-        state = json.loads(read_text(checkpoint / STATE))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(state, dict) and "format" not in state
+    """Return whether checkpoint `tag` was written completely. `manifest.find_damage` checks whether it is whole."""
+    return bool(_TAG.fullmatch(tag)) and (folder / tag / MANIFEST).is_file()
 
 
 def newest_first(folder: Path) -> list[str]:
@@ -200,25 +185,12 @@ def require_complete(folder: Path, tag: str) -> None:
         )
 
 
-def find_damage(folder: Path, tag: str) -> list[str]:
-    """Check checkpoint `tag` against its manifest; return one text per damaged file. All ranks must call it.
-
-    A checkpoint of an earlier version without a manifest is accepted, with a warning.
-    """
-    unchecked = _TAG.fullmatch(tag) and not (folder / tag / MANIFEST).exists() and _is_format_1(folder / tag)
-    if all(gather_objects(bool(unchecked))):  # the same on all ranks
-        if group_rank() == 0:
-            logger.warning("%s cannot be checked: an earlier version wrote it without a manifest", folder / tag)
-        return []
-    return manifest.find_damage_on_all_ranks(folder / tag)
-
-
 def require_whole(folder: Path, tag: str) -> None:
     """Raise CheckpointError, which names the damaged files, unless checkpoint `tag` is whole.
 
     All ranks must call it.
     """
-    if problems := find_damage(folder, tag):
+    if problems := manifest.find_damage_on_all_ranks(folder / tag):
         raise CheckpointError(
             f"checkpoint {str(folder / tag)!r} is damaged: {manifest.summary(problems)}; choose a whole one, "
             f"{how_to_list(folder)}"

@@ -17,7 +17,6 @@ Every checkpoint records the run that wrote it. A run deletes only its own check
 import contextlib
 import glob
 import json
-import pickle
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint import manifest
-from megaclip.checkpoint.deepspeed_files import CheckedFiles
+from megaclip.checkpoint.deepspeed_files import CheckedFiles, read_file
 from megaclip.checkpoint.durable import (
     FileRecord,
     checksum,
@@ -44,7 +43,6 @@ from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.search import (
     LATEST,
     STATE,
-    STATE_FORMAT,
     all_tags,
     is_complete,
     read_latest,
@@ -60,6 +58,8 @@ from megaclip.logging import get_logger
 logger = get_logger(__name__)
 
 LOSS_STATE = "loss_rank_"
+_STATE_FORMAT = 2
+"""Value of "format" in state.json."""
 _OFFLOADED = "offloaded_tensors"
 """Folder in a checkpoint to which DeepSpeed copies optimizer states from NVMe, in one subfolder per rank."""
 
@@ -179,7 +179,7 @@ def publish(target: Target, files: dict[str, FileRecord]) -> None:
         OSError: a file cannot be written.
     """
     folder, checkpoint = target.folder, target.folder / target.tag
-    write_atomically(checkpoint / STATE, json.dumps({**target.state, "format": STATE_FORMAT}, indent=1))
+    write_atomically(checkpoint / STATE, json.dumps({**target.state, "format": _STATE_FORMAT}, indent=1))
     manifest.write(checkpoint, {**files, STATE: checksum(checkpoint / STATE)}, run=target.run)
     write_atomically(folder / LATEST, target.tag)
     for old in _to_delete(target):
@@ -334,9 +334,4 @@ def read_loss_states(folder: Path, tag: str) -> Iterator[dict[str, Any]]:
     Raises CheckpointError if a file cannot be read.
     """
     for path in sorted((folder / tag).glob(f"{LOSS_STATE}*.pt")):
-        try:
-            yield torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(
-                f"cannot read {str(path)!r}: {first_line(error)}; choose another checkpoint"
-            ) from None
+        yield read_file(path, map_location="cpu")

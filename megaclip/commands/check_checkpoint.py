@@ -30,7 +30,7 @@ class Row:
     mib: str
     """Size of all files in MiB."""
     state: str
-    """"whole", "damaged", "incomplete" or "no manifest"."""
+    """"whole", "damaged" or "incomplete"."""
     problems: tuple[str, ...] = ()
 
 
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         for problem in row.problems:
             print(f"{'':<16} {problem}")
     states = {row.state for row in rows}
-    return int("damaged" in states or not states & {"whole", "no manifest"})
+    return int("damaged" in states or "whole" not in states)
 
 
 def check(folder: Path) -> list[Row]:
@@ -58,7 +58,7 @@ def check(folder: Path) -> list[Row]:
     Raises:
         CheckpointError: there is nothing to check.
     """
-    if (folder / MANIFEST).is_file() or (folder.is_dir() and search.is_complete(folder.parent, folder.name)):
+    if (folder / MANIFEST).is_file():
         return [check_one(folder)]
     for checkpoints in (folder, folder / "checkpoints"):
         if not checkpoints.is_dir() or not (tags := search.all_tags(checkpoints)):
@@ -79,8 +79,7 @@ def check(folder: Path) -> list[Row]:
 def check_one(folder: Path) -> Row:
     """Read every file that the manifest of `folder` lists."""
     if not (folder / MANIFEST).exists():
-        complete = search.is_complete(folder.parent, folder.name)
-        return Row(folder.name, "", "", "no manifest" if complete else "incomplete")
+        return Row(folder.name, "", "", "incomplete")
     problems = tuple(manifest.find_damage(folder))
     try:
         content = manifest.read(folder)

@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from megaclip.checkpoint import manifest
-from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.durable import make_folders, sync_files
 from megaclip.checkpoint.model_card import ModelCard, read_model_card, remove_earlier_files
 from megaclip.checkpoint.open_clip_weights import assigned_model, write_weights
 from megaclip.checkpoint.output import check_output, writing
+from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
 from megaclip.checkpoint.verify import TOLERANCE, verify
 from megaclip.data import load_tokenizer

@@ -10,11 +10,11 @@ import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint import search, store
-from megaclip.checkpoint.manifest import summary
+from megaclip.checkpoint.manifest import find_damage_on_all_ranks, summary
 from megaclip.checkpoint.reshard import load_resharded
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
-from megaclip.config import BatchLayout, MegaclipSection, TrainArguments
+from megaclip.config import BatchLayout, TrainArguments
 from megaclip.data import check_manifest
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
@@ -29,8 +29,6 @@ logger = get_logger(__name__)
 
 _PARTITIONING = ("world_size", "tensor_parallel_size", "zero_stage", "precision", "zero_layout")
 """Keys of `describe_run` that decide how parameters and optimizer states are partitioned among ranks."""
-_NOT_RECORDED = {"tensor_parallel_size": 1, "parameter_groups": grouping(MegaclipSection.model_validate({}))}
-"""Keys of `describe_run` that older checkpoints do not record, with the only values that existed then."""
 
 
 def describe_run(
@@ -108,7 +106,7 @@ def resume(
         return Progress(0, 0, uuid.uuid4().hex)
     state: dict[str, Any] = {}
     with raise_on_all_ranks():
-        state = {**_NOT_RECORDED, **store.read_state(*found)}
+        state = store.read_state(*found)
         try:
             _check_same_run(state, identity)
             _check_length(state, identity, arguments, loss)
@@ -174,7 +172,7 @@ def _newest_whole(folder: Path, tags: list[str]) -> tuple[Path, str] | None:
     """Return (`folder`, the first of `tags` that is whole), or None if there are no tags."""
     first_problem = ""
     for tag in tags:
-        problems = search.find_damage(folder, tag)
+        problems = find_damage_on_all_ranks(folder / tag)
         if not problems:
             return folder, tag
         first_problem = first_problem or f"{tag}: {summary(problems)}"

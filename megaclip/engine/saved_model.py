@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaclip.checkpoint import manifest
-from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.model_card import read_model_card, remove_earlier_files, write_model_card
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights
+from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.data import ImageTransform, Tokenizer

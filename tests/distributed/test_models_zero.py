@@ -18,10 +18,10 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
 from megaclip.checkpoint import store
-from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_weights import write_weights
+from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.checkpoint.search import MODEL_CARD
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config

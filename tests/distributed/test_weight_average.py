@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megaclip.checkpoint import store
-from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.reshard import load_resharded
+from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.comm.collectives import raise_on_all_ranks, wait_for_all_ranks
 from megaclip.errors import CheckpointError, DataError
 from megaclip.zero.optimizers import set_learning_rate, update

@@ -125,7 +125,7 @@ def test_a_damaged_checkpoint_is_skipped_and_the_losses_are_the_same(ends, root)
     expected = {step: loss for step, loss in scalars(root / "whole")["train/loss"].items() if step > 4}
     assert scalars(root / "a flipped bit")["train/loss"] == expected
     for tag in TAGS.values():  # the damaged checkpoint was written again
-        assert search.find_damage(root / "a flipped bit" / "checkpoints", tag) == []
+        assert manifest.find_damage(root / "a flipped bit" / "checkpoints" / tag) == []
 
 
 def test_a_missing_latest_resumes_from_the_newest_checkpoint(ends, root):
@@ -139,7 +139,7 @@ def test_without_resume_the_checkpoints_without_latest_are_refused_and_kept(ends
     name = "no --resume and a missing latest"
     assert "holds a run already; use --resume auto" in ends[name][0].errors[0]
     for step in range(EVERY, LAST + 1, EVERY):
-        assert search.find_damage(root / name / "checkpoints", TAGS[step]) == []
+        assert manifest.find_damage(root / name / "checkpoints" / TAGS[step]) == []
 
 
 def test_a_run_that_goes_back_keeps_the_later_checkpoints(ends, root):
@@ -237,7 +237,7 @@ def test_export_refuses_folders_with_other_content(root, tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
     (tmp_path / "notes.txt").write_text("changed")
     assert manifest.find_damage(tmp_path) == []
-    assert search.find_damage(run / "checkpoints", TAGS[STEPS]) == []
+    assert manifest.find_damage(run / "checkpoints" / TAGS[STEPS]) == []
 
 
 def load_on_ranks(runs: list[str]) -> list[str]:

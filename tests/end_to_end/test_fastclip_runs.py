@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaclip.checkpoint.consolidate import consolidated_weights
+from megaclip.checkpoint.saved_states import consolidated_weights
 from tests.end_to_end.training_runs import flags, run_in_ranks, scalars
 from tests.tolerances import WRITTEN, assert_close
 

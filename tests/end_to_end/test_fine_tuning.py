@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaclip.checkpoint.consolidate import consolidated_weights
 from megaclip.checkpoint.open_clip_weights import read_weights
+from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.commands import evaluate, export_open_clip
 from tests.end_to_end.training_runs import DS_CONFIG, flags, run_in_ranks
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaclip.checkpoint.consolidate import consolidated_weights
+from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.engine.run import Run
 from megaclip.engine.run_loss import RunLoss
 from megaclip.errors import DataError, NonFiniteError

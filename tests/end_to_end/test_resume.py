@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaclip.checkpoint.consolidate import consolidated_weights
+from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.engine.metrics import Metrics
 from megaclip.engine.run import Run
 from megaclip.engine.run_loss import RunLoss

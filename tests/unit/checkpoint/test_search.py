@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaclip.checkpoint import search, store
-from megaclip.checkpoint.manifest import MANIFEST
+from megaclip.checkpoint.manifest import MANIFEST, find_damage
 from megaclip.commands import check_checkpoint
 from megaclip.engine import resume
 from megaclip.errors import CheckpointError, ConfigError
@@ -117,7 +117,7 @@ def test_auto_never_restarts_at_step_0_if_all_checkpoints_are_damaged(folder):
 
 def test_auto_starts_from_the_beginning_after_a_first_save_that_was_cut_off(tmp_path):
     (tmp_path / TAGS[1]).mkdir()
-    (tmp_path / TAGS[1] / search.STATE).write_text(json.dumps({"format": search.STATE_FORMAT}))
+    (tmp_path / TAGS[1] / search.STATE).write_text("{}")
     assert resume._find_checkpoint("auto", tmp_path) is None
     assert resume._find_checkpoint("auto", tmp_path / "nowhere") is None
     assert not search.holds_checkpoints(tmp_path)
@@ -139,31 +139,17 @@ def test_lost_manifest_of_the_latest_is_damage(folder, warnings):
         resume._find_checkpoint(str(folder), folder)
 
 
-def test_checkpoint_of_an_earlier_version_is_accepted_with_a_warning(folder, warnings):
-    to_format_1(folder / TAGS[3])
-    assert resume._find_checkpoint("auto", folder) == (folder, TAGS[3])
-    assert "cannot be checked" in warnings.records[0].getMessage()
-
-
-def to_format_1(checkpoint: Path) -> None:
-    (checkpoint / MANIFEST).unlink()
-    state = json.loads((checkpoint / search.STATE).read_text())
-    del state["format"]
-    (checkpoint / search.STATE).write_text(json.dumps(state))
-
-
 def left(folder: Path) -> list[int]:
     return [int(path.name.removeprefix("step_")) for path in sorted(folder.glob("step_*")) if path.suffix == ""]
 
 
 def test_a_run_deletes_only_its_own_checkpoints(folder):
     """Without the file `latest`, a run must not delete the checkpoints of another run."""
-    to_format_1(folder / TAGS[1])
     (folder / search.LATEST).unlink()
     for step in (4, 5, 6, 7):
         save(folder, step, keep_last=1, run="another run")
     assert left(folder) == [1, 2, 3, 7]
-    assert all(search.find_damage(folder, TAGS[step]) == [] for step in (1, 2, 3))
+    assert all(find_damage(folder / TAGS[step]) == [] for step in (1, 2, 3))
 
 
 def test_a_checkpoint_of_another_run_at_the_same_step_is_renamed(folder, warnings):
