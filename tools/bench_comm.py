@@ -25,6 +25,7 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
+from peers import disco_clip_traffic, open_clip_traffic
 from torch import Tensor
 from volume import bytes_sent
 
@@ -33,7 +34,6 @@ from megaclip.comm.groups import group_size
 from megaclip.engine.process_group import start_process_group
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
 from megaclip.losses.costs import LOSS_COSTS, Sizes, Traffic
-from megaclip.planner.peers import disco_clip_traffic, open_clip_traffic
 
 Step = Callable[[Tensor, Tensor], None]
 

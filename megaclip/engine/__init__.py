@@ -31,6 +31,6 @@ and reports loss spikes. `metrics` reports the step, in the log and through `cur
 Between steps `saving` writes checkpoints, and `best_checkpoint` records the one with the best scores.
 `megaclip.guards` watches the run.
 
-Tools use `saved_model`, which loads an export or a checkpoint with its transform and tokenizer, and
-`machine_rates`, which measures this machine for the planner. A run writes its model card by `saved_model` too.
+Tools use `saved_model`, which loads an export or a checkpoint with its transform and tokenizer. A run writes its model
+card by it too.
 """

@@ -7,9 +7,8 @@
 images and embeddings are kept, `text_chunks.py` the sizes of text chunks. A run follows these decisions.
 `towers.py`, `tower_time.py`, `states.py`, `phases.py`, `losses.py`, `captions.py` and `traffic.py` are the formulas,
 `memory.py` and `step_time.py` combine them, `compilation.py` decides about torch.compile, `search.py` finds what fits,
-`tensor_parallel.py` decides whether tensor parallelism pays, and `report.py` prints the plan. `peers.py` has the
-formulas of other codes, and `sweep.py` draws them beside this project's. `constants.py` has the measured numbers, with
-their sources.
+`tensor_parallel.py` decides whether tensor parallelism pays, and `report.py` prints the plan. `constants.py` has the
+measured numbers, with their sources.
 """
 
 from megaclip.planner.cluster import Cluster, Rates, describe

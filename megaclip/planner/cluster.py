@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -26,7 +25,7 @@ _LINKS = ("link", "network")
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of one rank, per second: measured by `megaclip plan --calibrate`, or those of a preset."""
+    """Rates of one rank, per second: measured by `tools/measure_rates.py`, or those of a preset."""
 
     product_flops: float
     """Operations per second of a large bf16 matrix product."""
@@ -49,7 +48,7 @@ class Rates:
 
     @classmethod
     def read(cls, path: str | Path, preset: "Rates") -> "Rates":
-        """Read a file of `--calibrate`. `preset` has the link rates that one rank cannot measure. Raises
+        """Read a file of `tools/measure_rates.py`. `preset` has the link rates that one rank cannot measure. Raises
         ConfigError."""
         names = [field.name for field in fields(cls)]
         try:
@@ -59,20 +58,13 @@ class Rates:
             }
             measured = {name: values[name] for name in names if name in values or name not in _LINKS}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(
-                f"--rates {str(path)!r} is not a file of `megaclip plan --calibrate`: {error!r}"
-            ) from None
+            raise ConfigError(f"--rates {str(path)!r} is not a file of tools/measure_rates.py: {error!r}") from None
         for name, value in values.items():
             if name not in names:
                 raise ConfigError(f"--rates {str(path)!r} has the unknown rate {name!r}{nearest(name, set(names))}")
             if not 0 < value < math.inf:
                 raise ConfigError(f"--rates {str(path)!r}: {name} is {value}; write a number above 0 per second")
         return replace(preset, **measured)
-
-
-def rates_json(machine: str, measured: Mapping[str, float]) -> str:
-    """Return the text of the file that `Rates.read` reads. measured: rates by their names in Rates."""
-    return json.dumps({"machine": machine, "rates": measured}, indent=1)
 
 
 @dataclass(frozen=True)

@@ -59,10 +59,10 @@ def memory_table(plan: MemoryPlan, cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
-def loss_table(workload: Workload, peers: Mapping[str, float]) -> str:
-    """Return the GPU memory of the loss alone, of MegaCLIP and of `peers` (bytes by name). `workload` has no "auto"."""
-    name = f"MegaCLIP, {workload.megaclip.exchange} + {workload.megaclip.reduction}"
-    return "\n".join([f"{'the loss alone, per GPU':40}{'GPU':>12}", *_rows({name: loss_bytes(workload), **peers})])
+def loss_table(workload: Workload) -> str:
+    """Return the GPU memory of the loss alone, with its exchange and reduction. `workload` has no "auto"."""
+    name = f"{workload.megaclip.exchange} + {workload.megaclip.reduction}"
+    return "\n".join([f"{'the loss alone, per GPU':40}{'GPU':>12}", *_rows({name: loss_bytes(workload)})])
 
 
 def time_table(step: StepTime, cluster: Cluster) -> str:

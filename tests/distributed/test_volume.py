@@ -14,9 +14,9 @@ from megaclip.comm.groups import group_size
 from megaclip.losses import ClipLoss, SigLipLoss
 from megaclip.losses.costs import LOSS_COSTS, Sizes
 from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.planner.peers import disco_clip_traffic, open_clip_traffic
 from tests.distributed.harness import run_ranks
 from tools.bench_comm import FastClipStep, disco_clip_step, measure, open_clip_step, schemes
+from tools.peers import disco_clip_traffic, open_clip_traffic
 from tools.volume import bytes_sent
 
 SHAPES = [(4, 8, torch.bfloat16), (4, 8, torch.float32), (12, 24, torch.bfloat16)]

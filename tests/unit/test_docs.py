@@ -51,6 +51,8 @@ def options_of(script: str) -> str:
     if script.startswith("megaclip "):
         return (ROOT / "megaclip/commands" / f"{COMMANDS[script.split()[1]].module}.py").read_text()
     source = (ROOT / script).read_text()
+    if "megaclip.commands.plan" in source:
+        source += options_of("megaclip plan")
     # The shell scripts pass all other arguments on to train.py.
     return source if script.endswith(".py") else source + options_of("launch/train.py")
 

@@ -187,7 +187,7 @@ def plan_here(*flags: str) -> Cluster:
     """Return the cluster that `megaclip plan --here` plans for."""
     shipped = Path(__file__).parents[3] / "ds_configs" / "zero3.json"
     command = ["--here", "--deepspeed_config", str(shipped), "--model", "ViT-B-32", *flags]
-    return plan._cluster(plan._parser().parse_args(command))
+    return plan._cluster(plan.plan_parser().parse_args(command))
 
 
 def test_hosts_like_this_one_are_planned_with_what_is_free_here() -> None:

@@ -1,15 +1,71 @@
-"""Memory and time of a step over the batch, for this project and other codes."""
+"""Plan memory and time of a step over the batch, for this project and other codes, and draw both.
 
+usage: python tools/plan_sweep.py --deepspeed_config ds_configs/zero1.json --model ViT-L-14 --out sweep.png [--json F]
+
+The other flags are those of `megaclip plan`. It prints the largest batches that fit and requires matplotlib.
+"""
+
+import argparse
+import json
 import math
+import sys
+from pathlib import Path
 from typing import Any
 
-from megaclip.errors import ConfigError
+from peers import PEERS, peer_gpu_bytes, peer_step_seconds
+
+from megaclip.checkpoint.output import prepare_file, writing
+from megaclip.commands.plan import described_run, plan_parser
+from megaclip.errors import ConfigError, MegaclipError
+from megaclip.logging import format_bytes
+from megaclip.models import ModelConfig
 from megaclip.planner import Cluster, Workload, plan_memory, plan_time
-from megaclip.planner.peers import PEERS, peer_gpu_bytes, peer_step_seconds
 
 _OWN = "MegaCLIP"
 METHODS = (_OWN, *PEERS)
 _COLOURS = dict(zip(METHODS, ("#12784a", "#7a8699", "#3d4756", "#c0702a"), strict=True))
+
+
+def main() -> int:
+    parser = plan_parser(__doc__)
+    parser.add_argument("--out", required=True, type=Path, metavar="PICTURE.png", help="the picture to draw")
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    arguments = parser.parse_args()
+    try:
+        return _sweep_and_draw(arguments)
+    except MegaclipError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _sweep_and_draw(arguments: argparse.Namespace) -> int:
+    for path in (arguments.out, arguments.json):
+        if path:
+            prepare_file(path)
+    workload, cluster = described_run(arguments)
+    if not isinstance(workload.model, ModelConfig):
+        raise ConfigError(
+            f"--model {arguments.model} is run by open_clip's modules, and the formulas of other codes are for "
+            "MegaCLIP's own towers; choose another model"
+        )
+    if not cluster.gpu_memory:
+        raise ConfigError("the sweep compares the memory of GPUs, and this plan is for CPUs; name a GPU with --gpu")
+    for name in ("lock_image", "lock_text"):
+        if getattr(arguments, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag}: the formulas of other codes are for training both towers; leave it out")
+    rows = sweep(workload, cluster)
+    for method in METHODS:
+        largest = max((row["batch"] for row in rows if row["method"] == method and row["fits"]), default=0)
+        print(f"{method:26} largest batch of these that fits: {largest:,}")
+    title = f"{Path(arguments.model).stem} on {cluster.gpus} x {format_bytes(cluster.gpu_memory)}"
+    if arguments.json:
+        with writing(arguments.json):
+            arguments.json.write_text(json.dumps({"title": title, "results": rows}, indent=1))
+    with writing(arguments.out):
+        draw(rows, title, cluster, str(arguments.out))
+    print(f"wrote {arguments.out}")
+    return 0
 
 
 def sweep(workload: Workload, cluster: Cluster) -> list[dict[str, Any]]:
@@ -82,3 +138,7 @@ def draw(rows: list[dict[str, Any]], title: str, cluster: Cluster, out: str) -> 
     figure.suptitle(f"{title}: planned by formulas, not measured", fontsize=11)
     figure.tight_layout()
     figure.savefig(out, dpi=110)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,12 +1,17 @@
 """Measure this machine's rates for the planner: products, attention, memory, loss, copies, links and disk.
 
-`megaclip plan --calibrate` runs it on one rank, or on all ranks of a launcher to measure the links too. On a CPU it
-measures in float32 and at smaller sizes.
+usage: python tools/measure_rates.py rates.json [--model ViT-B-32] [--micro-batch 256]
+
+`megaclip plan --rates rates.json` reads the file. Start it under a launcher with all GPUs of a host to measure the
+links too. On a CPU it measures in float32 and at smaller sizes.
 """
 
+import argparse
 import io
+import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,10 +26,14 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from PIL import Image
 
+from megaclip.checkpoint.output import prepare_file, writing
 from megaclip.comm.groups import resolve
 from megaclip.comm.machine import seconds, slowest_link
+from megaclip.config.argument_types import integer
 from megaclip.data import ImageTransform
-from megaclip.models import ModelConfig
+from megaclip.engine.process_group import start_process_group
+from megaclip.errors import MegaclipError
+from megaclip.models import ModelConfig, load_model_config
 from megaclip.ops.tiles import tile_grads, tile_stats
 from megaclip.ops.types import Terms
 from megaclip.planner.tower_time import attention_operations
@@ -32,6 +41,37 @@ from megaclip.planner.towers import Tower, own_image_tower
 
 _DECODED_IMAGES = 64
 _WRITTEN_BYTES = 2**29
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="RATES.json", help="file for the rates")
+    parser.add_argument("--model", default="ViT-B-32", help="the model whose image tower has the sizes to time")
+    parser.add_argument("--micro-batch", type=integer(1), help="samples to time at once (default 256; 8 on a CPU)")
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the deepspeed launcher's
+    arguments = parser.parse_args()
+    try:
+        return _measure(arguments.out, arguments.model, arguments.micro_batch)
+    except MegaclipError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _measure(out: Path, model_name: str, micro_batch: int | None) -> int:
+    prepare_file(out)
+    start_process_group()
+    model = load_model_config(model_name, "own")
+    assert isinstance(model, ModelConfig), "the measured shapes are those of MegaCLIP's towers"
+    measured = measure_rates(model, micro_batch or (256 if torch.cuda.is_available() else 8), out.absolute().parent)
+    if dist.get_rank() == 0:
+        text = json.dumps({"machine": machine_name(), "rates": measured}, indent=1)
+        with writing(out):
+            out.write_text(text)
+        print(text)
+        missing = "network" if "link" in measured else "link (it needs several ranks) and network"
+        print(f"not measured: {missing}; with --rates they are those of --gpu, or of --link and --network")
+    dist.destroy_process_group()
+    return 0
 
 
 def measure_rates(model_config: ModelConfig, micro_batch: int, folder: Path) -> dict[str, float]:
@@ -139,3 +179,7 @@ def _decoding(size: int) -> float:
 
 def _median_seconds(run: Callable[[], Any]) -> float:
     return statistics.median(seconds(run))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

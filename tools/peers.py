@@ -1,7 +1,7 @@
 """Formulas for memory, time and traffic of training with other codes.
 
-`megaclip plan` and tools/bench_comm.py print these beside this project's figures; tests compare them with published and
-measured figures.
+tools/plan_sweep.py and tools/bench_comm.py print these beside this project's figures; tests compare them with published
+and measured figures.
 
 Under data parallelism every GPU has all parameters, gradients, Adam's two moments and, on several GPUs, DDP's buckets.
 With automatic mixed precision these are float32 beside bf16 copies of the weights, and pixels are kept as float32; with
@@ -38,8 +38,7 @@ ACTIVATIONS = {"amp_bf16": 1.22, "pure_bf16": 1.08}
 29,510 over 27,307 MiB."""
 TOWER_SPEED = 0.64
 """Time of MegaCLIP's towers divided by that of open_clip's under autocast, forward and backward: ViT-B/16, 512 images
-on
-an H200, 126.5 over 198.5 ms. The text towers are assumed to have the same ratio."""
+on an H200, 126.5 over 198.5 ms. The text towers are assumed to have the same ratio."""
 
 
 def open_clip_loss_bytes(sizes: LossSizes, *, autocast: bool = True) -> float:
