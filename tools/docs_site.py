@@ -1,12 +1,13 @@
-"""Add the pages of the repository's root to the website of `make docs` (a hook of mkdocs.yml).
+"""Prepare the website of `make docs` (a hook of mkdocs.yml): the pages of the repository's root, and formulas.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md become pages beside those of docs/. The files do not change: the links
 between them are rewritten in memory. A link to a file of the code becomes plain text, because the site does not contain
-the code.
+the code. Formulas become MathML, which browsers show without a script.
 """
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -33,6 +35,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite the links of a page."""
     return site_links(markdown, "." if page.file.src_uri in ROOT_PAGES else "docs")
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replace the formulas of a page by MathML."""
+    from latex2mathml.converter import convert
+
+    def mathml(found: re.Match[str]) -> str:
+        return convert(html.unescape(found.group(3)), display="block" if found.group(2) == "[" else "inline")
+
+    return FORMULA.sub(mathml, content)
 
 
 def site_links(markdown: str, folder: str) -> str:

@@ -20,19 +20,21 @@ class MegaclipSection(LossSettings):
         "clip"
     )
     """Contrastive loss. "clip" (InfoNCE over images and texts) and "siglip" (sigmoid loss of every pair, for models
-    with a logit bias) contrast each sample with all other samples of the batch. The others, the global losses, contrast
-    it with the whole dataset, using estimates that are stored per sample."""
+    with init_logit_bias) contrast each sample with all other samples of the batch. The others, the global losses,
+    contrast it with the whole dataset, using estimates that are stored per sample (docs/fastclip.md)."""
 
     fastclip: FastClipSettings = FastClipSettings()
-    """Settings of the global losses."""
+    """Settings of the global losses: the section "fastclip"."""
 
     towers: Literal["auto", "own", "open_clip"] = "auto"
-    """Implementation of the towers. "own" is MegaCLIP's, which is faster and can be tensor parallel. It refuses models
-    that it does not support. "open_clip" runs open_clip's modules (timm trunks, Hugging Face text models, ...). "auto":
+    """Implementation of the towers (docs/models.md). "own" is MegaCLIP's, which is faster and can be tensor parallel.
+    It refuses models that it does not support. "open_clip" runs open_clip's modules (timm trunks, Hugging Face text
+    models, ...). It requires `pip install 'megaclip[open-clip]'`, no tensor parallelism and layer_norm "torch". "auto":
     MegaCLIP's towers for every model that they support, open_clip's for all others."""
 
     image_lr: float | None = Field(default=None, gt=0)
-    """Peak learning rate of the image tower, on the common schedule. Default: optimizer.params.lr."""
+    """Peak learning rate of the image tower, on the common schedule. Default: optimizer.params.lr. A setting of a tower
+    without trained parameters is refused. docs/models.md describes the learning rates of towers and layers."""
 
     text_lr: float | None = Field(default=None, gt=0)
     """Peak learning rate of the text tower. Default: optimizer.params.lr."""
@@ -52,15 +54,19 @@ class MegaclipSection(LossSettings):
 
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
     """Decay of an exponential moving average of the trained weights, which checkpoints hold beside the weights
-    themselves. It takes 4 bytes per trained parameter, divided among ranks like the optimizer states. Default: no
+    themselves. `megaclip export --ema` and `megaclip evaluate --ema` read it. It takes 4 bytes per trained parameter,
+    divided among ranks like the optimizer states. It excludes offload_optimizer with device "nvme". Default: no
     average."""
 
     tensor_parallel_size: int = Field(default=1, gt=0)
-    """Number of ranks that each layer of the towers is split over. Requires megatron-core. The batch sizes of
-    ds_config.json are then those of a replica of this many ranks."""
+    """Number of ranks that each layer of the towers is split over (docs/tensor_parallel.md): a divisor of the attention
+    heads of both towers. Requires `pip install 'megaclip[megatron]'`. train_micro_batch_size_per_gpu and
+    text_micro_batch_size then count the samples of a replica of this many ranks; train_batch_size still counts the
+    whole job."""
 
     layer_norm: Literal["torch", "apex"] = "torch"
-    """Implementation of the towers' layer norms. "apex" is NVIDIA apex's memory-efficient one and must be installed."""
+    """Implementation of the towers' layer norms. "apex" is NVIDIA apex's memory-efficient one. It
+    requires apex built with its CUDA extensions."""
 
     coalesce_gradient_reduction: bool = False
     """Reduce parameter gradients once per step instead of once per gradient-cache chunk (ZeRO stages 1 to 3). This
@@ -68,30 +74,33 @@ class MegaclipSection(LossSettings):
     unless data_types.grad_accum_dtype is "bf16"."""
 
     text_micro_batch_size: int | None = Field(default=None, gt=0)
-    """Number of captions per text chunk. Default: the largest multiple of train_micro_batch_size_per_gpu for which a
-    text chunk takes about as much memory as an image chunk. Larger text chunks need fewer kernel launches."""
+    """Number of captions per text chunk: a divisor of the rank's share of the batch. Default: the largest multiple of
+    train_micro_batch_size_per_gpu for which a text chunk takes about as much memory as an image chunk. Larger text
+    chunks need fewer kernel launches."""
 
     cut_captions: Literal[True, False, "auto"] = "auto"
     """Sort the captions of a rank's share of the batch by length, and cut each text chunk at its longest caption. The
     text tower then does not process the padding after it. Losses and gradients stay the same. "auto" cuts captions if
     the text tower's features do not depend on the padding: attention is causal and "pool_type" is "argmax" or "eos".
-    true refuses other towers. Evaluations cut captions too, without sorting them."""
+    `true` refuses other towers. Evaluations cut captions too, without sorting them (docs/huge_batches.md)."""
 
     compile: Literal[True, False, "auto"] = "auto"
     """Run the towers through torch.compile. The image tower is one graph, or one graph per block if activations,
     parameters or gradients are handled block by block. The text tower is one graph per block. "auto" compiles on GPUs,
-    if MegaCLIP's own towers run and compilation saves more time over the run than it takes."""
+    if MegaCLIP's own towers run and compilation saves more time over the run than it takes. `true` requires layer_norm
+    "torch" and no tensor parallelism."""
 
     selective_recompute: Literal[True, False, "auto"] = "auto"
     """In compiled towers, compute layer norms and activation functions again in the backward pass instead of keeping
     their outputs. A graph then takes about a third less memory, and a step about 2 % more time. "auto" does so if the
-    gradient cache can then keep more graphs and the step becomes faster, or if the run does not fit otherwise."""
+    gradient cache can then keep more graphs and the step becomes faster, or if the run does not fit otherwise. `true`
+    requires compiled towers."""
 
     keep_graphs: int | Literal["auto"] = "auto"
     """Number of graphs, counted over the chunks of both towers, that the gradient cache keeps between forward and
     backward pass. If a step has fewer, it keeps all. Chunks without a kept graph are encoded twice. "auto" keeps as
-    many as fit into the GPU's memory, and none on CPUs or with cpu_checkpointing. A step with one backward pass always
-    keeps its graphs."""
+    many as fit into the GPU's memory, and none on CPUs or with cpu_checkpointing. 0 needs the least memory. A step with
+    one backward pass always keeps its graphs. docs/huge_batches.md has details."""
 
     data_offload: Literal["auto", "cpu", "disk", "reread"] = "auto"
     """Place of a step's images between the two passes of the gradient cache: "cpu" is host memory (page-locked for

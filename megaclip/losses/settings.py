@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from megaclip.ops.types import DEFAULT_OPTIONS, Implementation, Precision
+from megaclip.ops.tiles import DEFAULT_OPTIONS, Implementation, Precision
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -21,13 +21,13 @@ class LossSettings(BaseModel):
 
     exchange: Literal["auto", "ring", "all_gather"] = "auto"
     """How features are sent to the other ranks: "ring" sends them from neighbour to neighbour, "all_gather" all at
-    once. Text features are always sent, image features only with the reduction "scalar". Both are exact;
-    `megaclip.losses.plan` describes how "auto" chooses."""
+    once. Text features are always sent, image features only with the reduction "scalar". Both are exact. "auto" chooses
+    by a cost model (docs/losses.md)."""
 
     reduction: Literal["auto", "feature", "scalar"] = "auto"
     """Data that ranks exchange to compute the gradient: "feature" sends the gradients of text features. "scalar" sends
     the features of both towers (and log-normalisers, except in the sigmoid loss), no gradients, and computes more. Both
-    are exact; `megaclip.losses.plan` describes how "auto" chooses."""
+    are exact. "auto" chooses by a cost model (docs/losses.md)."""
 
     payload: Literal["auto", "bf16"] = "auto"
     """Format of features and their gradients between ranks: "auto" is the features' dtype and float32 gradients, "bf16"
@@ -35,10 +35,10 @@ class LossSettings(BaseModel):
     losses then use rounded features of both sides. Sums stay float32."""
 
     implementation: Implementation = DEFAULT_OPTIONS.implementation
-    """Implementation of the tiles: "auto" selects Triton on a GPU and PyTorch elsewhere."""
+    """Implementation of the tiles: "auto" selects Triton on a GPU and PyTorch elsewhere. "triton" requires CUDA."""
 
     tile_budget_mib: float = Field(DEFAULT_OPTIONS.tile_budget_mib, gt=0)
-    """Upper limit, in MiB, of the temporary memory for a tile of logits. Default: 128."""
+    """Upper limit, in MiB, of the temporary memory for a tile of logits."""
 
 
 class FastClipSettings(BaseModel):
@@ -84,7 +84,7 @@ class FastClipSettings(BaseModel):
 
     temperature_schedule: Literal["constant", "cosine", "threshold"] = "constant"
     """Schedule of that learning rate: "cosine" rises over temperature_warmup steps and then falls to 0 over the rest of
-    the training, "threshold" divides it by three while tau is at or below 0.03. "threshold" requires one global
+    the training, "threshold" divides it by three while tau is at or below 0.03, and requires one global
     temperature."""
 
     temperature_warmup: int | None = Field(default=None, ge=0)
@@ -106,8 +106,7 @@ class FastClipSettings(BaseModel):
     gradients are halved and have no factor tau (v3 keeps the factor). The temperature gradient of v3 is halved except
     for the part through g. The part through g of v0 is not halved. The gradient of a global temperature uses log u
     instead of log(eps+u). The Adam of per-sample temperatures counts epochs, and its gradients are limited. The loss
-    value is equal in both.
-    docs/fastclip.md lists the remaining differences between "reference" and the published code."""
+    value is equal in both. docs/fastclip.md lists the remaining differences from the published code."""
 
     state_device: Literal["cpu", "accelerator"] = "cpu"
     """Device on which each rank keeps the state of its samples."""
@@ -125,7 +124,7 @@ class StandaloneSettings(LossSettings):
     """Settings of a loss that is constructed in Python, inside or outside of a MegaCLIP run."""
 
     precision: Precision = DEFAULT_OPTIONS.precision
-    """Precision of the products of features; see `megaclip.ops.types.TileOptions`."""
+    """Precision of the products of features; see `megaclip.ops.tiles.TileOptions`."""
 
 
 class StandaloneFastClipSettings(StandaloneSettings, FastClipSettings):

@@ -23,9 +23,8 @@ from megaclip.models.packing import Pieces, cut, pack
 
 CUT_MULTIPLE = 8
 """Captions are cut at a multiple of this number of tokens, or at the context length. 8 bfloat16 numbers are the 16
-bytes to
-which the fast matrix products and attention kernels of GPUs align. The multiple also bounds the number of lengths that
-compiled blocks are compiled for: 10 for a context length of 77."""
+bytes to which the fast matrix products and attention kernels of GPUs align. The multiple also bounds the number of
+lengths that compiled blocks are compiled for: 10 for a context length of 77."""
 
 
 def pooled_position(tokens: torch.Tensor, config: TextConfig | OpenClipText) -> Position:

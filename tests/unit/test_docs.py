@@ -3,7 +3,6 @@
 Links, anchors and the navigation of the website are checked too.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -12,26 +11,30 @@ from collections.abc import Iterator
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
+import docs_configuration
 import docs_site
 import pytest
 import yaml
-from pydantic import BaseModel
 
 from megaclip.commands import COMMANDS
 from megaclip.config.command_line import build_parser
 from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
-from megaclip.config.section import MegaclipSection
 from megaclip.engine.metrics import StepMetrics
 from megaclip.losses.estimators import SampleIndex
 from megaclip.losses.fastclip import FastClipLoss
 from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.losses.settings import FastClipSettings
 from tests.unit.test_import_rules import MAY_IMPORT
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES.append(ROOT / "examples/README.md")
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 NAMES = sorted(COMMANDS, key=len, reverse=True)  # check-hosts must be tried before check
 COMMAND = re.compile(
     r"((?:launch|tools)/\w+\.(?:py|sh|sbatch)|(?<![\w/-])megaclip (?:" + "|".join(NAMES) + r"))\b((?:\\\n|[^\n`])*)"
@@ -189,34 +192,17 @@ def test_the_import_table_equals_the_table_that_the_import_rules_enforce():
     assert documented == MAY_IMPORT
 
 
-@pytest.mark.parametrize(
-    ("page", "heading", "model"),
-    [
-        ("README.md", "## Configuration", MegaclipSection),
-        ("docs/fastclip.md", "### Settings", FastClipSettings),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_settings_tables_have_the_names_defaults_and_choices_of_the_code(page, heading, model):
-    first_table = re.split(r"\n(?!\|)", section(page, heading).partition("\n|")[2])[0]
-    rows = {cells[0].strip("`"): cells for cells in table_rows(first_table)[1:]}
-    assert rows.keys() == model.model_fields.keys()
-    for name, (_, meaning, default, *_) in rows.items():
-        field = model.model_fields[name]
-        value = field.default
-        plain = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
-        plain = list(plain) if isinstance(plain, tuple) else plain
-        assert json.loads(default.split("`")[1]) == plain, f"{page} documents the default of {name} as {default}"
-        missing = {choice for choice in literals(field.annotation) if f"`{json.dumps(choice)}`" not in meaning}
-        assert missing == set(), f"{page} lacks these choices of {name}"
+def test_the_configuration_page_has_the_docstrings_types_and_defaults_of_the_code():
+    assert docs_configuration.PAGE.read_text() == docs_configuration.page(), "run python tools/docs_configuration.py"
 
 
-def literals(annotation: Any) -> set[str]:
-    """Return the strings that an annotation allows, as alternatives or within a union."""
-    inner = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return set(inner)
-    return set().union(*(literals(one) for one in inner))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_pages_have_titles_as_text(page):
+    assert re.findall(r"\[\S*\.md\]", outside_of_code(page.read_text())) == []
+
+
+def test_the_readme_is_read_in_five_minutes():
+    assert len((ROOT / "README.md").read_bytes()) <= 12_000
 
 
 def test_paths_of_tree_follow_the_indentation():

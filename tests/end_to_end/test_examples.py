@@ -1,0 +1,148 @@
+"""The files of examples/, unchanged except for the port of a launcher and the size of the fine-tuned model."""
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+
+from megaclip.open_clip_package import import_open_clip
+from tests.end_to_end.training_runs import ROOT, free_port, launcher_environment
+from tests.tolerances import RUN, assert_close
+
+EXAMPLES = ROOT / "examples"
+SCRIPTS = ["train_ddp", "train_accelerate", "train_transformers", "train_lightning"]
+MODEL = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 32, "layers": 3, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
+}
+PIXELS = {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25], "interpolation": "bicubic", "resize_mode": "shortest"}
+pytestmark = pytest.mark.long
+
+
+def start_with_torchvision(folder: Path) -> None:
+    """Let every Python with `folder` on its path import torchvision, which otherwise fails with PyTorch's CPU build.
+
+    Trainer, Lightning and open_clip import it if it is installed (megaclip/open_clip_package.py).
+    """
+    start = "from megaclip.open_clip_package import import_torchvision\n\nimport_torchvision()\n"
+    (folder / "sitecustomize.py").write_text(start)
+
+
+def run(command: list[str], folder: Path, **variables: str) -> str:
+    """Run a command in `folder`, which is on Python's path, and return its output."""
+    environment = {**launcher_environment(), **variables, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    # When Python exits, a gloo thread that releases a tensor sometimes aborts the process. The script has ended before
+    # that, and the abort comes from PyTorch.
+    assert done.returncode == 0 or "terminate called without an active exception" in done.stdout, done.stdout
+    return done.stdout
+
+
+def run_script(path: Path, folder: Path) -> str:
+    """Run a shell script with a free port for its launcher."""
+    script = path.read_text().replace("deepspeed --", f"deepspeed --master_port {free_port()} --")
+    path.write_text(script)
+    return run(["bash", str(path)], folder)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Losses of a plain loop over whole batches in float64."""
+    scope = runpy.run_path(str(EXAMPLES / "own_trainer/towers.py"))
+    model = scope["Towers"]().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    images, texts = (part.double() for part in scope["pairs"]().tensors)
+    losses = []
+    for start in range(0, len(images), scope["GLOBAL_BATCH"]):
+        rows = slice(start, start + scope["GLOBAL_BATCH"])
+        image_features, text_features, scale = model(images[rows], texts[rows])
+        logits, targets = scale * image_features @ text_features.T, torch.arange(len(image_features))
+        loss = (cross_entropy(logits, targets) + cross_entropy(logits.T, targets)) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_another_trainer_trains_on_the_whole_batch(tmp_path, expected, script, ranks):
+    folder = tmp_path / "own_trainer"
+    shutil.copytree(EXAMPLES / "own_trainer", folder)
+    start_with_torchvision(folder)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    output = run([sys.executable, *launcher, f"{script}.py"], folder, **alone)
+    assert_close([float(loss) for loss in re.findall(r"\bloss (\d\.\d{6})\b", output)], expected, RUN["loss"])
+
+
+def test_the_runs_on_digit_scenes(tmp_path):
+    shutil.copytree(EXAMPLES / "digits", tmp_path / "digits")
+    output = run_script(tmp_path / "digits/huge_batch.sh", tmp_path)  # draws the data first
+    assert "contrastive batch 256 = 2 ranks x 8 image chunks of 16 or 2 text chunks of 64" in output
+    assert "images are kept on disk" in output and "step 3/3 loss" in output
+    assert "step 6/6 loss" in run_script(tmp_path / "digits/fastclip.sh", tmp_path)
+    assert json.loads((tmp_path / "runs/fastclip/metrics.json").read_text())["steps"] == 6
+
+
+def make_released(folder: Path) -> None:
+    """Write a small open_clip model with the files of a download."""
+    torch.manual_seed(0)
+    model = import_open_clip().CLIP(**MODEL)
+    folder.mkdir()
+    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    save_file(weights, folder / "open_clip_model.safetensors")
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": MODEL, "preprocess_cfg": PIXELS}))
+
+
+def test_fine_tuning_from_a_released_model_to_an_export_that_open_clip_loads(tiny_run, tmp_path):
+    shutil.copytree(tiny_run / "train", tmp_path / "shards")
+    shutil.copytree(tiny_run / "held_out", tmp_path / "val")
+    shutil.copytree(EXAMPLES / "fine_tuning", tmp_path / "fine_tuning")
+    start_with_torchvision(tmp_path)
+    make_released(tmp_path / "downloaded")
+    config = json.loads((EXAMPLES / "fine_tuning/fine_tune.json").read_text())
+    config |= {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 32}  # the example's batch exceeds the data
+    (tmp_path / "fine_tuning/fine_tune.json").write_text(json.dumps(config))
+    log = run_script(tmp_path / "fine_tuning/fine_tune.sh", tmp_path)
+    assert "training would accept this data" in log and (tmp_path / "sheet.png").is_file()
+    assert len(re.findall(r"\b0 missing, 0 unexpected", log)) >= 2  # the import and the run
+    best = json.loads((tmp_path / "runs/fine-tuned/best_checkpoint.json").read_text())["checkpoint"]
+    assert f"megaclip export runs/fine-tuned OUT_DIR --tag {best} --verify" in log
+    assert log.count("retrieval, 32 pairs") == 2
+    difference = re.search(r"export_max_abs_diff (\S+)", log)
+    assert difference and float(difference.group(1)) < 1e-5
+    assert_only_unlocked_weights_have_changed(tmp_path)
+
+    with tarfile.open(tmp_path / "val" / "00000.tar") as archive:
+        picture = archive.extractfile(next(name for name in archive.getnames() if name.endswith(".jpg")))
+        assert picture is not None
+        (tmp_path / "photo.jpg").write_bytes(picture.read())
+    output = run([sys.executable, "fine_tuning/use.py"], tmp_path)
+    similarities = re.search(r"^similarities (.*)$", output, re.MULTILINE)
+    assert similarities and len(json.loads(similarities.group(1))[0]) == 2
+
+
+def assert_only_unlocked_weights_have_changed(folder: Path) -> None:
+    """Compare the export with the release: two groups of the image tower and the whole text tower were trained."""
+    before = load_file(folder / "downloaded" / "open_clip_model.safetensors")
+    after = load_file(folder / "exported" / "open_clip_model.safetensors")
+    unlocked = re.compile(r"visual\.(proj|ln_post|transformer\.resblocks\.2)\b")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        trained = not name.startswith("visual.") or unlocked.match(name) is not None
+        assert trained != torch.equal(value.bfloat16().float(), after[name]), name
