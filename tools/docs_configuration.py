@@ -50,9 +50,8 @@ def settings(section: type[BaseModel]) -> str:
     parts = []
     for name, meaning in docstrings(section).items():
         field = section.model_fields[name]
-        parts.append(
-            f"### `{name}`\n\n{wrapped(accepted(field) + '.' + default(field))}\n\n{wrapped(linked(meaning))}\n"
-        )
+        values = wrapped(f"{accepted(field)}.{default(field)}")
+        parts.append(f"### `{name}`\n\n{values}\n\n{wrapped(linked(meaning))}\n")
     return "\n".join(parts)
 
 

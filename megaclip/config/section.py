@@ -65,8 +65,8 @@ class MegaclipSection(LossSettings):
     whole job."""
 
     layer_norm: Literal["torch", "apex"] = "torch"
-    """Implementation of the towers' layer norms. "apex" is NVIDIA apex's memory-efficient one. It
-    requires apex built with its CUDA extensions."""
+    """Implementation of the towers' layer norms. "apex" is NVIDIA apex's memory-efficient one. It requires apex built
+    with its CUDA extensions."""
 
     coalesce_gradient_reduction: bool = False
     """Reduce parameter gradients once per step instead of once per gradient-cache chunk (ZeRO stages 1 to 3). This

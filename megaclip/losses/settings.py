@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from megaclip.ops.tiles import DEFAULT_OPTIONS, Implementation, Precision
+from megaclip.ops.types import DEFAULT_OPTIONS, Implementation, Precision
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -124,7 +124,7 @@ class StandaloneSettings(LossSettings):
     """Settings of a loss that is constructed in Python, inside or outside of a MegaCLIP run."""
 
     precision: Precision = DEFAULT_OPTIONS.precision
-    """Precision of the products of features; see `megaclip.ops.tiles.TileOptions`."""
+    """Precision of the products of features; see `megaclip.ops.types.TileOptions`."""
 
 
 class StandaloneFastClipSettings(StandaloneSettings, FastClipSettings):

@@ -28,12 +28,9 @@ from megaclip.losses.fastclip_variants import VARIANTS
 from tests.unit.test_import_rules import MAY_IMPORT
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES.append(ROOT / "examples/README.md")
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "examples/README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(ROOT / "docs").glob("*.md"),
 ]
 NAMES = sorted(COMMANDS, key=len, reverse=True)  # check-hosts must be tried before check
 COMMAND = re.compile(
@@ -198,6 +195,7 @@ def test_the_configuration_page_has_the_docstrings_types_and_defaults_of_the_cod
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_to_pages_have_titles_as_text(page):
+    """Readers of the website and of the wheel see no file names."""
     assert re.findall(r"\[\S*\.md\]", outside_of_code(page.read_text())) == []
 
 
