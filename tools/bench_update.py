@@ -32,8 +32,8 @@ import deepspeed.comm as dist
 import torch
 from bench_methods import Case, Clock, MegaclipSteps
 from bench_train import DEFAULT_CONFIG
+from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.deepspeed_files import CopiedFiles

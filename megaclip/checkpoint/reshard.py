@@ -19,7 +19,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint.saved_states import FP32, WORKING, SavedStates
 from megaclip.comm.collectives import raise_on_all_ranks

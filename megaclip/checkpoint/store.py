@@ -26,7 +26,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.deepspeed_files import CheckedFiles, read_file

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, NoReturn, get_args
 
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
@@ -19,6 +18,7 @@ from megaclip.config.section import MegaclipSection
 from megaclip.errors import ConfigError, config_error, nearest
 from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.losses.settings import FastClipSettings
+from megaclip.zero.settings import DeepSpeedZeroConfig
 
 _REQUIRED = {
     "gradient_clipping": "write a number, or 0.0 for no clipping: without it DeepSpeed would clip at 1.0",

@@ -6,14 +6,19 @@ key that is not a field here.
 
 from typing import Annotated, Any, Literal
 
-from deepspeed.comm.config import CommsLoggerConfig
-from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-from deepspeed.runtime.precision_config import DeepSpeedBF16Config
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
 
 from megaclip.config.optimizers import Optimizer
 from megaclip.config.section import MegaclipSection
+from megaclip.zero.settings import (
+    CometConfig,
+    CommsLoggerConfig,
+    CSVConfig,
+    DeepSpeedBF16Config,
+    DeepSpeedZeroConfig,
+    TensorBoardConfig,
+    WandbConfig,
+)
 
 
 class _Strict(BaseModel):

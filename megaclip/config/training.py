@@ -11,13 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
 from megaclip.config.checks import check_ds_config
 from megaclip.config.ds_config import DsConfig
 from megaclip.config.optimizers import Optimizer
 from megaclip.config.section import MegaclipSection
 from megaclip.errors import ConfigError
+from megaclip.zero.settings import DeepSpeedZeroConfig
 
 DEEPSPEED_DEFAULTS: dict[str, dict[str, Any]] = {
     # A check of every gradient, at ZeRO-1 and 2 only. The run itself refuses an update whose gradient norm is not

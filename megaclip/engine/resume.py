@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import search, store
 from megaclip.checkpoint.manifest import find_damage_on_all_ranks, summary

@@ -20,7 +20,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.durable import read_text, write_atomically

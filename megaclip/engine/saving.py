@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.background import BackgroundSaves, Saved

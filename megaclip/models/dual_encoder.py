@@ -27,6 +27,7 @@ from megaclip.models.layers import own_rows
 from megaclip.models.open_clip_config import OpenClipConfig
 from megaclip.models.packing import Pieces
 from megaclip.models.text import caption_lengths, cut_lengths, is_cut_exact
+from megaclip.zero.parameters import gathered_shape
 
 ModelDescription = ModelConfig | OpenClipConfig
 """Description of a model: of MegaCLIP's own towers, or of open_clip's."""
@@ -185,9 +186,7 @@ class DualEncoder(nn.Module, abc.ABC):
         return {
             name
             for name, parameter in self.named_parameters()
-            # ds_shape is the whole shape of a parameter that ZeRO-3 has partitioned.
-            if len(getattr(parameter, "ds_shape", parameter.shape)) < 2
-            or any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
+            if len(gathered_shape(parameter)) < 2 or any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
         }
 
 

@@ -26,6 +26,7 @@ from megaclip.comm.collectives import gather_rows
 from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import ConfigError
+from megaclip.zero.parameters import gathered_shape
 
 _SPLIT_BY_OUTPUT = re.compile(r".*\.(attn\.[qkv]_proj|mlp\.c_fc)\.(weight|bias)")
 _SPLIT_BY_INPUT = re.compile(r".*\.(attn\.out_proj|mlp\.c_proj)\.weight")
@@ -43,7 +44,7 @@ def whole_shape(name: str, parameter: Any, group: RankGroup) -> torch.Size:
 
     parameter: may be partitioned by ZeRO-3 as well.
     """
-    shape = list(getattr(parameter, "ds_shape", parameter.shape))
+    shape = list(gathered_shape(parameter))
     dim = split_dim(name)
     if dim is not None:
         shape[dim] *= group.size

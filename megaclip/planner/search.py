@@ -5,13 +5,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
-
 from megaclip.config.optimizers import NEED_WHOLE_TENSORS, can_be_offloaded, needs_permission
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.memory import plan_memory
 from megaclip.planner.step_time import plan_time
 from megaclip.planner.workload import Workload
+from megaclip.zero.settings import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
 _MOST_CHUNKS = 2**24
 _SMALL_BUCKET = 50_000_000

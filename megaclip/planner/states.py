@@ -25,10 +25,9 @@ It has none at stages 0 and 3, where the parameters themselves are updated.
 
 from dataclasses import dataclass, field
 
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
 from megaclip.config.ds_config import elements_kept_gathered
 from megaclip.planner.workload import Parameters, Workload
+from megaclip.zero.settings import DeepSpeedZeroConfig
 
 
 @dataclass

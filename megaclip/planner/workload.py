@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from megaclip.config import BatchLayout, MegaclipSection, TrainingConfig
 from megaclip.config.command_line import DEFAULT_WORKERS
@@ -26,6 +25,7 @@ from megaclip.models.layers import check_split, split_dim
 from megaclip.planner.captions import mean_positions
 from megaclip.planner.text_chunks import fitted, text_chunks_for
 from megaclip.step.layout import KeptGraphs, backward_passes, cuts_captions, kept_graphs
+from megaclip.zero.settings import DeepSpeedZeroConfig
 
 
 class Parameters(NamedTuple):

@@ -30,8 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
 from megaclip.comm.collectives import average_over_ranks
@@ -41,6 +40,7 @@ from megaclip.step.batch import StepBatch, Tower
 from megaclip.step.gradient_sums import GradientSums
 from megaclip.step.layout import KeptGraphs, encodes_together, kept_graphs
 from megaclip.step.running_statistics import restored, running_statistics
+from megaclip.zero.backward import gradients_to_come, resume_backward
 from megaclip.zero.gathered_tower import GatheredTower
 
 ContrastiveLoss = Callable[..., Tensor]  # (image features, text features, scale[, logit_bias]) -> loss
@@ -234,7 +234,7 @@ class _Passes:
                 for tower in towers:
                     self._store(features, tower, index, outputs[tower])
                 if keeps:
-                    self._graphs[this_pass] = _Graph(outputs, _gradients_to_come(self._engine.module))
+                    self._graphs[this_pass] = _Graph(outputs, gradients_to_come(self._engine.module))
         return features
 
     def back_propagate(self, cached: _Cached, sums: GradientSums | None) -> None:
@@ -271,16 +271,8 @@ class _Passes:
                 yield this_pass, self._forward(this_pass, inputs, with_graph=True)
 
     def _resumed(self, graph: _Graph) -> _Outputs:
-        """Return the graph's outputs; restore DeepSpeed's counts to their values after the graph's own forward pass.
-
-        Every forward pass resets DeepSpeed's state of the backward pass, such as the number of earlier backward passes.
-        For each module ZeRO-3 counts the gradients to wait for before it frees the module's parameters. It keeps the
-        count of the last forward pass only.
-        """
-        if isinstance(self._engine.optimizer, ZeROOptimizer):
-            self._engine.optimizer.clear_backward_seen_flag()
-        for module, count in graph.gradients_to_come.items():
-            module.ds_grads_remaining = count  # type: ignore[assignment]  # DeepSpeed sets it on the module too
+        """Return the graph's outputs; restore DeepSpeed's counts to their values after the graph's own forward pass."""
+        resume_backward(self._engine, graph.gradients_to_come)
         return graph.outputs
 
     def _backward(
@@ -366,11 +358,6 @@ def _forward_order(chunks: Sequence[int], is_trained: Sequence[bool]) -> list[tu
         return [tuple(Tower)]
     text_first = not is_trained[Tower.TEXT] and chunks[Tower.IMAGE] == 1
     return [(tower,) for tower in sorted(Tower, reverse=text_first)]
-
-
-def _gradients_to_come(model: DualEncoder) -> dict[nn.Module, int]:
-    """Return the counts that the forward pass has left in the modules (`_Graph.gradients_to_come`)."""
-    return {module: count for module in model.modules() if (count := vars(module).get("ds_grads_remaining"))}
 
 
 def _loss_and_gradients(

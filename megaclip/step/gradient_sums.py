@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megaclip.models import DualEncoder
+from megaclip.zero.parameters import is_partitioned
 
 
 class GradientSums:
@@ -20,7 +21,7 @@ class GradientSums:
 
     def __init__(self, model: DualEncoder, dtype: torch.dtype) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.dtype != dtype]
-        self._partitioned = any(hasattr(parameter, "ds_id") for parameter in self._parameters)
+        self._partitioned = any(is_partitioned(parameter) for parameter in self._parameters)
         self._dtype = dtype
         self._sums: dict[Tensor, Tensor] = {}
 

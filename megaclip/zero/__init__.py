@@ -5,5 +5,7 @@
   tower's parameters gathered at ZeRO-3.
 - `logit_scale`: exact access to the float32 masters of `logit_scale` and `logit_bias`.
 - `weight_average`: the moving average of the weights.
+- `backward`: the state of a backward pass of a kept graph. `parameters`: the attributes of partitioned parameters.
+  `settings`: DeepSpeed's models of ds_config.json.
 - `op_builds`: the ops that DeepSpeed compiles at first use.
 """

@@ -9,10 +9,10 @@ from typing import Any
 import deepspeed
 import deepspeed.comm as dist
 import torch
+from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import AsyncIOBuilder
-from deepspeed.runtime.engine import DeepSpeedEngine
 from pydantic import ValidationError
 from torch.utils.checkpoint import checkpoint
 

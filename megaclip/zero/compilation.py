@@ -14,6 +14,7 @@ from megaclip.errors import ConfigError, first_line
 from megaclip.logging import get_logger
 from megaclip.models import DualEncoder
 from megaclip.models.compilation import compiles_whole_tower
+from megaclip.zero.parameters import is_partitioned
 
 logger = get_logger(__name__)
 
@@ -33,7 +34,7 @@ def compile_model(model: DualEncoder, config: TrainingConfig, *, recomputes: boo
 
 def _is_gathered_at_once(block: nn.Module) -> bool:
     """Return False if ZeRO-3 gathers the parameters of `block` one by one: its hooks would run inside the graph."""
-    partitioned = any(hasattr(parameter, "ds_id") for parameter in block.parameters())
+    partitioned = any(is_partitioned(parameter) for parameter in block.parameters())
     return not partitioned or bool(deepspeed.utils.z3_leaf_module(block))
 
 

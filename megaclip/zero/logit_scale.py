@@ -11,13 +11,15 @@ from typing import Any
 import deepspeed
 import deepspeed.comm as dist
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_local_fp32_param,
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
 )
+
+from megaclip.zero.parameters import is_partitioned
 
 
 class MasterScalar:
@@ -30,7 +32,7 @@ class MasterScalar:
     def read(self) -> torch.Tensor:
         """Return the value: (1,) float32 on the engine's device, the same on every rank."""
         parameter = self._parameter
-        if hasattr(parameter, "ds_id"):
+        if is_partitioned(parameter):
             value = safe_get_local_fp32_param(parameter).detach().to(torch.float32, copy=True)
             # ZeRO-3 gives the first rank of the group the only element; the other ranks hold padding.
             group = parameter.ds_process_group
@@ -44,7 +46,7 @@ class MasterScalar:
     def write(self, value: torch.Tensor) -> None:
         """Set the master value and the model's parameter to `value`, (1,), the same on every rank."""
         parameter = self._parameter
-        if hasattr(parameter, "ds_id"):
+        if is_partitioned(parameter):
             safe_set_local_fp32_param(parameter, value)
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(value)

@@ -12,8 +12,8 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed import DeepSpeedEngine
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from megaclip.comm.collectives import sum_over_ranks

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint.reshard import flat_groups
 from megaclip.checkpoint.saved_states import EMA

@@ -17,8 +17,8 @@ import deepspeed.comm as dist
 import numpy as np
 import torch
 import torch.nn.functional as F
+from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import Tensor
 

@@ -16,7 +16,7 @@ import deepspeed.comm as dist
 import numpy as np
 import torch
 import torch.nn.functional as F
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 

@@ -14,7 +14,7 @@ import deepspeed.comm as dist
 import numpy as np
 import pytest
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from megaclip.checkpoint import store

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import store
 from megaclip.checkpoint.reshard import load_resharded
