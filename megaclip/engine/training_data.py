@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import deepspeed.comm as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.groups import resolve
