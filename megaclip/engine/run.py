@@ -388,8 +388,7 @@ class Run:
             self.memory_plan = keep_more_graphs(self.memory_plan)
             gc.collect()
             gc.freeze()  # a garbage collection over all objects from the start-up takes tens of milliseconds
-        loss_scale = self.loss.log_scale
-        log_scale = self.logit_scale.clamp_() if loss_scale is None else loss_scale
+        log_scale = self.loss.settled_scale(self.logit_scale)
         if updated:
             self.average.update()
         return StepMetrics(
@@ -490,10 +489,7 @@ class Run:
     def _write_checkpoint(self, training_continues: bool) -> None:
         progress = {"step": self.step, "samples_consumed": self.samples_consumed}
         state = {**progress, **self.identity, "settings": self._settings()}
-        loss_scale = self.loss.log_scale
-        if loss_scale is not None:  # because an export reads the model's logit_scale
-            self.logit_scale.write(loss_scale)
-            self.average.write_log_scale(loss_scale)
+        self.loss.write_scale(self.logit_scale, self.average)
         loss_state = self.loss.checkpoint_state()
         target = store.Target(
             folder=self.checkpoints,

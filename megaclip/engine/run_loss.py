@@ -1,9 +1,9 @@
 """The loss of a run, with its inputs other than features (sample ids, the epoch) and its own update and state.
 
 InfoNCE and the sigmoid loss require none of these, so for them most methods here do nothing. The global losses
-(`megaclip.losses.fastclip`) train their own temperature tau and do not use the model's `logit_scale`, which receives a
-zero gradient. Before each checkpoint the run writes log(1/tau) into the model's `logit_scale`, so that exports have it.
-For per-sample temperatures it writes the mean over the last batch.
+(`megaclip.losses.fastclip`) own the temperature tau and do not use the model's `logit_scale`, which receives a zero
+gradient. It only receives log(1/tau) before each checkpoint (`write_scale`), because exports read it there. With
+per-sample temperatures that is the mean over the last batch.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,6 +16,8 @@ from megaclip.errors import CheckpointError, ConfigError
 from megaclip.losses import LOSSES, FastClipLoss
 from megaclip.losses.settings import LossSettings
 from megaclip.step.gradient_cache import ContrastiveLoss
+from megaclip.zero.logit_scale import LogitScale
+from megaclip.zero.weight_average import WeightAverage
 
 
 class RunLoss:
@@ -93,10 +95,18 @@ class RunLoss:
             return 'megaclip.fastclip.temperature_schedule "cosine"'
         return None
 
-    @property
-    def log_scale(self) -> torch.Tensor | None:
-        """The loss's own log(1/tau), (1,) float32, or None if the model's logit_scale is trained."""
-        return None if self._global is None else self._global.log_scale
+    def settled_scale(self, logit_scale: LogitScale) -> torch.Tensor:
+        """Return log(1/tau), (1,) float32, after an update: the loss's own, or the model's, clamped to its bounds.
+
+        Every rank must call it.
+        """
+        return logit_scale.clamp_() if self._global is None else self._global.log_scale
+
+    def write_scale(self, logit_scale: LogitScale, average: WeightAverage) -> None:
+        """Copy the loss's own log(1/tau) to the model and its average, before a checkpoint. Every rank must call it."""
+        if self._global is not None:
+            logit_scale.write(self._global.log_scale)
+            average.write_log_scale(self._global.log_scale)
 
     def checkpoint_state(self) -> dict[str, Any] | None:
         """Return this rank's part of the loss's state, or None if the loss has no state."""

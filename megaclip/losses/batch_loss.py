@@ -1,6 +1,7 @@
-"""Base class of the losses over the batch of all ranks: process group, settings and plan."""
+"""Base classes of the losses over the batch of all ranks: process group, settings, plan and call signature."""
 
 import copy
+import functools
 import inspect
 from typing import Any
 
@@ -8,11 +9,15 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from megaclip.comm.groups import RankGroup, name_of
+from megaclip.comm.groups import RankGroup, name_of, resolve
 from megaclip.errors import config_error
+from megaclip.losses.agreement import check_features
+from megaclip.losses.compiled_operation import traced
 from megaclip.losses.costs import LossCost
 from megaclip.losses.plan import Plan, make_plan
-from megaclip.losses.settings import StandaloneSettings
+from megaclip.losses.settings import BatchLossSettings, StandaloneSettings
+from megaclip.losses.small_batches import Recordings, is_small
+from megaclip.losses.sums import LossAndSums, function_of_sums
 from megaclip.ops.types import TileOptions, accumulation_dtype
 
 _OPEN_CLIP_SETTINGS = {
@@ -84,6 +89,104 @@ class BatchLoss(nn.Module):
             need_dots=need_dots,
             cost=cost,
         )
+
+
+class SummedLoss(BatchLoss):
+    """Base class of `ClipLoss` and `SigLipLoss`, with the call signature of open_clip's losses.
+
+    Such a loss can compute the sums of its backward pass together with its value. In this form it is one operation of a
+    compiled graph (`compiled_operation`), and small batches on GPUs are recorded (`small_batches`).
+    """
+
+    settings_model = BatchLossSettings
+    settings: BatchLossSettings
+    cost: LossCost
+    operation: Any
+    """The operation of a compiled graph, from `compiled_operation.register_loss`."""
+
+    def __init__(self, *, group: Any = None, **settings: Any) -> None:
+        super().__init__(group=group, **settings)
+        self._recordings = Recordings()
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        """Return the mean loss of the whole batch, equal on all ranks: () float32, float64 for float64 features.
+
+        image_features, text_features: (b, D) of unit length, bfloat16, float16, float32 or float64; one shape and dtype
+            on all ranks.
+        logit_scale: the multiplier alpha, the exponential of the log scale: (), (1,) or a number.
+        logit_bias: beta, added to the logits: (), (1,), a number, or None for 0. InfoNCE does not depend on it, because
+            it cancels in a softmax: ClipLoss gives it a zero gradient.
+        output_dict: return {"contrastive_loss": loss}, as open_clip's trainer expects.
+
+        Every rank must call it. Raises DataError, a ValueError, on all ranks if features do not fit together, on one
+        rank or between ranks.
+        """
+        bias = self.used_bias(logit_bias, image_features)
+        arguments = (image_features, text_features, as_scalar(logit_scale, image_features), bias)
+        if torch.compiler.is_compiling():
+            loss = traced(self, *arguments)
+        else:
+            loss = self.differentiable(*arguments, plan=self.checked_plan(*arguments, ranks=resolve(self.group)))
+        if bias is None:
+            loss = with_unused(loss, logit_bias)
+        return {"contrastive_loss": loss} if output_dict else loss
+
+    def used_bias(self, logit_bias: Tensor | float | None, features: Tensor) -> Tensor | None:
+        """Return logit_bias as a tensor, or None if this loss does not depend on it."""
+        return as_scalar(0.0 if logit_bias is None else logit_bias, features)
+
+    def differentiable(
+        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
+    ) -> Tensor:
+        """Return the loss () as a function that autograd can differentiate."""
+        evaluate = functools.partial(self.sums, plan=plan)
+        return function_of_sums(type(self).__name__).apply(x, y, logit_scale, logit_bias, evaluate)
+
+    def evaluate(
+        self,
+        x: Tensor,
+        y: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None,
+        *,
+        ranks: RankGroup,
+        gradients: bool,
+    ) -> LossAndSums:
+        """Check the arguments, and return the loss and its sums. gradients: False if only the loss is used."""
+        return self.sums(
+            x, y, logit_scale, logit_bias, plan=self.checked_plan(x, y, logit_scale, logit_bias, ranks=ranks)
+        )
+
+    def sums(self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan) -> LossAndSums:
+        """Return the result of `plain_sums`, from a recording if these sizes repeat and are small."""
+        plain = functools.partial(self.plain_sums, plan=plan)
+        if not self.records(x, plan):
+            return plain(x, y, logit_scale, logit_bias)
+        return self._recordings.evaluate(plain, plan, x, y, logit_scale, logit_bias)
+
+    def plain_sums(
+        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
+    ) -> LossAndSums:
+        """Compute the loss and the sums of its backward pass."""
+        raise NotImplementedError
+
+    def records(self, x: Tensor, plan: Plan) -> bool:
+        """Return whether steps with features like x (b, D) are recorded if they repeat; equal on all ranks."""
+        return self.settings.cuda_graphs and is_small(x, plan)
+
+    def checked_plan(
+        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, ranks: RankGroup
+    ) -> Plan:
+        """Return the plan of a step. Raises DataError on all ranks if the arguments do not fit together."""
+        check_features(x, y, logit_scale, logit_bias, settings=self.settings, ranks=ranks)
+        return self.plan(x, ranks, self.cost)
 
 
 def as_scalar(value: Any, features: Tensor) -> Tensor:

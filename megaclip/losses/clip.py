@@ -9,65 +9,42 @@ returns `W * dL/d(local features)`. Every rank has logit_scale, so each rank ret
 are exact after averaging.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megaclip.comm.collectives import sum_over_ranks
-from megaclip.comm.groups import RankGroup, resolve
-from megaclip.losses.agreement import check_features
-from megaclip.losses.batch_loss import as_scalar, with_unused, working_scalar
+from megaclip.comm.groups import RankGroup
+from megaclip.losses.batch_loss import SummedLoss, working_scalar
+from megaclip.losses.compiled_operation import register_loss
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.first_order import first_order
-from megaclip.losses.graph_operation import in_graph, register_loss
 from megaclip.losses.plan import Plan
-from megaclip.losses.small_batches import RecordableLoss
-from megaclip.losses.sums import LossAndSums, function_of_sums, gradient_of_scalar
+from megaclip.losses.sums import LossAndSums, gradient_of_scalar
 from megaclip.ops.rows import finish_gradient, finish_gradients, softmax_pairs
 from megaclip.ops.types import Terms
 
 
-class ClipLoss(RecordableLoss):
+class ClipLoss(SummedLoss):
     """CLIP's loss with every sample of every rank as a negative, with the call signature of open_clip's ClipLoss.
 
     The constructor takes the arguments of `BatchLoss`, not those of open_clip's ClipLoss.
     """
 
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor | float,
-        logit_bias: Tensor | float | None = None,
-        output_dict: bool = False,
-    ) -> Tensor | dict[str, Tensor]:
-        """Return the mean loss of the whole batch, equal on all ranks: () float32, float64 for float64 features.
+    cost = LOSS_COSTS["clip"]
 
-        image_features, text_features: (b, D) of unit length, bfloat16, float16, float32 or float64; one shape and dtype
-            on all ranks.
-        logit_scale: the multiplier alpha, the exponential of the log scale: (), (1,) or a number.
-        logit_bias: has no effect, because it cancels in a softmax. It receives a zero gradient.
-        output_dict: return {"contrastive_loss": loss}, as open_clip's trainer expects.
+    def used_bias(self, logit_bias: Tensor | float | None, features: Tensor) -> None:
+        return None
 
-        Every rank must call it. Raises DataError, a ValueError, on all ranks if features do not fit together, on one
-        rank or between ranks.
-        """
-        logit_scale = as_scalar(logit_scale, image_features)
-        if torch.compiler.is_compiling():
-            loss = in_graph(self, clip_loss, image_features, text_features, logit_scale, None)
-        else:
-            plan = self._checked_plan(image_features, text_features, logit_scale, resolve(self.group))
-            arguments = (image_features, text_features, logit_scale)
-            needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments)
-            if needs_gradients and self.records(image_features, plan):
-                loss = _Recorded.apply(*arguments, None, functools.partial(self.sums, plan=plan))
-            else:
-                loss = _InfoNCE.apply(*arguments, plan)
-        loss = with_unused(loss, logit_bias)
-        return {"contrastive_loss": loss} if output_dict else loss
+    def differentiable(
+        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
+    ) -> Tensor:
+        needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, y, logit_scale))
+        if needs_gradients and self.records(x, plan):
+            return super().differentiable(x, y, logit_scale, None, plan=plan)
+        return _InfoNCE.apply(x, y, logit_scale, plan)
 
     def evaluate(
         self,
@@ -79,11 +56,9 @@ class ClipLoss(RecordableLoss):
         ranks: RankGroup,
         gradients: bool,
     ) -> LossAndSums:
-        """Return the loss and, with `gradients`, the sums of its backward pass; see `GraphLoss`."""
-        plan = self._checked_plan(x, y, logit_scale, ranks)
         if gradients:
-            return self.sums(x, y, logit_scale, None, plan=plan)
-        alpha = working_scalar(logit_scale, x)
+            return super().evaluate(x, y, logit_scale, None, ranks=ranks, gradients=True)
+        alpha, plan = working_scalar(logit_scale, x), self.checked_plan(x, y, logit_scale, None, ranks=ranks)
         (loss,) = _means_over_ranks(_forward_pass(x, y, alpha, plan).loss, plan=plan)
         return LossAndSums(loss, *(alpha,) * 6)  # the caller uses only the loss
 
@@ -97,13 +72,8 @@ class ClipLoss(RecordableLoss):
         loss, d_alpha = _means_over_ranks(forward.loss, dots.sum(), plan=plan)
         return LossAndSums(loss, dx, dy, forward.pull, alpha, d_alpha, torch.zeros_like(alpha))
 
-    def _checked_plan(self, x: Tensor, y: Tensor, logit_scale: Tensor, ranks: RankGroup) -> Plan:
-        check_features(x, y, logit_scale, settings=self.settings, ranks=ranks)
-        return self.plan(x, ranks, LOSS_COSTS["clip"])
 
-
-clip_loss = register_loss("clip_loss", ClipLoss)
-_Recorded = function_of_sums("ClipLoss")
+ClipLoss.operation = register_loss("clip_loss", ClipLoss)
 
 
 class _Forward(NamedTuple):

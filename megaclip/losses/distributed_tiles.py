@@ -6,13 +6,17 @@ one rank's rows and one rank's columns.
 * The statistics pass, and the gradient pass with the `feature` reduction: the rank that owns the rows of a block
   computes it once. x stays, y is sent, and the results for the columns return to their owner.
 * The gradient pass with the `scalar` reduction: x and y are sent with their log-normalisers. Each rank computes the
-  whole gradient of its own features. No gradient is sent. Both passes together cost 10 b*B*D operations instead of 8
-  (per rank; a multiplication or an addition is one).
+  blocks of its rows for dx, and those of its columns for dy. No gradient is sent. Both passes together cost 10 b*B*D
+  operations instead of 8 (per rank; a multiplication or an addition is one).
+
+The entries of the sigmoid loss are independent of each other, so it has no statistics pass and no log-normalisers: the
+gradient pass returns its loss too. It costs 6 b*B*D operations, or 8 with the `scalar` reduction.
 
 With a payload dtype, the similarities of one block must be equal in both passes. Otherwise the probabilities do not sum
 to 1: at a scale of 100, rounding a similarity in one pass only changes its exponential by up to 22 %. With the
 reduction `feature` x is never rounded, because it is never sent. With `scalar` x and y are sent, so both are rounded in
-every block and in both passes, including the rank's own block.
+every block and in both passes, including the rank's own block. The sigmoid loss has one pass, and rounds only what is
+sent.
 
 This module is independent of the loss. Scale, shift and weight come from the caller (docs/mathematics.md): one value
 per row or column, or a number that is equal on all ranks. The positives (row i with column i of the global matrix) are
@@ -22,7 +26,7 @@ excluded. Autograd cannot differentiate these functions: call them in the forwar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -31,7 +35,7 @@ from torch import Tensor
 from megaclip.comm.collectives import gather_rows, reduce_scatter_log_sum_exp, reduce_scatter_rows
 from megaclip.comm.ring import Carried, Tensors, circulate
 from megaclip.losses.plan import Plan
-from megaclip.ops.tiles import tile_grads, tile_stats
+from megaclip.ops.tiles import tile_grads, tile_sigmoid, tile_stats
 from megaclip.ops.types import Scalars, Terms
 
 
@@ -44,9 +48,25 @@ class BatchGrads(NamedTuple):
     col_dot: Tensor | None  # (b,)
 
 
+class BatchSigmoid(NamedTuple):
+    """Results of `megaclip.ops.tiles.tile_sigmoid` for this rank's features, summed over the batch."""
+
+    row_loss: Tensor  # (b,)
+    dx: Tensor  # (b, D)
+    dy: Tensor  # (b, D)
+    row_dot: Tensor  # (b,)
+    row_sum: Tensor  # (b,)
+
+
+_Gradients = tuple[Any, Any, Tensors, Tensors]
+"""dx (m, D) and dy (n, D), None where they are not needed; further sums per row, (m,) each, and per column, (n,)."""
+_Tile = Callable[..., _Gradients]
+"""Gradients of one block: a function of x, y, the values of the rows and of the columns, and options of a tile."""
+
+
 def gather_columns(y: Tensor, plan: Plan) -> Tensor | None:
     """Return the columns of all ranks, (B, D), with the all_gather exchange, and None with the ring."""
-    return gather_rows(y, **transfer_arguments(plan)) if plan.exchange == "all_gather" else None
+    return gather_rows(y, **_transfer(plan)) if plan.exchange == "all_gather" else None
 
 
 def distributed_stats(
@@ -79,10 +99,46 @@ def distributed_grads(x: Tensor, y: Tensor, row: Terms, col: Terms, *, plan: Pla
     x, y: local features (b, D). row, col: per local row or column (b,), or numbers that are equal on all ranks. y_all:
     the result of `gather_columns`.
     """
-    x, y = _as_sent(x, y, plan)
-    if plan.reduction == "feature":
-        return _ring_feature(x, y, row, col, plan) if y_all is None else _gathered_feature(x, y_all, row, col, plan)
-    return _ring_scalar(x, y, row, col, plan) if y_all is None else _gathered_scalar(x, y, y_all, row, col, plan)
+
+    def tile(x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], **options: Any) -> _Gradients:
+        options |= {"need_dots": plan.need_dots, "options": plan.tiles}
+        dx, dy, row_dot, col_dot = tile_grads(x, y, Terms(*row), Terms(*col), **options)
+        return dx, dy, _given(row_dot), _given(col_dot)
+
+    dx, dy, row_dots, col_dots = _gradients(tile, *_as_sent(x, y, plan), row, col, plan, y_all)
+    return BatchGrads(dx, dy, *(row_dots or (None,)), *(col_dots or (None,)))
+
+
+def distributed_sigmoid(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, plan: Plan) -> BatchSigmoid:
+    """Return the sums of the sigmoid loss over the negatives of this rank's rows and columns.
+
+    x, y: local features (b, D). scale, bias: one element each. The results carry no factor W.
+    """
+
+    def tile(x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], **options: Any) -> _Gradients:
+        row_loss, dx, dy, row_dot, row_sum = tile_sigmoid(x, y, scale, bias, options=plan.tiles, **options)
+        return dx, dy, (row_loss, row_dot, row_sum), ()
+
+    dx, dy, (row_loss, row_dot, row_sum), _ = _gradients(tile, x, y, (), (), plan, None)
+    return BatchSigmoid(row_loss, dx, dy, row_dot, row_sum)
+
+
+def _gradients(
+    tile: _Tile,
+    x: Tensor,
+    y: Tensor,
+    row: Sequence[Scalars],
+    col: Sequence[Scalars],
+    plan: Plan,
+    y_all: Tensor | None,
+) -> _Gradients:
+    """Return the results of `tile` for this rank's rows and columns, summed over the whole batch."""
+    rows, cols = _PerSample(row), _PerSample(col)
+    if plan.exchange == "all_gather":
+        return (_gathered_feature if plan.reduction == "feature" else _gathered_scalar)(
+            tile, x, y, rows, cols, plan, y_all
+        )
+    return (_ring_feature if plan.reduction == "feature" else _ring_scalar)(tile, x, y, rows, cols, plan)
 
 
 def _as_sent(x: Tensor, y: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -96,7 +152,7 @@ def _ring_stats(x: Tensor, y: Tensor, row_scale: Scalars, values: _PerSample, pl
     """Send y and its scale around the ring. Each column's log-sum-exp is sent with them and returns to its owner."""
     row_lse: Tensor | None = None
     col_lse = Carried(_merge_log_sum_exp, group=plan.ranks)
-    for owner, (y_block, *moved) in circulate((y, *values.vectors), **transfer_arguments(plan)):
+    for owner, (y_block, *moved) in circulate((y, *values.vectors), **_transfer(plan)):
         (col_scale,) = values.joined(moved)
         diagonal = 0 if owner == plan.ranks.rank else None
         row_part, col_part = tile_stats(x, y_block, row_scale, col_scale, diagonal=diagonal, options=plan.tiles)
@@ -106,105 +162,77 @@ def _ring_stats(x: Tensor, y: Tensor, row_scale: Scalars, values: _PerSample, pl
     return row_lse, col_lse.home()[0]
 
 
-def _ring_feature(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> BatchGrads:
-    """Send y and its terms around the ring. Its gradient is sent with it and returns to its owner."""
-    terms = _PerSample(col)
+def _ring_feature(tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, plan: Plan) -> _Gradients:
+    """Send y and its values around the ring. Its gradient is sent with it and returns to its owner."""
     dx: Tensor | None = None
-    row_dots: Tensors | None = None
-    columns = Carried(merge_sums, **transfer_arguments(plan))
-    for owner, (y_block, *moved) in circulate((y, *terms.vectors), **transfer_arguments(plan)):
+    row_sums: Tensors | None = None
+    columns = Carried(_merge_sums, **_transfer(plan))
+    for owner, (y_block, *moved) in circulate((y, *cols.vectors), **_transfer(plan)):
         diagonal = 0 if owner == plan.ranks.rank else None
-        dx, dy, row_dot, col_dot = _both_sides(x, y_block, row, Terms(*terms.joined(moved)), plan, diagonal, dx)
-        row_dots = merge_sums(row_dots, _given(row_dot))
-        columns.add((dy, *_given(col_dot)))
-    assert dx is not None and row_dots is not None, "a ring has at least one block"
-    dy, *col_dots = columns.home()
-    return BatchGrads(dx, dy, *(row_dots or (None,)), *(col_dots or (None,)))
+        dx, dy, more_rows, col_sums = tile(
+            x, y_block, rows.values, cols.joined(moved), diagonal=diagonal, add_to=(dx, None)
+        )
+        row_sums = _merge_sums(row_sums, more_rows)
+        columns.add((dy, *col_sums))
+        del dy, col_sums  # frees dy of this block before that of the next block is allocated
+    assert row_sums is not None, "a ring has at least one block"
+    own = columns.home()
+    return dx, own[0], row_sums, own[1:]
 
 
-def _ring_scalar(x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan) -> BatchGrads:
-    """Send x and y with their terms around the ring; each rank sums the gradients of its own rows and columns."""
-    row_terms, col_terms = _PerSample(row), _PerSample(col)
-    split = len(row_terms.vectors)
-    blocks = circulate((x, y, *row_terms.vectors, *col_terms.vectors), **transfer_arguments(plan))
+def _ring_scalar(tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, plan: Plan) -> _Gradients:
+    """Send x and y with their values around the ring; each rank sums the gradients of its own rows and columns."""
+    split = len(rows.vectors)
+    blocks = circulate((x, y, *rows.vectors, *cols.vectors), **_transfer(plan))
     next(blocks)  # this rank's own
-    dx, dy, row_dot, col_dot = _both_sides(x, y, row, col, plan, diagonal=0)
+    dx, dy, row_sums, col_sums = tile(x, y, rows.values, cols.values, diagonal=0)
     for _, (x_block, y_block, *moved) in blocks:
-        others_rows, others_cols = Terms(*row_terms.joined(moved[:split])), Terms(*col_terms.joined(moved[split:]))
-        more_rows = _row_side(x, y_block, row, others_cols, plan, diagonal=None, dx=dx)[1]
-        more_cols = _column_side(x_block, y, others_rows, col, plan, diagonal=None, dy=dy)[1]
-        merge_sums(_given(row_dot, col_dot), _given(more_rows, more_cols))
-    return BatchGrads(dx, dy, row_dot, col_dot)
+        others_rows, others_cols = rows.joined(moved[:split]), cols.joined(moved[split:])
+        _, _, more_rows, _ = tile(x, y_block, rows.values, others_cols, need_dy=False, add_to=(dx, None))
+        _, _, _, more_cols = tile(x_block, y, others_rows, cols.values, need_dx=False, add_to=(None, dy))
+        _merge_sums((*row_sums, *col_sums), (*more_rows, *more_cols))
+    return dx, dy, row_sums, col_sums
 
 
-def _gathered_feature(x: Tensor, y_all: Tensor, row: Terms, col: Terms, plan: Plan) -> BatchGrads:
+def _gathered_feature(
+    tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, plan: Plan, y_all: Tensor | None
+) -> _Gradients:
     """Compute this rank's rows with all columns; reduce-scatter the gradients of the columns."""
-    col_all = Terms(*_PerSample(col).gathered(plan))
-    part = _both_sides(x, y_all, row, col_all, plan, diagonal=plan.ranks.rank * len(x))
-    dy = reduce_scatter_rows(part.dy, **transfer_arguments(plan))
-    col_dot = None if part.col_dot is None else reduce_scatter_rows(part.col_dot, group=plan.ranks)
-    return BatchGrads(part.dx, dy, part.row_dot, col_dot)
+    y_all = gather_columns(y, plan) if y_all is None else y_all
+    dx, dy, row_sums, col_sums = tile(x, y_all, rows.values, cols.gathered(plan), diagonal=plan.ranks.rank * len(x))
+    dy = reduce_scatter_rows(dy, **_transfer(plan))
+    return dx, dy, row_sums, tuple(reduce_scatter_rows(sums, group=plan.ranks) for sums in col_sums)
 
 
-def _gathered_scalar(x: Tensor, y: Tensor, y_all: Tensor, row: Terms, col: Terms, plan: Plan) -> BatchGrads:
+def _gathered_scalar(
+    tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, plan: Plan, y_all: Tensor | None
+) -> _Gradients:
     """Compute this rank's rows with all columns for dx, then all rows with this rank's columns for dy."""
     offset = plan.ranks.rank * len(x)
-    dx, row_dot = _row_side(x, y_all, row, Terms(*_PerSample(col).gathered(plan)), plan, diagonal=offset)
-    x_all, row_all = gather_rows(x, **transfer_arguments(plan)), Terms(*_PerSample(row).gathered(plan))
-    dy, col_dot = _column_side(x_all, y, row_all, col, plan, diagonal=-offset)
-    return BatchGrads(dx, dy, row_dot, col_dot)
+    y_all = gather_columns(y, plan) if y_all is None else y_all
+    dx, _, row_sums, _ = tile(x, y_all, rows.values, cols.gathered(plan), diagonal=offset, need_dy=False)
+    del y_all  # before the rows are gathered
+    x_all = gather_rows(x, **_transfer(plan))
+    _, dy, _, col_sums = tile(x_all, y, rows.gathered(plan), cols.values, diagonal=-offset, need_dx=False)
+    return dx, dy, row_sums, col_sums
 
 
-def _both_sides(
-    x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None, dx: Tensor | None = None
-) -> BatchGrads:
-    """Compute one block. dx: tensor to which the gradient of its rows is added."""
-    dx, dy, row_dot, col_dot = tile_grads(x, y, row, col, diagonal=diagonal, add_to=(dx, None), **_options(plan))
-    assert dx is not None and dy is not None, "both sides are computed"
-    return BatchGrads(dx, dy, row_dot, col_dot)
-
-
-def _row_side(
-    x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None, dx: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return dx and row_dot of a block whose columns belong to another rank. dx: tensor to add to."""
-    options = {"need_dy": False, "add_to": (dx, None), **_options(plan)}
-    dx, _, row_dot, _ = tile_grads(x, y, row, col, diagonal=diagonal, **options)
-    assert dx is not None, "the row side is computed"
-    return dx, row_dot
-
-
-def _column_side(
-    x: Tensor, y: Tensor, row: Terms, col: Terms, plan: Plan, diagonal: int | None, dy: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return dy and col_dot of a block whose rows belong to another rank. dy: tensor to add to."""
-    options = {"need_dx": False, "add_to": (None, dy), **_options(plan)}
-    _, dy, _, col_dot = tile_grads(x, y, row, col, diagonal=diagonal, **options)
-    assert dy is not None, "the column side is computed"
-    return dy, col_dot
-
-
-def transfer_arguments(plan: Plan) -> dict[str, Any]:
+def _transfer(plan: Plan) -> dict[str, Any]:
     """Return the group and the payload dtype for collectives of features and their gradients."""
     return {"group": plan.ranks, "payload": plan.payload}
-
-
-def _options(plan: Plan) -> dict[str, Any]:
-    """Return the keyword arguments of `tile_grads` that are equal for all blocks."""
-    return {"need_dots": plan.need_dots, "options": plan.tiles}
 
 
 class _PerSample:
     """Values of one direction. Vectors, (b,), are sent with the features; numbers are equal on all ranks."""
 
     def __init__(self, values: Sequence[Scalars]) -> None:
-        self._values = values
+        self.values = values
         self.vectors: Tensors = tuple(value for value in values if _is_vector(value))
 
     def joined(self, vectors: Sequence[Tensor]) -> list[Scalars]:
         """Return all values, with the vectors replaced by those of another rank."""
         moved = iter(vectors)
-        return [next(moved) if _is_vector(value) else value for value in self._values]
+        return [next(moved) if _is_vector(value) else value for value in self.values]
 
     def gathered(self, plan: Plan) -> list[Scalars]:
         """Return all values, with the vectors gathered from all ranks, (B,)."""
@@ -220,7 +248,7 @@ def _given(*tensors: Tensor | None) -> Tensors:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
-def merge_sums(total: Tensors | None, part: Tensors) -> Tensors:
+def _merge_sums(total: Tensors | None, part: Tensors) -> Tensors:
     """Add `part` to `total` elementwise, in place; None is zero."""
     return part if total is None else tuple(old.add_(new) for old, new in zip(total, part, strict=True))
 

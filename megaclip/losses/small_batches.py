@@ -8,7 +8,6 @@ A recording keeps its buffers: the features, the sums of gradients and a tile of
 them. MegaCLIP's own runs do not use them: there the host launches the loss while the GPU still computes the towers.
 """
 
-import functools
 from collections import Counter
 from typing import Any
 
@@ -17,9 +16,7 @@ from torch import Tensor
 
 from megaclip.comm.recording import Recording
 from megaclip.logging import get_logger, log_once
-from megaclip.losses.batch_loss import BatchLoss
 from megaclip.losses.plan import Plan
-from megaclip.losses.settings import BatchLossSettings
 from megaclip.losses.sums import Evaluate, LossAndSums
 from megaclip.ops.tiles import implementation_for
 from megaclip.ops.types import accumulation_dtype
@@ -35,68 +32,49 @@ _MOST_RECORDINGS = 2
 _logger = get_logger(__name__)
 
 
-class RecordableLoss(BatchLoss):
-    """Base class of the losses whose sums can be recorded."""
-
-    settings_model = BatchLossSettings
-    settings: BatchLossSettings
-
-    def __init__(self, *, group: Any = None, **settings: Any) -> None:
-        super().__init__(group=group, **settings)
-        self._recordings = _Recordings()
-
-    def plain_sums(
-        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
-    ) -> LossAndSums:
-        """Compute the loss and the sums of its backward pass."""
-        raise NotImplementedError
-
-    def sums(self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan) -> LossAndSums:
-        """Return the result of `plain_sums`, from a recording if these sizes repeat and are small."""
-        plain = functools.partial(self.plain_sums, plan=plan)
-        if not self.records(x, plan):
-            return plain(x, y, logit_scale, logit_bias)
-        stream = torch.cuda.current_stream(x.device).cuda_stream  # replays on two streams would share buffers
-        recording = self._recordings.get((x.shape, x.dtype, x.device, stream, plan), plain, x, logit_bias is not None)
-        return (recording or plain)(x, y, logit_scale, logit_bias)
-
-    def records(self, x: Tensor, plan: Plan) -> bool:
-        """Return whether steps with features like x (b, D) are recorded if they repeat; equal on all ranks."""
-        b, embedding = x.shape
-        return (
-            self.settings.cuda_graphs
-            and x.is_cuda
-            and 8 * b * b * plan.ranks.size * embedding <= _MOST_OPERATIONS
-            and plan.ranks.size * b * embedding * (x.dtype.itemsize + accumulation_dtype(x).itemsize) <= _MOST_BYTES
-            and (plan.ranks.size == 1 or (plan.exchange == "all_gather" and plan.ranks.message_device.type == "cuda"))
-            and implementation_for(plan.tiles, x) == "triton"
-            and not torch.cuda.is_current_stream_capturing()
-        )
+def is_small(x: Tensor, plan: Plan) -> bool:
+    """Return whether steps with features like x (b, D) are recorded if they repeat; equal on all ranks."""
+    b, embedding = x.shape
+    return (
+        x.is_cuda
+        and 8 * b * b * plan.ranks.size * embedding <= _MOST_OPERATIONS
+        and plan.ranks.size * b * embedding * (x.dtype.itemsize + accumulation_dtype(x).itemsize) <= _MOST_BYTES
+        and (plan.ranks.size == 1 or (plan.exchange == "all_gather" and plan.ranks.message_device.type == "cuda"))
+        and implementation_for(plan.tiles, x) == "triton"
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
-class _Recordings:
+class Recordings:
     """The recordings of one loss, by the sizes of its arguments."""
 
     def __init__(self) -> None:
         self._calls: Counter[Any] = Counter()
         self._recordings: dict[Any, _SmallBatch] = {}
 
-    def __reduce__(self) -> tuple[type["_Recordings"], tuple[()]]:
+    def __reduce__(self) -> tuple[type["Recordings"], tuple[()]]:
         """Reduce to an empty object: a copy of a loss starts without recordings."""
-        return _Recordings, ()
+        return Recordings, ()
 
-    def get(self, key: Any, plain: Evaluate, like: Tensor, has_bias: bool) -> Evaluate | None:
-        """Return the recording of these sizes, or None for their first calls."""
-        if key in self._recordings:
-            return self._recordings[key]
-        self._calls[key] += 1
-        if self._calls[key] <= _PLAIN_CALLS:
-            return None
+    def evaluate(
+        self, plain: Evaluate, plan: Plan, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None
+    ) -> LossAndSums:
+        """Return the result of `plain`, from a recording if these sizes repeat."""
+        stream = torch.cuda.current_stream(x.device).cuda_stream  # replays on two streams would share buffers
+        key = (x.shape, x.dtype, x.device, stream, plan)
+        if key not in self._recordings:
+            self._calls[key] += 1
+            if self._calls[key] <= _PLAIN_CALLS:
+                return plain(x, y, logit_scale, logit_bias)
+            self._record(key, plain, x, logit_bias is not None)
+        return self._recordings[key](x, y, logit_scale, logit_bias)
+
+    def _record(self, key: Any, plain: Evaluate, like: Tensor, has_bias: bool) -> None:
         if len(self._recordings) == _MOST_RECORDINGS:
             oldest = next(iter(self._recordings))
             del self._recordings[oldest], self._calls[oldest]
         log_once(_logger.info, f"loss: the kernels of batches of {len(like)} per rank run as CUDA graphs")
-        return self._recordings.setdefault(key, _SmallBatch(plain, like, has_bias))
+        self._recordings[key] = _SmallBatch(plain, like, has_bias)
 
 
 class _SmallBatch:

@@ -4,6 +4,7 @@ The backward pass multiplies these sums by the upstream gradient, adds the posit
 communicate.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,6 +63,7 @@ Evaluate = Callable[[Tensor, Tensor, Tensor, Tensor | None], LossAndSums]
 """Function of x, y (b, D), logit_scale and logit_bias."""
 
 
+@functools.cache
 def function_of_sums(name: str) -> type[torch.autograd.Function]:
     """Return the autograd function of (x, y, logit_scale, logit_bias, evaluate), whose value is the loss ().
 

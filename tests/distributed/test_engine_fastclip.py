@@ -120,8 +120,7 @@ def through_the_engine(case: Case) -> Trained:
     u[mine] = np.exp(rows[:, :2])
     if written.individual(case.loss):
         tau[mine] = np.where(np.isnan(rows[:, :2]), np.nan, rows[:, 2:4])
-    assert loss.log_scale is not None
-    return Trained(losses, norms, whole_parameters(engine), float(loss.log_scale), u, tau)
+    return Trained(losses, norms, whole_parameters(engine), float(loss._loss.log_scale), u, tau)
 
 
 def train_all() -> dict[str, Trained]:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.losses import ClipLoss, SigLipLoss, small_batches
-from megaclip.losses.small_batches import RecordableLoss
+from megaclip.losses.batch_loss import SummedLoss
 from tests.distributed.harness import run_ranks
 
 
@@ -67,7 +67,7 @@ def stand_ins() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in replaced.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        stack.enter_context(mock.patch.object(RecordableLoss, "records", lambda self, x, plan: True))
+        stack.enter_context(mock.patch.object(SummedLoss, "records", lambda self, x, plan: True))
         yield
 
 
@@ -79,12 +79,12 @@ def leaves(b: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
     return [tensor.requires_grad_() for tensor in (x, y, *scalars)]
 
 
-def results(loss: RecordableLoss, arguments: list[Tensor]) -> list[Tensor]:
+def results(loss: SummedLoss, arguments: list[Tensor]) -> list[Tensor]:
     value = loss(*arguments)
     return [value.detach(), *torch.autograd.grad(3 * value, arguments)]
 
 
-def differences(kind: type[RecordableLoss], b: int, dtype: torch.dtype, reduction: str) -> list[str]:
+def differences(kind: type[SummedLoss], b: int, dtype: torch.dtype, reduction: str) -> list[str]:
     """Return where a recorded loss differs from a plain one in five steps with different features and scalars."""
     way = {"exchange": "all_gather", "reduction": reduction}
     case = f"{kind.__name__} b={b} {dtype} {reduction} W={group_size()}"

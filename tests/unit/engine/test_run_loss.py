@@ -54,11 +54,11 @@ def test_the_temperatures_cosine_has_the_warmup_of_the_run_by_default() -> None:
     for given, factor in (({}, 1 / 5), ({"temperature_warmup": 4}, 1 / 4), ({"temperature_warmup": 0}, 1.0)):
         settings = {"temperature_schedule": "cosine", "temperature_learning_rate": 0.01, **given}
         loss = RunLoss(MegaclipSection(loss="fastclip_v0", fastclip=settings), samples=9, **RUN)
-        before = loss.log_scale.item()
+        before = loss._loss.log_scale.item()
         x, y = (F.normalize(torch.randn(4, 6), dim=1) for _ in range(2))
         loss.bind(lambda: torch.arange(4), 0.0)(x.requires_grad_(), y, torch.ones(1)).backward()
         loss.update(0)
-        assert abs(loss.log_scale.item() - before) == pytest.approx(factor * 0.01, rel=1e-3)
+        assert abs(loss._loss.log_scale.item() - before) == pytest.approx(factor * 0.01, rel=1e-3)
 
 
 def test_a_warmup_of_the_temperature_that_is_longer_than_the_run_is_refused() -> None:

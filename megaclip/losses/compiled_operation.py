@@ -1,7 +1,7 @@
-"""A loss as one operation of a graph, `torch.ops.megaclip.clip_loss` or `siglip_loss`, for `torch.compile`.
+"""A loss as one operation of a compiled graph: `torch.ops.megaclip.clip_loss` or `siglip_loss`, for `torch.compile`.
 
 torch.compile cannot trace the look-up of process groups, the choice of a plan or the messages of a ring. So the loss
-adds a single operation to the graph that is being traced (`in_graph`). The operation runs the plain code when the graph
+adds a single operation to the compiled graph (`traced`). The operation runs the plain code when the compiled graph
 runs: it looks up the group by its name, checks the features of all ranks, and makes the plan.
 
 The shapes of an operation's results must be known before it runs. So it returns the gradients' sums, as
@@ -13,24 +13,28 @@ a digest of the source is an argument of the operation. Without it, another vers
 backward pass of this one.
 """
 
+from __future__ import annotations
+
 import functools
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megaclip.comm.groups import RankGroup, named
+from megaclip.comm.groups import named
 from megaclip.losses.first_order import first_order
 from megaclip.losses.sums import LossAndSums, finish_gradients
 from megaclip.ops.types import accumulation_dtype
 
+if TYPE_CHECKING:
+    from megaclip.losses.batch_loss import SummedLoss
+
 
 def _digest_of_source() -> str:
-    """Return a digest of the files from which the graphs of losses are traced: those of this folder and of ops."""
+    """Return a digest of the files from which losses are traced: those of this folder and of ops."""
     folder = Path(__file__).parent
     files = sorted([*folder.glob("*.py"), *folder.with_name("ops").glob("*.py")])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
@@ -39,47 +43,18 @@ def _digest_of_source() -> str:
 _SOURCE = _digest_of_source()
 
 
-class GraphLoss(Protocol):
-    """Attributes of a loss that can be an operation of a graph."""
-
-    group_name: str
-    """Name of its process group, from `megaclip.comm.groups.name_of`."""
-    settings_json: str
-    """Keyword arguments of its constructor, without the group."""
-
-    def evaluate(
-        self,
-        x: Tensor,
-        y: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None,
-        *,
-        ranks: RankGroup,
-        gradients: bool,
-    ) -> LossAndSums:
-        """Check the arguments, and return the loss and its sums. gradients: False if only the loss is used."""
-
-
-def in_graph(
-    loss: GraphLoss, operation: Any, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None
-) -> Tensor:
-    """Return the loss () as one operation of the graph that is being traced.
-
-    operation: the result of `register_loss`. x, y: local features (b, D).
-    """
+def traced(loss: SummedLoss, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None) -> Tensor:
+    """Return the loss () as one operation of the compiled graph that is being traced. x, y: local features (b, D)."""
     tensors = (x, y, logit_scale) if logit_bias is None else (x, y, logit_scale, logit_bias)
     gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    return operation(x, y, logit_scale, logit_bias, loss.settings_json, loss.group_name, gradients, _SOURCE)[0]
+    return loss.operation(x, y, logit_scale, logit_bias, loss.settings_json, loss.group_name, gradients, _SOURCE)[0]
 
 
-def register_loss(name: str, loss_class: Callable[..., GraphLoss]) -> Any:
-    """Register `torch.ops.megaclip.NAME`, which computes a loss of this class, and return it.
-
-    loss_class: a class whose `settings_json` are the arguments of its constructor.
-    """
+def register_loss(name: str, loss_class: type[SummedLoss]) -> Any:
+    """Register `torch.ops.megaclip.NAME`, which computes a loss of this class, and return it."""
 
     @functools.cache
-    def construct(settings: str) -> GraphLoss:
+    def construct(settings: str) -> SummedLoss:
         return loss_class(**json.loads(settings))
 
     def run(
