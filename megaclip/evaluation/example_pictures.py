@@ -1,7 +1,5 @@
 """Draw the two evaluation pictures of collected examples; captions and images are read from the dataset by id."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from PIL import Image
 
@@ -9,7 +7,7 @@ from megaclip.data.batch import PADDING_ID, BadSample
 from megaclip.data.images import eight_bit, open_image
 from megaclip.evaluation.captions import PairSource
 from megaclip.evaluation.examples import RetrievalExamples
-from megaclip.evaluation.pictures import RetrievedRow, retrieval_grid, similarity_heatmap
+from megaclip.evaluation.pictures import Picture, retrieval_grid, similarity_heatmap
 from megaclip.logging import get_logger, log_once
 
 _logger = get_logger(__name__)
@@ -24,28 +22,12 @@ def example_pictures(examples: RetrievalExamples, dataset: PairSource) -> dict[s
     """
     captions, images = zip(*(_read(dataset, int(pair)) for pair in examples.ids), strict=True)
     heat_map = similarity_heatmap(examples.similarities, captions, images)
-    return {"similarity": heat_map, "retrieval": retrieval_grid(_rows(examples, captions, dataset))}
+    found = [[_read(dataset, pair)[1] for pair in pairs] for pairs in examples.found_ids.tolist()]
+    grid = retrieval_grid(examples, [captions[query] for query in examples.queries], found)
+    return {"similarity": heat_map, "retrieval": grid}
 
 
-def _rows(examples: RetrievalExamples, captions: Sequence[str], dataset: PairSource) -> list[RetrievedRow]:
-    rows = []
-    for number, query in enumerate(examples.queries):
-        found = examples.found_ids[number].tolist()
-        own = int(examples.ids[query])
-        rows.append(
-            RetrievedRow(
-                caption=captions[query],
-                images=[_read(dataset, pair)[1] for pair in found],
-                similarities=examples.found_similarities[number].tolist(),
-                correct=found.index(own) if own in found else None,
-                rank=int(examples.ranks[number]),
-                candidates=examples.candidates,
-            )
-        )
-    return rows
-
-
-def _read(dataset: PairSource, pair: int) -> tuple[str, Image.Image | None]:
+def _read(dataset: PairSource, pair: int) -> tuple[str, Picture]:
     """Return the first line of the caption, and the image as a thumbnail, or None if it cannot be read."""
     if pair == PADDING_ID:
         return "", None

@@ -1,64 +1,36 @@
 """Draw a similarity heat map and a grid of retrieved images for TensorBoard, and a contact sheet of a dataset.
 
-They are drawn with Pillow and numpy on the rank that writes the log. All functions return RGB uint8 (3, H, W), the
-layout of `SummaryWriter.add_image`. Their data comes from `examples.retrieval_examples`.
+They are drawn with Pillow on the rank that writes the log. All functions return RGB uint8 (3, H, W), the layout of
+`SummaryWriter.add_image`. Their data comes from `examples.retrieval_examples`.
 """
 
-from bisect import bisect_right
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+from megaclip.evaluation.examples import RetrievalExamples
+
 Colour = tuple[int, int, int]
+Picture = Image.Image | None
+"""An image, or None if it cannot be read."""
+
 _PAPER: Colour = (255, 255, 255)
 _INK: Colour = (32, 36, 44)
 _GREY: Colour = (118, 124, 134)
-_LINE: Colour = (226, 229, 233)
 _GREEN: Colour = (22, 148, 72)
 _RED: Colour = (200, 48, 48)
 _BLANK: Colour = (238, 240, 243)
-
-# Nine evenly spaced colours of matplotlib's viridis, from dark (low) to bright (high). The order remains visible in
-# greyscale and to colour-blind readers.
-_VIRIDIS = np.array(
-    [
-        (68, 1, 84), (71, 44, 122), (59, 81, 139), (44, 113, 142), (33, 144, 141),
-        (39, 173, 129), (92, 200, 99), (170, 220, 50), (253, 231, 37),
-    ],
-    dtype=np.float64,
-)  # fmt: skip
-_MARGIN = 20
-_CAPTION_WIDTH = 250
-_LABEL_WIDTH = 340
-_THUMBNAIL = 128
-_GAP = 10
+_LOW, _MIDDLE, _HIGH = (68, 1, 84), (33, 144, 141), (253, 231, 37)
+"""Colours of similarities. Their order remains visible in greyscale and to colour-blind readers."""
+_MARGIN, _GAP, _TITLE = 20, 10, 62
+_CAPTION_WIDTH, _THUMBNAIL = 260, 128
 _LONGEST_TEXT = 2000
-"""Number of characters of a caption that are measured; fewer fit into a column."""
+"""Number of characters of a caption that are looked at; fewer fit into a column."""
 
 
-@dataclass(frozen=True)
-class RetrievedRow:
-    """One caption and the images that the model ranks highest for it."""
-
-    caption: str
-    images: Sequence[Image.Image | None]
-    """Images, best first; None for an image that cannot be read."""
-    similarities: Sequence[float]
-    """Similarity of each image to the caption."""
-    correct: int | None
-    """Index of the caption's own image in `images`, or None if it is not among them."""
-    rank: int
-    """Rank of the caption's own image among all images; 0 is the best."""
-    candidates: int
-    """Number of images that were searched."""
-
-
-def similarity_heatmap(
-    similarities: np.ndarray, captions: Sequence[str], images: Sequence[Image.Image | None]
-) -> np.ndarray:
+def similarity_heatmap(similarities: np.ndarray, captions: Sequence[str], images: Sequence[Picture]) -> np.ndarray:
     """Draw similarities as a heat map of captions (rows, with text) by images (columns, with thumbnails).
 
     similarities: (k, k) floating, [i, j] of caption i and image j; a good model gives a bright diagonal. Non-finite
@@ -66,98 +38,71 @@ def similarity_heatmap(
     """
     count = len(similarities)
     cell = max(14, min(40, 768 // max(1, count)))
-    side, left, top = cell * count, _MARGIN + _LABEL_WIDTH + _GAP, 84 + cell
-    canvas = Image.new("RGB", (left + side + 104, top + side + _MARGIN), _PAPER)
-    draw = ImageDraw.Draw(canvas)
-    draw.text((_MARGIN, 16), "Similarity of captions and images", _INK, font=_font(20, bold=True))
-    draw.text((_MARGIN, 46), _diagonal_summary(similarities), _GREY, font=_font(14))
-
-    finite = similarities[np.isfinite(similarities)]
+    side, left, top = cell * count, _MARGIN + _CAPTION_WIDTH + _GAP, _TITLE + 22 + cell
+    canvas = _canvas("Similarity of captions and images", left + max(side, _CAPTION_WIDTH) + 104, top + side + _MARGIN)
+    canvas.paste(_text(_diagonal_summary(similarities), 14, (canvas.width - 2 * _MARGIN, 20), _GREY), (_MARGIN, 46))
+    is_finite = np.isfinite(similarities)
+    finite = similarities[is_finite]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    pixels = _colours(similarities, low, high).repeat(cell, axis=0).repeat(cell, axis=1)
-    canvas.paste(Image.fromarray(pixels), (left, top))
-    font = _font(min(13, cell - 3))
+    levels = (np.where(is_finite, similarities, low) - low) / ((high - low) or 1.0)
+    heat = np.where(is_finite[:, :, None], _coloured(levels), np.uint8(_RED))
+    canvas.paste(Image.fromarray(heat).resize((side, side), Image.Resampling.NEAREST), (left, top))
     for index in range(count):
-        start = index * cell
-        canvas.paste(_thumbnail(images[index], cell - 1), (left + start, top - cell - 3))
-        text = _shortened(captions[index], font, _LABEL_WIDTH)
-        draw.text((left - _GAP, top + start + cell / 2), text, _INK, font=font, anchor="rm")
-        if cell >= 20:
-            draw.rectangle((left + start, top + start, left + start + cell - 1, top + start + cell - 1), outline=_PAPER)
-    _draw_scale(canvas, (left + side + 20, top, min(side, 320)), low, high)
+        canvas.paste(_thumbnail(images[index], cell - 1), (left + index * cell, top - cell - 3))
+        text = _text(captions[index], min(13, cell - 3), (_CAPTION_WIDTH, cell))
+        canvas.paste(text, (_MARGIN, top + index * cell))
+    bar = Image.fromarray(_coloured(np.linspace(1.0, 0.0, 64)[:, None])).resize((14, max(side, 60)))
+    canvas.paste(bar, (left + side + 20, top))
+    for value, place in ((high, 0.0), ((low + high) / 2, 0.5), (low, 1.0)):
+        canvas.paste(
+            _text(f"{value:.3f}", 13, (64, 16), _GREY), (left + side + 38, top + int(place * (bar.height - 16)))
+        )
     return _channels_first(canvas)
 
 
-def retrieval_grid(rows: Sequence[RetrievedRow]) -> np.ndarray:
-    """Draw one line per caption: its text, the rank of its own image, and the images that were found.
+def retrieval_grid(
+    examples: RetrievalExamples, captions: Sequence[str], images: Sequence[Sequence[Picture]]
+) -> np.ndarray:
+    """Draw one line per query: its caption, the rank of its own image, and the images that were found.
 
-    The caption's own image has a green outline. Returns (3, H, W) uint8.
+    captions: that of each query. images: those of `examples.found_ids`. The caption's own image has a green outline.
+    Returns (3, H, W) uint8.
     """
-    columns = max((len(row.images) for row in rows), default=0)
-    height = _THUMBNAIL + 34
-    left, top = _MARGIN + _CAPTION_WIDTH + 2 * _GAP, 62
-    width = left + columns * (_THUMBNAIL + _GAP) - _GAP + _MARGIN
-    canvas = Image.new("RGB", (width, top + height * len(rows) + _GAP), _PAPER)
+    columns = max(map(len, images), default=0)
+    left, pitch, height = _MARGIN + _CAPTION_WIDTH + _GAP, _THUMBNAIL + _GAP, _THUMBNAIL + 34
+    width = max(left + columns * pitch, 2 * _CAPTION_WIDTH) + _MARGIN
+    canvas = _canvas("Images retrieved for a caption", width, _TITLE + height * len(images) + _GAP)
     draw = ImageDraw.Draw(canvas)
-    draw.text((_MARGIN, 16), "Images retrieved for a caption", _INK, font=_font(20, bold=True))
-    for index, row in enumerate(rows):
-        upper = top + index * height
-        draw.line((_MARGIN, upper - 8, width - _MARGIN, upper - 8), _LINE)
-        _draw_caption(draw, row, upper)
-        for column, (image, similarity) in enumerate(zip(row.images, row.similarities, strict=True)):
-            corner = (left + column * (_THUMBNAIL + _GAP), upper)
-            _draw_hit(canvas, image, similarity, corner, is_correct=column == row.correct)
+    for number, (caption, found) in enumerate(zip(captions, images, strict=True)):
+        top = _TITLE + number * height
+        is_own = examples.found_ids[number] == examples.ids[examples.queries[number]]
+        verdict = f"own image at rank {examples.ranks[number] + 1} of {examples.candidates}"
+        colour = _GREEN if is_own.any() else _RED
+        canvas.paste(_text(caption, 15, (_CAPTION_WIDTH, 100)), (_MARGIN, top))
+        canvas.paste(_text(verdict, 13, (_CAPTION_WIDTH, 18), colour), (_MARGIN, top + _THUMBNAIL - 18))
+        for column, image in enumerate(found):
+            x, own = left + column * pitch, bool(is_own[column])
+            similarity = f"{examples.found_similarities[number][column]:.3f}"
+            canvas.paste(_thumbnail(image, _THUMBNAIL), (x, top))
+            canvas.paste(_text(similarity, 13, (_THUMBNAIL, 18), _GREEN if own else _GREY), (x, top + _THUMBNAIL + 5))
+            if own:
+                draw.rectangle((x - 4, top - 4, x + _THUMBNAIL + 3, top + _THUMBNAIL + 3), outline=_GREEN, width=4)
     return _channels_first(canvas)
 
 
-def contact_sheet(title: str, samples: Sequence[tuple[str, Image.Image | None]]) -> np.ndarray:
+def contact_sheet(title: str, samples: Sequence[tuple[str, Picture]]) -> np.ndarray:
     """Draw images in rows, each with its caption below it.
 
     samples: captions with their images, None for an image that cannot be read. Returns (3, H, W) uint8.
     """
-    columns, cell, height, top = 6, _THUMBNAIL + 32, _THUMBNAIL + 84, 62
-    rows = -(-len(samples) // columns)
-    canvas = Image.new("RGB", (2 * _MARGIN + columns * (cell + _GAP) - _GAP, top + max(1, rows) * height), _PAPER)
-    draw = ImageDraw.Draw(canvas)
-    draw.text(
-        (_MARGIN, 16), _shortened(title, _font(20, bold=True), canvas.width - 2 * _MARGIN), _INK, _font(20, bold=True)
-    )
+    columns, cell, height = 6, _THUMBNAIL + 32, _THUMBNAIL + 84
+    rows = max(1, -(-len(samples) // columns))
+    canvas = _canvas(title, 2 * _MARGIN + columns * (cell + _GAP) - _GAP, _TITLE + rows * height)
     for index, (caption, image) in enumerate(samples):
-        x, y = _MARGIN + index % columns * (cell + _GAP), top + index // columns * height
+        x, y = _MARGIN + index % columns * (cell + _GAP), _TITLE + index // columns * height
         canvas.paste(_thumbnail(image, cell), (x, y))
-        for number, line in enumerate(_wrapped(caption, _font(12), cell, most_lines=2)):
-            draw.text((x, y + cell + 6 + number * 16), line, _INK, font=_font(12))
+        canvas.paste(_text(caption, 12, (cell, 36)), (x, y + cell + 6))
     return _channels_first(canvas)
-
-
-def _draw_caption(draw: ImageDraw.ImageDraw, row: RetrievedRow, upper: int) -> None:
-    found = row.correct is not None
-    verdict = f"own image at rank {row.rank + 1} of {row.candidates}"
-    draw.text((_MARGIN, upper + _THUMBNAIL - 16), verdict, _GREEN if found else _RED, font=_font(13))
-    for number, line in enumerate(_wrapped(row.caption, _font(15), _CAPTION_WIDTH, most_lines=5)):
-        draw.text((_MARGIN, upper + number * 20), line, _INK, font=_font(15))
-
-
-def _draw_hit(
-    canvas: Image.Image, image: Image.Image | None, similarity: float, corner: tuple[int, int], *, is_correct: bool
-) -> None:
-    draw = ImageDraw.Draw(canvas)
-    x, y = corner
-    canvas.paste(_thumbnail(image, _THUMBNAIL), corner)
-    if is_correct:
-        draw.rectangle((x - 4, y - 4, x + _THUMBNAIL + 3, y + _THUMBNAIL + 3), outline=_GREEN, width=4)
-    colour = _GREEN if is_correct else _GREY
-    draw.text((x + _THUMBNAIL / 2, y + _THUMBNAIL + 12), f"{similarity:.3f}", colour, font=_font(13), anchor="mm")
-
-
-def _draw_scale(canvas: Image.Image, place: tuple[int, int, int], low: float, high: float) -> None:
-    """Draw the colour bar, highest value on top, with the values at its ends and in the middle."""
-    x, y, height = place
-    ramp = np.linspace(1.0, 0.0, height)[:, None].repeat(14, axis=1)
-    canvas.paste(Image.fromarray(_colours(ramp, 0.0, 1.0)), (x, y))
-    draw = ImageDraw.Draw(canvas)
-    for value, level, anchor in ((high, y, "lt"), ((low + high) / 2, y + height / 2, "lm"), (low, y + height, "lb")):
-        draw.text((x + 20, level), f"{value:.3f}", _GREY, font=_font(13), anchor=anchor)
 
 
 def _diagonal_summary(similarities: np.ndarray) -> str:
@@ -168,58 +113,45 @@ def _diagonal_summary(similarities: np.ndarray) -> str:
     )
 
 
-def _colours(values: np.ndarray, low: float, high: float) -> np.ndarray:
-    """Map values (h, w) to colours (h, w, 3) uint8, by linear interpolation in the colour map; red if not finite."""
-    finite = np.isfinite(values)
-    scaled = (np.where(finite, values, low) - low) / (high - low if high > low else 1.0)
-    stops = np.linspace(0.0, 1.0, len(_VIRIDIS))
-    pixels = np.stack([np.interp(scaled, stops, channel) for channel in _VIRIDIS.T], axis=-1).round().astype(np.uint8)
-    pixels[~finite] = _RED
-    return pixels
+def _canvas(title: str, width: int, height: int) -> Image.Image:
+    canvas = Image.new("RGB", (width, height), _PAPER)
+    canvas.paste(_text(title, 20, (width - 2 * _MARGIN, 26)), (_MARGIN, 14))
+    return canvas
 
 
-def _thumbnail(image: Image.Image | None, side: int) -> Image.Image:
+def _coloured(levels: np.ndarray) -> np.ndarray:
+    """Return the colours (h, w, 3) uint8 of levels (h, w) from 0 to 1."""
+    grey = Image.fromarray((255 * levels).round().astype(np.uint8))
+    return np.asarray(ImageOps.colorize(grey, _LOW, _HIGH, _MIDDLE))
+
+
+def _thumbnail(image: Picture, side: int) -> Image.Image:
     """Return the whole image, scaled down, in the middle of a grey square."""
     if image is None:
         return Image.new("RGB", (side, side), _BLANK)
     return ImageOps.pad(image.convert("RGB"), (side, side), Image.Resampling.BICUBIC, color=_BLANK)
 
 
-@lru_cache
-def _font(size: int, *, bold: bool = False) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+def _text(text: str, size: int, box: tuple[int, int], colour: Colour = _INK) -> Image.Image:
+    """Return a picture of this width and height with the text, in as many lines as fit; longer text is cut."""
+    width, height = box
+    lines = textwrap.wrap(
+        " ".join(text[:_LONGEST_TEXT].split()),
+        max(1, int(width / (0.6 * size))),  # a character of the font is 0.6 times as wide as high
+        max_lines=max(1, height // (size + 3)),
+        placeholder="…",
+    )
+    picture = Image.new("RGB", box, _PAPER)
+    ImageDraw.Draw(picture).multiline_text((0, 0), "\n".join(lines), colour, font=_font(size), spacing=3)
+    return picture
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """Return DejaVu if the system has it, for Greek, Cyrillic and other scripts; else Pillow's own Latin font."""
     try:
-        return ImageFont.truetype("DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf", size)
+        return ImageFont.truetype("DejaVuSansMono.ttf", size)
     except OSError:
         return ImageFont.load_default(size)
-
-
-def _start(text: str) -> str:
-    """Return the start of the text, on one line. Pillow measures long text slowly, and refuses a megabyte."""
-    return " ".join(text.split())[:_LONGEST_TEXT]
-
-
-def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """Return the text on one line; text wider than `width` pixels is cut and ends in an ellipsis."""
-    text = _start(text)
-    if font.getlength(text) <= width:
-        return text
-    kept = bisect_right(range(1, len(text)), float(width), key=lambda length: font.getlength(text[:length] + "…"))
-    return text[:kept].rstrip() + "…"
-
-
-def _wrapped(
-    text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int, *, most_lines: int
-) -> list[str]:
-    """Return lines no wider than `width` pixels, broken between words; the last one ends in an ellipsis if cut."""
-    words = _start(text).split()
-    lines: list[str] = []
-    while words and len(lines) < most_lines - 1:
-        line = words.pop(0)
-        while words and font.getlength(f"{line} {words[0]}") <= width:
-            line = f"{line} {words.pop(0)}"
-        lines.append(_shortened(line, font, width))
-    return [*lines, _shortened(" ".join(words), font, width)] if words else lines
 
 
 def _channels_first(canvas: Image.Image) -> np.ndarray:
