@@ -45,7 +45,7 @@ def similarity_heatmap(similarities: np.ndarray, captions: Sequence[str], images
     finite = similarities[is_finite]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
     levels = (np.where(is_finite, similarities, low) - low) / ((high - low) or 1.0)
-    heat = np.where(is_finite[:, :, None], _coloured(levels), np.uint8(_RED))
+    heat = np.where(is_finite[:, :, None], _coloured(levels), np.array(_RED, dtype=np.uint8))
     canvas.paste(Image.fromarray(heat).resize((side, side), Image.Resampling.NEAREST), (left, top))
     for index in range(count):
         canvas.paste(_thumbnail(images[index], cell - 1), (left + index * cell, top - cell - 3))

@@ -80,10 +80,7 @@ def evaluate(
             prompt_batch_size=text_batch_size,
         )
     if pairs is not None:
-        if captions is None:
-            features = _encode_pairs(encode, pairs)
-        else:
-            features = _encode_groups(encode, pairs, captions, tokenizer, text_batch_size)
+        features = _encode_pairs(encode, pairs, captions, tokenizer, text_batch_size)
         rows = (features.images, features.texts, features.image_ids)
         metrics |= retrieval(*rows, features.text_image_ids)
         all_ids = torch.nonzero(_present(features.image_ids)).flatten().cpu().numpy()
@@ -110,46 +107,29 @@ class _PairFeatures:
     """`text_image_ids` for the first caption of each image, -1 for its other captions."""
 
 
-def _encode_pairs(encode: Encode, pairs: Iterable[Any]) -> _PairFeatures:
-    """Encode pairs with one caption per image: images and captions batch by batch."""
-    images, texts, ids = [], [], []
-    for batch in in_step(pairs):
-        image_features, text_features = encode(images=batch.images, tokens=batch.tokens)
-        assert image_features is not None and text_features is not None, "encode returns features for every given input"
-        images.append(image_features)
-        texts.append(text_features)
-        ids.append(batch.ids.to(image_features.device))
-    _check_not_empty(ids)
-    all_ids = torch.cat(ids)
-    return _PairFeatures(torch.cat(images), torch.cat(texts), all_ids, all_ids, all_ids)
-
-
-def _encode_groups(
-    encode: Encode, pairs: Iterable[Any], captions: CaptionGroups, tokenizer: Tokenize, text_batch_size: int
+def _encode_pairs(
+    encode: Encode, pairs: Iterable[Any], captions: CaptionGroups | None, tokenizer: Tokenize, text_batch_size: int
 ) -> _PairFeatures:
-    """Encode pairs with several captions per image: first the images of the pairs, then this rank's captions."""
-    images, ids = [], []
+    """Encode images and captions batch by batch; with `captions` first all images, then this rank's captions."""
+    images, texts, ids = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     for batch in in_step(pairs):
-        image_features, _ = encode(images=batch.images)
+        image_features, text_features = encode(images=batch.images, tokens=batch.tokens if captions is None else None)
         assert image_features is not None, "encode returns features for every given input"
         images.append(image_features)
-        ids.append(captions.image_ids_of(batch.ids).to(image_features.device))
-    _check_not_empty(ids)
+        texts += [] if text_features is None else [text_features]
+        ids.append((batch.ids if captions is None else captions.image_ids_of(batch.ids)).to(image_features.device))
+    if not ids:
+        raise DataError("retrieval requires at least one batch of image-caption pairs on every rank, got none")
     image_ids = torch.cat(ids)
+    if captions is None:
+        return _PairFeatures(torch.cat(images), torch.cat(texts), image_ids, image_ids, image_ids)
     present = _present(image_ids).cpu()
     if not present.any():
         raise DataError(NO_PAIRS)
     captions = captions.of_images(present)
-    device = image_ids.device
-    texts = encode_captions(encode, captions.texts, tokenizer, batch_size=text_batch_size)
-    return _PairFeatures(
-        torch.cat(images), texts, image_ids, captions.image_ids.to(device), captions.leading_ids.to(device)
-    )
-
-
-def _check_not_empty(batches: list[torch.Tensor]) -> None:
-    if not batches:
-        raise DataError("retrieval requires at least one batch of image-caption pairs on every rank, got none")
+    text_features = encode_captions(encode, captions.texts, tokenizer, batch_size=text_batch_size)
+    caption_ids = (captions.image_ids.to(image_ids.device), captions.leading_ids.to(image_ids.device))
+    return _PairFeatures(torch.cat(images), text_features, image_ids, *caption_ids)
 
 
 def _present(ids: torch.Tensor) -> torch.Tensor:
