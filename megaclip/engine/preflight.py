@@ -3,7 +3,7 @@
 `check_fit` compares the planner's formulas with the memory that is free now, and decides where the run keeps a step's
 images and its embeddings, and how many graphs it keeps between its passes. The run follows the plan. After its first
 steps it may keep more graphs (`keep_more_graphs`). The loss chooses exchange and reduction later
-(`megaclip.losses.plan.make_plan`).
+(`megaclip.losses.way.make_way`).
 
 A run that does not fit is refused on GPUs. On CPUs it starts with a warning, because other programs share the memory
 and may free it. On both a run is refused if shared memory is too small for its loader, or if a step's images do not fit

@@ -14,8 +14,8 @@ from torch import Tensor
 from megaclip.comm.collectives import gather_integers, raise_on_all_ranks
 from megaclip.comm.groups import RankGroup
 from megaclip.errors import DataError
-from megaclip.losses.plan import EXCHANGES, PAYLOADS, REDUCTIONS
 from megaclip.losses.settings import LossSettings
+from megaclip.losses.way import EXCHANGES, PAYLOADS, REDUCTIONS
 from megaclip.ops.types import FEATURE_DTYPES
 
 _KINDS = list(itertools.product(FEATURE_DTYPES, (True, False)))

@@ -1,4 +1,4 @@
-"""Base classes of the losses over the batch of all ranks: process group, settings, plan and call signature."""
+"""Base classes of the losses over the batch of all ranks: process group, settings, and call signature."""
 
 import copy
 import functools
@@ -14,10 +14,10 @@ from megaclip.errors import config_error
 from megaclip.losses.agreement import check_features
 from megaclip.losses.compiled_operation import traced
 from megaclip.losses.costs import LossCost
-from megaclip.losses.plan import Plan, make_plan
 from megaclip.losses.settings import BatchLossSettings, StandaloneSettings
 from megaclip.losses.small_batches import Recordings, is_small
 from megaclip.losses.sums import LossAndSums, function_of_sums
+from megaclip.losses.way import Way, make_way
 from megaclip.ops.types import TileOptions, accumulation_dtype
 
 _OPEN_CLIP_SETTINGS = {
@@ -77,9 +77,9 @@ class BatchLoss(nn.Module):
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
         return copied
 
-    def plan(self, features: Tensor, ranks: RankGroup, cost: LossCost, *, need_dots: bool = False) -> Plan:
-        """Return the plan of a step with local features (b, D). cost: costs of this loss. need_dots: as in `Plan`."""
-        return make_plan(
+    def way(self, features: Tensor, ranks: RankGroup, cost: LossCost, *, need_dots: bool = False) -> Way:
+        """Return the way of a step with local features (b, D). cost: costs of this loss. need_dots: as in `Way`."""
+        return make_way(
             features,
             ranks=ranks,
             exchange=self.settings.exchange,
@@ -133,7 +133,7 @@ class SummedLoss(BatchLoss):
         if torch.compiler.is_compiling():
             loss = traced(self, *arguments)
         else:
-            loss = self.differentiable(*arguments, plan=self.checked_plan(*arguments, ranks=resolve(self.group)))
+            loss = self.differentiable(*arguments, way=self.checked_way(*arguments, ranks=resolve(self.group)))
         if bias is None:
             loss = with_unused(loss, logit_bias)
         return {"contrastive_loss": loss} if output_dict else loss
@@ -143,10 +143,10 @@ class SummedLoss(BatchLoss):
         return as_scalar(0.0 if logit_bias is None else logit_bias, features)
 
     def differentiable(
-        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
+        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, way: Way
     ) -> Tensor:
         """Return the loss () as a function that autograd can differentiate."""
-        evaluate = functools.partial(self.sums, plan=plan)
+        evaluate = functools.partial(self.sums, way=way)
         return function_of_sums(type(self).__name__).apply(x, y, logit_scale, logit_bias, evaluate)
 
     def evaluate(
@@ -161,32 +161,32 @@ class SummedLoss(BatchLoss):
     ) -> LossAndSums:
         """Check the arguments, and return the loss and its sums. gradients: False if only the loss is used."""
         return self.sums(
-            x, y, logit_scale, logit_bias, plan=self.checked_plan(x, y, logit_scale, logit_bias, ranks=ranks)
+            x, y, logit_scale, logit_bias, way=self.checked_way(x, y, logit_scale, logit_bias, ranks=ranks)
         )
 
-    def sums(self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan) -> LossAndSums:
+    def sums(self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, way: Way) -> LossAndSums:
         """Return the result of `plain_sums`, from a recording if these sizes repeat and are small."""
-        plain = functools.partial(self.plain_sums, plan=plan)
-        if not self.records(x, plan):
+        plain = functools.partial(self.plain_sums, way=way)
+        if not self.records(x, way):
             return plain(x, y, logit_scale, logit_bias)
-        return self._recordings.evaluate(plain, plan, x, y, logit_scale, logit_bias)
+        return self._recordings.evaluate(plain, way, x, y, logit_scale, logit_bias)
 
     def plain_sums(
-        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
+        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, way: Way
     ) -> LossAndSums:
         """Compute the loss and the sums of its backward pass."""
         raise NotImplementedError
 
-    def records(self, x: Tensor, plan: Plan) -> bool:
+    def records(self, x: Tensor, way: Way) -> bool:
         """Return whether steps with features like x (b, D) are recorded if they repeat; equal on all ranks."""
-        return self.settings.cuda_graphs and is_small(x, plan)
+        return self.settings.cuda_graphs and is_small(x, way)
 
-    def checked_plan(
+    def checked_way(
         self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, ranks: RankGroup
-    ) -> Plan:
-        """Return the plan of a step. Raises DataError on all ranks if the arguments do not fit together."""
+    ) -> Way:
+        """Return the way of a step. Raises DataError on all ranks if the arguments do not fit together."""
         check_features(x, y, logit_scale, logit_bias, settings=self.settings, ranks=ranks)
-        return self.plan(x, ranks, self.cost)
+        return self.way(x, ranks, self.cost)
 
 
 def as_scalar(value: Any, features: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from megaclip.losses.compiled_operation import register_loss
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
 from megaclip.losses.first_order import first_order
-from megaclip.losses.plan import Plan
 from megaclip.losses.sums import LossAndSums, gradient_of_scalar
+from megaclip.losses.way import Way
 from megaclip.ops.rows import finish_gradient, finish_gradients, softmax_pairs
 from megaclip.ops.types import Terms
 
@@ -39,12 +39,12 @@ class ClipLoss(SummedLoss):
         return None
 
     def differentiable(
-        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
+        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, way: Way
     ) -> Tensor:
         needs_gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, y, logit_scale))
-        if needs_gradients and self.records(x, plan):
-            return super().differentiable(x, y, logit_scale, None, plan=plan)
-        return _InfoNCE.apply(x, y, logit_scale, plan)
+        if needs_gradients and self.records(x, way):
+            return super().differentiable(x, y, logit_scale, None, way=way)
+        return _InfoNCE.apply(x, y, logit_scale, way)
 
     def evaluate(
         self,
@@ -58,18 +58,18 @@ class ClipLoss(SummedLoss):
     ) -> LossAndSums:
         if gradients:
             return super().evaluate(x, y, logit_scale, None, ranks=ranks, gradients=True)
-        alpha, plan = working_scalar(logit_scale, x), self.checked_plan(x, y, logit_scale, None, ranks=ranks)
-        (loss,) = _means_over_ranks(_forward_pass(x, y, alpha, plan).loss, plan=plan)
+        alpha, way = working_scalar(logit_scale, x), self.checked_way(x, y, logit_scale, None, ranks=ranks)
+        (loss,) = _means_over_ranks(_forward_pass(x, y, alpha, way).loss, way=way)
         return LossAndSums(loss, *(alpha,) * 6)  # the caller uses only the loss
 
     def plain_sums(
-        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
+        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, way: Way
     ) -> LossAndSums:
         alpha = working_scalar(logit_scale, x)
-        forward = _forward_pass(x, y, alpha, plan)
-        dx, dy = _backward_pass(x, y, alpha, forward, plan)
+        forward = _forward_pass(x, y, alpha, way)
+        dx, dy = _backward_pass(x, y, alpha, forward, way)
         _, dots = finish_gradient(dx, x, y, forward.pull, alpha)
-        loss, d_alpha = _means_over_ranks(forward.loss, dots.sum(), plan=plan)
+        loss, d_alpha = _means_over_ranks(forward.loss, dots.sum(), way=way)
         return LossAndSums(loss, dx, dy, forward.pull, alpha, d_alpha, torch.zeros_like(alpha))
 
 
@@ -90,28 +90,28 @@ def _weight(x: Tensor) -> float:
     return 1 / (2 * len(x))
 
 
-def _forward_pass(x: Tensor, y: Tensor, alpha: Tensor, plan: Plan) -> _Forward:
-    y_all = gather_columns(y, plan)
-    row_lse, col_lse = distributed_stats(x, y, alpha, alpha, plan=plan, y_all=y_all)
+def _forward_pass(x: Tensor, y: Tensor, alpha: Tensor, way: Way) -> _Forward:
+    y_all = gather_columns(y, way)
+    row_lse, col_lse = distributed_stats(x, y, alpha, alpha, way=way, y_all=y_all)
     pairs = softmax_pairs(x, y, row_lse, col_lse, alpha, _weight(x))
     return _Forward(pairs.losses.sum(), y_all, pairs.full_2m, pairs.pull)
 
 
-def _backward_pass(x: Tensor, y: Tensor, alpha: Tensor, forward: _Forward, plan: Plan) -> tuple[Tensor, Tensor]:
+def _backward_pass(x: Tensor, y: Tensor, alpha: Tensor, forward: _Forward, way: Way) -> tuple[Tensor, Tensor]:
     """Return the sums over the negatives dx, dy (b, D), without factor alpha."""
     weight = alpha.new_full((), _weight(x))  # alpha is multiplied in after the sums
     row_full, col_full = forward.full_2b
     row = Terms(scale=alpha, shift=row_full, weight=weight)
     col = Terms(scale=alpha, shift=col_full, weight=weight)
-    negatives = distributed_grads(x, y, row, col, plan=plan, y_all=forward.y_all)
+    negatives = distributed_grads(x, y, row, col, way=way, y_all=forward.y_all)
     return negatives.dx, negatives.dy
 
 
-def _means_over_ranks(*values: Tensor, plan: Plan) -> tuple[Tensor, ...]:
+def _means_over_ranks(*values: Tensor, way: Way) -> tuple[Tensor, ...]:
     """Return the mean of each value () over ranks, with one collective for all."""
-    if plan.ranks.size == 1:
+    if way.ranks.size == 1:
         return values
-    means = sum_over_ranks(torch.stack(values), group=plan.ranks) / plan.ranks.size
+    means = sum_over_ranks(torch.stack(values), group=way.ranks) / way.ranks.size
     return tuple(mean.clone() for mean in means)  # a loss must not be a view
 
 
@@ -119,12 +119,12 @@ class _InfoNCE(torch.autograd.Function):
     """InfoNCE with the statistics pass in the forward and the gradient pass in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, logit_scale: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor, logit_scale: Tensor, way: Way) -> Tensor:
         alpha = working_scalar(logit_scale, x)
-        forward = _forward_pass(x, y, alpha, plan)
-        ctx.plan = plan
+        forward = _forward_pass(x, y, alpha, way)
+        ctx.way = way
         ctx.save_for_backward(x, y, logit_scale, *forward[1:])
-        (loss,) = _means_over_ranks(forward.loss, plan=plan)
+        (loss,) = _means_over_ranks(forward.loss, way=way)
         return loss
 
     @staticmethod
@@ -133,8 +133,8 @@ class _InfoNCE(torch.autograd.Function):
         x, y, logit_scale, *forward = ctx.saved_tensors
         alpha = working_scalar(logit_scale, x)
         kept = _Forward(d_loss, *forward)
-        totals = _backward_pass(x, y, alpha, kept, ctx.plan)
+        totals = _backward_pass(x, y, alpha, kept, ctx.way)
         dx, dy, dots = finish_gradients(*totals, x, y, kept.pull, alpha, d_loss)
         # L is a function of alpha*x, so alpha * dL/d(alpha) = sum_i <x_i, dL/dx_i>. The dots lack this factor alpha.
-        (d_alpha,) = _means_over_ranks(dots.sum(), plan=ctx.plan)
+        (d_alpha,) = _means_over_ranks(dots.sum(), way=ctx.way)
         return dx, dy, gradient_of_scalar(d_alpha * d_loss, logit_scale), None

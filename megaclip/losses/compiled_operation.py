@@ -1,8 +1,8 @@
 """A loss as one operation of a compiled graph: `torch.ops.megaclip.clip_loss` or `siglip_loss`, for `torch.compile`.
 
-torch.compile cannot trace the look-up of process groups, the choice of a plan or the messages of a ring. So the loss
-adds a single operation to the compiled graph (`traced`). The operation runs the plain code when the compiled graph
-runs: it looks up the group by its name, checks the features of all ranks, and makes the plan.
+torch.compile cannot trace the look-up of process groups, the choice of exchange and reduction, or the messages of a
+ring. So the loss adds a single operation to the compiled graph (`traced`). The operation runs the plain code when the
+compiled graph runs: it looks up the group by its name and checks the features of all ranks.
 
 The shapes of an operation's results must be known before it runs. So it returns the gradients' sums, as
 `LossAndSums`, and not the columns of all ranks, which exist with one exchange only. Its backward pass finishes the

@@ -1,6 +1,6 @@
 """Formulas for the operations and bytes of a contrastive loss, forward and backward (docs/mathematics.md).
 
-`LOSS_COSTS` has the costs of each loss by its name in ds_config.json. From these costs `megaclip.losses.plan` chooses
+`LOSS_COSTS` has the costs of each loss by its name in ds_config.json. From these costs `megaclip.losses.way` chooses
 the exchange and the reduction, and the planner computes a step's time and traffic. Tests compare them with the bytes
 that `tools/volume.py` measures.
 """

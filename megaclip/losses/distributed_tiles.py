@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megaclip.comm.collectives import gather_rows, reduce_scatter_log_sum_exp, reduce_scatter_rows
 from megaclip.comm.ring import Carried, Tensors, circulate
-from megaclip.losses.plan import Plan
+from megaclip.losses.way import Way
 from megaclip.ops.tiles import tile_grads, tile_sigmoid, tile_stats
 from megaclip.ops.types import Scalars, Terms
 
@@ -44,7 +44,7 @@ class BatchGrads(NamedTuple):
 
     dx: Tensor  # (b, D)
     dy: Tensor  # (b, D)
-    row_dot: Tensor | None  # (b,); None unless the plan needs dots
+    row_dot: Tensor | None  # (b,); None unless the way needs dots
     col_dot: Tensor | None  # (b,)
 
 
@@ -64,13 +64,13 @@ _Tile = Callable[..., _Gradients]
 """Gradients of one block: a function of x, y, the values of the rows and of the columns, and options of a tile."""
 
 
-def gather_columns(y: Tensor, plan: Plan) -> Tensor | None:
+def gather_columns(y: Tensor, way: Way) -> Tensor | None:
     """Return the columns of all ranks, (B, D), with the all_gather exchange, and None with the ring."""
-    return gather_rows(y, **_transfer(plan)) if plan.exchange == "all_gather" else None
+    return gather_rows(y, **_transfer(way)) if way.exchange == "all_gather" else None
 
 
 def distributed_stats(
-    x: Tensor, y: Tensor, row_scale: Scalars, col_scale: Scalars, *, plan: Plan, y_all: Tensor | None
+    x: Tensor, y: Tensor, row_scale: Scalars, col_scale: Scalars, *, way: Way, y_all: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exp over the whole batch of this rank's rows (b,) and columns (b,), without the positives.
 
@@ -80,17 +80,17 @@ def distributed_stats(
     x, y: local features (b, D). Scales: one value per local row or column (b,), or a number that is equal on all ranks.
     y_all: the result of `gather_columns`.
     """
-    x, y = _as_sent(x, y, plan)
+    x, y = _as_sent(x, y, way)
     values = _PerSample((col_scale,))
     if y_all is None:
-        return _ring_stats(x, y, row_scale, values, plan)
-    (scale_all,) = values.gathered(plan)
-    offset = plan.ranks.rank * len(x)
-    row_lse, col_part = tile_stats(x, y_all, row_scale, scale_all, diagonal=offset, options=plan.tiles)
-    return row_lse, reduce_scatter_log_sum_exp(col_part, group=plan.ranks)
+        return _ring_stats(x, y, row_scale, values, way)
+    (scale_all,) = values.gathered(way)
+    offset = way.ranks.rank * len(x)
+    row_lse, col_part = tile_stats(x, y_all, row_scale, scale_all, diagonal=offset, options=way.tiles)
+    return row_lse, reduce_scatter_log_sum_exp(col_part, group=way.ranks)
 
 
-def distributed_grads(x: Tensor, y: Tensor, row: Terms, col: Terms, *, plan: Plan, y_all: Tensor | None) -> BatchGrads:
+def distributed_grads(x: Tensor, y: Tensor, row: Terms, col: Terms, *, way: Way, y_all: Tensor | None) -> BatchGrads:
     """Return the gradient tile summed over the whole batch, for this rank's rows and columns.
 
     With `P_ij` of `megaclip.ops.tiles.tile_grads`: `dx_i = sum over all j != i of P_ij y_j` and `dy_j = sum over all
@@ -101,25 +101,25 @@ def distributed_grads(x: Tensor, y: Tensor, row: Terms, col: Terms, *, plan: Pla
     """
 
     def tile(x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], **options: Any) -> _Gradients:
-        options |= {"need_dots": plan.need_dots, "options": plan.tiles}
+        options |= {"need_dots": way.need_dots, "options": way.tiles}
         dx, dy, row_dot, col_dot = tile_grads(x, y, Terms(*row), Terms(*col), **options)
         return dx, dy, _given(row_dot), _given(col_dot)
 
-    dx, dy, row_dots, col_dots = _gradients(tile, *_as_sent(x, y, plan), row, col, plan, y_all)
+    dx, dy, row_dots, col_dots = _gradients(tile, *_as_sent(x, y, way), row, col, way, y_all)
     return BatchGrads(dx, dy, *(row_dots or (None,)), *(col_dots or (None,)))
 
 
-def distributed_sigmoid(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, plan: Plan) -> BatchSigmoid:
+def distributed_sigmoid(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, way: Way) -> BatchSigmoid:
     """Return the sums of the sigmoid loss over the negatives of this rank's rows and columns.
 
     x, y: local features (b, D). scale, bias: one element each. The results carry no factor W.
     """
 
     def tile(x: Tensor, y: Tensor, row: Sequence[Scalars], col: Sequence[Scalars], **options: Any) -> _Gradients:
-        row_loss, dx, dy, row_dot, row_sum = tile_sigmoid(x, y, scale, bias, options=plan.tiles, **options)
+        row_loss, dx, dy, row_dot, row_sum = tile_sigmoid(x, y, scale, bias, options=way.tiles, **options)
         return dx, dy, (row_loss, row_dot, row_sum), ()
 
-    dx, dy, (row_loss, row_dot, row_sum), _ = _gradients(tile, x, y, (), (), plan, None)
+    dx, dy, (row_loss, row_dot, row_sum), _ = _gradients(tile, x, y, (), (), way, None)
     return BatchSigmoid(row_loss, dx, dy, row_dot, row_sum)
 
 
@@ -129,46 +129,46 @@ def _gradients(
     y: Tensor,
     row: Sequence[Scalars],
     col: Sequence[Scalars],
-    plan: Plan,
+    way: Way,
     y_all: Tensor | None,
 ) -> _Gradients:
     """Return the results of `tile` for this rank's rows and columns, summed over the whole batch."""
     rows, cols = _PerSample(row), _PerSample(col)
-    if plan.exchange == "all_gather":
-        return (_gathered_feature if plan.reduction == "feature" else _gathered_scalar)(
-            tile, x, y, rows, cols, plan, y_all
+    if way.exchange == "all_gather":
+        return (_gathered_feature if way.reduction == "feature" else _gathered_scalar)(
+            tile, x, y, rows, cols, way, y_all
         )
-    return (_ring_feature if plan.reduction == "feature" else _ring_scalar)(tile, x, y, rows, cols, plan)
+    return (_ring_feature if way.reduction == "feature" else _ring_scalar)(tile, x, y, rows, cols, way)
 
 
-def _as_sent(x: Tensor, y: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def _as_sent(x: Tensor, y: Tensor, way: Way) -> tuple[Tensor, Tensor]:
     """Return x and y, rounded to the payload dtype if the features of both sides are sent."""
-    if plan.payload is None or plan.reduction == "feature" or plan.ranks.size == 1:
+    if way.payload is None or way.reduction == "feature" or way.ranks.size == 1:
         return x, y
-    return x.to(plan.payload).to(x.dtype), y.to(plan.payload).to(y.dtype)
+    return x.to(way.payload).to(x.dtype), y.to(way.payload).to(y.dtype)
 
 
-def _ring_stats(x: Tensor, y: Tensor, row_scale: Scalars, values: _PerSample, plan: Plan) -> tuple[Tensor, Tensor]:
+def _ring_stats(x: Tensor, y: Tensor, row_scale: Scalars, values: _PerSample, way: Way) -> tuple[Tensor, Tensor]:
     """Send y and its scale around the ring. Each column's log-sum-exp is sent with them and returns to its owner."""
     row_lse: Tensor | None = None
-    col_lse = Carried(_merge_log_sum_exp, group=plan.ranks)
-    for owner, (y_block, *moved) in circulate((y, *values.vectors), **_transfer(plan)):
+    col_lse = Carried(_merge_log_sum_exp, group=way.ranks)
+    for owner, (y_block, *moved) in circulate((y, *values.vectors), **_transfer(way)):
         (col_scale,) = values.joined(moved)
-        diagonal = 0 if owner == plan.ranks.rank else None
-        row_part, col_part = tile_stats(x, y_block, row_scale, col_scale, diagonal=diagonal, options=plan.tiles)
+        diagonal = 0 if owner == way.ranks.rank else None
+        row_part, col_part = tile_stats(x, y_block, row_scale, col_scale, diagonal=diagonal, options=way.tiles)
         row_lse = row_part if row_lse is None else torch.logaddexp(row_lse, row_part)
         col_lse.add((col_part,))
     assert row_lse is not None, "a ring has at least one block"
     return row_lse, col_lse.home()[0]
 
 
-def _ring_feature(tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, plan: Plan) -> _Gradients:
+def _ring_feature(tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, way: Way) -> _Gradients:
     """Send y and its values around the ring. Its gradient is sent with it and returns to its owner."""
     dx: Tensor | None = None
     row_sums: Tensors | None = None
-    columns = Carried(_merge_sums, **_transfer(plan))
-    for owner, (y_block, *moved) in circulate((y, *cols.vectors), **_transfer(plan)):
-        diagonal = 0 if owner == plan.ranks.rank else None
+    columns = Carried(_merge_sums, **_transfer(way))
+    for owner, (y_block, *moved) in circulate((y, *cols.vectors), **_transfer(way)):
+        diagonal = 0 if owner == way.ranks.rank else None
         dx, dy, more_rows, col_sums = tile(
             x, y_block, rows.values, cols.joined(moved), diagonal=diagonal, add_to=(dx, None)
         )
@@ -180,10 +180,10 @@ def _ring_feature(tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _Pe
     return dx, own[0], row_sums, own[1:]
 
 
-def _ring_scalar(tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, plan: Plan) -> _Gradients:
+def _ring_scalar(tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, way: Way) -> _Gradients:
     """Send x and y with their values around the ring; each rank sums the gradients of its own rows and columns."""
     split = len(rows.vectors)
-    blocks = circulate((x, y, *rows.vectors, *cols.vectors), **_transfer(plan))
+    blocks = circulate((x, y, *rows.vectors, *cols.vectors), **_transfer(way))
     next(blocks)  # this rank's own
     dx, dy, row_sums, col_sums = tile(x, y, rows.values, cols.values, diagonal=0)
     for _, (x_block, y_block, *moved) in blocks:
@@ -195,31 +195,31 @@ def _ring_scalar(tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _Per
 
 
 def _gathered_feature(
-    tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, plan: Plan, y_all: Tensor | None
+    tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, way: Way, y_all: Tensor | None
 ) -> _Gradients:
     """Compute this rank's rows with all columns; reduce-scatter the gradients of the columns."""
-    y_all = gather_columns(y, plan) if y_all is None else y_all
-    dx, dy, row_sums, col_sums = tile(x, y_all, rows.values, cols.gathered(plan), diagonal=plan.ranks.rank * len(x))
-    dy = reduce_scatter_rows(dy, **_transfer(plan))
-    return dx, dy, row_sums, tuple(reduce_scatter_rows(sums, group=plan.ranks) for sums in col_sums)
+    y_all = gather_columns(y, way) if y_all is None else y_all
+    dx, dy, row_sums, col_sums = tile(x, y_all, rows.values, cols.gathered(way), diagonal=way.ranks.rank * len(x))
+    dy = reduce_scatter_rows(dy, **_transfer(way))
+    return dx, dy, row_sums, tuple(reduce_scatter_rows(sums, group=way.ranks) for sums in col_sums)
 
 
 def _gathered_scalar(
-    tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, plan: Plan, y_all: Tensor | None
+    tile: _Tile, x: Tensor, y: Tensor, rows: _PerSample, cols: _PerSample, way: Way, y_all: Tensor | None
 ) -> _Gradients:
     """Compute this rank's rows with all columns for dx, then all rows with this rank's columns for dy."""
-    offset = plan.ranks.rank * len(x)
-    y_all = gather_columns(y, plan) if y_all is None else y_all
-    dx, _, row_sums, _ = tile(x, y_all, rows.values, cols.gathered(plan), diagonal=offset, need_dy=False)
+    offset = way.ranks.rank * len(x)
+    y_all = gather_columns(y, way) if y_all is None else y_all
+    dx, _, row_sums, _ = tile(x, y_all, rows.values, cols.gathered(way), diagonal=offset, need_dy=False)
     del y_all  # before the rows are gathered
-    x_all = gather_rows(x, **_transfer(plan))
-    _, dy, _, col_sums = tile(x_all, y, rows.gathered(plan), cols.values, diagonal=-offset, need_dx=False)
+    x_all = gather_rows(x, **_transfer(way))
+    _, dy, _, col_sums = tile(x_all, y, rows.gathered(way), cols.values, diagonal=-offset, need_dx=False)
     return dx, dy, row_sums, col_sums
 
 
-def _transfer(plan: Plan) -> dict[str, Any]:
+def _transfer(way: Way) -> dict[str, Any]:
     """Return the group and the payload dtype for collectives of features and their gradients."""
-    return {"group": plan.ranks, "payload": plan.payload}
+    return {"group": way.ranks, "payload": way.payload}
 
 
 class _PerSample:
@@ -234,9 +234,9 @@ class _PerSample:
         moved = iter(vectors)
         return [next(moved) if _is_vector(value) else value for value in self.values]
 
-    def gathered(self, plan: Plan) -> list[Scalars]:
+    def gathered(self, way: Way) -> list[Scalars]:
         """Return all values, with the vectors gathered from all ranks, (B,)."""
-        return self.joined([gather_rows(vector, group=plan.ranks) for vector in self.vectors])
+        return self.joined([gather_rows(vector, group=way.ranks) for vector in self.vectors])
 
 
 def _is_vector(value: Scalars) -> TypeGuard[Tensor]:

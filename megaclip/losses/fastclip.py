@@ -193,7 +193,7 @@ class FastClipLoss(BatchLoss):
         with raise_on_all_ranks(group=ranks):
             _check_arguments(image_features, ids, epoch)
         ticket = ids if isinstance(ids, Ticket) else self.state.fetch(ids)
-        plan = self.plan(image_features, ranks, LOSS_COSTS[self.settings.variant], need_dots=self.individual)
+        way = self.way(image_features, ranks, LOSS_COSTS[self.settings.variant], need_dots=self.individual)
         gamma = inner_rate(
             self.gamma_schedule,
             math.floor(epoch) if self.settings.gamma_per == "epoch" else epoch,
@@ -202,7 +202,7 @@ class FastClipLoss(BatchLoss):
         )
         rows = ticket.rows_on(image_features.device).to(accumulation_dtype(image_features))
         step = Step(self.objective, ticket, rows, gamma, epoch)
-        loss = GlobalContrastive.apply(image_features, text_features, self.temperature.log_scale, plan, step)
+        loss = GlobalContrastive.apply(image_features, text_features, self.temperature.log_scale, way, step)
         if self.training:
             self._pending = step
             self.temperature.log_scale.grad = None  # left by a step that was discarded after its backward pass

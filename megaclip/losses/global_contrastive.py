@@ -15,8 +15,8 @@ from megaclip.losses.distributed_tiles import distributed_grads, distributed_sta
 from megaclip.losses.estimators import Ticket
 from megaclip.losses.fastclip_variants import Variant
 from megaclip.losses.first_order import first_order
-from megaclip.losses.plan import Plan
 from megaclip.losses.sums import gradient_of_scalar
+from megaclip.losses.way import Way
 from megaclip.ops.rows import finish_gradients, paired_products
 from megaclip.ops.types import Terms, accumulation_dtype
 
@@ -68,7 +68,7 @@ class GlobalContrastive(torch.autograd.Function):
     """The loss with the statistics pass and the estimator in the forward, and the gradient pass in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, log_scale: Tensor, plan: Plan, step: Step) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor, log_scale: Tensor, way: Way, step: Step) -> Tensor:
         dtype = accumulation_dtype(x)
         objective = step.objective
         tau = step.temperatures
@@ -77,38 +77,38 @@ class GlobalContrastive(torch.autograd.Function):
             tau_x = tau_y = tau
         else:
             tau_x, tau_y = tau[:, 0].contiguous(), tau[:, 1].contiguous()
-        batch = len(x) * plan.ranks.size
-        y_all = gather_columns(y, plan)
-        row_lse, col_lse = distributed_stats(x, y, 1 / tau_x, 1 / tau_y, plan=plan, y_all=y_all)
+        batch = len(x) * way.ranks.size
+        y_all = gather_columns(y, way)
+        row_lse, col_lse = distributed_stats(x, y, 1 / tau_x, 1 / tau_y, way=way, y_all=y_all)
         s_ii = paired_products(x, y)
         log_g = torch.stack([row_lse - s_ii / tau_x, col_lse - s_ii / tau_y], dim=1) - math.log(batch - 1)
         step.log_u = step.mixed(log_g)
         # log(eps + u). With eps = 0 this is log u.
         log_eps = log_g.new_full((), math.log(objective.eps) if objective.eps > 0 else -math.inf)
         log_eps_u = torch.logaddexp(step.log_u, log_eps)
-        ctx.plan, ctx.step = plan, step
+        ctx.way, ctx.step = way, step
         ctx.save_for_backward(x, y, y_all, log_scale, tau_x, tau_y, s_ii, log_g, log_eps_u)
         terms = log_eps_u + objective.rho
         if objective.rule.multiplied:
             terms = terms * tau
         totals = torch.stack([terms.sum(), log_eps_u.new_zeros(()) if tau.dim() == 0 else tau.log().sum()])
-        totals = sum_over_ranks(totals, group=plan.ranks)
+        totals = sum_over_ranks(totals, group=way.ranks)
         step.mean_log_scale = (-totals[1:] / (2 * batch)).to(log_scale)
         return totals[0] / batch
 
     @staticmethod
     @first_order("FastClipLoss")
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        plan: Plan = ctx.plan
+        way: Way = ctx.way
         step: Step = ctx.step
         objective = step.objective
         x, y, y_all, log_scale, tau_x, tau_y, s_ii, log_g, log_eps_u = ctx.saved_tensors
-        batch = len(x) * plan.ranks.size
+        batch = len(x) * way.ranks.size
         row_weight, col_weight = (_weight(objective, tau, len(x)) for tau in (tau_x, tau_y))
         shift = log_eps_u + math.log(batch - 1)
         row = Terms(1 / tau_x, shift[:, 0] + s_ii / tau_x, row_weight)
         col = Terms(1 / tau_y, shift[:, 1] + s_ii / tau_y, col_weight)
-        negatives = distributed_grads(x, y, row, col, plan=plan, y_all=y_all)
+        negatives = distributed_grads(x, y, row, col, way=way, y_all=y_all)
 
         ratio = torch.exp(log_g - log_eps_u)  # g/(eps+u)
         pull = row_weight * ratio[:, 0] + col_weight * ratio[:, 1]
@@ -119,13 +119,13 @@ class GlobalContrastive(torch.autograd.Function):
         step.ran_backward, step.d_loss = True, d_loss
         if objective.rule.individual:
             # sum_j exp((s_ij - s_ii)/tau_i) (s_ij - s_ii) / ((B-1)(eps+u_i)), both sides.
-            assert negatives.row_dot is not None and negatives.col_dot is not None, "the plan has them"
+            assert negatives.row_dot is not None and negatives.col_dot is not None, "the way has them"
             spread_x = negatives.row_dot / row_weight - s_ii * ratio[:, 0]
             spread_y = negatives.col_dot / col_weight - s_ii * ratio[:, 1]
             through_g = torch.stack([-spread_x / tau_x, -spread_y / tau_y], dim=1)
             step.temperature_gradient = log_u + objective.rho + through_g
         elif objective.rule.temperature == "global":
-            own = _global_gradient(objective, plan, dots, log_u, tau_x)
+            own = _global_gradient(objective, way, dots, log_u, tau_x)
             step.scale_gradient = gradient_of_scalar(own, log_scale)
             d_log_scale = gradient_of_scalar(own * d_loss, log_scale)
         return dx, dy, d_log_scale, None, None
@@ -139,12 +139,12 @@ def _weight(objective: Objective, tau: Tensor, local_batch: int) -> Tensor:
     return (torch.ones_like(tau) if objective.rule.multiplied else 1 / tau) / local_batch
 
 
-def _global_gradient(objective: Objective, plan: Plan, dots: Tensor, log_u: Tensor, tau: Tensor) -> Tensor:
+def _global_gradient(objective: Objective, way: Way, dots: Tensor, log_u: Tensor, tau: Tensor) -> Tensor:
     """Return d objective / d log(1/tau), (): the part through g and, with the factor tau, the part of tau itself.
 
     g depends on x/tau, so the part through g is sum_i <x_i, dx_i>. These products are the dots (b,), with a factor W.
     """
-    local = torch.stack([dots.sum() / plan.ranks.size, log_u.sum() / (len(dots) * plan.ranks.size)])
-    through_g, mean_log_u = sum_over_ranks(local, group=plan.ranks)
+    local = torch.stack([dots.sum() / way.ranks.size, log_u.sum() / (len(dots) * way.ranks.size)])
+    through_g, mean_log_u = sum_over_ranks(local, group=way.ranks)
     own = -tau * (mean_log_u + 2 * objective.rho) if objective.rule.multiplied else 0.0 * tau
     return 2 * through_g + own / 2 if objective.reference else through_g + own

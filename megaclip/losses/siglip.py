@@ -18,8 +18,8 @@ from megaclip.losses.batch_loss import SummedLoss, working_scalar
 from megaclip.losses.compiled_operation import register_loss
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.distributed_tiles import distributed_sigmoid
-from megaclip.losses.plan import Plan
 from megaclip.losses.sums import LossAndSums
+from megaclip.losses.way import Way
 from megaclip.ops.rows import paired_products
 
 
@@ -32,12 +32,12 @@ class SigLipLoss(SummedLoss):
     cost = LOSS_COSTS["siglip"]
 
     def plain_sums(
-        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, plan: Plan
+        self, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None, *, way: Way
     ) -> LossAndSums:
         assert logit_bias is not None, "used_bias makes a tensor of it"
         b = len(x)
         alpha, beta = working_scalar(logit_scale, x), working_scalar(logit_bias, x)
-        negatives = distributed_sigmoid(x, y, alpha, beta, plan=plan)
+        negatives = distributed_sigmoid(x, y, alpha, beta, way=way)
         s_ii = paired_products(x, y)
         z_ii = alpha * s_ii + beta
         pull = torch.sigmoid(-z_ii)
@@ -48,7 +48,7 @@ class SigLipLoss(SummedLoss):
                 (negatives.row_sum - pull).sum(),
             ]
         )
-        loss, d_alpha, d_beta = (sum_over_ranks(local_sums, group=plan.ranks) / (b * plan.ranks.size)).unbind()
+        loss, d_alpha, d_beta = (sum_over_ranks(local_sums, group=way.ranks) / (b * way.ranks.size)).unbind()
         # The factor is W/B, with the factor W of the contract.
         return LossAndSums(loss.clone(), negatives.dx, negatives.dy, pull, alpha / b, d_alpha, d_beta)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megaclip.comm.recording import Recording
 from megaclip.logging import get_logger, log_once
-from megaclip.losses.plan import Plan
 from megaclip.losses.sums import Evaluate, LossAndSums
+from megaclip.losses.way import Way
 from megaclip.ops.tiles import implementation_for
 from megaclip.ops.types import accumulation_dtype
 
@@ -32,15 +32,15 @@ _MOST_RECORDINGS = 2
 _logger = get_logger(__name__)
 
 
-def is_small(x: Tensor, plan: Plan) -> bool:
+def is_small(x: Tensor, way: Way) -> bool:
     """Return whether steps with features like x (b, D) are recorded if they repeat; equal on all ranks."""
     b, embedding = x.shape
     return (
         x.is_cuda
-        and 8 * b * b * plan.ranks.size * embedding <= _MOST_OPERATIONS
-        and plan.ranks.size * b * embedding * (x.dtype.itemsize + accumulation_dtype(x).itemsize) <= _MOST_BYTES
-        and (plan.ranks.size == 1 or (plan.exchange == "all_gather" and plan.ranks.message_device.type == "cuda"))
-        and implementation_for(plan.tiles, x) == "triton"
+        and 8 * b * b * way.ranks.size * embedding <= _MOST_OPERATIONS
+        and way.ranks.size * b * embedding * (x.dtype.itemsize + accumulation_dtype(x).itemsize) <= _MOST_BYTES
+        and (way.ranks.size == 1 or (way.exchange == "all_gather" and way.ranks.message_device.type == "cuda"))
+        and implementation_for(way.tiles, x) == "triton"
         and not torch.cuda.is_current_stream_capturing()
     )
 
@@ -57,11 +57,11 @@ class Recordings:
         return Recordings, ()
 
     def evaluate(
-        self, plain: Evaluate, plan: Plan, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None
+        self, plain: Evaluate, way: Way, x: Tensor, y: Tensor, logit_scale: Tensor, logit_bias: Tensor | None
     ) -> LossAndSums:
         """Return the result of `plain`, from a recording if these sizes repeat."""
         stream = torch.cuda.current_stream(x.device).cuda_stream  # replays on two streams would share buffers
-        key = (x.shape, x.dtype, x.device, stream, plan)
+        key = (x.shape, x.dtype, x.device, stream, way)
         if key not in self._recordings:
             self._calls[key] += 1
             if self._calls[key] <= _PLAIN_CALLS:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from megaclip.logging import format_bytes
 from megaclip.losses.costs import LOSS_COSTS
-from megaclip.losses.plan import CPU, Choice, Machine, choose_way
+from megaclip.losses.way import CPU, Choice, Machine, choose_way
 from megaclip.models import OpenClipConfig
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.compilation import compile_estimate

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from megaclip.comm.groups import group_rank, group_size, resolve
 from megaclip.losses.distributed_tiles import distributed_grads, distributed_stats, gather_columns
-from megaclip.losses.plan import Plan
+from megaclip.losses.way import Way
 from megaclip.ops.types import Terms, TileOptions
 from tests import reference
 from tests.distributed.harness import run_ranks
 from tests.tolerances import GRADIENT, VALUE, assert_close
 
 
-def plans() -> Iterator[Plan]:
+def ways() -> Iterator[Way]:
     for exchange, reduction in itertools.product(("ring", "all_gather"), ("feature", "scalar")):
-        yield Plan(resolve(), exchange, reduction, TileOptions(tile_budget_mib=0.005))
+        yield Way(resolve(), exchange, reduction, TileOptions(tile_budget_mib=0.005))
 
 
 def check(batch: int, vectors: frozenset[int]) -> None:
@@ -41,16 +41,16 @@ def check(batch: int, vectors: frozenset[int]) -> None:
     local = [value[mine] if isinstance(value, Tensor) else value for value in everyone]
     expected_stats = reference.tile_stats(x, y, everyone[0], everyone[3], diagonal=0)
     expected_grads = reference.tile_grads(x, y, Terms(*everyone[:3]), Terms(*everyone[3:]), diagonal=0)
-    for plan in plans():
-        y_all = gather_columns(y[mine], plan)
-        stats = distributed_stats(x[mine], y[mine], local[0], local[3], plan=plan, y_all=y_all)
-        grads = distributed_grads(x[mine], y[mine], Terms(*local[:3]), Terms(*local[3:]), plan=plan, y_all=y_all)
+    for way in ways():
+        y_all = gather_columns(y[mine], way)
+        stats = distributed_stats(x[mine], y[mine], local[0], local[3], way=way, y_all=y_all)
+        grads = distributed_grads(x[mine], y[mine], Terms(*local[:3]), Terms(*local[3:]), way=way, y_all=y_all)
         for name, got, wanted in zip(("row_lse", "col_lse"), stats, expected_stats, strict=True):
-            assert_close(got, wanted[mine], VALUE[torch.float64], f"{name} {plan} {vectors}")
+            assert_close(got, wanted[mine], VALUE[torch.float64], f"{name} {way} {vectors}")
         for name, got, wanted in zip(grads._fields, grads, expected_grads, strict=True):
             # Two sums, over rows and over columns, each with its own exponentials.
             bound = GRADIENT[torch.float64].magnified(2)
-            assert_close(got, wanted[mine], bound, f"{name} {plan} {vectors}")
+            assert_close(got, wanted[mine], bound, f"{name} {way} {vectors}")
 
 
 def check_bf16_payload(batch: int) -> None:
@@ -66,15 +66,15 @@ def check_bf16_payload(batch: int) -> None:
     row_lse, col_lse = reference.tile_stats(*rounded, 100.0, 100.0, diagonal=0)
     expected = reference.tile_grads(*rounded, Terms(100.0, row_lse, 1.0), Terms(100.0, col_lse, 1.0), diagonal=0)
     for exchange in ("ring", "all_gather"):
-        plan = Plan(resolve(), exchange, "scalar", TileOptions(), payload=torch.bfloat16)
-        y_all = gather_columns(y[mine], plan)
-        stats = distributed_stats(x[mine], y[mine], 100.0, 100.0, plan=plan, y_all=y_all)
+        way = Way(resolve(), exchange, "scalar", TileOptions(), payload=torch.bfloat16)
+        y_all = gather_columns(y[mine], way)
+        stats = distributed_stats(x[mine], y[mine], 100.0, 100.0, way=way, y_all=y_all)
         row, col = (Terms(100.0, shift, 1.0) for shift in stats)
-        grads = distributed_grads(x[mine], y[mine], row, col, plan=plan, y_all=y_all)
+        grads = distributed_grads(x[mine], y[mine], row, col, way=way, y_all=y_all)
         for name, got, wanted in zip(("row_lse", "col_lse"), stats, (row_lse, col_lse), strict=True):
-            assert_close(got, wanted[mine], VALUE[torch.float64], f"{name} {plan}")
+            assert_close(got, wanted[mine], VALUE[torch.float64], f"{name} {way}")
         for name, got, wanted in zip(grads._fields, grads, expected, strict=True):
-            assert_close(got, wanted[mine], GRADIENT[torch.float64], f"{name} {plan}")
+            assert_close(got, wanted[mine], GRADIENT[torch.float64], f"{name} {way}")
 
 
 def check_everything() -> None:

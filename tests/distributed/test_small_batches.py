@@ -67,7 +67,7 @@ def stand_ins() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in replaced.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        stack.enter_context(mock.patch.object(SummedLoss, "records", lambda self, x, plan: True))
+        stack.enter_context(mock.patch.object(SummedLoss, "records", lambda self, x, way: True))
         yield
 
 
@@ -158,8 +158,8 @@ def test_small_batches_are_recorded_by_default(
     monkeypatch.setattr(small_batches, "implementation_for", lambda tiles, x: "triton")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     group = SimpleNamespace(size=ranks, message_device=torch.device("cuda"))
-    plan: Any = SimpleNamespace(ranks=group, exchange="all_gather", tiles=None)
-    assert ClipLoss(**settings).records(on_gpu(8, 16), plan) == expected
+    way: Any = SimpleNamespace(ranks=group, exchange="all_gather", tiles=None)
+    assert ClipLoss(**settings).records(on_gpu(8, 16), way) == expected
 
 
 @pytest.mark.parametrize(
@@ -178,5 +178,5 @@ def test_large_batches_are_not_recorded(
     monkeypatch.setattr(small_batches, "implementation_for", lambda tiles, x: "triton")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     group = SimpleNamespace(size=ranks, message_device=torch.device("cuda"))
-    plan: Any = SimpleNamespace(ranks=group, exchange=exchange, tiles=None)
-    assert ClipLoss().records(on_gpu(b, 512), plan) == expected
+    way: Any = SimpleNamespace(ranks=group, exchange=exchange, tiles=None)
+    assert ClipLoss().records(on_gpu(b, 512), way) == expected

@@ -16,7 +16,7 @@ from megaclip.config.ds_config import elements_kept_gathered
 from megaclip.config.training import TextChunks
 from megaclip.data import ImageTransform
 from megaclip.engine import preflight
-from megaclip.losses import plan as loss_plan
+from megaclip.losses import way as loss_way
 from megaclip.losses.costs import LOSS_COSTS
 from megaclip.models import ModelConfig, build_model, load_model_config
 from megaclip.planner import Cluster, Workload, describe, plan_memory
@@ -124,15 +124,15 @@ def way_of_a_run(monkeypatch: pytest.MonkeyPatch, job: Workload, cluster: Cluste
     ranks = RankGroup(handle=None, rank=0, size=job.world_size)
     outer = RankGroup(handle=None, rank=0, size=cluster.hosts)
     nodes = NodeGroup(handle=None, rank=0, size=job.world_size, inner=local, outer=outer)
-    monkeypatch.setattr(loss_plan, "by_node", lambda ranks: nodes if cluster.hosts > 1 else ranks)
-    monkeypatch.setattr(loss_plan, "machine_of", lambda ranks, device: machine)
-    made = loss_plan.make_plan(
+    monkeypatch.setattr(loss_way, "by_node", lambda ranks: nodes if cluster.hosts > 1 else ranks)
+    monkeypatch.setattr(loss_way, "machine_of", lambda ranks, device: machine)
+    made = loss_way.make_way(
         torch.empty(job.local_batch, job.model.embed_dim, dtype=torch.bfloat16, device="meta"),
         ranks=ranks,
         exchange=job.megaclip.exchange,
         reduction=job.megaclip.reduction,
         payload=job.megaclip.payload,
-        tiles=loss_plan.TileOptions(),
+        tiles=loss_way.TileOptions(),
         need_dots=False,
         cost=LOSS_COSTS[job.megaclip.loss],
     )
@@ -166,13 +166,13 @@ def test_a_plan_for_cpus_has_the_exchange_of_a_run_on_cpus(tmp_path: Path, monke
     for batch in (256, 4096, 2**16):
         job, cluster = workload(tmp_path).with_batch(batch, micro_batch=256), describe(gpu="cpu", gpus=8)
         planned = resolve_auto(job, cluster).megaclip
-        made = loss_plan.choose_way(
+        made = loss_way.choose_way(
             "auto",
             "auto",
-            sizes=loss_plan.Sizes(world_size=8, batch=batch, embedding=512, feature_bytes=2),
+            sizes=loss_way.Sizes(world_size=8, batch=batch, embedding=512, feature_bytes=2),
             held_bytes=2,
             cost=LOSS_COSTS["clip"],
-            machine=loss_plan.CPU,
+            machine=loss_way.CPU,
             hides_exchanges=True,
         )
         assert (planned.exchange, planned.reduction) == made[:2]

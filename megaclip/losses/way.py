@@ -8,7 +8,7 @@ arithmetic. `choose_way` resolves "auto" by a cost model:
 
 `choose_way` is a function of plain numbers and measures nothing.
 
-- In a run `make_plan` calls it with measured rates, which are the same on every rank, and logs the result once.
+- In a run `make_way` calls it with measured rates, which are the same on every rank, and logs the result once.
 - The planner calls it with the rates of a described cluster.
 
 A ring sends features while tiles are computed. Between hosts the network cards send them during the computation, and
@@ -46,8 +46,8 @@ _logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Arguments of the distributed tiles besides the features."""
+class Way:
+    """How the features of a step travel between ranks and are computed: arguments of `distributed_tiles`."""
 
     ranks: RankGroup
     exchange: str
@@ -72,7 +72,7 @@ class Choice(NamedTuple):
     """Bytes that an all_gather of the features and of their gradients takes on each rank."""
 
 
-def make_plan(
+def make_way(
     features: Tensor,
     *,
     ranks: RankGroup,
@@ -82,8 +82,8 @@ def make_plan(
     need_dots: bool,
     payload: str = "auto",
     cost: LossCost,
-) -> Plan:
-    """Return the plan for local features (b, D) on each of `ranks`; log once how "auto" was resolved."""
+) -> Way:
+    """Return the way of local features (b, D) on each of `ranks`; log once how "auto" was resolved."""
     wire = PAYLOADS[payload]
     ranks = by_node(ranks)
     if ranks.size == 1:
@@ -93,7 +93,7 @@ def make_plan(
     if exchange == "ring" and isinstance(ranks, NodeGroup):
         inside = f"inside each of {ranks.outer.size} hosts, and " if ranks.inner.size > 1 else ""
         log_once(_logger.info, f"ring: {inside}from host to host")
-    return Plan(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles, need_dots=need_dots, payload=wire)
+    return Way(ranks=ranks, exchange=exchange, reduction=reduction, tiles=tiles, need_dots=need_dots, payload=wire)
 
 
 def choose_way(

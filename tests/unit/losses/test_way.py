@@ -6,7 +6,7 @@ import torch
 from megaclip import logging
 from megaclip.comm.groups import NodeGroup, RankGroup
 from megaclip.comm.machine import CPU, Machine, machine_of
-from megaclip.losses import plan
+from megaclip.losses import way
 from megaclip.losses.costs import LOSS_COSTS
 
 FAST_LINKS = Machine(link_bytes_per_s=1e15, flops_per_s=1e12, free_bytes=2**36)
@@ -27,15 +27,15 @@ def chosen(
     loss: str = "clip",
 ) -> tuple[str, str]:
     """Return the exchange and reduction for 4 ranks of such machines on this many nodes."""
-    monkeypatch.setattr(plan, "machine_of", lambda ranks, device: machine)
+    monkeypatch.setattr(way, "machine_of", lambda ranks, device: machine)
     on_two_nodes = NodeGroup(handle=None, rank=0, size=4, inner=PAIR, outer=PAIR)
-    monkeypatch.setattr(plan, "by_node", lambda ranks: on_two_nodes if nodes == 2 else ranks)
-    made = plan.make_plan(
+    monkeypatch.setattr(way, "by_node", lambda ranks: on_two_nodes if nodes == 2 else ranks)
+    made = way.make_way(
         torch.empty(batch, 512, dtype=torch.bfloat16, device="meta"),
         ranks=RankGroup(handle=None, rank=0, size=4),
         exchange=exchange,
         reduction=reduction,
-        tiles=plan.TileOptions(),
+        tiles=way.TileOptions(),
         need_dots=False,
         cost=LOSS_COSTS[loss],
     )
@@ -78,7 +78,7 @@ def test_memory_and_settings_limit_the_choice(monkeypatch: pytest.MonkeyPatch) -
 def test_the_choice_and_its_estimates_are_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(logging, "_seen", set())
-    monkeypatch.setattr(plan._logger, "info", lines.append)
+    monkeypatch.setattr(way._logger, "info", lines.append)
     chosen(monkeypatch, BALANCED, 16384)
     chosen(monkeypatch, BALANCED, 16384)
     line, ring = lines
