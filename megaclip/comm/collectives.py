@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megaclip import errors
 from megaclip.comm.groups import RankGroup, resolve
-from megaclip.comm.recording import outside_of_graphs
+from megaclip.comm.recording import outside_of_recording
 
 
 def gather_rows(rows: Tensor, *, group: Any = None, payload: torch.dtype | None = None) -> Tensor:
@@ -33,7 +33,7 @@ def gather_rows(rows: Tensor, *, group: Any = None, payload: torch.dtype | None 
         return rows
     sent = rows.to(payload or rows.dtype).contiguous()
     gathered = sent.new_empty(ranks.size * len(sent), *sent.shape[1:])
-    outside_of_graphs(dist.all_gather_into_tensor, gathered, sent, group=ranks.handle)
+    outside_of_recording(dist.all_gather_into_tensor, gathered, sent, group=ranks.handle)
     return gathered.to(rows.dtype)
 
 
@@ -47,7 +47,7 @@ def reduce_scatter_rows(rows: Tensor, *, group: Any = None, payload: torch.dtype
         return rows
     sent = rows.to(payload or rows.dtype).contiguous()
     own = sent.new_empty(len(sent) // ranks.size, *sent.shape[1:])
-    outside_of_graphs(dist.reduce_scatter_tensor, own, sent, group=ranks.handle)
+    outside_of_recording(dist.reduce_scatter_tensor, own, sent, group=ranks.handle)
     return own.to(rows.dtype)
 
 
@@ -61,7 +61,7 @@ def reduce_scatter_log_sum_exp(values: Tensor, *, group: Any = None) -> Tensor:
     if ranks.size == 1:
         return values
     pieces = torch.empty_like(values)
-    outside_of_graphs(dist.all_to_all_single, pieces, values.contiguous(), group=ranks.handle)
+    outside_of_recording(dist.all_to_all_single, pieces, values.contiguous(), group=ranks.handle)
     return torch.logsumexp(pieces.view(ranks.size, -1), dim=0)
 
 
@@ -71,7 +71,7 @@ def sum_over_ranks(values: Tensor, *, group: Any = None) -> Tensor:
     if ranks.size == 1:
         return values
     total = values.clone(memory_format=torch.contiguous_format)
-    outside_of_graphs(dist.all_reduce, total, op=dist.ReduceOp.SUM, group=ranks.handle)
+    outside_of_recording(dist.all_reduce, total, op=dist.ReduceOp.SUM, group=ranks.handle)
     return total
 
 

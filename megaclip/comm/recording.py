@@ -2,7 +2,7 @@
 
 The kernels of a small batch take less time than Python takes to launch them one by one. A CUDA graph launches them all
 at once. Collectives are not part of a graph, because NCCL cannot end a process group while a graph holds one of its
-collectives. So a recording is a sequence of graphs with the collectives between them (`outside_of_graphs`), on the
+collectives. So a recording is a sequence of graphs with the collectives between them (`outside_of_recording`), on the
 same tensors each time.
 """
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 _recording: ContextVar["Recording[Any] | None"] = ContextVar("recording", default=None)
 
 
-def outside_of_graphs(call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+def outside_of_recording(call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
     """Run `call(...)`, a collective that writes its result into one of its arguments.
 
     During recording the call does not run. Each replay runs it between two graphs.

@@ -181,7 +181,7 @@ class FastClipLoss(BatchLoss):
         fit. float16 features are refused, because gradients at a low temperature are below the smallest float16.
         """
         if torch.compiler.is_compiling():  # the following step() reads what this call stores
-            from megaclip.losses.outside_graph import call  # imports the compiler
+            from megaclip.losses.uncompiled import call  # slow to import
 
             options = {"ids": ids, "epoch": epoch, "output_dict": output_dict}
             return call(self.forward, image_features, text_features, logit_scale, **options)

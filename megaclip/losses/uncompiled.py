@@ -1,4 +1,4 @@
-"""Call a function outside the graphs of `torch.compile`. Importing this module takes seconds."""
+"""Call a function outside of compiled graphs. Importing this module takes seconds, because it imports the compiler."""
 
 from collections.abc import Callable
 from typing import Any
