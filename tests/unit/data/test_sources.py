@@ -62,35 +62,22 @@ def make_parquet_of_plain_bytes(folder):
 
 
 def make_csv(folder, separator=",", name="pairs.csv"):
-    _write_pictures(folder)
+    fill(folder, PICTURES)
     with open(folder / name, "w", newline="") as file:
         writer = csv.writer(file, delimiter=separator)
         writer.writerows([["filepath", "title"], *([f"{n}.png", text] for n, text in enumerate(texts()))])
     return str(folder / name)
 
 
-def make_tsv(folder):
-    return make_csv(folder, "\t", "pairs.tsv")
-
-
-def make_csv_with_tabs(folder):
-    """Write tabs in a file named .csv, as open_clip expects by default."""
-    return make_csv(folder, "\t")
-
-
-def make_csv_with_semicolons(folder):
-    return make_csv(folder, ";")
-
-
 def make_json_lines(folder):
-    _write_pictures(folder)
+    fill(folder, PICTURES)
     lines = [json.dumps({"image": str(folder / f"{n}.png"), "text": text}) for n, text in enumerate(texts())]
     (folder / "pairs.jsonl").write_text("\n".join(lines))
     return str(folder / "pairs.jsonl")
 
 
 def make_image_folder(folder):
-    _write_pictures(folder)
+    fill(folder, PICTURES)
     lines = [json.dumps({"file_name": f"{n}.png", "caption": text}) for n, text in enumerate(texts())]
     (folder / "metadata.jsonl").write_text("\n".join(lines))
     return str(folder)
@@ -110,9 +97,16 @@ def make_hub(folder):
     return f"hf:{folder}:train"
 
 
-def _write_pictures(folder):
-    for number in range(COUNT):
-        (folder / f"{number}.png").write_bytes(picture(number))
+def fill(folder, files):
+    """Write files by their paths in the folder: text, bytes, or the number of a picture. Return the folder."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        content = picture(content) if isinstance(content, int) else content
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+PICTURES = {f"{number}.png": number for number in range(COUNT)}
 
 
 @pytest.mark.parametrize(
@@ -122,9 +116,9 @@ def _write_pictures(folder):
         make_parquet,
         make_parquet_of_plain_bytes,
         make_csv,
-        make_tsv,
-        make_csv_with_tabs,
-        make_csv_with_semicolons,
+        lambda folder: make_csv(folder, "\t", "pairs.tsv"),
+        lambda folder: make_csv(folder, "\t"),  # open_clip's default: tabs in a file named .csv
+        lambda folder: make_csv(folder, ";"),
         make_json_lines,
         make_image_folder,
         make_saved,
@@ -155,13 +149,6 @@ def test_a_folder_of_img2dataset_is_read_as_pictures(tmp_path):
     assert captions(open_pairs([str(tmp_path)])) == texts()
 
 
-def test_a_table_beside_the_folder_of_its_images_is_read_as_a_table(tmp_path):
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train" / "0.png").write_bytes(picture(0))
-    (tmp_path / "train.csv").write_text("filepath,title\ntrain/0.png,caption 0\n")
-    assert images(open_pairs([str(tmp_path)])) == [picture(0)]
-
-
 def test_other_files_named_metadata_are_no_captions(tmp_path):
     """Only metadata files that `datasets` understands may change how a folder is read.
 
@@ -173,14 +160,11 @@ def test_other_files_named_metadata_are_no_captions(tmp_path):
     assert captions(open_pairs([str(tmp_path)])) == texts()
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-@pytest.mark.parametrize("other", ["b-train-1.png", "b.png", "deep/b.png"])
+@pytest.mark.parametrize(("other", "kind"), [("b-train-1.png", "csv"), ("b.png", "jsonl"), ("deep/b.png", "csv")])
 def test_names_of_splits_in_the_names_of_pictures_leave_nothing_out(tmp_path, other, kind):
     """`datasets` assigns files such as a-test-0.png to the split "test". They must not be missing from "train"."""
     names = ["a-test-0.png", other, "test/c.png"]
-    for number, name in enumerate(names):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(picture(number))
+    fill(tmp_path, {name: number for number, name in enumerate(names)})
     if kind == "csv":
         lines = ["file_name,text", *(f"{name},caption {number}" for number, name in enumerate(names))]
     else:
@@ -233,16 +217,13 @@ def test_a_pattern_of_several_folders_is_an_error(tmp_path, dataset_type):
 def test_tables_in_several_folders_do_not_take_each_others_images(tmp_path):
     """The images of each table must be searched for in the folder of that table, not in the folder of the first one."""
     for name, number in (("a", 0), ("b", 1)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "0.png").write_bytes(picture(number))
-        (tmp_path / name / "pairs.csv").write_text(f"filepath,title\n0.png,of {name}\n")
+        fill(tmp_path / name, {"0.png": number, "pairs.csv": f"filepath,title\n0.png,of {name}\n"})
     entries = [str(tmp_path / name / "pairs.csv") for name in "ab"]
     with pytest.raises(DataError, match="the tables are in 2 folders, and their image paths are relative to them"):
         open_pairs([str(tmp_path / "*" / "pairs.csv")])
     assert images(open_pairs(entries)) == [picture(0), picture(1)]
     for name in "ab":  # absolute paths need no folder
-        path = tmp_path / name / "0.png"
-        (tmp_path / name / "pairs.csv").write_text(f"filepath,title\n{path},of {name}\n")
+        fill(tmp_path / name, {"pairs.csv": f"filepath,title\n{tmp_path / name / '0.png'},of {name}\n"})
     assert images(open_pairs([str(tmp_path / "*" / "pairs.csv")])) == [picture(0), picture(1)]
 
 
@@ -258,45 +239,37 @@ def test_a_saved_dataset_with_several_splits_needs_a_choice(tmp_path):
     assert captions(open_pairs([str(tmp_path / "saved" / "test")])) == texts()
 
 
-def test_captions_that_pandas_reads_as_missing_are_kept(tmp_path):
-    _write_pictures(tmp_path)
-    (tmp_path / "pairs.csv").write_text("filepath,title\n0.png,NA\n1.png,null\n2.png,None\n")
-    assert captions(open_pairs([str(tmp_path / "pairs.csv")])) == ["NA", "null", "None"]
-
-
-def test_text_in_a_csv_that_looks_like_numbers_is_kept(tmp_path):
-    """The cells 007 and 1.50 must not become 7.0 and 1.5, and the file name 0 must stay a file name."""
-    (tmp_path / "0").write_bytes(picture(0))
-    (tmp_path / "pairs.csv").write_text("filepath,title,score\n0,007,1\n0,1.50,2\n0,true,3\n")
-    dataset = open_pairs([str(tmp_path / "pairs.csv")])
-    assert captions(dataset) == ["007", "1.50", "true"]
-    assert images(dataset) == [picture(0)] * 3
-
-
-@pytest.mark.parametrize("image_key", [None, "image", "file_name"])
-def test_text_in_the_metadata_of_a_folder_is_kept(tmp_path, image_key):
-    """The caption NA must not count as missing there, and 007 must not become 7.0."""
-    _write_pictures(tmp_path)
-    (tmp_path / "metadata.csv").write_text("file_name,text\n0.png,NA\n1.png,007\n2.png,1.5\n")
-    dataset = open_pairs([str(tmp_path)], image_key=image_key)
-    assert captions(dataset) == ["NA", "007", "1.5"]
-    assert images(dataset) == [picture(n) for n in range(3)]
-
-
-def test_a_folder_with_a_metadata_file_per_folder_has_the_pictures_of_all(tmp_path):
-    for name, number in ((".", 0), ("deep", 1)):
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / f"{number}.png").write_bytes(picture(number))
-        (tmp_path / name / "metadata.csv").write_text(f"file_name,text\n{number}.png,caption {number}\n")
-    dataset = open_pairs([str(tmp_path)])
-    assert sorted(captions(dataset)) == ["caption 0", "caption 1"]
+@pytest.mark.parametrize(
+    ("files", "pairs"),
+    [
+        # pandas reads these captions as missing
+        (PICTURES | {"x.csv": "filepath,title\n0.png,NA\n1.png,null\n2.png,None\n"}, {"NA": 0, "null": 1, "None": 2}),
+        # 007 and 1.50 must not become 7.0 and 1.5, and the file name 0 must stay a file name
+        ({"0": 0, "x.csv": "filepath,title,score\n0,007,1\n0,1.50,2\n0,true,3\n"}, {"007": 0, "1.50": 0, "true": 0}),
+        # R writes a column of row numbers without a name when it saves a subset of a table
+        (PICTURES | {"x.csv": '"filepath","title"\n"1","0.png","red, blue"\n"5","1.png","green"\n'},
+         {"red, blue": 0, "green": 1}),
+        (PICTURES | {"metadata.csv": "file_name,text\n0.png,NA\n1.png,007\n"}, {"NA": 0, "007": 1}),
+        # a metadata file per folder
+        ({f"{place}{name}": content for place, number in (("", 0), ("deep/", 1)) for name, content in
+          (("a.png", number), ("metadata.csv", f"file_name,text\na.png,caption {number}\n"))},
+         {"caption 0": 0, "caption 1": 1}),
+        # a table beside the folder of its images
+        ({"train/0.png": 0, "train.csv": "filepath,title\ntrain/0.png,caption 0\n"}, {"caption 0": 0}),
+    ],
+)  # fmt: skip
+def test_text_in_tables_is_kept(tmp_path, files, pairs):
+    dataset = open_pairs([str(fill(tmp_path, files))])
+    found = dict(zip(captions(dataset), images(dataset), strict=True))
+    assert found == {caption: picture(number) for caption, number in pairs.items()}
+    if files.keys() >= {"metadata.csv", "0.png"}:
+        for key in ("image", "file_name"):
+            assert sorted(captions(open_pairs([str(tmp_path)], image_key=key))) == sorted(pairs)
 
 
 def test_captions_that_would_become_numbers_are_refused(tmp_path):
     for number, name in enumerate(("first", "second")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"{number}.png").write_bytes(picture(number))
-        (tmp_path / name / "metadata.csv").write_text(f"file_name,text\n{number}.png,00{number}\n")
+        fill(tmp_path / name, {"a.png": number, "metadata.csv": f"file_name,text\na.png,00{number}\n"})
     with pytest.raises(DataError, match=r"captions .* are numbers; give each folder"):
         open_pairs([str(tmp_path)])
     folders = [str(tmp_path / name) for name in ("first", "second")]
@@ -306,9 +279,7 @@ def test_captions_that_would_become_numbers_are_refused(tmp_path):
 def test_metadata_behind_a_link_is_refused(tmp_path):
     """`datasets` does not follow such a link, and would silently leave out the images that the metadata describe."""
     for name, number in (("elsewhere", 0), ("pairs/a", 1)):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / f"{number}.png").write_bytes(picture(number))
-        (tmp_path / name / "metadata.csv").write_text(f"file_name,text\n{number}.png,caption {number}\n")
+        fill(tmp_path / name, {"a.png": number, "metadata.csv": f"file_name,text\na.png,caption {number}\n"})
     (tmp_path / "link").symlink_to(tmp_path / "pairs")
     assert captions(open_pairs([str(tmp_path / "link")])) == ["caption 1"]
     (tmp_path / "pairs" / "b").symlink_to(tmp_path / "elsewhere")
@@ -324,34 +295,29 @@ def test_a_csv_may_have_words_after_thousands_of_numbers(tmp_path):
     assert (dataset.caption(0), dataset.caption(20_000)) == ("7", "seven")
 
 
-def test_captions_of_a_table_may_be_bytes(tmp_path):
-    """The caption of the first row must not be the text "b'gr\\xc3\\xbcn'"."""
-    import datasets
-
-    rows = {"jpg": [picture(0)] * 2, "txt": ["grün".encode(), b"gr\xfcn"]}
-    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "pairs.parquet")
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        # not the text "b'gr\\xc3\\xbcn'"
+        (["grün".encode(), b"gr\xfcn"],
+         ["grün", "caption is not UTF-8: 1: byte 0xfc at position 2; convert it to UTF-8"]),
+        ([1.5, float("nan")], ["1.5", "missing caption: 1"]),  # not the text "nan"
+        # COCO on the Hugging Face hub has a list of dictionaries
+        ([[{"raw": "a dog", "id": 1}]], ["missing caption: 0: expected text, got dict"]),
+    ],
+)  # fmt: skip
+def test_cells_that_are_no_text(tmp_path, cells, expected):
+    parquet.write_table(
+        pyarrow.table({"image": [picture(0)] * len(cells), "caption": cells}), tmp_path / "pairs.parquet"
+    )
     dataset = open_pairs([str(tmp_path / "pairs.parquet")])
-    assert dataset.caption(0) == "grün"
-    with pytest.raises(BadSample, match=r"caption is not UTF-8: 1: byte 0xfc at position 2; convert it to UTF-8"):
-        dataset.caption(1)
-
-
-def test_a_caption_of_a_table_that_is_no_text_is_a_bad_sample(tmp_path):
-    """COCO on the Hugging Face hub has a list of dictionaries. Their Python code must not become the caption."""
-    rows = [{"image": "0.png", "caption": [{"raw": "a dog", "id": 1}]}]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(BadSample, match="missing caption: 0: expected text, got dict"):
-        open_pairs([str(tmp_path / "pairs.jsonl")]).caption(0)
-
-
-def test_a_caption_that_is_nan_is_missing(tmp_path):
-    """The caption must not be the text "nan"."""
-    table = pyarrow.table({"image": [picture(0)] * 2, "caption": [1.5, float("nan")]})
-    parquet.write_table(table, tmp_path / "pairs.parquet")
-    dataset = open_pairs([str(tmp_path / "pairs.parquet")])
-    assert dataset.caption(0) == "1.5"
-    with pytest.raises(BadSample, match="missing caption"):
-        dataset.caption(1)
+    found = []
+    for row in range(len(cells)):
+        try:
+            found.append(dataset.caption(row))
+        except BadSample as bad:
+            found.append(str(bad))
+    assert found == expected
 
 
 def test_numbers_of_classes_are_read_as_their_names(tmp_path):
@@ -368,25 +334,16 @@ def test_numbers_of_classes_are_read_as_their_names(tmp_path):
             dataset.read(row)
 
 
-@pytest.mark.parametrize("name", ["0.csv", "1.csv", "2.jsonl", "3.jsonl", "4.parquet"])
+@pytest.mark.parametrize("name", ["0.csv", "1.csv", "2.jsonl", "3.jsonl", "4.parquet", "saved"])
 def test_a_table_without_rows_is_refused(tmp_path, name):
     """The error must be ours, not one of `datasets` such as "StopIteration: " or "BatchSize must be greater than 0"."""
-    (tmp_path / "0.csv").write_text("")
-    (tmp_path / "1.csv").write_text("filepath,title\n")
-    (tmp_path / "2.jsonl").write_text("")
-    (tmp_path / "3.jsonl").write_text("\n\n")
-    parquet.write_table(pyarrow.table({"image": [b""], "caption": ["red"]}).slice(1), tmp_path / "4.parquet")
-    with pytest.raises(DataError, match=rf"data '.*{name}': no rows; give tables with one row per sample"):
-        open_pairs([str(tmp_path / name)])
-
-
-def test_a_saved_dataset_without_rows_is_refused(tmp_path):
-    """The error must be ours, not an IndexError of `datasets`."""
     import datasets
 
+    fill(tmp_path, {"0.csv": "", "1.csv": "filepath,title\n", "2.jsonl": "", "3.jsonl": "\n\n"})
+    parquet.write_table(pyarrow.table({"image": [b""], "caption": ["red"]}).slice(1), tmp_path / "4.parquet")
     datasets.Dataset.from_dict({"image": [], "caption": []}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"data '.*saved': no rows; give tables with one row per sample"):
-        open_pairs([str(tmp_path / "saved")])
+    with pytest.raises(DataError, match=rf"data '.*{name}': no rows; give tables with one row per sample"):
+        open_pairs([str(tmp_path / name)])
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
@@ -407,46 +364,26 @@ def test_tables_without_rows_among_others_add_none(tmp_path, kind):
     assert captions(open_pairs([str(tmp_path / f"*.{kind}")])) == ["red"]
 
 
-def test_a_column_of_row_numbers_may_have_no_name(tmp_path):
-    """R writes such a column when it saves a subset of a table."""
-    _write_pictures(tmp_path)
-    content = '"filepath","title"\n"1","0.png","red, blue"\n"5","1.png","green"\n"7","2.png","white"\n'
-    (tmp_path / "pairs.csv").write_text(content)
-    assert captions(open_pairs([str(tmp_path / "pairs.csv")])) == ["red, blue", "green", "white"]
-
-
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("files", "message"),
     [
-        (b"filepath,title\n0.png,gr\xfcn\n", "cannot read .*pairs.csv as csv: UnicodeDecodeError: .*utf-8"),
-        (b'filepath,title\n0.png,"no end\n1.png,b\n', "EOF inside string starting at row 1"),
-        (b"filepath,title\n0.png,red, blue\n1.png,green, white\n", "more cells than the first line has names.*quotes"),
-        (b"id,Photo,Words\n0,0.png,a\n", "it has id, Photo, Words; set --image-key to one of them"),
-        (b"image,Words\n0.png,a\n", "it has image, Words; set --caption-key to one of them"),
+        ({"x.csv": b"filepath,title\n0.png,gr\xfcn\n"}, "cannot read .*x.csv as csv: UnicodeDecodeError: .*utf-8"),
+        ({"x.csv": 'filepath,title\n0.png,"no end\n1.png,b\n'}, "EOF inside string starting at row 1"),
+        ({"x.csv": "filepath,title\n0.png,red, blue\n1.png,a, b\n"}, "more cells than the first line has names.*quote"),
+        ({"x.csv": "id,Photo,Words\n0,0.png,a\n"}, "it has id, Photo, Words; set --image-key to one of them"),
+        ({"x.csv": "image,Words\n0.png,a\n"}, "it has image, Words; set --caption-key to one of them"),
+        ({"0.csv": "image,caption\n0.png,a\n", "1.csv": "image,words\n0.png,a\n"}, "and 1 more files as csv: .*words"),
+        (PICTURES, r"has no captions; put a text file .* or add a metadata.csv"),
     ],
-)
-def test_the_error_for_an_unreadable_csv_is_one_line_with_the_reason(tmp_path, content, message):
-    (tmp_path / "pairs.csv").write_bytes(content)
+)  # fmt: skip
+def test_the_error_for_unreadable_data_is_one_line_with_the_reason(tmp_path, files, message):
     with pytest.raises(DataError, match=message) as caught:
-        open_pairs([str(tmp_path / "pairs.csv")])
+        open_pairs([str(fill(tmp_path, files))])
     assert "\n" not in str(caught.value)
 
 
-def test_files_with_different_columns_are_an_error_that_names_them(tmp_path):
-    (tmp_path / "0.csv").write_text("image,caption\n0.png,a\n")
-    (tmp_path / "1.csv").write_text("image,words\n0.png,a\n")
-    with pytest.raises(DataError, match=r"and 1 more files as csv: .*words"):
-        open_pairs([str(tmp_path)])
-
-
-def test_the_error_for_images_without_captions_names_the_file_to_add(tmp_path):
-    _write_pictures(tmp_path)
-    with pytest.raises(DataError, match=r"has no captions; put a text file .* or add a metadata.csv"):
-        open_pairs([str(tmp_path)])
-
-
 def test_rows_without_image_or_caption_are_bad_samples(tmp_path):
-    _write_pictures(tmp_path)
+    fill(tmp_path, PICTURES)
     rows = [{"image": "0.png", "caption": None}, {"image": "gone.png", "caption": "a"}, {"image": None, "caption": "b"}]
     rows += [{"image": "0.png", "caption": "c"}, {"image": "../0\0.png", "caption": "d"}]
     rows += [{"image": "/dev/zero", "caption": "e"}]  # reading it would never end
@@ -462,9 +399,8 @@ def test_rows_without_image_or_caption_are_bad_samples(tmp_path):
 
 
 def test_several_captions_of_an_image_are_kept_separately(tmp_path):
-    _write_pictures(tmp_path)
-    (tmp_path / "pairs.jsonl").write_text(json.dumps({"image": "0.png", "caption": ["a  dog", "an\nanimal"]}))
-    sample = open_pairs([str(tmp_path / "pairs.jsonl")]).read(0)
+    line = json.dumps({"image": "0.png", "caption": ["a  dog", "an\nanimal"]})
+    sample = open_pairs([str(fill(tmp_path, PICTURES | {"pairs.jsonl": line}))]).read(0)
     assert sample.alternatives == ("a dog", "an animal") and sample.caption == "a dog\nan animal"
 
 
@@ -694,49 +630,25 @@ def test_data_that_may_not_be_read_is_one_error(tmp_path, monkeypatch):
 def test_hidden_files_in_a_class_are_no_images(tmp_path):
     """macOS writes ._0.png beside 0.png on disks of other systems."""
     for number, name in enumerate(("cat", "dog")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "0.png").write_bytes(picture(number))
-        (tmp_path / name / "._0.png").write_bytes(b"\0\5\26\7")
-        (tmp_path / name / ".ipynb_checkpoints").mkdir()
-        (tmp_path / name / ".ipynb_checkpoints" / "0-checkpoint.png").write_bytes(picture(number))
+        hidden = {"._0.png": b"\0\5\26\7", ".ipynb_checkpoints/0-checkpoint.png": number}
+        fill(tmp_path / name, {"0.png": number, **hidden})
     assert images(open_labelled(tmp_path)) == [picture(0), picture(1)]
 
 
-def test_classes_that_share_a_name_are_reported(tmp_path, caplog, monkeypatch):
-    """open_clip's class names for ImageNet have two such pairs. Their images are never correct at top-1."""
-    for number, name in enumerate(("crane_bird", "crane_machine", "dog")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "0.png").write_bytes(picture(number))
+def test_classes_without_images_or_with_the_name_of_another_are_reported(tmp_path, caplog, monkeypatch):
+    """open_clip's class names for ImageNet have two such pairs: their images are never correct at top-1.
+
+    Archives made on macOS contain a folder __MACOSX. It must not silently become a class.
+    """
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
-    open_labelled(tmp_path)
+    open_labelled(fill(tmp_path, {"crane_bird/0.png": 0, "crane_machine/0.png": 1, "dog/0.png": 2}))
     assert caplog.text == ""
-    (tmp_path / "classnames.txt").write_text("crane\ncrane\ndog\n")
-    open_labelled(tmp_path)
-    assert f"zero-shot data {tmp_path}: 2 of 3 classes share their names ('crane'); ties count" in caplog.text
-
-
-def test_folders_without_images_are_reported(tmp_path, caplog, monkeypatch):
-    """Archives made on macOS contain a folder __MACOSX. It must not silently become a class."""
-    for number, name in enumerate(("cat", "dog")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "0.png").write_bytes(picture(number))
-    (tmp_path / "__MACOSX" / "cat").mkdir(parents=True)
-    (tmp_path / "__MACOSX" / "cat" / "._0.png").write_bytes(b"\0\5\26\7")
-    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
-    open_labelled(tmp_path)
-    assert f"zero-shot data {tmp_path}: 1 of 3 folders have no images ('__MACOSX') and count as" in caplog.text
+    open_labelled(fill(tmp_path, {"__MACOSX/cat/._0.png": b"\0\5\26\7"}))
+    assert f"zero-shot data {tmp_path}: 1 of 4 folders have no images ('__MACOSX') and count as" in caplog.text
     caplog.clear()
-    (tmp_path / "classnames.txt").write_text("no class\ncat\ndog\n")
-    open_labelled(tmp_path)
-    assert caplog.text == ""
-
-
-def test_labelled_shards_with_other_members_name_no_flag(tmp_path):
-    """--image-key and --caption-key apply to pairs only."""
-    write_tar(tmp_path / "0.tar", [("0.dat", picture(0))])
-    (tmp_path / "classnames.txt").write_text("cat\ndog\n")
-    with pytest.raises(DataError, match=r"no samples .* such as 000000\.jpg and 000000\.cls$"):
-        open_labelled(tmp_path)
+    open_labelled(fill(tmp_path, {"classnames.txt": "no class\ncrane\ncrane\ndog\n"}))
+    assert "have no images" not in caplog.text
+    assert f"zero-shot data {tmp_path}: 2 of 4 classes share their names ('crane'); ties count" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -754,36 +666,27 @@ def test_names_of_hub_datasets(spec, expected):
     assert (table.name, table.split, table.config) == expected
 
 
-def test_a_single_folder_of_images_is_an_error(tmp_path):
-    (tmp_path / "images").mkdir()
-    _write_pictures(tmp_path / "images")
-    with pytest.raises(DataError, match="only one class, 'images'"):
-        open_labelled(tmp_path)
-
-
-def test_splits_are_not_accepted_as_classes(tmp_path):
-    """imagenet/ in place of imagenet/val must not be evaluated with the two classes "train" and "val"."""
-    for split in ("train", "val"):
-        (tmp_path / split / "cat").mkdir(parents=True)
-        (tmp_path / split / "cat" / "0.png").write_bytes(picture(0))
-    with pytest.raises(DataError, match=r"the folders 'train', 'val' are splits; .* give one split, such as .*/val$"):
-        open_labelled(tmp_path)
-    (tmp_path / "boat").mkdir()
-    assert open_labelled(tmp_path).class_names == ["boat", "train", "val"]
-
-
-def test_wordnet_ids_are_not_accepted_as_class_names(tmp_path):
-    for name in ("n01440764", "n01443537"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "1.png").write_bytes(picture(1))
-    with pytest.raises(DataError, match=r"WordNet ids .* to classnames\.txt"):
-        open_labelled(tmp_path)
-    (tmp_path / "lost+found").mkdir()  # an unrelated folder must not make the ids acceptable
-    with pytest.raises(DataError, match=r"WordNet ids .* to classnames\.txt"):
-        open_labelled(tmp_path)
-    (tmp_path / "lost+found").rmdir()
-    (tmp_path / "classnames.txt").write_text("tench\ngoldfish\n")
-    assert open_labelled(tmp_path).class_names == ["tench", "goldfish"]
+@pytest.mark.parametrize(
+    ("files", "message", "more", "names"),
+    [
+        ({"images/0.png": 0}, "only one class, 'images'", {"other/0.png": 1}, ["images", "other"]),
+        # imagenet/ in place of imagenet/val must not be evaluated with the two classes "train" and "val"
+        ({"train/cat/0.png": 0, "val/cat/0.png": 0},
+         r"the folders 'train', 'val' are splits; .* give one split, such as .*/val$",
+         {"boat/0.png": 0}, ["boat", "train", "val"]),
+        # an unrelated folder must not make the ids acceptable
+        ({"n01440764/1.png": 1, "n01443537/1.png": 1, "lost+found/.x": ""}, r"WordNet ids .* to classnames\.txt",
+         {"classnames.txt": "lost\ntench\ngoldfish\n"}, ["lost", "tench", "goldfish"]),
+        # --image-key and --caption-key apply to pairs only
+        ({"classnames.txt": "cat\ndog\n", "0.tar": b"\0" * 10240},
+         r"no samples .* such as 000000\.jpg and 000000\.cls$", None, None),
+    ],
+)  # fmt: skip
+def test_folders_that_are_no_classes_are_refused(tmp_path, files, message, more, names):
+    with pytest.raises(DataError, match=message):
+        open_labelled(fill(tmp_path, files))
+    if more is not None:
+        assert open_labelled(fill(tmp_path, more)).class_names == names
 
 
 @pytest.mark.parametrize(
