@@ -1,13 +1,15 @@
-"""Compare ClipLoss on 1, 2 and 3 ranks with the cross-entropy of one process on the whole batch.
+"""Compare ClipLoss and SigLipLoss on 1, 2 and 3 ranks with the loss of one process on the whole batch.
 
 Every combination of exchange and reduction is compared in float64: the loss on every rank, and all gradients under the
-reduction contract (features times W, logit_scale unscaled). The functions on the ranks return lists of differences. One
-launch per world size runs all of them.
+reduction contract (features times W, logit_scale and logit_bias unscaled). The functions on the ranks return lists of
+differences. One launch per world size runs all of them. Other tests call our losses and open_clip's with equal
+arguments.
 """
 
 import copy
+import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed.comm as dist
@@ -18,23 +20,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.flop_counter import FlopCounterMode
 
 from megaclip.comm.groups import group_rank, group_size, resolve
 from megaclip.errors import MegaclipError
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
+from megaclip.losses.costs import LOSS_COSTS
+from megaclip.open_clip_package import import_open_clip
 from tests.distributed.harness import run_ranks
-from tests.reference import LossAndGrads, info_nce
+from tests.reference import info_nce
 from tests.tolerances import (
     BF16_PAYLOAD,
     EXTREME_LOSS,
     GRADIENT,
     VALUE,
     Comparison,
+    assert_close,
     compare,
     exceeded,
     unnoticed,
 )
 
+Kind = type[ClipLoss] | type[SigLipLoss]
 WAYS = list(itertools.product(("ring", "all_gather"), ("feature", "scalar")))
 
 
@@ -45,74 +52,86 @@ def random_batch(batch: int, embedding: int, dtype: torch.dtype, seed: int = 0) 
     return F.normalize(x, dim=1).to(dtype), F.normalize(x + noise, dim=1).to(dtype)
 
 
+def sigmoid_loss(x: Tensor, y: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Return SigLIP's equation 1 over the whole matrix, written as its pseudocode. logsigmoid is always exact."""
+    signs = 2 * torch.eye(len(x), dtype=x.dtype) - 1
+    return -F.logsigmoid(signs * (alpha * x @ y.T + beta)).sum() / len(x)
+
+
+def oracle(kind: Kind, *arguments: Tensor) -> list[Tensor]:
+    """Return the loss of the whole batch and the gradients of images, texts, scale and bias (SigLipLoss), float64."""
+    if kind is ClipLoss:
+        return list(info_nce(*arguments))
+    leaves = [tensor.detach().double().requires_grad_() for tensor in arguments]
+    loss = sigmoid_loss(*leaves)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
 def comparisons(
+    kind: Kind,
     whole: tuple[Tensor, Tensor],
-    scale: Tensor,
-    expected: LossAndGrads,
+    scalars: Sequence[Tensor],
+    expected: list[Tensor],
     *,
     group: Any = None,
     magnified: float = 1,
     **options: Any,
 ) -> list[Comparison]:
-    """Compare ClipLoss on this rank's part of the batch with `expected`.
+    """Compare a loss on this rank's part of the batch with `expected`, the result of `oracle`.
 
-    magnified: factor by which this case magnifies rounding errors in addition to the table of bounds.
+    scalars: the scale and, for SigLipLoss, the bias. magnified: factor by which this case magnifies rounding errors in
+    addition to the table of bounds.
     """
-    rank, world_size = group_rank(group), group_size(group)
+    rank, world_size, dtype = group_rank(group), group_size(group), whole[0].dtype
     local = [features.chunk(world_size)[rank].clone().requires_grad_() for features in whole]
-    logit_scale = scale.clone().requires_grad_()
-    loss = ClipLoss(group=group, **options)(*local, logit_scale)
+    leaves = [scalar.clone().requires_grad_() for scalar in scalars]
+    loss = kind(group=group, **options)(*local, *leaves)
     loss.backward()
-    dtype = whole[0].dtype
-    mine = slice(rank * len(local[0]), (rank + 1) * len(local[0]))
-    pairs = (
-        ("loss", loss, expected.loss, VALUE),
-        ("image gradient", local[0].grad, world_size * expected.d_image[mine], GRADIENT),
-        ("text gradient", local[1].grad, world_size * expected.d_text[mine], GRADIENT),
-    )
-    case = f"with {options}, W={world_size}, b={len(local[0])}, {dtype}"
-    found = [
-        compare(got, wanted, bounds[dtype].magnified(magnified), f"{name} {case}")
-        for name, got, wanted, bounds in pairs
-    ]
-    # A mean of p_ij * (s_ij - s_ii): terms of size 1, which cancel.
-    bound, wanted = GRADIENT[torch.promote_types(dtype, torch.float32)], expected.d_logit_scale.reshape(scale.shape)
-    return [
-        *found,
-        compare(logit_scale.grad, wanted, bound.magnified(magnified), f"logit_scale gradient {case}", size=1),
-    ]
+    case = f"with {kind.__name__}, {options}, W={world_size}, b={len(local[0])}, {dtype}"
+    found = [compare(loss, expected[0], VALUE[dtype].magnified(magnified), f"loss {case}")]
+    for name, features, wanted in zip(("image", "text"), local, expected[1:3], strict=True):
+        mine, bound = world_size * wanted.chunk(world_size)[rank], GRADIENT[dtype].magnified(magnified)
+        found.append(compare(features.grad, mine, bound, f"{name} gradient {case}"))
+    for name, leaf, wanted in zip(("logit_scale", "logit_bias"), leaves, expected[3:], strict=False):
+        bound, size = VALUE[dtype], None
+        if kind is ClipLoss:  # a mean of p_ij * (s_ij - s_ii): terms of size 1, which cancel
+            bound, size = GRADIENT[torch.promote_types(dtype, torch.float32)], 1
+        what, wanted = f"{name} gradient {case}", wanted.reshape(leaf.shape)
+        found.append(compare(leaf.grad, wanted, bound.magnified(magnified), what, size=size))
+    return found
 
 
-def in_every_way(whole: tuple[Tensor, Tensor], scale: Tensor, **options: Any) -> list[str]:
-    expected = info_nce(*whole, scale)
+def in_every_way(kind: Kind, whole: tuple[Tensor, Tensor], *scalars: Tensor, **options: Any) -> list[str]:
+    expected = oracle(kind, *whole, *scalars)
     return [
         problem
         for exchange, reduction in WAYS
-        for problem in exceeded(comparisons(whole, scale, expected, exchange=exchange, reduction=reduction, **options))
+        for problem in exceeded(
+            comparisons(kind, whole, scalars, expected, exchange=exchange, reduction=reduction, **options)
+        )
     ]
 
 
 # ------------------------------------------------------------------------------------------ cases, run on every rank
 
 
-def check_float64() -> list[str]:
+def check_sizes_and_dtypes() -> list[str]:
     found = []
     for batch, embedding, tile_budget_mib in ((1, 3, 128), (5, 7, 128), (63, 16, 0.02), (70, 33, 0.005)):
         whole = random_batch(batch * group_size(), embedding, torch.float64)
         for scale in (torch.tensor(14.3), torch.tensor([3.0])):
-            found += in_every_way(whole, scale.double(), tile_budget_mib=tile_budget_mib)
+            found += in_every_way(ClipLoss, whole, scale.double(), tile_budget_mib=tile_budget_mib)
+        for scale, bias in ((10.0, -10.0), (100.0, 3.0), (1.0, 0.0)):
+            tensors = torch.tensor(scale).double(), torch.tensor([bias]).double()
+            found += in_every_way(SigLipLoss, whole, *tensors, tile_budget_mib=tile_budget_mib)
     images, _ = random_batch(5 * group_size(), 7, torch.float64)
     # Each positive is the match of another row. The losses are close to the scale, where log(1 + exp(v)) is nearly v.
-    found += in_every_way((images, images.roll(1, dims=0)), torch.tensor(22.0).double())
-    return found
-
-
-def check_other_dtypes() -> list[str]:
-    found = []
+    found += in_every_way(ClipLoss, (images, images.roll(1, dims=0)), torch.tensor(22.0).double())
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         whole = random_batch(17 * group_size(), 32, dtype)
         for scale in (14.3, 100.0):
-            found += in_every_way(whole, torch.tensor([scale]), tile_budget_mib=0.005)
+            found += in_every_way(ClipLoss, whole, torch.tensor([scale]), tile_budget_mib=0.005)
+        found += in_every_way(SigLipLoss, whole, torch.tensor([10.0]), torch.tensor(-5.0), tile_budget_mib=0.005)
     return found
 
 
@@ -121,18 +140,19 @@ def check_extreme_scales_and_vectors() -> list[str]:
     x, y = random_batch(6 * group_size(), 8, torch.float64)
     same = x[:1].expand_as(x).contiguous()
     batches = {"random": (x, y), "identical": (same, same), "opposite": (same, -same), "zero": (x, torch.zeros_like(x))}
-    found = []
+    thousand, found = torch.tensor(1000.0).double(), []
     for name, (images, texts) in batches.items():
         for scale in (100.0, 1000.0):
             # exp(scale*s) magnifies rounding errors by the scale. Gradients of that size that cancel magnify them
             # again. These gradients are compared relative to 1e-3, the smallest size. The table assumes a scale of up
             # to 100.
             magnified = scale if name == "random" else scale**2 * 1e3 / 100
-            found += [
-                f"{name}: {p}" for p in in_every_way((images, texts), torch.tensor(scale).double(), magnified=magnified)
-            ]
+            problems = in_every_way(ClipLoss, (images, texts), torch.tensor(scale).double(), magnified=magnified)
+            found += [f"{name}: {problem}" for problem in problems]
+        if name != "random":
+            found += in_every_way(SigLipLoss, (images, texts), thousand, torch.tensor(-10.0).double())
         whole = images.float(), texts.float()
-        expected = info_nce(*whole, torch.tensor(1000.0))
+        expected = info_nce(*whole, thousand)
         for exchange, reduction in WAYS:
             local = [features.chunk(group_size())[group_rank()].clone().requires_grad_() for features in whole]
             loss = ClipLoss(exchange=exchange, reduction=reduction)(*local, torch.tensor(1000.0))
@@ -147,24 +167,24 @@ def check_extreme_scales_and_vectors() -> list[str]:
 
 def check_that_wrong_scales_are_noticed() -> list[str]:
     """Check that the comparison detects the mistakes of published code (docs/mathematics.md, reduction contract)."""
-    whole, scale, world_size = (
-        random_batch(4 * group_size(), 8, torch.float64),
-        torch.tensor(5.0).double(),
-        group_size(),
-    )
-    right = info_nce(*whole, scale)
-    wrong = {"temperature": info_nce(*whole, scale * (1 + 1e-9)), "loss": right._replace(loss=right.loss * world_size)}
-    if world_size > 1:
-        wrong["image"] = right._replace(d_image=right.d_image / world_size)
-        wrong["text"] = right._replace(d_text=right.d_text / world_size)
-        wrong["logit_scale"] = right._replace(d_logit_scale=right.d_logit_scale * world_size)
-    else:
-        del wrong["loss"]
-    return [
-        problem
-        for name, expected in wrong.items()
-        for problem in unnoticed(comparisons(whole, scale, expected), f"a wrong {name}")
-    ]
+    whole, size = random_batch(4 * group_size(), 8, torch.float64), group_size()
+    found = []
+    for kind, values in ((ClipLoss, (5.0,)), (SigLipLoss, (5.0, -2.0))):
+        scalars = [torch.tensor(value).double() for value in values]
+        right = oracle(kind, *whole, *scalars)
+        wrong = {
+            f"scalar {place}": oracle(
+                kind, *whole, *(s * (1 + 1e-9) if n == place else s for n, s in enumerate(scalars))
+            )
+            for place in range(len(scalars))
+        }
+        if size > 1:
+            factors = (size, 1 / size, 1 / size, size, size)
+            for place, value in enumerate(right):
+                wrong[f"result {place}"] = [*right[:place], value * factors[place], *right[place + 1 :]]
+        for name, expected in wrong.items():
+            found += unnoticed(comparisons(kind, whole, scalars, expected), f"{kind.__name__}, a wrong {name}")
+    return found
 
 
 class Towers(nn.Module):
@@ -183,18 +203,22 @@ class Towers(nn.Module):
 def check_under_data_parallel() -> list[str]:
     """Check that parameter gradients after DDP's averaging, with `.exp()` of the log scale, equal one process."""
     images, texts = torch.randn(2, 4 * group_size(), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    serial = Towers()
-    x, y, alpha = serial(images, texts)
-    logits, labels = alpha * x @ y.T, torch.arange(len(x))
-    ((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2).backward()
-    found = []
-    for exchange, reduction in WAYS:
-        parallel = DistributedDataParallel(Towers())
-        local = (whole.chunk(group_size())[group_rank()] for whole in (images, texts))
-        ClipLoss(exchange=exchange, reduction=reduction)(*parallel(*local)).backward()
-        for (name, got), wanted in zip(parallel.module.named_parameters(), serial.parameters(), strict=True):
-            what = f"{name} under DDP with {exchange}, {reduction}"
-            found += exceeded([compare(got.grad, wanted.grad, GRADIENT[torch.float64], what)])
+    bias, found = torch.tensor(-1.0).double(), []
+    for kind, scalars in ((ClipLoss, ()), (SigLipLoss, (bias,))):
+        serial = Towers()
+        x, y, alpha = serial(images, texts)
+        logits, labels = alpha * x @ y.T, torch.arange(len(x))
+        if kind is ClipLoss:
+            ((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2).backward()
+        else:
+            sigmoid_loss(x, y, alpha, bias).backward()
+        for exchange, reduction in WAYS:
+            parallel = DistributedDataParallel(Towers())
+            local = (whole.chunk(group_size())[group_rank()] for whole in (images, texts))
+            kind(exchange=exchange, reduction=reduction)(*parallel(*local), *scalars).backward()
+            for (name, got), wanted in zip(parallel.module.named_parameters(), serial.parameters(), strict=True):
+                what = f"{name} of {kind.__name__} under DDP with {exchange}, {reduction}"
+                found += exceeded([compare(got.grad, wanted.grad, GRADIENT[torch.float64], what)])
     return found
 
 
@@ -263,6 +287,7 @@ def check_errors() -> list[str]:
     found += expect_same_error(no_number(None), "logit_scale is a NoneType on rank")
     found += expect_same_error(no_number([10.0]), "logit_scale is a list on rank")
     found += expect_same_error(no_number(10.0, "-10"), "logit_bias is a str on rank")
+    found += expect_same_error(no_number(10.0, torch.zeros(2)), "logit_bias has shape (2,) on rank")
     found += expect_same_error(no_number(np.ones(2)), "logit_scale is a ndarray on rank")  # it has a method __float__
     found += expect_same_error(other_features((torch.randn(4, 5),)), "text_features is a tuple on rank")
     found += expect_same_error(other_features(torch.randn(4, 5).to_sparse()), "torch.sparse_coo on cpu on rank")
@@ -308,15 +333,36 @@ def check_bf16_payload() -> list[str]:
     return found
 
 
+def check_products_and_one_pass() -> list[str]:
+    """Check that the forward pass computes all products: 6 b*B*D with the feature reduction, 8 with scalar.
+
+    With the ring and scalar, a rank's own block serves both sides and saves 2 b*b*D. That case is left out.
+    """
+    b, embedding, size = 12, 8, group_size()
+    found = []
+    for exchange, reduction in (("ring", "feature"), ("all_gather", "feature"), ("all_gather", "scalar")):
+        expected = LOSS_COSTS["siglip"].products[reduction] * b * b * size * embedding
+        x, y = torch.randn(2, b, embedding).unbind()
+        x.requires_grad_()
+        with FlopCounterMode(display=False) as counter:
+            loss = SigLipLoss(exchange=exchange, reduction=reduction)(x, y, torch.tensor(2.0), torch.tensor(-2.0))
+        forward = counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        if (forward, counter.get_total_flops()) != (expected, 0):
+            found.append(f"{exchange} + {reduction}: {forward} and {counter.get_total_flops()} operations")
+    return found
+
+
 def check_everything() -> list[str]:
     checks = (
-        check_float64,
-        check_other_dtypes,
+        check_sizes_and_dtypes,
         check_extreme_scales_and_vectors,
         check_that_wrong_scales_are_noticed,
         check_under_data_parallel,
         check_trainer_arguments,
         check_bf16_payload,
+        check_products_and_one_pass,
         check_errors,
     )
     return [problem for check in checks for problem in check()]
@@ -329,14 +375,14 @@ def check_a_subgroup() -> list[str]:
         features = torch.randn(2, 3)
         return expect_same_error(lambda: ClipLoss(group=group)(features, features, torch.tensor(1.0)), "not a member")
     whole, scale = random_batch(10, 7, torch.float64), torch.tensor(9.0).double()
-    return in_every_way(whole, scale, group=group)
+    return in_every_way(ClipLoss, whole, scale, group=group)
 
 
 def check_torch_distributed_alone() -> list[str]:
     """Check a program that initialised torch.distributed but not deepspeed.comm."""
     dist.comm.cdb = None
     assert not dist.is_initialized() and torch.distributed.is_initialized()
-    return in_every_way(random_batch(8, 7, torch.float64), torch.tensor(9.0).double())
+    return in_every_way(ClipLoss, random_batch(8, 7, torch.float64), torch.tensor(9.0).double())
 
 
 # --------------------------------------------------------------------------------------------------------------- tests
@@ -389,13 +435,14 @@ def test_a_program_that_initialised_torch_distributed_only() -> None:
 
 def test_without_torch_distributed() -> None:
     assert not torch.distributed.is_initialized()
-    assert in_every_way(random_batch(9, 7, torch.float64), torch.tensor([9.0]).double(), tile_budget_mib=0.001) == []
+    whole = random_batch(9, 7, torch.float64)
+    assert in_every_way(ClipLoss, whole, torch.tensor([9.0]).double(), tile_budget_mib=0.001) == []
 
 
 def test_autocast_does_not_reach_the_tiles() -> None:
     whole = random_batch(9, 7, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert in_every_way(whole, torch.tensor(50.0)) == []
+        assert in_every_way(ClipLoss, whole, torch.tensor(50.0)) == []
 
 
 @pytest.mark.parametrize("options", [{"exchange": "gather"}, {"reduction": "ring"}, {"payload": "fp8"}])
@@ -404,3 +451,57 @@ def test_unknown_choices_are_refused(options: dict[str, str]) -> None:
         ValueError, match=r"(exchange|reduction|payload): Input should be 'auto'.*, got '(gather|ring|fp8)'"
     ):
         ClipLoss(**options)
+
+
+@pytest.mark.parametrize("bias", [None, -3.0])
+def test_loss_and_gradients_equal_open_clips(bias: float | None) -> None:
+    """In one process, open_clip's SigLipLoss and our loss get equal arguments."""
+    x, y = random_batch(9, 7, torch.float32)
+    results = []
+    for kind in (import_open_clip().loss.SigLipLoss, SigLipLoss):
+        leaves = [x.clone().requires_grad_(), y.clone().requires_grad_(), torch.tensor(5.0, requires_grad=True)]
+        logit_bias = None if bias is None else torch.tensor(bias, requires_grad=True)
+        outputs = kind()(*leaves, logit_bias=logit_bias, output_dict=True)
+        (1024 * outputs["contrastive_loss"]).backward()
+        assert list(outputs) == ["contrastive_loss"]
+        results.append(
+            [outputs["contrastive_loss"], *(leaf.grad for leaf in (*leaves, logit_bias) if leaf is not None)]
+        )
+    for theirs, ours in zip(*results, strict=True):
+        assert_close(ours, theirs, VALUE[torch.float32])
+
+
+def test_the_value_is_float32_for_bfloat16_features() -> None:
+    x, y = random_batch(9, 7, torch.bfloat16)
+    loss = SigLipLoss()(x, y, torch.tensor(10.0), torch.tensor(-10.0))
+    assert loss.dtype == torch.float32 and loss.bfloat16().float() != loss
+
+
+@pytest.mark.parametrize("name", ["ClipLoss", "SigLipLoss"])
+@pytest.mark.parametrize("bias", [None, -3.0])
+def test_scale_and_bias_may_be_plain_numbers(name: str, bias: float | None) -> None:
+    """Compare with open_clip's losses, which accept plain numbers too."""
+    x, y = (features.requires_grad_() for features in random_batch(9, 7, torch.float64))
+    theirs = getattr(import_open_clip().loss, name)()(x, y, 5.0, bias)
+    ours = {"ClipLoss": ClipLoss, "SigLipLoss": SigLipLoss}[name]()(x, y, 5.0, bias)
+    assert_close(ours, theirs, VALUE[torch.float64])
+    for mine, expected in zip(*(torch.autograd.grad(loss, (x, y)) for loss in (ours, theirs)), strict=True):
+        assert_close(mine, expected, GRADIENT[torch.float64])
+
+
+@pytest.mark.parametrize("kind", [ClipLoss, SigLipLoss])
+def test_arguments_of_open_clips_constructor_are_refused_with_their_replacement(kind: type) -> None:
+    for name in inspect.signature(getattr(import_open_clip().loss, kind.__name__)).parameters:
+        with pytest.raises(TypeError, match=rf"takes none of open_clip's {name}: .* write {kind.__name__}\(\)"):
+            kind(**{name: 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'exchnage'"):
+        kind(exchnage="ring")
+
+
+@pytest.mark.parametrize("kind", [ClipLoss, SigLipLoss])
+def test_a_trainer_may_divide_the_loss_in_place(kind: type) -> None:
+    x, y = (features.requires_grad_() for features in random_batch(9, 7, torch.float32))
+    loss = kind()(x, y, torch.tensor(5.0))
+    loss /= 4
+    loss.backward()
+    assert x.grad is not None and x.grad.abs().sum() > 0

@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_clip_loss import Towers, expect_same_error, random_batch
-from tests.distributed.test_siglip_loss import oracle
+from tests.distributed.test_clip_loss import Towers, expect_same_error, oracle, random_batch
 from tests.reference import info_nce
 from tests.tolerances import GRADIENT, VALUE, compare, exceeded
 
@@ -62,7 +61,7 @@ def expected(loss_class: type, whole: tuple[Tensor, Tensor], group: Any = None) 
     if loss_class is ClipLoss:
         found = (*info_nce(*whole, SCALE), torch.zeros(()))
     else:
-        found = oracle(*whole, torch.tensor(SCALE), torch.tensor(BIAS))
+        found = oracle(SigLipLoss, *whole, torch.tensor(SCALE), torch.tensor(BIAS))
     loss, d_image, d_text, d_scale, d_bias = (3 * part for part in found)
     mine = (group_size(group) * part.chunk(group_size(group))[group_rank(group)] for part in (d_image, d_text))
     return Evaluated(loss, *mine, d_scale.reshape(1), d_bias)
