@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import io
 import lzma
 import tarfile
 import time
@@ -101,17 +100,3 @@ def test_a_compressed_shard_named_tar_is_an_error_with_the_command(tmp_path, com
     path.write_bytes(compress(path.read_bytes()))
     with pytest.raises(DataError, match=rf"compressed with {program}; decompress it"):
         TarShards([path])
-
-
-def test_devices_and_links_in_a_shard_are_not_members(tmp_path):
-    path = tmp_path / "shard.tar"
-    with tarfile.open(path, "w") as tar:
-        for number, kind in enumerate((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)):
-            member = tarfile.TarInfo(f"{number}.png")
-            member.type, member.linkname = kind, "/etc/passwd"
-            tar.addfile(member)
-        for name, content in pair_members([9]):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    assert len(TarShards([path])) == 1
