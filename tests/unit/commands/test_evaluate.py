@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from megaclip.checkpoint import manifest
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, write_model_card
 from megaclip.checkpoint.open_clip_weights import read_weights, write_weights
 from megaclip.commands import evaluate, export_open_clip
@@ -66,6 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: ClipModel) -> Path:
     counters = {"global_steps": 7, "global_samples": 0, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
     torch.save({"module": model.state_dict(), **counters}, step / "mp_rank_00_model_states.pt")
     (step / "state.json").write_text("{}")
+    manifest.write(step)
     (checkpoints / "latest").write_text(step.name)
     members = [
         (f"{i:04d}.{kind}", content(i)) for i in range(COUNT) for kind, content in (("png", encoded), ("txt", words))
