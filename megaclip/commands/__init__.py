@@ -32,6 +32,7 @@ COMMANDS = {
     "plan": Command("plan", "plan a run: memory, largest batch and step time"),
     "models": Command("list_models", "list the models of the installed open_clip and the towers that run each"),
     "tokenizer": Command("train_tokenizer", "train a sentencepiece tokenizer on the captions of a dataset"),
+    "show": Command("show", "print a page of the documentation, a ds_config or a job of Slurm"),
     "report": Command("ds_report", "print DeepSpeed's environment report with MegaCLIP's op and optional packages"),
     "build-ops": Command("build_ops", "compile DeepSpeed's CPU ops before the first run"),
     "check-hosts": Command("check_hosts", "check the hosts of a hostfile before a run"),

@@ -72,7 +72,7 @@ def plan_parser(description: str | None = __doc__) -> argparse.ArgumentParser:
         type=float,
         metavar="SHARE",
         help="share of token positions saved by cutting captions, as a run logs it (default: times of captions of 8 to "
-        "77 tokens, memory for captions of full length, docs/planning.md)",
+        "77 tokens, memory for captions of full length, `megaclip show planning`)",
     )
     what.add_argument(
         "--train-steps", type=integer(1), help='steps of the run, for megaclip.compile "auto" (default: many)'

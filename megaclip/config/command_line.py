@@ -286,7 +286,7 @@ class TrainArguments(BaseModel):
         return self
 
 
-_MANY_UNKNOWN = "these arguments are not accepted (docs/from_open_clip.md):"
+_MANY_UNKNOWN = "these arguments are not accepted (`megaclip show from_open_clip`):"
 """First line of the only error with several lines, one for each argument."""
 
 

@@ -29,7 +29,7 @@ _IN_DS_CONFIG = {
 }
 
 _MODEL_JSON = "write it into a copy of the model's JSON and use the copy's path as --model"
-_LAUNCHER = "leave it out: the deepspeed launcher sets it (see docs/multi_node.md)"
+_LAUNCHER = "leave it out: the deepspeed launcher sets it (`megaclip show multi_node`)"
 _REMOTE_SYNC = "it has no replacement: copy the run's folder (--logs, --name) with another tool"
 
 _ELSEWHERE = {
@@ -45,11 +45,12 @@ _ELSEWHERE = {
     "--zeroshot-frequency": "use --val-frequency, which also applies to --zeroshot-data",
     "--cache-dir": "set the environment variable HF_HOME; only hub datasets (hf:NAME) are downloaded",
     "--log-local": "leave it out: the first rank logs everything, the other ranks log warnings and errors",
-    "--use-bn-sync": "it has no replacement: a batch norm uses the samples of one chunk on one rank (docs/models.md)",
+    "--use-bn-sync": "it has no replacement: a batch norm uses the samples of one chunk on one rank "
+    "(`megaclip show models`)",
     "--skip-scheduler": "use --lr-scheduler const --warmup 0",
     "--save-most-recent": "leave it out: --resume auto finds the latest of the --keep-last checkpoints",
     "--delete-previous-checkpoint": "use --keep-last 1",
-    "--lock-image-freeze-bn-stats": "it has no replacement: a locked tower updates them too (docs/models.md)",
+    "--lock-image-freeze-bn-stats": "it has no replacement: a locked tower updates them too (`megaclip show models`)",
     "--lock-text-freeze-layer-norm": "leave it out: --lock-text freezes the layer norms too",
     "--aug-cfg": "use --aug-scale; there is no other augmentation",
     "--force-context-length": _MODEL_JSON,

@@ -205,7 +205,7 @@ def _check_open_clip_settings(arguments: TrainArguments, section: MegaclipSectio
             raise ConfigError(
                 f"megaclip.{setting} {json.dumps(value)} requires MegaCLIP's own towers, and open_clip's modules run "
                 f"--model {arguments.model}; use {' or '.join(map(json.dumps, accepted))}, or a model that "
-                "docs/models.md lists with MegaCLIP's own towers"
+                "`megaclip show models` lists with MegaCLIP's own towers"
             )
 
 
@@ -233,8 +233,8 @@ def _check_that_weights_exist(arguments: TrainArguments) -> None:
             continue
         raise ConfigError(
             f"--{flag.replace('_', '-')} {path!r} does not exist; expected a weights file or a directory, not one of "
-            "open_clip's tags. Download the weights of the tag (docs/from_open_clip.md), check them with "
-            "`megaclip import` and give its output directory"
+            "open_clip's tags. Download the weights of the tag (`megaclip show from_open_clip`), check them "
+            "with `megaclip import` and give its output directory"
         )
 
 

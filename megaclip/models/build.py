@@ -40,7 +40,8 @@ def build_model(
         if value != default:
             raise ConfigError(
                 f"megaclip.{setting} {value!r} requires MegaCLIP's own towers, and open_clip's modules run this model; "
-                f"set it to {default!r}, or choose a model that docs/models.md lists with MegaCLIP's towers"
+                f"set it to {default!r}, or choose a model that `megaclip show models` lists with MegaCLIP's "
+                "towers"
             )
     return OpenClipModel(config)
 

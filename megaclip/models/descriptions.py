@@ -48,7 +48,7 @@ def model_file(name: str) -> Any:
         nearest = closest(name, {*list_models(), *open_clip_descriptions()}, cutoff=0.0)
         raise ConfigError(
             f"unknown model {name!r}; expected a file, a directory with {CARD_NAME}, or a model's name, the nearest of "
-            f"which is {nearest!r}; docs/models.md lists the names"
+            f"which is {nearest!r}; `megaclip show models` lists the names"
         )
     return path
 

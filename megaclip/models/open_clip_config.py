@@ -92,7 +92,7 @@ class OpenClipConfig(_Section):
             ConfigError: the model is refused, a key is unknown, a value is not valid, or open_clip is not installed.
         """
         if (reason := reason_refused(description)) is not None:
-            raise ConfigError(f"{source}: {reason}; choose another model (docs/models.md lists them)")
+            raise ConfigError(f"{source}: {reason}; choose another model (`megaclip show models` lists them)")
         _check_keys(description, source)
         try:
             config = cls.model_validate(description)

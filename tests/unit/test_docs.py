@@ -3,6 +3,7 @@
 Links, anchors and the navigation of the website are checked too.
 """
 
+import ast
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ import docs_site
 import pytest
 import yaml
 
-from megaclip.commands import COMMANDS
+from megaclip.commands import COMMANDS, show
 from megaclip.config.command_line import build_parser
 from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
 from megaclip.engine.metrics import StepMetrics
@@ -198,6 +199,17 @@ def test_the_configuration_page_has_the_docstrings_types_and_defaults_of_the_cod
 def test_links_to_pages_have_titles_as_text(page):
     """Readers of the website and of the wheel see no file names."""
     assert re.findall(r"\[\S*\.md\]", outside_of_code(page.read_text())) == []
+
+
+def test_messages_name_pages_that_the_installed_package_shows():
+    """A wheel has no folder docs/ beside the package, so messages name the command that prints the page."""
+    for path in (ROOT / "megaclip").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in docstrings]
+        named = [name for text in texts if isinstance(text, str) for name in re.findall(r"`megaclip show (\w+)`", text)]
+        assert set(named) <= show.files().keys(), path
+        assert not [text for text in texts if isinstance(text, str) and re.search(r"docs/\w+\.md", text)], path
 
 
 def test_the_readme_is_read_in_five_minutes():

@@ -1,0 +1,56 @@
+"""Print a page of the documentation, or a file to start from: a ds_config, a hostfile or a job of Slurm.
+
+    megaclip show                                     # the names
+    megaclip show training                            # a page of the documentation
+    megaclip show slurm.sbatch > slurm.sbatch
+    megaclip show zero3_offload.json > my_config.json
+
+The files belong to the installed version.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megaclip.errors import ConfigError, nearest
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="page or file (default: list all)")
+    name = parser.parse_args().name
+    try:
+        print(names() if name is None else file(name).read_text(encoding="utf-8").rstrip("\n"))
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+
+
+def files() -> dict[str, Path]:
+    """Return every page and file by its name, pages first and without their suffix."""
+    pages = {path.stem: path for path in sorted((PACKAGE / "docs").glob("*.md"))}
+    scripts = {path.name: path for path in sorted((PACKAGE / "launch").iterdir())}
+    configs = PACKAGE / "ds_configs"
+    return pages | scripts | {str(path.relative_to(configs)): path for path in sorted(configs.rglob("*.json"))}
+
+
+def file(name: str) -> Path:
+    """Return the path of a page or file. Raises ConfigError for an unknown name."""
+    known = files()
+    if name not in known:
+        raise ConfigError(f"there is no page or file {name!r}{nearest(name, set(known))}; megaclip show lists them")
+    return known[name]
+
+
+def names() -> str:
+    """Return the list of all names, with the titles of the pages."""
+    known = files()
+    width = max(map(len, known))
+    first_lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in known.items()}
+    titles = {name: line.removeprefix("# ") if line.startswith("# ") else "" for name, line in first_lines.items()}
+    return "\n".join(f"{name:{width}}  {title}".rstrip() for name, title in titles.items())
+
+
+if __name__ == "__main__":
+    main()
