@@ -47,9 +47,11 @@ def names() -> str:
     """Return the list of all names, with the titles of the pages."""
     known = files()
     width = max(map(len, known))
-    first_lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in known.items()}
-    titles = {name: line.removeprefix("# ") if line.startswith("# ") else "" for name, line in first_lines.items()}
-    return "\n".join(f"{name:{width}}  {title}".rstrip() for name, title in titles.items())
+    lines = []
+    for name, path in known.items():
+        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") if path.suffix == ".md" else ""
+        lines.append(f"{name:{width}}  {title}".rstrip())
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_an_unknown_command_is_refused_with_the_known_ones(monkeypatch):
         (["models", "ViT-Z-32"], "error: unknown model 'ViT-Z-32'"),
         (
             ["models", "vit-b-32"],
-            "error: unknown model 'vit-b-32'; .* the nearest of which is 'ViT-B-32'; `megaclip show mod",
+            "error: unknown model 'vit-b-32'; .* the nearest of which is 'ViT-B-32'; `megaclip",
         ),
         (["models", "ViT-B-32", "--write", "no_page.md"], "error: cannot read 'no_page.md': No such file"),
         (["models", "--write", "data.csv"], "error: data.csv has no table; write the lines '<!-- begin"),
