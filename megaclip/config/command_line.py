@@ -337,10 +337,9 @@ def _help(field: FieldInfo) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of launch/train.py."""
+    """Return the parser of `megaclip train` and launch/train.py. Its usage names the one that was typed."""
     parser = _Parser(
-        prog="launch/train.py",
-        usage="deepspeed launch/train.py --deepspeed-config CONFIG --model MODEL --train-data DATA [DATA ...] [flags]",
+        usage="%(prog)s --deepspeed-config CONFIG --model MODEL --train-data DATA [DATA ...] [flags]",
         description="Train a CLIP model with DeepSpeed. Flags may be written with underscores, too.",
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
