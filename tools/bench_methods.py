@@ -165,18 +165,19 @@ class MegaclipSteps:
         plan = check_fit(arguments, inputs)
         self.compiled, self.recomputes = plan.compiles, plan.recomputes
         self.text_micro_batch = batch_layout.text_micro_batch * inputs.config.megaclip.tensor_parallel_size
-        self._run = Run(arguments, inputs, batch_layout, folder, plan)
-        self._data = self._run.open_data()
+        run = Run(arguments, inputs, batch_layout, folder, plan)
+        self._trainer = run.trainer
+        self._data = run.open_data()
         self._batch = self._data.__enter__()
-        bind, update = self._run.loss.bind, self._run.engine.step
+        bind, update = self._trainer.loss.bind, self._trainer.engine.step
 
         def timed_update(*given: Any, **options: Any) -> None:
             end = clock.begin("update")
             update(*given, **options)
             end()
 
-        self._run.loss.bind = lambda *given: clock.loss(bind(*given))  # type: ignore[method-assign]
-        self._run.engine.step = timed_update
+        self._trainer.loss.bind = lambda *given: clock.loss(bind(*given))  # type: ignore[method-assign]
+        self._trainer.engine.step = timed_update
 
     def prepare(self) -> None:
         """Load nothing: the run loads its data itself, and the time that it waits for them is part of the step."""
@@ -184,7 +185,7 @@ class MegaclipSteps:
     def step(self, *, probe: bool = False) -> float:
         """Run one whole step; return the loss."""
         waited_s = self._batch.waited_s
-        metrics = self._run.train_step(self._batch)
+        metrics = self._trainer.train_step(self._batch)
         self._clock.add("data", self._batch.waited_s - waited_s)
         self.text_positions_saved = metrics.text_positions_saved
         return metrics.loss
@@ -192,13 +193,13 @@ class MegaclipSteps:
     @property
     def kept_graphs(self) -> list[int]:
         """Number of image chunks and of text chunks whose graphs the next step keeps."""
-        return list(self._run.memory_plan.workload.kept)
+        return list(self._trainer.memory_plan.workload.kept)
 
     def close(self) -> None:
         """Free the memory."""
         self._data.__exit__(None, None, None)
-        self._run.engine.destroy()
-        del self._run, self._data, self._batch
+        self._trainer.engine.destroy()
+        del self._trainer, self._data, self._batch
         self._folder.cleanup()
         free_memory()
 

@@ -38,7 +38,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megaclip.comm.collectives import gather_objects
-from megaclip.engine import run
+from megaclip.engine import trainer
 from megaclip.engine.process_group import start_process_group
 from megaclip.zero import build
 from megaclip.zero.optimizers import update
@@ -117,10 +117,10 @@ def measure(options: argparse.Namespace, stage: int, way: str) -> Row:
         with nullcontext() if way == "megaclip" else own:
             steps = MegaclipSteps(case, Clock(device))
         updates = Updates(row, device)
-        with mock.patch.object(run, "update", updates.timed):
+        with mock.patch.object(trainer, "update", updates.timed):
             for _ in range(WARM_UP + options.steps):
                 steps.step()
-        with mock.patch.object(run, "update", updates.profiled):
+        with mock.patch.object(trainer, "update", updates.profiled):
             steps.step()
         steps.close()
     slowest_ms = [max(step) for step in zip(*gather_objects(updates.times_ms), strict=True)]

@@ -7,8 +7,10 @@ ds_config.json enables them.
 """
 
 import logging as standard_logging
+import math
 import resource
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -20,10 +22,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 from deepspeed.accelerator import get_accelerator
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from megaclip.engine.curves import Curves
+from megaclip.errors import first_line
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -34,6 +37,14 @@ LONGEST_LOG_INTERVAL_S = 60.0
 """A step that ends this many seconds after the last logged step is logged too."""
 _TIMED_STEPS = 50
 """Number of recent steps from whose mean duration the samples per second and the remaining time are calculated."""
+_SPIKE_WINDOW = 100
+"""Number of recent losses from which the running level is calculated."""
+_SPIKE_FEWEST = 20
+"""Minimum number of losses before a spike is reported."""
+_SPIKE = 10.0
+"""Minimum distance of a spike from the level, in standard deviations."""
+_SPIKE_SMALLEST_SPREAD = 0.01
+"""Lower bound of the standard deviation, as a share of the level, so that rounding does not count as a spike."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +61,6 @@ class StepMetrics:
     """Share of this rank's token positions that the text tower does not process because captions are cut."""
     skipped_steps: int = 0
     """Number of steps since the process started whose update was left out because it was not finite."""
-    loss_spike: float | None = None
-    """Distance of the loss above its running level in standard deviations, if the step is part of a loss spike."""
 
 
 def peak_memory_mib() -> float:
@@ -89,6 +98,7 @@ class Metrics:
         self._total_steps = total_steps
         self._curves = Curves(folder / "tensorboard", start_step, monitor) if first_rank else None
         """None on ranks that do not report."""
+        self._loss_level = LossLevel()
         self._shows_bar = first_rank and sys.stderr.isatty()
         self._bar = tqdm(
             total=total_steps, initial=start_step, unit="step", disable=not self._shows_bar, dynamic_ncols=True
@@ -97,7 +107,8 @@ class Metrics:
         self._training_s = 0.0
         self._steps = 0
         self._last_logged_at: float | None = None
-        self._bad_samples = 0
+        self.bad_samples: dict[str, int] = {}
+        """Number of bad samples that all ranks have replaced since the process started, by kind."""
         self.restart_clock()
 
     def __enter__(self) -> "Metrics":
@@ -154,10 +165,10 @@ class Metrics:
                 text = " ".join(f"{key} {value}" for key, value in texts.items())
                 left = f"{left_s // 3600}:{left_s // 60 % 60:02d}:{left_s % 60:02d}"
                 logger.info("step %d/%d %s, %s left", step, self._total_steps, text, left)
-            scalars = {**asdict(metrics), "loss_spike": None, "samples_per_s": samples_per_s, "peak_mib": peak_mib}
+            scalars = {**asdict(metrics), "samples_per_s": samples_per_s, "peak_mib": peak_mib}
             self._curves.write(step, {f"train/{name}": value for name, value in scalars.items() if value is not None})
-        if metrics.loss_spike is not None:
-            self._curves.write(step, {"train/loss_spike": metrics.loss_spike})
+        if (spike := self._loss_level.spike(step, metrics.loss)) is not None:
+            self._curves.write(step, {"train/loss_spike": spike})
 
     def _is_log_overdue(self, now: float) -> bool:
         return self._last_logged_at is None or now - self._last_logged_at >= LONGEST_LOG_INTERVAL_S
@@ -193,15 +204,129 @@ class Metrics:
 
     def record_bad_samples(self, step: int, counts: dict[str, int]) -> None:
         """Report the number of bad samples that all ranks have replaced since the process started, by kind."""
+        more = sum(counts.values()) > sum(self.bad_samples.values())
+        self.bad_samples = counts
         if self._curves is None:
             return
-        total = sum(counts.values())
-        if total > self._bad_samples:
+        if more:
             logger.warning("bad samples replaced until step %d: %s", step, _listed(counts))
-        self._bad_samples = total
-        self._curves.write(step, {"train/bad_samples": total})
+        self._curves.write(step, {"train/bad_samples": sum(counts.values())})
         self._curves.flush()  # a checkpoint was just written, and a run that resumes from it needs the curves up to it
 
 
 def _listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+class Curves:
+    """Writer of the curves of a run, on the rank that reports.
+
+    If a file cannot be written, for example because the disk is full, the error is logged once. The run then continues
+    without TensorBoard or without DeepSpeed's monitors. A resumed run writes both again.
+    """
+
+    def __init__(self, folder: Path, start_step: int, monitor: Any) -> None:
+        """
+        Args:
+            folder: folder of TensorBoard's files.
+            start_step: number of steps that are already done. TensorBoard hides what an earlier process wrote after
+                this step.
+            monitor: DeepSpeed's MonitorMaster, or None.
+        """
+        self._writer: SummaryWriter | None = None
+        self._monitor = monitor if monitor is not None and monitor.enabled else None
+        self._folder = folder
+        _hide_traceback_of_writer()
+        try:
+            self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
+        except OSError as error:
+            self._continue_without_tensorboard(error)
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Write scalars by name."""
+        self._try(lambda writer: [writer.add_scalar(name, value, step) for name, value in scalars.items()])
+        if self._monitor is None:
+            return
+        try:
+            self._monitor.write_events([(name, value, step) for name, value in scalars.items()])
+        except OSError as error:
+            self._monitor = None
+            logger.warning("the monitors of ds_config.json cannot write (%s); the run continues without them", error)
+
+    def write_pictures(self, step: int, pictures: dict[str, np.ndarray]) -> None:
+        """Write pictures, (3, H, W) uint8, by name."""
+        self._try(lambda writer: [writer.add_image(name, picture, step) for name, picture in pictures.items()])
+
+    def flush(self) -> None:
+        """Write buffered values to the file."""
+        self._try(lambda writer: writer.flush())
+
+    def close(self) -> None:
+        """Write buffered values and close the file."""
+        self._try(lambda writer: writer.close())
+        self._writer = None
+
+    def _try(self, action: Any) -> None:
+        if self._writer is None:
+            return
+        try:
+            action(self._writer)
+        except OSError as error:
+            self._continue_without_tensorboard(error)
+
+    def _continue_without_tensorboard(self, error: OSError) -> None:
+        self._writer = None
+        logger.warning(
+            "TensorBoard's files in %s cannot be written (%s); the run continues without curves; to get them after a "
+            "resume, free space or fix permissions first",
+            self._folder,
+            first_line(error),
+        )
+
+
+def _hide_traceback_of_writer() -> None:
+    """Keep TensorBoard's thread from printing the traceback of an error that `Curves` reports."""
+    before = threading.excepthook
+
+    def hook(arguments: Any) -> None:
+        if type(arguments.thread).__name__ != "_AsyncWriterThread":
+            before(arguments)
+
+    if getattr(before, "__module__", None) != __name__:
+        threading.excepthook = hook
+
+
+class LossLevel:
+    """The running level of the loss: median and spread of the last `_SPIKE_WINDOW` finite losses."""
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
+        self._in_spike = False
+
+    def spike(self, step: int, loss: float) -> float | None:
+        """Return the distance of the loss above its level in standard deviations if the loss is a spike, else None.
+
+        A spike is a finite loss more than `_SPIKE` standard deviations above the level. Its first step is logged.
+        """
+        if not math.isfinite(loss):
+            return None
+        known = np.array(self._losses)
+        self._losses.append(loss)
+        if len(known) < _SPIKE_FEWEST:
+            return None
+        level = float(np.median(known))
+        # 1.4826 times the median distance is the standard deviation of a normal distribution.
+        spread = max(1.4826 * float(np.median(np.abs(known - level))), _SPIKE_SMALLEST_SPREAD * abs(level), 1e-6)
+        height = (loss - level) / spread
+        is_spike = height > _SPIKE
+        if is_spike and not self._in_spike:
+            logger.warning(
+                "loss spike: %.4g at step %d, %.0f standard deviations above the level of the last %d steps, %.4g",
+                loss,
+                step,
+                height,
+                len(known),
+                level,
+            )
+        self._in_spike = is_spike
+        return height if is_spike else None

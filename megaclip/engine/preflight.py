@@ -23,7 +23,7 @@ from megaclip.comm.collectives import gather_integers, gather_objects, raise_on_
 from megaclip.config import TrainArguments
 from megaclip.data.workers import SHARED_MEMORY_ADVICE
 from megaclip.engine.inputs import Inputs
-from megaclip.engine.run_length import RunLength
+from megaclip.engine.schedule import RunLength
 from megaclip.engine.this_machine import this_machine
 from megaclip.errors import ConfigError
 from megaclip.logging import format_bytes, get_logger

@@ -2,7 +2,6 @@
 
 import json
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megaclip.config import BatchLayout, TrainArguments
 from megaclip.data import check_manifest
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.run_loss import RunLoss
-from megaclip.engine.schedules import default_warmup
+from megaclip.engine.schedule import default_warmup
 from megaclip.errors import CheckpointError, ConfigError, MegaclipError, first_line
 from megaclip.logging import get_logger
 from megaclip.models import ModelDescription, OpenClipConfig
@@ -67,17 +66,6 @@ def _implementation(model: ModelDescription) -> dict[str, str]:
     return {TOWERS_KEY: "open_clip"} if isinstance(model, OpenClipConfig) else {}
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Progress of a run when it starts to train."""
-
-    step: int
-    """Number of optimizer steps taken."""
-    samples_consumed: int
-    run: str
-    """Identifier that the run's checkpoints record. A resumed run keeps the identifier of its latest checkpoint."""
-
-
 def resume(
     engine: DeepSpeedEngine,
     loss: RunLoss,
@@ -85,7 +73,7 @@ def resume(
     *,
     arguments: TrainArguments,
     checkpoints: Path,
-) -> Progress:
+) -> tuple[int, str]:
     """Check every file of the checkpoint that --resume names, and load it into `engine` and `loss`, on every rank.
 
     Args:
@@ -96,14 +84,15 @@ def resume(
         checkpoints: the folder of this run's checkpoints, where "auto" searches.
 
     Returns:
-        Progress of the checkpoint, or of a new run if there is no checkpoint to resume.
+        the number of steps done, and the identifier that the run's checkpoints record: that of the checkpoint, or a new
+        one. Without a checkpoint to resume, the number is 0.
 
     Raises:
         CheckpointError, DataError: the checkpoint is missing, damaged or of another run (raised on every rank).
     """
     found = _find_checkpoint(arguments.resume, checkpoints)
     if found is None:
-        return Progress(0, 0, uuid.uuid4().hex)
+        return 0, uuid.uuid4().hex
     state: dict[str, Any] = {}
     with raise_on_all_ranks():
         state = store.read_state(*found)
@@ -128,7 +117,7 @@ def resume(
     with raise_on_all_ranks():
         loss.load(store.read_loss_states(*found))
     logger.info("resumed from %s at step %d", found[0] / found[1], state["step"])
-    return Progress(state["step"], state["samples_consumed"], run)
+    return state["step"], run
 
 
 def require_own_folder(folder: Path, wanted: str | None) -> None:
@@ -228,7 +217,7 @@ def _check_same_run(state: dict[str, Any], identity: dict[str, Any]) -> None:
             f"the checkpoint does not record {', '.join(missing)}, because an earlier version of MegaCLIP wrote it; "
             "export it with `megaclip export` and start from the export with --pretrained"
         )
-    for name in ("step", "samples_consumed", "total_steps"):
+    for name in ("step", "total_steps"):
         if type(state.get(name)) is not int or state[name] < 0:
             raise CheckpointError(f"the checkpoint's {name} is {state.get(name)!r}; choose another checkpoint")
     check_manifest(state["data"], identity["data"])

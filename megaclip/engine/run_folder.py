@@ -1,21 +1,48 @@
-"""The folder of a run: created and locked by the first rank, and known to every rank.
+"""The folder of a run: created and locked by the first rank, and known to every rank; its settings and its summary.
 
-Other modules write its files, which docs/run_folder.md lists.
+Other modules write its other files, which docs/run_folder.md lists.
 """
 
 import contextlib
+import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import deepspeed.comm as dist
 
-from megaclip.checkpoint.durable import make_folders
+from megaclip.checkpoint.durable import make_folders, read_text, write_atomically
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.config import TrainArguments
 from megaclip.engine.resume import require_own_folder
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.guards.lock import RunLock
+from megaclip.logging import get_logger
+
+logger = get_logger(__name__)
+
+SETTINGS = "settings.json"
+SUMMARY = "metrics.json"
+
+_NOT_OF_THE_TRAINING = {
+    "deepspeed_config",
+    "name",
+    "logs",
+    "resume",
+    "stop_after_steps",
+    "no_plan",
+    "debug_traceback",
+    "local_rank",
+}
+"""Command-line settings that do not change any step: paths, and how a run starts and ends."""
+_DEFAULTS: dict[str, Any] = {
+    name: json.loads(json.dumps(field.default))
+    for name, field in TrainArguments.model_fields.items()
+    if not field.is_required()
+}
+"""Default of each optional flag, for flags that settings.json does not record because an earlier version wrote it."""
 
 
 @contextlib.contextmanager
@@ -56,3 +83,67 @@ def report_write_errors(*, has_trained: bool = False) -> Iterator[None]:
             if has_trained:
                 raise MegaclipError(f"{problem}; free space or fix permissions, then use --resume auto") from error
             raise ConfigError(f"{problem}; choose another --logs") from error
+
+
+def write_settings(folder: Path, settings: dict[str, Any], resumed_from: Path | None) -> None:
+    """Write settings.json on one rank.
+
+    Log a warning with every setting that differs from those of the run that is resumed. A checkpoint refuses changes
+    that break the run, such as another model (`megaclip.engine.resume`). Other changes, such as a new learning rate,
+    take effect from the next step, and no other output shows them.
+
+    settings: the command line ("arguments") and "ds_config". resumed_from: folder of the run that is resumed, or None.
+    """
+    if resumed_from is not None:
+        changes = list(_changed_settings(_read_json(resumed_from / SETTINGS), json.loads(json.dumps(settings))))
+        if changes:
+            logger.warning("this run is resumed with changed settings: %s", ", ".join(changes))
+    write_atomically(folder / SETTINGS, json.dumps(settings, indent=1))
+
+
+def write_summary(
+    folder: Path, step: int, scores: dict[str, float], bad_samples: dict[str, int], samples_per_s: float
+) -> None:
+    """Write metrics.json on one rank, at the end of a run."""
+    finite = {name: value for name, value in scores.items() if math.isfinite(value)}
+    summary = {**finite, "steps": step, "bad_samples": bad_samples}
+    if samples_per_s:  # zero if the resumed run only had to evaluate
+        summary["samples_per_s"] = samples_per_s
+    write_atomically(folder / SUMMARY, json.dumps(summary, indent=1))
+
+
+def summarised_step(folder: Path) -> Any:
+    """Return the step in metrics.json, the last thing that a run writes, or None."""
+    summary = _read_json(folder / SUMMARY)
+    return summary.get("steps") if isinstance(summary, dict) else None
+
+
+def _read_json(path: Path) -> Any:
+    """Return the content of a JSON file, or None if it is missing or damaged. A run does not depend on it."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return json.loads(read_text(path))
+    return None
+
+
+def _changed_settings(old: Any, new: dict[str, Any]) -> Iterator[str]:
+    """Yield each setting that differs, with both values."""
+    if not isinstance(old, dict):
+        return
+    for section in ("arguments", "ds_config"):
+        was, is_ = (_flat(settings.get(section, {})) for settings in (old, new))
+        if section == "arguments":
+            was = _DEFAULTS | was
+        for key in sorted(is_.keys() | (was.keys() - _DEFAULTS.keys())):
+            if was.get(key) != is_.get(key) and key not in _NOT_OF_THE_TRAINING:
+                name = f"--{key.replace('_', '-')}" if section == "arguments" else key
+                yield f"{name} from {json.dumps(was.get(key))} to {json.dumps(is_.get(key))}"
+
+
+def _flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the settings with dotted names. Lists are values."""
+    if not isinstance(settings, dict):
+        return {}
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megaclip.config import MegaclipSection
-from megaclip.engine.loss_watch import SkippedSteps
 from megaclip.engine.run_loss import RunLoss
+from megaclip.engine.trainer import SkippedSteps
 from megaclip.errors import NonFiniteError
 from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed import engine_cases

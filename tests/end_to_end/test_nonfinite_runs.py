@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megaclip.checkpoint.saved_states import consolidated_weights
-from megaclip.engine.run import Run
 from megaclip.engine.run_loss import RunLoss
+from megaclip.engine.trainer import Trainer
 from megaclip.errors import DataError, NonFiniteError
 from megaclip.step.sample_store import StepStore
 from tests.distributed.harness import run_ranks
@@ -44,14 +44,14 @@ class Ends:
 
 def with_bad_steps(command: list[str], store: str, kind: str) -> Finished:
     """Call `main(command)` in this rank. In the bad steps the loss is NaN, data fail, or an error is raised at once."""
-    bind, accumulate, agree = RunLoss.bind, Run._accumulate, StepStore.agree
+    bind, accumulate, agree = RunLoss.bind, Trainer._accumulate, StepStore.agree
     current = [0]
 
-    def note_step(run: Run, *arguments: Any) -> float:
-        current[0] = run.step
-        if kind == "raises" and run.step in BAD:
+    def note_step(trainer: Trainer, *arguments: Any) -> Any:
+        current[0] = trainer.step
+        if kind == "raises" and trainer.step in BAD:
             raise NonFiniteError("raised before anything is computed")
-        return accumulate(run, *arguments)
+        return accumulate(trainer, *arguments)
 
     def spoil(loss: RunLoss, *arguments: Any) -> Any:
         bound, factor = bind(loss, *arguments), math.nan if kind == "nan" and current[0] in BAD else 1.0
@@ -64,7 +64,7 @@ def with_bad_steps(command: list[str], store: str, kind: str) -> Finished:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepStore, "agree", fail)
-        patch.setattr(Run, "_accumulate", note_step)
+        patch.setattr(Trainer, "_accumulate", note_step)
         patch.setattr(RunLoss, "bind", spoil)
         return run_here(command, Path(store))
 

@@ -27,9 +27,12 @@ import torch
 
 from megaclip.checkpoint.durable import write_atomically
 from megaclip.data import workers
-from megaclip.engine import run as engine_run
+from megaclip.engine import run_folder
+from megaclip.engine.checkpoints import Checkpoints
+from megaclip.engine.evaluations import Evaluations
 from megaclip.engine.metrics import Metrics
-from megaclip.engine.run import Run, main
+from megaclip.engine.run import main
+from megaclip.engine.trainer import Trainer
 from megaclip.errors import DataError
 from megaclip.guards import watchdog
 from megaclip.guards.lock import LOCK
@@ -131,24 +134,24 @@ def slow_everything(command: list[str], store: str) -> Finished:
 
     Only rank 0 is slow in the evaluation. The other rank waits for it in the next step.
     """
-    rank, first, evaluate, write = os.environ["RANK"], Run._accumulate, Run._record_evaluation, Run._write_checkpoint
+    rank, first, evaluate, save = os.environ["RANK"], Trainer._accumulate, Evaluations.run, Checkpoints.save
 
-    def slow_first_step(run: Run, *arguments: Any) -> float:
-        time.sleep(SLOW_S if run.step == 0 else 0.0)
-        return first(run, *arguments)
+    def slow_first_step(trainer: Trainer, *arguments: Any) -> Any:
+        time.sleep(SLOW_S if trainer.step == 0 else 0.0)
+        return first(trainer, *arguments)
 
-    def slow_evaluation(run: Run, *arguments: Any) -> None:
-        evaluate(run, *arguments)
+    def slow_evaluation(evaluations: Evaluations, *arguments: Any) -> None:
+        evaluate(evaluations, *arguments)
         time.sleep(SLOW_S if rank == "0" else 0.0)
 
-    def slow_checkpoint(run: Run, training_continues: bool) -> None:
+    def slow_checkpoint(checkpoints: Checkpoints, *, training_continues: bool) -> None:
         time.sleep(SLOW_S)
-        write(run, training_continues)
+        save(checkpoints, training_continues=training_continues)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "_accumulate", slow_first_step)
-        patch.setattr(Run, "_record_evaluation", slow_evaluation)
-        patch.setattr(Run, "_write_checkpoint", slow_checkpoint)
+        patch.setattr(Trainer, "_accumulate", slow_first_step)
+        patch.setattr(Evaluations, "run", slow_evaluation)
+        patch.setattr(Checkpoints, "save", slow_checkpoint)
         patch.setattr(watchdog, "_MISSED_HEARTBEATS", MISSED_HEARTBEATS)
         return run_here(command, Path(store))
 
@@ -187,7 +190,7 @@ def full_disk_after_training(command: list[str], store: str) -> Finished:
         write_atomically(path, text)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_run, "write_atomically", write)
+        patch.setattr(run_folder, "write_atomically", write)
         return run_here(command, Path(store))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaclip.config import parse_arguments
-from megaclip.engine.changed_settings import report_changed_settings
+from megaclip.engine.run_folder import write_settings
 
 SETTINGS = {
     "arguments": {"name": "a", "warmup": 10, "aug_scale": (0.9, 1.0), "resume": None},
@@ -18,7 +18,7 @@ SETTINGS = {
 def lines(caplog, monkeypatch, path: Path, now: dict) -> str:
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
     caplog.clear()
-    report_changed_settings(path, now)
+    write_settings(path.parent, now, path.parent)
     return caplog.text
 
 
@@ -57,6 +57,7 @@ def test_a_flag_that_an_earlier_version_did_not_have_is_reported_only_if_it_is_g
     path.write_text(json.dumps(before))
     same = ("--image-mean", "0.5", "0.5", "0.5")
     assert lines(caplog, monkeypatch, path, arguments(*same)) == ""
+    path.write_text(json.dumps(before))
     text = lines(caplog, monkeypatch, path, arguments(*same, "--on-nonfinite", "skip"))
     assert text.strip().endswith('changed settings: --on-nonfinite from "stop" to "skip"')
 
@@ -66,4 +67,5 @@ def test_a_damaged_file_of_settings_ends_no_run(tmp_path, caplog, monkeypatch, c
     path = tmp_path / "settings.json"
     path.write_bytes(content)
     lines(caplog, monkeypatch, path, SETTINGS)
-    report_changed_settings(tmp_path / "missing.json", SETTINGS)
+    assert json.loads(path.read_text())["ds_config"] == SETTINGS["ds_config"]
+    write_settings(tmp_path, SETTINGS, tmp_path / "missing")

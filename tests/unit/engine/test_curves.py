@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megaclip.engine import loss_watch
-from megaclip.engine.curves import Curves, logger
-from megaclip.engine.loss_watch import LossLevel, SkippedSteps
+from megaclip.engine import metrics, trainer
+from megaclip.engine.metrics import Curves, LossLevel
+from megaclip.engine.trainer import SkippedSteps
 from megaclip.errors import NonFiniteError
 
 
 @pytest.fixture
 def warnings(monkeypatch) -> list[str]:
     lines: list[str] = []
-    for log in (logger, loss_watch.logger):
+    for log in (metrics.logger, trainer.logger):
         monkeypatch.setattr(log, "warning", lambda text, *values: lines.append(text % values))
     return lines
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megaclip.config import TrainArguments, parse_arguments
-from megaclip.engine.run_length import RunLength
-from megaclip.engine.schedules import chosen_schedule
+from megaclip.engine.schedule import RunLength, chosen_schedule
 from megaclip.errors import ConfigError
 
 SAMPLES, BATCH, PEAK = 10, 3, 0.02

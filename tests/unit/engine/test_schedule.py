@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaclip.engine.schedules import constant, constant_with_cooldown, cosine, default_warmup
+from megaclip.engine.schedule import constant, constant_with_cooldown, cosine, default_warmup
 from tests.tolerances import SCALAR, assert_close
 
 scheduler = pytest.importorskip("open_clip_train.scheduler", reason="open_clip's training package is the oracle")

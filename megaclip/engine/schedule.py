@@ -1,16 +1,16 @@
-"""Learning-rate schedules of open_clip as functions of the step: constant, cosine, and constant with a cooldown.
+"""The length of a run, the steps at which it saves and evaluates, and the learning rate of each step.
 
-The cosine can end above 0, as in FastCLIP's published code.
-
-A schedule keeps no state, so a resumed run needs only its step number.
+Everything here is arithmetic on the size of the dataset, the batch size and the command line, and keeps no state. So a
+resumed run needs only its step number. The learning rates are open_clip's: constant, cosine, and constant with a
+cooldown. The cosine can end above 0, as in FastCLIP's published code.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from megaclip.config import TrainArguments
-from megaclip.config.command_line import LONGEST_DEFAULT_WARMUP
-from megaclip.engine.run_length import RunLength
+from megaclip.config.command_line import DEFAULT_EPOCHS, LONGEST_DEFAULT_WARMUP
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
 
@@ -18,6 +18,48 @@ logger = get_logger(__name__)
 
 Schedule = Callable[[int], float]
 """Function of the step (0-based, the step about to be taken) that returns the factor of the peak learning rate."""
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """Length of a run over one dataset."""
+
+    samples: int
+    """Number of samples in the dataset, which is the length of an epoch."""
+    global_batch: int
+    """Number of samples per step, over all ranks."""
+    total_steps: int
+    """Number of optimizer steps of the whole run."""
+
+    @classmethod
+    def of(cls, arguments: TrainArguments, samples: int, global_batch: int) -> "RunLength":
+        """Return the length that --train-steps or --epochs specifies."""
+        epochs = arguments.epochs or DEFAULT_EPOCHS
+        return cls(samples, global_batch, arguments.train_steps or _whole_steps(epochs, samples, global_batch))
+
+    def steps_in(self, epochs: int) -> int:
+        """Return the number of whole steps in this many epochs, at least 1."""
+        return _whole_steps(epochs, self.samples, self.global_batch)
+
+    def epoch_at(self, step: int) -> float:
+        """Return the number of epochs completed after this many steps, as a fraction."""
+        return step * self.global_batch / self.samples
+
+    def is_due(self, step: int, every_steps: int | None, every_epochs: int) -> bool:
+        """Return whether a periodic action is due after `step` steps.
+
+        every_steps: its period in steps. None: use `every_epochs`, its period in epochs, where 0 means never.
+        """
+        if every_steps is not None:
+            return step % every_steps == 0
+        if every_epochs == 0:
+            return False
+        period = every_epochs * self.samples
+        return step * self.global_batch // period > (step - 1) * self.global_batch // period
+
+
+def _whole_steps(epochs: int, samples: int, global_batch: int) -> int:
+    return max(1, epochs * samples // global_batch)
 
 
 def default_warmup(total_steps: int) -> int:

@@ -1,0 +1,181 @@
+"""Take optimizer steps on one rank: DeepSpeed's engine, the loss, the learning rate and the logit scale."""
+
+import gc
+import math
+from contextlib import nullcontext
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from megaclip.comm.parallelism import parallel_groups
+from megaclip.config import BatchLayout, TrainArguments
+from megaclip.engine.inputs import Inputs
+from megaclip.engine.metrics import StepMetrics
+from megaclip.engine.preflight import MEASURED_STEPS, keep_more_graphs
+from megaclip.engine.run_loss import RunLoss
+from megaclip.engine.schedule import RunLength, chosen_schedule, chosen_warmup
+from megaclip.errors import NonFiniteError
+from megaclip.logging import get_logger
+from megaclip.planner import MemoryPlan
+from megaclip.step.gradient_cache import RandomState, accumulate_gradients
+from megaclip.step.running_statistics import restored, running_statistics
+from megaclip.step.sample_store import StepStore
+from megaclip.zero.build import build_engine
+from megaclip.zero.compilation import report_compilation
+from megaclip.zero.logit_scale import LogitScale, MasterScalar
+from megaclip.zero.optimizers import set_learning_rate, update
+from megaclip.zero.weight_average import WeightAverage
+
+logger = get_logger(__name__)
+
+
+class Trainer:
+    """The model of a run with everything that a step changes. All ranks call each method together."""
+
+    def __init__(
+        self,
+        arguments: TrainArguments,
+        inputs: Inputs,
+        batch_layout: BatchLayout,
+        length: RunLength,
+        memory_plan: MemoryPlan,
+    ) -> None:
+        """Build the model and the engine."""
+        self.config = inputs.config
+        self.length = length
+        self.memory_plan = memory_plan
+        self.schedule = chosen_schedule(arguments, length, self.config.learning_rate)
+        self.engine: DeepSpeedEngine = build_engine(
+            self.config,
+            arguments,
+            inputs.model_config,
+            compiles=memory_plan.compiles,
+            recomputes=memory_plan.recomputes,
+        )
+        self.average = WeightAverage(self.engine, self.config.megaclip.ema_decay)
+        self.logit_scale = LogitScale(self.engine, arguments.logit_scale_max)
+        bias = self.engine.module.logit_bias
+        self.logit_bias = None if bias is None else MasterScalar(bias)
+        self.loss = RunLoss(
+            self.config.megaclip,
+            samples=len(inputs.train),
+            epochs=length.epoch_at(length.total_steps),
+            total_steps=length.total_steps,
+            warmup=chosen_warmup(arguments, length),
+            device=self.engine.device,
+        )
+        self.skipped_steps = SkippedSteps(arguments.skips_in_a_row)
+        self.step = 0
+        """Number of optimizer steps done."""
+        self._steps_here = 0
+        """Number of steps that this process has done."""
+        self._global_batch = batch_layout.global_batch
+        self._seed = arguments.seed
+        self._replica = parallel_groups(self.config.megaclip.tensor_parallel_size).data.rank
+
+    @property
+    def samples_consumed(self) -> int:
+        """Number of samples that the steps took, over all ranks."""
+        return self.step * self._global_batch
+
+    def resumed(self, step: int) -> None:
+        """Continue after `step` steps. The engine and the loss have loaded their checkpoint."""
+        self.step = step
+        if step:
+            self.average.loaded(step)
+
+    def train_step(self, batch: StepStore) -> StepMetrics:
+        """Take one optimizer step, and advance `batch` and `step`.
+
+        If the loss or the gradient norm is not finite and --on-nonfinite allows skipping, nothing else changes.
+
+        Raises:
+            DataError, NonFiniteError: on every rank, before the parameters are updated.
+        """
+        learning_rate = self.config.learning_rate * self.schedule(self.step)
+        set_learning_rate(self.engine, learning_rate)
+        loss, gradient_norm, updated = torch.tensor(math.nan), math.nan, False
+        try:
+            # The forward passes change the statistics before the step is known to be good.
+            with restored(running_statistics(self.engine.module), only_on_failure=True):
+                loss = self._accumulate(batch)
+                gradient_norm = update(self.engine, self.step, loss)
+            self.loss.update(self.step)
+            self.skipped_steps.updated()
+            updated = True
+        except NonFiniteError as error:  # on every rank, and nothing has changed
+            self.skipped_steps.skip(error)
+        loss_value, captions = float(loss), batch.captions()  # waits for the device
+        batch.next_step()
+        self._count_step()
+        log_scale = self.loss.settled_scale(self.logit_scale)
+        if updated:
+            self.average.update()
+        return StepMetrics(
+            loss_value,
+            float(log_scale.exp()),
+            learning_rate,
+            gradient_norm,
+            tokens_per_caption=captions.mean_tokens,
+            text_positions_saved=captions.saved_share,
+            skipped_steps=self.skipped_steps.total,
+        )
+
+    def _accumulate(self, batch: StepStore) -> torch.Tensor:
+        """Leave the gradients of the step in the engine and return its loss, ()."""
+        section = self.config.megaclip
+        with report_compilation(section.compile, self.step + 1) if self.memory_plan.compiles else nullcontext():
+            return accumulate_gradients(
+                self.engine,
+                self.loss.bind(batch.ids, self.length.epoch_at(self.step)),
+                batch,
+                self.logit_scale.read(),
+                RandomState(self._seed, self.step, self._replica),
+                logit_bias=None if self.logit_bias is None else self.logit_bias.read(),
+                coalesce=section.coalesce_gradient_reduction,
+                kept=self.memory_plan.workload.kept,
+                accumulation_dtype=torch.bfloat16 if self.config.accumulates_in_bf16 else torch.float32,
+                embeddings_on_cpu=self.memory_plan.embeddings_on_cpu,
+                check_loss=self.loss.check,
+            )
+
+    def _count_step(self) -> None:
+        """Count a step. After the first ones, keep more graphs if they fit."""
+        self.step += 1
+        self._steps_here += 1
+        if self._steps_here == MEASURED_STEPS:
+            self.memory_plan = keep_more_graphs(self.memory_plan)
+            gc.collect()
+            gc.freeze()  # a garbage collection over all objects from the start-up takes tens of milliseconds
+
+
+class SkippedSteps:
+    """Count of the steps whose update was left out because it was not finite (--on-nonfinite).
+
+    Every rank raises `NonFiniteError` in the same step, before anything was updated, so all ranks decide alike.
+    limit: largest number of such steps in a row; 0 ends the run at the first one.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.total = 0
+        """Number of skipped steps since the process started."""
+        self._in_a_row = 0
+
+    def skip(self, error: NonFiniteError) -> None:
+        """Count a step that raised `error`. Raises NonFiniteError, with advice, if the step may not be skipped."""
+        if self._in_a_row == self._limit:
+            row = f" (after {self._limit} skipped steps in a row, the limit of --on-nonfinite)" if self._limit else ""
+            cure = "" if self._limit else ", or add --on-nonfinite skip"
+            raise NonFiniteError(
+                f"{error}{row}; resuming with the same settings repeats this; set a lower optimizer.params.lr, a "
+                "longer --warmup or a smaller gradient_clipping, and resume from an earlier checkpoint (--resume "
+                f"RUN/checkpoints/step_N){cure}"
+            ) from error
+        self._in_a_row += 1
+        self.total += 1
+        logger.warning("%s; skipped, %d in a row, %d in all", error, self._in_a_row, self.total)
+
+    def updated(self) -> None:
+        """Record that a step was not skipped."""
+        self._in_a_row = 0
