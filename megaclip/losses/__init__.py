@@ -1,7 +1,8 @@
 """Losses over the contrastive batch of all ranks: autograd functions that combine `megaclip.ops` and `megaclip.comm`.
 
-`LOSSES` maps the names of ds_config.json to constructors. CONTRIBUTING.md lists what a new loss requires: its module,
-an entry in `LOSSES`, its costs in `costs.LOSS_COSTS`, its name in `megaclip.config.section`, its settings and a test.
+`LOSSES` maps the names of ds_config.json to constructors. docs/architecture.md lists what a new loss requires: its
+module, an entry in `LOSSES`, its costs in `costs.LOSS_COSTS`, its name in `megaclip.config.section`, its settings and a
+test.
 
 Words used in this package:
 
