@@ -28,10 +28,6 @@ OPENAI_PREPROCESS: dict[str, Any] = {
 """Preprocessing of OpenAI's models. open_clip uses these values for every setting that is missing in a card."""
 
 
-OWN_TOKENIZER = "sentencepiece"
-"""text_cfg.hf_tokenizer_name of a model with a sentencepiece model of `megaclip tokenizer`."""
-
-
 @dataclass(frozen=True)
 class ModelCard:
     """Content and location of a model card."""
@@ -52,29 +48,6 @@ class ModelCard:
     def pixel_settings(self) -> dict[str, Any]:
         """Settings of `preprocess_cfg` that determine pixel values: mean, std, interpolation and resize_mode."""
         return {name: self.preprocess_cfg[name] for name in OPENAI_PREPROCESS}
-
-    def tokenizer(self) -> str:
-        """Return the model's tokenizer: "clip", the path of the sentencepiece model beside the card, or the card's
-        directory, which holds the files of a Hugging Face tokenizer.
-
-        Raises:
-            CheckpointError: the model has its own tokenizer, and the directory holds neither, or a link from it leads
-                out of the directory.
-        """
-        name = self.config.text_cfg.hf_tokenizer_name
-        if not name:
-            return "clip"
-        if name != OWN_TOKENIZER and (self.directory / "tokenizer_config.json").is_file():
-            return str(self.directory)
-        models = sorted(self.directory.glob("*.model"))
-        if len(models) != 1:
-            raise CheckpointError(
-                f"{self.directory} holds {len(models)} *.model files, expected 1, the sentencepiece model that the "
-                "model was trained with; put exactly that file there, or name it with --tokenizer if the command has "
-                "that flag"
-            )
-        check_inside(models[0], self.directory)
-        return str(models[0])
 
 
 def check_inside(path: Path, directory: Path) -> None:

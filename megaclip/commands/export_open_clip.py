@@ -24,7 +24,7 @@ from megaclip.checkpoint.output import check_output, writing
 from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
 from megaclip.checkpoint.verify import TOLERANCE, verify
-from megaclip.data import load_tokenizer
+from megaclip.engine.tokenizer_choice import choose_tokenizer
 from megaclip.errors import CheckpointError, MegaclipError
 from megaclip.models.open_clip_keys import StateDict
 
@@ -83,7 +83,7 @@ def export(
 
 def check(card: ModelCard, weights: StateDict) -> bool:
     """Compare the exported directory of `card` with `weights` and print the differences; return True if it passed."""
-    tokenizer = load_tokenizer(card.tokenizer(), **card.config.tokenizer_settings())
+    tokenizer = choose_tokenizer(None, card, card.config).tokenizer
     result = verify(card.directory, assigned_model(card.config, weights), tokenizer)
     print(f"export_max_abs_diff {result.max_abs_diff:.3g}")
     print(f"export_captions_differing {result.captions_differing} of {result.captions_compared}")

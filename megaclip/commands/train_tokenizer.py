@@ -21,7 +21,7 @@ from megaclip.checkpoint.output import prepare_file
 from megaclip.config.argument_types import integer
 from megaclip.data import DATASET_TYPES, PairDataset, open_pairs
 from megaclip.data.batch import BadSample
-from megaclip.data.tokenizers import train_sentencepiece
+from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.errors import MegaclipError
 
 

@@ -4,13 +4,12 @@ sources.py opens datasets, order.py computes the order of the samples, and loade
 """
 
 from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatch, RawSample
-from megaclip.data.choose_tokenizer import load_tokenizer
 from megaclip.data.images import OPENAI_MEAN, OPENAI_STD, ImageTransform, normalised_pixels
 from megaclip.data.labelled import LabelledDataset, open_labelled
 from megaclip.data.loader import EvaluationLoader, TrainLoader, check_batch
 from megaclip.data.shared_memory import free_pages
 from megaclip.data.sources import DATASET_TYPES, PairDataset, check_manifest, open_pairs
-from megaclip.data.tokenizers import Tokenizer
+from megaclip.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
     "DATASET_TYPES",

@@ -1,6 +1,7 @@
-"""Turn captions into token ids, with CLIP's byte-pair vocabulary or a sentencepiece model trained on the captions.
+"""Turn captions into token ids: CLIP's byte-pair vocabulary, sentencepiece models and Hugging Face tokenizers.
 
-The ids of both equal those of open_clip for the same captions. `write_open_clip` exports a tokenizer for open_clip.
+`load_tokenizer` loads one by its name or path. The ids equal those of open_clip for the same captions.
+`write_open_clip` exports a tokenizer for open_clip.
 """
 
 from __future__ import annotations
@@ -9,13 +10,11 @@ import abc
 import functools
 import gzip
 import hashlib
-import itertools
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import sentencepiece
 import tokenizers
@@ -24,12 +23,15 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megaclip.data.text_cleaning import Cleaning, clean_caption
-from megaclip.errors import ConfigError, first_line
+from megaclip.errors import ConfigError, first_line, shortened
+from megaclip.open_clip_package import import_open_clip
 
 CLIP_VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
 CLIP_MERGES = 49_152 - 256 - 2
 CLIP_START, CLIP_END = "<start_of_text>", "<end_of_text>"
-MAX_PIECE_LENGTH = 16
+CACHED = "hf:"
+"""Prefix of the name of a tokenizer in the local cache of the Hugging Face hub."""
+_CLEANINGS = "clean " + ", ".join(map(repr, get_args(Cleaning)))
 # From simple_tokenizer.py of openai/CLIP. Special tokens are words too: open_clip keeps their names whole, in upper and
 # lower case.
 CLIP_WORDS = rf"(?i){CLIP_START}|{CLIP_END}|'s|'t|'re|'ve|'m|'ll|'d|[\p{{L}}]+|[\p{{N}}]|[^\s\p{{L}}\p{{N}}]+"
@@ -244,60 +246,111 @@ def _normalizer(spec: Any) -> normalizers.Normalizer:
     return normalizers.Sequence(steps)
 
 
-def _with_whole_words(captions: Iterable[str], vocab_size: int) -> Iterator[str]:
-    """Yield the captions, then every frequent word twice on a line of its own.
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer of the Hugging Face hub, through open_clip's own class: its cleaning, modes and truncation.
 
-    The candidates of a unigram model are the branches of a suffix tree: strings that are followed by different
-    characters. A word that never ends a caption is always followed by a space. In captions that all follow one pattern,
-    such as those of the demo, "left" would be split into "l e f t". In the line "left left" the word is followed by a
-    space and by the end of the line. The additional line per word hardly changes the frequencies.
+    The files come from a directory, or from the local cache of the hub. Nothing is downloaded.
     """
-    words: Counter[str] = Counter()
-    for caption in captions:
-        words.update(caption.split())
-        yield caption
-    for word, _ in words.most_common(vocab_size):
-        if len(word) <= MAX_PIECE_LENGTH:
-            yield f"{word} {word}"
+
+    def __init__(self, source: str, context_length: int, *, mode: str | None, options: dict[str, Any] | None) -> None:
+        """source: a directory with tokenizer files, or "hf:NAME". mode, options: `text_cfg.tokenizer_mode` and
+        `text_cfg.tokenizer_kwargs`. Raises ConfigError if the tokenizer cannot be loaded."""
+        import_open_clip()
+        from open_clip.tokenizer import HFTokenizer
+
+        self._mode, self._options = mode, options
+        self._name = source.removeprefix(CACHED)
+        try:
+            self._tokenizer = HFTokenizer(
+                self._name,
+                context_length=context_length,
+                tokenizer_mode=mode,
+                local_files_only=True,
+                **(options or {}),
+            )
+        except Exception as error:  # transformers does not document the exceptions that it raises
+            raise ConfigError(
+                f"tokenizer {self._name!r} cannot be loaded ({type(error).__name__}: {first_line(error)}); MegaCLIP "
+                "downloads nothing: download the tokenizer's files (tokenizer.json, tokenizer_config.json, ...) into a "
+                "directory, and give it as --tokenizer DIRECTORY"
+            ) from None
+        words: Any = self._tokenizer.tokenizer
+        self.context_length = context_length
+        self.vocab_size = len(words)
+        self.pad_id = words.pad_token_id if words.pad_token_id is not None else 0
+        ends = (words.eos_token_id, words.sep_token_id, self.pad_id)
+        self.eos_id = next(number for number in ends if number is not None)
+        content = json.dumps([sorted(words.get_vocab().items()), mode, options], sort_keys=True)
+        self.identity = f"hugging face {hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+    def __call__(self, captions: Sequence[str]) -> torch.Tensor:
+        """Return the token ids (n, L) int64, as open_clip pads and truncates them."""
+        tokens: torch.Tensor = self._tokenizer(list(captions))
+        return tokens
+
+    def _encode(self, caption: str) -> list[int]:
+        return [int(token) for token in self([caption])[0]]
+
+    def ends_captions_with(self, token: int) -> bool:
+        """Return whether the id `token` first occurs after the text of a caption, even if the caption is truncated."""
+        is_end = self(["a", "a photo of a cat " * self.context_length]) == token
+        return bool(is_end.any(dim=1).all() and not is_end[:, 0].any())
+
+    def write_open_clip(self, directory: Path | str) -> dict[str, Any]:
+        """Write the tokenizer's files. Returns the keys and values for `text_cfg`."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        self._tokenizer.save_pretrained(str(directory))
+        return {
+            "context_length": self.context_length,
+            "tokenizer_mode": self._mode,
+            "tokenizer_kwargs": self._options,
+        }
 
 
-def train_sentencepiece(
-    captions: Iterable[str], path: Path | str, *, vocab_size: int, model_type: str = "unigram"
-) -> SentencePieceTokenizer:
-    """Train a sentencepiece model on captions and write it to `path`, which ends in .model.
+def load_tokenizer(
+    spec: str, context_length: int, *, mode: str | None = None, options: dict[str, Any] | None = None
+) -> Tokenizer:
+    """Load a tokenizer.
 
-    model_type: "unigram" or "bpe".
-    vocab_size: largest number of pieces. Few captions give fewer.
+    Args:
+        spec: "clip", the path of a sentencepiece .model file, a directory with the files of a Hugging Face tokenizer,
+            or "hf:NAME" for one in the local cache of the Hugging Face hub.
+        context_length: number of tokens per caption.
+        mode, options: `text_cfg.tokenizer_mode` and `text_cfg.tokenizer_kwargs`. Only Hugging Face tokenizers have
+            other options than `clean`.
 
-    The ids 0, 1 and 2 are padding, unknown and end of text. The captions are cleaned as in training.
-
-    Raises ConfigError without captions, or if sentencepiece cannot train, for example because the captions have more
-    different characters than vocab_size.
+    Raises:
+        ConfigError: there is no such tokenizer, it does not have one of the options, or the context length is too
+            short.
     """
-    cleaned = filter(None, map(clean_caption, captions))
-    first = list(itertools.islice(cleaned, 1))
-    if not first:
-        raise ConfigError("the data has no captions; a tokenizer cannot be trained without captions")
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_with_whole_words(itertools.chain(first, cleaned), vocab_size),
-            model_prefix=str(Path(path).with_suffix("")),
-            model_type=model_type,
-            max_sentencepiece_length=MAX_PIECE_LENGTH,
-            vocab_size=vocab_size,
-            hard_vocab_limit=False,
-            character_coverage=1.0,
-            byte_fallback=False,
-            pad_id=0,
-            unk_id=1,
-            eos_id=2,
-            bos_id=-1,
-            shuffle_input_sentence=False,
-            minloglevel=2,
-        )
-    except (RuntimeError, OSError) as error:
-        raise ConfigError(
-            f"sentencepiece cannot train a tokenizer of {vocab_size} pieces and write it to {str(path)!r}: "
-            f"{first_line(error)}; every different character is a piece, so a larger --vocab-size may help"
-        ) from None
-    return SentencePieceTokenizer(path, context_length=77)
+    if context_length < 2:
+        raise ConfigError(f"the context length is {context_length}; use at least 2")
+    if is_hugging_face(spec):
+        return HuggingFaceTokenizer(spec, context_length, mode=mode, options=options)
+    clean = _cleaning(spec, mode, options or {})
+    if spec == "clip":
+        return ClipTokenizer(context_length, clean or "lower")
+    return SentencePieceTokenizer(spec, context_length, clean or "whitespace")
+
+
+def is_hugging_face(spec: str) -> bool:
+    """Return whether `load_tokenizer` loads a Hugging Face tokenizer for `spec`."""
+    return spec.startswith(CACHED) or Path(spec).is_dir()
+
+
+def _cleaning(spec: str, mode: str | None, options: dict[str, Any]) -> Cleaning | None:
+    """Return the option `clean`, or None if it is not set. Raises ConfigError for other options, and for a mode."""
+    clean = options.get("clean")
+    others = {name: value for name, value in options.items() if name != "clean" and value not in (None, False)}
+    for setting, value, refused, accepted in (
+        ("tokenizer_mode", mode, bool(mode), "null"),
+        ("tokenizer_kwargs", options, bool(others), "only clean"),
+        ("tokenizer_kwargs", options, clean is not None and clean not in get_args(Cleaning), _CLEANINGS),
+    ):
+        if refused:
+            raise ConfigError(
+                f"text_cfg.{setting} {shortened(json.dumps(value, default=str))} is not an option of tokenizer "
+                f"{spec!r}; expected {accepted}; change it in a copy of the model's JSON, or give the directory of a "
+                "Hugging Face tokenizer as --tokenizer"
+            )
+    return cast(Cleaning | None, clean)

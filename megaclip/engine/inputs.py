@@ -24,7 +24,7 @@ from megaclip.data import (
     open_labelled,
     open_pairs,
 )
-from megaclip.engine.tokenizer_choice import check_vocabulary, choose_tokenizer, text_settings
+from megaclip.engine.tokenizer_choice import choose_tokenizer
 from megaclip.errors import ConfigError
 from megaclip.logging import get_logger
 from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, list_models, load_model_config
@@ -90,8 +90,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     if isinstance(model_config, ModelConfig):
         _check_locks(arguments, model_config)
     chosen = choose_tokenizer(arguments.tokenizer, text_card, model_config)
-    check_vocabulary(chosen, model_config)
-    model_config = model_config.replace(text_cfg=text_settings(chosen, model_config))
+    model_config = chosen.fit(model_config)
     _check_cut(arguments, config.megaclip, model_config)
     preprocess = _preprocess(arguments, image_card)
     if cards := dict.fromkeys(str(used.path) for used in (text_card, image_card) if used is not None):

@@ -2,6 +2,7 @@
 
 The tokenizer comes from --tokenizer, else from the model card of the weights, else from the model description. Weights
 depend on the tokenizer that they were trained with, so a tokenizer that differs from the card's gives a warning.
+`choose_tokenizer` makes the choice, and `TokenizerChoice.fit` returns the model description for it.
 """
 
 import tempfile
@@ -9,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaclip.checkpoint.model_card import OWN_TOKENIZER, ModelCard
+from megaclip.checkpoint.model_card import ModelCard, check_inside
 from megaclip.data import Tokenizer, load_tokenizer
-from megaclip.data.choose_tokenizer import is_hugging_face
-from megaclip.data.hugging_face_tokenizer import CACHED, HuggingFaceTokenizer
+from megaclip.data.tokenizers import CACHED, HuggingFaceTokenizer, is_hugging_face
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.logging import get_logger
 from megaclip.models import ModelDescription, OpenClipConfig
@@ -20,9 +20,12 @@ from megaclip.models.hugging_face import configuration
 
 logger = get_logger(__name__)
 
+_SENTENCEPIECE = "sentencepiece"
+"""text_cfg.hf_tokenizer_name of a model with a sentencepiece model of `megaclip tokenizer`."""
+
 
 @dataclass(frozen=True)
-class ChosenTokenizer:
+class TokenizerChoice:
     """Tokenizer of a model, with its source."""
 
     tokenizer: Tokenizer
@@ -31,8 +34,91 @@ class ChosenTokenizer:
     owner: ModelDescription | None
     """Model description that names this tokenizer. None: --tokenizer names another one."""
 
+    def fit(self, config: ModelDescription) -> ModelDescription:
+        """Return the description whose text tower fits the tokenizer, in MegaCLIP and in open_clip.
 
-def choose_tokenizer(given: str | None, card: ModelCard | None, config: ModelDescription) -> ChosenTokenizer:
+        Raises:
+            ConfigError: the tokenizer has more ids than the text tower can have embeddings, or the tower takes the
+                feature at the end-of-text token, and captions do not end with that token.
+        """
+        self._check_vocabulary(config)
+        tokenizer, text = self.tokenizer, config.text_cfg
+        with tempfile.TemporaryDirectory() as folder:
+            settings = tokenizer.write_open_clip(folder)
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            described = text.hf_tokenizer_name
+            # with a name here open_clip reads the files beside the card
+            settings["hf_tokenizer_name"] = described if described and described != _SENTENCEPIECE else "hugging face"
+            settings |= self._pool_settings(tokenizer, config)
+        elif text.pool_type == "eos":
+            settings["eos_id"] = tokenizer.eos_id
+        return config.replace(text_cfg=settings)
+
+    def _check_vocabulary(self, config: ModelDescription) -> None:
+        tokenizer, hugging_face = self.tokenizer, _hugging_face_model(config)
+        if hugging_face is not None:
+            kind, rows = "text_cfg.hf_model_name", int(configuration(hugging_face).vocab_size)
+            if not isinstance(tokenizer, HuggingFaceTokenizer):
+                raise ConfigError(
+                    f"--tokenizer {self.name} is not the tokenizer of {kind} {hugging_face!r}; give a directory with "
+                    "the files of that model's tokenizer"
+                )
+        elif isinstance(tokenizer, HuggingFaceTokenizer):
+            kind, rows = "text_cfg.vocab_size", config.text_cfg.vocab_size
+        else:
+            return  # the text tower gets as many embeddings as the tokenizer has ids
+        if tokenizer.vocab_size > rows:
+            raise ConfigError(
+                f"--tokenizer {self.name} has {tokenizer.vocab_size} ids, and the text tower has {rows} embeddings "
+                f"({kind}); use the tokenizer of the model, or set text_cfg.vocab_size in a copy of the model's JSON"
+            )
+
+    def _pool_settings(self, tokenizer: HuggingFaceTokenizer, config: ModelDescription) -> dict[str, Any]:
+        """Return the settings of `text_cfg` with which the text tower takes the feature at the tokenizer's end of text.
+
+        A tower keeps its setting if the description that names the tokenizer has the same setting, because weights
+        were trained with it.
+        """
+        text, owner = config.text_cfg, self.owner
+        if _hugging_face_model(config) is not None:
+            return {}
+        padding = {} if owner is not None else {"pad_id": tokenizer.pad_id}
+        finds_the_end = text.pool_type in ("argmax", "eos")
+        if not finds_the_end or (isinstance(config, OpenClipConfig) and config.text_cfg.embed_cls):
+            return padding
+        is_highest = tokenizer.eos_id == tokenizer.vocab_size - 1
+        if owner is not None and owner.text_cfg.pool_type == text.pool_type:
+            if text.pool_type == "argmax":
+                if not is_highest:
+                    logger.warning(
+                        'text_cfg.pool_type "argmax" takes the feature at the highest token id of a caption, which is '
+                        "not the end of text (id %d) of tokenizer %s; to train from random weights, set "
+                        '"pool_type": "eos" and "eos_id": %d in a copy of the model\'s JSON',
+                        tokenizer.eos_id,
+                        self.name,
+                        tokenizer.eos_id,
+                    )
+                return {}
+            end = owner.text_cfg.eos_id
+            if not text.no_causal_mask:  # without the mask the first token, the fallback, attends to the whole caption
+                self._check_end(tokenizer, end)
+            return {"eos_id": end}
+        self._check_end(tokenizer, tokenizer.eos_id)
+        if text.pool_type == "argmax" and is_highest:
+            return padding
+        return {**padding, "pool_type": "eos", "eos_id": tokenizer.eos_id}
+
+    def _check_end(self, tokenizer: HuggingFaceTokenizer, end: int) -> None:
+        """Raise ConfigError if captions do not end with the token `end`, at which the text tower takes the feature."""
+        if not tokenizer.ends_captions_with(end):
+            raise ConfigError(
+                f"tokenizer {self.name} does not end every caption with id {end}, where the text tower takes the "
+                "feature; use a tokenizer that appends an end-of-text token (post_processor of tokenizer.json), and "
+                "set text_cfg.eos_id to its id"
+            )
+
+
+def choose_tokenizer(given: str | None, card: ModelCard | None, config: ModelDescription) -> TokenizerChoice:
     """Load the tokenizer; warn if `given` is not the tokenizer of `card`.
 
     Args:
@@ -46,59 +132,42 @@ def choose_tokenizer(given: str | None, card: ModelCard | None, config: ModelDes
     """
     owner = config if card is None else card.config
     try:
-        own = _named_by(config) if card is None else card.tokenizer()
+        own = _named_by(config) if card is None else tokenizer_of(card)
     except CheckpointError:
         if given is None:
             raise
-        return ChosenTokenizer(_load(given, config, owner), given, None)
+        return TokenizerChoice(_load(given, config, owner), given, None)
     if given is None or given == own:
-        return ChosenTokenizer(_load(own, config, owner), own, owner)
+        return TokenizerChoice(_load(own, config, owner), own, owner)
     tokenizer = _load(given, config, owner)
     if _is_equal(tokenizer, own, config, owner):
-        return ChosenTokenizer(tokenizer, given, owner)
+        return TokenizerChoice(tokenizer, given, owner)
     if card is not None:
         logger.warning("--tokenizer %s is not the tokenizer of the model in %s, %s", given, card.directory, own)
-    return ChosenTokenizer(tokenizer, given, None)
+    return TokenizerChoice(tokenizer, given, None)
 
 
-def check_vocabulary(chosen: ChosenTokenizer, config: ModelDescription) -> None:
-    """Raise ConfigError if the tokenizer has more ids than the text tower can have embeddings."""
-    tokenizer, name, text = chosen.tokenizer, chosen.name, config.text_cfg
-    if isinstance(config, OpenClipConfig) and config.text_cfg.hf_model_name is not None:
-        kind, rows = "text_cfg.hf_model_name", int(configuration(config.text_cfg.hf_model_name).vocab_size)
-        if not isinstance(tokenizer, HuggingFaceTokenizer):
-            raise ConfigError(
-                f"--tokenizer {name} is not the tokenizer of {kind} {config.text_cfg.hf_model_name!r}; give a "
-                "directory with the files of that model's tokenizer"
-            )
-    elif isinstance(tokenizer, HuggingFaceTokenizer):
-        kind, rows = "text_cfg.vocab_size", text.vocab_size
-    else:
-        return  # the text tower gets as many embeddings as the tokenizer has ids
-    if tokenizer.vocab_size > rows:
-        raise ConfigError(
-            f"--tokenizer {name} has {tokenizer.vocab_size} ids, and the text tower has {rows} embeddings ({kind}); "
-            "use the tokenizer of the model, or set text_cfg.vocab_size in a copy of the model's JSON"
-        )
+def tokenizer_of(card: ModelCard) -> str:
+    """Return the tokenizer of a model card as `load_tokenizer` takes it: "clip", the path of the sentencepiece model
+    beside the card, or the card's directory, which holds the files of a Hugging Face tokenizer.
 
-
-def text_settings(chosen: ChosenTokenizer, config: ModelDescription) -> dict[str, Any]:
-    """Return the settings of `text_cfg` with which the text tower fits the tokenizer, in MegaCLIP and in open_clip.
-
-    Raises ConfigError if the text tower takes the feature at the end-of-text token, and captions do not end with that
-    token.
+    Raises:
+        CheckpointError: the model has its own tokenizer, and the directory holds neither, or a link from it leads out
+            of the directory.
     """
-    tokenizer, text = chosen.tokenizer, config.text_cfg
-    with tempfile.TemporaryDirectory() as folder:
-        settings = tokenizer.write_open_clip(folder)
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        described = text.hf_tokenizer_name
-        # with a name here open_clip reads the files beside the card
-        settings["hf_tokenizer_name"] = described if described and described != OWN_TOKENIZER else "hugging face"
-        settings.update(_pool_settings(tokenizer, chosen, config))
-    elif text.pool_type == "eos":
-        settings["eos_id"] = tokenizer.eos_id
-    return settings
+    name = card.config.text_cfg.hf_tokenizer_name
+    if not name:
+        return "clip"
+    if name != _SENTENCEPIECE and (card.directory / "tokenizer_config.json").is_file():
+        return str(card.directory)
+    models = sorted(card.directory.glob("*.model"))
+    if len(models) != 1:
+        raise CheckpointError(
+            f"{card.directory} holds {len(models)} *.model files, expected 1, the sentencepiece model that the model "
+            "was trained with; put exactly that file there, or name it with --tokenizer if the command has that flag"
+        )
+    check_inside(models[0], card.directory)
+    return str(models[0])
 
 
 def _named_by(config: ModelDescription) -> str:
@@ -115,27 +184,19 @@ def _load(name: str, config: ModelDescription, owner: ModelDescription) -> Token
     A description's options belong to its own tokenizer. CLIP's tokenizer and sentencepiece models do not have most
     options of Hugging Face tokenizers. Hugging Face tokenizers always receive the options of `config`.
     """
-    settings = config.tokenizer_settings()
-    for description in (owner, config):
-        if _kind(name) == _described_kind(description):
-            settings = {**description.tokenizer_settings(), "context_length": config.text_cfg.context_length}
-            return load_tokenizer(name, **settings)
-    if not is_hugging_face(name):
-        settings.update(mode=None, options=None)
-    return load_tokenizer(name, **settings)
-
-
-def _kind(name: str) -> str:
-    if is_hugging_face(name):
-        return "hugging face"
-    return "clip" if name == "clip" else OWN_TOKENIZER
+    kind = "hugging face" if is_hugging_face(name) else "clip" if name == "clip" else _SENTENCEPIECE
+    described = [one.text_cfg for one in (owner, config) if _described_kind(one) == kind]
+    if not described and kind == "hugging face":
+        described = [config.text_cfg]
+    mode, options = (described[0].tokenizer_mode, described[0].tokenizer_kwargs) if described else (None, None)
+    return load_tokenizer(name, config.text_cfg.context_length, mode=mode, options=options)
 
 
 def _described_kind(config: ModelDescription) -> str:
     name = config.text_cfg.hf_tokenizer_name
     if not name:
         return "clip"
-    return OWN_TOKENIZER if name == OWN_TOKENIZER else "hugging face"
+    return _SENTENCEPIECE if name == _SENTENCEPIECE else "hugging face"
 
 
 def _is_equal(tokenizer: Tokenizer, own: str, config: ModelDescription, owner: ModelDescription) -> bool:
@@ -146,49 +207,6 @@ def _is_equal(tokenizer: Tokenizer, own: str, config: ModelDescription, owner: M
         return False
 
 
-def _pool_settings(
-    tokenizer: HuggingFaceTokenizer, chosen: ChosenTokenizer, config: ModelDescription
-) -> dict[str, Any]:
-    """Return the settings of `text_cfg` with which the text tower takes the feature at the tokenizer's end of text.
-
-    A tower keeps its setting if the description that names the tokenizer has the same setting, because weights were
-    trained with it.
-    """
-    text, owner = config.text_cfg, chosen.owner
-    if isinstance(config, OpenClipConfig) and config.text_cfg.hf_model_name is not None:
-        return {}
-    padding = {} if owner is not None else {"pad_id": tokenizer.pad_id}
-    finds_the_end = text.pool_type in ("argmax", "eos")
-    if not finds_the_end or (isinstance(config, OpenClipConfig) and config.text_cfg.embed_cls):
-        return padding
-    is_highest = tokenizer.eos_id == tokenizer.vocab_size - 1
-    if owner is not None and owner.text_cfg.pool_type == text.pool_type:
-        if text.pool_type == "argmax":
-            if not is_highest:
-                logger.warning(
-                    'text_cfg.pool_type "argmax" takes the feature at the highest token id of a caption, which is not '
-                    "the end of text (id %d) of tokenizer %s; to train from random weights, set "
-                    '"pool_type": "eos" and "eos_id": %d in a copy of the model\'s JSON',
-                    tokenizer.eos_id,
-                    chosen.name,
-                    tokenizer.eos_id,
-                )
-            return {}
-        end = owner.text_cfg.eos_id
-        if not text.no_causal_mask:  # without the mask the first token, the fallback, attends to the whole caption
-            _check_end(tokenizer, chosen.name, end)
-        return {"eos_id": end}
-    _check_end(tokenizer, chosen.name, tokenizer.eos_id)
-    if text.pool_type == "argmax" and is_highest:
-        return padding
-    return {**padding, "pool_type": "eos", "eos_id": tokenizer.eos_id}
-
-
-def _check_end(tokenizer: HuggingFaceTokenizer, name: str, end: int) -> None:
-    """Raise ConfigError if captions do not end with the token `end`, at which the text tower takes the feature."""
-    if not tokenizer.ends_captions_with(end):
-        raise ConfigError(
-            f"tokenizer {name} does not end every caption with id {end}, where the text tower takes the feature; use a "
-            "tokenizer that appends an end-of-text token (post_processor of tokenizer.json), and set text_cfg.eos_id "
-            "to its id"
-        )
+def _hugging_face_model(config: ModelDescription) -> str | None:
+    """Return the name of the Hugging Face model that is the text tower, or None."""
+    return config.text_cfg.hf_model_name if isinstance(config, OpenClipConfig) else None

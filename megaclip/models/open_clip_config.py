@@ -114,15 +114,6 @@ class OpenClipConfig(_Section):
         description["text_cfg"].update(text_cfg or {})
         return OpenClipConfig.from_dict({**description, **top})
 
-    def tokenizer_settings(self) -> dict[str, Any]:
-        """Return the settings of the tokenizer, as `megaclip.data.load_tokenizer` takes them."""
-        text = self.text_cfg
-        return {
-            "context_length": text.context_length,
-            "mode": text.tokenizer_mode,
-            "options": text.tokenizer_kwargs,
-        }
-
     def to_open_clip(self) -> dict[str, Any]:
         """Return the `model_cfg` of an exported card: the settings of the description.
 

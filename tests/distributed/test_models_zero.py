@@ -21,7 +21,7 @@ from megaclip.checkpoint import store
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_weights import write_weights
-from megaclip.checkpoint.saved_states import consolidated_weights
+from megaclip.checkpoint.saved_states import PARAMETER_NAMES, consolidated_weights
 from megaclip.checkpoint.search import MODEL_CARD
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
@@ -107,8 +107,9 @@ def check_export(stage, bf16, folder):
     """After a step of a partly frozen model, the exported weights equal those of the running model."""
     model = built(stage, bf16)
     model.lock_text_tower(1)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config(stage, bf16))
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    group = {"params": list(trainable.values()), PARAMETER_NAMES: list(trainable)}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=[group], config=ds_config(stage, bf16))
     before = whole_values(engine.module)
     step_of_training(engine)
     after = whole_values(engine.module)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaclip.data.tokenizers import train_sentencepiece
+from megaclip.data.sentencepiece_training import train_sentencepiece
 from tests.end_to_end.training_runs import DS_CONFIG, MODEL, ROOT
 
 TRAINING_SCENES = 256

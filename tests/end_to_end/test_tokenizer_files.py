@@ -6,7 +6,7 @@ from pathlib import Path
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.model_card import read_model_card
 from megaclip.commands import export_open_clip
-from megaclip.data import load_tokenizer
+from megaclip.engine.tokenizer_choice import choose_tokenizer
 from tests.end_to_end.training_runs import flags, run_in_ranks
 
 
@@ -39,5 +39,5 @@ def test_a_renamed_tokenizer_replaces_the_previous_file(tiny_run, tmp_path):
     assert models(first) == ["renamed.model"] and manifest.find_damage(first) == []
     assert (first / "notes.txt").read_text() == "mine"
     exported = read_model_card(first)
-    expected = load_tokenizer(str(renamed), **exported.config.tokenizer_settings())(["a red three"])
-    assert load_tokenizer(exported.tokenizer(), **exported.config.tokenizer_settings())(["a red three"]).equal(expected)
+    own, given = (choose_tokenizer(name, exported, exported.config).tokenizer for name in (None, str(renamed)))
+    assert own(["a red three"]).equal(given(["a red three"]))

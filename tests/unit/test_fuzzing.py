@@ -27,6 +27,7 @@ from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
 from megaclip.data import ImageTransform, open_pairs
 from megaclip.data.batch import BadSample
 from megaclip.data.tar_walk import walk_shard
+from megaclip.engine.tokenizer_choice import tokenizer_of
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.hosts.hostfile import read_hostfile
 from megaclip.hosts.remote import environment_of_ranks
@@ -175,7 +176,7 @@ def test_model_cards(tmp_path: Path, times: int) -> None:
     def read() -> None:
         card = read_model_card(tmp_path)
         ImageTransform(card.config.vision_cfg.image_size, **card.pixel_settings)
-        card.tokenizer()
+        tokenizer_of(card)
 
     def check(card: Any) -> bool:
         path.write_text(json.dumps(card))

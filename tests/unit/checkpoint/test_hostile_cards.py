@@ -12,6 +12,7 @@ from megaclip.checkpoint.model_card import CARD_NAME, OPENAI_PREPROCESS, read_mo
 from megaclip.checkpoint.open_clip_weights import write_weights
 from megaclip.commands import import_open_clip
 from megaclip.data import ImageTransform
+from megaclip.engine.tokenizer_choice import tokenizer_of
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.config import ModelConfig
@@ -102,7 +103,7 @@ def test_training_with_a_card_reads_no_tokenizer_from_outside_the_directory(tmp_
     (directory / "tokenizer.model").unlink()
     (directory / "tokenizer.model").symlink_to(tmp_path / "elsewhere.model")
     with pytest.raises(CheckpointError, match=r"tokenizer\.model is a link to .*elsewhere\.model, outside"):
-        read_model_card(directory).tokenizer()
+        tokenizer_of(read_model_card(directory))
 
 
 def test_links_of_the_hugging_face_cache_and_inside_the_directory_are_followed(tmp_path, directory, run_import):

@@ -27,7 +27,7 @@ from megaclip.checkpoint.open_clip_weights import (
 from megaclip.checkpoint.verify import TOLERANCE, verify
 from megaclip.commands import import_open_clip as import_command
 from megaclip.data import load_tokenizer
-from megaclip.data.tokenizers import train_sentencepiece
+from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.errors import CheckpointError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.open_clip_keys import to_open_clip

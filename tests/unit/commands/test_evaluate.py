@@ -20,8 +20,9 @@ from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, write_m
 from megaclip.checkpoint.open_clip_weights import read_weights, write_weights
 from megaclip.commands import evaluate, export_open_clip
 from megaclip.data import ImageTransform, load_tokenizer
-from megaclip.data.tokenizers import train_sentencepiece
+from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.engine.saved_model import load_saved_model
+from megaclip.engine.tokenizer_choice import tokenizer_of
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import ClipModel, build_model, load_model_config
 from tests.evaluation_oracle import ranks_by_sorting, recall, retrieval_by_sorting
@@ -65,8 +66,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model: ClipModel) -> Path:
     step.mkdir(parents=True)
     write_model_card(checkpoints / "model", CONFIG, OPENAI_PREPROCESS)
     counters = {"global_steps": 7, "global_samples": 0, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
-    torch.save({"module": model.state_dict(), **counters}, step / "mp_rank_00_model_states.pt")
-    (step / "state.json").write_text("{}")
+    optimizer = {"param_groups": [], "state": {}}
+    torch.save({"module": model.state_dict(), "optimizer": optimizer, **counters}, step / "mp_rank_00_model_states.pt")
     manifest.write(step)
     (checkpoints / "latest").write_text(step.name)
     members = [
@@ -234,14 +235,14 @@ def test_the_tokenizer_is_compared_with_that_of_the_model(tmp_path: Path, warnin
 def test_sentencepiece_model_must_be_beside_its_card(tmp_path: Path) -> None:
     config = CONFIG.replace(text_cfg={"hf_tokenizer_name": "sentencepiece"})
     card = ModelCard(tmp_path, config, OPENAI_PREPROCESS)
-    assert ModelCard(tmp_path, CONFIG, OPENAI_PREPROCESS).tokenizer() == "clip"
+    assert tokenizer_of(ModelCard(tmp_path, CONFIG, OPENAI_PREPROCESS)) == "clip"
     with pytest.raises(CheckpointError, match="--tokenizer"):
-        card.tokenizer()
+        tokenizer_of(card)
     (tmp_path / "words.model").touch()
-    assert card.tokenizer() == str(tmp_path / "words.model")
+    assert tokenizer_of(card) == str(tmp_path / "words.model")
     (tmp_path / "other.model").touch()
     with pytest.raises(CheckpointError, match="holds 2"):
-        card.tokenizer()
+        tokenizer_of(card)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import tokenizers
 import torch
 
 from megaclip.data import load_tokenizer
+from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.data.text_cleaning import Cleaning, clean_caption
-from megaclip.data.tokenizers import ClipTokenizer, train_sentencepiece
+from megaclip.data.tokenizers import ClipTokenizer
 from megaclip.errors import ConfigError
 from megaclip.open_clip_package import import_open_clip
 

@@ -13,7 +13,8 @@ from megaclip.checkpoint.open_clip_weights import meta_model, write_weights
 from megaclip.config import parse_arguments
 from megaclip.config.training import TextChunks
 from megaclip.data import ImageTransform
-from megaclip.data.tokenizers import SentencePieceTokenizer, train_sentencepiece
+from megaclip.data.sentencepiece_training import train_sentencepiece
+from megaclip.data.tokenizers import SentencePieceTokenizer
 from megaclip.engine import resume
 from megaclip.engine.inputs import Inputs, model_preprocessing, read_inputs
 from megaclip.engine.saved_model import load_saved_model

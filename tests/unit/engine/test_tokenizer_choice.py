@@ -14,8 +14,8 @@ from tokenizers import models, pre_tokenizers, processors
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, read_model_card, write_model_card
 from megaclip.checkpoint.open_clip_weights import write_weights
 from megaclip.checkpoint.verify import verify
-from megaclip.data.tokenizers import train_sentencepiece
-from megaclip.engine.tokenizer_choice import ChosenTokenizer, check_vocabulary, choose_tokenizer, text_settings
+from megaclip.data.sentencepiece_training import train_sentencepiece
+from megaclip.engine.tokenizer_choice import TokenizerChoice, choose_tokenizer
 from megaclip.errors import ConfigError
 from megaclip.models import ModelConfig, ModelDescription, build_model, load_model_config
 from megaclip.models.descriptions import describe
@@ -57,9 +57,7 @@ def described(towers: str = "own", **text: Any) -> ModelDescription:
 
 
 def fitted(given: str | None, config: ModelDescription, card: ModelCard | None = None) -> ModelDescription:
-    chosen = choose_tokenizer(given, card, config)
-    check_vocabulary(chosen, config)
-    return config.replace(text_cfg=text_settings(chosen, config))
+    return choose_tokenizer(given, card, config).fit(config)
 
 
 @pytest.fixture
@@ -115,7 +113,8 @@ def test_a_pool_that_needs_no_end_of_text_is_kept(tmp_path: Path, pool: str) -> 
     assert fitted(directory, config).text_cfg.pool_type == pool
     named = ModelConfig.model_validate(config.model_dump())
     named = named.model_copy(update={"text_cfg": named.text_cfg.model_copy(update={"hf_tokenizer_name": directory})})
-    assert text_settings(choose_tokenizer(None, None, named), named).keys().isdisjoint({"pool_type", "eos_id"})
+    text = choose_tokenizer(None, None, named).fit(config).text_cfg
+    assert (text.pool_type, text.eos_id) == (pool, config.text_cfg.eos_id)
 
 
 def written_card(directory: str, folder: Path, **text: Any) -> ModelCard:
@@ -156,8 +155,8 @@ def test_a_card_whose_end_of_text_never_occurs_is_refused(directory: str, tmp_pa
     with pytest.raises(ConfigError, match="does not end every caption with id 2"):
         fitted(None, card.config, card)
     both_ways = card.config.replace(text_cfg={"no_causal_mask": True})
-    owned = ChosenTokenizer(choose_tokenizer(None, card, both_ways).tokenizer, "words", both_ways)
-    assert text_settings(owned, both_ways)["eos_id"] == 2
+    owned = TokenizerChoice(choose_tokenizer(None, card, both_ways).tokenizer, "words", both_ways)
+    assert owned.fit(both_ways).text_cfg.eos_id == 2
 
 
 def test_a_given_tokenizer_replaces_a_sentencepiece_model(directory: str) -> None:
@@ -169,7 +168,7 @@ CANONICAL = {"clean": "canonicalize"}
 SHOUTED = ["Two DOGS, playing in the snow!"]
 
 
-def tokens_of_open_clip(chosen: ChosenTokenizer, config: ModelDescription, folder: Path) -> torch.Tensor:
+def tokens_of_open_clip(chosen: TokenizerChoice, config: ModelDescription, folder: Path) -> torch.Tensor:
     """Return the tokens of SHOUTED that open_clip computes with an export of the tokenizer."""
     chosen.tokenizer.write_open_clip(folder)
     write_model_card(folder, config, OPENAI_PREPROCESS, chosen.tokenizer.files)
@@ -187,7 +186,7 @@ def test_options_of_another_tokenizer_are_not_exported(
     config = described(towers, hf_tokenizer_name="its/own", tokenizer_kwargs=options, tokenizer_mode="clips")
     (path,) = train_sentencepiece(SHOUTED * 9, tmp_path / "own.model", vocab_size=40).files
     chosen = choose_tokenizer("clip" if kind == "clip" else str(path), None, config)
-    config = config.replace(text_cfg=text_settings(chosen, config))
+    config = chosen.fit(config)
     assert (config.text_cfg.tokenizer_kwargs, config.text_cfg.tokenizer_mode) == (None, None)
     assert torch.equal(tokens_of_open_clip(chosen, config, tmp_path / "out"), chosen.tokenizer(SHOUTED))
 
@@ -196,7 +195,7 @@ def test_options_of_the_descriptions_own_tokenizer_are_used_and_exported(directo
     for given, text in (("clip", {"vocab_size": 49408}), (directory, {"hf_tokenizer_name": "its/own"})):
         config = described(tokenizer_kwargs=CANONICAL, **text)
         chosen = choose_tokenizer(given, None, config)
-        config = config.replace(text_cfg=text_settings(chosen, config))
+        config = chosen.fit(config)
         assert config.text_cfg.tokenizer_kwargs == CANONICAL
         tokens = tokens_of_open_clip(chosen, config, tmp_path / Path(given).name / "out")
         assert torch.equal(tokens, chosen.tokenizer(SHOUTED))

@@ -8,7 +8,7 @@ import torch
 
 from megaclip.commands.list_models import row, table_of
 from megaclip.data import load_tokenizer
-from megaclip.data.tokenizers import train_sentencepiece
+from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.errors import ConfigError
 from megaclip.models import ModelConfig, OpenClipConfig, build_model, load_model_config, meta_model
 from megaclip.models.descriptions import describe
