@@ -211,7 +211,7 @@ TILE_VALUE = {
 TILE_SUM = Bound("tile sum", rounding(F32, 16))
 # Operations on rows: sums of up to 2048 products.
 ROWS = _by_dtype("rows", {dtype: rounding(dtype, 2048) for dtype in (torch.float64, F32)}, norm=True)
-# The README's claim about bfloat16 tiles when the probability of every positive is above 0.999.
+# bfloat16 tiles when the probability of every positive is above 0.999.
 CONVERGED = Bound("converged training", 1e-2, norm=True)
 
 # Towers. Features have length 1 and pass through up to 12 + 12 layers of sums of up to 3072 products. Each layer adds

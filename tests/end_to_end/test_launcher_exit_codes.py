@@ -1,4 +1,4 @@
-"""Exit codes of the deepspeed launcher after a signal, as the README documents them. All runs save before they end."""
+"""Exit codes of the deepspeed launcher after a signal, as in docs/training.md. All runs save before they end."""
 
 import contextlib
 import os
