@@ -184,6 +184,8 @@ def test_an_exception_in_a_worker_is_not_reported_as_its_death():
 
     with pytest.raises(RuntimeError, match="UnicodeDecodeError"):
         next(map_in_workers(broken, [1], num_workers=1))
+    with pytest.raises(ZeroDivisionError):
+        next(map_in_workers(functools.partial(divmod, 1), [0], num_workers=1))
 
 
 @pytest.mark.parametrize("tokenizer", [CountingTokenizer(), load_tokenizer("clip", 8)])
@@ -436,11 +438,6 @@ def test_a_worker_that_dies_during_a_training_step_is_a_data_error():
     with pytest.raises(DataError, match="data worker died"):
         list(batches)
     assert time.monotonic() - began < WORKER_TIMEOUT_S / 2
-
-
-def test_an_error_in_a_worker_keeps_its_type():
-    with pytest.raises(ZeroDivisionError):
-        list(map_in_workers(functools.partial(divmod, 1), [0], num_workers=1))
 
 
 _READ_WITH_LITTLE_SHARED_MEMORY = """

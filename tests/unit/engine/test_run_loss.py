@@ -31,17 +31,6 @@ def test_a_models_scale_and_bias_receive_zero_gradients() -> None:
     assert seen.nonzero().flatten().tolist() == [0, 3, 5, 8]
 
 
-def test_the_settings_of_the_section_reach_the_loss() -> None:
-    """Every setting that the section accepts must have an effect."""
-    settings = {"exchange": "ring", "reduction": "scalar", "payload": "bf16"}
-    tiles = {"implementation": "torch", "tile_budget_mib": 7}
-    for name in ("clip", "siglip", "fastclip_v3"):
-        section = MegaclipSection(loss=name, **settings, **tiles)
-        loss = RunLoss(section, samples=9, **RUN)._loss
-        assert {key: getattr(loss.settings, key) for key in settings} == settings
-        assert {key: getattr(loss.tiles, key) for key in tiles} == tiles
-
-
 def test_gamma_falls_over_half_of_the_run_by_default() -> None:
     for given, expected in (({}, 10), ({"gamma_epochs": None}, 10), ({"gamma_epochs": 3}, 3)):
         section = MegaclipSection(loss="fastclip_v3", fastclip=given)

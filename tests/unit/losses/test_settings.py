@@ -52,19 +52,23 @@ def test_every_setting_of_the_section_reaches_the_loss() -> None:
     loss = RunLoss(section, samples=9, epochs=2, total_steps=9, warmup=0, device=device)._loss
     expected = {**common, **own, "variant": "fastclip_v3", "samples": 9, "precision": "auto"}
     assert loss.settings.model_dump() == expected
+    assert (loss.tiles.implementation, loss.tiles.tile_budget_mib) == ("torch", 7.5)
 
 
 @pytest.mark.parametrize("loss", ["clip", "siglip"])
-def test_runs_do_not_record_their_loss(loss: str) -> None:
-    section = MegaclipSection(loss=loss)
+def test_a_run_passes_the_section_to_the_loss_and_does_not_record_it(loss: str) -> None:
+    section = MegaclipSection(loss=loss, exchange="ring", reduction="scalar", payload="bf16")
     built = RunLoss(section, samples=9, epochs=2, total_steps=9, warmup=0, device=torch.device("cpu"))._loss
     assert built.settings.cuda_graphs is False
+    assert (built.settings.exchange, built.settings.reduction, built.settings.payload) == ("ring", "scalar", "bf16")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"exchange": "gather"}, r"exchange: Input should be 'auto', 'ring' or 'all_gather', got 'gather'"),
+        ({"reduction": "ring"}, "reduction: Input should be 'auto'"),
+        ({"payload": "fp8"}, "payload: Input should be 'auto'"),
         ({"tile_budget_mib": -3}, "tile_budget_mib: Input should be greater than 0, got -3"),
         ({"tile_budget_mib": "128"}, "tile_budget_mib: Input should be a valid number"),
         ({"precision": "fp8"}, "precision: Input should be"),
