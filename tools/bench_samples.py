@@ -22,7 +22,7 @@ garden table chair book lamp door window boat horse"""
 
 
 class SyntheticSource:
-    """Samples from memory, in the shape of a data source (`megaclip.data.sources.Source`)."""
+    """Samples from memory, in the shape of a data source (`megaclip.data.source.Source`)."""
 
     kind = "synthetic"
 
@@ -37,10 +37,10 @@ class SyntheticSource:
         return int(self.shard_sizes[0])
 
     def read(self, row: int) -> RawSample:
-        return RawSample(image=row.to_bytes(8, "little"), caption=self.caption(row), key=str(row))
+        return RawSample.of(row.to_bytes(8, "little"), self.captions(row), str(row))
 
-    def caption(self, row: int) -> str:
-        return self._captions[row % POOL]
+    def captions(self, row: int) -> tuple[str, ...]:
+        return (self._captions[row % POOL],)
 
     def shard_name(self, row: int) -> str:
         return "memory"

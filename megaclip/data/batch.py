@@ -39,6 +39,11 @@ class RawSample:
     """Single captions, if the source has several per image. Training takes one of them at a time. An evaluation takes
     the first one, or with --group-captions all of them."""
 
+    @classmethod
+    def of(cls, image: bytes, captions: tuple[str, ...], key: str) -> RawSample:
+        """Return the sample of an image with one or several captions."""
+        return cls(image, "\n".join(captions), key, captions if len(captions) > 1 else ())
+
 
 class _Tensors:
     def pin_memory(self):

@@ -19,8 +19,6 @@ from megaclip.errors import DataError, shortened
 TEXT_EXTENSIONS = ("txt", "caption", "text")
 """Extensions of text files that hold captions, when --caption-key is not given."""
 JSON = "json"
-MAX_CAPTION_BYTES = 1 << 20
-"""Largest size of a text file, of a JSON file, and of a caption in a table."""
 
 
 @dataclasses.dataclass(frozen=True)

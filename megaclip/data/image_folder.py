@@ -10,20 +10,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.captions import (
-    JSON,
-    MAX_CAPTION_BYTES,
-    CaptionKeys,
-    check_fields,
-    json_record,
-    text_fields,
-)
-from megaclip.data.images import read_image_file
+from megaclip.data.captions import JSON, CaptionKeys, check_fields, json_record, text_fields
 from megaclip.data.order import runs_of_rows
+from megaclip.data.source import counted, read_file
 from megaclip.errors import DataError
 
 _JSON_CHECKED = 16
@@ -68,10 +60,7 @@ class ImageFolder:
         """Extensions and JSON fields of images and captions, with the number of samples that have them."""
         images = Counter(f".{_extension(image)}" for image, _ in self._rows)
         captions = Counter(self._keys.name(_extension(caption)) for _, caption in self._rows if caption)
-        return {
-            what: ", ".join(f"{name} ({count:,})" for name, count in counts.most_common())
-            for what, counts in (("image", images), ("caption", captions))
-        }
+        return {"image": counted(images), "caption": counted(captions)}
 
     def manifest(self) -> list[list[Any]]:
         """Return [name, bytes, samples] per folder that holds pictures. Names are relative to the whole folder."""
@@ -84,18 +73,15 @@ class ImageFolder:
     def read(self, row: int) -> RawSample:
         """Return the undecoded sample. Raises BadSample if a file is missing, too large or unreadable."""
         path, _ = self._rows[row]
-        captions = self._captions(row)
-        return RawSample(read_image_file(path, path), "\n".join(captions), path, captions if len(captions) > 1 else ())
+        captions = self.captions(row)
+        return RawSample.of(read_file(path, "image", path), captions, path)
 
-    def caption(self, row: int) -> str:
-        """Return only the caption of a sample, or its captions, one per line. Raises BadSample."""
-        return "\n".join(self._captions(row))
-
-    def _captions(self, row: int) -> tuple[str, ...]:
+    def captions(self, row: int) -> tuple[str, ...]:
+        """Return only the caption of a sample, or its captions. Raises BadSample."""
         path, caption = self._rows[row]
         if caption is None:
             raise BadSample("missing caption", path)
-        return self._keys.decode(_content(caption), _extension(caption), caption)
+        return self._keys.decode(read_file(caption, "caption", caption), _extension(caption), caption)
 
     def _check(self, folder: str) -> None:
         """Raise DataError if the folder contains no pictures, no captions, or JSON files without the fields."""
@@ -164,20 +150,8 @@ def _extension(path: str) -> str:
     return os.path.splitext(path)[1].removeprefix(".").lower()
 
 
-def _content(path: str) -> bytes:
-    """Return the bytes of a caption file. Raises BadSample."""
-    try:
-        if not os.path.isfile(path):  # a device or a pipe could block or never end
-            raise BadSample("missing caption", f"{path} is not a file")
-        if (size := os.path.getsize(path)) > MAX_CAPTION_BYTES:
-            raise BadSample("caption too large", f"{path}: {size} bytes")
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise BadSample("missing caption", f"{path}: {error}") from error
-
-
 def _record(path: str) -> dict[str, Any]:
     try:
-        return json_record(_content(path)) or {}
+        return json_record(read_file(path, "caption", path)) or {}
     except BadSample:
         return {}

@@ -16,9 +16,7 @@ import dataclasses
 import functools
 import io
 import math
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,8 +31,6 @@ OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_PIXELS = 64 << 20
 """Largest number of pixels of an image file, and of an image after resizing: 67,108,864, as in 8,192 x 8,192. Decoding
 and resizing such a file takes about 0.5 GiB of a worker's memory and a few seconds."""
-MAX_IMAGE_BYTES = 256 << 20
-"""Largest size of an image file."""
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
@@ -148,23 +144,6 @@ def _constants(
     """
     channels = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
     return *channels, torch.full((1,), 255.0, device=device)
-
-
-def read_image_file(path: str | os.PathLike, key: str, where: str = "") -> bytes:
-    """Return the bytes of an image file. Raises BadSample if it is missing, too large, or no regular file.
-
-    key, where: origin of the sample, and places that were searched, for the message.
-    """
-    name = shortened(os.fspath(path))
-    try:
-        if not os.path.isfile(path):  # a device or a pipe could block or never end
-            raise BadSample("missing image", f"{key}: {name!r} is not a file{where}")
-        size = os.path.getsize(path)
-        if size > MAX_IMAGE_BYTES:
-            raise BadSample("image too large", f"{key}: {size} bytes; expected at most {MAX_IMAGE_BYTES:,}")
-        return Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        raise BadSample("missing image", f"{key}: {error}") from error
 
 
 def open_image(content: bytes) -> Image.Image:

@@ -14,7 +14,8 @@ from pathlib import Path
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import CaptionKeys
 from megaclip.data.image_folder import walk_folder
-from megaclip.data.images import IMAGE_EXTENSIONS, read_image_file
+from megaclip.data.images import IMAGE_EXTENSIONS
+from megaclip.data.source import read_file
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError, os_reason
 from megaclip.logging import get_logger
@@ -77,7 +78,7 @@ class _ImageFolder:
 
     def read(self, row: int) -> RawSample:
         path, label = self._files[row]
-        return RawSample(read_image_file(path, str(path)), str(label), str(path))
+        return RawSample(read_file(path, "image", str(path)), str(label), str(path))
 
     def shard_name(self, row: int) -> str:
         return str(self._files[row][0].parent)

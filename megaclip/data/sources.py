@@ -2,8 +2,8 @@
 
 `open_pairs(specs)` opens one *source* per spec (tar shards in tar_shards.py, tables in tables.py) and concatenates
 them: the id of a sample is the number of samples before its source plus its row. To add a kind of source, write a class
-with the members of `Source` and open it in `_open_source`. Opening requires no process group, and reports data that
-cannot be read before a run begins.
+with the members of `source.Source` and open it in `_open_source`. Opening requires no process group, and reports data
+that cannot be read before a run begins.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
 from megaclip.data.patterns import expand_pattern, refuse_special_files
+from megaclip.data.source import Source
 from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, HubTable, Table, open_table
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError, os_reason
@@ -38,36 +39,6 @@ _TYPE_OF_SUFFIX = {
 _IMG2DATASET_REPORT = re.compile(r"(\d+)(_stats)?")
 """Stems of the tables that img2dataset writes beside a folder of pictures. They contain no images."""
 _COMPRESSED_TAR = re.compile(r"\.(tgz|tbz2|txz|tar\.(gz|bz2|xz|zst|lz4))$", re.IGNORECASE)
-
-
-class Source(Protocol):
-    """Members that every kind of source has."""
-
-    kind: str
-    shard_sizes: np.ndarray
-    """Number of samples per shard, (S,) int64. The order permutes shards, then windows of samples."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, row: int) -> RawSample:
-        """Return the undecoded sample. Raises BadSample."""
-
-    def caption(self, row: int) -> str:
-        """Return only the caption of a sample. Raises BadSample."""
-
-    def shard_name(self, row: int) -> str:
-        """Return the name of the file that holds `row`, for messages."""
-
-    def manifest(self) -> list[list[Any]]:
-        """Return [name, bytes, samples] per file. A resumed run requires an equal manifest."""
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """Columns, extensions or fields that images ("image") and captions ("caption") come from, for a report."""
-
-    @property
-    def problems(self) -> dict[str, int]:
-        """Number of problems that were found when the source was opened, by kind."""
 
 
 class PairDataset:
@@ -94,9 +65,9 @@ class PairDataset:
         return source.read(row)
 
     def caption(self, sample_id: int) -> str:
-        """Return only the caption of a sample. Raises BadSample."""
+        """Return only the caption of a sample, or its captions, one per line. Raises BadSample."""
         source, row = self._place(sample_id)
-        return source.caption(row)
+        return "\n".join(source.captions(row))
 
     def shard_name(self, sample_id: int) -> str:
         """Return the name of the file that holds a sample, for messages."""

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.captions import MAX_CAPTION_BYTES, cleaned, decoded
-from megaclip.data.images import MAX_IMAGE_BYTES, read_image_file
+from megaclip.data.captions import cleaned, decoded
 from megaclip.data.order import runs_of_rows
+from megaclip.data.source import MAX_BYTES, check_size, read_file
 from megaclip.errors import DataError, first_line, shortened
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Table:
         path = cell.get("path") if isinstance(cell, dict) else cell
         if isinstance(path, str):
             key += f" ({path[:MAX_SHOWN]})"
-        return RawSample(image, "\n".join(captions), key, captions if len(captions) > 1 else ())
+        return RawSample.of(image, captions, key)
 
     def names_files_in(self, folder: str) -> bool:
         """Return whether the image of the first row is the path of a file, relative to `folder`."""
@@ -139,9 +139,9 @@ class Table:
             return False
         return isinstance(path, str) and not os.path.isabs(path) and os.path.exists(os.path.join(folder, path))
 
-    def caption(self, row: int) -> str:
-        """Return only the caption of a sample, or its captions, one per line. Raises BadSample."""
-        return "\n".join(self._captions(_record(self._only_captions, row, str(row))[self._caption], str(row)))
+    def captions(self, row: int) -> tuple[str, ...]:
+        """Return only the caption of a sample, or its captions. Raises BadSample."""
+        return self._captions(_record(self._only_captions, row, str(row))[self._caption], str(row))
 
     def _captions(self, value: Any, key: str) -> tuple[str, ...]:
         """Return the caption or captions in a cell, with every run of white space replaced by one space."""
@@ -152,7 +152,7 @@ class Table:
         if not texts:
             raise BadSample("missing caption", key)
         captions = cleaned(texts, key)
-        if (size := sum(map(len, captions))) > MAX_CAPTION_BYTES:
+        if (size := sum(map(len, captions))) > MAX_BYTES["caption"]:
             raise BadSample("caption too large", f"{key}: {size} characters")
         return captions
 
@@ -160,8 +160,7 @@ class Table:
         if isinstance(value, dict):
             value = value.get("bytes") or value.get("path")
         if isinstance(value, bytes) and value:
-            if len(value) > MAX_IMAGE_BYTES:
-                raise BadSample("image too large", f"{key}: {len(value)} bytes; expected at most {MAX_IMAGE_BYTES:,}")
+            check_size("image", len(value), key)
             return value
         if not isinstance(value, str) or not value:
             raise BadSample("missing image", key)
@@ -170,7 +169,7 @@ class Table:
     def _file(self, path: str, key: str) -> bytes:
         if self._folder is not None and os.path.exists(os.path.join(self._folder, path)):
             path = os.path.join(self._folder, path)
-        return read_image_file(path, key, f" in {self._folder} or in the working directory" if self._folder else "")
+        return read_file(path, "image", key, f" in {self._folder} or in the working directory" if self._folder else "")
 
 
 def _text(value: Any, key: str) -> str:

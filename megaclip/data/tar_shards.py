@@ -31,22 +31,14 @@ import numpy as np
 from filelock import FileLock
 
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.data.captions import (
-    JSON,
-    MAX_CAPTION_BYTES,
-    TEXT_FILES,
-    CaptionKeys,
-    check_fields,
-    json_record,
-    text_fields,
-)
-from megaclip.data.images import IMAGE_EXTENSIONS, MAX_IMAGE_BYTES
+from megaclip.data.captions import JSON, TEXT_FILES, CaptionKeys, check_fields, json_record, text_fields
+from megaclip.data.images import IMAGE_EXTENSIONS
+from megaclip.data.source import check_size, counted
 from megaclip.data.tar_walk import ENTRY, MISSING, ShardContents, walk_shard
 from megaclip.errors import DataError
 from megaclip.logging import get_logger
 
 INDEX_FOLDER = ".megaclip"
-_MAX_BYTES = {"image": MAX_IMAGE_BYTES, "caption": MAX_CAPTION_BYTES}
 _FORMAT = 2
 _ROWS_CHECKED, _JSON_CHECKED = 10_000, 16
 """Number of first samples that are searched for JSON members, and of members that are checked for the fields."""
@@ -113,12 +105,11 @@ class TarShards:
     @property
     def columns(self) -> dict[str, str]:
         """Extensions and JSON fields of images and captions, with the number of samples that have them."""
-        chosen = {}
-        for what in ("image", "caption"):
-            counts = sum((Counter(shard[f"{what}s"]) for shard in self.shards), Counter[str]())
-            names = [(self._caption_keys.name(e) if what == "caption" else f".{e}", n) for e, n in counts.most_common()]
-            chosen[what] = ", ".join(f"{name} ({count:,})" for name, count in names)
-        return chosen
+        images, captions = Counter[str](), Counter[str]()
+        for shard in self.shards:
+            images.update({f".{extension}": count for extension, count in shard["images"].items()})
+            captions.update({self._caption_keys.name(name): count for name, count in shard["captions"].items()})
+        return {"image": counted(images), "caption": counted(captions)}
 
     def manifest(self) -> list[list[Any]]:
         """Return [name, bytes, samples] per shard. Names are relative to the common folder."""
@@ -134,12 +125,11 @@ class TarShards:
         entry = self._entries[row]
         key = f"{self._paths[shard].name}/{entry['key'].decode('utf-8', 'replace')}"
         image = self._member(shard, int(entry["image_offset"]), int(entry["image_size"]), "image", key)
-        captions = self._captions(shard, entry, key)
-        return RawSample(image, "\n".join(captions), key, captions if len(captions) > 1 else ())
+        return RawSample.of(image, self._captions(shard, entry, key), key)
 
-    def caption(self, row: int) -> str:
-        """Return only the caption of a sample, or its captions, one per line. Raises BadSample."""
-        return "\n".join(self._captions(self._shard_of(row), self._entries[row], str(row)))
+    def captions(self, row: int) -> tuple[str, ...]:
+        """Return only the caption of a sample, or its captions. Raises BadSample."""
+        return self._captions(self._shard_of(row), self._entries[row], str(row))
 
     def _captions(self, shard: int, entry: np.void, key: str) -> tuple[str, ...]:
         content = self._member(shard, int(entry["caption_offset"]), int(entry["caption_size"]), "caption", key)
@@ -151,8 +141,7 @@ class TarShards:
     def _member(self, shard: int, offset: int, size: int, what: str, key: str) -> bytes:
         if size == MISSING:
             raise BadSample(f"missing {what}", key)
-        if size > _MAX_BYTES[what]:
-            raise BadSample(f"{what} too large", f"{key}: {size} bytes")
+        check_size(what, size, key)
         try:
             content = os.pread(self._file(shard), size, offset)
         except OSError as error:
