@@ -233,7 +233,6 @@ def check_suite(layout: str) -> None:
     ranks = ranks_by_sorting(similarities, np.eye(image_count, dtype=bool))
     expected |= {"zero_shot_top1": recall(ranks, 1), "zero_shot_top5": recall(ranks, 5)}
     assert result.metrics == pytest.approx(expected)
-    assert 0 < expected["retrieval_r1_t2i"] < 1, "the data must not be trivial"
     assert result.examples is not None and result.examples.ids.tolist() == [0, 3, 6]
     # The first caption of image i is word i.
     assert_close(result.examples.similarities, similarities[::3, [0, 3, 6]].T, SIMILARITY)
