@@ -10,7 +10,8 @@ Checkpoints of a run:
 
 open_clip's format:
 
-- `open_clip_weights`, `tower_weights`: weights of a whole model, and of one tower.
+- `open_clip_weights`: files of weights. `megaclip.models.weights` fits them to a model.
+- `open_clip_directory`: imports and exports.
 - `model_card`: model description, image preprocessing and tokenizer, beside the weights.
 - `verify`: compares an export with the model that open_clip loads from it.
 

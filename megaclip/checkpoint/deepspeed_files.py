@@ -32,11 +32,12 @@ _ALLOWED: list[Any] = [LossScaler, ZeroStageEnum, fragment_address, (_stage, "bu
 """Accepted classes in DeepSpeed's files. They contain numbers, and creating or loading one calls no other code."""
 
 
-def read_file(path: Path, **options: Any) -> dict[str, Any]:
-    """Return the content of one of DeepSpeed's files.
+def read_file(path: Path, advice: str = "use a checkpoint that MegaCLIP has written", **options: Any) -> dict[str, Any]:
+    """Return the content of a file that `torch.save` or DeepSpeed has written.
 
     Args:
         path: the file.
+        advice: what to do if the file contains other objects.
         options: `map_location` and `mmap` of torch.load.
 
     Raises:
@@ -48,12 +49,14 @@ def read_file(path: Path, **options: Any) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{str(path)!r} contains objects other than tensors and numbers, or is damaged ({_reason(error)}); it was "
-            "not read, because reading it could run code; use a checkpoint that MegaCLIP has written"
+            f"not read, because reading it could run code; {advice}"
         ) from None
     except Exception as error:  # a damaged file can cause any exception inside torch.load
-        raise CheckpointError(f"{str(path)!r} cannot be read: {first_line(error)}; choose another checkpoint") from None
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read: {first_line(error)}; copy it again, or choose another one"
+        ) from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{str(path)!r} does not hold a dictionary; choose another checkpoint")
+        raise CheckpointError(f"{str(path)!r} does not hold a dictionary; choose another one")
     return content
 
 

@@ -15,8 +15,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaclip.checkpoint import manifest, search
-from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.errors import CheckpointError
 
 
@@ -58,6 +56,9 @@ def check(folder: Path) -> list[Row]:
     Raises:
         CheckpointError: there is nothing to check.
     """
+    from megaclip.checkpoint import search  # torch is imported after the flags are read
+    from megaclip.checkpoint.manifest import MANIFEST
+
     if (folder / MANIFEST).is_file():
         return [check_one(folder)]
     for checkpoints in (folder, folder / "checkpoints"):
@@ -78,7 +79,9 @@ def check(folder: Path) -> list[Row]:
 
 def check_one(folder: Path) -> Row:
     """Read every file that the manifest of `folder` lists."""
-    if not (folder / MANIFEST).exists():
+    from megaclip.checkpoint import manifest
+
+    if not (folder / manifest.MANIFEST).exists():
         return Row(folder.name, "", "", "incomplete")
     problems = tuple(manifest.find_damage(folder))
     try:

@@ -14,14 +14,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
-from megaclip.checkpoint.output import writing
 from megaclip.errors import ConfigError, MegaclipError
-from megaclip.models import ModelConfig, load_model_config, meta_model
-from megaclip.models.descriptions import model_file
-from megaclip.models.open_clip_config import open_clip_descriptions
-from megaclip.planner.traced_towers import trace_tower
 
 BEGIN, END = "<!-- begin: megaclip models -->", "<!-- end -->"
 HEADER = "| model | towers | parameters, M | text length | tokenizer |\n| --- | --- | --- | --- | --- |\n"
@@ -30,6 +23,9 @@ OWN, OPEN_CLIP = "MegaCLIP", "open_clip"
 
 def main() -> None:
     arguments = parse_arguments()
+    from megaclip.models.descriptions import model_file  # torch is imported after the flags are read
+    from megaclip.models.open_clip_config import open_clip_descriptions
+
     logging.disable(logging.WARNING)  # open_clip and timm log what they build
     try:
         names = arguments.names or list(open_clip_descriptions())
@@ -56,8 +52,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def table(names: list[str]) -> str:
-    """Return the table of these models in Markdown, below a line that counts them."""
-    rows = [row(name) for name in names]
+    """Return the table of these models in Markdown, below a line that counts them. Show a bar, if there are several."""
+    from tqdm import tqdm
+
+    from megaclip.models.open_clip_config import open_clip_descriptions
+
+    rows = [row(name) for name in tqdm(names, unit=" models", disable=len(names) == 1)]
     running = {towers: sum(f"| {towers} |" in line for line in rows) for towers in (OWN, OPEN_CLIP)}
     source = f" of open_clip {metadata.version('open_clip_torch')}" if open_clip_descriptions() else ""
     counts = (
@@ -69,6 +69,11 @@ def table(names: list[str]) -> str:
 
 def row(name: str) -> str:
     """Return a model's row: the towers that run it and their sizes, or the reason why it is refused."""
+    import torch
+
+    from megaclip.models import ModelConfig, load_model_config, meta_model
+    from megaclip.planner.traced_towers import trace_tower
+
     try:
         config = load_model_config(name)
         model = meta_model(config).train()
@@ -105,6 +110,8 @@ def _parts(page: Path) -> tuple[str, str, str]:
 
 def write(page: Path, text: str) -> None:
     """Replace the table in a page."""
+    from megaclip.checkpoint.output import writing
+
     before, _, after = _parts(page)
     with writing(page):
         page.write_text("\n\n".join([before, text.strip("\n"), after]), encoding="utf-8")

@@ -16,9 +16,8 @@ from deepspeed.ops.op_builder import AsyncIOBuilder
 from pydantic import ValidationError
 from torch.utils.checkpoint import checkpoint
 
-from megaclip.checkpoint.open_clip_weights import copy_weights, pretrained_weights
+from megaclip.checkpoint.open_clip_weights import pretrained_weights
 from megaclip.checkpoint.reshard import write_masters
-from megaclip.checkpoint.tower_weights import pretrained_tower_weights
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.parallelism import Parallelism, parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
@@ -27,6 +26,7 @@ from megaclip.errors import ConfigError, config_error
 from megaclip.logging import get_logger, local_rank_from_environment
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model
 from megaclip.models.layers import require_apex, whole_shape
+from megaclip.models.weights import copy_weights
 from megaclip.ops.tiles import require_implementation
 from megaclip.zero.compilation import compile_model
 from megaclip.zero.linear import use_linear_of_zero3
@@ -74,7 +74,9 @@ def build_engine(
             "train_micro_batch_size_per_gpu 1 cannot be used with the batch norms of this image tower, which normalise "
             "a chunk by its own mean and deviation; use 2 or more"
         )
-    pretrained = _pretrained_weights(model, arguments)
+    pretrained = pretrained_weights(
+        model, arguments.pretrained, image=arguments.pretrained_image, text=arguments.pretrained_text
+    )
     copy_weights(model, pretrained)
     if arguments.lock_image:
         model.lock_image_tower(arguments.lock_image_unlocked_groups)
@@ -162,20 +164,6 @@ def _construct(
         partition(module=model)
         model.move_buffers(torch.device(get_accelerator().current_device_name()))
     return model
-
-
-def _pretrained_weights(model: DualEncoder, arguments: TrainArguments) -> dict[str, torch.Tensor]:
-    """Return the pretrained weights by the model's parameter names. Weights of one tower override --pretrained."""
-    weights: dict[str, torch.Tensor] = {}
-    if arguments.pretrained:
-        weights, report = pretrained_weights(model, arguments.pretrained)
-        logger.info("%s", report)
-    for tower, path in (("image", arguments.pretrained_image), ("text", arguments.pretrained_text)):
-        if path:
-            of_tower, line = pretrained_tower_weights(model, tower, path)
-            weights |= of_tower
-            logger.info("%s", line)
-    return weights
 
 
 def _gather_whole_blocks(model: DualEncoder) -> None:

@@ -85,7 +85,7 @@ def check_pretrained(directory):
         write_weights(directory, source.state_dict(), CONFIG)
     dist.barrier()
     model = built(3, bf16=False)
-    assert load_pretrained(model, directory).complete
+    load_pretrained(model, directory)
     assert_equal(whole_values(model), dict(source.state_dict()))
     new = built(3, bf16=False)
     before = whole_values(new)

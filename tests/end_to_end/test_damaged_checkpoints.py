@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from megaclip.checkpoint import manifest, search
+from megaclip.checkpoint.open_clip_directory import export_checkpoint
 from megaclip.checkpoint.open_clip_weights import read_weights
-from megaclip.commands import check_checkpoint, evaluate, export_open_clip
+from megaclip.commands import check_checkpoint, evaluate
 from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import CheckpointError
 from megaclip.models import ModelConfig, build_model
@@ -174,7 +175,7 @@ def test_the_planted_code_works(root):
 def test_code_in_a_checkpoint_is_not_executed_by_a_tool(root, name, tmp_path, monkeypatch, capsys):
     run = root / name
     with pytest.raises(CheckpointError, match="contains objects other than tensors and numbers"):
-        export_open_clip.export(run, tmp_path / "out", None)
+        export_checkpoint(run, tmp_path / "out", None)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", str(run), "--val-data", "none.tar"])
     with pytest.raises(SystemExit, match="contains objects other than tensors and numbers"):
         evaluate.main()
@@ -191,7 +192,7 @@ def test_tools_refuse_a_damaged_checkpoint(root, damaged, tmp_path, monkeypatch)
     flip_a_bit(run / "checkpoints" / damaged)
     expected = f"is damaged: {Path(damaged).name} has changed"
     with pytest.raises(CheckpointError, match=expected):
-        export_open_clip.export(run, tmp_path / "out", None)
+        export_checkpoint(run, tmp_path / "out", None)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", str(run), "--val-data", "none.tar"])
     with pytest.raises(SystemExit, match=expected):
         evaluate.main()
@@ -199,7 +200,7 @@ def test_tools_refuse_a_damaged_checkpoint(root, damaged, tmp_path, monkeypatch)
 
 def test_a_damaged_export_is_refused(root, tmp_path, monkeypatch):
     exported = tmp_path / "exported"
-    export_open_clip.export(root / "whole", exported, None)
+    export_checkpoint(root / "whole", exported, None)
     assert {path.stat().st_mode & 0o777 for path in exported.iterdir()} == {0o666 & ~current_umask()}
     assert check_checkpoint.main([str(exported)]) == 0
     flip_a_bit(exported / "open_clip_model.safetensors")
@@ -228,12 +229,12 @@ def test_export_refuses_folders_with_other_content(root, tmp_path):
     for out_dir in (run, run / "checkpoints", run / "checkpoints" / "model", run / "checkpoints" / "new"):
         for overwrite in (False, True):
             with pytest.raises(CheckpointError, match=r"belongs to .*, or holds a run; choose another directory"):
-                export_open_clip.export(run, out_dir, None, overwrite=overwrite)
+                export_checkpoint(run, out_dir, None, overwrite=overwrite)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="is not empty; choose another directory, or add --overwrite"):
-        export_open_clip.export(run, tmp_path, None)
+        export_checkpoint(run, tmp_path, None)
     for _ in range(2):
-        export_open_clip.export(run, tmp_path, None, overwrite=True)
+        export_checkpoint(run, tmp_path, None, overwrite=True)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     (tmp_path / "notes.txt").write_text("changed")
     assert manifest.find_damage(tmp_path) == []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.model_card import read_model_card
-from megaclip.commands import export_open_clip
+from megaclip.checkpoint.open_clip_directory import export_checkpoint
 from megaclip.engine.tokenizer_choice import choose_tokenizer
 from tests.end_to_end.training_runs import flags, run_in_ranks
 
@@ -24,7 +24,7 @@ def test_a_renamed_tokenizer_replaces_the_previous_file(tiny_run, tmp_path):
 
     run_in_ranks([command(train_steps=1)])
     first = tmp_path / "first"
-    export_open_clip.export(tmp_path / "run", first, None)
+    export_checkpoint(tmp_path / "run", first, None)
     assert models(first) == ["tokenizer.model"]
     (first / "notes.txt").write_text("mine")
 
@@ -35,7 +35,7 @@ def test_a_renamed_tokenizer_replaces_the_previous_file(tiny_run, tmp_path):
     assert models(card) == ["renamed.model"] and manifest.find_damage(card) == []
     assert (card / "renamed.model").read_bytes() == renamed.read_bytes()
 
-    export_open_clip.export(tmp_path / "run", first, None, overwrite=True)
+    export_checkpoint(tmp_path / "run", first, None, overwrite=True)
     assert models(first) == ["renamed.model"] and manifest.find_damage(first) == []
     assert (first / "notes.txt").read_text() == "mine"
     exported = read_model_card(first)

@@ -17,8 +17,9 @@ from PIL import Image
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, ModelCard, write_model_card
+from megaclip.checkpoint.open_clip_directory import export_checkpoint
 from megaclip.checkpoint.open_clip_weights import read_weights, write_weights
-from megaclip.commands import evaluate, export_open_clip
+from megaclip.commands import evaluate
 from megaclip.data import ImageTransform, load_tokenizer
 from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.engine.saved_model import load_saved_model
@@ -251,7 +252,7 @@ def test_sentencepiece_model_must_be_beside_its_card(tmp_path: Path) -> None:
 def test_export_accepts_the_same_paths_as_the_evaluation(
     folder: Path, model: ClipModel, source: str, tag: str | None, tmp_path: Path
 ) -> None:
-    _, weights = export_open_clip.export(folder / source, tmp_path / "out", tag)
+    _, weights = export_checkpoint(folder / source, tmp_path / "out", tag)
     exported = read_weights(tmp_path / "out")
     assert all(torch.equal(exported[name], value) for name, value in model.state_dict().items())
     assert weights.keys() == exported.keys()

@@ -1,0 +1,294 @@
+"""Fit the weights of a file to a model: by MegaCLIP's names, at the model's image size and context length.
+
+`fit_model` takes the weights of a whole open_clip model. `fit_tower` takes the weights of one tower, for
+--pretrained-image and --pretrained-text. Nothing here reads files (`megaclip.checkpoint.open_clip_weights` does). No
+tensor is converted or copied before its shape has been checked, because files may come from untrusted sources.
+"""
+
+import math
+from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megaclip.errors import CheckpointError
+from megaclip.logging import get_logger
+from megaclip.models.clip import ClipModel
+from megaclip.models.dual_encoder import TOWER_PREFIXES, DualEncoder
+from megaclip.models.layers import own_part, whole_shape
+from megaclip.models.open_clip_keys import StateDict, from_open_clip
+
+logger = get_logger(__name__)
+
+_TRUNKS = {"image": "visual.trunk.", "text": "text.transformer."}
+"""Prefix, in open_clip's towers, of parameters whose names come from timm or Hugging Face."""
+_HUGGING_FACE_ROOTS = ("", "roberta.", "bert.", "encoder.", "model.encoder.")
+"""Prefixes of the encoder's parameters in Hugging Face's files."""
+_SHARED_EMBEDDINGS = ("shared.weight", "model.shared.weight")
+"""Names in Hugging Face's files of the token embeddings that encoder and decoder share."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Comparison of weights with a model, by MegaCLIP's parameter names."""
+
+    loaded: tuple[str, ...]
+    """Parameters that are in the model and in the weights with the same shape."""
+    missing: tuple[str, ...]
+    """Parameters that are in the model, but not in the weights."""
+    unexpected: tuple[str, ...]
+    """Parameters that are in the weights, but not in the model."""
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    """Parameters whose shapes differ: name, the model's shape, the shape in the weights."""
+
+    @property
+    def complete(self) -> bool:
+        """True if the model and the weights have the same parameters with the same shapes."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    @property
+    def advice(self) -> str:
+        """Advice how to make the weights fit, for an error message."""
+        if "logit_bias" in self.unexpected:
+            return (
+                "the weights have a logit_bias, as SigLIP's: add init_logit_bias to the model's JSON (SigLIP: -10, "
+                "with init_logit_scale 2.303)"
+            )
+        return "use the model description that the weights were trained with"
+
+    def require_complete(self, problem: str, advice: str | None = None) -> None:
+        """Raise CheckpointError, which begins with `problem`, unless `complete`. advice: replaces the report's own."""
+        if not self.complete:
+            raise CheckpointError(f"{problem}: {self}; {advice or self.advice}")
+
+    def __str__(self) -> str:
+        """Return one line: the number of parameters of each kind, and the first name of each kind of difference."""
+        parts = [f"{len(self.loaded)} parameters loaded"]
+        for kind, names in (("missing", self.missing), ("unexpected", self.unexpected)):
+            parts.append(f"{len(names)} {kind}" + (f" (first: {names[0]})" if names else ""))
+        first = ""
+        if self.mismatched:
+            name, expected, got = self.mismatched[0]
+            first = f" (first: {name}, model {list(expected)}, file {list(got)})"
+        parts.append(f"{len(self.mismatched)} with a different shape{first}")
+        return ", ".join(parts)
+
+
+def compare_weights(model: DualEncoder, state_dict: StateDict, names: AbstractSet[str] | None = None) -> LoadReport:
+    """Compare a state dict with a model. Nothing is loaded; `loaded` lists the names that can be loaded.
+
+    names: parameters of the model that the state dict must have. None: all of them.
+    """
+    own = model.named_weights()
+    shapes = {name: tuple(whole_shape(name, own[name], model.tensor)) for name in own if names is None or name in names}
+    pairs = [(name, shapes[name], tuple(state_dict[name].shape)) for name in shapes if name in state_dict]
+    return LoadReport(
+        loaded=tuple(name for name, ours, theirs in pairs if ours == theirs),
+        missing=tuple(name for name in shapes if name not in state_dict),
+        unexpected=tuple(name for name in state_dict if name not in shapes),
+        mismatched=tuple(pair for pair in pairs if pair[1] != pair[2]),
+    )
+
+
+def fit_model(model: DualEncoder, tensors: StateDict, source: str) -> tuple[StateDict, str]:
+    """Return the weights of a whole model by the names of `model`, and one line for the log.
+
+    A missing `logit_bias` (CLIP's weights, used with the sigmoid loss) is set to the model's initial value; open_clip
+    sets it to 0.
+
+    Args:
+        model: not changed.
+        tensors: by open_clip's names.
+        source: name of the weights for errors.
+
+    Raises:
+        CheckpointError: the weights do not fit the model.
+    """
+    weights, config = _fit_positions(from_open_clip(tensors, model.config), model), model.config
+    if config.init_logit_bias is not None and "logit_bias" not in weights:
+        weights["logit_bias"] = torch.full((1,), float(config.init_logit_bias))
+        logger.info("the weights have no logit_bias; it starts at init_logit_bias %g", config.init_logit_bias)
+    report = compare_weights(model, weights)
+    report.require_complete(f"{source} does not fit the model")
+    return weights, str(report)
+
+
+def fit_tower(model: DualEncoder, tower: str, tensors: StateDict, source: str) -> tuple[StateDict, str]:
+    """Return the weights of one tower by the names of `model`, and one line for the log.
+
+    The tensors can be those of a whole open_clip model, from which one tower is read, or only of open_clip's tower, as
+    for its `pretrained_image_path`. For open_clip's towers they can also be those of the trunk as timm or Hugging Face
+    saves it. Such a trunk has no projection to the embedding, so the projection keeps its initial values. If the
+    classifier of timm's trunk is the projection (`timm_proj` null), it is loaded if it has the model's shape. All other
+    parameters of the tower are required.
+
+    Args:
+        model: not changed.
+        tower: "image" or "text".
+        tensors: by the names of the file.
+        source: name of the weights for the log and for errors.
+
+    Raises:
+        CheckpointError: the weights do not fit the tower.
+    """
+    own = {name for name in model.named_weights() if name.startswith(TOWER_PREFIXES[tower])}
+    reading = max(_readings(tensors, model, tower), key=lambda one: len(own & one.weights.keys()))
+    weights, ignored, required = _fit_positions(reading.weights, model), list(reading.ignored), own
+    if reading.is_trunk:
+        classifier, report = _classifier(model) if tower == "image" else set(), compare_weights(model, weights, own)
+        unused = set(report.unexpected)
+        if not classifier <= set(report.loaded):  # the file's classifier is that of another task, or it has none
+            unused |= classifier & weights.keys()
+        weights = {name: value for name, value in weights.items() if name not in unused}
+        ignored += sorted(unused)
+        required = {name for name in own if name.startswith(_TRUNKS[tower])} - classifier | weights.keys()
+    compare_weights(model, weights, required).require_complete(
+        f"--pretrained-{tower} {source} does not fit the {tower} tower, read as {reading.kind}",
+        "use weights of the same tower and embedding size, or another --model",
+    )
+    line = f"{tower} tower: {len(weights)} parameters of {source}, {reading.kind}"
+    if missing := sorted(own - weights.keys()):
+        line += f"; {', '.join(missing)} keep their initial values"
+    if ignored:
+        line += f"; {len(ignored)} parameters of the file are not used (first: {ignored[0]})"
+    return weights, line
+
+
+@torch.no_grad()
+def copy_weights(model: DualEncoder, weights: StateDict) -> None:
+    """Copy weights into `model`; call it before `deepspeed.initialize`.
+
+    Parameters may be whole or partitioned by `deepspeed.zero.Init`. If they are partitioned, this is a collective:
+    every rank must call it with the same weights. Parameters are gathered one at a time.
+
+    model: any dtype and device; values are converted. weights: whole, by the model's names, some or all of them.
+    """
+    own = model.named_weights()
+    for name, value in weights.items():
+        weight = own[name]
+        partitioned = isinstance(weight, nn.Parameter)  # buffers are whole on every rank
+        with deepspeed.zero.GatheredParameters(weight, modifier_rank=0) if partitioned else nullcontext():
+            weight.copy_(own_part(name, value, model.tensor))
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One way to read a file: its parameters of the tower under MegaCLIP's names."""
+
+    kind: str
+    """Content of the file, for the log and for errors."""
+    weights: StateDict
+    is_trunk: bool
+    """True if the file has no projection, and may have other parameters, such as a classifier."""
+    ignored: tuple[str, ...] = ()
+    """Names in the file that are not read."""
+
+
+def _readings(tensors: StateDict, model: DualEncoder, tower: str) -> list[_Reading]:
+    """Return the ways to read a file, the most likely first."""
+    prefix, trunk = TOWER_PREFIXES[tower], _TRUNKS[tower]
+    whole = from_open_clip(tensors, model.config)
+    if any(name.startswith("visual.") for name in tensors):
+        own = {name: value for name, value in whole.items() if name.startswith(prefix)}
+        return [_Reading("one tower of a whole model", own, False)]
+    alone = from_open_clip(
+        {f"{prefix}{name.removeprefix(prefix)}": value for name, value in tensors.items()}, model.config
+    )
+    readings = [_Reading("open_clip's tower alone", alone, False)]
+    for root in _HUGGING_FACE_ROOTS if tower == "text" else ("",):
+        own = {f"{trunk}{name.removeprefix(root)}": v for name, v in tensors.items() if name.startswith(root)}
+        rest = tuple(name for name in tensors if not name.startswith(root))
+        embeddings = f"{trunk}embed_tokens.weight"
+        for shared in _SHARED_EMBEDDINGS:
+            if shared in tensors and tower == "text":
+                own.setdefault(embeddings, tensors[shared])
+        kind = "timm's trunk" if tower == "image" else "Hugging Face's text model"
+        readings.append(_Reading(kind, own, True, tuple(name for name in rest if name not in _SHARED_EMBEDDINGS)))
+    return readings
+
+
+def _classifier(model: DualEncoder) -> set[str]:
+    """Return the names of the parameters of a timm trunk's classifier, which is then the projection."""
+    trunk: Any = getattr(model.visual, "trunk", None)
+    if trunk is None:
+        return set()
+    parts = trunk.get_classifier()  # one module, or several in a tuple
+    found = {id(p) for part in (parts if isinstance(parts, tuple) else (parts,)) for p in part.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in found}
+
+
+def _fit_positions(state_dict: StateDict, model: DualEncoder) -> StateDict:
+    """Return weights whose position embeddings are interpolated to the model's image size and context length.
+
+    In vision transformers the positions are those of a class token and the patches. Those of timm's trunks are
+    interpolated by timm. All other entries, and positions of another width, are returned unchanged.
+    """
+    adapted = dict(state_dict)
+    name, positions = "visual.positional_embedding", getattr(model.visual, "positional_embedding", None)
+    if _differs_in_length(adapted.get(name), positions):
+        if isinstance(model, ClipModel):
+            grid = (model.config.vision_cfg.grid_size, model.config.vision_cfg.grid_size)
+        else:
+            # open_clip's tower has the attribute; nn.Module's type does not.
+            grid = tuple(model.visual.grid_size)  # type: ignore[arg-type, assignment]
+        old_grid = math.isqrt(len(adapted[name]) - 1)
+        if len(adapted[name]) == old_grid**2 + 1:
+            class_1C, patches_PC = adapted[name].float().split([1, old_grid**2])
+            patches_1Chw = patches_PC.T.reshape(1, -1, old_grid, old_grid)
+            patches_1Chw = F.interpolate(patches_1Chw, grid, mode="bicubic", antialias=True)
+            adapted[name] = torch.cat([class_1C, patches_1Chw[0].flatten(1).T])
+            logger.info("interpolated positions of %d x %d patches to %d x %d", old_grid, old_grid, *grid)
+    name, positions = "text.positional_embedding", getattr(model.text, "positional_embedding", None)
+    if _differs_in_length(adapted.get(name), positions):
+        assert positions is not None
+        length = _shape(positions)[0]
+        logger.info("interpolated positions of %d tokens to %d", len(adapted[name]), length)
+        adapted[name] = F.interpolate(adapted[name].float().T[None], length, mode="linear")[0].T
+    name, trunk = "visual.trunk.pos_embed", getattr(model.visual, "trunk", None)
+    if name in adapted and isinstance(getattr(trunk, "pos_embed", None), nn.Parameter):
+        adapted[name] = _timm_positions(adapted[name], trunk)
+    return adapted
+
+
+def _timm_positions(positions: torch.Tensor, trunk: Any) -> torch.Tensor:
+    """Return the positions (1, L, C) of a timm trunk at its image size, as timm interpolates them."""
+    from timm.layers import resample_abs_pos_embed
+
+    prefix = 0 if getattr(trunk, "no_embed_class", False) else getattr(trunk, "num_prefix_tokens", 1)
+    new, table = _shape(trunk.pos_embed), positions
+    fits = table.ndim == 3 and table.is_contiguous() and len(table) == 1 and table.shape[2] == new[2]
+    patches = table.shape[1] - prefix if fits else 0
+    if not fits or table.shape[1] == new[1] or patches <= 0 or math.isqrt(patches) ** 2 != patches:
+        return positions
+    grid = list(trunk.patch_embed.grid_size)
+    logger.info("interpolated positions of %d patches to %d x %d", patches, *grid)
+    interpolated: torch.Tensor = resample_abs_pos_embed(table.float(), new_size=grid, num_prefix_tokens=prefix)
+    return interpolated
+
+
+def _shape(parameter: torch.Tensor) -> torch.Size:
+    """Return the whole shape of a parameter, which ZeRO-3 may have partitioned."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def _differs_in_length(table: torch.Tensor | None, parameter: torch.Tensor | None) -> bool:
+    """Return True if a table of positions (L, C) differs from the model's parameter only in L.
+
+    A table that is not contiguous is rejected: an expanded tensor may have a huge shape with little storage.
+    """
+    if parameter is None:
+        return False
+    length, width = _shape(parameter)
+    return (
+        table is not None
+        and table.ndim == 2
+        and table.is_contiguous()
+        and table.shape[1] == width
+        and len(table) not in (0, 1, length)
+    )
