@@ -102,7 +102,7 @@ def family(name: str, folder: Path) -> OpenClipConfig:
             description |= {"init_logit_bias": -3.0, "init_logit_scale": 1.0}
     elif name == BOTH_RANDOM:
         vision, text = family("vit", folder), family("roberta", folder)
-        return vision.replace(text_cfg=text.text_cfg.own_settings())
+        return vision.replace(text_cfg=text.text_cfg.model_dump(exclude_unset=True))
     else:
         path = folder / name
         path.mkdir(parents=True, exist_ok=True)

@@ -4,10 +4,10 @@ import torch
 
 from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
-from megaclip.errors import ConfigError
-from megaclip.models.clip import ClipModel, build_own_model
+from megaclip.models.clip import ClipModel
 from megaclip.models.config import ModelConfig
 from megaclip.models.dual_encoder import DualEncoder, ModelDescription
+from megaclip.models.initialise import initialise
 from megaclip.models.open_clip_model import OpenClipModel
 
 
@@ -20,30 +20,28 @@ def build_model(
 ) -> DualEncoder:
     """Build a model with open_clip's distributions of initial values, drawn from torch's global seed.
 
+    For MegaCLIP's own towers the same `torch.manual_seed` gives the same values with and without `deepspeed.zero.Init`.
+    With it, every rank must call this with the same seed. Under `torch.device("meta")` the parameters get no values.
+
     Args:
         config: model description.
         patch_dropout: replaces `config.vision_cfg.patch_dropout`.
-        tensor: tensor-parallel group; the values do not depend on its size.
-        layer_norm: implementation of the layer norms, "torch" or "apex".
+        tensor: tensor-parallel group, of one rank for open_clip's modules; the values do not depend on its size.
+        layer_norm: implementation of the layer norms, "torch" or "apex"; "torch" for open_clip's modules.
 
     Raises:
-        ConfigError: patch_dropout is outside [0, 1), or a setting requires MegaCLIP's own towers.
+        ConfigError: patch_dropout is outside [0, 1).
     """
     if patch_dropout is not None:
         config = config.replace(vision_cfg={"patch_dropout": patch_dropout})
-    if isinstance(config, ModelConfig):
-        return build_own_model(config, tensor=tensor, layer_norm=layer_norm)
-    for setting, value, default in (
-        ("tensor_parallel_size", tensor.size, 1),
-        ("layer_norm", layer_norm, "torch"),
-    ):
-        if value != default:
-            raise ConfigError(
-                f"megaclip.{setting} {value!r} requires MegaCLIP's own towers, and open_clip's modules run this model; "
-                f"set it to {default!r}, or choose a model that `megaclip show models` lists with MegaCLIP's "
-                "towers"
-            )
-    return OpenClipModel(config)
+    if not isinstance(config, ModelConfig):
+        assert tensor.size == 1 and layer_norm == "torch", "engine.inputs refuses these settings of open_clip's modules"
+        return OpenClipModel(config)
+    # The seed is drawn before construction, which uses the generator differently under deepspeed.zero.Init.
+    seed = int(torch.randint(2**62, (1,), device="cpu"))
+    model = ClipModel(config, tensor, layer_norm)
+    initialise(model, config, seed)
+    return model
 
 
 def meta_model(config: ModelDescription) -> DualEncoder:

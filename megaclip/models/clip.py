@@ -12,7 +12,6 @@ from megaclip.models.blocks import CheckpointFunction, Part
 from megaclip.models.compilation import compiled_body
 from megaclip.models.config import ModelConfig
 from megaclip.models.dual_encoder import DualEncoder
-from megaclip.models.initialise import initialise
 from megaclip.models.layers import LayerFactory
 from megaclip.models.text import TextTower
 from megaclip.models.vision import VisionTower
@@ -44,11 +43,7 @@ class ClipModel(DualEncoder):
         self.logit_bias = None if config.init_logit_bias is None else nn.Parameter(torch.empty(1))
 
     def set_activation_checkpointing(self, checkpoint_fn: CheckpointFunction | None) -> None:
-        """Run every block as `checkpoint_fn(block, x)` while gradients are enabled; None turns it off.
-
-        If lower layers are locked, the function must be non-reentrant. A reentrant checkpoint computes no gradients
-        for the parameters of a block whose input requires none.
-        """
+        """Run every block through `checkpoint_fn`, as `DualEncoder` documents it."""
         self.visual.transformer.checkpoint_fn = checkpoint_fn
         self.text.transformer.checkpoint_fn = checkpoint_fn
 
@@ -102,24 +97,6 @@ class ClipModel(DualEncoder):
         self.text.transformer.compile_blocks(where, recomputes=recomputes)
         compiled = "compiled image tower and text blocks" if whole_image_tower else "compiled blocks"
         return f"{compiled} with selective recomputation" if recomputes else compiled
-
-
-def build_own_model(config: ModelConfig, *, tensor: RankGroup, layer_norm: str) -> ClipModel:
-    """Build a model with open_clip's distributions of initial values, drawn from torch's global seed.
-
-    The same `torch.manual_seed` gives the same values with and without `deepspeed.zero.Init`. With it, every rank must
-    call this with the same seed. Under `torch.device("meta")` the parameters get no values.
-
-    Args:
-        config: model description.
-        tensor: tensor-parallel group; the values do not depend on its size.
-        layer_norm: implementation of the layer norms, "torch" or "apex".
-    """
-    # The seed is drawn before construction, which uses the generator differently under deepspeed.zero.Init.
-    seed = int(torch.randint(2**62, (1,), device="cpu"))
-    model = ClipModel(config, tensor, layer_norm)
-    initialise(model, config, seed)
-    return model
 
 
 def _lock(tower: nn.Module, groups: list[list[Part]], unlocked_groups: int) -> None:

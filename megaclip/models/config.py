@@ -5,7 +5,7 @@ Names, meanings and defaults are open_clip's, so open_clip loads the same descri
 `vision_position_init` sets only the starting values of training, and is left out of every exported card.
 """
 
-import difflib
+import abc
 import json
 import math
 from importlib import resources
@@ -13,8 +13,9 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import Self
 
-from megaclip.errors import ConfigError, config_error, shortened
+from megaclip.errors import ConfigError, closest, config_error, shortened
 
 CARD_NAME = "open_clip_config.json"
 
@@ -57,18 +58,91 @@ _BLOCK_VARIANTS = ("qk_norm", "scaled_cosine_attn", "scale_heads", "scale_attn_i
 for _section in ("vision_cfg", "text_cfg"):
     _NOT_SUPPORTED[_section].update(dict.fromkeys(_BLOCK_VARIANTS, False), block_type=None)
 
-_HINTS = {"pos_embed_type": '; for sine-cosine starting values set "vision_position_init": "sin_cos_2d"'}
-
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class VisionConfig(_Section):
-    """The image tower: a pre-norm vision transformer (open_clip's `vision_cfg`)."""
+class DescribedVision(_Section):
+    """Settings of any image tower."""
 
     image_size: int = Field(224, gt=0, le=_MAX_PIXELS)
     """Height and width of the square input, in pixels."""
+    patch_dropout: float = Field(0.0, ge=0, lt=1)
+    """Fraction of patches left out of every training image."""
+
+
+class DescribedText(_Section):
+    """Settings of any text tower and its tokenizer."""
+
+    context_length: int = Field(77, gt=0, le=_MAX_TOKENS)
+    """Number of tokens per caption, after truncation and padding."""
+    vocab_size: int = Field(49408, gt=0, le=_MAX_VOCABULARY)
+    """Number of token ids. Hugging Face models have their own, `DualEncoder.vocab_size`."""
+    hf_tokenizer_name: str | None = None
+    """Hugging Face name or path of the tokenizer; None: CLIP's own tokenizer."""
+    tokenizer_mode: str | None = None
+    """open_clip's tokenizer mode."""
+    tokenizer_kwargs: dict[str, Any] | None = None
+    """Arguments of open_clip's tokenizer: clean, language, strip_sep_token."""
+    pad_id: int = Field(0, ge=0)
+    """Id of the padding token."""
+    eos_id: int = Field(2, ge=0)
+    """Id of the tokenizer's end-of-text token. With pool_type "eos", the feature is taken at this token."""
+    no_causal_mask: bool = False
+    """True: every token attends to all tokens of the caption, else to itself and those before it."""
+
+
+class Description(_Section, abc.ABC):
+    """Description of any dual encoder: what `ModelConfig` and `OpenClipConfig` have in common."""
+
+    embed_dim: int = Field(gt=0, le=_MAX_WIDTH)
+    """Number of channels D of the shared embedding."""
+    quick_gelu: bool = False
+    """True: the activation is x * sigmoid(1.702 x) instead of GELU. OpenAI's weights require it."""
+    init_logit_scale: float = math.log(1 / 0.07)
+    """Initial value of the natural logarithm of the logit scale."""
+    init_logit_bias: float | None = None
+    """Initial value of the bias that the sigmoid loss adds to its logits (SigLIP: -10); None: no bias."""
+    custom_text: bool = False
+    """True: exported weights have the text tower's names under `text.`. The model itself is the same."""
+
+    @classmethod
+    @abc.abstractmethod
+    def from_dict(cls, description: dict[str, Any], source: str = "model config") -> Self:
+        """Check `description` (open_clip's schema) and return it typed.
+
+        source: name of the description for error messages, such as the path of its file.
+
+        Raises:
+            ConfigError: a key is unknown or not supported, or a value is not valid.
+        """
+
+    @classmethod
+    def _validated(cls, description: dict[str, Any], source: str) -> Self:
+        """Return the typed description. Raises ConfigError for a value that is not valid."""
+        try:
+            return cls.model_validate(description)
+        except ValidationError as error:
+            raise config_error(error, lambda key: f"{source}: {key}") from None
+
+    @abc.abstractmethod
+    def own_settings(self) -> dict[str, Any]:
+        """Return the settings from which `from_dict` returns an equal description."""
+
+    def replace(
+        self, *, vision_cfg: dict[str, Any] | None = None, text_cfg: dict[str, Any] | None = None, **top: Any
+    ) -> Self:
+        """Return a checked copy with some keys changed, such as `replace(text_cfg={"vocab_size": 512})`."""
+        description = self.own_settings()
+        description["vision_cfg"].update(vision_cfg or {})
+        description["text_cfg"].update(text_cfg or {})
+        return self.from_dict({**description, **top})
+
+
+class VisionConfig(DescribedVision):
+    """The image tower: a pre-norm vision transformer (open_clip's `vision_cfg`)."""
+
     patch_size: int = Field(16, gt=0)
     """Height and width of one patch, in pixels."""
     layers: int = Field(12, gt=0, le=_MAX_LAYERS)
@@ -81,8 +155,6 @@ class VisionConfig(_Section):
     """Ratio of the MLP's hidden width to `width`; the hidden width is int(width * mlp_ratio)."""
     ls_init_value: float | None = None
     """Initial value of LayerScale; None: the blocks have no LayerScale."""
-    patch_dropout: float = Field(0.0, ge=0, lt=1)
-    """Fraction of patches left out of every training image."""
     no_ln_pre: bool = False
     """True: no layer norm before the first block."""
     pool_type: Literal["tok", "avg"] = "tok"
@@ -101,19 +173,9 @@ class VisionConfig(_Section):
         return self.image_size // self.patch_size
 
 
-class TextConfig(_Section):
+class TextConfig(DescribedText):
     """The text tower and its tokenizer (open_clip's `text_cfg`)."""
 
-    context_length: int = Field(77, gt=0, le=_MAX_TOKENS)
-    """Number of tokens per caption, after truncation and padding."""
-    vocab_size: int = Field(49408, gt=0, le=_MAX_VOCABULARY)
-    """Number of token ids."""
-    hf_tokenizer_name: str | None = None
-    """Hugging Face name or path of the tokenizer; None: CLIP's own tokenizer."""
-    tokenizer_mode: str | None = None
-    """open_clip's tokenizer mode."""
-    tokenizer_kwargs: dict[str, Any] | None = None
-    """Arguments of open_clip's tokenizer: clean, language, strip_sep_token."""
     width: int = Field(512, gt=0, le=_MAX_WIDTH)
     """Number of channels C of every token."""
     heads: int = Field(8, gt=0)
@@ -124,66 +186,41 @@ class TextConfig(_Section):
     """Ratio of the MLP's hidden width to `width`; the hidden width is int(width * mlp_ratio)."""
     ls_init_value: float | None = None
     """Initial value of LayerScale; None: the blocks have no LayerScale."""
-    pad_id: int = Field(0, ge=0)
-    """Id of the padding token."""
-    eos_id: int = Field(2, ge=0)
-    """Id of the tokenizer's end-of-text token. With pool_type "eos", the feature is taken at this token."""
-    no_causal_mask: bool = False
-    """True: every token attends to all tokens of the caption."""
     pool_type: Literal["argmax", "eos", "last", "first"] = "argmax"
     """Position of the caption's feature. "argmax" (the highest id) is correct only for CLIP's own vocabulary."""
 
 
-class ModelConfig(_Section):
+class ModelConfig(Description):
     """A dual encoder; `vision_cfg` and `text_cfg` as in open_clip's JSON."""
 
-    embed_dim: int = Field(gt=0, le=_MAX_WIDTH)
-    """Number of channels D of the shared embedding."""
     vision_cfg: VisionConfig
     """Image tower."""
     text_cfg: TextConfig
     """Text tower and tokenizer."""
-    quick_gelu: bool = False
-    """True: the activation is x * sigmoid(1.702 x) instead of GELU. OpenAI's weights require it."""
-    init_logit_scale: float = math.log(1 / 0.07)
-    """Initial value of the natural logarithm of the logit scale."""
-    init_logit_bias: float | None = None
-    """Initial value of the bias that the sigmoid loss adds to its logits (SigLIP: -10); None: no bias."""
-    custom_text: bool = False
-    """True: exported weights have the text tower's names under `text.`. The model itself is the same."""
     vision_position_init: Literal["normal", "sin_cos_2d"] = "normal"
     """Starting values of the image tower's learnable position embeddings. MegaCLIP's own key; never exported."""
 
     @classmethod
-    def from_dict(cls, description: dict[str, Any], source: str = "model config") -> "ModelConfig":
-        """Check `description` (open_clip's schema) and return it typed.
-
-        source: name of the description for error messages, such as the path of its file.
-
-        Raises:
-            ConfigError: a key is unknown or not supported, or a value is not valid.
-        """
+    def from_dict(cls, description: dict[str, Any], source: str = "model config") -> Self:
+        """Check `description` and return it typed, as `Description` documents it."""
         if not isinstance(description, dict):
             raise ConfigError(f"{source}: the model description is a {_type(description)}, expected a JSON object")
+        if (foreign := reason_not_own(description)) is not None:
+            raise ConfigError(
+                f"{source}: {foreign} is an open_clip feature, which MegaCLIP's own towers lack; set megaclip.towers "
+                'to "auto" or "open_clip", which run open_clip\'s modules'
+            )
         cleaned = _known_keys(cls, description, "", source)
         for name, section in (("vision_cfg", VisionConfig), ("text_cfg", TextConfig)):
             if isinstance(cleaned.get(name), dict):
                 cleaned[name] = _known_keys(section, cleaned[name], name, source)
-        try:
-            config = cls.model_validate(cleaned)
-        except ValidationError as error:
-            raise config_error(error, lambda key: f"{source}: {key}") from None
+        config = cls._validated(cleaned, source)
         _check_consistent(config, source)
         return config
 
-    def replace(
-        self, *, vision_cfg: dict[str, Any] | None = None, text_cfg: dict[str, Any] | None = None, **top: Any
-    ) -> "ModelConfig":
-        """Return a checked copy with some keys changed, such as `replace(text_cfg={"vocab_size": 512})`."""
-        description = self.model_dump()
-        description["vision_cfg"].update(vision_cfg or {})
-        description["text_cfg"].update(text_cfg or {})
-        return ModelConfig.from_dict({**description, **top})
+    def own_settings(self) -> dict[str, Any]:
+        """Return all settings."""
+        return self.model_dump()
 
     def to_open_clip(self) -> dict[str, Any]:
         """Return the `model_cfg` of an exported card: every key that open_clip requires, and no other key."""
@@ -232,22 +269,21 @@ def presets() -> Any:
 
 
 def _known_keys(section: type[BaseModel], given: dict[str, Any], name: str, source: str) -> dict[str, Any]:
-    """Return `given` without the keys that turn an unsupported feature off; raise for every other unknown key."""
+    """Return `given` without the keys of features that are turned off; raise ConfigError for unknown keys."""
     known = {}
     prefix = f"{name}." if name else ""
     for key, value in given.items():
         if key in section.model_fields:
             known[key] = value
-        elif key in _NOT_SUPPORTED[name]:
-            if value != _NOT_SUPPORTED[name][key]:
-                raise ConfigError(
-                    f"{source}: {prefix}{key} {shortened(json.dumps(value, default=str))} is an open_clip feature that "
-                    f"MegaCLIP does not have; expected {json.dumps(_NOT_SUPPORTED[name][key])}{_HINTS.get(key, '')}"
-                )
-        elif not _belongs_to_unused_feature(key, given):
-            nearest = difflib.get_close_matches(str(key), list(section.model_fields), n=1, cutoff=0.0)[0]
-            raise ConfigError(f"{source}: unknown key {prefix}{key}; the nearest valid key is {prefix}{nearest}")
+        elif key not in _NOT_SUPPORTED[name] and not _belongs_to_unused_feature(key, given):
+            raise unknown_key(source, prefix, key, set(section.model_fields))
     return known
+
+
+def unknown_key(source: str, prefix: str, key: Any, known: set[str]) -> ConfigError:
+    """Return the error for a key that is not one of `known`. prefix: "vision_cfg." or the like."""
+    nearest = closest(str(key), known, cutoff=0.0)
+    return ConfigError(f"{source}: unknown key {prefix}{key}; the nearest valid key is {prefix}{nearest}")
 
 
 def _belongs_to_unused_feature(key: str, given: dict[str, Any]) -> bool:

@@ -61,16 +61,11 @@ def describe(description: Any, source: str, towers: Towers = "auto") -> ModelDes
     Raises:
         ConfigError: the model cannot be trained, or not by the implementation that `towers` chooses.
     """
-    is_object = isinstance(description, dict)
-    if is_object and reason_refused(description) is not None:
+    if not isinstance(description, dict):
+        return ModelConfig.from_dict(description, source)  # which raises
+    if reason_refused(description) is not None:
         return OpenClipConfig.from_dict(description, source)  # which raises
-    foreign = reason_not_own(description) if is_object else None
-    if towers == "own" and foreign is not None:
-        raise ConfigError(
-            f'{source}: {foreign} is an open_clip feature, and megaclip.towers is "own"; expected "auto" or '
-            '"open_clip", which run open_clip\'s modules'
-        )
-    if is_object and (foreign is not None or towers == "open_clip"):
+    if towers == "open_clip" or (towers == "auto" and reason_not_own(description) is not None):
         description = {**description}
         start = description.pop("vision_position_init", "normal")  # the key is MegaCLIP's own
         if start != "normal":

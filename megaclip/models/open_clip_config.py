@@ -5,99 +5,62 @@ that the loss or the engine cannot use are refused by name (`reason_refused`).
 """
 
 import dataclasses
-import difflib
 import importlib.util
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict
+from typing_extensions import Self
 
-from megaclip.errors import ConfigError, config_error
+from megaclip.errors import ConfigError
+from megaclip.models.config import DescribedText, DescribedVision, Description, unknown_key
 from megaclip.open_clip_package import import_open_clip
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
-
-    def own_settings(self) -> dict[str, Any]:
-        """Return the settings that the description contains, null ones too: `timm_proj` null is not its default."""
-        return self.model_dump(exclude_unset=True)
-
-
-class OpenClipVision(_Section):
+class OpenClipVision(DescribedVision):
     """The image tower (open_clip's `vision_cfg`)."""
 
-    image_size: int = Field(224, gt=0)
-    """Height and width of the square input, in pixels."""
-    patch_dropout: float = Field(0.0, ge=0, lt=1)
-    """Fraction of patches left out of every training image."""
+    model_config = ConfigDict(extra="allow")
 
 
-class OpenClipText(_Section):
+class OpenClipText(DescribedText):
     """The text tower and its tokenizer (open_clip's `text_cfg`)."""
 
-    context_length: int = Field(77, gt=0)
-    """Number of tokens per caption, after truncation and padding."""
-    vocab_size: int = Field(49408, gt=0)
-    """Number of token ids. Hugging Face models have their own, `DualEncoder.vocab_size`."""
-    hf_tokenizer_name: str | None = None
-    """Hugging Face name or path of the tokenizer; None: CLIP's own tokenizer."""
-    tokenizer_mode: str | None = None
-    """open_clip's tokenizer mode."""
-    tokenizer_kwargs: dict[str, Any] | None = None
-    """Arguments that open_clip passes to the tokenizer."""
+    model_config = ConfigDict(extra="allow")
+
     hf_model_name: str | None = None
     """Hugging Face name or path of the text model; None: open_clip's text transformer."""
-    no_causal_mask: bool = False
-    """True: every token of open_clip's text transformer attends to all tokens, else to itself and those before it."""
     embed_cls: bool = False
     """True: open_clip's text transformer has a class token behind the caption's tokens."""
     pool_type: str = "argmax"
     """Position of the caption's feature in open_clip's text transformer."""
-    eos_id: int = Field(2, ge=0)
-    """Id of the end-of-text token, for pool_type "eos"."""
-    pad_id: int = Field(0, ge=0)
-    """Id of the padding token."""
 
 
-class OpenClipConfig(_Section):
+class OpenClipConfig(Description):
     """A dual encoder of open_clip."""
 
-    embed_dim: int = Field(gt=0)
-    """Number of channels D of the shared embedding."""
+    model_config = ConfigDict(extra="allow")
+
     vision_cfg: OpenClipVision
     """Image tower."""
     text_cfg: OpenClipText
     """Text tower and tokenizer."""
-    quick_gelu: bool = False
-    """True: the activation of open_clip's transformers is x * sigmoid(1.702 x) instead of GELU."""
-    init_logit_scale: float = math.log(1 / 0.07)
-    """Initial value of the natural logarithm of the logit scale."""
-    init_logit_bias: float | None = None
-    """Initial value of the bias that the sigmoid loss adds to its logits; None: no bias."""
     nonscalar_logit_scale: bool = False
     """True: exported scalars have shape (1,) instead of ()."""
-    custom_text: bool = False
-    """True: exported weights have the text tower's names under `text.`."""
 
     @classmethod
-    def from_dict(cls, description: dict[str, Any], source: str = "model config") -> "OpenClipConfig":
-        """Check `description` (open_clip's schema) and return it.
-
-        source: name of the description for error messages, such as the path of its file.
+    def from_dict(cls, description: dict[str, Any], source: str = "model config") -> Self:
+        """Check `description` and return it typed, as `Description` documents it.
 
         Raises:
-            ConfigError: the model is refused, a key is unknown, a value is not valid, or open_clip is not installed.
+            ConfigError: also if the model is refused.
+            CheckpointError: open_clip is not installed.
         """
         if (reason := reason_refused(description)) is not None:
             raise ConfigError(f"{source}: {reason}; choose another model (`megaclip show models` lists them)")
         _check_keys(description, source)
-        try:
-            config = cls.model_validate(description)
-        except ValidationError as error:
-            raise config_error(error, lambda key: f"{source}: {key}") from None
+        config = cls._validated(description, source)
         if config.text_cfg.embed_cls and not config.has_text_prefix:
             raise ConfigError(
                 f"{source}: text_cfg.embed_cls true requires custom_text true: without it open_clip's model has no "
@@ -105,14 +68,9 @@ class OpenClipConfig(_Section):
             )
         return config
 
-    def replace(
-        self, *, vision_cfg: dict[str, Any] | None = None, text_cfg: dict[str, Any] | None = None, **top: Any
-    ) -> "OpenClipConfig":
-        """Return a checked copy with some keys changed, such as `replace(vision_cfg={"patch_dropout": 0.5})`."""
-        description = self.own_settings()
-        description["vision_cfg"].update(vision_cfg or {})
-        description["text_cfg"].update(text_cfg or {})
-        return OpenClipConfig.from_dict({**description, **top})
+    def own_settings(self) -> dict[str, Any]:
+        """Return the settings that the description contains, null ones too: `timm_proj` null is not its default."""
+        return self.model_dump(exclude_unset=True)
 
     def to_open_clip(self) -> dict[str, Any]:
         """Return the `model_cfg` of an exported card: the settings of the description.
@@ -173,8 +131,7 @@ def _check_keys(description: dict[str, Any], source: str) -> None:
     for prefix, (given, known) in sections.items():
         for key in given if isinstance(given, dict) else ():
             if key not in known:
-                nearest = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.0)[0]
-                raise ConfigError(f"{source}: unknown key {prefix}{key}; the nearest valid key is {prefix}{nearest}")
+                raise unknown_key(source, prefix, key, known)
     vision = description.get("vision_cfg")
     if isinstance(vision, dict) and isinstance(vision.get("layers"), list) and vision.get("patch_dropout"):
         raise ConfigError(

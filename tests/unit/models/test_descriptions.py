@@ -102,7 +102,7 @@ def test_open_clips_towers_refuse_starting_values_of_megaclips(tmp_path):
 
 
 def test_own_towers_refuse_other_models_and_name_the_setting():
-    with pytest.raises(ConfigError, match=r"vision_cfg.layers.*megaclip.towers is \"own\""):
+    with pytest.raises(ConfigError, match=r"vision_cfg.layers.*; set megaclip.towers to"):
         load_model_config("RN50", "own")
     with pytest.raises(ConfigError, match="open_clip cannot build the model"):
         build_model(describe({**SMALL, "text_cfg": TEXT, "vision_cfg": {"timm_model_name": "no_such_model"}}, "model"))

@@ -106,7 +106,7 @@ def test_open_clips_vision_transformer_at_another_image_size(tmp_path, whole):
     from open_clip.model import resize_pos_embed  # after the family, which makes it importable
 
     source = built(config, 1)
-    model = built(config.replace(vision_cfg={**config.vision_cfg.own_settings(), "image_size": 96}), 2)
+    model = built(config.replace(vision_cfg={**config.vision_cfg.model_dump(exclude_unset=True), "image_size": 96}), 2)
     before, expected = values(model), values(source)
     resize_pos_embed(expected, model)
     assert len(expected["visual.positional_embedding"]) == 37
