@@ -1,11 +1,10 @@
 """Loaders that yield this rank's batches.
 
 `TrainLoader` never ends: it yields this rank's micro-batches, epoch after epoch. Its only state is `samples_consumed`,
-which grows by the global batch with every step.
-Step s takes the positions s*B..(s+1)*B-1 of the dataset's order (order.py), and rank r takes every W-th of them. For
-one seed and one global batch the samples of a step therefore do not depend on the number of ranks, workers and
-micro-batches. A work item is a pair of integers. The worker process (workers.py) turns it into ids, and the ids into
-tensors (reading.py).
+which grows by the global batch with every step. Step s takes the positions s*B..(s+1)*B-1 of the dataset's order
+(order.py), and rank r takes every W-th of them. For one seed and one global batch the samples of a step therefore do
+not depend on the number of ranks, workers and micro-batches. A work item is a pair of integers. The worker process
+(workers.py) turns it into ids, and the ids into tensors (reading.py).
 
 `EvaluationLoader` yields every sample of a dataset once per iteration, in the same number of batches on every rank.
 """
