@@ -1,14 +1,11 @@
 """MegaCLIP trains CLIP models on DeepSpeed, with contrastive batches of millions of samples in little memory.
 
-`import megaclip` registers the tile operations for PyTorch and DeepSpeed (`megaclip.ops.registration`). It does not
-import PyTorch or DeepSpeed. The first use of `ClipLoss`, `SigLipLoss` or `FastClipLoss` imports `megaclip.losses`,
-which imports both.
+`import megaclip` does not import PyTorch or DeepSpeed. The first use of `ClipLoss`, `SigLipLoss` or `FastClipLoss`
+imports `megaclip.losses`, which imports both and registers the tile operations with them.
 """
 
 import os
 from typing import TYPE_CHECKING, Any
-
-from megaclip.ops.registration import register_operations
 
 if TYPE_CHECKING:
     from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
@@ -22,8 +19,6 @@ PROCESS_AND_PARENT = (os.getpid(), os.getppid())
 
 They are read now because the launcher may end while a rank imports PyTorch, which takes seconds
 (`megaclip.guards.launcher`)."""
-
-register_operations()
 
 
 def __getattr__(name: str) -> Any:

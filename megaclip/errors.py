@@ -71,6 +71,12 @@ class ConfigError(MegaclipError, ValueError):
     exit_code = REFUSED_EXIT_CODE
 
 
+class VersionError(MegaclipError, ImportError):
+    """The installed version of a library is not supported."""
+
+    exit_code = REFUSED_EXIT_CODE
+
+
 class BusyError(ConfigError):
     """Another run uses a folder or a port. The same settings are accepted when it has ended."""
 

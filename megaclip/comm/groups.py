@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed.comm as dist
-import deepspeed.ops
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from megaclip.errors import BusyError
 from megaclip.logging import get_logger
+from megaclip.zero.op_builds import leave_out_shared_memory
 
 _ALL_RANKS = "all ranks"
 _NO_MEMBER = "not a member"
@@ -66,16 +66,12 @@ class NodeGroup(RankGroup):
 def init_distributed(backend: str | None = None) -> None:
     """Call deepspeed.init_distributed, without the shared-memory all-reduce that it starts on CPUs.
 
-    Only inference uses that op. It takes 25 s to compile and leaves 67 MB per rank in /dev/shm after every run, which
-    is more than a Docker container has by default.
-
     backend: name of the communication backend. None: the accelerator's default.
 
     Raises:
         BusyError: another program uses the launcher's port.
     """
-    if get_accelerator().device_name() == "cpu":  # on other accelerators, reading the table would probe every op
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    leave_out_shared_memory()
     try:
         dist.init_distributed(backend or get_accelerator().communication_backend_name(), verbose=False)
     except torch.distributed.DistNetworkError as error:

@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass
 
 import megaclip
+from megaclip.errors import VersionError
+from megaclip.logging import local_rank_from_environment
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,12 @@ def _run() -> int | str | None:
     if name not in COMMANDS:
         return f"error: unknown command {name!r}; expected one of {', '.join(COMMANDS)}"
     sys.argv = [f"megaclip {name}", *rest, *from_launcher]
+    try:
+        importlib.import_module("megaclip.zero")  # refuses other versions of DeepSpeed before their internals are used
+    except VersionError as error:
+        if local_rank_from_environment() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     return importlib.import_module(f"megaclip.commands.{COMMANDS[name].module}").main()
 
 

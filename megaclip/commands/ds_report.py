@@ -2,14 +2,14 @@
 
 usage: megaclip report [--hide_operator_status] [--hide_errors_and_warnings]
 
-DeepSpeed's own `ds_report` does not import megaclip, so it cannot list an op that megaclip registers.
+DeepSpeed's own `ds_report` does not import MegaCLIP's losses, so it cannot list the op that they register.
 """
 
 from importlib import metadata
 
 from deepspeed.env_report import cli_main
 
-import megaclip  # noqa: F401  (registers the op)
+import megaclip.losses  # noqa: F401  (registers the op)
 from megaclip.comm.parallelism import require_megatron
 from megaclip.errors import ConfigError
 from megaclip.models.layers import require_apex

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 import megaclip
 from megaclip.data.patterns import expand_pattern
 from megaclip.errors import DataError, first_line
-from megaclip.zero.op_builds import op_builds_root
+from megaclip.zero.op_builds import is_built
 
 PACKAGES = ("torch", "deepspeed", "numpy", "pillow", "open_clip_torch", "timm", "transformers", "triton")
 """Packages whose versions must be equal on all hosts. A package may be missing on all of them."""
@@ -82,7 +82,7 @@ def collect(*, shared: Path | None, token: str, data: Sequence[str]) -> Facts:
         accelerator=f"{len(devices)} x {torch.cuda.get_device_name(0)}" if is_gpu and devices else "cpu",
         accelerators=len(devices) if is_gpu else 0,
         driver=_driver() if is_gpu else "",
-        ops={name: _is_built(name) for name in OPS},
+        ops={name: is_built(name) for name in OPS},
         can_compile=all(shutil.which(program) for program in ("g++", "ninja")),
         time_s=time.time(),
         ran_s=_running_s(),
@@ -135,17 +135,6 @@ def _driver() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.split("\n")[0].strip() if done.returncode == 0 else ""
-
-
-def _is_built(name: str) -> bool:
-    """Return whether a DeepSpeed op is compiled in TORCH_EXTENSIONS_DIR, or was installed with DeepSpeed."""
-    if any(op_builds_root().glob(f"**/{name}/{name}*.so")):
-        return True
-    try:
-        from deepspeed.git_version_info_installed import installed_ops  # only in a DeepSpeed with installed ops
-    except ImportError:
-        return False
-    return bool(installed_ops.get(name))
 
 
 def _free_gib(folders: Sequence[Path]) -> Iterator[tuple[str, float]]:

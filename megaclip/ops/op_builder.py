@@ -1,24 +1,19 @@
-"""Register the tile operations as a DeepSpeed op that is found by name, probed and listed in the op report.
+"""The tile operations as a DeepSpeed op, which is found by name, probed and listed in the op report.
 
-DeepSpeed searches for builders in its own folders only and has no entry point for other packages.
-`megaclip.ops.registration` imports this module after deepspeed. The import adds the builder to the running process: as
-an attribute of `deepspeed.ops.op_builder`, in the accelerator's look-up, and in `ALL_OPS`.
-
-Then `get_accelerator().create_op_builder("ContrastiveTilesBuilder").load()`, the compatibility probe and `op_report()`
-handle it like DeepSpeed's own ops. A process that does not import megaclip, such as DeepSpeed's `ds_report`, does not
+`megaclip.losses` imports this module, and the import registers the builder in the running process. Then
+`get_accelerator().create_op_builder("ContrastiveTilesBuilder").load()`, the compatibility probe and `op_report()`
+handle it like DeepSpeed's own ops. A process that does not import the losses, such as DeepSpeed's `ds_report`, does not
 know the op. `megaclip report` lists it. Triton compiles the kernels at first use.
 """
 
 from types import ModuleType
 
-import deepspeed.ops
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops import op_builder
-from deepspeed.ops.op_builder.all_ops import ALL_OPS
-from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder import OpBuilder
 
 from megaclip.ops import tiles
+from megaclip.zero.op_builds import register_builder
 
 
 class ContrastiveTilesBuilder(OpBuilder):
@@ -55,18 +50,4 @@ def _reason_without_kernels() -> str:
     return tiles.reason_without_kernels(torch.device(accelerator.current_device_name()))
 
 
-def _register(builder: type[OpBuilder]) -> None:
-    name = builder.__name__
-    accelerator = get_accelerator()
-    if hasattr(accelerator, "_lazy_init_class_dict"):
-        accelerator._lazy_init_class_dict()
-        accelerator.class_dict[name] = builder
-    else:  # the CPU accelerator has no table of builders
-        look_up = accelerator.get_op_builder
-        accelerator.get_op_builder = lambda class_name: builder if class_name == name else look_up(class_name)
-    setattr(op_builder, name, builder)
-    ALL_OPS[ContrastiveTilesBuilder.NAME] = builder()
-    vars(deepspeed.ops).pop("__compatible_ops__", None)  # so that the next access probes again, with this op
-
-
-_register(ContrastiveTilesBuilder)
+register_builder(ContrastiveTilesBuilder)

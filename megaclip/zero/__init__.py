@@ -7,5 +7,10 @@
 - `weight_average`: the moving average of the weights.
 - `backward`: the state of a backward pass of a kept graph. `parameters`: the attributes of partitioned parameters.
   `settings`: DeepSpeed's models of ds_config.json.
-- `op_builds`: the ops that DeepSpeed compiles at first use.
+- `op_builds`: registers MegaCLIP's op, and watches those that DeepSpeed compiles at first use.
+- `versions`: refuses the versions of DeepSpeed that this package does not know. The import of the package calls it.
 """
+
+from megaclip.zero.versions import require_deepspeed
+
+require_deepspeed()

@@ -23,14 +23,14 @@ from megaclip.comm.parallelism import Parallelism, parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
 from megaclip.config.optimizers import TIMM_OPTIMIZERS
 from megaclip.errors import ConfigError, config_error
-from megaclip.logging import get_logger, local_rank_from_environment
+from megaclip.logging import get_logger
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model
 from megaclip.models.layers import require_apex, whole_shape
 from megaclip.models.weights import copy_weights
 from megaclip.ops.tiles import require_implementation
 from megaclip.zero.compilation import compile_model
 from megaclip.zero.linear import use_linear_of_zero3
-from megaclip.zero.op_builds import delete_abandoned_locks
+from megaclip.zero.op_builds import prepare_ops
 from megaclip.zero.optimizers import guard_gradients, step_without_history, timm_optimizer
 from megaclip.zero.parameter_groups import parameter_groups
 from megaclip.zero.update import group_kernels
@@ -63,8 +63,7 @@ def build_engine(
     """
     with raise_on_all_ranks():
         _check_machine(config)
-        if local_rank_from_environment() == 0:
-            delete_abandoned_locks()
+    prepare_ops()
     torch.manual_seed(arguments.seed)
     parallel = parallel_groups(config.megaclip.tensor_parallel_size)
     batch_layout = config.batch_layout(dist.get_world_size())

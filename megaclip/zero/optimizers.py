@@ -10,10 +10,9 @@ the groups that they update.
 import math
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor
 
 from megaclip.comm.collectives import sum_over_ranks
@@ -23,7 +22,6 @@ from megaclip.models import DualEncoder
 from megaclip.models.layers import split_dim
 from megaclip.open_clip_package import import_torchvision
 from megaclip.zero.parameter_groups import LR_SCALE
-from megaclip.zero.update import TESTED_VERSION
 
 
 def timm_optimizer(settings: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -58,23 +56,14 @@ def set_learning_rate(engine: DeepSpeedEngine, learning_rate: float) -> None:
 def guard_gradients(engine: DeepSpeedEngine) -> None:
     """Make the optimizer refuse an update whose global gradient norm is infinite or NaN.
 
-    DeepSpeed 0.19 refuses it at ZeRO-3 and in float32. In bf16 at ZeRO-1 and 2 DeepSpeed refuses it only if it also
-    checks every gradient alone (bf16.check_grad_overflow). With this function it checks the norm, and every gradient
-    only if requested. Other versions of DeepSpeed may take such a step, so a hook raises an error before the
-    optimizer's step.
+    DeepSpeed refuses it at ZeRO-3 and in float32. In bf16 at ZeRO-1 and 2 DeepSpeed refuses it only if it also checks
+    every gradient alone (bf16.check_grad_overflow). With this function it checks the norm, and every gradient only if
+    requested.
     """
     optimizer = engine.optimizer
     if getattr(optimizer, "check_grad_overflow", None) is False:
         optimizer.check_grad_overflow = True
         optimizer.check_overflow = lambda **_: None
-    if not deepspeed.__version__.startswith(TESTED_VERSION):
-
-        def refuse(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-            norm = getattr(engine.optimizer, "_global_grad_norm", None)
-            if norm is not None:
-                _check_norm(float(norm), engine.global_steps)
-
-        engine.basic_optimizer.register_step_pre_hook(refuse)
 
 
 def step_without_history(engine: DeepSpeedEngine) -> None:
@@ -82,25 +71,18 @@ def step_without_history(engine: DeepSpeedEngine) -> None:
 
     The compiled optimizer keeps beta ** step and multiplies it by beta in each step. After a restart it computes the
     power directly, which rounds differently in float32. An update of no elements with step number 0 makes it compute
-    the power directly in every step. The CUDA kernels and PyTorch's optimizers always compute it directly.
+    the power directly in every step. The CUDA kernels and PyTorch's optimizers always compute it directly, and so does
+    FusedAdam on the CPU (`megaclip.zero.op_builds`).
     """
-    optimizer = engine.basic_optimizer
-    empty = torch.empty(0)
+    empty = [torch.empty(0)] * 4
 
-    def forget(optimizer: Any, args: tuple, kwargs: dict) -> None:
+    def forget(optimizer: DeepSpeedCPUAdam, args: tuple, kwargs: dict) -> None:
         group = optimizer.param_groups[0]
-        lr, betas, eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-        if isinstance(optimizer, DeepSpeedCPUAdam):
-            settings = (lr, *betas, eps, decay, group["bias_correction"])
-            optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 0, *settings, empty, empty, empty, empty)
-        else:
-            mode, correction = optimizer.adam_w_mode, int(group["bias_correction"])
-            settings = (lr, *betas, eps, 0, mode, correction, decay)
-            optimizer.multi_tensor_adam(1, optimizer._dummy_overflow_buf, [[empty]] * 4, *settings)
+        settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 0, *settings, *empty)
 
-    on_cpu = engine.device.type == "cpu" and isinstance(optimizer, FusedAdam)
-    if on_cpu or isinstance(optimizer, DeepSpeedCPUAdam):
-        optimizer.register_step_pre_hook(forget)
+    if isinstance(engine.basic_optimizer, DeepSpeedCPUAdam):
+        engine.basic_optimizer.register_step_pre_hook(forget)
 
 
 def update(engine: DeepSpeedEngine, step: int | None = None, loss: Tensor | None = None) -> float:

@@ -1,6 +1,6 @@
 """Replace the parts of DeepSpeed's optimizer step that handle one parameter tensor at a time.
 
-ViT-B/16 has 398 parameter tensors. DeepSpeed 0.19 computes the gradient norm from 398 float64 copies and 398 norms, and
+ViT-B/16 has 398 parameter tensors. DeepSpeed computes the gradient norm from 398 float64 copies and 398 norms, and
 runs several kernels and waits for the GPU to clip each parameter group. The GPU then waits for the host. The methods
 below are replaced by methods that handle all tensors at once:
 
@@ -22,7 +22,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed import DeepSpeedEngine
@@ -37,21 +36,10 @@ from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
 
-TESTED_VERSION = "0.19."
-"""Start of the versions of DeepSpeed whose methods may be replaced."""
-
 
 def group_kernels(engine: DeepSpeedEngine) -> None:
     """Replace the methods that fit the engine's ZeRO stage, and log whether the update is grouped."""
     optimizer = engine.optimizer
-    if not deepspeed.__version__.startswith(TESTED_VERSION):
-        logger.warning(
-            "update: DeepSpeed's own, with several kernels per parameter tensor, because the grouped update has not "
-            "been tested with DeepSpeed %s; install DeepSpeed %sx to use the faster grouped update",
-            deepspeed.__version__,
-            TESTED_VERSION,
-        )
-        return
     if engine.zero_optimization_stage() == 0:
         engine.clip_fp32_gradients = functools.partial(_clip_by_known_norm, engine)
     elif type(optimizer) is DeepSpeedZeroOptimizer and not optimizer.cpu_offload:

@@ -5,19 +5,15 @@ methods. tests/distributed/test_engine.py compares whole updates with one proces
 """
 
 import itertools
-import logging
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-import deepspeed
 import numpy as np
 import pytest
 import torch
 from deepspeed import DeepSpeedEngine
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -279,21 +275,3 @@ def move_a_weight() -> list[bool]:
 
 def test_a_weight_that_was_moved_is_put_back() -> None:
     assert run_ranks(move_a_weight, 1) == [[False, True]]
-
-
-def engine_of_another_version() -> tuple[list[str], list[str]]:
-    """Return the optimizers' classes and the log of engines that are built with an untested version of DeepSpeed."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    deepspeed_update.logger.addHandler(handler)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deepspeed, "__version__", "0.20.1")
-        kinds = [type(engine_cases.start_engine(Case(stage, 1, bf16=True)).optimizer).__name__ for stage in (1, 3)]
-    return kinds, lines
-
-
-def test_another_version_of_deepspeed_runs_its_own_step_with_a_warning() -> None:
-    ((kinds, lines),) = run_ranks(engine_of_another_version, 1)
-    assert kinds == [DeepSpeedZeroOptimizer.__name__, DeepSpeedZeroOptimizer_Stage3.__name__]
-    assert len(lines) == 2 and all("not been tested with DeepSpeed 0.20.1" in line for line in lines)

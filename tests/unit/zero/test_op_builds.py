@@ -1,14 +1,18 @@
-"""Locks of killed builds of DeepSpeed's ops are deleted. Running builds are waited for."""
+"""Locks of killed builds of DeepSpeed's ops are deleted. Running builds are waited for and reported."""
 
 import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from filelock import FileLock
+from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from megaclip.config import MegaclipSection, TrainingConfig
@@ -36,9 +40,11 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the log lines of the module."""
     lines: list[str] = []
-    monkeypatch.setattr(op_builds.logger, "warning", lambda text, *values: lines.append(text % values))
+    for level in ("info", "warning"):
+        monkeypatch.setattr(op_builds.logger, level, lambda text, *values: lines.append(text % values))
     return lines
 
 
@@ -54,26 +60,6 @@ def builder(lock: Path) -> Iterator[subprocess.Popen]:
         process.communicate()
 
 
-class Clock:
-    """Replaces the module `time`. Time passes only during `sleep`.
-
-    sleeps: function that is called after each sleep.
-    """
-
-    def __init__(self, sleeps: Callable[[], None]) -> None:
-        self.now = time.time()
-        self.sleeps = sleeps
-
-    def time(self) -> float:
-        return self.now
-
-    monotonic = time
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.sleeps()
-
-
 def old(*paths: Path) -> None:
     """Set the times of the paths that exist to an hour ago."""
     hour_ago = time.time() - 3600
@@ -82,106 +68,117 @@ def old(*paths: Path) -> None:
             os.utime(path, (hour_ago, hour_ago))
 
 
-def test_the_lock_of_a_killed_build_is_deleted_and_named(
-    lock: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyTorch would wait for this lock for ever."""
-    monkeypatch.setattr(op_builds, "_QUIET_S", 600.0)
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_builds, "PATIENCE_S", 0.0)
+
+
+def test_the_lock_of_a_killed_build_is_deleted_and_named(lock: Path, lines: list[str], impatient: None) -> None:
+    """PyTorch before 2.14 would wait for this lock for ever."""
     with builder(lock) as process:
         process.kill()
         process.wait()
     assert lock.exists()
-    op_builds.delete_abandoned_locks(patience_s=0.5)
+    op_builds._wait_for_lock("fused_adam")
     assert FileBaton(lock).try_acquire()
-    (line,) = warnings
+    (line,) = lines
     assert line.startswith(f"deleted {lock}: a killed build left it")
 
 
-def test_a_build_on_this_host_is_waited_for(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op_builds, "_QUIET_S", 0.0)
-    warnings: list[str] = []
+def test_a_build_on_this_host_is_waited_for(lock: Path, lines: list[str], impatient: None) -> None:
     with builder(lock) as process:
-
-        def end_build(text: str, *values: object) -> None:
-            warnings.append(text % values)
-            process.stdin.write("\n")
-            process.stdin.flush()
-
-        monkeypatch.setattr(op_builds.logger, "warning", end_build)
-        op_builds.delete_abandoned_locks(patience_s=0.0)
-        assert process.wait(120) == 0  # fails if another process deletes its lock
-    (line,) = warnings
-    assert line.startswith(f"waiting for {lock}: another program compiles this op")
+        threading.Timer(1.0, process.communicate, args=("\n",)).start()
+        op_builds._wait_for_lock("fused_adam")
+        assert process.wait(120) == 0 and not lines  # the builder fails if another process deletes its lock
 
 
 def test_a_build_that_ends_while_processes_are_listed_does_not_lose_the_next_lock(
-    lock: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+    lock: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next build may have acquired the lock meanwhile. Its lock must not be deleted."""
-    looks = []
 
     def look(_: Path) -> bool:
-        looks.append(lock.stat().st_ino)
-        if len(looks) == 1:
-            lock.unlink()  # the first build ends
-            lock.touch()
-        else:
-            lock.unlink()  # the second build ends
+        lock.unlink()  # the first build ends
+        lock.touch()
         return False
 
     lock.touch()
-    old(lock, lock.parent)
+    old(lock)
     monkeypatch.setattr(op_builds, "_is_open_here", look)
-    monkeypatch.setattr(op_builds, "time", Clock(lambda: old(lock, lock.parent)))
-    op_builds.delete_abandoned_locks()
-    assert len(looks) == 2 and not warnings
+    assert not op_builds._delete_if_abandoned(lock)
+    assert lock.exists() and not lines
 
 
-def test_a_build_on_another_host_is_waited_for_while_it_writes_files(
-    lock: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[Path] = []
+def test_two_ranks_that_find_an_abandoned_lock_delete_it_once(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has deleted it and started a build under a new lock before this rank can delete the old one."""
 
-    def build() -> None:
-        written.append(lock.parent / f"{len(written)}.o")
-        written[-1].touch()
-        for path in (written[-1], lock.parent):
-            os.utime(path, (clock.now, clock.now))
-        if len(written) == 20:
+    class OtherRank(FileLock):
+        def __enter__(self) -> FileLock:
             lock.unlink()
+            lock.touch()
+            return super().__enter__()
 
-    lock.touch()  # no process of this host has it open
-    clock = Clock(build)
-    monkeypatch.setattr(op_builds, "time", clock)
-    op_builds.delete_abandoned_locks(patience_s=1.0)
-    assert len(written) == 20 and 20 * op_builds._POLL_S > 1.0
-    assert not warnings
+    lock.touch()
+    old(lock)
+    monkeypatch.setattr(op_builds, "FileLock", OtherRank)
+    assert not op_builds._delete_if_abandoned(lock)
+    assert lock.exists()
 
 
-def test_an_old_lock_is_deleted_at_once_also_in_pytorchs_default_folder(
-    tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_build_on_another_host_is_waited_for_while_it_writes_files(lock: Path) -> None:
+    """No process of this host has its lock open."""
+    lock.touch()
+    old(lock)
+    (lock.parent / "1.o").touch()
+    assert not op_builds._delete_if_abandoned(lock)
+    old(lock.parent / "1.o")
+    assert op_builds._delete_if_abandoned(lock) and not lock.exists()
+
+
+def test_locks_of_other_ops_are_not_touched_also_in_pytorchs_default_folder(
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    monkeypatch.setattr(op_builds, "get_default_build_root", lambda: str(tmp_path))
-    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
-    lock.parent.mkdir(parents=True)
+    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path))
+    own, other = (tmp_path / "py311_cpu" / name / "lock" for name in ("cpu_adam", "op_of_another_project"))
+    for path in (own, other):
+        path.parent.mkdir(parents=True)
+        path.touch()
+        old(path)
+    op_builds._wait_for_lock("cpu_adam")
+    assert not own.exists() and other.exists() and len(lines) == 1
+
+
+@pytest.mark.parametrize("torch_has_its_own_lock", [False, True])
+def test_loading_an_op_reports_the_compilation(
+    lock: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, torch_has_its_own_lock: bool
+) -> None:
+    """PyTorch from 2.14 on leaves the file for ever, under a lock that ends with the process."""
+    monkeypatch.setattr(op_builds, "_REPORT_S", 0.2)
+    monkeypatch.setattr(op_builds, "_jit_load", lambda builder, verbose: time.sleep(0.5) or "module")
+    if torch_has_its_own_lock:
+        monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)
+    else:
+        monkeypatch.setattr(cpp_extension, "FileBaton", FileBaton, raising=False)
     lock.touch()
-    old(lock, lock.parent)
-    started = time.monotonic()
-    op_builds.delete_abandoned_locks()
-    assert not lock.exists() and time.monotonic() - started < op_builds.PATIENCE_S / 2
-    assert len(warnings) == 1
+    old(lock)
+    assert op_builds._load_and_report(SimpleNamespace(name="fused_adam"), False) == "module"
+    assert lock.exists() == torch_has_its_own_lock
+    told = lines if torch_has_its_own_lock else lines[1:]
+    assert [line.split(" by ")[0].split(" in ")[0] for line in told[:: len(told) - 1]] == [
+        "compiling DeepSpeed's op fused_adam,",
+        "compiled DeepSpeed's op fused_adam",
+    ]
 
 
-def test_the_engine_deletes_locks_before_it_loads_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    def deletion() -> None:
-        raise MegaclipError("locks are deleted here")
+def test_the_engine_prepares_ops_before_it_loads_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare() -> None:
+        raise MegaclipError("ops are prepared here")
 
     monkeypatch.setattr(build, "raise_on_all_ranks", contextlib.nullcontext)
-    monkeypatch.setattr(build, "delete_abandoned_locks", deletion)
+    monkeypatch.setattr(build, "prepare_ops", prepare)
     monkeypatch.setattr(build.deepspeed, "initialize", lambda **_: pytest.fail("DeepSpeed loads ops"))
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
     settings = {"gradient_clipping": 0.0, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
     config = TrainingConfig(Path("ds.json"), settings, MegaclipSection())
-    with pytest.raises(MegaclipError, match="locks are deleted here"):
+    with pytest.raises(MegaclipError, match="ops are prepared here"):
         build.build_engine(config, arguments=None, model_config=None)

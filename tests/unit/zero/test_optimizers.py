@@ -14,6 +14,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from megaclip.config.optimizers import Optimizer
 from megaclip.errors import ConfigError
+from megaclip.zero.op_builds import prepare_ops
 from megaclip.zero.optimizers import step_without_history, timm_optimizer
 
 
@@ -57,13 +58,18 @@ def test_a_missing_timm_is_one_line_that_names_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam])
 def test_adam_on_the_cpu_continues_with_the_same_bits(kind):
-    """Bits are equal on one machine. Without the hook they would differ from the second step after the restart on."""
+    """Bits are equal on one machine.
+
+    Without an update with step number 0 they would differ from the second step after the restart on.
+    """
+
+    prepare_ops()
 
     def start() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
         torch.manual_seed(0)
         parameter = torch.nn.Parameter(torch.randn(1000))
         optimizer = kind([parameter], lr=0.01, betas=(0.9, 0.98), weight_decay=0.1)
-        engine: Any = SimpleNamespace(basic_optimizer=optimizer, device=torch.device("cpu"))
+        engine: Any = SimpleNamespace(basic_optimizer=optimizer)
         step_without_history(engine)
         return parameter, optimizer
 

@@ -1,0 +1,59 @@
+"""Another version of DeepSpeed than the declared ones is refused in one line before its internals are imported."""
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from megaclip.errors import VersionError
+from megaclip.zero import versions
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("version", ["0.18.9", "0.19.7", "0.20.0", "0.20.0rc1", "1.0.0"])
+def test_other_versions_are_refused_with_the_command_that_installs_a_supported_one(monkeypatch, version):
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    with pytest.raises(VersionError, match=rf"^DeepSpeed {version} is not supported: .*pip install 'deepspeed>=0.19.8"):
+        versions.require_deepspeed()
+
+
+@pytest.mark.parametrize("version", ["0.19.8", "0.19.8+abc123", "0.19.10"])
+def test_supported_versions_are_accepted(monkeypatch, version):
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    versions.require_deepspeed()
+
+
+def test_pyproject_declares_the_same_versions():
+    declared = re.search(r'"deepspeed(.*)"', (ROOT / "pyproject.toml").read_text())
+    assert declared is not None and declared[1] == f">={versions.OLDEST},<{versions.BELOW}"
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let child processes find a DeepSpeed 0.18.9, whose modules fail if they are imported."""
+    (tmp_path / "deepspeed-0.18.9.dist-info").mkdir()
+    (tmp_path / "deepspeed-0.18.9.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 0.18.9\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["-m", "megaclip", "train", "--help"], ["launch/train.py", "--local_rank=0"], ["-m", "megaclip", "plan"]],
+)
+def test_commands_print_one_line_and_end_with_the_exit_code_of_refused_settings(environment, command):
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (78, "")
+    assert re.fullmatch(r"error: DeepSpeed 0\.18\.9 is not supported: [^\n]*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    "module", ["losses", "models", "config", "zero.build", "step.gradient_cache", "checkpoint.store"]
+)
+def test_packages_raise_the_same_line_as_an_import_error(environment, module):
+    code = f"try:\n    import megaclip.{module}\nexcept ImportError as error:\n    print(type(error).__name__, error)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("VersionError DeepSpeed 0.18.9 is not supported: "), done.stderr
