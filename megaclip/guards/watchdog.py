@@ -349,7 +349,9 @@ class Watchdog:
 
 def set_collective_timeout(seconds: float) -> None:
     """Set the time-out of the collectives of all process groups of this process."""
+    # PyTorch before 2.14 lacks the public function, and later versions warn of the other one.
+    set_timeout = getattr(torch.distributed, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in list(distributed_c10d._world.pg_map):
         if group is not torch.distributed.GroupMember.NON_GROUP_MEMBER:
             with contextlib.suppress(ValueError):  # a group without this rank
-                distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+                set_timeout(datetime.timedelta(seconds=seconds), group)
