@@ -5,7 +5,8 @@ Checkpoints of a run:
 - `store`: saves and loads them. `background` saves while training continues, from the copies that `host_copy` makes.
 - `search`: finds the checkpoints of a run, and checks that they are whole.
 - `saved_states`: finds parameters by name in the files of all ranks, and joins whole weights for exports and
-  evaluations. `reshard` loads a checkpoint from it with another number of ranks, ZeRO stage or precision.
+  evaluations. `megaclip.zero.reshard` loads a checkpoint from it with another number of ranks,
+  ZeRO stage or precision.
 - `deepspeed_files`: writes and reads DeepSpeed's files without executing anything from them.
 
 open_clip's format:

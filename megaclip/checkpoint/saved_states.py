@@ -1,7 +1,7 @@
 """Read DeepSpeed's files of one checkpoint by parameter name, for any number of ranks and ZeRO stage that wrote them.
 
 `SavedStates.open` memory-maps the files of all ranks, and `read` copies from them the elements of any part of any
-parameter or optimizer state. Values are copied, never computed, so the result is exact. `megaclip.checkpoint.reshard`
+parameter or optimizer state. Values are copied, never computed, so the result is exact. `megaclip.zero.reshard`
 fills an engine from it, and `consolidated_weights` joins whole float32 weights.
 
 With tensor parallelism, T groups of files hold one part each of the parameters that

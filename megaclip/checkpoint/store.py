@@ -15,16 +15,13 @@ Every checkpoint records the run that wrote it. A run deletes only its own check
 """
 
 import contextlib
-import glob
 import json
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed.comm as dist
 import torch
 from deepspeed import DeepSpeedEngine
 
@@ -54,6 +51,7 @@ from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
 from megaclip.errors import CheckpointError, first_line
 from megaclip.logging import get_logger
+from megaclip.zero.checkpointing import joint_epilogue, load_with, save_with
 
 logger = get_logger(__name__)
 
@@ -128,17 +126,10 @@ def write_rank(engine: DeepSpeedEngine, target: Target, loss_state: dict[str, An
     with writing(folder):
         if group_rank() == 0:
             _clear(folder, tag, target.run)
-    own = engine.checkpoint_engine
-    engine.checkpoint_engine = files
     try:
-        engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
+        save_with(files, engine, folder, tag)
     except OSError as problem:
-        # DeepSpeed could not copy its scripts or offloaded tensors. Run the collectives that it has skipped.
         files.error = files.error or problem
-        getattr(engine.optimizer, "checkpoint_event_epilogue", lambda: None)()
-        dist.barrier()
-    finally:
-        engine.checkpoint_engine = own
     if loss_state is not None:
         files.save(loss_state, str(folder / tag / f"{LOSS_STATE}{group_rank():05d}.pt"))
 
@@ -279,7 +270,7 @@ def read_state(folder: Path, tag: str) -> dict[str, Any]:
 def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     """Load parameters and optimizer state into `engine`, on every rank; the optimizer's settings stay unchanged.
 
-    The number of ranks and the ZeRO stage must be those that saved. `reshard.load_resharded` handles all other cases.
+    The number of ranks and the ZeRO stage must be those that saved. `megaclip.zero.reshard` handles all other cases.
 
     Raises:
         CheckpointError: on every rank, if any rank cannot read its part.
@@ -288,17 +279,9 @@ def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in engine.optimizer.param_groups
     ]
-    # At ZeRO-3 the epilogue gathers parameters, so no rank may start it while another rank has failed.
-    epilogue = getattr(engine.optimizer, "checkpoint_event_epilogue", None)
-    if epilogue is not None:
-        engine.optimizer.checkpoint_event_epilogue = lambda: None
-    engine.checkpoint_engine = CheckedFiles()  # reads without executing anything
-    # DeepSpeed searches the files with a glob pattern: a run's name may contain "[", "*" or "?".
-    search = partial(type(engine)._get_all_ckpt_names, engine)
-    engine._get_all_ckpt_names = lambda folder, tag: search(glob.escape(folder), tag)
-    with raise_on_all_ranks():
+    with joint_epilogue(engine), raise_on_all_ranks():
         try:
-            loaded, _ = engine.load_checkpoint(str(folder), tag=tag, load_lr_scheduler_states=False)
+            loaded = load_with(CheckedFiles(), engine, folder, tag)  # reads without executing anything
             for group, own in zip(engine.optimizer.param_groups, settings, strict=True):
                 group.update(own)
             if engine.zero_optimization_stage() == 0:
@@ -309,11 +292,8 @@ def load(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
             raise CheckpointError(
                 f"cannot load checkpoint {str(folder / tag)!r}: {first_line(problem)}; choose another one"
             ) from problem
-        if loaded is None:
+        if not loaded:
             raise CheckpointError(f"checkpoint {str(folder / tag)!r} lacks DeepSpeed's files; choose another one")
-    if epilogue is not None:
-        engine.optimizer.checkpoint_event_epilogue = epilogue
-        epilogue()
 
 
 def _count_in_every_parameter(optimizer: torch.optim.Optimizer) -> None:

@@ -10,7 +10,6 @@ from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import search, store
 from megaclip.checkpoint.manifest import find_damage_on_all_ranks, summary
-from megaclip.checkpoint.reshard import load_resharded
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
 from megaclip.config import BatchLayout, TrainArguments
@@ -23,6 +22,7 @@ from megaclip.logging import get_logger
 from megaclip.models import ModelDescription, OpenClipConfig
 from megaclip.models.descriptions import TOWERS_KEY
 from megaclip.zero.parameter_groups import grouping
+from megaclip.zero.reshard import load_resharded
 
 logger = get_logger(__name__)
 

@@ -22,6 +22,7 @@ from megaclip.models.clip import ClipModel
 from megaclip.models.dual_encoder import TOWER_PREFIXES, DualEncoder
 from megaclip.models.layers import own_part, whole_shape
 from megaclip.models.open_clip_keys import StateDict, from_open_clip
+from megaclip.zero.parameters import gathered_shape
 
 logger = get_logger(__name__)
 
@@ -246,7 +247,7 @@ def _fit_positions(state_dict: StateDict, model: DualEncoder) -> StateDict:
     name, positions = "text.positional_embedding", getattr(model.text, "positional_embedding", None)
     if _differs_in_length(adapted.get(name), positions):
         assert positions is not None
-        length = _shape(positions)[0]
+        length = gathered_shape(positions)[0]
         logger.info("interpolated positions of %d tokens to %d", len(adapted[name]), length)
         adapted[name] = F.interpolate(adapted[name].float().T[None], length, mode="linear")[0].T
     name, trunk = "visual.trunk.pos_embed", getattr(model.visual, "trunk", None)
@@ -260,7 +261,7 @@ def _timm_positions(positions: torch.Tensor, trunk: Any) -> torch.Tensor:
     from timm.layers import resample_abs_pos_embed
 
     prefix = 0 if getattr(trunk, "no_embed_class", False) else getattr(trunk, "num_prefix_tokens", 1)
-    new, table = _shape(trunk.pos_embed), positions
+    new, table = gathered_shape(trunk.pos_embed), positions
     fits = table.ndim == 3 and table.is_contiguous() and len(table) == 1 and table.shape[2] == new[2]
     patches = table.shape[1] - prefix if fits else 0
     if not fits or table.shape[1] == new[1] or patches <= 0 or math.isqrt(patches) ** 2 != patches:
@@ -271,12 +272,6 @@ def _timm_positions(positions: torch.Tensor, trunk: Any) -> torch.Tensor:
     return interpolated
 
 
-def _shape(parameter: torch.Tensor) -> torch.Size:
-    """Return the whole shape of a parameter, which ZeRO-3 may have partitioned."""
-    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
-    return shape
-
-
 def _differs_in_length(table: torch.Tensor | None, parameter: torch.Tensor | None) -> bool:
     """Return True if a table of positions (L, C) differs from the model's parameter only in L.
 
@@ -284,7 +279,7 @@ def _differs_in_length(table: torch.Tensor | None, parameter: torch.Tensor | Non
     """
     if parameter is None:
         return False
-    length, width = _shape(parameter)
+    length, width = gathered_shape(parameter)
     return (
         table is not None
         and table.ndim == 2

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from torch.utils.checkpoint import checkpoint
 
 from megaclip.checkpoint.open_clip_weights import pretrained_weights
-from megaclip.checkpoint.reshard import write_masters
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.parallelism import Parallelism, parallel_groups
 from megaclip.config import TrainArguments, TrainingConfig
@@ -30,6 +29,7 @@ from megaclip.models.weights import copy_weights
 from megaclip.ops.tiles import require_implementation
 from megaclip.zero.compilation import compile_model
 from megaclip.zero.linear import use_linear_of_zero3
+from megaclip.zero.masters import write_masters
 from megaclip.zero.op_builds import prepare_ops
 from megaclip.zero.optimizers import guard_gradients, step_without_history, timm_optimizer
 from megaclip.zero.parameter_groups import parameter_groups

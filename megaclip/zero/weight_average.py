@@ -16,10 +16,10 @@ from contextlib import contextmanager
 import torch
 from deepspeed import DeepSpeedEngine
 
-from megaclip.checkpoint.reshard import flat_groups
 from megaclip.checkpoint.saved_states import EMA
 from megaclip.errors import DataError
 from megaclip.logging import get_logger
+from megaclip.zero.masters import flat_groups, publish_masters
 
 logger = get_logger(__name__)
 
@@ -105,22 +105,9 @@ class WeightAverage:
                 kept = one.clone()
                 one.copy_(other)
                 other.copy_(kept)
-        _publish_masters(self._engine)
+        publish_masters(self._engine)
 
     def _averages(self) -> list[torch.Tensor]:
         """Return the averages in the order of the masters."""
         states = [self._optimizer.state.get(master, {}) for master in self._masters]
         return [state.get(EMA, pending) for state, pending in zip(states, self._pending, strict=True)]
-
-
-def _publish_masters(engine: DeepSpeedEngine) -> None:
-    """Give the model the values of the float32 masters, as DeepSpeed does after an update. All ranks must call it."""
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "update_lp_params"):  # ZeRO-1 and 2
-        optimizer.update_lp_params()
-    elif hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3
-        optimizer.checkpoint_event_prologue()
-        for group in range(len(optimizer.fp32_partitioned_groups_flat)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        optimizer.checkpoint_event_epilogue()
-    # ZeRO-0 has no separate masters.

@@ -13,9 +13,9 @@ import torch
 
 from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, write_model_card
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
-from megaclip.checkpoint.reshard import load_resharded
 from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.checkpoint.verify import TOLERANCE, verify
+from megaclip.zero.reshard import load_resharded
 from tests.distributed.engine_cases import STEPS, WORLD_SIZE, whole_parameters
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.open_clip_cases import Case, Outcome, description, oracle, start_engine, statistics_of, train

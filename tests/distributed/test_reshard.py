@@ -18,9 +18,9 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from megaclip.checkpoint import store
-from megaclip.checkpoint.reshard import load_resharded
 from megaclip.errors import CheckpointError
 from megaclip.zero.optimizers import set_learning_rate, update
+from megaclip.zero.reshard import load_resharded
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import (
     STEPS,

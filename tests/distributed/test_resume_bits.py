@@ -14,9 +14,9 @@ import pytest
 from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import store
-from megaclip.checkpoint.reshard import load_resharded
 from megaclip.config import TrainingConfig
 from megaclip.zero.optimizers import set_learning_rate, update
+from megaclip.zero.reshard import load_resharded
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import Case, backpropagate, masters, start_engine, training_config
 from tests.distributed.harness import run_ranks

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megaclip.checkpoint import saved_states, store
-from megaclip.checkpoint.reshard import load_resharded
 from megaclip.checkpoint.saved_states import consolidated_weights
+from megaclip.zero.reshard import load_resharded
 from tests.distributed import engine_cases
 from tests.distributed.engine_cases import STEPS, Case
 from tests.distributed.harness import run_ranks

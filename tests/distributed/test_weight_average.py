@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import store
-from megaclip.checkpoint.reshard import load_resharded
 from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.comm.collectives import raise_on_all_ranks, wait_for_all_ranks
 from megaclip.errors import CheckpointError, DataError
 from megaclip.zero.optimizers import set_learning_rate, update
+from megaclip.zero.reshard import load_resharded
 from megaclip.zero.weight_average import WeightAverage
 from tests.distributed.engine_cases import (
     BATCH,

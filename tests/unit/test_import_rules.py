@@ -5,6 +5,7 @@ package.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "megaclip"
 
-DOOR = {"zero.op_builds", "zero.parameters", "zero.settings", "zero.versions"}
+DOOR = {"zero.checkpointing", "zero.op_builds", "zero.parameters", "zero.settings", "zero.versions"}
 """Modules of `zero` that every package may import. They import nothing else of `zero`."""
 FOUNDATION = {"errors", "logging", "open_clip_package"} | DOOR
 ENGINE = FOUNDATION | {"config", "ops", "comm", "data", "losses", "models", "checkpoint", "evaluation"}
@@ -127,6 +128,61 @@ def test_a_forbidden_import_is_found(source: str, module: str) -> None:
 )
 def test_an_allowed_import_is_not(source: str, module: str) -> None:
     assert violations(source, module) == []
+
+
+PUBLIC = {"deepspeed", "deepspeed.comm", "deepspeed.accelerator", "deepspeed.env_report", "deepspeed.ops.op_builder"}
+"""DeepSpeed's modules that every package may import."""
+DOORS = ("megaclip.zero.", "megaclip.checkpoint.deepspeed_files", "megaclip.checkpoint.saved_states")
+INTERNAL = re.compile(
+    r"ds_(id|shape|tensor|numel|persist|status|process_group|active_sub_modules|grads_remaining)"
+    r"|class_dict|checkpoint_event_(prologue|epilogue)|checkpoint_engine|param_names|update_lp_params"
+    r"|clear_backward_seen_flag|partition_numel|\w+_groups_flat|single_partition_of_fp32_groups|__compatible_ops__"
+)
+"""Names that DeepSpeed gives to attributes of engines, optimizers, accelerators and parameters for its own use."""
+
+
+def internals(source: str, module: str) -> list[str]:
+    """Return the uses of DeepSpeed's internals in `source`: modules, attributes, names of attributes as strings."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed"):
+            internal = node.module not in PUBLIC or any(alias.name.startswith("_") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            internal = any(a.name.startswith("deepspeed") and a.name not in PUBLIC for a in node.names)
+        elif isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            private = re.match(r"_(?!_)", node.attr) and re.search(
+                r"(engine|optimizer|accelerator\(?\)?|deepspeed)$", owner
+            )
+            internal = private or INTERNAL.fullmatch(node.attr) or re.match(r"deepspeed\.(runtime|ops)\b", owner)
+        else:
+            internal = isinstance(node, ast.Constant) and INTERNAL.fullmatch(str(node.value))
+        if internal:
+            found.append(f"{module}:{node.lineno} uses an internal of DeepSpeed: {ast.unparse(node)}")
+    return found
+
+
+def test_only_zero_and_two_files_of_checkpoint_use_internals_of_deepspeed():
+    others = [path for path in modules() if not dotted(path).startswith(DOORS)]
+    assert [line for path in others for line in internals(path.read_text(), dotted(path))] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from deepspeed.runtime.engine import DeepSpeedEngine",
+        "import deepspeed.runtime.zero",
+        "deepspeed.ops.__compatible_ops__['shm'] = False",
+        "engine._global_grad_norm",
+        "self._engine._get_all_ckpt_names(folder, tag)",
+        "hasattr(parameter, 'ds_id')",
+        "parameter.ds_shape",
+        "get_accelerator()._lazy_init_class_dict()",
+        "engine.optimizer.checkpoint_event_prologue()",
+    ],
+)
+def test_a_use_of_deepspeeds_internals_is_found(source):
+    assert internals(source, "megaclip.step.gradient_cache")
 
 
 def test_every_test_file_has_a_name_of_its_own():

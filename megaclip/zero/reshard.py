@@ -12,8 +12,6 @@ Buffers (running statistics of batch norms) are whole and equal on every rank. O
 files of another format and is refused.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from deepspeed import DeepSpeedEngine
 from megaclip.checkpoint.saved_states import FP32, WORKING, SavedStates
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.errors import CheckpointError, first_line
-from megaclip.models.layers import own_part
+from megaclip.zero.masters import FlatGroup, Slot, flat_groups, publish_masters
 
 
 def load_resharded(engine: DeepSpeedEngine, folder: Path) -> None:
@@ -53,8 +51,8 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path) -> None:
             ) from problem
     if is_zero_3:
         engine.optimizer.checkpoint_event_epilogue()
-    elif hasattr(engine.optimizer, "update_lp_params"):  # ZeRO-1 and 2
-        engine.optimizer.update_lp_params()
+    else:
+        publish_masters(engine)
     for name, value in counters.items():
         setattr(engine, name, value)
 
@@ -72,80 +70,6 @@ def _fill_partition(engine: DeepSpeedEngine, folder: Path) -> dict[str, int]:
     _fill_frozen(engine, saved)
     _fill_buffers(engine, saved)
     return saved.counters
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Part of one parameter in a flat tensor of this rank."""
-
-    name: str
-    shape: torch.Size
-    """Shape of the parameter; with tensor parallelism, of this rank's part of it."""
-    start: int
-    """Index of the part's first element in the flattened parameter."""
-    place: int
-    """Index of the part's first element in the flat tensor."""
-    numel: int
-    """Number of elements of the part; 0 if other ranks hold the parameter."""
-
-
-@dataclass(frozen=True)
-class FlatGroup:
-    """Tensor that the optimizer updates on this rank, with the positions of the parameters in it."""
-
-    flat: torch.Tensor
-    slots: list[Slot]
-    """One slot for every parameter of the group, in the optimizer's order."""
-
-
-def flat_groups(engine: DeepSpeedEngine) -> Iterator[FlatGroup]:
-    """Yield the optimizer's tensors in the order in which its state dict numbers them."""
-    optimizer: Any = engine.optimizer
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # ZeRO-3: each parameter is cut into equal parts
-        rank = dist.get_rank(group=optimizer.dp_process_group)
-        for flat, parameters in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
-            slots, place = [], 0
-            for parameter in parameters:
-                start = rank * parameter.partition_numel()
-                numel = max(0, min(parameter.partition_numel(), parameter.ds_numel - start))
-                slots.append(Slot(engine.param_names[parameter], parameter.ds_shape, start, place, numel))
-                place += parameter.partition_numel()
-            yield FlatGroup(flat, slots)
-    elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO-1 and 2: each group is cut as a whole
-        for flat, parameters in zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups, strict=True):
-            slots = []
-            for parameter in parameters:
-                name, shape, mapping = engine.param_names[parameter], parameter.shape, parameter._hp_mapping
-                if mapping is None:
-                    slots.append(Slot(name, shape, 0, 0, 0))
-                else:
-                    place, start = mapping.get_hp_fragment_address(), mapping.lp_fragment_address.start
-                    slots.append(Slot(name, shape, start, place.start, place.numel))
-            yield FlatGroup(flat, slots)
-    else:  # ZeRO-0; config/checks.py allows it in float32 only
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                slot = Slot(engine.param_names[parameter], parameter.shape, 0, 0, parameter.numel())
-                yield FlatGroup(parameter, [slot])
-
-
-@torch.no_grad()
-def write_masters(engine: DeepSpeedEngine, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy whole weights into the float32 masters of the parameters that are trained.
-
-    With bf16 DeepSpeed initialises a master from its parameter, which was rounded. The parameters themselves do not
-    change.
-
-    weights: by the model's names, some or all of them. Masters on NVMe stay as they are.
-    """
-    if not weights or engine.zero_nvme_offload_optimizer():
-        return
-    for group in flat_groups(engine):
-        for slot in group.slots:
-            if slot.name in weights and slot.numel:
-                own = own_part(slot.name, weights[slot.name], engine.module.tensor).flatten()
-                flat = group.flat.data.view(-1)
-                flat[slot.place : slot.place + slot.numel].copy_(own[slot.start : slot.start + slot.numel])
 
 
 def _fill(engine: DeepSpeedEngine, groups: list[FlatGroup], saved: SavedStates) -> None:
