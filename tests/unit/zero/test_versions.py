@@ -1,5 +1,6 @@
 """Another version of DeepSpeed than the declared ones is refused in one line before its internals are imported."""
 
+import os
 import re
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let child processes find a DeepSpeed 0.18.9, whose modules fail if they are imported."""
     (tmp_path / "deepspeed-0.18.9.dist-info").mkdir()
     (tmp_path / "deepspeed-0.18.9.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 0.18.9\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}", prepend=os.pathsep)
 
 
 @pytest.mark.parametrize(
