@@ -10,12 +10,12 @@ from torch import Tensor
 
 from megaclip.data import ImageTransform
 from megaclip.data.batch import RawSample
-from megaclip.planner.captions import assumed_length
+from megaclip.planner.text_chunks import assumed_length
 
 POOL = 512
 """Number of distinct synthetic images and captions; a sample's id selects one."""
 CAPTION_LENGTHS = ("realistic", "full")
-"""Lengths of synthetic captions: the distribution of `megaclip.planner.captions`, or the context length."""
+"""Lengths of synthetic captions: the distribution of `megaclip.planner.text_chunks`, or the context length."""
 WORDS = """a the red blue green small large old new dog cat bird tree house car road lake hill sky sun snow rain street
 garden table chair book lamp door window boat horse"""
 """Words that are one token each for CLIP's tokenizer."""

@@ -133,8 +133,8 @@ def main(argv: list[str] | None = None) -> int:
         "--caption-lengths",
         choices=CAPTION_LENGTHS,
         default=CAPTION_LENGTHS[0],
-        help="lengths of synthetic captions: 8 to 32 tokens with a tail to 77 (megaclip/planner/captions.py), or the "
-        "context length",
+        help="lengths of synthetic captions: 8 to 32 tokens with a tail to 77 (megaclip/planner/text_chunks.py), or "
+        "the context length",
     )
     parser.add_argument("--data-offload", help="megaclip.data_offload: where images are kept between the passes")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing, in all methods")

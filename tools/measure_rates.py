@@ -36,8 +36,7 @@ from megaclip.errors import MegaclipError
 from megaclip.models import ModelConfig, load_model_config
 from megaclip.ops.tiles import tile_grads, tile_stats
 from megaclip.ops.types import Terms
-from megaclip.planner.tower_time import attention_operations
-from megaclip.planner.towers import Tower, own_image_tower
+from megaclip.planner.own_towers import TowerSizes, attention_operations, image_sizes
 
 _DECODED_IMAGES = 64
 _WRITTEN_BYTES = 2**29
@@ -87,7 +86,7 @@ def measure_rates(model_config: ModelConfig, micro_batch: int, folder: Path) -> 
     device = torch.device(get_accelerator().current_device_name())
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
-    tower = own_image_tower(model_config)
+    tower = image_sizes(model_config)
     measured = dict(
         product_flops=_product(device, dtype, 8192 if gpu else 1024),
         attention_flops=_attention(tower, micro_batch, device, dtype),
@@ -114,7 +113,7 @@ def _product(device: torch.device, dtype: torch.dtype, side: int) -> float:
     return 2 * side**3 / _median_seconds(lambda: factor @ factor)
 
 
-def _attention(tower: Tower, samples: int, device: torch.device, dtype: torch.dtype) -> float:
+def _attention(tower: TowerSizes, samples: int, device: torch.device, dtype: torch.dtype) -> float:
     """Return the operations per second of attention in one layer, forward and backward, by the planner's formula."""
     shape = (samples, int(tower.tokens), tower.heads, tower.width // tower.heads)
     query, key, value = (torch.randn(shape, device=device).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3))
@@ -127,7 +126,7 @@ def _attention(tower: Tower, samples: int, device: torch.device, dtype: torch.dt
     return 3 * samples * attention_operations(replace(tower, layers=1, pooled=False)) / taken
 
 
-def _memory(tower: Tower, samples: int, device: torch.device, dtype: torch.dtype) -> float:
+def _memory(tower: TowerSizes, samples: int, device: torch.device, dtype: torch.dtype) -> float:
     """Return the bytes per second of a layer norm, GELU and a residual sum over the tokens, forward and backward."""
     x = torch.randn(samples, int(tower.tokens), tower.width, device=device).to(dtype).requires_grad_()
     gradient = torch.ones_like(x)

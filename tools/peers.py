@@ -19,12 +19,13 @@ pure bf16 everything is bf16. The methods differ in this:
 * DisCo-CLIP (arXiv:2304.08480): traffic only.
 """
 
+from dataclasses import replace
+
 from megaclip.losses.costs import Sizes, Traffic
 from megaclip.planner import Cluster, Workload
 from megaclip.planner.constants import CUBLAS_WORKSPACES
 from megaclip.planner.losses import LossSizes
-from megaclip.planner.tower_time import tower_seconds
-from megaclip.planner.towers import Tower, towers
+from megaclip.planner.towers import tower_work
 
 OPEN_CLIP = "open_clip"
 OPEN_CLIP_ACCUMULATING = "open_clip --accum-freq"
@@ -68,18 +69,17 @@ def peer_gpu_bytes(workload: Workload, method: str, *, autocast: bool = True) ->
 
     method: one of PEERS. autocast: open_clip's precision amp_bf16, else pure_bf16.
     """
-    image, text = (tower.whole for tower in towers(_uncompiled(workload)))
-    assert isinstance(image, Tower), "the peers' formulas are those of MegaCLIP's towers"
+    image, text = (work.memory for work in tower_work(replace(_uncompiled(workload), bf16=True)))
     width = 4 if autocast else 2
     buckets = width if workload.world_size > 1 else 0
     parameters = workload.total * (4 * width + buckets + (2 if autocast else 0))
     batch = workload.local_batch
     micro_batch = batch if method == OPEN_CLIP else min(workload.batch.micro_batch, batch)
     sizes = LossSizes(batch, workload.model.embed_dim, workload.world_size, feature_bytes=width)
-    kept_text = text.block_input_bytes if workload.checkpointing else text.saved_bytes
-    graph = kept_text(micro_batch, 2) + image.backward_peak(micro_batch, 2, workload.checkpointing)
+    kept_text = text.block_inputs if workload.checkpointing else text.graph
+    graph = micro_batch * (kept_text + image.backward_peak)
     graph *= ACTIVATIONS["amp_bf16" if autocast else "pure_bf16"]
-    data = batch * (image.input_numbers * width + 8 * text.tokens)
+    data = batch * (width * workload.image_bytes + 2 * workload.caption_bytes)  # numbers of images, int64 tokens
     loss = inf_cl_loss_bytes(sizes) if method == INF_CL else open_clip_loss_bytes(sizes, autocast=autocast)
     features = 4 * sizes.features  # both towers' and their gradients
     # open_clip evaluates the loss inside the graph; the gradient cache has no graph at that time.
@@ -93,8 +93,8 @@ def peer_step_seconds(workload: Workload, cluster: Cluster, method: str) -> floa
     chunks = 1 if method == OPEN_CLIP else max(1, batch // workload.batch.micro_batch)
     forwards = (1 if chunks == 1 else 2) + (1 if workload.checkpointing else 0)
     with_padding = _uncompiled(workload).with_megaclip(cut_captions=False)  # no peer cuts captions
-    each = (forwards * tower.forward + tower.backward for tower in tower_seconds(with_padding, cluster.rates))
-    seconds = batch * sum(each) / TOWER_SPEED
+    each = (work.seconds(cluster.rates)[0] for work in tower_work(with_padding))
+    seconds = batch * sum(forwards * tower.forward + tower.backward for tower in each) / TOWER_SPEED
     sizes = LossSizes(batch, workload.model.embed_dim, workload.world_size)
     # The shares were measured for 8 b B D operations, independently of what a method computes.
     counted = 8 * sizes.logits * sizes.embed_dim

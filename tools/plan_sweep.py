@@ -107,7 +107,7 @@ def draw(rows: list[dict[str, Any]], title: str, cluster: Cluster, out: str) -> 
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("--sweep needs matplotlib: pip install matplotlib") from None
+        raise ConfigError("tools/plan_sweep.py requires matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -37,7 +37,7 @@ from megaclip.planner import (
     zero_stage_verdict,
 )
 from megaclip.planner.cluster import GPUS, gpu_preset, parse_size
-from megaclip.planner.compilation import check_recomputation, compile_estimate
+from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
 from megaclip.planner.report import graphs_text, loss_table, memory_table, time_table
 from megaclip.planner.tensor_parallel import fastest_without
 from megaclip.planner.workload import EvaluationSets, nvme_paths

@@ -38,7 +38,7 @@ from megaclip.planner import (
     tensor_parallel_verdict,
     zero_stage_verdict,
 )
-from megaclip.planner.compilation import check_recomputation, compile_estimate
+from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
 from megaclip.planner.constants import MEASURED_MARGIN
 from megaclip.planner.memory import loader_bytes, store_bytes, with_kept_graphs
 from megaclip.planner.phases import graph_bytes

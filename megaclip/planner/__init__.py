@@ -3,12 +3,14 @@
     workload = Workload.of(model_config, training_config, world_size=8)
     plan = plan_memory(workload, describe(gpu="h200", gpus=8))
 
-`workload.py` describes the run, `cluster.py` the machines. `places.py` decides where a step's
-images and embeddings are kept, `text_chunks.py` the sizes of text chunks. A run follows these decisions.
-`towers.py`, `tower_time.py`, `states.py`, `phases.py`, `losses.py`, `captions.py` and `traffic.py` are the formulas,
-`memory.py` and `step_time.py` combine them, `compilation.py` decides about torch.compile, `search.py` finds what fits,
-`tensor_parallel.py` decides whether tensor parallelism pays, and `report.py` prints the plan. `constants.py` has the
-measured numbers, with their sources.
+- `workload.py` describes the run, `cluster.py` the machines.
+- `places.py` decides where a step's images and embeddings are kept, `text_chunks.py` the sizes of text chunks, and
+  `compile_estimate.py` whether torch.compile pays. A run follows these decisions.
+- `towers.py` has the costs of both towers: `own_towers.py` calculates and `traced_towers.py` traces the
+  `tower_costs.py` of one sample. `states.py`, `phases.py`, `losses.py` and `traffic.py` are the other formulas, and
+  `constants.py` has the measured numbers, with their sources.
+- `memory.py` and `step_time.py` combine them, `search.py` finds what fits, `tensor_parallel.py` decides whether tensor
+  parallelism pays, and `report.py` prints the plan.
 """
 
 from megaclip.planner.cluster import Cluster, Rates, describe

@@ -29,17 +29,18 @@ EVALUATED_TEXTS = 256
 EVALUATION_TILES = 128 * MIB
 """Bytes of the similarities that an evaluation holds at a time (`megaclip.evaluation.evaluate`)."""
 
+EMBEDDINGS_SHARE = 0.1
+"""Share of a GPU's memory above which embeddings and their gradients are kept in host memory."""
+
 PRODUCT_SHARE = 0.94
 """Rate of a tower's matrix products divided by that of a large square product. This number and MEMORY_SHARE are fitted
 to towers of widths from 768 to 3,072 on H200s: ViT-B/16's image tower takes 126.5 ms for 512 images, forward and
-backward, and the
-others are in tests/unit/planner/h200_runs.json."""
+backward, and the others are in tests/unit/planner/h200_runs.json."""
 MEMORY_SHARE = 0.58
 """Share of a GPU's memory bandwidth that norms, activation functions and sums reach."""
 ATTENTION_SHARE = 0.23
 """Rate of attention divided by that of a large product, counting whole tiles: one layer of ViT-B/16, 512 images,
-forward and
-backward in 1.82 ms on an H200 (cuDNN)."""
+forward and backward in 1.82 ms on an H200 (cuDNN)."""
 ATTENTION_TILE = 128
 """Tokens of a tile of attention. A sequence of 257 tokens takes as long as one of 384."""
 ATTENTION_CHANNELS = 64
@@ -54,8 +55,10 @@ if only its blocks are graphs: forward and backward, 512 samples of ViT-B/16 on 
 ViT-B/32 at 16,384 (2,124 and 2,332, 5,092 and 5,493 samples/s); its other towers were not measured."""
 RECOMPUTE_TIME = 1.018
 """Time of compiled towers with selective recomputation divided by their time without it: whole steps of one chunk on an
-H200,
-ViT-B/16 at 1,024 (3,676 and 3,610 samples/s) and ViT-L/14 at 256 (895 and 881)."""
+H200, ViT-B/16 at 1,024 (3,676 and 3,610 samples/s) and ViT-L/14 at 256 (895 and 881)."""
+LEAST_CUT_CHUNKS = 8
+"""Number of cut text chunks that save 59 % of the text positions; four save 52 % (docs/huge_batches.md). With fewer,
+larger chunks that are not divided into pieces, the text tower encodes more padding."""
 RECOMPUTE_SHARE = 0.06
 """Smallest share of a step's image chunks whose graphs must be kept in addition for selective recomputation to save
 time: a second forward pass is a third of a chunk's time, and the recomputation takes RECOMPUTE_TIME."""

@@ -17,7 +17,7 @@ from megaclip.losses.costs import LOSS_COSTS
 from megaclip.losses.way import CPU, Choice, Machine, choose_way
 from megaclip.models import OpenClipConfig
 from megaclip.planner.cluster import Cluster
-from megaclip.planner.compilation import compile_estimate
+from megaclip.planner.compile_estimate import compile_estimate
 from megaclip.planner.constants import (
     CUBLAS_WORKSPACES,
     HOST_PROCESS,
@@ -27,10 +27,10 @@ from megaclip.planner.constants import (
     PREFETCHED_BATCHES,
     RECOMPUTE_SHARE,
 )
-from megaclip.planner.phases import KEPT, Phases, embedding_bytes, evaluation_phases, graph_bytes, step_phases
+from megaclip.planner.phases import Phases, embedding_bytes, graph_bytes, step_phases, with_evaluation
 from megaclip.planner.places import ImagePlace, embeddings_on_cpu, place_images
 from megaclip.planner.states import States, checkpoint_bytes, gradient_bytes, states_of
-from megaclip.planner.towers import text_tower, tower_work, towers
+from megaclip.planner.towers import tower_work
 from megaclip.planner.traffic import exchange_sizes
 from megaclip.planner.workload import Workload
 from megaclip.step.layout import graphs_that_fit
@@ -65,7 +65,7 @@ class MemoryPlan:
 
     @property
     def peak_phase(self) -> str:
-        return max(self.gpu_phases, key=lambda name: sum(self.gpu_phases[name].values()))
+        return self.gpu_phases.largest[0]
 
     @property
     def gpu_peak(self) -> float:
@@ -150,7 +150,7 @@ def _refusals(plan: MemoryPlan, cluster: Cluster) -> list[str]:
 
 
 def _gpu_peak(states: dict[str, float], phases: Phases) -> float:
-    return sum(states.values()) + max(sum(phase.values()) for phase in phases.values())
+    return sum(states.values()) + phases.largest[1].total
 
 
 def _gpu_states(workload: Workload, cluster: Cluster) -> dict[str, float]:
@@ -165,9 +165,7 @@ def _gpu_states(workload: Workload, cluster: Cluster) -> dict[str, float]:
 
 def _phases(workload: Workload, states: States) -> Phases:
     phases = step_phases(workload, states)
-    if workload.evaluation is not None:
-        phases |= evaluation_phases(workload, workload.evaluation)
-    return phases
+    return phases if workload.evaluation is None else with_evaluation(phases, workload, workload.evaluation)
 
 
 def resolve_auto(workload: Workload, cluster: Cluster) -> Workload:
@@ -247,7 +245,7 @@ def _planned_graphs(workload: Workload, cluster: Cluster) -> int:
     if not sizes:
         return 0
     phases = step_phases(workload.with_megaclip(keep_graphs=len(sizes)), states_of(workload))
-    beside = max(sum(phase.values()) - phase[KEPT] for phase in phases.values() if KEPT in phase)
+    beside = max(phase.total - phase.kept_graphs for phase in phases.by_name().values() if phase.kept_graphs)
     limit = (1 - KEPT_GRAPHS_MARGIN) * cluster.usable_gpu_memory
     return graphs_that_fit(0, sizes, limit - sum(_gpu_states(workload, cluster).values()) - beside)
 
@@ -275,15 +273,13 @@ def _graphs_that_auto_keeps(workload: Workload, cluster: Cluster) -> list[float]
 
 def store_bytes(workload: Workload) -> float:
     """Return the bytes of one rank's images of a step in the step store: uint8 pixels."""
-    image, _ = towers(workload)
-    return float(workload.local_batch * image.input_bytes)
+    return float(workload.local_batch * workload.image_bytes)
 
 
 def loader_bytes(workload: Workload) -> float:
     """Return the bytes of the chunks that one rank's loader processes prepare in shared memory, and of the chunk in
     use. During an evaluation the prepared training chunks stay in memory."""
-    image, text = towers(workload)
-    sample = image.input_bytes + 8 * text.tokens + 8  # tokens and the sample's number are int64 here
+    sample = workload.image_bytes + 2 * workload.caption_bytes + 8  # tokens and the sample's number are int64 here
     chunks = workload.workers * PREFETCHED_BATCHES + 1
     rows = chunks * workload.batch.micro_batch
     if workload.evaluation is not None:
@@ -316,13 +312,10 @@ def _host_parts(workload: Workload, cluster: Cluster, states: States) -> dict[st
         of_samples = _sample_state_bytes(workload) if workload.sample_columns else 0.0
         parts["copy of a checkpoint"] = ranks * (each + of_samples) + min(ranks, workload.tensor_ranks) * first
     if workload.checkpointing == "cpu":
-        chunks = [
-            (work, work.tower.block_input_bytes(work.micro_batch, workload.compute_bytes))
-            for work in tower_work(workload)
-        ]
+        chunks = [(work, work.micro_batch * work.memory.block_inputs) for work in tower_work(workload)]
         again = max((size for work, size in chunks if work.encoded_again), default=0.0)
         parts["block inputs"] = ranks * max(again, sum(work.kept * size for work, size in chunks))
     if workload.megaclip.embeddings_offload:
         parts["embeddings"] = ranks * 2 * embedding_bytes(workload)
-    parts["tokens of two steps"] = ranks * 2 * workload.local_batch * text_tower(workload.model).input_bytes
+    parts["tokens of two steps"] = ranks * 2 * workload.local_batch * workload.caption_bytes
     return parts

@@ -13,6 +13,7 @@ graphs.
 """
 
 import math
+from dataclasses import astuple, dataclass, fields, replace
 
 from megaclip.planner.constants import EVALUATED_TEXTS, EVALUATION_TILES
 from megaclip.planner.losses import LossSizes, megaclip_loss_bytes
@@ -23,15 +24,63 @@ from megaclip.planner.states import (
     reduced_gradient_bytes,
     reduction_under_way,
 )
-from megaclip.planner.towers import TowerWork, image_tower, text_tower, tower_work
+from megaclip.planner.towers import TowerWork, tower_work
 from megaclip.planner.workload import EvaluationSets, Workload
 
-Phase = dict[str, float]
-"""Bytes by part."""
-Phases = dict[str, Phase]
-KEPT = "kept graphs"
-"""Name of the part of a phase for the kept graphs, including those of the phase itself. If all graphs of a partly
-locked tower are kept, the last one is part of the activations of the forward pass that makes it."""
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes of one phase by part."""
+
+    embedding_gradients: float = 0.0
+    kept_graphs: float = 0.0
+    """Includes those of the phase itself. If all graphs of a partly locked tower are kept, the last one is part of the
+    activations of the forward pass that makes it."""
+    activations: float = 0.0
+    data_chunks: float = 0.0
+    embeddings: float = 0.0
+    loss: float = 0.0
+    features: float = 0.0
+    """The features of an evaluation."""
+    tiles: float = 0.0
+    copies_of_features: float = 0.0
+    gradients: float = 0.0
+    gradient_sums: float = 0.0
+    reduce_bucket: float = 0.0
+    reduction: float = 0.0
+    gathered_parameters: float = 0.0
+    numbers: float = 0.0
+    """Ids, ranks and similarities of an evaluation."""
+    update: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The phases of a step and of an evaluation. None: the run does not have the phase."""
+
+    image_tower_forward: Phase
+    text_tower_forward: Phase
+    loss: Phase
+    image_tower_backward: Phase | None
+    text_tower_backward: Phase | None
+    gradient_reduction: Phase
+    optimizer_step: Phase
+    evaluation_towers: Phase | None = None
+    evaluation_retrieval: Phase | None = None
+
+    def by_name(self) -> dict[str, Phase]:
+        """Return the phases that the run has, by name, in their order."""
+        named = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
+        return {name: phase for name, phase in named.items() if phase is not None}
+
+    @property
+    def largest(self) -> tuple[str, Phase]:
+        """Name and bytes of the phase at the peak."""
+        return max(self.by_name().items(), key=lambda named: named[1].total)
 
 
 def loss_sizes(workload: Workload) -> LossSizes:
@@ -59,146 +108,141 @@ def embedding_bytes(workload: Workload) -> float:
 
 def graph_bytes(workload: Workload) -> tuple[float, float]:
     """Return the bytes on the GPU of one kept graph of the image tower and of the text tower, with its embeddings."""
-    image, text = (_graph_bytes(workload, work) for work in tower_work(workload))
+    image, text = map(_graph_bytes, tower_work(workload))
     return image, text
 
 
-def _graph_bytes(workload: Workload, work: TowerWork) -> float:
-    width = workload.compute_bytes
-    tower = work.tower.graph_bytes(work.micro_batch, width, workload.checkpointing)
-    tower *= _positions_share(workload, work)
+def _graph_bytes(work: TowerWork) -> float:
+    tower = work.micro_batch * work.memory.graph * _positions_share(work)
     # Embeddings, and their float32 values before they are scaled to unit length.
-    return tower + work.micro_batch * workload.model.embed_dim * (width + 4)
+    return tower + work.micro_batch * work.workload.model.embed_dim * (work.workload.compute_bytes + 4)
 
 
-def _positions_share(workload: Workload, work: TowerWork) -> float:
+def _positions_share(work: TowerWork) -> float:
     """Return the share of a tower's token positions that its kept graphs hold. Without a known share of captions that
     are cut, it is 1: memory must be enough for captions of full length."""
-    return 1 - (workload.text_positions_saved or 0.0) if work.tower.name == "text" else 1.0
+    return 1 - (work.workload.text_positions_saved or 0.0) if work.is_text else 1.0
 
 
 def step_phases(workload: Workload, states: States) -> Phases:
     """Return the phases of a step. `workload` has no "auto", except for kept graphs, where "auto" counts as none."""
     image, text = tower_work(workload)
-    image_graphs, text_graphs = (work.kept * _graph_bytes(workload, work) for work in (image, text))
-    embeddings = embedding_bytes(workload)
-    on_gpu = 0.0 if workload.megaclip.embeddings_offload else embeddings
-    phases: Phases = {}
-    kept = 0.0
-    text_first = not text.parameters.trained and image.chunks == 1
-    for number, work in enumerate((text, image) if text_first else (image, text)):
-        kept += image_graphs if work is image else text_graphs
-        activations, made = _forward_activations(workload, work)
-        phases[f"{work.tower.name} tower forward"] = {
-            KEPT: kept - made,
-            "activations": activations,
-            "data chunks": 2 * work.tower.input_bytes * work.micro_batch,
-            "embeddings": on_gpu / 2 * (number + 1),
-            "gathered parameters": gathered_bytes(workload, work.parameters),
-        }
-    phases["loss"] = {KEPT: kept, "embeddings": embeddings, "loss": loss_bytes(workload)}
-    for work in (image, text):
-        if work.parameters.trained:
-            ways = _backward_phases(workload, states, work, image_graphs if work is image else kept)
-            largest = max(ways, key=_total)
-            phases[f"{work.tower.name} tower backward"] = {"embedding gradients": on_gpu, **largest}
-    phases["gradient reduction"] = {
-        "gradients": gradient_bytes(workload, image_done=True, text_done=True),
-        "reduce bucket": states.bucket,
-        "reduction": states.reduction,
-    }
-    phases["optimizer step"] = {"gradients": reduced_gradient_bytes(workload), "update": states.update}
-    return _without_zeros(phases)
+    image_graphs, text_graphs = (work.kept * _graph_bytes(work) for work in (image, text))
+    text_first = not text.trained and image.chunks == 1
+    return Phases(
+        image_tower_forward=_forward_phase(image, 0.0, 2 if text_first else 1),
+        text_tower_forward=_forward_phase(text, 0.0 if text_first else image_graphs, 1 if text_first else 2),
+        loss=Phase(
+            kept_graphs=image_graphs + text_graphs, embeddings=embedding_bytes(workload), loss=loss_bytes(workload)
+        ),
+        image_tower_backward=_backward_phase(image, states, image_graphs),
+        text_tower_backward=_backward_phase(text, states, image_graphs + text_graphs),
+        gradient_reduction=Phase(
+            gradients=gradient_bytes(workload, image_done=True, text_done=True),
+            reduce_bucket=states.bucket,
+            reduction=states.reduction,
+        ),
+        optimizer_step=Phase(gradients=reduced_gradient_bytes(workload), update=states.update),
+    )
 
 
-def _forward_activations(workload: Workload, work: TowerWork) -> tuple[float, float]:
-    """Return the peak of a tower's last forward pass, and the bytes of it that belong to a kept graph.
+def _forward_phase(work: TowerWork, kept: float, number: int) -> Phase:
+    """Return the last forward pass of a tower without backward pass, which has the step's highest peak if the tower is
+    locked or some graphs are kept.
 
-    If a tower is locked, or some graphs are kept, a forward pass may have the highest peak of the step.
+    kept: bytes of the kept graphs of the tower that is encoded before. number: 1 for the first tower, 2 for the second.
     """
-    tower, samples, width = work.tower, work.micro_batch, workload.compute_bytes
-    all_kept = work.kept == work.chunks
-    if all_kept and _partly_locked(work):
-        peak = tower.peak_of_forward_with_graph(samples, width, workload.checkpointing)
-        return peak, tower.graph_bytes(samples, width, workload.checkpointing)
-    return tower.forward_peak(samples, width), 0.0
+    workload, memory = work.workload, work.memory
+    kept += work.kept * _graph_bytes(work)
+    activations = work.micro_batch * memory.forward_peak
+    if work.kept == work.chunks and work.is_partly_locked:
+        activations = work.micro_batch * memory.forward_peak_with_graph
+        kept -= work.micro_batch * memory.graph
+    embeddings = 0.0 if workload.megaclip.embeddings_offload else embedding_bytes(workload)
+    return Phase(
+        kept_graphs=kept,
+        activations=activations,
+        data_chunks=_data_chunks(work),
+        embeddings=embeddings / 2 * number,
+        gathered_parameters=gathered_bytes(workload, work.parameters),
+    )
 
 
-def _backward_phases(workload: Workload, states: States, work: TowerWork, kept: float) -> list[Phase]:
-    """Return the phases of the backward passes over a tower: over its kept graphs, and over chunks encoded again.
+def _data_chunks(work: TowerWork) -> float:
+    """Return the bytes of the chunk in use and of the next one: uint8 pixels, or int32 tokens."""
+    workload = work.workload
+    return 2 * work.micro_batch * (workload.caption_bytes if work.is_text else workload.image_bytes)
+
+
+def _backward_phase(work: TowerWork, states: States, kept: float) -> Phase | None:
+    """Return the largest phase of a tower's backward passes, over its kept graphs and over chunks encoded again; None
+    if the tower is not trained.
 
     kept: bytes of the graphs that are held when the first of its kept graphs is back-propagated.
     """
+    workload, memory = work.workload, work.memory
+    if not work.trained:
+        return None
     image, text = tower_work(workload)
-    tower, is_text = work.tower, work.tower.name == "text"
-    activations = tower.backward_peak(work.micro_batch, workload.compute_bytes, workload.checkpointing)
     several = workload.backward_passes > 1
-    other = (image if is_text else text).parameters if several else None
+    activations = work.micro_batch * memory.backward_peak
+    offloads = workload.megaclip.embeddings_offload
 
     def phase(other_done: bool) -> Phase:
         own_done = work.chunks > 1  # at the second chunk, beside the first one's gradients
-        image_done, text_done = (other_done, own_done) if is_text else (own_done, other_done)
-        done = image.parameters.trained * image_done + text.parameters.trained * text_done
-        return {
-            "gradients": gradient_bytes(workload, image_done=image_done, text_done=text_done),
-            "gradient sums": workload.gradient_sum_bytes * done if several else 0.0,
-            "reduce bucket": 0.0 if workload.coalesces else states.bucket,
-            "reduction": reduction_under_way(workload, states, work.parameters, activations),
-            "gathered parameters": gathered_bytes(workload, work.parameters, other=other),
-        }
+        image_done, text_done = (other_done, own_done) if work.is_text else (own_done, other_done)
+        done = image.trained * image_done + text.trained * text_done
+        other = (image if work.is_text else text).parameters if several else None
+        return Phase(
+            embedding_gradients=0.0 if offloads else embedding_bytes(workload),
+            gradients=gradient_bytes(workload, image_done=image_done, text_done=text_done),
+            gradient_sums=workload.gradient_sum_bytes * done if several else 0.0,
+            reduce_bucket=0.0 if workload.coalesces else states.bucket,
+            reduction=reduction_under_way(workload, states, work.parameters, activations),
+            gathered_parameters=gathered_bytes(workload, work.parameters, other=other),
+        )
 
     phases: list[Phase] = []
     if work.kept:
-        beyond_graph = max(0.0, _positions_share(workload, work) * activations - _graph_bytes(workload, work))
-        phases.append({KEPT: kept, "activations": beyond_graph, **phase(not is_text and text.kept > 0)})
+        beyond_graph = max(0.0, _positions_share(work) * activations - _graph_bytes(work))
+        beside = phase(not work.is_text and text.kept > 0)
+        phases.append(replace(beside, kept_graphs=kept, activations=beyond_graph))
     if work.encoded_again:
-        chunks = 2 * tower.input_bytes * work.micro_batch
-        other_done = image.parameters.trained > 0 if is_text else text.kept > 0
-        phases.append({"activations": activations, "data chunks": chunks, **phase(other_done)})
-        if _partly_locked(work):  # the forward pass over the locked blocks may have the higher peak
-            forward = tower.peak_of_forward_with_graph(work.micro_batch, workload.compute_bytes, workload.checkpointing)
-            phases.append({**phases[-1], "activations": forward, "reduction": 0.0})
-    return phases
+        beside = phase(image.trained > 0 if work.is_text else text.kept > 0)
+        again = replace(beside, activations=activations, data_chunks=_data_chunks(work))
+        phases.append(again)
+        if work.is_partly_locked:  # the forward pass over the locked blocks may have the higher peak
+            forward = work.micro_batch * memory.forward_peak_with_graph
+            phases.append(replace(again, activations=forward, reduction=0.0))
+    return max(phases, key=lambda phase: phase.total)
 
 
-def _partly_locked(work: TowerWork) -> bool:
-    return work.tower.part_with_graph is not work.tower
-
-
-def evaluation_phases(workload: Workload, evaluation: EvaluationSets) -> Phases:
-    """Return the phases of an evaluation: both towers without graph, whose features are kept in float32; then
-    retrieval, which copies them without padding, and the choice of example pictures, which takes the images' features
-    in float32 and in float64."""
-    width, dimensions = workload.compute_bytes, workload.model.embed_dim
-    # An evaluation reads all patches.
-    image = image_tower(workload.model.replace(vision_cfg={"patch_dropout": 0.0}), workload.tensor_ranks)
-    text = text_tower(workload.model, workload.tensor_ranks)
+def with_evaluation(phases: Phases, workload: Workload, evaluation: EvaluationSets) -> Phases:
+    """Return the phases with those of an evaluation: both towers without graph, whose features are kept in float32;
+    then retrieval, which copies them without padding, and the choice of example pictures, which takes the images'
+    features in float32 and in float64."""
+    evaluated = replace(
+        workload.with_megaclip(compile=False),
+        model=workload.model.replace(vision_cfg={"patch_dropout": 0.0}),  # an evaluation reads all patches
+        checkpointing="",
+        image_unlocked=None,
+        text_unlocked=None,
+    )
+    image, text = (work.memory.forward_peak for work in tower_work(evaluated))
+    dimensions = workload.model.embed_dim
     pairs = math.ceil(evaluation.pairs / workload.world_size)
     texts = max(EVALUATED_TEXTS if evaluation.labelled else 0, evaluation.batch if evaluation.pairs else 0)
     features = 2 * 4.0 * pairs * dimensions
-    phases = {
-        "evaluation: towers": {
-            "activations": max(
-                image.forward_peak(evaluation.batch, width) + evaluation.batch * image.input_bytes,
-                text.forward_peak(texts, width),
-            ),
-            "features": features,
-            "gathered parameters": max(gathered_bytes(workload, tower) for tower in workload.parameters),
-        }
-    }
-    if pairs:
-        # This rank's pairs have ids, their order, best similarities and ranks; all pairs have similarities and counts.
-        numbers = 8.0 * (6 * pairs + 4 * evaluation.pairs)
-        copies = {"tiles": EVALUATION_TILES, "copies of features": features, "numbers": numbers}
-        pictures = {"copies of features": 1.5 * features, "numbers": numbers}
-        larger = max(copies, pictures, key=lambda parts: sum(parts.values()))
-        phases["evaluation: retrieval"] = {"features": features, **larger}
-    return _without_zeros(phases)
-
-
-def _total(phase: Phase) -> float:
-    return sum(phase.values())
-
-
-def _without_zeros(phases: Phases) -> Phases:
-    return {name: {part: size for part, size in phase.items() if size} for name, phase in phases.items()}
+    towers = Phase(
+        activations=max(evaluation.batch * (image + workload.image_bytes), texts * text),
+        features=features,
+        gathered_parameters=max(gathered_bytes(workload, tower) for tower in workload.parameters),
+    )
+    if not pairs:
+        return replace(phases, evaluation_towers=towers)
+    # This rank's pairs have ids, their order, best similarities and ranks; all pairs have similarities and counts.
+    numbers = 8.0 * (6 * pairs + 4 * evaluation.pairs)
+    copies = Phase(features=features, tiles=EVALUATION_TILES, copies_of_features=features, numbers=numbers)
+    pictures = Phase(features=features, copies_of_features=1.5 * features, numbers=numbers)
+    retrieval = max(copies, pictures, key=lambda phase: phase.total)
+    return replace(phases, evaluation_towers=towers, evaluation_retrieval=retrieval)

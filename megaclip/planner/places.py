@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-EMBEDDINGS_SHARE = 0.1
-"""Share of a GPU's memory above which embeddings and their gradients are kept in host memory."""
+from megaclip.planner.constants import EMBEDDINGS_SHARE
 
 
 class ImagePlace(NamedTuple):

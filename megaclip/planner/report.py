@@ -1,6 +1,7 @@
 """Print a plan: the table of parts and phases, the terms of a step's time, and one line for a log."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from megaclip.logging import format_bytes
 from megaclip.planner.cluster import GPUS, Cluster
@@ -47,10 +48,11 @@ def memory_table(plan: MemoryPlan, cluster: Cluster) -> str:
         "",
         f"{'per GPU, on top, by phase':40}{'GPU':>12}",
     ]
-    for name, phase in plan.gpu_phases.items():
+    for name, phase in plan.gpu_phases.by_name().items():
         mark = "  <- peak" if name == plan.peak_phase else ""
-        parts = ", ".join(f"{part} {format_bytes(size)}" for part, size in phase.items() if size >= 2**20)
-        lines.append(f"  {name:38}{format_bytes(sum(phase.values())):>12}   {parts}{mark}")
+        sizes = {part.replace("_", " "): size for part, size in asdict(phase).items()}
+        parts = ", ".join(f"{part} {format_bytes(size)}" for part, size in sizes.items() if size >= 2**20)
+        lines.append(f"  {name:38}{format_bytes(phase.total):>12}   {parts}{mark}")
     lines += ["", f"{'PEAK per GPU':40}{format_bytes(plan.gpu_peak):>12}"]
     lines += ["", f"{'per host':40}{'CPU':>12}", *_rows(plan.cpu)]
     lines.append(f"{'  together':40}{format_bytes(plan.cpu_peak):>12}   of {format_bytes(cluster.usable_host_memory)}")

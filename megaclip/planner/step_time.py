@@ -1,7 +1,7 @@
 """Seconds of a step on a described cluster, term by term, and the term that dominates.
 
     towers         forward, forward again for chunks whose graphs are not kept, backward; with activation checkpointing
-                   one more forward (`tower_time.py`). The last two run over the part of a tower that has a graph
+                   one more forward (`towers.py`). The last two run over the part of a tower that has a graph
     loss           8 or 10 b B D; sigmoid 6 or 8 (docs/mathematics.md) over the loss's rate
     communication  tensor parallel: blocks' outputs and gradients summed over a replica's ranks, which the towers wait
                    for; parameters: gradients reduced and, at stage 3, parameters gathered for every pass; features: the
@@ -45,7 +45,6 @@ from megaclip.planner.constants import (
 )
 from megaclip.planner.memory import plan_memory, resolve_auto, store_bytes
 from megaclip.planner.phases import loss_sizes
-from megaclip.planner.tower_time import tower_seconds
 from megaclip.planner.towers import TowerWork, tower_work
 from megaclip.planner.traffic import disk_traffic, feature_traffic, offload_traffic, parameter_traffic, tensor_traffic
 from megaclip.planner.workload import Workload
@@ -131,15 +130,11 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
     workload = resolve_auto(workload, cluster)
     section, rates, batch = workload.megaclip, cluster.rates, workload.local_batch
     forward = again = backward = host = host_wait = 0.0
-    for work, whole, graph in zip(
-        tower_work(workload),
-        tower_seconds(workload, rates),
-        tower_seconds(workload, rates, with_graph=True),
-        strict=True,
-    ):
+    for work in tower_work(workload):
+        whole, graph = work.seconds(rates)
         first = batch * whole.forward
         second = first * work.encoded_again / work.chunks
-        last = batch * (work.parameters.trained > 0) * (graph.backward + graph.forward * bool(workload.checkpointing))
+        last = batch * (work.trained > 0) * (graph.backward + graph.forward * bool(workload.checkpointing))
         forward, again, backward = forward + first, again + second, backward + last
         hooks = _host_seconds(workload, work)
         host += hooks
@@ -182,10 +177,11 @@ def _host_seconds(workload: Workload, work: TowerWork) -> float:
     """Return the seconds of DeepSpeed's hooks around one tower's blocks at ZeRO-3."""
     if workload.zero.stage != 3:
         return 0.0
-    backward = bool(work.parameters.trained) * (1 + bool(workload.checkpointing))
+    backward = bool(work.trained) * (1 + bool(workload.checkpointing))
     seconds = ZERO_3_BLOCK_SECONDS + (ZERO_3_GATHER_SECONDS if workload.replicas > 1 else 0.0)
-    blocks = (work.chunks + work.encoded_again) * work.tower.layers
-    return (blocks + work.chunks * backward * work.tower.part_with_graph.layers) * seconds
+    whole, graph = work.passes
+    blocks = (work.chunks + work.encoded_again) * whole.layers
+    return (blocks + work.chunks * backward * graph.layers) * seconds
 
 
 def _update_seconds(workload: Workload, cluster: Cluster) -> float:

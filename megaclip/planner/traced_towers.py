@@ -1,4 +1,4 @@
-"""Costs of one chunk through one of open_clip's towers, traced instead of calculated by formulas.
+"""Costs of open_clip's towers, traced instead of calculated by formulas.
 
 The tower is built on the meta device, where tensors have shapes and no values, and runs once without a graph and once
 forward and backward, with two numbers of samples. `_LiveBytes` follows every storage from its creation to its end, so
@@ -17,7 +17,6 @@ import json
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,16 +29,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megaclip.errors import ConfigError, first_line
 from megaclip.models import DualEncoder, OpenClipConfig, meta_model
+from megaclip.planner.tower_costs import PassCosts, TowerMemory
 
 _FEW, _MANY = 512, 1024
 """Numbers of samples of the two traces, large enough that activations exceed the gradient of any one parameter."""
 
 
 class Traced(NamedTuple):
-    """Costs of one sample."""
+    """Costs of one sample, or of all samples of a trace."""
 
     operations: float
-    """Operations of products in a forward pass; a multiply-add is two."""
+    """Operations of products in a forward pass; a multiply-add is two. Attention is included."""
     forward_peak: float
     """Peak bytes of a forward pass without a graph, with the input."""
     kept: float
@@ -50,104 +50,57 @@ class Traced(NamedTuple):
     """Bytes of the inputs of all blocks that have trained parameters."""
 
 
-@dataclass(frozen=True)
-class TracedTower:
-    """One of open_clip's towers; the methods are those of `planner.towers.Tower`."""
+def traced_memory(
+    model: OpenClipConfig, name: str, unlocked_groups: int | None, compute_bytes: int, checkpointing: str
+) -> TowerMemory:
+    """Return the bytes of one sample in one of open_clip's towers.
 
-    name: str
-    model: OpenClipConfig
-    layers: int
-    """Number of blocks."""
-    tokens: float
-    """Tokens per caption of full length; 0 for an image tower."""
-    input_bytes: int
-    """Bytes of one sample in the step store: uint8 pixels, int32 tokens."""
-    share: float = 1.0
-    """Part of the tokens that the tower computes, for the mean costs of captions that are cut."""
-    tensor_ranks: int = 1
-    unlocked_groups: int | None = None
-    """Number of trained groups of a partly locked tower. None: all of it is trained, or nothing."""
-
-    @property
-    def _description(self) -> str:
-        return json.dumps(self.model.to_open_clip(), sort_keys=True)
-
-    @property
-    def whole(self) -> "TracedTower":
-        """The tower without a lock."""
-        return replace(self, unlocked_groups=None)
-
-    @property
-    def part_with_graph(self) -> "TracedTower":
-        """The trained part of a partly locked tower, as a tower; otherwise the tower itself."""
-        if self.unlocked_groups is None:
-            return self
-        return replace(self, layers=_trained_blocks(self._description, self.name, self.unlocked_groups))
-
-    def trace(self, compute_bytes: int, checkpointing: str = "") -> Traced:
-        """Return the costs of one sample."""
-        costs = _trace(self._description, self.name, compute_bytes, bool(checkpointing), self.unlocked_groups)
-        return Traced(*(self.share * cost for cost in costs))
-
-    def graph_operations(self) -> float:
-        """Return half the operations of products in one sample's backward pass."""
-        return self.share * _graph_operations(self._description, self.name, self.unlocked_groups)
-
-    def saved_bytes(self, samples: int, compute_bytes: int) -> float:
-        """Return what autograd keeps of a forward pass without checkpointing, without the tower's input."""
-        return samples * self.trace(compute_bytes).kept
-
-    def graph_bytes(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
-        """Return the bytes on the GPU that a graph keeps until its backward pass, without the tower's input."""
-        traced = self.trace(compute_bytes, checkpointing)
-        return samples * (traced.kept - (traced.block_inputs if checkpointing == "cpu" else 0.0))
-
-    def backward_peak(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
-        """Return the peak of input, activations and their gradients during a forward and backward pass."""
-        traced = self.trace(compute_bytes, checkpointing)
-        return samples * (traced.backward_peak - (traced.block_inputs if checkpointing == "cpu" else 0.0))
-
-    def forward_peak(self, samples: int, compute_bytes: int) -> float:
-        """Return the peak of a forward pass without graph."""
-        return samples * self.trace(compute_bytes).forward_peak
-
-    def peak_of_forward_with_graph(self, samples: int, compute_bytes: int, checkpointing: str) -> float:
-        """Return an upper bound of the peak of a partly locked tower's forward pass that makes a graph."""
-        return self.backward_peak(samples, compute_bytes, checkpointing)
-
-    def block_input_bytes(self, samples: int, compute_bytes: int) -> float:
-        """Return the bytes of the blocks' inputs that activation checkpointing keeps: all, or those of the blocks with
-        a graph."""
-        return samples * self.trace(compute_bytes).block_inputs
-
-    def summed_numbers(self, forward: float, backward: int) -> float:
-        """Return 0: these towers are not tensor parallel."""
-        return 0.0
-
-    def product_operations(self) -> float:
-        """Return the operations of one sample in a forward pass; a multiply-add is two. Attention is included."""
-        return self.trace(4).operations
+    name: "image" or "text". unlocked_groups: number of trained groups of a partly locked tower; None: all of it is
+    trained, or nothing. checkpointing: as for `own_towers.tower_memory`.
+    """
+    plain = trace(model, name, unlocked_groups, compute_bytes)
+    traced = trace(model, name, unlocked_groups, compute_bytes, checkpoints=bool(checkpointing))
+    on_host = traced.block_inputs if checkpointing == "cpu" else 0.0
+    peak = traced.backward_peak - on_host
+    return TowerMemory(
+        forward_peak=plain.forward_peak,
+        graph=traced.kept - on_host,
+        forward_peak_with_graph=peak,
+        backward_peak=peak,
+        block_inputs=plain.block_inputs,
+    )
 
 
-def traced_image_tower(model: OpenClipConfig) -> TracedTower:
-    """Return the image tower, in training."""
-    layers, _ = _layers(json.dumps(model.to_open_clip(), sort_keys=True))
-    return TracedTower("image", model, layers, 0.0, 3 * model.vision_cfg.image_size**2)
+def traced_pass_costs(model: OpenClipConfig, name: str, unlocked_groups: int | None, compute_bytes: int) -> PassCosts:
+    """Return the work of one sample in the passes through one of open_clip's towers, or through the trained part of a
+    partly locked one. The arguments are those of `traced_memory`."""
+    traced, description = trace(model, name, unlocked_groups, compute_bytes), _description(model)
+    products = traced.operations
+    if unlocked_groups is not None:
+        products = _graph_operations(description, name, unlocked_groups)
+    return PassCosts(
+        layers=_trained_blocks(description, name, unlocked_groups),
+        block_inputs=traced.block_inputs,
+        products=products,
+        attention=0.0,
+        forward_bytes=2 * traced.kept,
+        backward_bytes=3 * traced.kept,
+    )
 
 
-def traced_text_tower(model: OpenClipConfig) -> TracedTower:
-    """Return the text tower."""
-    _, layers = _layers(json.dumps(model.to_open_clip(), sort_keys=True))
-    length = model.text_cfg.context_length
-    return TracedTower("text", model, layers, length, 4 * length)
+def trace(
+    model: OpenClipConfig, name: str, unlocked_groups: int | None, compute_bytes: int, *, checkpoints: bool = False
+) -> Traced:
+    """Return the costs of one sample. checkpoints: with activation checkpointing."""
+    return _trace(_description(model), name, compute_bytes, checkpoints, unlocked_groups)
 
 
-@functools.lru_cache(maxsize=64)
-def _layers(description: str) -> tuple[int, int]:
-    """Return the number of blocks of the image tower and of the text tower."""
-    model = meta_model(OpenClipConfig.from_dict(json.loads(description)))
-    image, text = model.tower_blocks(model.visual), model.tower_blocks(model.text)
-    return len(image), len(text)
+def _description(model: OpenClipConfig) -> str:
+    return json.dumps(model.to_open_clip(), sort_keys=True)
+
+
+def _tower(model: DualEncoder, name: str) -> nn.Module:
+    return model.visual if name == "image" else model.text
 
 
 def _locked_model(description: str, name: str, unlocked_groups: int | None) -> DualEncoder:
@@ -160,9 +113,9 @@ def _locked_model(description: str, name: str, unlocked_groups: int | None) -> D
 
 @functools.lru_cache(maxsize=64)
 def _trained_blocks(description: str, name: str, unlocked_groups: int | None) -> int:
-    """Return the number of blocks with trained parameters."""
+    """Return the number of blocks, of a partly locked tower those with trained parameters."""
     model = _locked_model(description, name, unlocked_groups)
-    return sum(map(_is_trained, model.tower_blocks(model.visual if name == "image" else model.text)))
+    return sum(map(_is_trained, model.tower_blocks(_tower(model, name))))
 
 
 def _is_trained(module: nn.Module) -> bool:
@@ -174,19 +127,19 @@ def _graph_operations(description: str, name: str, unlocked_groups: int | None) 
     """Return half the operations of products in the backward pass of one sample."""
     model = _locked_model(description, name, unlocked_groups)
     with _fused_attention() as attention, _LiveBytes():  # transformers asks it about padding
-        features = (model.visual if name == "image" else model.text)(_inputs(model, name, _FEW, torch.float32))
+        features = _tower(model, name)(_inputs(model, name, _FEW, torch.float32))
         with FlopCounterMode(display=False) as flops:
             features.sum().backward()
     return (flops.get_total_flops() + attention.backward_operations) / (2 * _FEW)
 
 
 @functools.lru_cache(maxsize=64)
-def _trace(description: str, name: str, compute_bytes: int, checkpointing: bool, unlocked_groups: int | None) -> Traced:
+def _trace(description: str, name: str, compute_bytes: int, checkpoints: bool, unlocked_groups: int | None) -> Traced:
     model = _locked_model(description, name, unlocked_groups)
     if compute_bytes == 2:
         for parameter in model.parameters():  # as DeepSpeed casts a model: buffers stay
             parameter.data = parameter.data.bfloat16()
-    if checkpointing:
+    if checkpoints:
         model.set_activation_checkpointing(functools.partial(checkpoint, use_reentrant=False))
     few, many = (trace_tower(model, name, samples) for samples in (_FEW, _MANY))
     one = Traced(*((large - small) / (_MANY - _FEW) for small, large in zip(few, many, strict=True)))
@@ -198,7 +151,7 @@ def _trace(description: str, name: str, compute_bytes: int, checkpointing: bool,
 
 def trace_tower(model: DualEncoder, name: str, samples: int) -> Traced:
     """Return the costs of a chunk of `samples` in a tower of a model on the meta device, in training mode."""
-    tower = model.visual if name == "image" else model.text
+    tower = _tower(model, name)
     dtype = model.logit_scale.dtype
     block_inputs = 0
 
@@ -235,7 +188,7 @@ def trace_tower(model: DualEncoder, name: str, samples: int) -> Traced:
 
 def _check_features(model: DualEncoder, name: str, samples: int) -> None:
     """Run a forward pass. Raise ConfigError if the tower cannot encode its inputs, or not to (samples, embed_dim)."""
-    tower, config = (model.visual if name == "image" else model.text), model.config
+    tower, config = _tower(model, name), model.config
     section, key = ("vision_cfg", "image_size") if name == "image" else ("text_cfg", "context_length")
     setting = f"{section}.{key} {getattr(getattr(config, section), key)}"
     try:

@@ -75,14 +75,11 @@ def tensor_traffic(workload: Workload) -> float:
     before the second.
     """
     ranks, numbers = workload.tensor_ranks, 0.0
-    for work in tower_work(workload, mean=True):
-        trained, part = work.parameters.trained > 0, work.tower.part_with_graph
-        forward, backward = 2 * (1 + work.encoded_again / work.chunks), 2 if trained else 0
-        again = 1 if trained and workload.checkpointing else 0
-        if part is work.tower:
-            numbers += part.summed_numbers(forward + again, backward)
-        else:
-            numbers += work.tower.summed_numbers(forward, 0) + part.summed_numbers(again, backward)
+    for work in tower_work(workload):
+        whole, part = work.passes
+        numbers += 2 * (1 + work.encoded_again / work.chunks) * whole.forward_sum
+        if work.trained:
+            numbers += part.backward_sums + (part.forward_sum if workload.checkpointing else 0)
     size = ranks * workload.local_batch * numbers * workload.compute_bytes
     return 2 * (ranks - 1) / ranks * size
 
@@ -105,12 +102,9 @@ def offload_traffic(workload: Workload) -> float:
         moved += width * elements.gathered
     moved /= workload.replicas
     if workload.checkpointing == "cpu":
-        for work in tower_work(workload, mean=True):
-            if work.parameters.trained:
-                # Inputs of locked blocks are copied to the host too, and freed there.
-                moved += sum(
-                    tower.block_input_bytes(workload.local_batch, width) for tower in (work.tower.whole, work.tower)
-                )
+        for work in tower_work(workload):
+            if work.trained:  # inputs of locked blocks are copied to the host too, and freed there
+                moved += workload.local_batch * sum(costs.block_inputs for costs in work.passes)
     return moved
 
 
@@ -163,4 +157,4 @@ def _backward_elements(work: TowerWork) -> int:
     parameters = work.parameters
     if not parameters.trained:
         return 0
-    return parameters.total if work.tower.part_with_graph is work.tower else parameters.trained
+    return parameters.trained if work.is_partly_locked else parameters.total

@@ -22,8 +22,7 @@ from megaclip.losses.fastclip_variants import VARIANTS
 from megaclip.models import ModelConfig, ModelDescription, OpenClipConfig, meta_model
 from megaclip.models.compilation import compiles_whole_tower
 from megaclip.models.layers import check_split, split_dim
-from megaclip.planner.captions import mean_positions
-from megaclip.planner.text_chunks import fitted, text_chunks_for
+from megaclip.planner.text_chunks import fitted, mean_positions, text_chunks_for
 from megaclip.step.layout import KeptGraphs, backward_passes, cuts_captions, kept_graphs
 from megaclip.zero.settings import DeepSpeedZeroConfig
 
@@ -41,6 +40,10 @@ class Parameters(NamedTuple):
     @property
     def total(self) -> int:
         return sum(self.trainable) + sum(self.frozen)
+
+    @property
+    def is_partly_locked(self) -> bool:
+        return bool(self.trainable and self.frozen)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Workload:
     """Data sets of the evaluations between steps. None: the run is not evaluated."""
     text_positions_saved: float | None = None
     """Share of the text tower's token positions that cutting captions saves. None: assumed for times
-    (`planner.captions`), and nothing is saved in memory."""
+    (`planner.text_chunks`), and nothing is saved in memory."""
     steps: int | None = None
     """Number of steps of the run. None: unknown, and assumed to be large."""
     async_save: bool = False
@@ -226,6 +229,16 @@ class Workload:
     def compute_bytes(self) -> int:
         """Bytes of a working parameter, an activation or an embedding."""
         return 2 if self.bf16 else 4
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of one image in the step store: uint8 pixels."""
+        return 3 * self.model.vision_cfg.image_size**2
+
+    @property
+    def caption_bytes(self) -> int:
+        """Bytes of one caption in the step store: int32 tokens."""
+        return 4 * self.model.text_cfg.context_length
 
     @property
     def coalesces(self) -> bool:

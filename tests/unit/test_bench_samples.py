@@ -8,7 +8,7 @@ import torch
 from megaclip.data import load_tokenizer
 from megaclip.models import load_model_config
 from megaclip.models.text import caption_lengths
-from megaclip.planner.captions import assumed_length, mean_positions
+from megaclip.planner.text_chunks import assumed_length, mean_positions
 from megaclip.step.caption_chunks import CaptionChunks
 from tools.bench_samples import POOL, synthetic_captions
 

@@ -16,7 +16,7 @@ from megaclip.errors import ConfigError
 from megaclip.models import ClipModel, ModelConfig, attention, build_model, compilation, load_model_config
 from megaclip.models.compilation import compiled_body, compiled_function, compiles_whole_tower
 from megaclip.planner import describe, plan_memory, plan_time
-from megaclip.planner.compilation import compile_estimate
+from megaclip.planner.compile_estimate import compile_estimate
 from megaclip.zero import compilation as run_compilation
 from megaclip.zero.compilation import report_compilation
 from tests.tolerances import FEATURES, TOWER_GRADIENT, assert_close

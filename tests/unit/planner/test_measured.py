@@ -156,5 +156,5 @@ def test_retrieval_takes_the_planned_bytes(tmp_path: Path, monkeypatch: pytest.M
         evaluate(encode, tokenizer=list, pairs=batches)
     job = replace(workload(tmp_path, ranks=1), evaluation=EvaluationSets(rows, pairs))
     monkeypatch.setattr(phases, "EVALUATION_TILES", 2 * MIB)
-    planned = plan_memory(job, H200).gpu_phases["evaluation: retrieval"]
-    assert sum(planned.values()) == pytest.approx(measured.peak, rel=0.05)
+    planned = plan_memory(job, H200).gpu_phases.evaluation_retrieval
+    assert planned.total == pytest.approx(measured.peak, rel=0.05)

@@ -1,7 +1,7 @@
 """The planner's memory: states compared with ZeRO's arithmetic, phases, placement of data, fit and advice."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,7 @@ def test_offload_moves_states_to_the_host(tmp_path: Path) -> None:
     plan = plan_memory(workload(tmp_path, zero_optimization=zero), H200)
     assert not {"parameters", "master parameters", "optimizer states"} & plan.gpu_states.keys()
     assert plan.cpu["optimizer states"] == pytest.approx(8 * 151_277_312)  # all eight ranks of the host
-    assert "activations" in plan.gpu_phases[plan.peak_phase]
+    assert plan.gpu_phases.largest[1].activations > 0
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_gradients_accumulate_where_deepspeed_keeps_them_with_offload(
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
     job = workload(tmp_path, ranks=1, zero_optimization=zero, data_types={"grad_accum_dtype": accumulate})
     plan = plan_memory(job, describe(gpus=1))
-    assert plan.gpu_phases["text tower backward"].get("gradients", 0) == on_gpu * job.trained
+    assert plan.gpu_phases.text_tower_backward.gradients == on_gpu * job.trained
     kept = 2 if stage == 1 and accumulate == "bf16" else in_host_memory  # allocated for the last reduction
     assert plan.cpu["gradients"] == (4 + kept) * job.trained  # plus float32 for the step
 
@@ -111,14 +111,13 @@ def test_an_evaluation_is_planned_beside_the_steps(tmp_path: Path) -> None:
     plain, plan = plan_memory(replace(job, model=dropping), H200), plan_memory(million, H200)
     # Features and their copy without padding: float32, both towers, one eighth of the pairs.
     features = 2 * 4 * 512 * 2**20 / 8
-    assert plan.gpu_phases["evaluation: retrieval"]["copies of features"] == 1.5 * features
-    towers = plan.gpu_phases["evaluation: towers"]
-    assert towers["features"] == features
+    assert plan.gpu_phases.evaluation_retrieval.copies_of_features == 1.5 * features
+    assert plan.gpu_phases.evaluation_towers.features == features
     assert plan.cpu["processes"] - plain.cpu["processes"] == 8 * job.workers * 0.25 * GIB
     chunk = 64 * (3 * 224 * 224 + 8 * 77 + 8)
     assert plan.cpu["loader's chunks"] - plain.cpu["loader's chunks"] == 8 * (2 * job.workers + 1) * chunk
     labelled = replace(job, evaluation=EvaluationSets(64, labelled=50_000))
-    assert "evaluation: retrieval" not in plan_memory(labelled, H200).gpu_phases
+    assert plan_memory(labelled, H200).gpu_phases.evaluation_retrieval is None
     assert advice(replace(job, evaluation=EvaluationSets(64, pairs=2**32)), H200) == []
 
 
@@ -149,22 +148,18 @@ def test_coalesced_bf16_gradients_have_float32_sums_unless_grad_accum_dtype_is_b
     for dtypes, bytes_each in (({}, 4), ({"grad_accum_dtype": "bf16"}, 0)):
         job = workload(tmp_path, megaclip=section, data_types=dtypes)
         phases = plan_memory(job, H200).gpu_phases
-        assert phases["text tower backward"].get("gradient sums", 0) == bytes_each * job.trained
-        assert phases["image tower backward"].get("gradient sums", 0) == bytes_each * job.parameters[0].trained
+        assert phases.text_tower_backward.gradient_sums == bytes_each * job.trained
+        assert phases.image_tower_backward.gradient_sums == bytes_each * job.parameters[0].trained
 
 
 def test_only_the_loss_and_the_embeddings_grow_with_the_batch(tmp_path: Path) -> None:
     small = workload(tmp_path, ranks=1)
     large = of_batch(small, 1_048_576)
-    phases = [plan_memory(each, H200).gpu_phases for each in (small, large)]
-    changed = {name for name in phases[0] if phases[0][name] != phases[1][name]}
-    assert changed == {
-        "loss",
-        *(f"{tower} tower {way}" for tower in ("image", "text") for way in ("forward", "backward")),
+    before, after = (plan_memory(each, H200).gpu_phases.by_name() for each in (small, large))
+    changed = {
+        part for name in before for part, size in asdict(before[name]).items() if size != getattr(after[name], part)
     }
-    for name in changed - {"loss"}:
-        parts = {part for part in phases[0][name] if phases[0][name][part] != phases[1][name][part]}
-        assert parts == {"embeddings"} or parts == {"embedding gradients"}
+    assert changed == {"loss", "embeddings", "embedding_gradients"}
     growth = plan_memory(large, H200).gpu_peak - plan_memory(small, H200).gpu_peak
     assert 0 < growth < 2 * 4 * 2 * 512 * 1_048_576  # less than float32 embeddings and gradients of both towers
 
@@ -316,14 +311,15 @@ def test_zero_3_keeps_a_tower_whole_as_far_as_half_the_reuse_distance(tmp_path: 
     for reuse, kept in ((10_000_000, 5_000_000 + 2 * (1_000_000 + matrix)), (10**9, 87_849_216)):  # or the whole tower
         zero = {"stage": 3, "stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": 1_000_000}
         phases = plan_memory(workload(tmp_path, zero_optimization=zero), H200).gpu_phases
-        assert phases["image tower forward"]["gathered parameters"] == pytest.approx(2 * kept, rel=0.01)
+        assert phases.image_tower_forward.gathered_parameters == pytest.approx(2 * kept, rel=0.01)
 
 
 def test_the_image_towers_graph_is_kept_during_the_text_towers_backward_pass(tmp_path: Path) -> None:
     job = workload(tmp_path).with_batch(512)
     whole, frozen = (plan_memory(each, H200).gpu_phases for each in (job, replace(job, image_unlocked=0)))
-    kept = [whole[name]["kept graphs"] - frozen[name]["kept graphs"] for name in ("loss", "text tower backward")]
-    assert kept[0] == kept[1] > 512 * 12 * 50 * 768 * 2  # at least every block's input, 50 tokens of 768 in bf16
+    at_the_loss = whole.loss.kept_graphs - frozen.loss.kept_graphs
+    assert at_the_loss == whole.text_tower_backward.kept_graphs - frozen.text_tower_backward.kept_graphs
+    assert at_the_loss > 512 * 12 * 50 * 768 * 2  # at least every block's input, 50 tokens of 768 in bf16
 
 
 def test_offloaded_embeddings_and_their_gradients_are_in_host_memory(tmp_path: Path) -> None:

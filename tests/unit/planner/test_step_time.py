@@ -13,17 +13,16 @@ import pytest
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
 from megaclip.planner import describe, plan_memory, plan_time
-from megaclip.planner.captions import assumed_length, planned_pieces
 from megaclip.planner.cluster import Rates, parse_size
 from megaclip.planner.report import time_table
-from megaclip.planner.tower_time import tower_seconds
-from megaclip.planner.towers import towers
+from megaclip.planner.text_chunks import assumed_length, planned_pieces
+from megaclip.planner.towers import tower_work
 from tests.unit.planner.planner_cases import GIB, H200, of_batch, workload
 
 
 def test_towers_run_twice_with_the_cache_and_forward_again_with_checkpointing(tmp_path: Path) -> None:
     job = workload(tmp_path, ranks=1, megaclip={"cut_captions": False})
-    image, text = tower_seconds(job, H200.rates)
+    image, text = (work.seconds(H200.rates)[0] for work in tower_work(job))
     forward, backward = image.forward + text.forward, image.backward + text.backward
     one = describe(gpus=1)
     step = plan_time(job, one)
@@ -100,7 +99,7 @@ def test_a_tower_waits_for_the_hooks_of_zero_3_that_take_longer(tmp_path: Path) 
     """Two forward passes and a backward pass of 8 chunks call the hooks of 24 image blocks and 12 text blocks."""
     job = workload(tmp_path, 1, "ViT-L-14", zero_optimization={"stage": 3}).with_batch(text_micro_batch=512)
     step = plan_time(job, describe(gpus=1))
-    image, text = tower_seconds(job, H200.rates)
+    image, text = (work.seconds(H200.rates)[0] for work in tower_work(job))
     images, texts = (4096 * (2 * seconds.forward + seconds.backward) for seconds in (image, text))
     image_hooks, text_hooks = 8 * 3 * 24 * 3.85e-3, 8 * 3 * 12 * 3.85e-3
     assert images > image_hooks and texts < text_hooks
@@ -116,9 +115,9 @@ def test_cut_captions_save_the_text_towers_time_and_no_planned_memory(tmp_path: 
     half = replace(job, text_positions_saved=0.5)
     last = replace(job, model=job.model.replace(text_cfg={"pool_type": "last"}))
     one_chunk = job.with_batch(text_micro_batch=4096)  # in pieces cut at 77, 32, 32 and 24 tokens
-    tokens = [towers(each, mean=True)[1].tokens for each in (job, padded, half, last, one_chunk)]
+    tokens = [each.text_positions for each in (job, padded, half, last, one_chunk)]
     assert tokens == [(77 + 3 * 32 + 2 * 24 + 2 * 16) / 8, 77, 77 / 2, 77, 77 / 8 + 32 / 8 + 32 / 4 + 24 / 2]
-    assert towers(replace(half, megaclip=padded.megaclip), mean=True)[1].tokens == 77
+    assert replace(half, megaclip=padded.megaclip).text_positions == 77
     seconds = [plan_time(each, describe(gpus=1)).towers for each in (job, padded, half, last)]
     assert seconds[0] < seconds[2] < seconds[1] == seconds[3]
     for other in (half, padded):

@@ -24,9 +24,8 @@ from megaclip.planner.memory import resolve_auto
 from megaclip.planner.places import ImagePlace, embeddings_on_cpu, place_images
 from megaclip.planner.step_time import plan_time
 from megaclip.planner.text_chunks import text_chunks_for
-from megaclip.planner.tower_time import tower_seconds
-from megaclip.planner.towers import tower_work, towers
-from megaclip.planner.traced_towers import traced_image_tower, traced_text_tower
+from megaclip.planner.towers import tower_work
+from megaclip.planner.traced_towers import trace
 from megaclip.step.batch import DeviceFeed
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients
 from tests.distributed.memory_batch import MemoryBatch
@@ -112,8 +111,10 @@ def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
                 assert engine.rows[tower] == rows + work.encoded_again * rows / work.chunks
             assert engine.rows["image"] == rows * job.image_readings
             phases = plan_memory(job, describe(gpus=1)).gpu_phases
-            for tower, is_trained in zip(("image", "text"), trained, strict=True):
-                assert (f"{tower} tower backward" in phases) == is_trained
+            for phase, is_trained in zip(
+                (phases.image_tower_backward, phases.text_tower_backward), trained, strict=True
+            ):
+                assert (phase is not None) == is_trained
             planned.add((sum(trained), again > 0))
     assert planned == {(0, False), (1, False), (1, True), (2, False), (2, True)}
 
@@ -289,9 +290,9 @@ def test_captions_of_a_text_chunk_take_the_memory_of_an_image_chunk(tmp_path: Pa
     """Bytes per sample are computed by the formulas that other tests compare with autograd."""
     for model, number in (("ViT-B-16", 4), ("ViT-B-32", 1), ("ViT-L-14", 9), ("ViT-L-14-336", 20)):
         job = workload(tmp_path, 1, model)
-        image, text = towers(job)
+        image, text = (work.memory.graph for work in tower_work(job))
         assert text_chunks_for(job.model, 2, True) == TextChunks(number)
-        assert image.saved_bytes(1, 2) / text.saved_bytes(1, 2) == pytest.approx(number, rel=0.15)
+        assert image / text == pytest.approx(number, rel=0.15)
     # Also for open_clip's modules, whose captions are cut (ViT-B-32, ConvNeXt) or keep their padding (SigLIP).
     for model, chunks in (
         ("ViT-B-32", TextChunks(1, 8)),
@@ -300,8 +301,8 @@ def test_captions_of_a_text_chunk_take_the_memory_of_an_image_chunk(tmp_path: Pa
     ):
         description = load_model_config(model, "open_clip")
         assert text_chunks_for(description, 2, "auto") == chunks
-        image, text = traced_image_tower(description), traced_text_tower(description)
-        assert image.saved_bytes(1, 2) / text.saved_bytes(1, 2) == pytest.approx(chunks.captions_per_image, rel=0.15)
+        image, text = (trace(description, tower, None, 2).kept for tower in ("image", "text"))
+        assert image / text == pytest.approx(chunks.captions_per_image, rel=0.15)
     assert text_chunks_for(load_model_config("ViT-B-32", "open_clip"), 2, False) == TextChunks(1)
     assert workload(tmp_path, 1, "ViT-B-16").chunks == (8, 2)
 
@@ -338,7 +339,7 @@ def test_open_clips_towers_in_a_plan_compile_on_request_and_their_captions_are_c
     job = replace(workload(tmp_path, 1), model=load_model_config("ViT-B-32", "open_clip"))
     machine = describe(gpus=1)
     padded = job.with_megaclip(cut_captions=False)
-    short, long = (tower_seconds(each, machine.rates)[1] for each in (job, padded))
+    short, long = (tower_work(each)[1].seconds(machine.rates)[0] for each in (job, padded))
     share = job.text_positions / 77
     assert 0.2 < share < 0.8
     assert short.forward == pytest.approx(share * long.forward) and short.backward < long.backward

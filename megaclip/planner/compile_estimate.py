@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from megaclip.errors import ConfigError
 from megaclip.models import OpenClipConfig
-from megaclip.planner.captions import planned_pieces
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.constants import COMPILE_BLOCKS_SECONDS, COMPILE_LAYER_SECONDS
-from megaclip.planner.tower_time import tower_seconds
-from megaclip.planner.towers import towers
+from megaclip.planner.text_chunks import planned_pieces
+from megaclip.planner.towers import tower_work
 from megaclip.planner.workload import Workload
 from megaclip.step.layout import cuts_captions
 
@@ -35,22 +34,19 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
     section = workload.megaclip
     if isinstance(workload.model, OpenClipConfig):  # the saved time is not known for its many kinds of towers
         return CompileEstimate(0.0, 0.0, section.compile is True)
-    both = [workload.with_megaclip(compile=setting) for setting in (False, True)]
-    whole, graph = (
-        zip(*(tower_seconds(each, cluster.rates, with_graph=with_graph) for each in both), strict=True)
-        for with_graph in (False, True)
-    )
+    plain, compiled = (tower_work(workload.with_megaclip(compile=setting)) for setting in (False, True))
     step = 0.0
-    for (slow, fast), (slow_graph, fast_graph), parameters in zip(whole, graph, workload.parameters, strict=True):
-        if parameters.trained:
+    for slow_tower, fast_tower in zip(plain, compiled, strict=True):
+        if slow_tower.trained:
+            (slow, slow_graph), (fast, fast_graph) = (each.seconds(cluster.rates) for each in (slow_tower, fast_tower))
             again = slow_graph.forward - fast_graph.forward if workload.checkpointing else 0.0
             forward = slow.forward - fast.forward + again
             step += workload.local_batch * (forward + slow_graph.backward - fast_graph.backward)
     saved = math.inf if workload.steps is None else workload.steps * step
-    image, _ = towers(workload)
-    startup = _text_shapes(workload) * COMPILE_BLOCKS_SECONDS + (
-        image.layers * COMPILE_LAYER_SECONDS if workload.compiles_image_tower else COMPILE_BLOCKS_SECONDS
-    )
+    image = COMPILE_BLOCKS_SECONDS
+    if workload.compiles_image_tower:
+        image = workload.model.vision_cfg.layers * COMPILE_LAYER_SECONDS
+    startup = _text_shapes(workload) * COMPILE_BLOCKS_SECONDS + image
     if section.compile != "auto":
         return CompileEstimate(saved, startup, section.compile)
     possible = cluster.gpu_memory > 0 and section.tensor_parallel_size == 1 and section.layer_norm == "torch"
