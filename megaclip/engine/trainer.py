@@ -16,12 +16,12 @@ from megaclip.engine.run_loss import RunLoss
 from megaclip.engine.schedule import RunLength, chosen_schedule, chosen_warmup
 from megaclip.errors import NonFiniteError
 from megaclip.logging import get_logger
+from megaclip.models.compilation import report_compilation
 from megaclip.planner import MemoryPlan
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients
 from megaclip.step.running_statistics import restored, running_statistics
 from megaclip.step.sample_store import StepStore
 from megaclip.zero.build import build_engine
-from megaclip.zero.compilation import report_compilation
 from megaclip.zero.logit_scale import LogitScale, MasterScalar
 from megaclip.zero.optimizers import set_learning_rate, update
 from megaclip.zero.weight_average import WeightAverage

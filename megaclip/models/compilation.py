@@ -6,17 +6,25 @@ numbers. These are drawn before, so patch dropout is the same with and without c
 gradient cache. Modules of other libraries draw numbers inside (`compiled_class`): there the compiled code calls
 PyTorch's random functions, in the same order as plain PyTorch.
 
-A part compiles as one graph or fails. The hooks of its module, such as those with which ZeRO-3 gathers parameters, run
-before and after the compiled code.
+A part compiles as one graph or fails, and `report_compilation` turns the failure into an error for users. The hooks of
+its module, such as those with which ZeRO-3 gathers parameters, run before and after the compiled code.
 """
 
-from collections.abc import Callable
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch import nn
+
+from megaclip.errors import ConfigError, first_line
+from megaclip.logging import get_logger
+
+logger = get_logger(__name__)
 
 BACKEND: Any = "inductor"
 """Backend of torch.compile. Tests that only count or trace graphs replace it."""
@@ -102,3 +110,36 @@ def _compile(function: Callable[..., Any], recomputes: bool) -> Callable[..., An
     # rows, H200) that took 0.5 ms besides 0.9 ms, and the rounded rows saved nothing. Products require 16 bytes.
     torch._inductor.config.padding_alignment_bytes = 16
     return compiled_function(function)
+
+
+@contextmanager
+def report_compilation(setting: bool | str, step: int) -> Iterator[None]:
+    """Log the seconds of all compilations in the body, and raise their failures as ConfigError.
+
+    setting: megaclip.compile. step: number of the step that the body takes.
+    """
+    from torch._dynamo.callback import callback_handler
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    marks: list[float] = []  # start and end of each compilation, alternating
+
+    def mark(*_: Any) -> None:
+        marks.append(time.perf_counter())
+
+    callback_handler.register_start_callback(mark)
+    callback_handler.register_end_callback(mark)
+    try:
+        yield
+    except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        cause = getattr(error, "inner_exception", error)  # the backend's own error
+        raise ConfigError(
+            f"megaclip.compile is {json.dumps(setting)}, and torch.compile failed: {type(cause).__name__}: "
+            f"{first_line(cause)}; set megaclip.compile to false, or install what is missing (torch.compile needs a C "
+            "compiler and Python's headers, and Triton on GPUs)"
+        ) from error
+    finally:
+        callback_handler.remove_start_callback(mark)
+        callback_handler.remove_end_callback(mark)
+    if marks:
+        seconds = sum(marks[1::2]) - sum(marks[::2])
+        logger.info("step %d: torch.compile took %.1f s for %d graphs", step, seconds, len(marks) // 2)

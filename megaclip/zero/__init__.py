@@ -1,6 +1,6 @@
 """DeepSpeed's engine and everything that touches its internals.
 
-- `build`: builds the model and the engine, from `parameter_groups`, `optimizers` and `compilation` (torch.compile).
+- `build`: builds the model and the engine, from `parameter_groups` and `optimizers`.
 - `update`: DeepSpeed's update with grouped kernels. `linear`: linear layers at ZeRO-3. `gathered_tower`: keeps a
   tower's parameters gathered at ZeRO-3.
 - `logit_scale`: exact access to the float32 masters of `logit_scale` and `logit_bias`.

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from pydantic import ValidationError
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megaclip.checkpoint.open_clip_weights import pretrained_weights
@@ -24,15 +25,16 @@ from megaclip.config.optimizers import TIMM_OPTIMIZERS
 from megaclip.errors import ConfigError, config_error
 from megaclip.logging import get_logger
 from megaclip.models import DualEncoder, ModelConfig, ModelDescription, build_model
+from megaclip.models.compilation import compiles_whole_tower
 from megaclip.models.layers import require_apex, whole_shape
 from megaclip.models.weights import copy_weights
 from megaclip.ops.tiles import require_implementation
-from megaclip.zero.compilation import compile_model
 from megaclip.zero.linear import use_linear_of_zero3
 from megaclip.zero.masters import write_masters
 from megaclip.zero.op_builds import prepare_ops
 from megaclip.zero.optimizers import guard_gradients, step_without_history, timm_optimizer
 from megaclip.zero.parameter_groups import parameter_groups
+from megaclip.zero.parameters import is_partitioned
 from megaclip.zero.update import group_kernels
 
 logger = get_logger(__name__)
@@ -89,7 +91,7 @@ def build_engine(
     del pretrained
     if config.activation_checkpointing:
         model.set_activation_checkpointing(_checkpoint_on_cpu if config.cpu_checkpointing else _checkpoint)
-    compiled = compile_model(model, config, recomputes=recomputes) if compiles else ""
+    compiled = _compile_towers(model, config, recomputes=recomputes) if compiles else ""
     group_kernels(engine)
     guard_gradients(engine)
     step_without_history(engine)
@@ -172,6 +174,25 @@ def _gather_whole_blocks(model: DualEncoder) -> None:
     """
     for block, at_once in model.blocks_gathered_at_once():
         deepspeed.utils.set_z3_leaf_module(block, at_once)
+
+
+def _compile_towers(model: DualEncoder, config: TrainingConfig, *, recomputes: bool) -> str:
+    """Let torch.compile compile the towers in the first step; return a description of the compiled parts for the log.
+
+    recomputes: compute layer norms and activation functions again in the backward pass.
+    """
+    whole = compiles_whole_tower(
+        config.zero_stage,
+        checkpointing=config.activation_checkpointing,
+        coalesces=config.megaclip.coalesce_gradient_reduction,
+    )
+    return model.compile_towers(whole, _is_gathered_at_once, recomputes=recomputes)
+
+
+def _is_gathered_at_once(block: nn.Module) -> bool:
+    """Return False if ZeRO-3 gathers the parameters of `block` one by one: its hooks would run inside the graph."""
+    partitioned = any(is_partitioned(parameter) for parameter in block.parameters())
+    return not partitioned or bool(deepspeed.utils.z3_leaf_module(block))
 
 
 def _check_offload_to_disk(config: TrainingConfig) -> None:

@@ -14,11 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from megaclip.data import ImageTransform, normalised_pixels
 from megaclip.errors import ConfigError
 from megaclip.models import ClipModel, ModelConfig, attention, build_model, compilation, load_model_config
-from megaclip.models.compilation import compiled_body, compiled_function, compiles_whole_tower
+from megaclip.models.compilation import compiled_body, compiled_function, compiles_whole_tower, report_compilation
 from megaclip.planner import describe, plan_memory, plan_time
 from megaclip.planner.compile_estimate import compile_estimate
-from megaclip.zero import compilation as run_compilation
-from megaclip.zero.compilation import report_compilation
 from tests.tolerances import FEATURES, TOWER_GRADIENT, assert_close
 from tests.unit.planner.planner_cases import workload
 
@@ -170,7 +168,7 @@ def test_the_seconds_of_both_graphs_are_logged_once(
     config: ModelConfig, counter: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(run_compilation.logger, "info", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(compilation.logger, "info", lambda text, *values: lines.append(text % values))
     _, compiled = plain_and_compiled(config, whole=True)
     for step in (1, 2):
         with report_compilation(True, step):
