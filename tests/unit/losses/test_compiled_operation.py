@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import megaclip
 from megaclip import losses
+from megaclip.comm.groups import resolve
 from megaclip.losses import ClipLoss, FastClipLoss, SigLipLoss
 
 REPOSITORY = Path(__file__).parents[3]
@@ -98,6 +100,13 @@ def test_operations(loss: ClipLoss | SigLipLoss, dtype: torch.dtype) -> None:
     for gradients in (True, False):
         leaves = [tensor if gradients else tensor.detach() for tensor in (*batch(dtype), scale, bias)]
         torch.library.opcheck(operation, (*leaves, loss.settings_json, loss.group_name, gradients, "source"))
+
+
+def test_an_operation_without_gradients_computes_the_statistics_only() -> None:
+    x, y = (features.detach() for features in batch())
+    with FlopCounterMode(display=False) as counter:
+        ClipLoss().evaluate(x, y, torch.tensor(4.0), ranks=resolve(), gradients=False)
+    assert counter.get_total_flops() == 2 * len(x) ** 2 * x.shape[1]
 
 
 def test_losses_of_equal_settings_share_a_compilation() -> None:
