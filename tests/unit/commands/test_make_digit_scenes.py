@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import tarfile
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -62,7 +63,13 @@ def test_train_and_held_out_scenes_share_no_handwritten_digit(scenes):
         for split in ("train", "held_out")
     }
     assert drawn["train"] and drawn["held_out"] and not drawn["train"] & drawn["held_out"]
-    assert len(set(members(scenes / "held_out", "txt"))) == 120, "retrieval is unambiguous"
+
+
+def test_held_out_captions_are_distinct():
+    """Otherwise retrieval would be ambiguous. Of so many scenes, some would be equal by chance."""
+    samples = make_digit_scenes.held_out_samples(Namespace(seed=0, held_out=600))
+    captions = [content for files in samples for name, content in files.items() if name.endswith(".txt")]
+    assert len(set(captions)) == len(captions) == 600
 
 
 def test_captions_name_the_digits_of_scikit_learns_labels(scenes):
