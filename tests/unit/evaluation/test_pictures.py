@@ -56,7 +56,7 @@ def test_long_captions_are_drawn_at_once_and_stay_in_their_column(caption: str) 
     began = time.thread_time()  # excludes the time of other processes
     grid = retrieval_grid(examples, [caption], [[None, None]])
     similarity_heatmap(np.zeros((2, 2)), [caption, caption], [None, None])
-    assert time.thread_time() - began < 0.6
+    assert time.thread_time() - began < 0.1
     assert (grid[:, 62:, 281:289] > 220).all()
     assert count(grid, RED) > 20 and count(grid, GREEN) == 0, "the rank of an image that was not found is red"
 
