@@ -141,7 +141,7 @@ def checks(root):
     result = {}
     for bf16, suffix in ((False, ""), (True, "_bf16")):
         result[f"initial values{suffix}"] = partial(check_initial_values, bf16)
-        for stage in range(4):
+        for stage in range(1 if bf16 else 0, 4):  # bf16 at stage 0 is refused by the configuration
             result[f"export, stage{stage}{suffix}"] = partial(check_export, stage, bf16, root / f"stage{stage}{suffix}")
     return result | {"pretrained": partial(check_pretrained, root / "pretrained")}
 
