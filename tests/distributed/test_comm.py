@@ -119,8 +119,8 @@ def check_no_error(group: Any = None) -> None:
 def check_an_error_of_one_rank(group: Any = None) -> None:
     """Check that all ranks raise the class and message of that error."""
     last = group_size(group) - 1
-    for error in (errors.DataError("expected shards, got none"), errors.ConfigError("x")):
-        raised = raised_on_all_ranks(fail_on({last}, error, group), group)
+    for failing, error in ((last, errors.DataError("expected shards, got none")), (0, errors.ConfigError("x"))):
+        raised = raised_on_all_ranks(fail_on({failing}, error, group), group)
         assert (type(raised), str(raised)) == (type(error), str(error))
 
 

@@ -61,6 +61,15 @@ def test_every_size_diagonal_and_budget(m: int, n: int, dtype: torch.dtype) -> N
         assert_grads(x, y, row, col, diagonal=diagonal, options=options)
 
 
+def test_sigmoid_of_large_logits() -> None:
+    """Logits of -60 to 60: softplus is not replaced by its argument where float64 still has their difference."""
+    x, y = features(63, 16, torch.float64, 0), features(70, 16, torch.float64, 1)
+    got = tiles.tile_sigmoid(x, y, 60.0, 1.0, diagonal=3, options=TileOptions(tile_budget_mib=TINY_MIB))
+    expected = reference.tile_sigmoid(x, y, 60.0, 1.0, diagonal=3)
+    for result, wanted in zip(got, expected, strict=True):
+        assert_close(result, wanted, VALUE[torch.float64])
+
+
 @pytest.mark.parametrize("scale", [100.0, 1000.0])
 @pytest.mark.parametrize("kind", ["random", "identical", "opposite", "zero"])
 def test_extreme_scales_and_vectors(kind: str, scale: float) -> None:
