@@ -138,6 +138,7 @@ def case_inputs(case: Case, arguments: TrainArguments) -> Inputs:
     return Inputs(
         config=config,
         model_config=model_config,
+        saved_config=model_config,
         tokenizer=tokenizer,
         train=PairDataset([SyntheticSource(samples, captions)]),
         validation=None,

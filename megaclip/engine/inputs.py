@@ -50,7 +50,11 @@ class Inputs:
     config: TrainingConfig
     """Settings of ds_config.json."""
     model_config: ModelDescription
-    """Model description, with the text tower fitted to the tokenizer."""
+    """Description of the model that the run trains, with every change by a flag. The run and its plan derive everything
+    from it."""
+    saved_config: ModelDescription
+    """Description that checkpoints and the model card record: `model_config` without --force-patch-dropout, which
+    applies to one run."""
     tokenizer: Tokenizer
     train: PairDataset
     validation: PairDataset | None
@@ -90,7 +94,8 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     if isinstance(model_config, ModelConfig):
         _check_locks(arguments, model_config)
     chosen = choose_tokenizer(arguments.tokenizer, text_card, model_config)
-    model_config = chosen.fit(model_config)
+    saved_config = chosen.fit(model_config)
+    model_config = _with_patch_dropout(saved_config, arguments.force_patch_dropout)
     _check_cut(arguments, config.megaclip, model_config)
     preprocess = _preprocess(arguments, image_card)
     if cards := dict.fromkeys(str(used.path) for used in (text_card, image_card) if used is not None):
@@ -106,6 +111,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
     return Inputs(
         config=fitted(config, model_config),
         model_config=model_config,
+        saved_config=saved_config,
         tokenizer=chosen.tokenizer,
         train=open_pairs(arguments.train_data, weights=arguments.train_data_weights or None, **keys),
         validation=open_pairs(arguments.val_data, **keys) if arguments.val_data else None,
@@ -294,6 +300,16 @@ def _model_config(model: str, card: ModelCard | None, towers: Towers) -> ModelDe
     if card is not None:
         _warn_of_other_features(model, config, card, list(_SETTINGS_WITHOUT_SHAPE))
     return config
+
+
+def _with_patch_dropout(config: ModelDescription, forced: float | None) -> ModelDescription:
+    """Return the description with the value of --force-patch-dropout, if it is given."""
+    if forced is None:
+        return config
+    try:
+        return config.replace(vision_cfg={"patch_dropout": forced})
+    except ConfigError as error:
+        raise ConfigError(f"--force-patch-dropout {forced}: {error}, or leave out the flag") from None
 
 
 def _warn_of_other_features(model: str, config: ModelDescription, card: ModelCard, sections: list[str]) -> None:

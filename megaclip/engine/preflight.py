@@ -243,13 +243,11 @@ def report_peak(plan: MemoryPlan) -> None:
 
 def workload_of(arguments: TrainArguments, inputs: Inputs, world_size: int) -> Workload:
     """Return the workload of the command line and ds_config.json."""
-    model, batch = inputs.model_config, inputs.config.batch_layout(world_size).global_batch
+    batch = inputs.config.batch_layout(world_size).global_batch
     steps = RunLength.of(arguments, len(inputs.train), batch).total_steps
-    if arguments.force_patch_dropout is not None:
-        model = model.replace(vision_cfg={"patch_dropout": arguments.force_patch_dropout})
     pairs, labelled = (len(data) if data is not None else 0 for data in (inputs.validation, inputs.labelled))
     return Workload.of(
-        model,
+        inputs.model_config,
         inputs.config,
         world_size,
         image_unlocked=arguments.lock_image_unlocked_groups if arguments.lock_image else None,

@@ -54,7 +54,7 @@ def describe_run(
         "total_steps": total_steps,
         "optimizer": inputs.config.optimizer.type,
         "parameter_groups": grouping(inputs.config.megaclip),
-        "model": inputs.model_config.to_open_clip() | _implementation(inputs.model_config),
+        "model": inputs.saved_config.to_open_clip() | _implementation(inputs.saved_config),
         "tokenizer": inputs.tokenizer.identity,
         "preprocess": inputs.preprocess_cfg,
         "data": inputs.train.manifest(),

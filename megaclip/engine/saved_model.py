@@ -115,5 +115,5 @@ def write_model_folder(folder: Path, inputs: Inputs) -> None:
         names = [CARD_NAME, *os.listdir(written), *(file.name for file in inputs.tokenizer.files)]
     remove_earlier_files(folder, kept=names)
     inputs.tokenizer.write_open_clip(folder)
-    write_model_card(folder, inputs.model_config, inputs.preprocess_cfg, inputs.tokenizer.files)
+    write_model_card(folder, inputs.saved_config, inputs.preprocess_cfg, inputs.tokenizer.files)
     manifest.write(folder)

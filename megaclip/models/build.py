@@ -14,7 +14,6 @@ from megaclip.models.open_clip_model import OpenClipModel
 def build_model(
     config: ModelDescription,
     *,
-    patch_dropout: float | None = None,
     tensor: RankGroup = ONE_RANK,
     layer_norm: str = "torch",
 ) -> DualEncoder:
@@ -25,15 +24,9 @@ def build_model(
 
     Args:
         config: model description.
-        patch_dropout: replaces `config.vision_cfg.patch_dropout`.
         tensor: tensor-parallel group, of one rank for open_clip's modules; the values do not depend on its size.
         layer_norm: implementation of the layer norms, "torch" or "apex"; "torch" for open_clip's modules.
-
-    Raises:
-        ConfigError: patch_dropout is outside [0, 1).
     """
-    if patch_dropout is not None:
-        config = config.replace(vision_cfg={"patch_dropout": patch_dropout})
     if not isinstance(config, ModelConfig):
         assert tensor.size == 1 and layer_norm == "torch", "engine.inputs refuses these settings of open_clip's modules"
         return OpenClipModel(config)

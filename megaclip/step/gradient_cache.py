@@ -186,6 +186,7 @@ class _Passes:
         chunks = [batch.chunk_count(tower) for tower in Tower]
         is_trained = [tower in self._trained for tower in Tower]
         self._kept = kept or kept_graphs(0, chunks, is_trained)
+        assert all(kept <= count for kept, count in zip(self._kept, chunks, strict=True)), (self._kept, chunks)
         self._graphs: dict[_Pass, _Graph] = {}
         self._forward_order = _forward_order(chunks, is_trained)
         self._trained_order = [towers for towers in self._forward_order if towers[0] in self._trained]

@@ -69,7 +69,7 @@ def build_engine(
     torch.manual_seed(arguments.seed)
     parallel = parallel_groups(config.megaclip.tensor_parallel_size)
     batch_layout = config.batch_layout(dist.get_world_size())
-    model = _construct(config, arguments, model_config, parallel)
+    model = _construct(config, model_config, parallel)
     if model.statistics(model.visual) and batch_layout.micro_batch == 1:
         raise ConfigError(
             "train_micro_batch_size_per_gpu 1 cannot be used with the batch norms of this image tower, which normalise "
@@ -129,9 +129,7 @@ def _initialize(config: TrainingConfig, model: DualEncoder, parallel: Parallelis
     return engine
 
 
-def _construct(
-    config: TrainingConfig, arguments: TrainArguments, model_config: ModelDescription, parallel: Parallelism
-) -> DualEncoder:
+def _construct(config: TrainingConfig, model_config: ModelDescription, parallel: Parallelism) -> DualEncoder:
     """Return the model with its initial values, partitioned at ZeRO-3."""
     partition = functools.partial(
         deepspeed.zero.Init,
@@ -144,7 +142,6 @@ def _construct(
     with partition() if from_the_start else contextlib.nullcontext():
         model = build_model(
             model_config,
-            patch_dropout=arguments.force_patch_dropout,
             tensor=parallel.tensor,
             layer_norm=config.megaclip.layer_norm,
         )

@@ -131,7 +131,7 @@ class Case:
 
 def model_of(case: Case) -> ModelConfig:
     """Return the model. SigLIP's initial values would give gradients of norm 100, too large for the bounds."""
-    model = CAPTION_MODEL if case.captions else MODEL
+    model = (CAPTION_MODEL if case.captions else MODEL).replace(vision_cfg={"patch_dropout": case.patch_dropout})
     return model.replace(init_logit_scale=-1.0, init_logit_bias=-3.0) if case.loss == "siglip" else model
 
 
@@ -336,7 +336,7 @@ class OracleTraining:
     ) -> None:
         torch.manual_seed(SEED)
         self.case = case
-        self.model = build_model(model_of(case), patch_dropout=case.patch_dropout).double()
+        self.model = build_model(model_of(case)).double()
         self._trained = {name: p for name, p in self.model.named_parameters() if trains(name, case)}
         groups = hand_made_groups(self._trained, rates, decays)
         self.optimizer = ORACLES[case.optimizer](groups)
@@ -435,7 +435,7 @@ def start_engine(case: Case, config: TrainingConfig | None = None, *more: str) -
     """Build the engine as a run does. more: further flags."""
     quiet_deepspeed()
     flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--seed", str(SEED)]
-    flags += ["--force-patch-dropout", str(case.patch_dropout), *more]
+    flags += more
     unlocked = str(UNLOCKED_GROUPS.get(case.locked, 0))
     if case.locked in (*UNLOCKED_GROUPS, "image", "both"):
         flags += ["--lock-image", "--lock-image-unlocked-groups", unlocked]

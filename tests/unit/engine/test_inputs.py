@@ -1,5 +1,6 @@
 """Inputs of a run: contradictions are refused before data are opened, and a model card supplies missing settings."""
 
+import ast
 import json
 import logging
 import shutil
@@ -17,11 +18,16 @@ from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.data.tokenizers import SentencePieceTokenizer
 from megaclip.engine import resume
 from megaclip.engine.inputs import Inputs, model_preprocessing, read_inputs
+from megaclip.engine.preflight import workload_of
 from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import CheckpointError, ConfigError, DataError
 from megaclip.models import build_model, load_model_config
 from megaclip.models.config import CARD_NAME
+from megaclip.step.batch import DeviceFeed
+from megaclip.step.gradient_cache import RandomState, accumulate_gradients
+from tests.distributed.memory_batch import MemoryBatch
 from tests.unit.data.data_samples import write_shards
+from tests.unit.step.test_layout import Engine, cross_entropy
 
 CAPTIONS = [
     f"{size} {colour} {thing}" for size in ("small", "big") for colour in ("red", "blue") for thing in ("cat", "ox")
@@ -29,9 +35,10 @@ CAPTIONS = [
 PIXELS = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.25, 0.5], "interpolation": "bilinear", "resize_mode": "squash"}
 
 
-def ds_config(folder: Path, **megaclip: str | bool) -> Path:
+def ds_config(folder: Path, micro_batch: int = 4, **megaclip: str | bool | int) -> Path:
     config = {
         "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "megaclip": megaclip,
@@ -313,3 +320,61 @@ def test_run_description_contains_the_tokenizers_content_and_the_preprocessing(
     assert changed("--tokenizer", copy) == []
     assert changed("--tokenizer", other) == ["tokenizer"]
     assert changed("--image-mean", 0.5, 0.4, 0.2) == ["preprocess"]
+
+
+MODEL_FLAGS: dict[str, tuple[str, ...]] = {
+    "--force-patch-dropout": ("0.5",),
+    "--model": ("exported",),
+    "--pretrained": ("exported",),
+    "--pretrained-text": ("exported",),
+    "--tokenizer": ("exported/tokenizer.model",),
+}
+"""Flags that change the model of a run, with a value that does; paths are in `folder`."""
+
+
+@pytest.mark.parametrize("flag", MODEL_FLAGS)
+def test_run_and_plan_are_derived_from_the_model_with_every_flag(folder: Path, tmp_path: Path, flag: str) -> None:
+    """A step whose kept graphs the plan has counted encodes the chunks that the run has."""
+    values = [value if value[0].isdigit() else folder / value for value in MODEL_FLAGS[flag]]
+    common = ("--deepspeed_config", ds_config(tmp_path, micro_batch=2, keep_graphs=9))
+    plain = read(folder, *common, "--model", "demo-tiny")
+    flags = [str(word) for word in (*common, "--model", "demo-tiny", flag, *values)]
+    inputs, arguments = read(folder, *flags), parse_arguments([*flags, "--train-data", "x"])
+    planned = workload_of(arguments, inputs, 1)
+    assert inputs.model_config != plain.model_config
+    assert (inputs.saved_config == plain.saved_config) == (flag == "--force-patch-dropout")
+    assert (planned.model, planned.batch) == (inputs.model_config, inputs.config.batch_layout(1))
+    model, batch = build_model(inputs.model_config), inputs.config.batch_layout(1)
+    feed = DeviceFeed(torch.device("cpu"), torch.float32, inputs.train_transform.normalise)
+    pixels = torch.randint(256, (4, 3, 24, 24), dtype=torch.uint8).chunk(batch.accumulation)
+    samples = MemoryBatch(pixels, inputs.tokenizer(CAPTIONS[:4]), feed, text_chunks=batch.text_chunks)
+    seeds, engine = RandomState(seed=0, step=0, rank=0), Engine(model)
+    accumulate_gradients(engine, cross_entropy, samples, torch.zeros(1), seeds, coalesce=False, kept=planned.kept)
+    assert planned.kept == planned.chunks == (2, batch.text_chunks) and engine.rows == {"image": 4, "text": 4}
+
+
+def test_text_chunks_depend_on_forced_patch_dropout(folder: Path, tmp_path: Path) -> None:
+    """Otherwise the test above would not see a plan of another model."""
+    common = ("--deepspeed_config", ds_config(tmp_path, micro_batch=2), "--model", "demo-tiny")
+    chunks = [read(folder, *common, *flags).config.text_chunks for flags in ((), ("--force-patch-dropout", "0.5"))]
+    assert chunks == [TextChunks(2), TextChunks(1)]
+
+
+def test_patch_dropout_that_a_model_does_not_have_is_refused_with_its_flag(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--force-patch-dropout 0\.5: .* no effect on a ResNet; .* leave out the flag"
+    ):
+        read(folder, "--model", "RN50", "--force-patch-dropout", "0.5")
+
+
+def test_nothing_else_changes_a_description() -> None:
+    """A second place that changes the model of a run, such as the plan or the build, could forget another's change."""
+    changing = set()
+    for path in (Path(__file__).parents[3] / "megaclip").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or getattr(node.func, "attr", "") != "replace":
+                continue
+            if {"vision_cfg", "text_cfg"} & {keyword.arg for keyword in node.keywords}:
+                changing.add(path.relative_to(path.parents[1]).as_posix())
+    # `read_inputs` fits the description to the tokenizer. phases.py plans evaluations, in which no patches are dropped.
+    assert changing == {"engine/inputs.py", "engine/tokenizer_choice.py", "planner/phases.py"}
