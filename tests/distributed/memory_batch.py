@@ -1,4 +1,4 @@
-"""A `StepBatch` of tensors in memory."""
+"""A step's batch from tensors in memory, and an engine without DeepSpeed, for the gradient cache."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megaclip.comm.groups import resolve
-from megaclip.models import OpenClipText, TextConfig
+from megaclip.models import DualEncoder, OpenClipText, TextConfig
 from megaclip.models.packing import Pieces
 from megaclip.step.batch import DeviceFeed, Tower
 from megaclip.step.caption_chunks import CaptionChunks
@@ -59,3 +59,44 @@ class MemoryBatch:
 
     def agree(self) -> None:
         pass
+
+
+class PlainEngine:
+    """A model with the methods of a DeepSpeed engine that the gradient cache calls, without DeepSpeed."""
+
+    device = torch.device("cpu")
+    optimizer = None
+
+    def __init__(self, model: DualEncoder) -> None:
+        self.module = model
+        self.rows = {"image": 0, "text": 0}
+        """Number of samples that each tower has encoded."""
+        self.text_positions = 0
+        """Number of token positions that the text tower has computed."""
+        model.visual.register_forward_pre_hook(lambda _, inputs: self._count_images(*inputs))
+        model.text.register_forward_pre_hook(lambda _, inputs: self._count_texts(*inputs))
+
+    def _count_images(self, pixels: Tensor) -> None:
+        self.rows["image"] += len(pixels)
+
+    def _count_texts(self, tokens: Tensor, pieces: Pieces | None = None) -> None:
+        self.rows["text"] += len(tokens)
+        self.text_positions += tokens.numel() if pieces is None else sum(rows * length for rows, length in pieces)
+
+    def __call__(self, *inputs: Tensor | Pieces | None) -> tuple[Tensor | None, ...]:
+        return self.module(*inputs)
+
+    def backward(self, loss: Tensor, **_: object) -> None:
+        loss.backward()
+
+    def set_gradient_accumulation_boundary(self, _: bool) -> None: ...
+
+    def zero_offload_optimizer(self) -> None: ...
+
+    def zero_optimization_stage(self) -> int:
+        return 1
+
+
+def cross_entropy(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+    """Return a loss of one rank's features."""
+    return torch.nn.functional.cross_entropy(scale * images @ texts.T, torch.arange(len(images)))

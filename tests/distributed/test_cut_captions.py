@@ -7,7 +7,6 @@ PyTorch. Faults are planted in training runs, and the comparison must detect eac
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 
 import deepspeed.comm as dist
 import numpy as np
@@ -26,38 +25,36 @@ from megaclip.step.batch import DeviceFeed
 from megaclip.step.caption_chunks import CaptionChunks
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients
 from tests.distributed import engine_cases, test_engine
+from tests.distributed.checks import covering_rows
 from tests.distributed.engine_cases import BATCH, CAPTION_MODEL, SEED, TRANSFORM, Case, Outcome, oracle
 from tests.distributed.harness import or_traceback, run_ranks
-from tests.distributed.memory_batch import MemoryBatch
+from tests.distributed.memory_batch import MemoryBatch, PlainEngine
 from tests.tolerances import CAPTION_ENGINE, TOWER_GRADIENT, Comparison, assert_close, exceeded, unnoticed
 
 CUT = Case(accumulation=3, captions="cut")
-SHORT = {f"zero{stage}": replace(CUT, stage=stage) for stage in range(4)}
-SHORT |= {
-    "padded": replace(CUT, captions="padded"),
-    "one chunk": Case(1, 1, captions="cut"),
-    "zero3 one text chunk, image frozen": replace(CUT, stage=3, text_chunks=1, locked="image"),
-    "zero2 text x 6, text frozen": replace(CUT, stage=2, text_chunks=6, locked="text"),
-    "zero3 everything": replace(
-        CUT, stage=3, text_chunks=6, offload="all", checkpointing="cpu", coalesce=True, patch_dropout=0.5, clipping=0.1
-    ),
-    "zero1 siglip, embeddings on the CPU": replace(CUT, stage=1, loss="siglip", embeddings_on_cpu=True),
-}
 WAYS: dict[str, dict] = {
     "plain": {},
+    "padded": {"captions": "padded"},
     "checkpointed": {"checkpointing": "plain"},
     "offloaded": {"offload": "optimizer"},
-    "coalesced": {"coalesce": True},
-    "locked": {"locked": "below"},
+    "coalesced": {"coalesce": True, "clipping": 0.1},
+    "locked below": {"locked": "below"},
+    "image locked": {"locked": "image"},
+    "text locked": {"locked": "text"},
     "patch dropout": {"patch_dropout": 0.5},
-    "siglip": {"loss": "siglip"},
+    "siglip": {"loss": "siglip", "embeddings_on_cpu": True},
+    "everything": {"offload": "all", "checkpointing": "cpu", "coalesce": True, "patch_dropout": 0.5, "clipping": 0.1},
 }
-CHUNKS = ((1, 1), (1, 3), (3, 1), (3, 3), (3, 6))
-FULL = {
-    f"zero{stage} {images} x {texts} {way}": Case(stage, images, text_chunks=texts, captions="cut", **changes)
-    for stage, (images, texts), (way, changes) in itertools.product(range(4), CHUNKS, WAYS.items())
-    if stage or way not in ("offloaded", "coalesced")
-}
+LEAST_STAGE = {"offloaded": 1, "coalesced": 1, "everything": 3}
+CHUNKS = ((3, 6), (1, 1), (3, 3), (1, 3), (3, 1))
+"""Numbers of image chunks and of text chunks."""
+ROWS = covering_rows(WAYS, CHUNKS, (3, 2, 1, 0), (2, 1), possible=lambda row: row[2] >= LEAST_STAGE.get(row[0], 0))
+SHORT = {row for way in WAYS for row in [row for row in ROWS if row[0] == way][:2]}
+"""The rows that `make test` runs: the first two of each way."""
+
+
+def case_of(way: str, chunks: tuple[int, int], stage: int, ranks: int) -> Case:
+    return Case(stage, chunks[0], text_chunks=chunks[1], ranks=ranks, **{"captions": "cut", **WAYS[way]})
 
 
 def _one_token_short(patch: pytest.MonkeyPatch) -> None:
@@ -91,36 +88,26 @@ FAULTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 """Name of a fault -> function that plants it, and the quantity that must exceed its bound."""
 
 
-def train_all(cases: dict[str, Case]) -> dict[str, Outcome | str]:
-    """Return the outcome of every case on this rank, or its traceback."""
-    ranks = dist.get_world_size()
-    return {name: or_traceback(engine_cases.train, replace(case, ranks=ranks)) for name, case in cases.items()}
+def train_all(rows: list[tuple]) -> list[Outcome | str]:
+    """Return the outcome of every row on this rank, or its traceback."""
+    return [or_traceback(engine_cases.train, case_of(*row)) for row in rows]
 
 
 def comparisons(got: Outcome | str, expected: Outcome) -> dict[str, Comparison]:
     return test_engine.comparisons(got, expected, CAPTION_ENGINE)
 
 
-def problems(outcomes: list[dict[str, Outcome | str]], cases: dict[str, Case]) -> dict[str, list[str]]:
-    """Compare every case with the oracle. Return the comparisons that exceed their bounds, by case."""
-    found = {}
-    for name, case in cases.items():
-        expected = oracle(replace(case, ranks=len(outcomes)))
-        lines = [line for rank in outcomes for line in exceeded(comparisons(rank[name], expected).values())]
+@pytest.mark.parametrize("is_short", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_steps_equal_one_process_on_the_whole_padded_batch(ranks: int, is_short: bool) -> None:
+    rows = [row for row in ROWS if row[-1] == ranks and (row in SHORT) == is_short]
+    problems = {}
+    for row, *outcomes in zip(rows, *run_ranks(train_all, ranks, rows), strict=True):
+        expected = oracle(case_of(*row))
+        lines = [line for got in outcomes for line in exceeded(comparisons(got, expected).values())]
         if lines:
-            found[name] = lines
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_two_steps_equal_one_process_on_the_whole_padded_batch(world_size: int) -> None:
-    assert problems(run_ranks(train_all, world_size, SHORT), SHORT) == {}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_combination_equals_one_process(world_size: int) -> None:
-    assert problems(run_ranks(train_all, world_size, FULL, time_limit_s=1100), FULL) == {}
+            problems[row] = lines
+    assert problems == {}
 
 
 def train_with_faults() -> dict[str, Outcome]:
@@ -144,33 +131,6 @@ def test_a_planted_fault_fails_the_comparison(faulty: list[dict[str, Outcome]], 
 
 
 # --- float64, without DeepSpeed, which trains in float32 ---
-
-
-class Engine:
-    """Model with the engine methods that the gradient cache calls. Counts the tokens of the text tower."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, model: ClipModel) -> None:
-        self.module = model
-        self.positions = 0
-        model.text.register_forward_pre_hook(lambda _, inputs: self._count(*inputs))
-
-    def _count(self, tokens: Tensor, pieces: Pieces | None = None) -> None:
-        self.positions += tokens.numel() if pieces is None else sum(rows * length for rows, length in pieces)
-
-    def __call__(self, *inputs: Tensor | Pieces | None) -> tuple[Tensor | None, ...]:
-        return self.module(*inputs)
-
-    def backward(self, loss: Tensor, **_: object) -> None:
-        loss.backward()
-
-    def set_gradient_accumulation_boundary(self, _: bool) -> None: ...
-
-    def zero_offload_optimizer(self) -> None: ...
-
-    def zero_optimization_stage(self) -> int:
-        return 1
 
 
 def float64_model(pool_type: str) -> ClipModel:
@@ -213,7 +173,7 @@ def float64_gradients(pool_type: str, cut: bool, text_chunks: int) -> tuple[dict
     rank, ranks = dist.get_rank(), dist.get_world_size()
     images, tokens = captions_of(pool_type, rank, ranks)
     model = float64_model(pool_type)
-    engine = Engine(model)
+    engine = PlainEngine(model)
     feed = DeviceFeed(engine.device, torch.float64, TRANSFORM.normalise)
     config = model.config.text_cfg if cut else None
     batch = MemoryBatch(images.chunk(3), tokens, feed, text_chunks=text_chunks, cut=config)
@@ -221,7 +181,7 @@ def float64_gradients(pool_type: str, cut: bool, text_chunks: int) -> tuple[dict
     accumulate_gradients(engine, ClipLoss(), batch, log_scale, RandomState(0, 0, rank), coalesce=False)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     means = {name: (sum_over_ranks(gradient) / ranks).numpy() for name, gradient in gradients.items()}
-    return means, engine.positions
+    return means, engine.text_positions
 
 
 WAYS_IN_FLOAT64 = list(itertools.product(("eos", "argmax"), (False, True), (1, 3)))

@@ -1,10 +1,10 @@
 """Steps that keep graphs equal steps that encode every chunk twice bit by bit, and one process on the whole batch.
 
-Two steps are trained through the engine on one and two ranks, at ZeRO 0 to 3, with different numbers of kept graphs. A
-tower's gradients are added in the order of its chunks, whichever graphs are kept. So every bit must equal the same case
-with megaclip.keep_graphs 0. The oracle is `engine_cases.oracle` in float64. `make test` runs a short grid. The full
-grid, with one launch per stage and number of ranks, is marked long. The last tests plant faults that the comparison
-must detect, and count the parameters that ZeRO-3 holds during backward passes.
+Two steps are trained through the engine with features, ZeRO stages, numbers of kept graphs and numbers of ranks of a
+covering array: every pair of levels of two factors occurs. A tower's gradients are added in the order of its chunks,
+whichever graphs are kept. So every bit must equal the same case with megaclip.keep_graphs 0. The oracle is
+`engine_cases.oracle` in float64. The last tests plant faults that the comparison must detect, and count the parameters
+that ZeRO-3 holds during backward passes.
 """
 
 import functools
@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from megaclip.step import gradient_cache
 from megaclip.step.batch import Tower
+from tests.distributed.checks import covering_rows
 from tests.distributed.engine_cases import Case, Outcome, backpropagate, oracle, start_engine, train, training_config
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.test_engine import comparisons
@@ -50,31 +51,18 @@ def case(feature: str, stage: int, keep: int, ranks: int) -> Case:
     return replace(chosen, offload="optimizer") if chosen.offload == "all" and stage < 3 else chosen
 
 
-# With three or two chunks per tower: some images; all images and some texts; all chunks.
-SHORT = {
-    ("plain", 0, 4),
-    ("dropout", 0, 3),
-    ("plain", 1, ALL),
-    ("offload", 1, 1),
-    ("bf16", 1, 4),
-    ("checkpointing", 2, ALL),
-    ("coalesced", 2, 2),
-    ("offload", 2, 4),
-    ("plain", 3, 1),
-    ("plain", 3, ALL),
-    ("coalesced", 3, 4),
-    ("dropout", 3, 4),
-    ("cut captions", 3, 5),
-    ("cut captions", 1, 2),
-    ("locked below", 3, 2),
-    ("offload all", 3, 5),
-}
-SHORT_ON_ONE_RANK = {key for key in SHORT if key[1] in (0, 3)}
-FULL = {
-    (feature, stage, keep)
-    for feature, stage, keep in itertools.product(FEATURES, range(4), (1, 2, 4, ALL))
-    if stage or feature not in NEEDS_ZERO
-}
+KEEP = (4, ALL, 2, 1)
+"""With three or two chunks per tower: all images and some texts, all chunks, some images, one image."""
+STAGES, RANKS = (3, 2, 1, 0), (2, 1)
+
+
+def is_possible(row: tuple[str, int, int, int]) -> bool:
+    return row[1] > 0 or row[0] not in NEEDS_ZERO
+
+
+ROWS = covering_rows(FEATURES, STAGES, KEEP, RANKS, possible=is_possible)
+SHORT = {row for feature in FEATURES for row in [row for row in ROWS if row[0] == feature][:2]}
+"""The rows that `make test` runs: the first two of each feature."""
 
 
 def faulty_rows(self: gradient_cache._Passes) -> None:
@@ -124,22 +112,13 @@ def train_all(cases: list[Case], faults: list[str]) -> dict[Case | str, Outcome 
     return outcomes
 
 
-def trained_on(ranks: int, grid: set[tuple[str, int, int]], faults: list[str]) -> list[dict[Case | str, Outcome | str]]:
-    """Train all cases of a grid with and without kept graphs."""
-    cases = {case(feature, stage, number, ranks) for feature, stage, keep in grid for number in (0, keep)}
-    return run_ranks(train_all, ranks, sorted(cases, key=str), faults)
-
-
-@pytest.fixture(scope="module")
-def short() -> dict[int, list[dict[Case | str, Outcome | str]]]:
-    """Outcomes of the short grid by the number of ranks, one dictionary per rank."""
-    return {1: trained_on(1, SHORT_ON_ONE_RANK, []), 2: trained_on(2, SHORT, list(FAULTS))}
-
-
 @functools.cache
-def full(ranks: int, stage: int) -> list[dict[Case | str, Outcome | str]]:
-    """Return the outcomes of the full grid at one stage, one dictionary per rank."""
-    return trained_on(ranks, {key for key in FULL if key[1] == stage}, [])
+def trained(ranks: int, is_short: bool) -> list[dict[Case | str, Outcome | str]]:
+    """Train the rows on this number of ranks, with and without kept graphs; return one dictionary per rank."""
+    rows = [row for row in ROWS if row[-1] == ranks and (row in SHORT) == is_short]
+    cases = {case(feature, stage, number, ranks) for feature, stage, keep, _ in rows for number in (0, keep)}
+    faults = list(FAULTS) if is_short and ranks == 2 else []
+    return run_ranks(train_all, ranks, sorted(cases, key=str), faults)
 
 
 def check(outcomes: list[dict[Case | str, Outcome | str]], kept: Case) -> None:
@@ -157,24 +136,24 @@ def check(outcomes: list[dict[Case | str, Outcome | str]], kept: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "feature", "stage", "keep"),
-    [(ranks, *key) for ranks, grid in ((1, SHORT_ON_ONE_RANK), (2, SHORT)) for key in sorted(grid)],
+    ("feature", "stage", "keep", "ranks"),
+    [pytest.param(*row, marks=() if row in SHORT else pytest.mark.long) for row in ROWS],
 )
-def test_kept_graphs_change_no_bit(short, ranks: int, feature: str, stage: int, keep: int) -> None:
-    check(short[ranks], case(feature, stage, keep, ranks))
+def test_kept_graphs_change_no_bit(feature: str, stage: int, keep: int, ranks: int) -> None:
+    check(trained(ranks, (feature, stage, keep, ranks) in SHORT), case(feature, stage, keep, ranks))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("feature", "stage", "keep"), sorted(FULL, key=lambda key: (key[1], key)))
-def test_kept_graphs_change_no_bit_in_the_full_grid(ranks: int, feature: str, stage: int, keep: int) -> None:
-    check(full(ranks, stage), case(feature, stage, keep, ranks))
+def test_every_pair_of_levels_occurs_in_few_rows() -> None:
+    grid = [row for row in itertools.product(FEATURES, STAGES, KEEP, RANKS) if is_possible(row)]
+    for one, other in itertools.combinations(range(4), 2):
+        assert {(row[one], row[other]) for row in ROWS} == {(row[one], row[other]) for row in grid}
+    assert len(grid) == 416 and len(ROWS) == 56
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_detected(short, name: str) -> None:
+def test_planted_faults_are_detected(name: str) -> None:
     expected = oracle(FAULTS[name][0])
-    for outcomes in short[2]:
+    for outcomes in trained(2, is_short=True):
         got = outcomes[name]
         assert isinstance(got, Outcome), got
         assert unnoticed([comparisons(got, expected)["parameters"]], name) == []

@@ -19,10 +19,9 @@ from megaclip.step.batch import DeviceFeed
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients
 from megaclip.step.layout import KeptGraphs, graphs_that_fit, kept_graphs
 from megaclip.zero.build import _checkpoint
-from tests.distributed.memory_batch import MemoryBatch
+from tests.distributed.memory_batch import MemoryBatch, PlainEngine, cross_entropy
 from tests.unit.planner.planner_cases import GIB, workload
 from tests.unit.planner.test_measured import _PeakBytes
-from tests.unit.step.test_layout import Engine, cross_entropy
 
 BOTH, IMAGE, TEXT, NONE = (True, True), (True, False), (False, True), (False, False)
 
@@ -233,7 +232,7 @@ def bytes_alive_at_the_loss(job: Workload) -> int:
             return cross_entropy(images, texts, scale)
 
         seeds = RandomState(seed=0, step=0, rank=0)
-        accumulate_gradients(Engine(model), loss, batch, torch.zeros(1), seeds, coalesce=False, kept=job.kept)
+        accumulate_gradients(PlainEngine(model), loss, batch, torch.zeros(1), seeds, coalesce=False, kept=job.kept)
     return alive[0]
 
 

@@ -28,7 +28,7 @@ from megaclip.planner.towers import tower_work
 from megaclip.planner.traced_towers import trace
 from megaclip.step.batch import DeviceFeed
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients
-from tests.distributed.memory_batch import MemoryBatch
+from tests.distributed.memory_batch import MemoryBatch, PlainEngine, cross_entropy
 from tests.unit.planner.planner_cases import GIB, workload
 
 SMALL = ModelConfig.from_dict(
@@ -38,40 +38,6 @@ SMALL = ModelConfig.from_dict(
         "text_cfg": {"context_length": 6, "vocab_size": 32, "width": 16, "heads": 2, "layers": 2},
     }
 )
-
-
-class Engine:
-    """Model with the methods of a DeepSpeed engine that the gradient cache calls. Counts each tower's graphs."""
-
-    device = torch.device("cpu")
-    optimizer = None
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.module = model
-        self.rows = {"image": 0, "text": 0}
-        model.visual.register_forward_pre_hook(lambda _, inputs: self._count("image", inputs[0]))
-        model.text.register_forward_pre_hook(lambda _, inputs: self._count("text", inputs[0]))
-
-    def _count(self, tower: str, inputs: torch.Tensor) -> None:
-        self.rows[tower] += len(inputs)
-
-    def __call__(self, *inputs):
-        return self.module(*inputs)
-
-    def backward(self, loss: torch.Tensor, **_: object) -> None:
-        loss.backward()
-
-    def set_gradient_accumulation_boundary(self, _: bool) -> None: ...
-
-    def zero_offload_optimizer(self) -> None:
-        return None
-
-    def zero_optimization_stage(self) -> int:
-        return 1
-
-
-def cross_entropy(images: torch.Tensor, texts: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(scale * images @ texts.T, torch.arange(len(images)))
 
 
 def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
@@ -93,7 +59,7 @@ def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
             batch = MemoryBatch(
                 pixels.chunk(image_chunks), torch.randint(1, 32, (rows, 6)), feed, text_chunks=text_chunks
             )
-            engine = Engine(model)
+            engine = PlainEngine(model)
             accumulate_gradients(
                 engine,
                 cross_entropy,
