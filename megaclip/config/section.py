@@ -85,10 +85,10 @@ class MegaclipSection(LossSettings):
     `true` refuses other towers. Evaluations cut captions too, without sorting them (docs/huge_batches.md)."""
 
     compile: Literal[True, False, "auto"] = "auto"
-    """Run the towers through torch.compile. The image tower is one graph, or one graph per block if activations,
-    parameters or gradients are handled block by block. The text tower is one graph per block. "auto" compiles on GPUs,
-    if MegaCLIP's own towers run and compilation saves more time over the run than it takes. `true` requires layer_norm
-    "torch" and no tensor parallelism."""
+    """Run the towers through torch.compile. The image tower is compiled as a whole, or block by block if activations,
+    parameters or gradients are handled block by block. The text tower is compiled block by block. "auto" compiles on
+    GPUs, if MegaCLIP's own towers run and compilation saves more time over the run than it takes. `true` requires
+    layer_norm "torch" and no tensor parallelism."""
 
     selective_recompute: Literal[True, False, "auto"] = "auto"
     """In compiled towers, compute layer norms and activation functions again in the backward pass instead of keeping

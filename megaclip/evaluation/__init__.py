@@ -5,7 +5,7 @@
 against the model (`ranking`).
 """
 
-from megaclip.evaluation.captions import CaptionGroups, group_captions
+from megaclip.evaluation.caption_groups import CaptionGroups, group_captions
 from megaclip.evaluation.datasets import evaluate_datasets
 from megaclip.evaluation.encoder import Encode, ModelEncoder
 from megaclip.evaluation.example_pictures import example_pictures

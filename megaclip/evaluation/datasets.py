@@ -10,7 +10,7 @@ from typing import Any
 from megaclip.comm.collectives import sum_counts
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.data import EvaluationLoader, ImageTransform, LabelledDataset, PairDataset, Tokenizer
-from megaclip.evaluation.captions import CaptionGroups
+from megaclip.evaluation.caption_groups import CaptionGroups
 from megaclip.evaluation.encoder import Encode
 from megaclip.evaluation.suite import Evaluation, ZeroShotTask, evaluate
 

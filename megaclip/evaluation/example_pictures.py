@@ -5,7 +5,7 @@ from PIL import Image
 
 from megaclip.data.batch import PADDING_ID, BadSample
 from megaclip.data.images import eight_bit, open_image
-from megaclip.evaluation.captions import PairSource
+from megaclip.evaluation.caption_groups import PairSource
 from megaclip.evaluation.examples import RetrievalExamples
 from megaclip.evaluation.pictures import Picture, retrieval_grid, similarity_heatmap
 from megaclip.logging import get_logger, log_once

@@ -14,7 +14,7 @@ import torch
 from megaclip.comm.collectives import gather_integers, sum_over_ranks
 from megaclip.data.batch import PADDING_ID
 from megaclip.errors import DataError
-from megaclip.evaluation.captions import CaptionGroups, encode_captions
+from megaclip.evaluation.caption_groups import CaptionGroups, encode_captions
 from megaclip.evaluation.encoder import Encode, in_step
 from megaclip.evaluation.examples import RetrievalExamples, retrieval_examples, spread
 from megaclip.evaluation.retrieval import NO_PAIRS, retrieval
@@ -59,8 +59,8 @@ def evaluate(
 
     Args:
         pairs: this rank's `Batch`es of held-out image-caption pairs, or None.
-        captions: result of `captions.group_captions` if images have several captions; the tokens of `pairs` are then
-            not used. None: every image has one caption.
+        captions: result of `group_captions` if images have several captions; the tokens of `pairs` are then not used.
+            None: every image has one caption.
         labelled: images and classes for zero-shot classification, or None.
         example_count: number of images and captions in the similarity picture.
         text_batch_size: number of prompts, or of captions in `captions`, that a rank encodes at once.

@@ -203,8 +203,8 @@ class Transformer(nn.Module):
     ) -> None:
         """Compile all blocks except the last, which has little to compute, and those where `where` returns False.
 
-        The blocks share a graph for every shape of their input. A shape is a batch size and, in the text tower, one of
-        the lengths at which captions are cut. recomputes: as for `compiled_body`.
+        The blocks share the compiled code for every shape of their input. A shape is a batch size and, in the text
+        tower, one of the lengths at which captions are cut. recomputes: as for `compiled_body`.
         """
         compiled = compiled_body(ResidualBlock, recomputes=recomputes)
         for block in list(self.resblocks)[:-1]:

@@ -89,7 +89,7 @@ class ClipModel(DualEncoder):
     def compile_towers(
         self, whole_image_tower: bool, where: Callable[[nn.Module], bool], *, recomputes: bool = False
     ) -> str:
-        """Compile the image tower as one graph or by blocks, and the blocks of the text tower."""
+        """Compile the image tower as a whole or by blocks, and the blocks of the text tower."""
         if whole_image_tower:
             self.visual.use_compiled(compiled_body(type(self.visual), recomputes=recomputes))
         else:

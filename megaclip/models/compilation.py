@@ -6,7 +6,7 @@ numbers. These are drawn before, so patch dropout is the same with and without c
 gradient cache. Modules of other libraries draw numbers inside (`compiled_class`): there the compiled code calls
 PyTorch's random functions, in the same order as plain PyTorch.
 
-A part compiles as one graph or fails, and `report_compilation` turns the failure into an error for users. The hooks of
+A part compiles as a whole or fails, and `report_compilation` turns the failure into an error for users. The hooks of
 its module, such as those with which ZeRO-3 gathers parameters, run before and after the compiled code.
 """
 

@@ -150,7 +150,7 @@ class DualEncoder(nn.Module, abc.ABC):
     ) -> str:
         """Compile the towers for training with torch.compile; return a description of the compiled parts, for the log.
 
-        whole_image_tower: compile the image tower as one graph, else block by block. where: returns False for blocks
+        whole_image_tower: compile the image tower as a whole, else block by block. where: returns False for blocks
         that must not be compiled. recomputes: compute layer norms and activation functions again in the backward pass.
 
         Raises:

@@ -155,7 +155,7 @@ class OpenClipModel(DualEncoder):
     def compile_towers(
         self, whole_image_tower: bool, where: Callable[[nn.Module], bool], *, recomputes: bool = False
     ) -> str:
-        """Compile each tower as one graph, or its blocks: as `DualEncoder` documents it.
+        """Compile each tower as a whole, or its blocks: as `DualEncoder` documents it.
 
         A text tower whose captions are cut is compiled by blocks, because it gets captions of several lengths, and a
         block compiles faster than a tower.

@@ -9,7 +9,7 @@ import torch
 from megaclip.data.batch import BadSample
 from megaclip.errors import DataError
 from megaclip.evaluation import ModelEncoder, evaluate, group_captions
-from megaclip.evaluation.captions import CaptionGroups, encode_captions
+from megaclip.evaluation.caption_groups import CaptionGroups, encode_captions
 from tests.evaluation_oracle import retrieval_by_sorting, unit_features
 
 DIM, BATCH = 8, 4
