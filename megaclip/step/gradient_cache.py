@@ -265,16 +265,13 @@ class _Passes:
         """Yield each pass of the backward order with the outputs of its graph."""
         for this_pass in self._kept_passes:
             self._gather(this_pass)
-            yield this_pass, self._resumed(self._graphs.pop(this_pass))
+            graph = self._graphs.pop(this_pass)
+            resume_backward(self._engine, graph.gradients_to_come)
+            yield this_pass, graph.outputs
         for towers in self._trained_order:
             for index, inputs in enumerate(self._inputs(towers, again=True), start=self._kept[towers[0]]):
                 this_pass = _Pass(towers, index)
                 yield this_pass, self._forward(this_pass, inputs, with_graph=True)
-
-    def _resumed(self, graph: _Graph) -> _Outputs:
-        """Return the graph's outputs; restore DeepSpeed's counts to their values after the graph's own forward pass."""
-        resume_backward(self._engine, graph.gradients_to_come)
-        return graph.outputs
 
     def _backward(
         self,
