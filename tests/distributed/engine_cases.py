@@ -8,7 +8,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from megaclip.config import TrainingConfig, load_training_config, parse_argument
 from megaclip.data import ImageTransform
 from megaclip.engine.process_group import quiet_deepspeed
 from megaclip.losses import LOSSES
-from megaclip.models import ClipModel, ModelConfig, build_model, compilation
+from megaclip.models import ClipModel, DualEncoder, ModelConfig, ModelDescription, build_model, compilation
 from megaclip.models.layers import split_dim
 from megaclip.step.batch import DeviceFeed, StepBatch, Tower
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients, trained_towers
@@ -139,14 +139,18 @@ def model_of(case: Case) -> ModelConfig:
 class Outcome:
     """Results of two steps."""
 
-    losses: list[float]
-    norms: list[float]
-    scale_gradients: list[float]
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    scale_gradients: list[float] = field(default_factory=list)
     """Gradients of logit_scale and, if the model has one, logit_bias, step by step."""
-    parameters: dict[str, np.ndarray]
+    parameters: dict[str, np.ndarray] = field(default_factory=dict)
     """Whole parameters after the last step."""
     largest_move: float = 0.0
     """Largest move of a parameter in the oracle. Differences of parameters are relative to this value."""
+    statistics: dict[str, np.ndarray] = field(default_factory=dict)
+    """Buffers of a checkpoint after the last step, of models that have any."""
+    resumed: dict[str, np.ndarray] = field(default_factory=dict)
+    """Parameters and statistics after the last step, of an engine that loaded the checkpoint of the first one."""
 
 
 def whole_batch(step: int, *, captions: bool = False) -> tuple[Tensor, Tensor]:
@@ -311,36 +315,51 @@ def hand_made_groups(
 def oracle(case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays, rates: Rates = same_rates) -> Outcome:
     """Train in one process in float64 on the whole batch, without the engine and its gradient cache."""
     training = OracleTraining(case, decays, rates)
-    model, outcome = training.model, Outcome([], [], [], {})
-    for step in range(STEPS):
-        x, y = training.features(step)
-        logits, labels = model.logit_scale.exp() * x @ y.T, torch.arange(BATCH)
-        if case.loss == "siglip":
-            loss = -F.logsigmoid((2 * torch.eye(BATCH) - 1) * (logits + model.logit_bias)).sum() / BATCH
-        else:
-            loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
-        training.optimizer.zero_grad()
-        loss.backward()
-        outcome.losses.append(loss.item())
-        outcome.scale_gradients += [scalar.grad.item() for scalar in scalars_of(model)]
-        outcome.norms.append(training.update(step))
-    outcome.parameters, outcome.largest_move = training.parameters()
-    return outcome
+    return training.train(training.features)
 
 
 class OracleTraining:
-    """The model and optimizer of a case in one process in float64. The caller computes the gradients of the loss."""
+    """The model and optimizer of a case in one process in float64. The caller computes the gradients of the loss.
+
+    model: the model, whose parameters are locked already. None: that of the case.
+    """
 
     def __init__(
-        self, case: Case, decays: Callable[[str, Tensor], bool] = open_clip_decays, rates: Rates = same_rates
+        self,
+        case: Case,
+        decays: Callable[[str, Tensor], bool] = open_clip_decays,
+        rates: Rates = same_rates,
+        model: DualEncoder | None = None,
     ) -> None:
-        torch.manual_seed(SEED)
         self.case = case
-        self.model = build_model(model_of(case)).double()
-        self._trained = {name: p for name, p in self.model.named_parameters() if trains(name, case)}
+        if model is None:
+            torch.manual_seed(SEED)
+            self.model = build_model(model_of(case)).double()
+            self._trained = {name: p for name, p in self.model.named_parameters() if trains(name, case)}
+        else:
+            self.model = model
+            self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         groups = hand_made_groups(self._trained, rates, decays)
         self.optimizer = ORACLES[case.optimizer](groups)
         self._start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def train(self, features: Callable[[int], tuple[Tensor, Tensor]]) -> Outcome:
+        """Take all steps. features: step -> features (BATCH, D) of both towers."""
+        model, outcome = self.model, Outcome()
+        for step in range(STEPS):
+            x, y = features(step)
+            logits, labels = model.logit_scale.exp() * x @ y.T, torch.arange(BATCH)
+            if model.logit_bias is None:
+                loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+            else:
+                loss = -F.logsigmoid((2 * torch.eye(BATCH) - 1) * (logits + model.logit_bias)).sum() / BATCH
+            self.optimizer.zero_grad()
+            loss.backward()
+            outcome.losses.append(loss.item())
+            outcome.scale_gradients += [scalar.grad.item() for scalar in scalars_of(model)]
+            outcome.norms.append(self.update(step))
+        outcome.parameters, outcome.largest_move = self.parameters()
+        return outcome
 
     def features(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the features (BATCH, D) of both towers, ordered by rank."""
@@ -431,8 +450,10 @@ def unchecked_config(case: Case) -> TrainingConfig:
     return replace(allowed, deepspeed={**allowed.deepspeed, **refused})
 
 
-def start_engine(case: Case, config: TrainingConfig | None = None, *more: str) -> DeepSpeedEngine:
-    """Build the engine as a run does. more: further flags."""
+def start_engine(
+    case: Case, config: TrainingConfig | None = None, *more: str, model: ModelDescription | None = None
+) -> DeepSpeedEngine:
+    """Build the engine as a run does. more: further flags. model: another model than that of the case."""
     quiet_deepspeed()
     flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--seed", str(SEED)]
     flags += more
@@ -443,9 +464,11 @@ def start_engine(case: Case, config: TrainingConfig | None = None, *more: str) -
         flags += ["--lock-text", "--lock-text-unlocked-layers", unlocked]
     compilation.BACKEND = COMPILER
     engine = build_engine(
-        config or training_config(case), parse_arguments(flags), model_of(case), compiles=case.compiled
+        config or training_config(case), parse_arguments(flags), model or model_of(case), compiles=case.compiled
     )
-    assert case.compiled == any(getattr(part, "_compiled", None) is not None for part in engine.module.modules())
+    assert model or case.compiled == any(
+        getattr(part, "_compiled", None) is not None for part in engine.module.modules()
+    )
     return engine
 
 
@@ -499,14 +522,21 @@ def backpropagate(engine: DeepSpeedEngine, case: Case, step: int, loss=None, bat
 def train(case: Case, config: TrainingConfig | None = None) -> Outcome:
     """Train two steps on this rank, together with the other ranks."""
     engine = start_engine(case, config)
-    outcome = Outcome([], [], [], {})
+    outcome = Outcome()
     for step in range(STEPS):
-        outcome.losses.append(backpropagate(engine, case, step))
-        outcome.scale_gradients += [safe_get_full_grad(scalar).item() for scalar in scalars_of(engine.module)]
-        set_learning_rate(engine, LEARNING_RATES[step])
-        outcome.norms.append(update(engine))
+        take_step(engine, case, step, outcome)
     outcome.parameters = whole_parameters(engine)
     return outcome
+
+
+def take_step(
+    engine: DeepSpeedEngine, case: Case, step: int, outcome: Outcome, loss=None, batch: StepBatch | None = None
+) -> None:
+    """Take one optimizer step on this rank, together with the other ranks. loss, batch: instead of the case's."""
+    outcome.losses.append(backpropagate(engine, case, step, loss, batch))
+    outcome.scale_gradients += [safe_get_full_grad(scalar).item() for scalar in scalars_of(engine.module)]
+    set_learning_rate(engine, LEARNING_RATES[step])
+    outcome.norms.append(update(engine))
 
 
 def whole_parameters(engine: DeepSpeedEngine) -> dict[str, np.ndarray]:

@@ -86,20 +86,26 @@ def trained() -> list[dict[str, Outcome | str]]:
 
 
 def comparisons(got: Outcome | str, expected: Outcome, bounds: dict[str, Bound] = ENGINE) -> dict[str, Comparison]:
-    """Compare each measured quantity. Differences of parameters are relative to their largest move."""
+    """Compare each quantity that `bounds` names. Differences of parameters are relative to their largest move."""
     assert isinstance(got, Outcome), got
     assert got.parameters.keys() == expected.parameters.keys()
+    assert got.statistics.keys() == expected.statistics.keys()
     bound, size = bounds["parameters"], expected.largest_move
     parameters = [compare(got.parameters[n], p, bound, n, size=size) for n, p in expected.parameters.items()]
     norms = [norm / wanted for norm, wanted in zip(got.norms, expected.norms, strict=True)]
-    return {
+    found = {
         "parameters": max(parameters, key=lambda comparison: comparison.share),
         "loss": compare(got.losses, expected.losses, bounds["loss"], "losses"),
         "norm": compare(norms, [1.0] * len(norms), bounds["norm"], "gradient norms"),
-        "scale_gradient": compare(
-            got.scale_gradients, expected.scale_gradients, bounds["scale_gradient"], "logit_scale gradients"
-        ),
     }
+    if "scale_gradient" in bounds:
+        found["scale_gradient"] = compare(
+            got.scale_gradients, expected.scale_gradients, bounds["scale_gradient"], "logit_scale gradients"
+        )
+    if expected.statistics:
+        statistics = [compare(got.statistics[n], s, bounds["statistics"], n) for n, s in expected.statistics.items()]
+        found["statistics"] = max(statistics, key=lambda comparison: comparison.share)
+    return found
 
 
 def without_key_biases(outcome: Outcome | str) -> Outcome:

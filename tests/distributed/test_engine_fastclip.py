@@ -5,7 +5,7 @@ the towers in float64 on the whole batch. `fastclip_oracle.Oracle` computes the 
 and torch's AdamW updates the model. The second step has new samples, samples of the first step, and one sample twice.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import deepspeed.comm as dist
 import numpy as np
@@ -16,24 +16,25 @@ from torch import Tensor
 from megaclip.config import MegaclipSection
 from megaclip.engine.run_loss import RunLoss
 from megaclip.losses.fastclip_variants import VARIANTS
-from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed import fastclip_oracle as written
 from tests.distributed.engine_cases import (
     BATCH,
-    LEARNING_RATES,
     STEPS,
     WORLD_SIZE,
     Case,
     OracleTraining,
-    backpropagate,
+    Outcome,
     start_engine,
+    take_step,
     whole_parameters,
 )
 from tests.distributed.harness import run_ranks
-from tests.tolerances import ENGINE, FASTCLIP_ENGINE, Comparison, assert_close, compare, exceeded, unnoticed
+from tests.distributed.test_engine import comparisons
+from tests.tolerances import ENGINE, FASTCLIP_ENGINE, assert_close, exceeded, unnoticed
 
 SAMPLES, TAU, GAMMA_MIN, GAMMA_EPOCHS = 20, 0.3, 0.4, 3.0
 EPOCHS = (0.0, 0.6)
+BOUNDS = {**FASTCLIP_ENGINE, "norm": ENGINE["norm"]}
 CASES = {
     "fastclip_v3 zero1": Case(1, 3, loss="fastclip_v3", exchange="ring", reduction="feature"),
     "fastclip_v3 zero3": Case(3, 3, loss="fastclip_v3", exchange="all_gather", reduction="scalar"),
@@ -43,17 +44,12 @@ CASES = {
 
 
 @dataclass
-class Trained:
+class Trained(Outcome):
     """Results of two steps. u and tau: (SAMPLES, 2), NaN for samples that were not used or belong to another rank."""
 
-    losses: list[float]
-    norms: list[float]
-    parameters: dict[str, np.ndarray]
-    log_scale: float
-    u: np.ndarray
-    tau: np.ndarray
-    largest_move: float = 0.0
-    """Largest move of a parameter in the oracle. Differences of parameters are relative to this value."""
+    log_scale: float = 0.0
+    u: np.ndarray = field(default_factory=lambda: np.full((SAMPLES, 2), np.nan))
+    tau: np.ndarray = field(default_factory=lambda: np.full((SAMPLES, 2), np.nan))
 
 
 def ids_of(step: int) -> Tensor:
@@ -66,8 +62,7 @@ def ids_of(step: int) -> Tensor:
 
 def one_process(case: Case) -> Trained:
     training = OracleTraining(case)
-    loss = written.Oracle(case.loss, SAMPLES, TAU)
-    losses, norms = [], []
+    loss, outcome = written.Oracle(case.loss, SAMPLES, TAU), Trained()
     for step, epoch in enumerate(EPOCHS):
         x, y = training.features(step)
         ids = torch.cat([ids_of(step)[rank :: case.ranks] for rank in range(case.ranks)])
@@ -77,13 +72,13 @@ def one_process(case: Case) -> Trained:
         torch.autograd.backward([x, y], [found.d_image, found.d_text])
         scale = training.model.logit_scale
         scale.grad = torch.zeros_like(scale)  # the loss does not use it
-        norms.append(training.update(step))
-        losses.append(found.loss.item())
-    u, tau = np.full((2, SAMPLES, 2), np.nan)
+        outcome.norms.append(training.update(step))
+        outcome.losses.append(found.loss.item())
     for (sample, side), value in loss.u.items():
-        u[sample, side], tau[sample, side] = value, loss.tau[sample, side].item()
-    parameters, move = training.parameters()
-    return Trained(losses, norms, parameters, loss.log_scale.item(), u, tau, move)
+        outcome.u[sample, side], outcome.tau[sample, side] = value, loss.tau[sample, side].item()
+    outcome.parameters, outcome.largest_move = training.parameters()
+    outcome.log_scale = loss.log_scale.item()
+    return outcome
 
 
 def through_the_engine(case: Case) -> Trained:
@@ -105,22 +100,20 @@ def through_the_engine(case: Case) -> Trained:
         {"loss": case.loss, "exchange": case.exchange, "reduction": case.reduction, "fastclip": settings}
     )
     loss = RunLoss(section, samples=SAMPLES, epochs=1.0, total_steps=STEPS, warmup=0, device=engine.device)
-    losses, norms = [], []
+    outcome = Trained()
     for step, epoch in enumerate(EPOCHS):
         own_ids = ids_of(step)[dist.get_rank() :: dist.get_world_size()]
         bound = loss.bind(lambda ids=own_ids: ids, epoch)
-        losses.append(backpropagate(engine, case, step, loss=bound))
-        set_learning_rate(engine, LEARNING_RATES[step])
-        norms.append(update(engine))
+        take_step(engine, case, step, outcome, bound)
         loss.update(step)
     state = loss._loss.state
     mine = torch.arange(SAMPLES)[state.index.owner(torch.arange(SAMPLES)) == dist.get_rank()]
     rows = state.values[state.index.slots(mine)].double().numpy()
-    u, tau = np.full((2, SAMPLES, 2), np.nan)
-    u[mine] = np.exp(rows[:, :2])
+    outcome.u[mine] = np.exp(rows[:, :2])
     if written.individual(case.loss):
-        tau[mine] = np.where(np.isnan(rows[:, :2]), np.nan, rows[:, 2:4])
-    return Trained(losses, norms, whole_parameters(engine), float(loss._loss.log_scale), u, tau)
+        outcome.tau[mine] = np.where(np.isnan(rows[:, :2]), np.nan, rows[:, 2:4])
+    outcome.parameters, outcome.log_scale = whole_parameters(engine), float(loss._loss.log_scale)
+    return outcome
 
 
 def train_all() -> dict[str, Trained]:
@@ -141,10 +134,7 @@ def check(case: Case, ranks: list[Trained]) -> None:
     """Compare the results of all ranks with those of one process on the whole batch."""
     expected = one_process(case)
     for got in ranks:
-        assert_close(got.losses, expected.losses, FASTCLIP_ENGINE["loss"], "losses")
-        norms = [norm / wanted for norm, wanted in zip(got.norms, expected.norms, strict=True)]
-        assert_close(norms, [1.0] * len(norms), ENGINE["norm"], "gradient norms")
-        assert exceeded([farthest_parameter(got, expected)]) == []
+        assert exceeded(comparisons(got, expected, BOUNDS).values()) == []
         if written.learned(case.loss):
             assert_close(got.log_scale, expected.log_scale, FASTCLIP_ENGINE["log_scale"], "log_scale")
             assert abs(got.log_scale + np.log(TAU)) > 0.01  # the temperature has moved
@@ -159,12 +149,6 @@ def check(case: Case, ranks: list[Trained]) -> None:
         assert_close(whole[met], wanted[met], FASTCLIP_ENGINE[kind], kind)
 
 
-def farthest_parameter(got: Trained, expected: Trained) -> Comparison:
-    bound, size = FASTCLIP_ENGINE["parameters"], expected.largest_move
-    found = [compare(got.parameters[n], p, bound, n, size=size) for n, p in expected.parameters.items()]
-    return max(found, key=lambda comparison: comparison.share)
-
-
 @pytest.mark.parametrize("name", ["fastclip_v3 zero1", "fastclip_v2 zero3"])
 def test_the_comparison_detects_another_estimator(trained, name):
     """FastCLIP v0 omits the factor tau. An oracle with gamma = 1 has no memory, like a run that lost its state."""
@@ -174,4 +158,4 @@ def test_the_comparison_detects_another_estimator(trained, name):
         patch.setattr(written, "gamma_of", lambda *_: 1.0)
         others["u without its past"] = one_process(CASES[name])
     for fault, other in others.items():
-        assert unnoticed([farthest_parameter(got, other)], fault) == []
+        assert unnoticed([comparisons(got, other, BOUNDS)["parameters"]], fault) == []

@@ -16,45 +16,50 @@ from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, 
 from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.checkpoint.verify import TOLERANCE, verify
 from megaclip.zero.reshard import load_resharded
-from tests.distributed.engine_cases import STEPS, WORLD_SIZE, whole_parameters
+from tests.distributed.checks import covering_rows
+from tests.distributed.engine_cases import STEPS, WORLD_SIZE, Outcome, whole_parameters
 from tests.distributed.harness import or_traceback, run_ranks
-from tests.distributed.open_clip_cases import Case, Outcome, description, oracle, start_engine, statistics_of, train
+from tests.distributed.open_clip_cases import Case, description, oracle, start_engine, statistics_of, train
+from tests.distributed.test_engine import comparisons
 from tests.open_clip_families import BOTH_RANDOM, FAMILIES, WITH_BATCH_NORM, family
 from tests.tolerances import OPEN_CLIP_BF16, OPEN_CLIP_ENGINE, compare, exceeded, unnoticed
 
-# The short form has one stage per family. The long form has every stage.
+WAYS: dict[str, dict] = {
+    "plain": {},
+    "compiled": {"compiled": True, "keep": 1},
+    "checkpointing": {"checkpointing": "plain"},
+    "kept": {"keep": 3, "text_chunks": 1},
+}
+WITHOUT_GROUPS = ("resnet", "m2m_100")
+"""Families of which open_clip cannot unlock groups."""
+# The short form has one stage per family.
 QUICK = {
-    f"{name} zero{index % 4}": Case(name, index % 4, resumes=name in ("resnet", "convnext"))
+    f"{name} zero{index % 4}": Case(index % 4, family=name, resumes=name in ("resnet", "convnext"))
     for index, name in enumerate(FAMILIES)
 }
 QUICK |= {
     # The first or last pass of one tower also runs the other tower, on blank rows.
-    "both random zero2 offloaded": Case(BOTH_RANDOM, 2, offload="optimizer", resumes=False),
-    "mobileclip zero2 kept": Case("mobileclip", 2, keep=3, checkpointing="plain", resumes=False),
-    "mt5 zero3 checkpointing": Case("mt5", 3, checkpointing="plain", resumes=False),
-    "both random zero1 compiled": Case(BOTH_RANDOM, 1, compiled=True, resumes=False),
-    "eva zero1 cut": Case("eva", 1, cuts=True, resumes=False),
+    "both random zero2 offloaded": Case(2, family=BOTH_RANDOM, offload="optimizer", resumes=False),
+    "mobileclip zero2 kept": Case(2, family="mobileclip", keep=3, checkpointing="plain", resumes=False),
+    "mt5 zero3 checkpointing": Case(3, family="mt5", checkpointing="plain", resumes=False),
+    "both random zero1 compiled": Case(1, family=BOTH_RANDOM, compiled=True, resumes=False),
+    "eva zero1 cut": Case(1, family="eva", captions="cut", resumes=False),
 }
 GRID = {
-    f"{name} zero{stage}": Case(name, stage)
-    for name in FAMILIES
-    for stage in range(4)
-    if f"{name} zero{stage}" not in QUICK
+    f"{name} zero{stage} {way}": Case(stage, family=name, **WAYS[way])
+    for name, way, stage in covering_rows(FAMILIES, WAYS, (3, 2, 1, 0))
 }
-WITHOUT_GROUPS = ("resnet", "m2m_100")
-"""Families of which open_clip cannot unlock groups."""
-GRID["eva zero3 compiled, cut"] = Case("eva", 3, compiled=True, cuts=True, checkpointing="plain", resumes=False)
-GRID["both random zero3 kept"] = Case(BOTH_RANDOM, 3, keep=3, text_chunks=1)
+"""Every pair of family, way and stage, and more."""
+GRID["eva zero3 compiled, cut"] = Case(
+    3, family="eva", compiled=True, captions="cut", checkpointing="plain", resumes=False
+)
+GRID["both random zero3 kept"] = Case(3, family=BOTH_RANDOM, keep=3, text_chunks=1)
 for _name in FAMILIES:
-    GRID[f"{_name} zero2 compiled"] = Case(_name, 2, compiled=True, keep=1, resumes=False)
-    GRID[f"{_name} zero3 compiled"] = Case(_name, 3, compiled=True)
-    GRID[f"{_name} zero3 checkpointing"] = Case(_name, 3, checkpointing="plain")
-    _locked = _name not in WITHOUT_GROUPS
-    GRID[f"{_name} zero3 locked offloaded"] = Case(_name, 3, locked=_locked, offload="all", resumes=False)
-    GRID[f"{_name} zero3 kept"] = Case(_name, 3, keep=3, text_chunks=1)
-
-
-BF16 = {f"{name} zero{2 + index % 2}": Case(name, 2 + index % 2, bf16=True) for index, name in enumerate(FAMILIES)}
+    _locked = "" if _name in WITHOUT_GROUPS else "below"
+    GRID[f"{_name} zero3 locked offloaded"] = Case(3, family=_name, locked=_locked, offload="all", resumes=False)
+BF16 = {
+    f"{name} zero{2 + index % 2}": Case(2 + index % 2, family=name, bf16=True) for index, name in enumerate(FAMILIES)
+}
 
 
 def train_all(cases: dict[str, Case], folder: Path) -> dict[str, Outcome | str]:
@@ -85,33 +90,12 @@ def trained(folder: Path) -> list[dict[str, Outcome | str]]:
     return run_ranks(train_all, WORLD_SIZE, QUICK, folder)
 
 
-def differences(got: Outcome | str, expected: Outcome) -> dict:
-    """Compare losses, norms, parameters (relative to the largest move) and statistics."""
-    assert isinstance(got, Outcome), got
-    assert got.parameters.keys() == expected.parameters.keys()
-    size, bounds = expected.largest_move, OPEN_CLIP_ENGINE
-    parameters = [
-        compare(got.parameters[n], p, bounds["parameters"], n, size=size) for n, p in expected.parameters.items()
-    ]
-    assert got.statistics.keys() == expected.statistics.keys()
-    statistics = [compare(got.statistics[n], s, bounds["statistics"], n) for n, s in expected.statistics.items()]
-    norms = [norm / wanted for norm, wanted in zip(got.norms, expected.norms, strict=True)]
-    found = {
-        "parameters": max(parameters, key=lambda comparison: comparison.share),
-        "loss": compare(got.losses, expected.losses, bounds["loss"], "losses"),
-        "norm": compare(norms, [1.0] * len(norms), bounds["norm"], "norms"),
-    }
-    if statistics:
-        found["statistics"] = max(statistics, key=lambda comparison: comparison.share)
-    return found
-
-
 def check(outcomes: list[dict[str, Outcome | str]], name: str, case: Case, folder: Path) -> None:
     """Compare every rank with the oracle, and the resumed engine with the engine that never stopped."""
     expected = oracle(case, folder)
     for rank, of_rank in enumerate(outcomes):
         got = of_rank[name]
-        assert exceeded(differences(got, expected).values()) == [], f"rank {rank}"
+        assert exceeded(comparisons(got, expected, OPEN_CLIP_ENGINE).values()) == [], f"rank {rank}"
         assert isinstance(got, Outcome)
         for key, value in (got.parameters | got.statistics).items() if case.resumes else ():
             assert (got.resumed[key] == value).all(), f"rank {rank}: {key} after resume"
@@ -161,16 +145,18 @@ def test_exports_are_compared_with_open_clips_own_forward(trained, folder):
 def test_the_comparison_detects_other_dropout_and_statistics(trained, folder):
     """An oracle with either mistake is far away, so the comparison depends on both."""
     case = QUICK["both random zero2 offloaded"]
-    found = differences(trained[0]["both random zero2 offloaded"], oracle(replace(case, fault="dropout"), folder))
+    got, other = trained[0]["both random zero2 offloaded"], oracle(replace(case, fault="dropout"), folder)
+    found = comparisons(got, other, OPEN_CLIP_ENGINE)
     assert unnoticed([found["parameters"]], "dropout") == []
     (name,) = [name for name in QUICK if name.startswith(WITH_BATCH_NORM[0])]
-    found = differences(trained[0][name], oracle(replace(QUICK[name], fault="statistics"), folder))
+    other = oracle(replace(QUICK[name], fault="statistics"), folder)
+    found = comparisons(trained[0][name], other, OPEN_CLIP_ENGINE)
     assert unnoticed([found["statistics"]], "statistics") == []
 
 
 def reload(checkpoints: Path, exported: Path, folder: Path) -> list[dict[str, np.ndarray]]:
     """Return two sets of weights at ZeRO-3: loaded from an export, and from a checkpoint of ZeRO-1."""
-    case, results = Case("mobileclip", 3), []
+    case, results = Case(3, family="mobileclip"), []
     engine = start_engine(case, folder, "--pretrained", str(exported))
     results.append(whole_parameters(engine) | statistics_of(engine.module))
     engine = start_engine(case, folder)
@@ -183,7 +169,7 @@ def dtypes_of_parameters(folder: Path) -> list[tuple[set[torch.dtype], set[torch
     """Return the dtypes of parameters and of what this rank holds of them, at ZeRO-1 to 3."""
     found = []
     for stage in (1, 2, 3):
-        parameters = list(start_engine(Case("vit", stage, bf16=True), folder).module.parameters())
+        parameters = list(start_engine(Case(stage, family="vit", bf16=True), folder).module.parameters())
         found.append(({p.dtype for p in parameters}, {getattr(p, "ds_tensor", p).dtype for p in parameters}))
     return found
 
