@@ -1,4 +1,4 @@
-"""The parts of a model that torch.compile turns into one graph each: a whole tower, or each of its blocks.
+"""The parts of a model that torch.compile compiles: a whole tower, or each of its blocks.
 
 Only training chunks run through compiled code. Batches of an evaluation and single rows have other shapes, and each
 shape is another compilation, so they run as plain PyTorch. The compiled parts of MegaCLIP's own towers draw no random
@@ -86,7 +86,7 @@ def compiled_class(library_class: type[nn.Module], *, recomputes: bool = False) 
 
 
 def compiles_whole_tower(zero_stage: int, *, checkpointing: bool, coalesces: bool) -> bool:
-    """Return whether the whole image tower is compiled as one graph, or each of its blocks.
+    """Return whether the image tower is compiled as a whole, or each of its blocks.
 
     Blocks are needed if their activations are computed again one by one, if their parameters are gathered one by one
     (stage 3), and if their gradients are reduced and freed one by one (stage 2 without coalescing). Text blocks are
@@ -96,7 +96,7 @@ def compiles_whole_tower(zero_stage: int, *, checkpointing: bool, coalesces: boo
 
 
 def compiled_function(function: Compiled) -> Compiled:
-    """Return a compiled function, such as the preparation of a tower's input. It compiles as one graph or fails."""
+    """Return a compiled function, such as the preparation of a tower's input. It compiles as a whole or fails."""
     return torch.compile(function, backend=BACKEND, dynamic=False, fullgraph=True)
 
 

@@ -318,7 +318,7 @@ class Workload:
 
     @property
     def compiles_image_tower(self) -> bool:
-        """True if the whole image tower becomes one graph in a run that compiles."""
+        """True if a run that compiles compiles the image tower as a whole."""
         return compiles_whole_tower(
             int(self.zero.stage), checkpointing=bool(self.checkpointing), coalesces=self.coalesces
         )
