@@ -5,7 +5,6 @@ AdamW steps are compared with `engine_cases.oracle` in float64. All cases of one
 DeepSpeed keeps the groups of a process. The last tests show that the comparison can fail.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from megaclip.models.layers import LayerFactory, split_dim
 from megaclip.zero import optimizers
 from megaclip.zero.optimizers import set_learning_rate, update
 from tests.distributed import engine_cases
+from tests.distributed.checks import covering_rows
 from tests.distributed.engine_cases import Case, Outcome, oracle
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.megatron_mark import MEGATRON
@@ -58,20 +58,26 @@ WAYS: dict[str, dict] = {
 }
 
 
-def every_way(loss: str, **changes) -> dict[str, Case]:
-    """Return a loss with every exchange and reduction at every ZeRO stage. Offload and coalescing require stage 1."""
-    return {
-        f"zero{stage} {way} {loss}": Case(stage, 3, loss=loss, **settings, **changes)
-        for stage, (way, settings) in itertools.product(range(4), WAYS.items())
-        if stage or way not in ("offloaded", "coalesced")
-    }
-
-
-FULL = every_way("clip") | every_way("siglip")
 LAUNCHES = {(2, 4): SHORT, (4, 4): {name: SHORT[name] for name in ("zero1 clipped", "zero3 everything")}}
 """(tensor-parallel size, ranks) -> cases of `make test`."""
-# tests/distributed/test_engine.py tests the exchanges and reductions of InfoNCE without tensor parallelism.
-LONG_LAUNCHES = {(1, 2): every_way("siglip"), (2, 2): FULL, (2, 4): FULL, (4, 4): FULL}
+
+
+def every_pair(losses: dict[str, dict]) -> dict[tuple[int, int], dict[str, Case]]:
+    """Return cases by (tensor-parallel size, ranks). Every pair of a layout, a way, a loss and a ZeRO stage occurs.
+
+    losses: settings of each loss. Offload and coalescing require stage 1.
+    """
+    launches: dict[tuple[int, int], dict[str, Case]] = {}
+    layouts = ((2, 4), (4, 4), (2, 2), (1, 2))
+    for layout, way, loss, stage in covering_rows(
+        layouts, WAYS, losses, (3, 2, 1, 0), possible=lambda row: row[3] > 0 or row[1] not in ("offloaded", "coalesced")
+    ):
+        case = Case(stage, 3, loss=loss, **WAYS[way], **losses[loss])
+        launches.setdefault(layout, {})[f"zero{stage} {way} {loss}"] = case
+    return launches
+
+
+LONG_LAUNCHES = every_pair({"clip": {}, "siglip": {}})
 
 
 def train_all(size: int, cases: dict[str, Case]) -> dict[str, Outcome | str]:
@@ -100,7 +106,7 @@ def test_two_steps_equal_one_process_on_the_whole_batch(trained, size, ranks, na
 
 @pytest.mark.long
 @pytest.mark.parametrize(("size", "ranks"), LONG_LAUNCHES)
-def test_every_combination_equals_one_process(size, ranks):
+def test_every_pair_of_settings_equals_one_process(size, ranks):
     results = run_ranks(train_all, ranks, size, LONG_LAUNCHES[size, ranks], time_limit_s=1100)
     wrong = {}
     for name, case in LONG_LAUNCHES[size, ranks].items():

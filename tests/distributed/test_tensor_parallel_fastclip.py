@@ -1,8 +1,8 @@
 """FastCLIP with tensor-parallel towers equals one process on the whole batch: parameters, estimators, temperatures.
 
 Four ranks form two replicas of two ranks. The loss's state is sharded over all four ranks, independently of the
-replicas. The long test runs FastCLIP v2 and v3 with every exchange and reduction at every ZeRO stage. It adds runs
-without tensor parallelism, and runs with one replica of four ranks.
+replicas. The long test has every pair of a layout of the ranks, a way to train, a ZeRO stage, and FastCLIP v2 or
+v3. It adds runs without tensor parallelism, and runs with one replica of four ranks.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.distributed.engine_cases import Case
 from tests.distributed.harness import run_ranks
 from tests.distributed.megatron_mark import MEGATRON
 from tests.distributed.test_engine_fastclip import CASES, Trained, check, one_process, through_the_engine
-from tests.distributed.test_tensor_parallel import every_way, split
+from tests.distributed.test_tensor_parallel import every_pair, split
 
 pytestmark = MEGATRON
 
@@ -32,11 +32,12 @@ SHORT = {name: replace(case, text_chunks=0) for name, case in CASES.items()} | {
         clipping=0.1,
     ),
 }
-LONG = every_way("fastclip_v2", exchange="ring", reduction="scalar") | every_way(
-    "fastclip_v3", exchange="all_gather", reduction="feature"
+LONG_LAUNCHES = every_pair(
+    {
+        "fastclip_v2": {"exchange": "ring", "reduction": "scalar"},
+        "fastclip_v3": {"exchange": "all_gather", "reduction": "feature"},
+    }
 )
-LONG_LAUNCHES = [(1, 2), (2, 2), (2, 4), (4, 4)]
-"""(tensor-parallel size, ranks) of the launches that have all cases of LONG."""
 
 
 def train_all(size: int, cases: dict[str, Case]) -> dict[str, Trained]:
@@ -61,10 +62,11 @@ def test_the_clipped_cases_clip():
 
 @pytest.mark.long
 @pytest.mark.parametrize(("size", "ranks"), LONG_LAUNCHES)
-def test_every_combination_equals_one_process(size, ranks):
-    results = run_ranks(train_all, ranks, size, LONG, time_limit_s=1100)
+def test_every_pair_of_settings_equals_one_process(size, ranks):
+    cases = LONG_LAUNCHES[size, ranks]
+    results = run_ranks(train_all, ranks, size, cases, time_limit_s=1100)
     wrong = {}
-    for name, case in LONG.items():
+    for name, case in cases.items():
         try:
             check(split(case, size, ranks), [result[name] for result in results])
         except AssertionError as error:
