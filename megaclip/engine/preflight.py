@@ -1,9 +1,8 @@
 """Plan a run before it starts, and refuse it if it does not fit this machine.
 
 `check_fit` compares the planner's formulas with the memory that is free now, and decides where the run keeps a step's
-images and its embeddings, and how many graphs it keeps between its passes. The run follows the plan. After its first
-steps it may keep more graphs (`keep_more_graphs`). The loss chooses exchange and reduction later
-(`megaclip.losses.way.make_way`).
+images and its embeddings, how many graphs it keeps between its passes, and the exchange and reduction of its loss. The
+run follows the plan. After its first steps it may keep more graphs (`keep_more_graphs`).
 
 A run that does not fit is refused on GPUs. On CPUs it starts with a warning, because other programs share the memory
 and may free it. On both a run is refused if shared memory is too small for its loader, or if a step's images do not fit
@@ -20,7 +19,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megaclip.comm.collectives import gather_integers, gather_objects, raise_on_all_ranks
-from megaclip.config import TrainArguments
+from megaclip.comm.groups import by_node, resolve
+from megaclip.comm.machine import machine_of
+from megaclip.config import MegaclipSection, TrainArguments
 from megaclip.data.workers import SHARED_MEMORY_ADVICE
 from megaclip.engine.inputs import Inputs
 from megaclip.engine.schedule import RunLength
@@ -40,7 +41,7 @@ from megaclip.planner import (
 )
 from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
 from megaclip.planner.constants import MEASURED_MARGIN
-from megaclip.planner.memory import loader_bytes, store_bytes, with_kept_graphs
+from megaclip.planner.memory import choose_way_of_loss, loader_bytes, store_bytes, with_kept_graphs
 from megaclip.planner.phases import graph_bytes
 from megaclip.planner.report import graphs_text, summary
 from megaclip.planner.workload import EvaluationSets, nvme_paths
@@ -68,9 +69,14 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     requested = workload_of(arguments, inputs, dist.get_world_size())
     folder = Path(arguments.data_offload_dir or arguments.logs)
     cluster = this_machine(dist.get_world_size(), folder, nvme_paths(requested.zero))
+    if _chooses_way(requested):
+        device = torch.device(get_accelerator().current_device_name())
+        cluster = replace(cluster, measured=machine_of(by_node(resolve(None)), device))
     plan, workload = _agree(requested, cluster)
     reason = _reason_for_graphs(plan, requested.megaclip.keep_graphs, cluster)
     logger.info("%s: %s", graphs_text(plan.workload), reason)
+    if _chooses_way(requested):
+        logger.info("%s", _way_text(plan.workload, requested.megaclip, cluster))
     _log_places(plan, workload, cluster, folder)
     _log_compilation(plan, workload, cluster)
     if arguments.no_plan:
@@ -85,12 +91,26 @@ def check_fit(arguments: TrainArguments, inputs: Inputs) -> MemoryPlan:
     return plan
 
 
+def _chooses_way(workload: Workload) -> bool:
+    """Return whether the plan chooses the exchange or the reduction of the loss."""
+    section = workload.megaclip
+    return workload.world_size > 1 and "auto" in (section.exchange, section.reduction)
+
+
+def _way_text(planned: Workload, requested: MegaclipSection, cluster: Cluster) -> str:
+    """Return the planned exchange and reduction as text, with the estimates of all that `requested` allows."""
+    section = planned.megaclip
+    allowed = planned.with_megaclip(exchange=requested.exchange, reduction=requested.reduction)
+    choice, machine = choose_way_of_loss(allowed, cluster)
+    return choice._replace(exchange=section.exchange, reduction=section.reduction).described(machine)
+
+
 def _agree(workload: Workload, cluster: Cluster) -> tuple[MemoryPlan, Workload]:
     """Return a plan with the same decisions on every rank, and the workload with the settings that result in this plan.
 
     GPUs and hosts may have different amounts of free memory, so that their own plans differ. All ranks then follow the
-    plan that needs the least memory. They recompute if any rank recomputes, keep the smallest number of graphs, and
-    keep images on disk if any rank does.
+    plan that needs the least memory. They recompute if any rank recomputes, exchange features in a ring if any rank
+    does, keep the smallest number of graphs, and keep images on disk if any rank does.
 
     Raises:
         ConfigError: on every rank, if selective_recompute cannot be used.
@@ -102,6 +122,13 @@ def _agree(workload: Workload, cluster: Cluster) -> tuple[MemoryPlan, Workload]:
     if any_rank_recomputes and not plan.recomputes:
         plan = plan_memory(workload.with_megaclip(selective_recompute=True), cluster)
     workload = workload.with_megaclip(selective_recompute=plan.recomputes)
+    own_exchange = plan.workload.megaclip.exchange
+    exchange = "ring" if "ring" in gather_objects(own_exchange) else own_exchange
+    workload = workload.with_megaclip(exchange=exchange)
+    if exchange != own_exchange:
+        plan = plan_memory(workload, cluster)
+    # The reduction depends on the exchange and on figures that all ranks share.
+    workload = workload.with_megaclip(reduction=plan.workload.megaclip.reduction)
     own_graph_bytes, own_graphs = plan.graph_bytes, sum(plan.workload.kept)
     fewest_graphs = _least(own_graphs)
     if fewest_graphs < own_graphs:

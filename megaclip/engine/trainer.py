@@ -57,7 +57,7 @@ class Trainer:
         bias = self.engine.module.logit_bias
         self.logit_bias = None if bias is None else MasterScalar(bias)
         self.loss = RunLoss(
-            self.config.megaclip,
+            memory_plan.workload.megaclip,  # with the planned exchange and reduction
             samples=len(inputs.train),
             epochs=length.epoch_at(length.total_steps),
             total_steps=length.total_steps,

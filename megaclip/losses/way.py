@@ -6,10 +6,9 @@ arithmetic. `choose_way` resolves "auto" by a cost model:
     seconds = operations / rate + bytes / link speed    all_gather; ring between the GPUs of one host
     seconds = max of the two + a latency per hop        ring over several hosts, or on CPUs
 
-`choose_way` is a function of plain numbers and measures nothing.
-
-- In a run `make_way` calls it with measured rates, which are the same on every rank, and logs the result once.
-- The planner calls it with the rates of a described cluster.
+`choose_way` is a function of plain numbers and measures nothing. The planner calls it for a run, whose loss gets the
+planned exchange and reduction, and for `megaclip plan`. A loss that is left to choose by itself, as in another trainer,
+calls it at its first step (`make_way`) with measured rates, which are the same on every rank, and logs the result once.
 
 A ring sends features while tiles are computed. Between hosts the network cards send them during the computation, and
 the loss takes the longer of both times. Between GPUs of one host NCCL uses multiprocessors of the GPU to send them, so
@@ -70,6 +69,15 @@ class Choice(NamedTuple):
     """Estimated seconds by (exchange, reduction) of each way that was compared; empty on one rank."""
     gathered_bytes: float
     """Bytes that an all_gather of the features and of their gradients takes on each rank."""
+
+    def described(self, machine: Machine) -> str:
+        """Return a line for the log: the choice and the figures that it follows from."""
+        estimates = ", ".join(f"{' + '.join(way)} {1000 * value:.3g} ms" for way, value in self.seconds.items())
+        return (
+            f"loss: {self.exchange} + {self.reduction} (estimates: {estimates}; links "
+            f"{machine.link_bytes_per_s / 1e9:.3g} GB/s, products {machine.flops_per_s / 1e12:.3g} TFLOP/s; gathering "
+            f"takes {self.gathered_bytes / 2**20:.0f} MiB, {machine.free_bytes / 2**20:.0f} MiB are free)"
+        )
 
 
 def make_way(
@@ -163,13 +171,7 @@ def _measure_and_choose(
         machine=machine,
         hides_exchanges=isinstance(ranks, NodeGroup) or features.device.type == "cpu",
     )
-    estimates = ", ".join(f"{' + '.join(way)} {1000 * value:.3g} ms" for way, value in choice.seconds.items())
-    log_once(
-        _logger.info,
-        f"loss: {choice.exchange} + {choice.reduction} (estimates: {estimates}; links "
-        f"{machine.link_bytes_per_s / 1e9:.3g} GB/s, products {machine.flops_per_s / 1e12:.3g} TFLOP/s; gathering "
-        f"takes {choice.gathered_bytes / 2**20:.0f} MiB, {machine.free_bytes / 2**20:.0f} MiB are free)",
-    )
+    log_once(_logger.info, choice.described(machine))
     return choice.exchange, choice.reduction
 
 

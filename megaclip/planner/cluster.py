@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megaclip.errors import ConfigError, nearest
+from megaclip.losses.way import CPU, Machine
 from megaclip.planner.constants import (
     ATTENTION_SHARE,
     DECODED_PER_CORE,
@@ -85,6 +86,9 @@ class Cluster:
     rates: Rates
     nvme: float | None = None
     """Bytes that are free on the disk that ZeRO-3 offloads to, if that is another disk."""
+    measured: Machine | None = None
+    """Links and products that all ranks of a run have measured, for the choice of exchange and reduction. None: those
+    of `rates`."""
 
     @property
     def gpus(self) -> int:
@@ -95,6 +99,14 @@ class Cluster:
         """True if features are exchanged while tiles are computed: between hosts and on CPUs. Between GPUs of one host
         the copies use the GPU's multiprocessors, so the tiles wait for them (docs/losses.md)."""
         return self.hosts > 1 or not self.gpu_memory
+
+    def loss_machine(self, free_bytes: float) -> Machine:
+        """Return the figures from which exchange and reduction are chosen, if `free_bytes` of a GPU are free. On CPUs
+        they are fixed."""
+        if not self.gpu_memory:
+            return CPU
+        measured = self.measured or Machine(self.slowest_link, self.rates.product_flops, free_bytes)
+        return measured._replace(free_bytes=free_bytes)
 
     @property
     def slowest_link(self) -> float:

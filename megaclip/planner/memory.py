@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from megaclip.logging import format_bytes
 from megaclip.losses.costs import LOSS_COSTS
-from megaclip.losses.way import CPU, Choice, Machine, choose_way
+from megaclip.losses.way import Choice, Machine, choose_way
 from megaclip.models import OpenClipConfig
 from megaclip.planner.cluster import Cluster
 from megaclip.planner.compile_estimate import compile_estimate
@@ -172,8 +172,8 @@ def resolve_auto(workload: Workload, cluster: Cluster) -> Workload:
     """Return the workload with the values of "auto" on this cluster: whether the towers are compiled and recompute
     selectively, where embeddings are kept, exchange and reduction, and the number of kept graphs.
 
-    A run uses the same rules. A run on GPUs measures its links, products and free memory (`megaclip.comm.machine`), so
-    it may choose another exchange than the cluster's rates suggest; a run on CPUs uses fixed figures, as this does.
+    A run follows the values of its plan. On GPUs its ranks have measured their links and products
+    (`Cluster.measured`), so it may choose another exchange than `megaclip plan` does at the rates of a preset.
     """
     workload = workload.with_megaclip(compile=compile_estimate(workload, cluster).pays)
     section = workload.megaclip
@@ -208,23 +208,22 @@ def _recomputes(workload: Workload, cluster: Cluster) -> bool:
 def _with_graphs_and_way(workload: Workload, cluster: Cluster) -> Workload:
     """Return the workload with the number of kept graphs, exchange and reduction instead of "auto"."""
     section = workload.megaclip
-    way = _choose_way(workload, cluster)
+    way, _ = choose_way_of_loss(workload, cluster)
     if section.keep_graphs == "auto":
         resolved = workload.with_megaclip(exchange=way.exchange, reduction=way.reduction)
         workload = workload.with_megaclip(keep_graphs=_planned_graphs(resolved, cluster))
-        way = _choose_way(workload, cluster)  # kept graphs leave the loss less memory
+        way, _ = choose_way_of_loss(workload, cluster)  # kept graphs leave the loss less memory
     return workload.with_megaclip(exchange=way.exchange, reduction=way.reduction)
 
 
-def _choose_way(workload: Workload, cluster: Cluster) -> Choice:
-    """Return exchange and reduction of the loss, beside the graphs that the workload keeps."""
-    section, machine = workload.megaclip, CPU
-    if cluster.gpu_memory:
-        graphs = sum(count * size for count, size in zip(workload.kept, graph_bytes(workload), strict=True))
-        held = sum(states_of(workload).gpu.values()) + graphs + embedding_bytes(workload)
-        free = max(0.0, cluster.usable_gpu_memory - held)
-        machine = Machine(cluster.slowest_link, cluster.rates.product_flops, free)
-    return choose_way(
+def choose_way_of_loss(workload: Workload, cluster: Cluster) -> tuple[Choice, Machine]:
+    """Return exchange and reduction of the loss, beside the graphs that the workload keeps, and the figures from which
+    they are chosen."""
+    section = workload.megaclip
+    graphs = sum(count * size for count, size in zip(workload.kept, graph_bytes(workload), strict=True))
+    held = sum(states_of(workload).gpu.values()) + graphs + embedding_bytes(workload)
+    machine = cluster.loss_machine(max(0.0, cluster.usable_gpu_memory - held))
+    choice = choose_way(
         section.exchange,
         section.reduction,
         sizes=exchange_sizes(workload),
@@ -233,6 +232,7 @@ def _choose_way(workload: Workload, cluster: Cluster) -> Choice:
         machine=machine,
         hides_exchanges=cluster.hides_exchanges,
     )
+    return choice, machine
 
 
 def _planned_graphs(workload: Workload, cluster: Cluster) -> int:

@@ -9,18 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megaclip.comm.groups import NodeGroup, RankGroup
 from megaclip.comm.machine import Machine
 from megaclip.config import load_training_config, parse_arguments
 from megaclip.config.ds_config import elements_kept_gathered
 from megaclip.config.training import TextChunks
 from megaclip.data import ImageTransform
 from megaclip.engine import preflight
-from megaclip.losses import way as loss_way
-from megaclip.losses.costs import LOSS_COSTS
 from megaclip.models import ModelConfig, build_model, load_model_config
-from megaclip.planner import Cluster, Workload, describe, plan_memory
-from megaclip.planner.memory import resolve_auto
+from megaclip.planner import Cluster, MemoryPlan, describe, plan_memory
 from megaclip.planner.places import ImagePlace, embeddings_on_cpu, place_images
 from megaclip.planner.step_time import plan_time
 from megaclip.planner.text_chunks import text_chunks_for
@@ -29,7 +25,7 @@ from megaclip.planner.traced_towers import trace
 from megaclip.step.batch import DeviceFeed
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients
 from tests.distributed.memory_batch import MemoryBatch, PlainEngine, cross_entropy
-from tests.unit.planner.planner_cases import GIB, workload
+from tests.unit.planner.planner_cases import workload
 
 SMALL = ModelConfig.from_dict(
     {
@@ -40,109 +36,57 @@ SMALL = ModelConfig.from_dict(
 )
 
 
+# unlocked groups of each tower (None: not locked), chunks of each tower, kept graphs: every pair of values occurs.
+STEPS = [
+    (None, None, 1, 1, 0),
+    (None, None, 4, 4, 5),
+    (None, 0, 1, 4, 8),
+    (None, 0, 4, 1, 0),
+    (None, 1, 4, 1, 8),
+    (None, 1, 1, 4, 5),
+    (0, None, 4, 1, 5),
+    (0, None, 1, 4, 0),
+    (0, 0, 4, 4, 0),
+    (0, 0, 1, 1, 8),
+    (0, 1, 1, 1, 5),
+    (0, 1, 4, 4, 8),
+    (1, None, 4, 1, 8),
+    (1, 0, 4, 1, 5),
+    (1, 0, 1, 4, 0),
+    (1, 1, 4, 4, 0),
+    (1, 1, 1, 1, 0),
+]
+
+
 def test_towers_run_as_often_as_planned(tmp_path: Path) -> None:
-    planned = set()
-    rows = 8
-    for image_unlocked, text_unlocked in itertools.product((None, 0, 1), repeat=2):
-        for image_chunks, text_chunks, keep in itertools.product((1, 4), (1, 4), (0, 5, 8)):
-            model = build_model(SMALL)
-            if image_unlocked is not None:
-                model.lock_image_tower(image_unlocked)
-            if text_unlocked is not None:
-                model.lock_text_tower(text_unlocked)
-            job = replace(
-                workload(tmp_path, ranks=1), model=SMALL, image_unlocked=image_unlocked, text_unlocked=text_unlocked
-            ).with_megaclip(keep_graphs=keep)
-            job = job.with_batch(rows, micro_batch=rows // image_chunks, text_micro_batch=rows // text_chunks)
-            pixels = torch.randint(256, (rows, 3, 8, 8), dtype=torch.uint8)
-            feed = DeviceFeed(torch.device("cpu"), torch.float32, ImageTransform(8).normalise)
-            batch = MemoryBatch(
-                pixels.chunk(image_chunks), torch.randint(1, 32, (rows, 6)), feed, text_chunks=text_chunks
-            )
-            engine = PlainEngine(model)
-            accumulate_gradients(
-                engine,
-                cross_entropy,
-                batch,
-                torch.zeros(1),
-                RandomState(seed=0, step=0, rank=0),
-                coalesce=False,
-                kept=job.kept,
-            )
-            trained = [tower.trained > 0 for tower in job.parameters]
-            graphs = image_chunks * trained[0] + text_chunks * trained[1]
-            again = 0 if job.backward_passes == 1 else max(0, graphs - keep)
-            assert sum(job.encoded_again) == again
-            for tower, work in zip(("image", "text"), tower_work(job), strict=True):
-                assert engine.rows[tower] == rows + work.encoded_again * rows / work.chunks
-            assert engine.rows["image"] == rows * job.image_readings
-            phases = plan_memory(job, describe(gpus=1)).gpu_phases
-            for phase, is_trained in zip(
-                (phases.image_tower_backward, phases.text_tower_backward), trained, strict=True
-            ):
-                assert (phase is not None) == is_trained
-            planned.add((sum(trained), again > 0))
+    rows, planned = 8, set()
+    pixels = torch.randint(256, (rows, 3, 8, 8), dtype=torch.uint8)
+    feed = DeviceFeed(torch.device("cpu"), torch.float32, ImageTransform(8).normalise)
+    plain = replace(workload(tmp_path, ranks=1), model=SMALL)
+    for image_unlocked, text_unlocked, image_chunks, text_chunks, keep in STEPS:
+        model = build_model(SMALL)
+        if image_unlocked is not None:
+            model.lock_image_tower(image_unlocked)
+        if text_unlocked is not None:
+            model.lock_text_tower(text_unlocked)
+        job = replace(plain, image_unlocked=image_unlocked, text_unlocked=text_unlocked).with_megaclip(keep_graphs=keep)
+        job = job.with_batch(rows, micro_batch=rows // image_chunks, text_micro_batch=rows // text_chunks)
+        tokens = torch.randint(1, 32, (rows, 6))
+        batch = MemoryBatch(pixels.chunk(image_chunks), tokens, feed, text_chunks=text_chunks)
+        engine, seeds = PlainEngine(model), RandomState(seed=0, step=0, rank=0)
+        accumulate_gradients(engine, cross_entropy, batch, torch.zeros(1), seeds, coalesce=False, kept=job.kept)
+        works = tower_work(job)
+        graphs = sum(work.chunks for work in works if work.trained)
+        again = 0 if job.backward_passes == 1 else max(0, graphs - keep)
+        assert sum(job.encoded_again) == again
+        for work in works:
+            assert engine.rows[work.name] == rows + work.encoded_again * rows / work.chunks
+        assert engine.rows["image"] == rows * job.image_readings
+        phases = plan_memory(job, describe(gpus=1)).gpu_phases
+        for work, phase in zip(works, (phases.image_tower_backward, phases.text_tower_backward), strict=True):
+            assert (phase is not None) == (work.trained > 0)
+        planned.add((sum(work.trained > 0 for work in works), again > 0))
     assert planned == {(0, False), (1, False), (1, True), (2, False), (2, True)}
-
-
-def way_of_a_run(monkeypatch: pytest.MonkeyPatch, job: Workload, cluster: Cluster, machine: Machine) -> tuple[str, str]:
-    """Return the exchange and reduction that a loss chooses when every rank measures the figures of `machine`."""
-    local = RankGroup(handle=None, rank=0, size=cluster.gpus_per_host)
-    ranks = RankGroup(handle=None, rank=0, size=job.world_size)
-    outer = RankGroup(handle=None, rank=0, size=cluster.hosts)
-    nodes = NodeGroup(handle=None, rank=0, size=job.world_size, inner=local, outer=outer)
-    monkeypatch.setattr(loss_way, "by_node", lambda ranks: nodes if cluster.hosts > 1 else ranks)
-    monkeypatch.setattr(loss_way, "machine_of", lambda ranks, device: machine)
-    made = loss_way.make_way(
-        torch.empty(job.local_batch, job.model.embed_dim, dtype=torch.bfloat16, device="meta"),
-        ranks=ranks,
-        exchange=job.megaclip.exchange,
-        reduction=job.megaclip.reduction,
-        payload=job.megaclip.payload,
-        tiles=loss_way.TileOptions(),
-        need_dots=False,
-        cost=LOSS_COSTS[job.megaclip.loss],
-    )
-    return made.exchange, made.reduction
-
-
-@pytest.mark.parametrize("loss", ["clip", "siglip", "fastclip_v3"])
-def test_the_loss_exchanges_features_as_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
-    found = set()
-    jobs = {
-        (exchange, payload, batch): workload(
-            tmp_path, megaclip={"loss": loss, "exchange": exchange, "payload": payload}
-        ).with_batch(batch, micro_batch=min(batch, 512))
-        for exchange, payload, batch in itertools.product(("auto", "ring"), ("auto", "bf16"), (256, 4096, 2**16))
-    }
-    for ((exchange, payload, batch), job), hosts, link in itertools.product(
-        jobs.items(), (1, 2, 8), ("3GB", "25GB", "300GB")
-    ):
-        cluster = describe(gpus=8 // hosts, hosts=hosts, link=link, network=link)
-        planned = resolve_auto(job, cluster).megaclip
-        machine = Machine(cluster.slowest_link, cluster.rates.product_flops, 64 * GIB)
-        assert (planned.exchange, planned.reduction) == way_of_a_run(monkeypatch, job, cluster, machine)
-        found.add((planned.exchange, planned.reduction))
-        if (loss, hosts, link, batch, exchange, payload) == ("clip", 2, "25GB", 4096, "auto", "auto"):
-            # The planner must use the rule of the run. Another rule might give ring + feature here.
-            assert (planned.exchange, planned.reduction) == ("all_gather", "scalar")
-    assert len(found) >= 3
-
-
-def test_a_plan_for_cpus_has_the_exchange_of_a_run_on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for batch in (256, 4096, 2**16):
-        job, cluster = workload(tmp_path).with_batch(batch, micro_batch=256), describe(gpu="cpu", gpus=8)
-        planned = resolve_auto(job, cluster).megaclip
-        made = loss_way.choose_way(
-            "auto",
-            "auto",
-            sizes=loss_way.Sizes(world_size=8, batch=batch, embedding=512, feature_bytes=2),
-            held_bytes=2,
-            cost=LOSS_COSTS["clip"],
-            machine=loss_way.CPU,
-            hides_exchanges=True,
-        )
-        assert (planned.exchange, planned.reduction) == made[:2]
 
 
 @pytest.fixture
@@ -150,7 +94,7 @@ def plan_of_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Return a function that returns two plans: that of a ViT-B-32 run on a machine, and that of the planner alone."""
     monkeypatch.setattr(preflight, "_SHARED_MEMORY", tmp_path / "not there")
 
-    def plans(machine: Cluster, places: list[str | bool] | None = None, lock_image: bool = False, **section):
+    def plans(machine: Cluster, others: list[str | bool] | None = None, lock_image: bool = False, **section):
         job = workload(tmp_path, ranks=machine.gpus, megaclip=section)
         job = replace(job, image_unlocked=0 if lock_image else None)
         inputs = SimpleNamespace(
@@ -162,13 +106,40 @@ def plan_of_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         )
         monkeypatch.setattr(preflight.dist, "get_world_size", lambda: machine.gpus)
         monkeypatch.setattr(preflight, "this_machine", lambda world_size, folder, nvme: machine)
-        if places is not None:
-            monkeypatch.setattr(preflight, "gather_objects", lambda own: [own, *places])
+        figures = machine.measured or Machine(machine.slowest_link, machine.rates.product_flops, 0.0)
+        monkeypatch.setattr(preflight, "machine_of", lambda ranks, device: figures)
+        if others is not None:
+            monkeypatch.setattr(preflight, "gather_objects", lambda own: [own, *others])
         flags = ["--deepspeed_config", "x", "--model", "x", "--train-data", "x", "--no-plan"]
         arguments = parse_arguments([*flags, *(["--lock-image"] if lock_image else [])])
         return preflight.check_fit(arguments, inputs), plan_memory(job, machine)
 
     return plans
+
+
+def way(plan: MemoryPlan) -> tuple[str, str]:
+    return plan.workload.megaclip.exchange, plan.workload.megaclip.reduction
+
+
+def test_the_loss_exchanges_features_as_the_plan_of_its_run(plan_of_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of a run has the links that its ranks have measured. The run logs the choice with the figures."""
+    lines: list[str] = []
+    monkeypatch.setattr(preflight.logger, "info", lambda text, *values: lines.append(text % values))
+    machine = describe(gpus=4, hosts=2, link="25GB", network="25GB")
+    run, planned = plan_of_run(machine)
+    assert [line.partition(" (")[0] for line in lines if line.startswith("loss: ")] == ["loss: all_gather + scalar"]
+    assert any("estimates: ring + feature " in line and "links 25 GB/s, products 730 TFLOP/s" in line for line in lines)
+    # Another rule than that of the losses might give ring + feature here.
+    assert way(run) == way(planned) == ("all_gather", "scalar")
+    slow = replace(machine, measured=Machine(1e6, 1e18, 0.0))  # products cost nothing
+    fast = replace(machine, measured=Machine(1e15, 1e12, 0.0))  # links cost nothing
+    assert way(plan_of_run(slow)[0]) == ("all_gather", "scalar") and way(plan_of_run(fast)[0]) == (
+        "all_gather",
+        "feature",
+    )
+    assert way(plan_of_run(fast, exchange="ring")[0]) == ("ring", "feature")
+    # A rank that has no memory to gather features makes all ranks exchange them in a ring.
+    assert way(plan_of_run(fast, others=["ring"])[0]) == ("ring", "feature")
 
 
 @pytest.mark.parametrize("setting", ["auto", "cpu", "disk", "reread"])
@@ -201,17 +172,17 @@ def test_images_go_to_disk_if_the_rest_of_the_run_needs_the_memory(plan_of_run) 
 
 
 def test_all_ranks_keep_images_on_disk_if_one_host_requires_it(plan_of_run) -> None:
-    run, planned = plan_of_run(describe(gpus=8), places=["cpu", "disk"])
+    run, planned = plan_of_run(describe(gpus=8), others=["cpu", "disk"])
     assert (run.image_place.name, planned.image_place.name) == ("disk", "cpu")
     assert "step store" in run.disk and "step store" not in run.cpu
-    assert plan_of_run(describe(gpus=8), places=["cpu", "cpu"])[0].image_place.name == "cpu"
+    assert plan_of_run(describe(gpus=8), others=["cpu", "cpu"])[0].image_place.name == "cpu"
 
 
 def test_all_ranks_recompute_if_one_rank_requires_it(plan_of_run) -> None:
-    run, planned = plan_of_run(describe(gpus=8), places=[True], compile=True, keep_graphs=0)
+    run, planned = plan_of_run(describe(gpus=8), others=[True], compile=True, keep_graphs=0)
     assert run.recomputes and not planned.recomputes
     assert run.workload.megaclip.selective_recompute is True
-    assert not plan_of_run(describe(gpus=8), places=[False], compile=True, keep_graphs=0)[0].recomputes
+    assert not plan_of_run(describe(gpus=8), others=[False], compile=True, keep_graphs=0)[0].recomputes
 
 
 def test_embeddings_are_kept_where_the_plan_puts_them(plan_of_run) -> None:
