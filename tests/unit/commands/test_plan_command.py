@@ -1,59 +1,125 @@
-"""`megaclip plan`: flags that are wrong, and settings that a run would refuse."""
+"""`megaclip plan`: what it prints, flags that are wrong, and settings that a run would refuse."""
 
 import json
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megaclip.commands import plan
+from megaclip.errors import ConfigError
+from megaclip.models import load_model_config
+from megaclip.planner import Cluster
+from megaclip.planner.cluster import GPUS
 
+SHIPPED = Path(__file__).parents[3] / "ds_configs"
 CONFIG = {
     "train_batch_size": 64,
     "train_micro_batch_size_per_gpu": 8,
     "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
 }
+Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "list.json").write_text("[]")
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run `megaclip plan` in a folder with some files. Return the exit code, and the output or the error."""
+    recompute = {"compile": False, "selective_recompute": True}
+    last = load_model_config("ViT-B-32").replace(text_cfg={"pool_type": "last"})
+    contents = {"ds": CONFIG, "recompute": {**CONFIG, "megaclip": recompute}, "list": [], "last": last.to_open_clip()}
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+
+    def command(*flags: str, config: str | Path = "ds.json", model: str = "ViT-B-32") -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["plan", "--deepspeed_config", str(config), "--model", model, *flags])
+        code = plan.main()
+        printed = capsys.readouterr()
+        return code, printed.err if code == 1 else printed.out
+
+    return command
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("model", "flags", "message"),
     [
-        (["--gpu", "h2000", "--rates", "list.json"], "--gpu 'h2000' is unknown; use one of a100-40gb, a100, a800"),
-        (["--gpu", "H100", "--rates", "list.json"], "--rates 'list.json' is not a file of tools/measure_rates.py"),
-        (["--lock-image", "100"], "--lock-image with 100 unlocked groups trains every parameter of the image tower"),
-        (["--model", "RN50", "--lock-text", "100"], "--lock-text with 100 unlocked groups trains every parameter"),
+        ("ViT-B-32", "--gpu h2000 --rates list.json", "--gpu 'h2000' is unknown; use one of a100-40gb, a100, a800"),
+        ("ViT-B-32", "--gpu H100 --rates list.json", "--rates 'list.json' is not a file of tools/measure_rates.py"),
+        ("ViT-B-32", "--lock-image 100", "--lock-image with 100 unlocked groups trains every parameter of the image"),
+        ("RN50", "--lock-text 100", "--lock-text with 100 unlocked groups trains every parameter"),
+        ("ViT-B-32", "--text-positions-saved 1", "--text-positions-saved 1.0 is not a share; use a number from 0 to"),
+        ("last.json", "--text-positions-saved 0.25", "--text-positions-saved 0.25 has no effect: this run cuts no"),
+        ("ViT-B-32", "--deepspeed_config recompute.json", "selective_recompute true requires torch.compile"),
+        ("ViT-bigG-14", "--tensor-parallel 3", "megaclip.tensor_parallel_size 3 does not divide the 16 attention"),
+        ("ViT-bigG-14", "--tensor-parallel 8", "megaclip.tensor_parallel_size 8 does not divide the 20 attention"),
     ],
 )
-def test_a_mistake_is_one_line(
-    folder: Path,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    command = ["plan", "--deepspeed_config", "ds.json", "--model", "ViT-B-32", "--gpus", "1", *arguments]
-    monkeypatch.setattr(sys, "argv", command)
-    assert plan.main() == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+def test_a_mistake_is_one_line(run: Run, model: str, flags: str, message: str) -> None:
+    gpus = ["--gpus", "8" if "tensor" in flags else "1"]
+    code, error = run(*gpus, *flags.split(), model=model)
+    assert code == 1 and error.startswith("error: ") and error.count("\n") == 1 and message in error
 
 
-def test_a_plan_refuses_recomputation_that_the_run_refuses(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("flag", ["--batch=0", "--micro-batch=-8", "--gpus=x", "--hosts=1.5", "--workers=-1"])
+def test_impossible_numbers_are_refused(run: Run, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--batch 0 must be refused like any other impossible number, and not be ignored."""
+    with pytest.raises(SystemExit) as caught:
+        run(flag)
+    assert caught.value.code == 2
+    name, value = flag.split("=")
+    assert re.search(rf"argument {name}: '{value}' is not an integer of at least [01]", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "flags", "texts"),
+    [
+        (
+            "tensor_parallel",
+            "ViT-bigG-14",
+            "--tensor-parallel 2",
+            ["1304.4 M on each of 2 tensor-parallel ranks", "tensor_parallel_size 2: ZeRO-1 without it fits too"],
+        ),
+        (
+            "zero3",
+            "ViT-B-32",
+            "--gpus 8 --batch 4096 --micro-batch 64",
+            ["this run fits\nZeRO-2 fits too and is planned at "],
+        ),
+        (
+            "zero1",
+            "ViT-B-32",
+            "--text-positions-saved 0.25",
+            [
+                "captions: 57.8 of 77 token positions on average for the step's time, and for the memory of kept graphs\n"
+            ],
+        ),
+    ],
+)
+def test_a_plan_prints_its_figures_and_what_would_be_faster(
+    run: Run, config: str, model: str, flags: str, texts: list[str]
 ) -> None:
-    config = json.loads((folder / "ds.json").read_text())
-    section = {"compile": False, "selective_recompute": True}
-    (folder / "recompute.json").write_text(json.dumps({**config, "megaclip": section}))
-    command = ["plan", "--deepspeed_config", "recompute.json", "--model", "ViT-B-32", "--gpus", "1"]
-    monkeypatch.setattr(sys, "argv", command)
-    assert plan.main() == 1
-    assert "selective_recompute true requires torch.compile" in capsys.readouterr().err
+    code, output = run(*flags.split(), config=SHIPPED / f"{config}.json", model=model)
+    assert code == 0 and all(text in output for text in texts)
+
+
+def plan_here(*flags: str) -> Cluster:
+    """Return the cluster that `megaclip plan --here` plans for."""
+    command = ["--here", "--deepspeed_config", str(SHIPPED / "zero3.json"), "--model", "ViT-B-32", *flags]
+    return plan._cluster(plan.plan_parser().parse_args(command))
+
+
+def test_hosts_like_this_one_are_planned_with_what_is_free_here() -> None:
+    machine = plan_here("--gpus", "2", "--hosts", "3", "--network", "5GB")
+    assert (machine.gpus_per_host, machine.hosts, machine.rates.network) == (2, 3, 5e9)
+    total = psutil.virtual_memory().total
+    assert 2**28 < machine.host_memory <= total and machine.rates.link == GPUS[machine.name][1].link
+
+
+@pytest.mark.parametrize("flag", ["--gpu", "--gpu-memory", "--host-memory", "--disk"])
+def test_flags_that_describe_another_machine_are_refused_with_here(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} describes another machine"):
+        plan_here(flag, "h100" if flag == "--gpu" else "1GiB")

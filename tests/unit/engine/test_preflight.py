@@ -2,21 +2,16 @@
 
 import contextlib
 import json
-import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
-from megaclip.commands import plan
 from megaclip.config import MegaclipSection, TrainingConfig, load_training_config, parse_arguments
 from megaclip.engine import preflight, this_machine
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
-from megaclip.planner import Cluster, describe
-from megaclip.planner.cluster import GPUS
+from megaclip.planner import describe
 from megaclip.zero import build
 
 
@@ -181,104 +176,6 @@ def test_the_launcher_sets_how_many_ranks_share_a_host(
     monkeypatch.setenv(launcher, "2")
     machine = this_machine.this_machine(6, tmp_path, [])
     assert (machine.gpus_per_host, machine.hosts) == (2, 3)
-
-
-def plan_here(*flags: str) -> Cluster:
-    """Return the cluster that `megaclip plan --here` plans for."""
-    shipped = Path(__file__).parents[3] / "ds_configs" / "zero3.json"
-    command = ["--here", "--deepspeed_config", str(shipped), "--model", "ViT-B-32", *flags]
-    return plan._cluster(plan.plan_parser().parse_args(command))
-
-
-def test_hosts_like_this_one_are_planned_with_what_is_free_here() -> None:
-    machine = plan_here("--gpus", "2", "--hosts", "3", "--network", "5GB")
-    assert (machine.gpus_per_host, machine.hosts, machine.rates.network) == (2, 3, 5e9)
-    total = psutil.virtual_memory().total
-    assert 2**28 < machine.host_memory <= total and machine.rates.link == GPUS[machine.name][1].link
-
-
-@pytest.mark.parametrize("flag", ["--gpu", "--gpu-memory", "--host-memory", "--disk"])
-def test_flags_that_describe_another_machine_are_refused_with_here(flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"{flag} describes another machine"):
-        plan_here(flag, "h100" if flag == "--gpu" else "1GiB")
-
-
-@pytest.mark.parametrize(
-    ("size", "code", "text"),
-    [
-        ("2", 0, "1304.4 M on each of 2 tensor-parallel ranks"),
-        ("2", 0, "megaclip.tensor_parallel_size 2: ZeRO-1 without it fits too"),
-        ("3", 1, "megaclip.tensor_parallel_size 3 does not divide the 16 attention heads of a tower"),
-        ("8", 1, "megaclip.tensor_parallel_size 8 does not divide the 20 attention heads of a tower"),
-    ],
-)
-def test_tensor_parallelism_is_planned_or_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], size: str, code: int, text: str
-) -> None:
-    shipped = Path(__file__).parents[3] / "ds_configs" / "tensor_parallel.json"
-    command = ["plan.py", "--deepspeed_config", str(shipped), "--model", "ViT-bigG-14", "--tensor-parallel", size]
-    monkeypatch.setattr(sys, "argv", command)
-    assert plan.main() == code
-    printed = capsys.readouterr()
-    assert text in (printed.err if code else printed.out)
-
-
-def test_a_plan_names_a_lower_zero_stage_that_is_faster(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shipped = Path(__file__).parents[3] / "ds_configs" / "zero3.json"
-    sizes = ["--gpus", "8", "--batch", "4096", "--micro-batch", "64"]
-    monkeypatch.setattr(sys, "argv", ["plan.py", "--deepspeed_config", str(shipped), "--model", "ViT-B-32", *sizes])
-    assert plan.main() == 0
-    assert "this run fits\nZeRO-2 fits too and is planned at " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--batch", "0"), ("--micro-batch", "-8"), ("--gpus", "x"), ("--hosts", "1.5"), ("--workers", "-1")],
-)
-def test_impossible_numbers_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, value: str
-) -> None:
-    """--batch 0 must be refused like any other impossible number, and not be ignored."""
-    monkeypatch.setattr(sys, "argv", ["plan.py", "--deepspeed_config", "c.json", "--model", "ViT-B-32", flag, value])
-    with pytest.raises(SystemExit) as caught:
-        plan.main()
-    assert caught.value.code == 2
-    assert re.search(rf"argument {flag}: '{value}' is not an integer of at least [01]", capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("model", "share", "code", "text"),
-    [
-        (
-            "ViT-B-32",
-            "0.25",
-            0,
-            "captions: 57.8 of 77 token positions on average for the step's time, and for the memory of kept graphs\n",
-        ),
-        ("ViT-B-32", "1", 1, "--text-positions-saved 1.0 is not a share; use a number from 0 to less than 1"),
-        ("last.json", "0.25", 1, "--text-positions-saved 0.25 has no effect: this run cuts no captions; leave it out"),
-    ],
-)
-def test_the_share_of_saved_text_positions_is_planned_or_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    model: str,
-    share: str,
-    code: int,
-    text: str,
-) -> None:
-    shipped = Path(__file__).parents[3] / "ds_configs" / "zero1.json"
-    last = load_model_config("ViT-B-32").replace(text_cfg={"pool_type": "last"})
-    (tmp_path / "last.json").write_text(json.dumps(last.to_open_clip()))
-    name = str(tmp_path / model) if model.endswith(".json") else model
-    command = ["plan.py", "--deepspeed_config", str(shipped), "--model", name, "--text-positions-saved", share]
-    monkeypatch.setattr(sys, "argv", command)
-    assert plan.main() == code
-    printed = capsys.readouterr()
-    assert text in (printed.err if code else printed.out)
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel_verdict", "zero_stage_verdict"])
