@@ -93,9 +93,7 @@ def test_impossible_numbers_are_refused(run: Run, flag: str, capsys: pytest.Capt
             "zero1",
             "ViT-B-32",
             "--text-positions-saved 0.25",
-            [
-                "captions: 57.8 of 77 token positions on average for the step's time, and for the memory of kept graphs\n"
-            ],
+            ["captions: 57.8 of 77 token positions on average for the step's time, and for the memory of kept graphs"],
         ),
     ],
 )
