@@ -183,9 +183,7 @@ def _reason_for_graphs(plan: MemoryPlan, setting: int | str, cluster: Cluster) -
 
 def _log_places(plan: MemoryPlan, workload: Workload, cluster: Cluster, folder: Path) -> None:
     place = plan.image_place
-    why = {"once": "images are read once", "reread": "images of chunks that are encoded twice are read twice"}.get(
-        place.name
-    )
+    why = place.text
     if place.keeps:
         rest = plan.cpu_peak - plan.cpu.get("step store", 0.0)
         why = (

@@ -19,6 +19,16 @@ class ImagePlace(NamedTuple):
         """True if the images stay in this place until the next step."""
         return self.name in ("cpu", "disk")
 
+    @property
+    def text(self) -> str:
+        """The place in words, for logs."""
+        return {
+            "cpu": "images are kept in host memory",
+            "disk": "images are kept on disk",
+            "reread": "images of chunks that are encoded twice are read twice",
+            "once": "images are read once",
+        }[self.name]
+
 
 def embeddings_on_cpu(setting: bool | str, nbytes: float, gpu_memory: float) -> bool:
     """Return whether embeddings and their gradients are kept in host memory while the towers run.

@@ -19,15 +19,10 @@ def summary(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> str:
             f"{format_bytes(plan.gpu_peak)} of {format_bytes(cluster.usable_gpu_memory)} per GPU ({plan.peak_phase}), "
         )
     disk = f", {format_bytes(plan.disk_peak)} of disk" if plan.disk_peak else ""
-    store = {
-        "cpu": "images are kept in host memory",
-        "disk": "images are kept on disk",
-        "reread": "images of chunks that are encoded twice are read twice",
-        "once": "images are read once",
-    }[plan.image_place.name]
     return (
         f"plan for a batch of {workload.batch.global_batch}: {gpu}{format_bytes(plan.cpu_peak)} of "
-        f"{format_bytes(cluster.usable_host_memory)} per host{disk}; {graphs_text(plan.workload)}; {store}"
+        f"{format_bytes(cluster.usable_host_memory)} per host{disk}; {graphs_text(plan.workload)}; "
+        f"{plan.image_place.text}"
     )
 
 

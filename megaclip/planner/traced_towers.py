@@ -78,8 +78,9 @@ def traced_pass_costs(model: OpenClipConfig, name: str, unlocked_groups: int | N
     products = traced.operations
     if unlocked_groups is not None:
         products = _graph_operations(description, name, unlocked_groups)
+    blocks = _trained_blocks(description, None if unlocked_groups is None else name, unlocked_groups)
     return PassCosts(
-        layers=_trained_blocks(description, name, unlocked_groups),
+        layers=blocks[name == "text"],
         block_inputs=traced.block_inputs,
         products=products,
         attention=0.0,
@@ -103,7 +104,7 @@ def _tower(model: DualEncoder, name: str) -> nn.Module:
     return model.visual if name == "image" else model.text
 
 
-def _locked_model(description: str, name: str, unlocked_groups: int | None) -> DualEncoder:
+def _locked_model(description: str, name: str | None, unlocked_groups: int | None) -> DualEncoder:
     """Return the model on the meta device, in training mode. name: tower that is locked, except for its last groups."""
     model = meta_model(OpenClipConfig.from_dict(json.loads(description)))
     if unlocked_groups is not None:
@@ -112,10 +113,14 @@ def _locked_model(description: str, name: str, unlocked_groups: int | None) -> D
 
 
 @functools.lru_cache(maxsize=64)
-def _trained_blocks(description: str, name: str, unlocked_groups: int | None) -> int:
-    """Return the number of blocks, of a partly locked tower those with trained parameters."""
-    model = _locked_model(description, name, unlocked_groups)
-    return sum(map(_is_trained, model.tower_blocks(_tower(model, name))))
+def _trained_blocks(description: str, locked: str | None, unlocked_groups: int | None) -> tuple[int, int]:
+    """Return the number of blocks with trained parameters in the image tower and in the text tower.
+
+    locked: the partly locked tower, or None.
+    """
+    model = _locked_model(description, locked, unlocked_groups)
+    image, text = (sum(map(_is_trained, model.tower_blocks(tower))) for tower in (model.visual, model.text))
+    return image, text
 
 
 def _is_trained(module: nn.Module) -> bool:
