@@ -41,7 +41,13 @@ def test_not_compatible_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_op_report_lists_the_builder() -> None:
-    lines = [line for line in output_of("tools/ds_report.py").splitlines() if line.startswith("contrastive_tiles ")]
+    """The report of DeepSpeed's own ops is left out, because some of them compile a program to report on themselves."""
+    code = (
+        "from deepspeed import env_report\nfrom megaclip.commands import ds_report\n"
+        "env_report.ALL_OPS = {name: op for name, op in env_report.ALL_OPS.items() if name == 'contrastive_tiles'}\n"
+        "ds_report.main()"
+    )
+    lines = [line for line in output_of("-c", code).splitlines() if line.startswith("contrastive_tiles ")]
     assert len(lines) == 1
 
 
