@@ -32,20 +32,17 @@ from tests.tolerances import ENGINE, SAME_NORM, assert_close, assert_far
 ACTIVE, INACTIVE = 0.05, 50.0
 """Values of gradient_clipping below and above every norm of these cases."""
 CASES = {f"zero{stage} clipped": Case(stage, 2, clipping=ACTIVE) for stage in range(4)}
-for _stage in (1, 2, 3):
-    _clipped = Case(_stage, 2, bf16=True, clipping=ACTIVE)
-    CASES |= {
-        f"zero{_stage} bf16 clipped": _clipped,
-        f"zero{_stage} bf16 below the limit": replace(_clipped, clipping=INACTIVE),
-        f"zero{_stage} bf16 without limit": replace(_clipped, clipping=0.0),
-        f"zero{_stage} bf16 offloaded": replace(_clipped, offload="optimizer"),
-        f"zero{_stage} bf16 {'Lion' if _stage == 2 else 'SGD'}": replace(
-            _clipped, optimizer="Lion" if _stage == 2 else "SGD"
-        ),
-    }
-CASES |= {
-    f"zero{_stage} bf16 checked": replace(CASES[f"zero{_stage} bf16 clipped"], check_overflow=True) for _stage in (1, 2)
-}
+# ZeRO-1 and 2 run the same class, so they share these features.
+for _stage, _name, _changes in (
+    *((stage, "clipped", {}) for stage in (1, 2, 3)),
+    *((stage, "below the limit", {"clipping": INACTIVE}) for stage in (1, 3)),
+    *((stage, "without limit", {"clipping": 0.0}) for stage in (2, 3)),
+    *((stage, "offloaded", {"offload": "optimizer"}) for stage in (1, 3)),
+    *((stage, "SGD", {"optimizer": "SGD"}) for stage in (1, 3)),
+    (2, "Lion", {"optimizer": "Lion"}),
+    *((stage, "checked", {"check_overflow": True}) for stage in (1, 2)),
+):
+    CASES[f"zero{_stage} bf16 {_name}"] = replace(Case(_stage, 2, bf16=True, clipping=ACTIVE), **_changes)
 CASES["zero2 bf16 summed in fp32"] = Case(2, 2, bf16=True, clipping=ACTIVE, grad_accum_dtype="fp32", text_chunks=1)
 CASES["zero3 bf16 summed in fp32"] = replace(CASES["zero2 bf16 summed in fp32"], stage=3)
 CASES["zero1 bf16 coalesced"] = Case(1, 2, bf16=True, clipping=ACTIVE, coalesce=True)
