@@ -416,6 +416,15 @@ def _die_at(limit, may_die, item):
     return item
 
 
+def test_a_worker_that_dies_while_the_main_thread_waits_is_a_data_error():
+    may_die = multiprocessing.get_context("fork").Event()
+    may_die.set()
+    began = time.monotonic()
+    with pytest.raises(DataError, match="data worker died"):
+        list(map_in_workers(functools.partial(_die_at, 3, may_die), range(100), num_workers=1))
+    assert time.monotonic() - began < WORKER_TIMEOUT_S / 2
+
+
 def test_a_worker_that_dies_during_a_training_step_is_a_data_error():
     may_die = multiprocessing.get_context("fork").Event()
     batches = map_in_workers(functools.partial(_die_at, 2, may_die), range(100), num_workers=1)
