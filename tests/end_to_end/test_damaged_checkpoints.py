@@ -18,7 +18,6 @@ import torch
 
 from megaclip.checkpoint import manifest, search
 from megaclip.checkpoint.open_clip_directory import export_checkpoint
-from megaclip.checkpoint.open_clip_weights import read_weights
 from megaclip.commands import check_checkpoint, evaluate
 from megaclip.engine.saved_model import load_saved_model
 from megaclip.errors import CheckpointError
@@ -215,13 +214,6 @@ def current_umask() -> int:
     umask = os.umask(0)
     os.umask(umask)
     return umask
-
-
-def test_code_in_pretrained_weights_is_not_executed(tmp_path):
-    torch.save({"state_dict": {"visual.proj": Malicious(tmp_path / "executed")}}, tmp_path / "weights.pt")
-    with pytest.raises(CheckpointError, match="contains objects other than tensors"):
-        read_weights(tmp_path / "weights.pt")
-    assert not (tmp_path / "executed").exists()
 
 
 def test_export_refuses_folders_with_other_content(root, tmp_path):

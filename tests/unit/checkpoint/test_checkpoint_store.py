@@ -1,15 +1,12 @@
 """Checkpoints on disk: after a save is interrupted at any point, `latest` names a complete checkpoint."""
 
-import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from megaclip.checkpoint import search, store
-from megaclip.checkpoint.durable import write_atomically
 from megaclip.checkpoint.manifest import MANIFEST, find_damage
 from megaclip.errors import CheckpointError
 from tests.unit.checkpoint.saved_checkpoints import Engine, Killed, save
@@ -20,65 +17,6 @@ def assert_complete(folder: Path, tag: str | None, label: str) -> None:
     assert find_damage(folder / tag) == []
     assert all(torch.load(folder / tag / name) == {"label": label} for name in ("model.pt", "optimizer.pt"))
     assert store.read_state(folder, tag)["label"] == label
-
-
-def file_operations(monkeypatch, limit: float) -> list[str]:
-    """Record every later operation that changes the disk. Raise Killed instead of operation `limit` (from 0)."""
-    done: list[str] = []
-
-    def counted(module, name):
-        original = getattr(module, name)
-
-        def operation(*arguments, **keywords):
-            if len(done) == limit:
-                raise Killed
-            done.append(name)
-            return original(*arguments, **keywords)
-
-        monkeypatch.setattr(module, name, operation)
-
-    for module, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree"), (Path, "open")):
-        counted(module, name)
-    return done
-
-
-def test_save_interrupted_anywhere_keeps_a_complete_latest(tmp_path, monkeypatch):
-    """Interrupt a save before each file operation. The save replaces an incomplete folder and deletes an old one."""
-
-    before = tmp_path / "before"
-    before.mkdir()
-    save(before, 1, "one")
-    save(before, 2, "two")
-    (before / "step_00000003").mkdir()
-    (before / "step_00000003" / "model.pt").write_text("half")
-    folder = shutil.copytree(before, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        operations = file_operations(patch, limit=float("inf"))
-        save(folder, 3, "three")
-    assert {"replace", "fsync", "rmtree", "open"} <= set(operations) and len(operations) >= 8
-
-    seen = []
-    for limit in range(len(operations)):
-        folder = shutil.copytree(before, tmp_path / f"cut_{limit}")
-        with monkeypatch.context() as patch:
-            file_operations(patch, limit)
-            with pytest.raises(Killed):
-                save(folder, 3, "three")
-        tag = search.find_latest(folder)
-        assert_complete(folder, tag, {"step_00000002": "two", "step_00000003": "three"}[str(tag)])
-        seen.append(tag)
-        save(folder, 3, "again")  # the resumed run replaces what is left
-        assert_complete(folder, search.find_latest(folder), "again")
-    assert set(seen) == {"step_00000002", "step_00000003"}
-
-
-def test_crash_while_deepspeed_writes_keeps_the_previous_checkpoint(tmp_path):
-    save(tmp_path, 1, "one")
-    with pytest.raises(Killed):
-        save(tmp_path, 2, "two", dies=True)
-    assert_complete(tmp_path, search.find_latest(tmp_path), "one")
-    with pytest.raises(CheckpointError, match="is incomplete"):
-        search.locate(tmp_path / "step_00000002")
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
@@ -187,22 +125,6 @@ def test_incomplete_and_damaged_checkpoints_are_refused(tmp_path):
         (tmp_path / search.LATEST).write_text(names)
         with pytest.raises(CheckpointError, match="does not exist or is incomplete"):
             search.find_latest(tmp_path)
-
-
-def test_atomic_write_shows_the_old_or_the_new_text(tmp_path, monkeypatch):
-    path = tmp_path / "file.json"
-    write_atomically(path, "old")
-    seen = []
-    original = os.replace
-
-    def replace(*arguments):
-        seen.append(path.read_text())
-        original(*arguments)
-
-    monkeypatch.setattr(os, "replace", replace)
-    write_atomically(path, json.dumps({"n": 1}))
-    assert seen == ["old"] and json.loads(path.read_text()) == {"n": 1}
-    assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
 
 
 def test_error_names_the_damaged_loss_state(tmp_path):

@@ -59,6 +59,7 @@ DAMAGES = {
     "a missing file": (Path.unlink, "b.pt is missing"),
     "a folder in its place": (replace_by_folder, "b.pt is missing"),
     "a file of another number of ranks": (lambda path: (path.parent / "f.pt").touch(), "f.pt is not listed in"),
+    "a file in a subfolder": (lambda path: flip_a_bit(path.parent / "sub" / "d.swp"), "sub/d.swp has changed: "),
 }
 
 
@@ -69,11 +70,6 @@ def test_damaged_file_is_named(folder, name):
     damage(folder / "b.pt")
     (problem,) = find_damage(folder)
     assert problem.startswith(expected)
-
-
-def test_damage_in_a_subfolder_is_named(folder):
-    flip_a_bit(folder / "sub" / "d.swp")
-    assert [problem.split()[0] for problem in find_damage(folder)] == ["sub/d.swp"]
 
 
 def test_checksums_are_those_of_gzip(folder):
@@ -118,12 +114,6 @@ def test_damaged_manifest_is_named(folder, text, expected):
         (folder / MANIFEST).write_bytes(text if isinstance(text, bytes) else text.encode())
     (problem,) = find_damage(folder)
     assert problem.startswith(MANIFEST) and expected in problem
-
-
-def test_changed_entry_of_a_manifest_is_noticed(folder):
-    path = folder / MANIFEST
-    path.write_text(path.read_text().replace('"size": 50000', '"size": 50001'))
-    assert find_damage(folder) == [f"{MANIFEST} has changed: its checksum differs from its content"]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,8 @@ import json
 import os
 import pickle
 import resource
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from megaclip.checkpoint.model_card import OPENAI_PREPROCESS, remove_earlier_fil
 from megaclip.checkpoint.open_clip_directory import import_weights
 from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_weights
 from megaclip.checkpoint.verify import TOLERANCE, verify
+from megaclip.commands import import_open_clip as import_open_clip_command
 from megaclip.data import load_tokenizer
 from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.errors import CheckpointError
@@ -30,8 +29,6 @@ from megaclip.models.weights import compare_weights
 from megaclip.open_clip_package import import_open_clip
 from tests.pretrained import load_pretrained
 from tests.tolerances import EXPORT, POSITIONS, assert_close, assert_far
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -305,31 +302,27 @@ def test_weights_that_fit_only_partly_are_refused_and_reported(tmp_path, model, 
 # ------------------------------------------------------------------------------------------------ the import command
 
 
-def run_import(*arguments):
-    command = [sys.executable, "-m", "megaclip", "import", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
-
-
 def test_import_keeps_the_card_and_the_tokenizer_of_a_directory(tmp_path, exported, model, config):
     (exported / "tokenizer.json").write_text("{}")
-    done = run_import(exported, tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+    assert import_weights(exported, tmp_path / "out", None).complete
     assert sorted(os.listdir(tmp_path / "out")) == sorted([*os.listdir(exported), MANIFEST])
     assert load_model_config(tmp_path / "out") == config.replace(vision_position_init="normal")
     assert json.loads((tmp_path / "out" / "open_clip_config.json").read_text())["preprocess_cfg"]["mean"] == [0.5] * 3
-    fresh = build_model(config)
-    load_pretrained(fresh, tmp_path / "out")
-    assert_same_weights(fresh.state_dict(), model)
+    assert_same_weights(load_pretrained(build_model(config), tmp_path / "out"), model)
 
 
-def test_import_for_a_different_model_lists_the_differences_and_writes_nothing(tmp_path, exported, config):
+def test_import_for_a_different_model_lists_the_differences_and_writes_nothing(
+    tmp_path, exported, config, monkeypatch, capsys
+):
     other = tmp_path / "other.json"
     other.write_text(json.dumps(config.replace(text_cfg={"layers": 1}, embed_dim=32).to_open_clip()))
-    done = run_import(exported / "open_clip_model.safetensors", tmp_path / "out", "--model", other)
-    assert done.returncode == 1
-    assert "unexpected  text.transformer.resblocks.1.ln_1.weight" in done.stdout
-    assert "shape       visual.proj: the model has [96, 32], the file has [96, 64]" in done.stdout
-    assert "Traceback" not in done.stderr
+    command = ["import", exported / "open_clip_model.safetensors", tmp_path / "out", "--model", other]
+    monkeypatch.setattr(sys, "argv", [*map(str, command)])
+    with pytest.raises(SystemExit, match=r"does not fit the model, so .* was not written"):
+        import_open_clip_command.main()
+    printed = capsys.readouterr().out
+    assert "unexpected  text.transformer.resblocks.1.ln_1.weight" in printed
+    assert "shape       visual.proj: the model has [96, 32], the file has [96, 64]" in printed
     assert not (tmp_path / "out").exists()
 
 
@@ -381,15 +374,11 @@ def test_earlier_files_are_only_deleted_beside_a_model_card_and_inside_the_direc
 
 @pytest.mark.parametrize("largest", [100, 100_000])  # bytes per file: no card, or a card without weights
 def test_import_to_a_full_disk_is_one_line_and_leaves_no_part_of_the_weights(tmp_path, exported, largest):
-    command = [sys.executable, "-m", "megaclip", "import", str(exported), str(tmp_path / "out")]
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
-    )
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"error: cannot write '{tmp_path / 'out'}': " in done.stderr and "File too large" in done.stderr
-    assert not list((tmp_path / "out").glob("*safetensors*")) + list((tmp_path / "out").glob(".*safetensors*"))
+    before, out = resource.getrlimit(resource.RLIMIT_FSIZE), tmp_path / "out"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=f"cannot write '{out}': .*File too large"):
+            import_weights(exported, out, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(out.glob("*safetensors*")) + list(out.glob(".*safetensors*"))

@@ -1,4 +1,4 @@
-"""After a power cut at any moment of a save, a complete checkpoint exists, and `latest` names it.
+"""After a power cut or a kill at any moment of a save, a complete checkpoint exists, and `latest` names it.
 
 `Disk` simulates the disk: it records what each fsync makes permanent. Then it shows the folder as a machine could find
 it after a power cut. Two cases are the extremes of what file systems do without fsync: names are lost, or names are
@@ -91,11 +91,13 @@ class Disk:
 
 
 def start(tmp_path: Path) -> Path:
-    """Return a folder with two checkpoints."""
+    """Return a folder with two checkpoints, and the rest of a third one."""
     root = tmp_path / "before"
     root.mkdir()
     save(root, 1, "one")
     save(root, 2, "two")
+    (root / "step_00000003").mkdir()
+    (root / "step_00000003" / "model.pt").write_text("half")
     return root
 
 
@@ -126,7 +128,10 @@ def test_power_cut_at_any_moment_of_a_save_leaves_a_whole_latest(tmp_path, monke
             with pytest.raises(PowerCut):
                 save(folder, 3, "three")
         found = cut.after_power_cut(tmp_path / f"found_{moment}", keeps_names=keeps_names)
-        seen.add(assert_survives(found, {"step_00000002": "two", "step_00000003": "three"}))
+        for place in (found, folder):  # `folder` is what a process finds after the first one was killed
+            seen.add(assert_survives(place, {"step_00000002": "two", "step_00000003": "three"}))
+            save(place, 3, "again")  # the resumed run replaces what is left
+            assert_survives(place, {"step_00000003": "again"})
     assert seen == {"step_00000002", "step_00000003"}
 
 

@@ -125,20 +125,6 @@ def test_names_and_shapes_of_the_large_towers_equal_open_clips(name):
     assert {key: value.shape for key, value in back.items()} == expected
 
 
-@pytest.mark.parametrize("name", ["plain", "custom_text", "layer_scale"])
-def test_key_map_round_trip_changes_no_value(name):
-    theirs = open_clip_model(variant(name)).state_dict()
-    back = to_open_clip(from_open_clip(theirs), ModelConfig.from_dict(variant(name)))
-    assert back.keys() == theirs.keys()
-    for key, value in theirs.items():
-        assert torch.equal(back[key], value)
-        assert back[key].shape == value.shape
-
-
-def test_no_parameter_is_zero_dimensional():
-    assert all(parameter.ndim > 0 for parameter in meta_model(load_model_config("ViT-B-32")).parameters())
-
-
 def in_open_clips_names(flags, model):
     """Convert one boolean per parameter of our model to one per parameter of open_clip's model."""
     tensors = {name: torch.full(p.shape, float(flags[name])) for name, p in model.named_parameters()}
