@@ -29,7 +29,7 @@ from PIL import Image
 from megaclip.checkpoint.output import prepare_file, writing
 from megaclip.comm.groups import resolve
 from megaclip.comm.machine import seconds, slowest_link
-from megaclip.config.argument_types import integer
+from megaclip.commands.argument_types import integer
 from megaclip.data import ImageTransform
 from megaclip.engine.process_group import start_process_group
 from megaclip.errors import MegaclipError

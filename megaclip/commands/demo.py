@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from megaclip.config.argument_types import integer
+from megaclip.commands.argument_types import integer
 
 DATA = Path("data/digit_scenes")
 RUNS = Path("runs")

@@ -25,7 +25,7 @@ from PIL import Image
 from megaclip.checkpoint.output import prepare_file, prepare_folder, writing
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.comm.groups import group_rank, group_size
-from megaclip.config.argument_types import integer
+from megaclip.commands.argument_types import integer
 from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.data import DATASET_TYPES, LabelledDataset, PairDataset, open_labelled, open_pairs
 from megaclip.engine.equal_inputs import data_text, require_equal

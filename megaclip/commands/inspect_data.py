@@ -22,8 +22,8 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from megaclip.commands.argument_types import integer, number
 from megaclip.config import TrainArguments
-from megaclip.config.argument_types import integer, number
 from megaclip.data import DATASET_TYPES, ImageTransform, PairDataset, Tokenizer, TrainLoader, load_tokenizer, open_pairs
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.images import open_image

@@ -37,7 +37,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from megaclip.config.argument_types import integer
+from megaclip.commands.argument_types import integer
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Bright digits on few dark backgrounds. With arbitrary colours for both, a model learns colours but not digits

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from megaclip.commands.argument_types import integer
 from megaclip.config import TrainArguments, TrainingConfig, load_training_config
-from megaclip.config.argument_types import integer
 from megaclip.config.checks import check_ds_config
 from megaclip.config.command_line import DEFAULT_WORKERS
 from megaclip.errors import ConfigError, MegaclipError

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megaclip.commands.argument_types import integer
 from megaclip.config import load_training_config, parse_arguments
-from megaclip.config.argument_types import integer
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.hosts.hostfile import Host, read_hostfile
 from megaclip.hosts.member import Member, own_host

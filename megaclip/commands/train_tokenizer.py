@@ -13,20 +13,22 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-from tqdm import tqdm
-
-from megaclip.checkpoint.output import prepare_file
-from megaclip.config.argument_types import integer
-from megaclip.data import DATASET_TYPES, PairDataset, open_pairs
-from megaclip.data.batch import BadSample
-from megaclip.data.sentencepiece_training import train_sentencepiece
+from megaclip.commands.argument_types import integer
 from megaclip.errors import MegaclipError
+
+if TYPE_CHECKING:
+    from megaclip.data import PairDataset
 
 
 def read_captions(dataset: PairDataset, limit: int) -> Iterator[str]:
     """Yield the captions of at most `limit` samples, evenly spread over the dataset. Bad samples are skipped."""
+    import numpy as np
+    from tqdm import tqdm
+
+    from megaclip.data.batch import BadSample
+
     count = min(limit, len(dataset))
     bad = 0
     for sample_id in tqdm(np.linspace(0, len(dataset) - 1, count).astype(int).tolist(), unit=" captions"):
@@ -41,7 +43,7 @@ def read_captions(dataset: PairDataset, limit: int) -> Iterator[str]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="+", help="patterns, folders or hf:NAME, as for --train-data")
-    parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
+    parser.add_argument("--dataset-type", default="auto", help="format of the data, as for megaclip train")
     parser.add_argument("--image-key", help="column of the images, or their extension; only to recognise the samples")
     parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
     parser.add_argument(
@@ -63,6 +65,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    from megaclip.checkpoint.output import prepare_file  # torch is imported after the flags are read
+    from megaclip.data import open_pairs
+    from megaclip.data.sentencepiece_training import train_sentencepiece
+
     try:
         dataset = open_pairs(
             arguments.data,

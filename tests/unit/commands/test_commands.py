@@ -29,8 +29,24 @@ def test_every_command_prints_its_help(name, monkeypatch, capsys):
     assert not end.value.code and "usage: " in printed and "--help" in printed
 
 
+def test_help_does_not_wait_for_the_import_of_torch():
+    program = """
+import sys
+from megaclip.commands import main
+for name in ("export", "import", "check", "models", "tokenizer"):
+    sys.argv = ["megaclip", name, "--help"]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("usage: megaclip") == 5, done.stderr
+
+
 def test_every_module_is_a_command():
-    modules = {path.stem for path in Path(commands.__file__).parent.glob("*.py")} - {"__init__"}
+    modules = {path.stem for path in Path(commands.__file__).parent.glob("*.py")} - {"__init__", "argument_types"}
     assert modules == {command.module for command in COMMANDS.values()}
 
 
