@@ -2,21 +2,18 @@
 
     megaclip models                      # all, as the table of docs/models.md
     megaclip models RN50 ViT-B-32        # some
-    megaclip models --write docs/models.md
 
 A model is listed as running if its towers can be built and run a forward and a backward pass on the meta device, where
-tensors have shapes but no values. --write replaces the table in a page, between its markers.
+tensors have shapes but no values.
 """
 
 import argparse
 import logging
 import sys
 from importlib import metadata
-from pathlib import Path
 
 from megaclip.errors import ConfigError, MegaclipError
 
-BEGIN, END = "<!-- begin: megaclip models -->", "<!-- end -->"
 HEADER = "| model | towers | parameters, M | text length | tokenizer |\n| --- | --- | --- | --- | --- |\n"
 OWN, OPEN_CLIP = "MegaCLIP", "open_clip"
 
@@ -33,13 +30,7 @@ def main() -> None:
             raise ConfigError("open_clip is not installed; run  pip install 'megaclip[open-clip]'")
         for name in names:
             model_file(name)
-        if arguments.write is not None:
-            table_of(Path(arguments.write))  # checked before the long work
-        text = table(names)
-        if arguments.write is None:
-            print(text, end="")
-        else:
-            write(Path(arguments.write), text)
+        print(table(names), end="")
     except MegaclipError as error:
         sys.exit(f"error: {error}")
 
@@ -47,7 +38,6 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="models (default: all of open_clip's)")
-    parser.add_argument("--write", metavar="PAGE", help="page whose table is replaced")
     return parser.parse_args()
 
 
@@ -88,30 +78,3 @@ def row(name: str) -> str:
     text = config.text_cfg
     tokenizer = text.hf_tokenizer_name or "CLIP's"
     return f"| {name} | {towers} | {parameters / 1e6:,.1f} | {text.context_length} | {tokenizer} |\n"
-
-
-def table_of(page: Path) -> str:
-    """Return the table in a page. Raises ConfigError if the page has no markers."""
-    return _parts(page)[1].strip("\n") + "\n"
-
-
-def _parts(page: Path) -> tuple[str, str, str]:
-    """Return the text of a page until the first marker, between the markers, and from the second marker on."""
-    try:
-        text = page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(page)!r}: {error.strerror}; name an existing page") from None
-    before, begin, rest = text.partition(BEGIN)
-    between, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ConfigError(f"{page} has no table; write the lines {BEGIN!r} and {END!r} where it belongs")
-    return before + begin, between, end + after
-
-
-def write(page: Path, text: str) -> None:
-    """Replace the table in a page."""
-    from megaclip.checkpoint.output import writing
-
-    before, _, after = _parts(page)
-    with writing(page):
-        page.write_text("\n\n".join([before, text.strip("\n"), after]), encoding="utf-8")

@@ -117,8 +117,6 @@ def test_an_unknown_command_is_refused_with_the_known_ones(monkeypatch):
             ["models", "vit-b-32"],
             "error: unknown model 'vit-b-32'; .* the nearest of which is 'ViT-B-32'; `megaclip",
         ),
-        (["models", "ViT-B-32", "--write", "no_page.md"], "error: cannot read 'no_page.md': No such file"),
-        (["models", "--write", "data.csv"], "error: data.csv has no table; write the lines '<!-- begin"),
         (["tokenizer", "data.csv", "--vocab-size", "10", "--out", "t.model"], "Vocabulary size is smaller than .*char"),
         (["tokenizer", "data.csv", "--out", "data.csv/t.model"], "error: cannot write 'data.csv': File exists"),
     ],
@@ -131,19 +129,6 @@ def test_a_mistake_is_one_line(arguments, message, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=message) as end:
         main()
     assert str(end.value.code).startswith("error: ") and "\n" not in str(end.value.code)
-
-
-def test_a_table_is_written_between_markers_that_have_none_yet(tmp_path, monkeypatch):
-    """An empty text between the markers occurs everywhere in a page. Only the text at the markers may be replaced."""
-    page, markers = tmp_path / "page.md", (list_models.BEGIN, list_models.END)
-    page.write_text("Above.\n{}\n{}\nBelow.\n".format(*markers))
-    monkeypatch.setattr(logging, "disable", lambda level: None)
-    monkeypatch.setattr(sys, "argv", ["models", "ViT-B-32", "--write", str(page)])
-    for _ in range(2):  # the second call replaces the table of the first
-        list_models.main()
-        lines = page.read_text().splitlines()
-        assert [lines[0], lines[1], *lines[-2:]] == ["Above.", markers[0], markers[1], "Below."]
-        assert sum(line.startswith("| ViT-B-32 | MegaCLIP |") for line in lines) == 1 and len(lines) == 11
 
 
 def test_own_models_are_listed_without_open_clip(monkeypatch, capsys):

@@ -1,12 +1,12 @@
 """open_clip's towers: supported descriptions, batch norms in bfloat16, traced plans, tokenizers, the list of models."""
 
 import json
-from pathlib import Path
 
+import docs_models
 import pytest
 import torch
 
-from megaclip.commands.list_models import row, table_of
+from megaclip.commands.list_models import row
 from megaclip.data import load_tokenizer
 from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.errors import ConfigError
@@ -18,7 +18,6 @@ from megaclip.open_clip_package import import_open_clip
 from megaclip.planner.traced_towers import trace_tower
 from tests.open_clip_families import CONTEXT_LENGTH, FAMILIES, IMAGE_SIZE, VOCAB_SIZE, family
 
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 SMALL = {"embed_dim": 8, "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 8, "patch_size": 8}}
 TEXT = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}
 
@@ -163,15 +162,15 @@ def test_a_context_longer_than_the_positions_of_a_hugging_face_model_is_refused(
 
 
 def test_the_list_has_every_description_and_most_of_them_run():
-    listed = [line.split("|")[1:3] for line in table_of(PAGE).splitlines() if line.startswith("| ")][2:]
+    listed = [line.split("|")[1:3] for line in docs_models.parts()[1].splitlines() if line.startswith("| ")][2:]
     names, towers = ([part.strip() for part in column] for column in zip(*listed, strict=True))
     assert names == list(open_clip_descriptions())
     assert sum(kind in ("MegaCLIP", "open_clip") for kind in towers) >= 130
     for name in ("RN50", "ViT-S-32", "coca_base"):
-        assert row(name) in table_of(PAGE)
+        assert row(name) in docs_models.parts()[1]
 
 
 @pytest.mark.long
 def test_the_list_equals_the_commands_output():
     for name in open_clip_descriptions():
-        assert row(name) in table_of(PAGE), json.dumps(name)
+        assert row(name) in docs_models.parts()[1], json.dumps(name)
