@@ -32,7 +32,7 @@ PATIENCE_S = 120.0
 """Seconds after which a lock that no process of this host has open counts as left by a killed build, if nothing else
 in its folder has changed. Where hosts share the folder, a build of another host changes it more often."""
 _REPORT_S = 10.0
-"""Seconds between reports of a compilation. Loading a compiled op takes less."""
+"""Seconds until the first report of a compilation. Loading a compiled op takes less. Later intervals double."""
 _POLL_S = 0.2
 _CHECK = "lock.check"
 """File in an op's folder that is locked while a rank deletes an abandoned lock."""
@@ -134,7 +134,9 @@ def _reported(name: str) -> Iterator[None]:
     started = time.monotonic()
 
     def report() -> None:
-        while not ended.wait(_REPORT_S):
+        wait = _REPORT_S
+        while not ended.wait(wait):
+            wait *= 2
             logger.info(
                 "compiling DeepSpeed's op %s, by this process or another one: %.0f s so far; this takes minutes, once "
                 "per environment (%s)",
