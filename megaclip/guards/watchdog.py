@@ -96,8 +96,7 @@ class Watchdog:
         self._progress_at = time.monotonic()
         self._beats = 0
         self._ends = threading.Event()
-        self._store: Any = None
-        self._connection_lost = False
+        self._thread: threading.Thread | None = None
         self._answer: Future[Any] | None = None
         """Result of the last request to the store."""
         set_worker_timeout(min(WORKER_TIMEOUT_S, (hang_timeout_s or math.inf) / 2))
@@ -105,7 +104,6 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if self._hang_timeout_s == 0:
             return self
-        self._store = self._connect()
         self._set_collective_timeout()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -113,7 +111,7 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._ends.set()
-        if self._store is not None:
+        if self._thread is not None:
             self._thread.join(_JOIN_S)  # the thread may wait for a store whose process is gone
 
     def step_done(self, step: int) -> None:
@@ -181,30 +179,24 @@ class Watchdog:
         last_basis = None
         while not self._wait():
             self._set_timer()
-            answers = self._beat()
+            hang_was_found = self._beat()
             # The time-outs are set again when a loss has created groups, as in the first step. They are also set again
             # when the limit, which depends on the duration of the steps, has changed by about a tenth.
             basis = (len(distributed_c10d._world.pg_map), round(math.log(self._longest_s()), 1))
             if basis != last_basis:
                 last_basis = basis
                 self._set_collective_timeout()
-            if answers and self._others_have_found_a_hang():
+            if hang_was_found:
                 self._report(None)
-            elif self._state()["late"] and (verdict := self._verdict(answers)) is not None:
+            elif self._state()["late"] and (verdict := self._verdict(hang_was_found is not None)) is not None:
                 self._report(verdict)
 
-    def _connect(self) -> Any:
-        """Return a new connection to the store of the process group. The main thread may block the existing one."""
-        shared: Any = distributed_c10d._get_default_store()
-        store = shared.clone() if hasattr(shared, "clone") else shared
-        store.set_timeout(datetime.timedelta(seconds=_MISSED_HEARTBEATS * self._heartbeat_s))
-        return store
-
     def _ask(self, question: Callable[[Any], T]) -> T:
-        """Return `question(store)`; reconnect first if the connection was lost.
+        """Return `question(store)`, for the store of the process group, which is in the process of rank 0.
 
-        A separate thread does both. A store whose process is stopped never answers, and connecting to a store whose
-        process is gone takes a long time. torch's time-out has no effect in these cases.
+        A thread asks it through a connection of its own. The main thread may block the existing one, a store whose
+        process is stopped never answers, and connecting to one whose process is gone takes a long time. torch's
+        time-out has no effect in these cases.
 
         Raises:
             RuntimeError: the store does not answer in time, or has not answered the last question yet.
@@ -215,9 +207,10 @@ class Watchdog:
 
         def ask() -> None:
             try:
-                if self._connection_lost:
-                    self._store, self._connection_lost = self._connect(), False
-                answer.set_result(question(self._store))
+                shared: Any = distributed_c10d._get_default_store()
+                store = shared.clone() if hasattr(shared, "clone") else shared
+                store.set_timeout(datetime.timedelta(seconds=_MISSED_HEARTBEATS * self._heartbeat_s))
+                answer.set_result(question(store))
             except Exception as error:  # raised again below
                 answer.set_exception(error)
 
@@ -244,25 +237,18 @@ class Watchdog:
         timeout_s = max(self.step_limit_s(), SHORTEST_DEFAULT_S)
         faulthandler.dump_traceback_later(timeout_s, file=2)
 
-    def _beat(self) -> bool:
-        """Send a heartbeat. Return whether the store, which is in the process of rank 0, answers."""
+    def _beat(self) -> bool | None:
+        """Send a heartbeat. Return whether another rank has found a hang, or None if the store does not answer."""
         self._beats += 1
         state, key = json.dumps(self._state()), f"watchdog/{self._rank}"
 
         def send(store: Any) -> bool:
             store.set(key, state)  # does not wait for the store
-            return bool(store.check([key]))
+            return bool(store.check(["watchdog/hang"]))
 
-        try:
-            return self._ask(send)
-        except RuntimeError:  # the store does not answer in time, or the connection is broken
-            self._connection_lost = self._answer is not None and self._answer.done()
-            return False
-
-    def _others_have_found_a_hang(self) -> bool:
         with contextlib.suppress(RuntimeError):
-            return bool(self._ask(lambda store: store.check(["watchdog/hang"])))
-        return False
+            return self._ask(send)
+        return None
 
     def _heartbeats(self) -> dict[int, dict[str, Any]]:
         """Return the newest heartbeat of each rank that has sent one."""
@@ -283,7 +269,7 @@ class Watchdog:
             if self._ends.wait(self._heartbeat_s):
                 return None
             self._set_timer()
-            if not self._beat():
+            if self._beat() is None:
                 break
         now = self._heartbeats()
         if self._progress_at != progress_at:

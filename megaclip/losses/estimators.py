@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megaclip.comm.collectives import gather_on_host
 from megaclip.comm.groups import RankGroup, resolve
+from megaclip.devices import upload
 from megaclip.errors import CheckpointError, DataError
 
 Merge = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -94,12 +95,12 @@ class Ticket:
             if self._work is not None:
                 self._work.wait()
             self._rows = torch.empty_like(self._received)
-            self._rows[_upload(self.order, self._received.device)] = self._received
+            self._rows[upload(self.order, self._received.device)] = self._received
         return self._rows
 
     def rows_on(self, device: torch.device) -> Tensor:
         """Return the rows of `rows()` on another device."""
-        return _upload(self.rows(), device)
+        return upload(self.rows(), device)
 
 
 class SampleState:
@@ -152,9 +153,9 @@ class SampleState:
         given = mine.view(ranks.size, -1).sum(dim=1).tolist()
         own = owners.view(ranks.size, -1)[ranks.rank]
         taken = torch.bincount(own, minlength=ranks.size).tolist()
-        rows = self.values[_upload(slots, self.values.device), : self.fetched]
+        rows = self.values[upload(slots, self.values.device), : self.fetched]
         if ranks.size > 1:
-            rows = _upload(rows, ranks.message_device)
+            rows = upload(rows, ranks.message_device)
         received, work = self._exchange(rows, given, taken, wait=False)
         # NumPy sorts 16-bit numbers stably in linear time.
         order = torch.from_numpy(np.argsort(own.numpy().astype(np.min_scalar_type(ranks.size)), kind="stable"))
@@ -167,9 +168,9 @@ class SampleState:
         """
         ticket.rows()
         rows = rows.detach().to(ticket.rows().device, self.values.dtype)
-        sent = rows[_upload(ticket.order, rows.device)]
+        sent = rows[upload(ticket.order, rows.device)]
         received, _ = self._exchange(sent, ticket.taken, ticket.given, wait=True)
-        held, inverse = (_upload(index, self.values.device) for index in (ticket.held, ticket.inverse))
+        held, inverse = (upload(index, self.values.device) for index in (ticket.held, ticket.inverse))
         self.values[held] = merge(self.values[held], received.to(self.values.device), inverse)
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,10 +246,3 @@ def mean_per_row(received: Tensor, inverse: Tensor, rows: int) -> Tensor:
     total = torch.zeros_like(top).scatter_add_(0, index[:, :2], (log_u - top[inverse]).exp())
     rest = received.new_zeros(rows, received.shape[1] - 2).scatter_add_(0, index[:, 2:], received[:, 2:])
     return torch.cat([top + total.log() - count.log(), rest / count], dim=1)
-
-
-def _upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return `tensor` on `device`. A copy from the host to a GPU does not wait for queued work."""
-    if tensor.device.type == "cpu" and device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)

@@ -34,6 +34,7 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 
 from megaclip.comm.collectives import average_over_ranks
+from megaclip.devices import upload
 from megaclip.errors import NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.step.batch import StepBatch, Tower
@@ -398,17 +399,12 @@ def _loss_and_gradients(
 
 def _batch_order(rows: Tensor, order: Tensor | None) -> Tensor:
     """Reorder rows from the order of the chunks to the order of the batch."""
-    return rows if order is None else rows.index_select(0, _beside(rows, order.argsort()))
+    return rows if order is None else rows.index_select(0, upload(order.argsort(), rows.device))
 
 
 def _chunk_order(rows: Tensor, order: Tensor | None) -> Tensor:
     """Reorder rows from the order of the batch to the order of the chunks."""
-    return rows if order is None else rows.index_select(0, _beside(rows, order))
-
-
-def _beside(rows: Tensor, index: Tensor) -> Tensor:
-    """Copy an index from host memory to the device of `rows`. The host does not wait for the copy."""
-    return index if rows.device.type == "cpu" else index.pin_memory().to(rows.device, non_blocking=True)
+    return rows if order is None else rows.index_select(0, upload(order, rows.device))
 
 
 def _gradient(leaf: Tensor) -> Tensor:
