@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from megaclip.files import sync_folder
+
 _BLOCK_BYTES = 4 * 2**20
 """Number of bytes that are read at a time."""
 
@@ -26,20 +28,6 @@ class FileRecord(BaseModel):
     """Size in bytes."""
     crc32: str = Field(pattern="^[0-9a-f]{8}$")
     """CRC-32 (that of zlib and gzip) in hexadecimal. It detects accidental damage, not deliberate changes."""
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text`. A reader sees the old text or the new text, never a part of it.
-
-    The new text is on the disk when the function returns.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
 
 
 def read_text(path: Path) -> str:
@@ -129,15 +117,6 @@ def sync_files(folder: Path, names: Iterable[str] | None = None) -> dict[str, Fi
     for parent in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync_folder(parent)
     return records
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def make_folders(folder: Path) -> None:

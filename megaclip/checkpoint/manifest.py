@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megaclip.checkpoint.durable import FileRecord, checksum, read_text, sync_files, sync_folder, write_atomically
+from megaclip.checkpoint.durable import FileRecord, checksum, read_text, sync_files
 from megaclip.comm.collectives import gather_objects
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.errors import CheckpointError, first_line
+from megaclip.files import sync_folder, write_atomically
 
 MANIFEST = "megaclip_manifest.json"
 """Name of the manifest in its folder."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megaclip.checkpoint import manifest
-from megaclip.checkpoint.durable import write_atomically
 from megaclip.errors import CheckpointError
+from megaclip.files import write_atomically
 from megaclip.models import ModelDescription, OpenClipConfig
 from megaclip.models.config import CARD_NAME, read_json_object
 from megaclip.models.descriptions import TOWERS_KEY, Towers, describe, model_description

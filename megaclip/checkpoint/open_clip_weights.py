@@ -7,7 +7,6 @@ checkpoints. Weights may come from untrusted sources, so pickles are read with `
 fits them to a model.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from megaclip.checkpoint.deepspeed_files import read_file
 from megaclip.checkpoint.manifest import require_whole
 from megaclip.checkpoint.search import refuse_run
 from megaclip.errors import CheckpointError, first_line
+from megaclip.files import replacing
 from megaclip.logging import get_logger
 from megaclip.models import DualEncoder, ModelDescription, OpenClipConfig, build_model, meta_model
 from megaclip.models.open_clip_keys import StateDict, from_open_clip, to_open_clip
@@ -84,17 +84,14 @@ def write_weights(directory: str | Path, state_dict: StateDict, config: ModelDes
     exact = {name: state_dict[name].to(weight.dtype) for name, weight in model.named_weights().items()}
     tensors = {name: value.contiguous() for name, value in to_open_clip(exact, config).items()}
     path = Path(directory) / WEIGHTS_NAME
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.touch()
-        mode = temporary.stat().st_mode  # the mode of the umask; safetensors lets only the owner read
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        temporary.chmod(mode)
-        os.replace(temporary, path)
+        with replacing(path, durable=False) as temporary:  # the caller syncs all files of the folder
+            temporary.touch()
+            mode = temporary.stat().st_mode  # the mode of the umask; safetensors lets only the owner read
+            save_file(tensors, temporary, metadata={"format": "pt"})
+            temporary.chmod(mode)
     except SafetensorError as error:
         raise OSError(first_line(error)) from None
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 

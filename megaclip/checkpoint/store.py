@@ -27,15 +27,7 @@ from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.deepspeed_files import CheckedFiles, read_file
-from megaclip.checkpoint.durable import (
-    FileRecord,
-    checksum,
-    make_folders,
-    read_text,
-    sync_files,
-    sync_folder,
-    write_atomically,
-)
+from megaclip.checkpoint.durable import FileRecord, checksum, make_folders, read_text, sync_files
 from megaclip.checkpoint.manifest import MANIFEST
 from megaclip.checkpoint.search import (
     LATEST,
@@ -50,6 +42,7 @@ from megaclip.checkpoint.search import (
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.comm.groups import group_rank
 from megaclip.errors import CheckpointError, first_line
+from megaclip.files import sync_folder, write_atomically
 from megaclip.logging import get_logger
 from megaclip.zero.checkpointing import joint_epilogue, load_with, save_with
 

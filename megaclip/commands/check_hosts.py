@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from megaclip.checkpoint.durable import write_atomically
 from megaclip.commands.argument_types import integer, number
 from megaclip.config import parse_arguments
 from megaclip.errors import ConfigError, MegaclipError
+from megaclip.files import write_atomically
 from megaclip.hosts import compare, network
 from megaclip.hosts.compare import Report
 from megaclip.hosts.facts import Facts, collect

@@ -25,7 +25,6 @@ import functools
 import io
 import json
 import multiprocessing
-import os
 import shutil
 import sys
 import tarfile
@@ -38,6 +37,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from megaclip.commands.argument_types import integer
+from megaclip.files import replacing
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Bright digits on few dark backgrounds. With arbitrary colours for both, a model learns colours but not digits
@@ -234,16 +234,14 @@ def scene_files(
 def write_tar(job: tuple[Path, Callable[[], Samples]]) -> int:
     """Write samples to a tar file and return their number. The file gets its name when it is complete."""
     path, samples = job
-    unfinished = path.with_suffix(".unfinished")
     count = 0
-    with tarfile.open(unfinished, "w", format=tarfile.USTAR_FORMAT) as tar:
+    with replacing(path, durable=False) as new, tarfile.open(new, "w", format=tarfile.USTAR_FORMAT) as tar:
         for files in samples():
             for name, content in files.items():
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
             count += 1
-    os.replace(unfinished, path)
     return count
 
 

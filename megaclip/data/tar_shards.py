@@ -21,7 +21,6 @@ import hashlib
 import json
 import os
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,6 +35,7 @@ from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.source import check_size, counted
 from megaclip.data.tar_walk import ENTRY, MISSING, ShardContents, walk_shard
 from megaclip.errors import DataError
+from megaclip.files import replacing
 from megaclip.logging import get_logger
 
 INDEX_FOLDER = ".megaclip"
@@ -353,19 +353,13 @@ def _write_index(index: Path, contents: list[ShardContents], names: list[str], s
         for name, size, shard in zip(names, sizes, contents, strict=True)
     ]
     manifest = json.dumps({"format": _FORMAT, "shards": shards}).encode()
-    # Processes of different machines may have the same process id.
-    unfinished = index.with_name(f"{index.stem}.{uuid.uuid4().hex}.unfinished")
     try:
-        with open(unfinished, "wb") as file:
+        with replacing(index, durable=False) as unfinished, unfinished.open("wb") as file:
             np.save(file, entries)
-        os.replace(unfinished, index)
         # The manifest is written last, so that an index with a manifest is complete.
-        unfinished.write_bytes(manifest)
-        os.replace(unfinished, index.with_suffix(".json"))
+        with replacing(index.with_suffix(".json"), durable=False) as unfinished:
+            unfinished.write_bytes(manifest)
     except OSError as error:
         raise DataError(
             f"cannot write the index {index}: {error.strerror or error}; free some space, or check the disk"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)

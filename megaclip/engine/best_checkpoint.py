@@ -12,9 +12,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megaclip.checkpoint.durable import read_text, write_atomically
+from megaclip.checkpoint.durable import read_text
 from megaclip.checkpoint.search import TAG_PATTERN, run_of, step_of, tag_of
 from megaclip.config import TrainArguments
+from megaclip.files import write_atomically
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)

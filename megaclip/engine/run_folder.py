@@ -13,11 +13,12 @@ from typing import Any
 
 import deepspeed.comm as dist
 
-from megaclip.checkpoint.durable import make_folders, read_text, write_atomically
+from megaclip.checkpoint.durable import make_folders, read_text
 from megaclip.comm.collectives import gather_objects, raise_on_all_ranks
 from megaclip.config import TrainArguments
 from megaclip.engine.resume import require_own_folder
 from megaclip.errors import ConfigError, MegaclipError
+from megaclip.files import write_atomically
 from megaclip.guards.lock import RunLock
 from megaclip.logging import get_logger
 

@@ -1,13 +1,13 @@
 """Lock a run's folder for one run: the file `lock.json` in the folder names the run that uses it.
 
 The first rank takes the lock before it changes anything in the folder, and holds it until the run ends. The file
-contains the host, the process and the start time of its holder, and a number that a thread increases every 5 s. Another
-run decides by these rules whether the holder still exists:
+contains the host, the process and the start time of its holder. A thread of the holder touches the file every 5 s.
+Another run decides by these rules whether the holder still exists:
 
 - On the same host: the process exists, has the same start time, and has not exited. The lock of a killed holder is free
   at once.
-- On another host: the number changes within 30 s. No clocks are compared. If the holder's host is gone, the lock is
-  free after these 30 s.
+- On another host: the file's modification time changes within 30 s. No clocks are compared. If the holder's host is
+  gone, the lock is free after these 30 s.
 
 A holder that was only stopped (SIGSTOP, a lost network connection) finds the record of another run when it continues.
 It ends at once, without saving, because the other run now owns the folder.
@@ -15,8 +15,8 @@ It ends at once, without saving, because the other run now owns the folder.
 If two runs read the file at the same moment, an operating-system lock on `.lock.guard` lets only one of them proceed.
 If the file system has no such locks, both may write their record. The run whose record is overwritten ends within 5 s.
 
-Every holder creates a new file, which replaces the previous one. So a holder that was stopped just before a heartbeat
-cannot overwrite the record of the run that has taken its folder.
+Every holder creates a new file, which replaces the previous one, and touches only its own. So a holder that was stopped
+just before a heartbeat cannot touch the file of the run that has taken its folder.
 """
 
 import contextlib
@@ -34,6 +34,7 @@ import psutil
 from filelock import FileLock
 
 from megaclip.errors import BusyError
+from megaclip.files import replacing
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -44,8 +45,8 @@ HEARTBEAT_S = 5.0
 """Seconds between two heartbeats of the holder."""
 SILENCE_S = 30.0
 """Seconds without a heartbeat after which a holder on another host counts as gone."""
-_RECORD_BYTES = 1024
-"""Size of the file. A heartbeat overwrites the record in place, so that a full disk does not end it."""
+_FACTS = ("host", "machine", "pid", "started", "since", "id")
+"""Keys of the record in the file."""
 
 
 class RunLock:
@@ -54,7 +55,6 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
         self._record = {**_this_process(), "since": time.strftime("%Y-%m-%d %H:%M:%S %Z"), "id": uuid.uuid4().hex}
-        self._beats = 0
         self._file = -1
         """Descriptor of this holder's file."""
         self._is_released = threading.Event()
@@ -92,31 +92,19 @@ class RunLock:
 
     def _create(self) -> None:
         """Replace an earlier holder's file by one with this process's record."""
-        temporary = self._path.with_name(f".{LOCK}.{os.getpid()}.tmp")
-        self._file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            self._write()
-            os.replace(temporary, self._path)
-        except OSError:
-            os.close(self._file)
-            temporary.unlink(missing_ok=True)
-            raise
-
-    def _write(self) -> None:
-        text = json.dumps({**self._record, "beats": self._beats}).ljust(_RECORD_BYTES - 1) + "\n"
-        os.pwrite(self._file, text.encode(), 0)
-        os.fsync(self._file)
+        with replacing(self._path) as own:
+            own.write_text(json.dumps(self._record), encoding="utf-8")
+            self._file = os.open(own, os.O_WRONLY | os.O_CLOEXEC)
 
     def _beat(self) -> None:
-        """Run in the thread: increase the number, and end this process if another run owns the folder."""
+        """Run in the thread: touch the file, and end this process if another run owns the folder."""
         while not self._is_released.wait(HEARTBEAT_S):
             holder = _read(self._path)
             if holder is not None and holder["id"] != self._record["id"]:
                 logger.error("%s; this run ends without saving", _in_use(self._path.parent, holder))
                 os._exit(1)
-            self._beats += 1
             with contextlib.suppress(OSError):  # the folder cannot be written to at present
-                self._write()
+                os.utime(self._file)
 
 
 def _this_process() -> dict[str, Any]:
@@ -139,19 +127,13 @@ def _machine() -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the record of the holder, or None if there is no lock or its file is damaged."""
-    expected = {"host": str, "machine": str, "pid": int, "started": str, "since": str, "id": str, "beats": int}
-    for _ in range(10):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except OSError:
-            return None
-        except ValueError:
-            record = None
-        if isinstance(record, dict) and all(isinstance(record.get(key), kind) for key, kind in expected.items()):
-            return record
-        time.sleep(0.1)  # another host may read an incomplete record
-    return None
+    """Return the record of the holder, with the time of its heartbeat, or None without a lock or if it is damaged."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            record = json.load(file)
+            return {**{key: record[key] for key in _FACTS}, "beat": os.fstat(file.fileno()).st_mtime_ns}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _is_gone(holder: dict[str, Any], path: Path) -> bool:
@@ -171,7 +153,7 @@ def _is_gone(holder: dict[str, Any], path: Path) -> bool:
         now = _read(path)
         if now is None:
             return True  # released
-        if (now["id"], now["beats"]) != (holder["id"], holder["beats"]):
+        if (now["id"], now["beat"]) != (holder["id"], holder["beat"]):
             return False
     return True
 

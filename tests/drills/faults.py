@@ -377,6 +377,7 @@ def _kill_at_file(number: int, moment: str, share: float) -> None:
 
     number: number of files that it writes before this one. share: part of the file that is written, for "during".
     """
+    from megaclip import files
     from megaclip.checkpoint import deepspeed_files, durable, manifest, store
 
     written = [0]
@@ -414,8 +415,8 @@ def _kill_at_file(number: int, moment: str, share: float) -> None:
 
     deepspeed_files.save_tensors = counted(durable.save_tensors)
     durable._CheckedOutput = Output  # type: ignore[misc]  # a class cannot be assigned
-    writer = counted(durable.write_atomically)
-    durable.os = _Replaced(os, replace=replacing)  # type: ignore[assignment]  # it is no module
+    writer = counted(files.write_atomically)
+    files.os = _Replaced(os, replace=replacing)  # type: ignore[assignment]  # it is no module
     store.write_atomically = writer
     manifest.write_atomically = writer
 

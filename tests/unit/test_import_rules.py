@@ -16,11 +16,13 @@ PACKAGE = REPOSITORY / "megaclip"
 
 DOOR = {"zero.checkpointing", "zero.op_builds", "zero.parameters", "zero.settings", "zero.versions"}
 """Modules of `zero` that every package may import. They import nothing else of `zero`."""
-FOUNDATION = {"errors", "logging", "open_clip_package"} | DOOR
+FOUNDATION = {"devices", "errors", "files", "logging", "open_clip_package"} | DOOR
 ENGINE = FOUNDATION | {"config", "ops", "comm", "data", "losses", "models", "checkpoint", "evaluation"}
 ENGINE |= {"planner", "hosts", "guards", "zero", "step"}
 MAY_IMPORT = {
+    "devices": set(),
     "errors": set(),
+    "files": set(),
     "logging": set(),
     "open_clip_package": {"errors"},
     **{module: {"errors", "logging"} for module in DOOR},

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megaclip import files
 from megaclip.checkpoint import durable, manifest, search, store
 from tests.unit.checkpoint.saved_checkpoints import save
 
@@ -142,7 +143,7 @@ def test_the_simulation_finds_a_missing_fsync(tmp_path, monkeypatch, forgotten):
     with monkeypatch.context() as patch:
         disk = Disk(patch, folder)
         if forgotten == "folders":
-            for module in (durable, manifest, store):
+            for module in (files, durable, manifest, store):
                 if hasattr(module, "sync_folder"):
                     patch.setattr(module, "sync_folder", lambda _folder: None)
         else:

@@ -149,6 +149,23 @@ def test_files_that_cannot_be_decoded_are_bad_samples(training):
         assert " object at 0x" not in caught.value.detail
 
 
+def test_decompression_bombs_are_bad_samples_before_decoding():
+    """The headers of files of a few kilobytes specify 40,000 x 40,000 and 12,000 x 12,000 pixels."""
+    header = picture(0, kind="PNG")
+    bomb = header[:16] + (40_000).to_bytes(4, "big") * 2 + header[24:]
+    import zlib
+
+    bomb = bomb[:29] + zlib.crc32(bomb[12:29]).to_bytes(4, "big") + bomb[33:]
+    with pytest.raises(BadSample):
+        ImageTransform(16)(bomb)
+    large = picture(0, kind="PNG")
+    large = large[:16] + (12_000).to_bytes(4, "big") * 2 + large[24:]
+    large = large[:29] + zlib.crc32(large[12:29]).to_bytes(4, "big") + large[33:]
+    with pytest.raises(BadSample) as caught:
+        ImageTransform(16)(large)
+    assert caught.value.kind == "image too large"
+
+
 def test_unknown_settings_are_errors():
     for wrong in ({"interpolation": "nearest"}, {"resize_mode": "longest"}, {"scale": (0.0, 1.0)}):
         with pytest.raises(ConfigError):

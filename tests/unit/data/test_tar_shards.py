@@ -172,7 +172,7 @@ def test_the_index_is_reused_until_a_shard_changes(tmp_path, monkeypatch):
     monkeypatch.undo()
     write_tar(paths[1], pair_members(range(90, 95)))
     assert len(TarShards(paths)) == 8 and TarShards(paths).read(7).caption == "caption 94"
-    assert not [name for name in os.listdir(tmp_path / ".megaclip") if name.endswith((".lock", ".unfinished"))]
+    assert not [name for name in os.listdir(tmp_path / ".megaclip") if name.endswith((".lock", ".tmp"))]
 
 
 def _must_not_walk(*_, **__):
@@ -241,7 +241,7 @@ def test_a_full_disk_is_one_error_that_names_the_index(tmp_path, monkeypatch):
     monkeypatch.setattr(tar_shards.np, "save", full)
     with pytest.raises(DataError, match=r"cannot write the index .*/\.megaclip/.*\.npy: No space left on device; free"):
         TarShards([path])
-    assert not list((tmp_path / ".megaclip").glob("*.unfinished"))
+    assert not list((tmp_path / ".megaclip").glob(".*.tmp"))
 
 
 def test_a_folder_or_a_missing_file_in_place_of_a_shard_is_one_error(tmp_path):
