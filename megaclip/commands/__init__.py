@@ -81,7 +81,8 @@ def _run() -> int | str | None:
     name, *rest = arguments
     if name not in COMMANDS:
         return f"error: unknown command {name!r}; expected one of {', '.join(COMMANDS)}"
-    sys.argv = [f"megaclip {name}", *rest, *from_launcher]
+    program = "launch/train.py" if sys.argv[0].endswith("train.py") else f"megaclip {name}"
+    sys.argv = [program, *rest, *from_launcher]
     try:
         importlib.import_module("megaclip.zero")  # refuses other versions of DeepSpeed before their internals are used
     except VersionError as error:

@@ -7,13 +7,13 @@ import argparse
 import sys
 import time
 
-from deepspeed.accelerator import get_accelerator
-
-from megaclip.zero.op_builds import prepare_ops
-
 
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    from deepspeed.accelerator import get_accelerator  # torch is imported after the flags are read
+
+    from megaclip.zero.op_builds import prepare_ops
+
     started = time.monotonic()
     prepare_ops()
     try:

@@ -1,28 +1,33 @@
 """Print DeepSpeed's environment report, including MegaCLIP's op, and the optional packages that MegaCLIP detects.
 
-usage: megaclip report [--hide_operator_status] [--hide_errors_and_warnings]
-
 DeepSpeed's own `ds_report` does not import MegaCLIP's losses, so it cannot list the op that they register.
 """
 
+import argparse
 from importlib import metadata
 
-from deepspeed.env_report import cli_main
-
-import megaclip.losses  # noqa: F401  (registers the op)
-from megaclip.comm.parallelism import require_megatron
 from megaclip.errors import ConfigError
-from megaclip.models.layers import require_apex
 
 
 def main() -> None:
     """Print both reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of DeepSpeed's ops")
+    parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out why ops cannot be built")
+    parser.parse_args()  # DeepSpeed's report reads the same flags
+    from deepspeed.env_report import cli_main  # torch is imported after the flags are read
+
+    import megaclip.losses  # noqa: F401  (registers the op)
+
     cli_main()
     print_optional_packages()
 
 
 def print_optional_packages() -> None:
     """Print whether Megatron-core and NVIDIA apex can be used, and why not."""
+    from megaclip.comm.parallelism import require_megatron
+    from megaclip.models.layers import require_apex
+
     print("MegaCLIP's optional packages:")
     for name, require in (("megatron-core", require_megatron), ("apex", require_apex)):
         try:

@@ -10,35 +10,32 @@ only the first caption of a list is used. --pictures writes the similarity heat 
 training shows in TensorBoard.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import deepspeed.comm as dist
-import torch
-from deepspeed.accelerator import get_accelerator
-from PIL import Image
-
-from megaclip.checkpoint.output import prepare_file, prepare_folder, writing
-from megaclip.comm.collectives import raise_on_all_ranks
-from megaclip.comm.groups import group_rank, group_size
 from megaclip.commands.argument_types import integer
-from megaclip.config.command_line import DEFAULT_WORKERS
-from megaclip.data import DATASET_TYPES, LabelledDataset, PairDataset, open_labelled, open_pairs
-from megaclip.engine.equal_inputs import data_text, require_equal
-from megaclip.engine.process_group import start_process_group
-from megaclip.engine.saved_model import load_saved_model
+from megaclip.config.command_line import DATASET_TYPES, DEFAULT_WORKERS
 from megaclip.errors import MegaclipError
-from megaclip.evaluation import Evaluation, ModelEncoder, evaluate_datasets, example_pictures, group_captions
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+if TYPE_CHECKING:
+    from megaclip.data import LabelledDataset, PairDataset
+    from megaclip.evaluation import Evaluation
+
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def main() -> None:
     arguments = parse_arguments()
+    import deepspeed.comm as dist  # torch is imported after the flags are read
+
+    from megaclip.engine.process_group import start_process_group
+
     start_process_group()
     problem = ""
     try:
@@ -52,6 +49,16 @@ def main() -> None:
 
 def evaluate_saved(arguments: argparse.Namespace) -> None:
     """Load the model and the data, evaluate, and report. Raises the same MegaclipError on every rank."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from megaclip.checkpoint.output import prepare_file, prepare_folder
+    from megaclip.comm.collectives import raise_on_all_ranks
+    from megaclip.comm.groups import group_rank
+    from megaclip.engine.equal_inputs import data_text, require_equal
+    from megaclip.engine.saved_model import load_saved_model
+    from megaclip.evaluation import ModelEncoder, evaluate_datasets, group_captions
+
     started = time.monotonic()
     with raise_on_all_ranks():
         if group_rank() == 0:
@@ -63,7 +70,8 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
     with raise_on_all_ranks():
         pairs, labelled = open_data(arguments)
     require_equal({"--val-data": data_text(pairs), "--zeroshot-data": data_text(labelled)})
-    device, dtype = torch.device(get_accelerator().current_device_name()), PRECISIONS[arguments.precision]
+    device = torch.device(get_accelerator().current_device_name())
+    dtype = getattr(torch, PRECISIONS[arguments.precision])
     encode = ModelEncoder(
         loaded.model.to(device, dtype),
         loaded.transform.normalise,
@@ -132,6 +140,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def open_data(arguments: argparse.Namespace) -> tuple[PairDataset | None, LabelledDataset | None]:
     """Return the image-text pairs of --val-data and the labelled images of --zeroshot-data, None without the flag."""
+    from megaclip.data import open_labelled, open_pairs
+
     pairs = labelled = None
     if arguments.val_data:
         pairs = open_pairs(
@@ -155,6 +165,12 @@ def report(
     seconds: float,
 ) -> None:
     """Print the scores, and write the files of --json and --pictures."""
+    from PIL import Image
+
+    from megaclip.checkpoint.output import writing
+    from megaclip.comm.groups import group_size
+    from megaclip.evaluation import example_pictures
+
     metrics = result.metrics
     if labelled is not None:
         print(f"\nzero-shot, {len(labelled)} images, {len(labelled.class_names)} classes")

@@ -8,11 +8,15 @@ import logging
 import os
 import sys
 
-from megaclip.engine import run
+from megaclip.config.command_line import build_parser
 
 
 def main() -> None:
     """Run this rank's part of the training, and end the process with its exit code."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        build_parser().parse_args(["--help"])  # exits
+    from megaclip.engine import run  # here, because it imports PyTorch and DeepSpeed, which the help does not need
+
     exit_code = run.main(sys.argv[1:], other_ranks_delay_s=60.0)
     atexit._run_exitfuncs()  # os._exit skips exit handlers, and monitors such as wandb need them
     logging.shutdown()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaclip.commands.argument_types import integer
+from megaclip.config.command_line import DATASET_TYPES
 from megaclip.errors import MegaclipError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def read_captions(dataset: PairDataset, limit: int) -> Iterator[str]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="+", help="patterns, folders or hf:NAME, as for --train-data")
-    parser.add_argument("--dataset-type", default="auto", help="format of the data, as for megaclip train")
+    parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
     parser.add_argument("--image-key", help="column of the images, or their extension; only to recognise the samples")
     parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
     parser.add_argument(

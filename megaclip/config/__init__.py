@@ -16,9 +16,13 @@ These modules check ds_config.json and the command line alone. Other packages ch
 - the free memory and disk: `megaclip.engine.preflight`
 """
 
-from megaclip.config.command_line import TrainArguments, parse_arguments
-from megaclip.config.section import MegaclipSection
-from megaclip.config.training import BatchLayout, TrainingConfig, load_training_config
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megaclip.config.command_line import TrainArguments, parse_arguments
+    from megaclip.config.section import MegaclipSection
+    from megaclip.config.training import BatchLayout, TrainingConfig, load_training_config
 
 __all__ = [
     "BatchLayout",
@@ -28,3 +32,17 @@ __all__ = [
     "load_training_config",
     "parse_arguments",
 ]
+
+_MODULES = {
+    "command_line": ("TrainArguments", "parse_arguments"),
+    "section": ("MegaclipSection",),
+    "training": ("BatchLayout", "TrainingConfig", "load_training_config"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use: the help of a command does not need PyTorch, which takes seconds."""
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"megaclip.config.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

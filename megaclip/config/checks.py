@@ -74,13 +74,6 @@ _REFUSED = {
 }
 """Setting of DeepSpeed -> reason why it is refused, and what to do. The setting is accepted if it is switched off."""
 
-_SWITCHES = (
-    "activation_checkpointing.cpu_checkpointing",
-    "zero_allow_untested_optimizer",
-    "zero_optimization.compute_grad_norm",
-)
-"""Settings that must be true or false, in addition to every setting named "enabled"."""
-
 _ONLY_AT_STAGE_3 = (
     "zero_optimization.stage3_",
     "zero_optimization.offload_param",
@@ -204,7 +197,7 @@ def _check_no_auto(values: dict[str, Any], fields: dict[str, FieldInfo]) -> None
 def _check_values_that_deepspeed_misreads(values: dict[str, Any]) -> None:
     """Refuse switches that are not true or false (DeepSpeed may read "false" as true) and unknown ZeRO stages."""
     for setting, value in values.items():
-        if (setting in _SWITCHES or setting.endswith(".enabled")) and not isinstance(value, bool):
+        if setting.endswith((".enabled", ".compute_grad_norm")) and not isinstance(value, bool):
             raise ConfigError(f"{setting} is {value!r}; write true or false")
     stage = values.get("zero_optimization.stage", 0)
     if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (0, 1, 2, 3):

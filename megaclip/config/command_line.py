@@ -6,6 +6,7 @@ names the replacement (`open_clip_flags.py`). Batches, precision, optimizer and 
 
 import argparse
 import re
+import sys
 from pathlib import PurePath
 from typing import Annotated, Literal, NoReturn, get_args, get_origin
 
@@ -28,9 +29,26 @@ DEFAULT_SKIPS_IN_A_ROW = 10
 _LARGEST_SEED = 2**64 - 1
 """PyTorch's generators accept no larger seed."""
 
+DatasetType = Literal["auto", "webdataset", "parquet", "csv", "json", "imagefolder", "saved", "hub"]
+DATASET_TYPES = get_args(DatasetType)
+"""Values of --dataset-type, also in other commands."""
+
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+_GROUPS = {
+    "deepspeed_config": "Required",
+    "train_data_weights": "Data",
+    "aug_scale": "Image preprocessing",
+    "pretrained": "Model",
+    "epochs": "Schedule",
+    "val_data": "Evaluation",
+    "logs": "Run and checkpoints",
+    "log_every_n_steps": "Logging and faults",
+}
+"""First flag of each group of the help text -> title of the group."""
 
 
 class TrainArguments(BaseModel):
@@ -51,26 +69,17 @@ class TrainArguments(BaseModel):
         description="training data: tar shards (as brace patterns or globs), parquet, CSV, JSON lines, image folders, "
         "saved or hub datasets; several entries make a mixture",
     )
+
     train_data_weights: list[Annotated[float, Field(gt=0)]] = Field(
         default=[], description="mixture weights, one per --train-data entry (default: proportional to their sizes)"
     )
-    dataset_type: Literal["auto", "webdataset", "parquet", "csv", "json", "imagefolder", "saved", "hub"] = Field(
+    dataset_type: DatasetType = Field(
         default="auto", description="format of --train-data and --val-data; 'auto' detects it from the file names"
     )
     image_key: str | None = Field(default=None, description="column or extension of the images")
     caption_key: str | None = Field(
         default=None,
         description="column, extension or JSON field of the captions; json.FIELD reads only the field",
-    )
-    val_data: list[str] = Field(default=[], description="held-out image-text pairs for retrieval")
-    group_captions: bool = Field(
-        default=False,
-        description="use all captions of an image in --val-data (COCO, Flickr); default: only the first of a list",
-    )
-    zeroshot_data: str | None = Field(
-        default=None,
-        description="labelled images for zero-shot classification: a folder with one folder per class, or "
-        "CLIP_benchmark's layout (tar shards with .cls files, classnames.txt, templates)",
     )
     tokenizer: str | None = Field(
         default=None,
@@ -89,10 +98,11 @@ class TrainArguments(BaseModel):
         description="folder for the images that megaclip.data_offload stores on disk (default: the run's folder)",
     )
     # `megaclip.config` and `megaclip.data` may not import each other. Loaders and transforms that are constructed
-    # without a command line therefore have their own defaults for the next two settings.
+    # without a command line therefore have their own defaults for max_bad_fraction and aug_scale.
     max_bad_fraction: float = Field(
         default=0.01, ge=0, le=1, description="largest fraction of bad samples; the run stops above it"
     )
+
     aug_scale: tuple[float, float] = Field(
         default=(0.9, 1.0),
         description="smallest and largest area of the random resized crop, as fractions of the image",
@@ -153,6 +163,30 @@ class TrainArguments(BaseModel):
     seed: NotNegative = Field(
         default=0, le=_LARGEST_SEED, description="seed of the data order, augmentation, initialisation and dropout"
     )
+    stop_after_steps: Positive | None = Field(
+        default=None,
+        description="number of steps, counted from the start of the run, after which the run saves and stops; the "
+        "schedule stays that of the whole run",
+    )
+
+    val_data: list[str] = Field(default=[], description="held-out image-text pairs for retrieval")
+    group_captions: bool = Field(
+        default=False,
+        description="use all captions of an image in --val-data (COCO, Flickr); default: only the first of a list",
+    )
+    zeroshot_data: str | None = Field(
+        default=None,
+        description="labelled images for zero-shot classification: a folder with one folder per class, or "
+        "CLIP_benchmark's layout (tar shards with .cls files, classnames.txt, templates)",
+    )
+    val_frequency: NotNegative = Field(default=1, description="epochs between evaluations; 0 evaluates only at the end")
+    eval_every_steps: Positive | None = Field(
+        default=None, description="steps between evaluations (replaces --val-frequency)"
+    )
+    eval_ema: bool = Field(
+        default=False, description="evaluate the moving average of the weights (megaclip.ema_decay) during training"
+    )
+    eval_batch_size: Positive = Field(default=64, description="batch size of the evaluation, per rank")
 
     logs: str = Field(default="runs", description="folder of all runs")
     name: str | None = Field(
@@ -175,22 +209,10 @@ class TrainArguments(BaseModel):
         description="write checkpoints from a copy in host memory while training continues; training waits only for "
         "the copy",
     )
-    val_frequency: NotNegative = Field(default=1, description="epochs between evaluations; 0 evaluates only at the end")
-    eval_every_steps: Positive | None = Field(
-        default=None, description="steps between evaluations (replaces --val-frequency)"
-    )
-    eval_ema: bool = Field(
-        default=False, description="evaluate the moving average of the weights (megaclip.ema_decay) during training"
-    )
-    eval_batch_size: Positive = Field(default=64, description="batch size of the evaluation, per rank")
+
     log_every_n_steps: Positive = Field(
         default=10,
         description="steps between log lines and TensorBoard entries; long steps are logged at least once a minute",
-    )
-    stop_after_steps: Positive | None = Field(
-        default=None,
-        description="number of steps, counted from the start of the run, after which the run saves and stops; the "
-        "schedule stays that of the whole run",
     )
     on_nonfinite: str = Field(
         default="stop",
@@ -305,7 +327,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         return (", ".join(action.option_strings) if action.dest == "help" else action.option_strings[0]) + arguments
 
 
-def _add_flag(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
+def _add_flag(parser: argparse._ActionsContainer, name: str, field: FieldInfo) -> None:
     flag, annotation = "--" + name.replace("_", "-"), field.annotation
     names = [flag] if flag == "--" + name else [flag, "--" + name]
     help_text = _help(field).replace("%", "%%")
@@ -337,15 +359,20 @@ def _help(field: FieldInfo) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of `megaclip train` and launch/train.py. Its usage names the one that was typed."""
+    """Return the parser of `megaclip train` and launch/train.py. Its usage names the one that the user has called."""
+    command = "megaclip train" if sys.argv[0] == "megaclip train" else "deepspeed launch/train.py"
     parser = _Parser(
-        usage="%(prog)s --deepspeed-config CONFIG --model MODEL --train-data DATA [DATA ...] [flags]",
+        prog=command,
+        usage=f"{command} --deepspeed-config CONFIG --model MODEL --train-data DATA [DATA ...] [flags]",
         description="Train a CLIP model with DeepSpeed. Flags may be written with underscores, too.",
         allow_abbrev=False,
         formatter_class=_HelpFormatter,
     )
+    group: argparse._ActionsContainer = parser
     for name, field in TrainArguments.model_fields.items():
-        _add_flag(parser, name, field)
+        if name in _GROUPS:
+            group = parser.add_argument_group(_GROUPS[name])
+        _add_flag(group, name, field)
     return parser
 
 

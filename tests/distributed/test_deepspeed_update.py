@@ -1,8 +1,7 @@
 """The grouped optimizer step equals DeepSpeed's own step and a float64 norm, and uses few operations.
 
 Each case takes its steps twice on the same ranks: with `megaclip.zero.update`, and with DeepSpeed's own
-methods. tests/distributed/test_engine.py compares whole updates with one process for all features of the engine, and
-test_engine_kept_graphs.py does so on one rank too.
+methods. tests/distributed/test_engine.py compares whole updates with one process for all features of the engine.
 """
 
 import itertools
@@ -98,10 +97,10 @@ def both_ways(cases: dict[str, Case]) -> dict[str, tuple[Steps, Steps] | str]:
     }
 
 
-@pytest.fixture(scope="module")
-def trained() -> list[dict[str, tuple[Steps, Steps] | str]]:
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2], ids="W = {}".format)
+def trained(request: pytest.FixtureRequest) -> list[dict[str, tuple[Steps, Steps] | str]]:
     """Results by the name of the case, one dictionary per rank."""
-    return run_ranks(both_ways, 2, CASES)
+    return run_ranks(both_ways, request.param, CASES)
 
 
 def assert_equal_steps(result: tuple[Steps, Steps] | str) -> None:

@@ -84,6 +84,6 @@ def check_everything() -> None:
         check_bf16_payload(batch)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 def test_per_sample_scales_shifts_and_weights(world_size: int) -> None:
     run_ranks(check_everything, world_size)

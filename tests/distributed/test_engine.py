@@ -35,21 +35,18 @@ for _stage in range(4):
 for _stage in (1, 2, 3):
     CASES[f"zero{_stage} coalesced"] = Case(_stage, 3, coalesce=True)
     CASES[f"zero{_stage} offloaded"] = Case(_stage, 3, offload="optimizer")
-for _stage in (2, 3):
+for _stage in range(4):
     CASES[f"zero{_stage} siglip"] = Case(_stage, 3, loss="siglip", **WAYS["gather" if _stage % 2 else "ring"])
     CASES[f"zero{_stage} SGD"] = Case(_stage, 3, optimizer="SGD")
-for _stage in (0, 1):
     CASES[f"zero{_stage} Lion"] = Case(_stage, 3, optimizer="Lion")
 # The towers have different numbers of chunks, so some backward passes do not use all parameters.
-# test_engine_kept_graphs.py has such cases at the other stages.
-for _stage in (1, 3):
+for _stage in range(4):
     CASES[f"zero{_stage} text x 2"] = Case(_stage, 3, text_chunks=2, patch_dropout=0.5, embeddings_on_cpu=True)
-    CASES[f"zero{_stage} text frozen"] = Case(_stage, 2, text_chunks=3, locked="text", coalesce=True)
-for _stage in (0, 2):
     CASES[f"zero{_stage} text x 6 offloaded"] = Case(
         _stage, 1, text_chunks=6, patch_dropout=0.5, offload="optimizer" if _stage else ""
     )
     CASES[f"zero{_stage} image frozen"] = Case(_stage, 3, text_chunks=1, locked="image")
+    CASES[f"zero{_stage} text frozen"] = Case(_stage, 2, text_chunks=3, locked="text", coalesce=_stage > 0)
 for _stage in (1, 2):
     CASES[f"zero{_stage} overlapped"] = Case(_stage, 3, overlap=True, coalesce=_stage == 1)
 CASES["zero1 text x 2 coalesced"] = Case(1, 3, text_chunks=2, coalesce=True, clipping=0.1)

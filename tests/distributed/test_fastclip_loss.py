@@ -154,7 +154,7 @@ def state_pairs(loss: FastClipLoss, oracle: Oracle) -> dict[str, tuple[Tensor, T
     return pairs
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(5, marks=pytest.mark.long)])
 def test_every_variant_exchange_and_reduction_equals_the_reference(world_size):
     for found in run_ranks(check_against_oracle, world_size):
         assert found == []

@@ -1,4 +1,4 @@
-"""FastClipLoss in the reference mode compared with the published code, and with a figure in docs/fastclip.md.
+"""FastClipLoss in the reference mode compared with the published code, and the figures in docs/fastclip.md about it.
 
 `fastclip_oracle.released` returns the gradients of the published code. `fastclip_released.Released` takes its steps
 with per-sample temperatures.

@@ -16,6 +16,7 @@ from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, 
 from megaclip.checkpoint.saved_states import consolidated_weights
 from megaclip.checkpoint.verify import TOLERANCE, verify
 from megaclip.zero.reshard import load_resharded
+from tests.distributed.checks import covering_rows
 from tests.distributed.engine_cases import STEPS, WORLD_SIZE, Outcome, whole_parameters
 from tests.distributed.harness import or_traceback, run_ranks
 from tests.distributed.open_clip_cases import Case, description, oracle, start_engine, statistics_of, train
@@ -24,8 +25,10 @@ from tests.open_clip_families import BOTH_RANDOM, FAMILIES, WITH_BATCH_NORM, fam
 from tests.tolerances import OPEN_CLIP_BF16, OPEN_CLIP_ENGINE, compare, exceeded, unnoticed
 
 WAYS: dict[str, dict] = {
+    "plain": {},
     "compiled": {"compiled": True, "keep": 1},
-    "checkpointing": {"checkpointing": "plain", "keep": 3, "text_chunks": 1},
+    "checkpointing": {"checkpointing": "plain"},
+    "kept": {"keep": 3, "text_chunks": 1},
 }
 WITHOUT_GROUPS = ("resnet", "m2m_100")
 """Families of which open_clip cannot unlock groups."""
@@ -43,14 +46,14 @@ QUICK |= {
     "eva zero1 cut": Case(1, family="eva", captions="cut", resumes=False),
 }
 GRID = {
-    f"{name} zero{(index + shift) % 4} {way}": Case((index + shift) % 4, family=name, **WAYS[way])
-    for index, name in enumerate(FAMILIES)
-    for shift, way in enumerate(WAYS, start=1)
+    f"{name} zero{stage} {way}": Case(stage, family=name, **WAYS[way])
+    for name, way, stage in covering_rows(FAMILIES, WAYS, (3, 2, 1, 0))
 }
-"""Every pair of a family and a way, at other stages than in QUICK."""
+"""Every pair of family, way and stage, and more."""
 GRID["eva zero3 compiled, cut"] = Case(
     3, family="eva", compiled=True, captions="cut", checkpointing="plain", resumes=False
 )
+GRID["both random zero3 kept"] = Case(3, family=BOTH_RANDOM, keep=3, text_chunks=1)
 for _name in FAMILIES:
     _locked = "" if _name in WITHOUT_GROUPS else "below"
     GRID[f"{_name} zero3 locked offloaded"] = Case(3, family=_name, locked=_locked, offload="all", resumes=False)
@@ -118,7 +121,7 @@ def test_two_steps_equal_one_process_on_the_whole_batch(trained, folder, name):
 
 
 @pytest.mark.long
-def test_every_family_in_every_way(tmp_path):
+def test_every_family_at_every_stage(tmp_path):
     outcomes = run_ranks(train_all, WORLD_SIZE, GRID, prepared(tmp_path, GRID), time_limit_s=2400)
     failed = {}
     for name, case in GRID.items():

@@ -24,7 +24,6 @@ from megaclip.errors import CheckpointError, DataError
 from megaclip.zero.optimizers import set_learning_rate, update
 from megaclip.zero.reshard import load_resharded
 from megaclip.zero.weight_average import WeightAverage
-from tests.distributed.checks import covering_rows
 from tests.distributed.engine_cases import (
     BATCH,
     LEARNING_RATES,
@@ -58,17 +57,16 @@ QUICK = {
     "zero1": Averaged(Case(1, 2, locked="below")),
     "zero3 to 1": Averaged(Case(3, 2, persistence_threshold=100, offload="optimizer"), Case(1, 2)),
 }
-WAYS: dict[str, dict] = {
-    "plain": {},
-    "SGD": {"optimizer": "SGD"},
-    "Lion": {"optimizer": "Lion"},
-    "locked": {"locked": "image"},
-    "rates": {"section": (("image_layer_decay", 1.0),)},
-    "offloaded": {"offload": "optimizer"},
-}
-ROWS = covering_rows(WAYS, (3, 2, 1, 0), (3, 2, 1, 0), possible=lambda row: row[0] != "offloaded" or min(row[1:]) > 0)
-GRID = {f"zero{a} to {b} {way}": Averaged(Case(a, 2, **WAYS[way]), Case(b, 2, **WAYS[way])) for way, a, b in ROWS}
-GRID["zero1 offloaded to plain"] = Averaged(Case(1, 2, offload="optimizer"), Case(1, 2))
+PLAIN = {stage: Case(stage, 2) for stage in range(4)}
+GRID = {f"zero{a} to {b}": Averaged(PLAIN[a], PLAIN[b]) for a in range(4) for b in range(4)}
+for _stage in range(4):
+    for _optimizer in ("SGD", "Lion"):
+        GRID[f"zero{_stage} {_optimizer}"] = Averaged(Case(_stage, 2, optimizer=_optimizer))
+    GRID[f"zero{_stage} locked"] = Averaged(Case(_stage, 2, locked="image"))
+    GRID[f"zero{_stage} rates"] = Averaged(Case(_stage, 2, section=(("image_layer_decay", 1.0),)))
+for _stage in (1, 2, 3):
+    GRID[f"zero{_stage} offloaded"] = Averaged(Case(_stage, 2, offload="optimizer"))
+    GRID[f"zero{_stage} offloaded to plain"] = Averaged(Case(_stage, 2, offload="optimizer"), PLAIN[_stage])
 GRID["zero3 all offloaded"] = Averaged(Case(3, 2, offload="all"))
 
 

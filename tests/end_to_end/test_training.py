@@ -1,8 +1,7 @@
-"""Every file of ds_configs/ trains, and open_clip loads the exported model.
+"""Every file of ds_configs/ trains under the deepspeed launcher, and open_clip loads the exported model.
 
 Each run has two ranks on the CPU and two steps. A file whose batch is too large for the tiny data runs with a smaller
-batch. `make test` runs the file with the most settings under the deepspeed launcher, and `make test-long` runs the
-others, one after the other in the same two ranks.
+batch. `make test` runs the file with the most settings, and `make test-long` runs the others.
 """
 
 import json
@@ -14,12 +13,14 @@ import pytest
 
 from megaclip.commands import export_open_clip
 from megaclip.config import load_training_config
-from tests.end_to_end.training_runs import ROOT, WORLD_SIZE, Finished, flags, launch, run_in_ranks, scalars
+from tests.end_to_end.training_runs import ROOT, WORLD_SIZE, flags, launch, scalars
 from tests.tolerances import EXPORT, assert_close
 
 RICHEST = "zero3_offload"
-CONFIGS = {path.stem: path for path in sorted((ROOT / "ds_configs").glob("*.json"))}
-OTHERS = [name for name in CONFIGS if name != RICHEST]
+CONFIGS = [
+    pytest.param(path, id=path.stem, marks=[] if path.stem == RICHEST else pytest.mark.long)
+    for path in sorted((ROOT / "ds_configs").glob("*.json"))
+]
 MOST_SAMPLES = 256
 """Number of samples of the tiny run."""
 
@@ -40,42 +41,19 @@ def small_copy(path: Path, folder: Path) -> Path:
     return copy
 
 
-def command(name: str, tiny_run: Path, folder: Path, **changes: object) -> list[str]:
+@pytest.mark.parametrize("path", CONFIGS)
+def test_two_steps_then_export(path, tiny_run, tmp_path, monkeypatch, capsys):
+    config = small_copy(path, tmp_path)
     data = {"val_data": tiny_run / "held_out" / "*.tar", "zeroshot_data": tiny_run / "zero_shot", "eval_batch_size": 16}
-    return flags(tiny_run, small_copy(CONFIGS[name], folder), folder, name=name, **data, **changes)
-
-
-@pytest.fixture(scope="module")
-def others(tiny_run, tmp_path_factory) -> tuple[Path, dict[str, list[Finished]]]:
-    """Return the folder of the runs with the other files, and their ends by rank."""
-    folder = tmp_path_factory.mktemp("ds_configs")
-    return folder, dict(zip(OTHERS, run_in_ranks([command(name, tiny_run, folder) for name in OTHERS]), strict=True))
-
-
-def test_two_steps_under_the_launcher_then_export(tiny_run, tmp_path, monkeypatch, capsys):
     before = shared_memory_of_deepspeed()
-    done = launch(command(RICHEST, tiny_run, tmp_path, workers=1))
-    assert shared_memory_of_deepspeed() <= before  # DeepSpeed's default leaves 67 MB per rank
-    check(done, RICHEST, tmp_path, monkeypatch, capsys)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", OTHERS)
-def test_two_steps_then_export(others, name, monkeypatch, capsys):
-    folder, ends = others
-    for end in ends[name]:
-        assert end.exit_code == 0, end.output
-    check(ends[name][0], name, folder, monkeypatch, capsys)
-
-
-def check(done: Finished, name: str, folder: Path, monkeypatch, capsys) -> None:
-    """Check the log, the scores and the files of a run, and export it."""
+    done = launch(flags(tiny_run, config, tmp_path, workers=1, **data))
     assert done.exit_code == 0, done.output
     assert "Traceback" not in done.output
-    stage = load_training_config(CONFIGS[name]).zero_stage
+    assert shared_memory_of_deepspeed() <= before  # DeepSpeed's default leaves 67 MB per rank
+    stage = load_training_config(path).zero_stage
     assert f"ZeRO-{stage} on 2 ranks" in done.output
 
-    run = folder / name
+    run = tmp_path / "run"
     assert f"megaclip export {run} OUT_DIR --verify" in done.output
     shown = scalars(run)
     assert sorted(shown["train/loss"]) == [1, 2]
@@ -88,7 +66,7 @@ def check(done: Finished, name: str, folder: Path, monkeypatch, capsys) -> None:
     first_best = min(step for step in evaluated if evaluated[step] == max(evaluated.values()))
     assert best["checkpoint"] == f"step_{first_best:08d}" and best["value"] == pytest.approx(max(evaluated.values()))
     assert f"megaclip export {run} OUT_DIR --tag {best['checkpoint']} --verify" in done.output
-    difference = export_difference(run / "checkpoints", folder / f"{name}_exported", monkeypatch, capsys)
+    difference = export_difference(run / "checkpoints", tmp_path / "exported", monkeypatch, capsys)
     assert_close(difference, 0.0, EXPORT, size=1)  # features have length 1
 
 

@@ -178,7 +178,9 @@ def test_results_that_cannot_be_written_are_an_error_before_the_evaluation(
     folder: Path, flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(evaluate, "load_saved_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        "megaclip.engine.saved_model.load_saved_model", lambda *_, **__: pytest.fail("the model was loaded")
+    )
     with pytest.raises(SystemExit, match=message):
         run(monkeypatch, "model", "--val-data", "pairs.tar", *flags)
 

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import get_args
@@ -205,3 +206,22 @@ def test_the_advice_on_csv_separator_names_the_separators_that_are_detected(tmp_
     (tmp_path / "pairs.csv").write_text(separator.join(("filepath", "title")) + "\n")
     assert _separator(str(tmp_path / "pairs.csv")) == separator
     assert word in OPEN_CLIP_FLAGS["--csv-separator"]
+
+
+EVERY_HELP = """
+import sys
+from megaclip.commands import COMMANDS, main
+
+for name in set(COMMANDS) - {"plan", "check-hosts", "supervise"}:
+    sys.argv = ["megaclip", name, "--help"]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 0 and "torch" not in sys.modules, name
+"""
+
+
+def test_the_help_of_a_command_needs_no_pytorch_and_names_the_command_that_was_typed():
+    shown = subprocess.run([sys.executable, "-c", EVERY_HELP], stdout=subprocess.PIPE, check=True, text=True).stdout
+    assert {"usage: megaclip train", "usage: megaclip evaluate"} <= set(re.findall(r"usage: megaclip [a-z-]+", shown))
+    assert re.search(r"^Required:\n.*^Data:\n.*^Evaluation:\n", shown, re.MULTILINE | re.DOTALL)

@@ -1,12 +1,114 @@
-"""The steps for which a run writes a log line."""
+"""The reports of a run: which steps are logged, curves when the disk is full, loss spikes and skipped steps."""
 
+import math
+import resource
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megaclip.engine import metrics
-from megaclip.engine.metrics import Metrics, StepMetrics
+from megaclip.engine import metrics, trainer
+from megaclip.engine.metrics import Curves, LossLevel, Metrics, StepMetrics
+from megaclip.engine.trainer import SkippedSteps
+from megaclip.errors import NonFiniteError
+
+
+@pytest.fixture
+def warnings(monkeypatch) -> list[str]:
+    lines: list[str] = []
+    for log in (metrics.logger, trainer.logger):
+        monkeypatch.setattr(log, "warning", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+class FullMonitor:
+    """Monitor that fails as on a full disk."""
+
+    enabled = True
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def write_events(self, events: list[Any]) -> None:
+        self.calls += 1
+        raise OSError(28, "No space left on device")
+
+
+def test_a_run_continues_without_curves_when_the_disk_is_full(tmp_path: Path, warnings: list[str], capfd) -> None:
+    """No file of this process may grow beyond 2,000 bytes, as on a full disk."""
+    monitor = FullMonitor()
+    curves = Curves(tmp_path, 0, monitor)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    curves.write(1, {"loss": 1.0})
+    curves.flush()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        for step in range(2, 200):
+            curves.write(step, {"loss": float(step)})
+            curves.write_pictures(step, {"picture": np.zeros((3, 8, 8), np.uint8)})
+            curves.flush()
+        curves.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    of_monitor, of_tensorboard = warnings
+    assert "No space left on device" in of_monitor and monitor.calls == 1
+    assert str(tmp_path) in of_tensorboard and "continues without curves" in of_tensorboard
+    assert "Traceback" not in capfd.readouterr().err
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert events.Scalars("loss")[0].value == 1.0
+
+
+def test_a_folder_that_cannot_be_written_to_leaves_the_run_without_curves(tmp_path: Path, warnings: list[str]) -> None:
+    (tmp_path / "file").write_text("")
+    curves = Curves(tmp_path / "file" / "tensorboard", 0, SimpleNamespace(enabled=False))
+    curves.write(1, {"loss": 1.0})
+    curves.close()
+    assert len(warnings) == 1 and "continues without curves" in warnings[0]
+
+
+def test_a_loss_far_above_its_level_is_logged_once(warnings: list[str]) -> None:
+    level, generator = LossLevel(), np.random.default_rng(0)
+    losses = 3.0 * np.exp(-np.arange(300) / 200) + 0.05 * generator.standard_normal(300)
+    losses[5] = 90.0  # too early: the level is not known yet
+    losses[[150, 151, 152]] = 9.0
+    losses[200] = math.nan
+    losses[250] = 0.0  # far below the level: not a spike
+    spikes = {step: spike for step, loss in enumerate(losses) if (spike := level.spike(step, loss)) is not None}
+    assert list(spikes) == [150, 151, 152]
+    assert all(spike > 10 for spike in spikes.values())
+    assert len(warnings) == 1 and "loss spike: 9 at step 150" in warnings[0]
+
+
+def test_a_new_level_is_not_reported_as_a_spike_for_ever() -> None:
+    level = LossLevel()
+    losses = [1.0, 1.01] * 50 + [5.0, 5.01] * 50
+    spikes = [step for step, loss in enumerate(losses) if level.spike(step, loss) is not None]
+    assert spikes[0] == 100 and 20 < len(spikes) < 60
+
+
+def test_skipped_steps_are_counted_and_limited(warnings: list[str]) -> None:
+    skipped = SkippedSteps(limit=2)
+    error = NonFiniteError("step 7: the loss is nan")
+    for _ in range(2):
+        skipped.skip(error)
+    skipped.updated()
+    for _ in range(2):
+        skipped.skip(error)
+    with pytest.raises(NonFiniteError, match="after 2 skipped steps in a row, the limit of --on-nonfinite"):
+        skipped.skip(error)
+    assert skipped.total == 4
+    assert warnings[-1] == "step 7: the loss is nan; skipped, 2 in a row, 4 in all"
+
+
+def test_the_first_non_finite_step_ends_a_run_with_advice_that_does_not_repeat_it() -> None:
+    with pytest.raises(NonFiniteError) as ended:
+        SkippedSteps(limit=0).skip(NonFiniteError("step 7: the loss is nan"))
+    for words in ("repeats this", "lower optimizer.params.lr", "an earlier checkpoint", "--on-nonfinite skip"):
+        assert words in str(ended.value)
+    assert "last checkpoint" not in str(ended.value)
 
 
 @pytest.mark.parametrize(

@@ -40,17 +40,19 @@ def test_not_compatible_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the tiles run in PyTorch instead" in capsys.readouterr().out
 
 
-def test_the_losses_register_the_operations_and_the_op_report_lists_them() -> None:
-    """The command of the report imports the losses, and nothing else registers the operations."""
+def test_the_op_report_lists_the_builder() -> None:
+    lines = [line for line in output_of("tools/ds_report.py").splitlines() if line.startswith("contrastive_tiles ")]
+    assert len(lines) == 1
+
+
+def test_a_loss_registers_the_operations() -> None:
     code = (
-        "from megaclip.commands import ds_report\nds_report.main()\nimport deepspeed.ops, torch\n"
+        "from megaclip import ClipLoss\nimport deepspeed.ops, torch\n"
         "from deepspeed.accelerator import get_accelerator\n"
         "builder = get_accelerator().create_op_builder('ContrastiveTilesBuilder')\n"
         "print(builder.name, torch.ops.megaclip.tile_stats, deepspeed.ops.__compatible_ops__[builder.name])"
     )
-    *report, registered = output_of("-c", code).splitlines()
-    assert len([line for line in report if line.startswith("contrastive_tiles ")]) == 1
-    assert registered == "contrastive_tiles megaclip.tile_stats False"
+    assert "contrastive_tiles megaclip.tile_stats False" in output_of("-c", code)
 
 
 def test_importing_megaclip_or_its_ops_is_light() -> None:

@@ -24,8 +24,7 @@ KERNELS = {
     "sigmoid": kernels._tile_sigmoid_kernel,
 }
 # Compute capability -> shared memory per program in KiB (CUDA programming guide, technical specifications).
-# 86 is left out: it has the tiles, the shared memory and the instructions of 89.
-SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 DIVISIBLE = [["tt.divisibility", 16]]
 
 
@@ -73,9 +72,8 @@ def spilled_bytes(ptx: str, capability: int) -> int:
 
 
 ALL = [(capability, *kind) for capability in SHARED_KIB for kind in blocks.TILES]
-# With the tiles of the H200, these kernels would read single elements, or need too much shared memory. Among the others
-# are kernels that would spill kilobytes.
-QUICK = [(80, "bf16", "grads"), (120, "bf16", "sigmoid")]
+# With the tiles of the H200, these kernels would read single elements, spill kilobytes, or need too much shared memory.
+QUICK = [(80, "bf16", "grads"), (100, "bf16", "stats"), (120, "bf16", "sigmoid"), (120, "tf32", "grads")]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Changed settings of a resumed run are logged by name, with both values."""
+"""settings.json: changed settings of a resumed run are logged by name, with both values."""
 
 import json
 import logging
