@@ -37,8 +37,8 @@ COMMANDS = {
     "show": Command("show", "print a page of the documentation, a ds_config or a job of Slurm"),
     "report": Command("ds_report", "print DeepSpeed's environment report with MegaCLIP's op and optional packages"),
     "build-ops": Command("build_ops", "compile DeepSpeed's CPU ops before the first run"),
-    "check-hosts": Command("check_hosts", "check the hosts of a hostfile before a run"),
-    "supervise": Command("supervise", "restart a run on several hosts; launch/multi_node.sh --restarts calls it"),
+    "launch": Command("launch", "start a command on several hosts, with restarts: megaclip launch ... train"),
+    "check-hosts": Command("check_hosts", "check the hosts of a run before it: megaclip launch ... check-hosts"),
     "demo-data": Command("make_digit_scenes", "draw the captioned images of the demo"),
     "demo": Command("demo", "train, evaluate and export a small model on two CPU cores, in about six minutes"),
 }

@@ -1,53 +1,44 @@
-"""Check the hosts of a hostfile before a run: software, GPUs, clocks, disks, data, network, and speed.
+"""Check the hosts of a run: software, GPUs, clocks, disks, data, network and speed. Start it as the run:
 
-    megaclip check-hosts --hostfile launch/hostfile --logs /shared/runs --train-data '/shared/shards/*.tar'
-    megaclip check-hosts --hostfile launch/hostfile -- --deepspeed_config zero3 ...     # the arguments of a run
+    megaclip launch --nnodes 4 --nproc-per-node 8 --rdzv-endpoint node-0:29400 check-hosts --logs /shared/runs
+    megaclip launch ... check-hosts -- --deepspeed_config zero3 ...        # the arguments of megaclip train
+    deepspeed --hostfile launch/hostfile --module megaclip check-hosts -- --deepspeed_config zero3 ...
 
-asks all hosts through pdsh, compares them, and prints one line per host and one per problem. It measures a matrix
-product on every GPU and the network of every host, so that a slow host is named. `launch/multi_node.sh --check_hosts`
-does the same before it starts the run. The exit code is 1 if there is a problem.
+Every rank reports its facts, multiplies matrices and exchanges messages. The first rank compares the ranks, and prints
+one line per host and one per problem. The exit code is 1 if there is a problem.
 """
 
 import argparse
 import json
+import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from torch.distributed import DistError, TCPStore
 
-from megaclip.commands.argument_types import integer, number
-from megaclip.config import parse_arguments
-from megaclip.errors import ConfigError, MegaclipError
+from megaclip.commands.argument_types import number
+from megaclip.config import load_training_config, parse_arguments
+from megaclip.engine.process_group import quiet_deepspeed
+from megaclip.errors import ConfigError, MegaclipError, first_line
 from megaclip.files import write_atomically
 from megaclip.hosts import compare, network
-from megaclip.hosts.compare import Report
-from megaclip.hosts.facts import Facts, collect
-from megaclip.hosts.hostfile import Host, read_hostfile
-from megaclip.hosts.network import NetworkResult
-from megaclip.hosts.remote import run_on_host
+from megaclip.hosts.facts import Report, needed_ops, report
+from megaclip.logging import rank_from_environment
 
-Answer = TypeVar("Answer", bound=BaseModel)
-
-FACTS_LIMIT_S = 300.0
-"""Seconds that a host has to answer; it imports PyTorch from a shared file system."""
-MARK = "MEGACLIP_ANSWER "
-"""Prefix of the line with a host's answer. Login shells may print other lines."""
+_LIMIT_S = 300.0
+"""Seconds to wait for other ranks; they import PyTorch from a shared file system."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = argument_parser().parse_args(argv)
-    if arguments.on_host is not None:
-        print(MARK + answer(json.loads(arguments.on_host)).model_dump_json())
-        return 0
+    quiet_deepspeed()
     try:
-        return check(arguments)
+        return check(argument_parser().parse_args(argv))
     except MegaclipError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -55,46 +46,95 @@ def main(argv: list[str] | None = None) -> int:
 
 def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hostfile", type=Path, default=Path("launch/hostfile"), help="default: %(default)s")
-    parser.add_argument("--master_addr", default="", help="address of the first host (default: its name)")
-    parser.add_argument("--master_port", type=integer(1), default=29500, help="port to test (default: %(default)s)")
     parser.add_argument("--logs", type=Path, help="folder that all hosts must share")
     parser.add_argument("--train-data", nargs="*", default=[], metavar="DATA", help="data that all hosts must see")
     parser.add_argument(
-        "--min-free-gib", type=number(0), default=10.0, help=("required free space in --logs, in GiB (default: 10)")
+        "--min-free-gib", type=number(0), default=10.0, help="required free space in --logs, in GiB (default: 10)"
     )
-    parser.add_argument("--on_host", metavar="JSON", help=argparse.SUPPRESS)  # the part that runs on each host
-    parser.add_argument("training", nargs=argparse.REMAINDER, help="arguments of launch/train.py, after --")
+    parser.add_argument("training", nargs=argparse.REMAINDER, help="arguments of megaclip train, after --")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # deepspeed passes it
     return parser
 
 
-def answer(question: dict[str, Any]) -> BaseModel:
-    """Return this host's answer to a question of `check`."""
-    if question["what"] == "network":
-        return network.measure(question["rank"], question["hosts"], question["address"], question["port"])
-    shared = Path(question["shared"]) if question["shared"] else None
-    return collect(shared=shared, token=question["token"], data=question["data"])
-
-
 def check(arguments: argparse.Namespace) -> int:
-    """Check all hosts, print the table, and return the exit code.
+    """Run this rank's part of the check, and print the table on the first rank; return the exit code.
 
     Raises:
-        ConfigError: the hostfile or the command line is refused.
+        ConfigError: the command line is refused, or the first rank cannot be reached.
     """
-    hosts = read_hostfile(arguments.hostfile)
-    logs, data = arguments.logs, arguments.train_data
+    logs, data, ops = arguments.logs, arguments.train_data, []
     if arguments.training:
         run = parse_arguments(arguments.training[arguments.training[0] == "--" :])
         logs, data = Path(run.logs), [*run.train_data, *run.val_data]
+        ops = needed_ops(load_training_config(run.deepspeed_config))
     logs = logs.absolute() if logs is not None else None
-    with token_file(logs) if logs is not None else nullcontext(("", "")) as (name, token):
-        reports = ask_for_facts(hosts, {"what": "facts", "shared": str(logs or ""), "token": name, "data": data})
-    reports = test_network(reports, arguments.master_addr, arguments.master_port)
-    needed = {str(logs): arguments.min_free_gib} if logs is not None else {}
-    problems = compare.find_problems(reports, token=token, needed_gib=needed)
+    rank, ranks = rank_from_environment(), int(os.environ.get("WORLD_SIZE", "1"))
+    store = connect(rank)
+    store.set(f"ready/{rank}", "")
+    with token_file(logs) if rank == 0 and logs is not None else nullcontext(("", "")) as (name, token):
+        if rank == 0:
+            store.set("sign", json.dumps([name, absent(store, "ready", ranks)]))
+        name, not_ready = json.loads(store.get("sign"))  # arrives on all ranks at once: clocks are read now
+        if not_ready:
+            if rank == 0:
+                print(f"ranks {not_ready} have not started within {_LIMIT_S:.0f} s; see the output of their launchers")
+            return leave(store, rank, ranks, 1)
+        own = report(time.time(), shared=logs, token=name, data=data, ops=ops)
+        store.set(f"facts/{rank}", own.model_dump_json())
+        absent(store, "facts", ranks)
+    reports = [_read(store.get(f"facts/{other}")) for other in range(ranks)]
+    others = [other for other, one in enumerate(reports) if other and one.facts is not None]
+    problem, rate = network.measure(store, rank, ranks, others)
+    store.set(f"network/{rank}", json.dumps({"network": problem, "mib_per_s": rate}))
+    if rank != 0:
+        return leave(store, rank, ranks, 0)
+    absent(store, "network", ranks)
+    reports = [one.model_copy(update=json.loads(store.get(f"network/{other}"))) for other, one in enumerate(reports)]
+    problems = compare.find_problems(reports, token=token, min_free_gib=arguments.min_free_gib)
     print(compare.table(reports, problems))
-    return int(bool(problems))
+    return leave(store, rank, ranks, int(bool(problems)))
+
+
+def connect(rank: int) -> TCPStore:
+    """Return the store of the launcher's ranks, which the first rank creates if its launcher has not done so.
+
+    Raises:
+        ConfigError: the port is in use on the first rank, or cannot be reached from another rank.
+    """
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    limit = timedelta(seconds=2 * _LIMIT_S)  # the first rank waits as long before it gives its sign
+    try:
+        return TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=limit)
+    except DistError as error:
+        advice = "open the firewall between the hosts, or pass an address of the first host to the launcher"
+        raise ConfigError(f"cannot reach {address} at port {port} ({first_line(error)}); {advice}") from None
+
+
+def absent(store: TCPStore, key: str, ranks: int) -> list[int]:
+    """Wait until all ranks have set their `key`; return the ranks that have not done so in time."""
+    keys = [f"{key}/{rank}" for rank in range(ranks)]
+    with suppress(DistError):
+        store.wait(keys, timedelta(seconds=_LIMIT_S))
+    return [rank for rank, one in enumerate(keys) if not store.check([one])]
+
+
+def leave(store: TCPStore, rank: int, ranks: int, exit_code: int) -> int:
+    """End all ranks with the exit code of the first one, which may contain the store and ends last."""
+    if rank == 0:
+        store.set("exit code", str(exit_code))
+    exit_code = int(store.get("exit code"))
+    store.set(f"left/{rank}", "")
+    if rank == 0:
+        absent(store, "left", ranks)
+    return exit_code
+
+
+def _read(text: bytes) -> Report:
+    try:
+        return Report.model_validate_json(text)
+    except ValidationError:
+        raise ConfigError("ranks run different versions of MegaCLIP; install the same version on all hosts") from None
 
 
 @contextmanager
@@ -110,66 +150,3 @@ def token_file(folder: Path) -> Iterator[tuple[str, str]]:
         yield name, token
     finally:
         (folder / name).unlink(missing_ok=True)
-
-
-def ask(host: Host, question: dict[str, Any], kind: type[Answer], limit_s: float) -> tuple[Answer | None, str]:
-    """Return the answer of a host, and the reason if there is none."""
-    output, problem = run_on_host(host, ["check-hosts", "--on_host", json.dumps(question)], limit_s=limit_s)
-    for line in output.splitlines():
-        if line.startswith(MARK):
-            try:
-                return kind.model_validate_json(line.removeprefix(MARK)), ""
-            except ValidationError:
-                return None, "its answer cannot be read, because it runs another version of MegaCLIP"
-    return None, problem or "it has not answered"
-
-
-def ask_for_facts(hosts: Sequence[Host], question: dict[str, Any]) -> list[Report]:
-    """Return the facts of all hosts. All are asked at the same time."""
-
-    def one(host: Host) -> Report:
-        began = time.monotonic()
-        facts, failure = ask(host, question, Facts, FACTS_LIMIT_S)
-        if facts is None:
-            return Report(host, failure=failure)
-        # Duration of question and answer together. The host read its clock between them.
-        way_s = time.monotonic() - began - facts.ran_s
-        return Report(host, facts, clock_s=facts.time_s - (time.time() - way_s / 2), clock_error_s=way_s / 2)
-
-    with ThreadPoolExecutor(min(128, len(hosts))) as pool:
-        return list(pool.map(one, hosts))
-
-
-def test_network(reports: Sequence[Report], master_addr: str, port: int) -> list[Report]:
-    """Return `reports` with the results of the network test between the hosts that have answered."""
-    present = [report for report in reports if report.facts is not None]
-    if len(present) < 2:
-        return list(reports)
-    first = present[0].host
-    address = master_addr if master_addr and first == reports[0].host else first.address
-
-    def one(rank: int) -> tuple[NetworkResult | None, str]:
-        question = {"what": "network", "rank": rank, "hosts": len(present), "address": address, "port": port}
-        return ask(present[rank].host, question, NetworkResult, network.LIMIT_S * 4)
-
-    with ThreadPoolExecutor(len(present)) as pool:
-        results = list(pool.map(one, range(len(present))))
-    return merge_network(reports, [report.host.name for report in present], results)
-
-
-def merge_network(
-    reports: Sequence[Report], present: Sequence[str], results: Sequence[tuple[NetworkResult | None, str]]
-) -> list[Report]:
-    """Return `reports` with the network results of the hosts `present`."""
-    problems: dict[str, str] = {}
-    rates: dict[str, float | None] = {}
-    for name, (result, failure) in zip(present, results, strict=True):
-        problems[name] = f"the network test failed: {failure}" if result is None else result.problem
-        rates[name] = None if result is None else result.mib_per_s
-    for result, _ in results:
-        for rank in result.absent if result is not None else []:
-            problems[present[rank]] = problems[present[rank]] or "did not connect to the first host"
-    return [
-        replace(report, network=problems.get(report.host.name, ""), mib_per_s=rates.get(report.host.name))
-        for report in reports
-    ]

@@ -32,6 +32,8 @@ def start_process_group() -> None:
     if accelerator.device_name() == "cuda":
         os.environ[ARCHITECTURES] = architectures(os.environ.get(ARCHITECTURES, ""), torch.cuda.get_device_capability())
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record the last collectives (`megaclip.guards.stacks`)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
+        logger.warning("torchrun restarts ranks reliably only with  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     init_distributed()
     wait_for_all_ranks()  # if a rank exited now, a peer that is still connecting would fail
 

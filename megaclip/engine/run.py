@@ -81,8 +81,6 @@ def main(argv: list[str], *, other_ranks_delay_s: float | None = None) -> int:
     # Not called after any other exception: the other ranks may be in a collective, and this call would wait for them.
     if dist.is_initialized():
         dist.destroy_process_group()
-    if exit_code == 0 and (completed := os.environ.get("MEGACLIP_COMPLETED_FILE")):
-        Path(completed).write_text("0\n")  # launch/multi_node.sh accepts exit code 0 only with this file
     return exit_code
 
 

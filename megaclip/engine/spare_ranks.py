@@ -8,16 +8,14 @@ ranks, and a number that does not fit the batch is refused.
 
 import contextlib
 import os
-import signal
 import time
 from datetime import timedelta
-from types import FrameType
 
 import torch
 from torch.distributed import DistNetworkError, TCPStore
 
 from megaclip.config import TrainingConfig
-from megaclip.errors import STOP_SIGNALS, ConfigError
+from megaclip.errors import ConfigError
 from megaclip.logging import get_logger, rank_from_environment
 
 logger = get_logger(__name__)
@@ -41,8 +39,8 @@ def wait_if_spare(config: TrainingConfig) -> int | None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # set by torch's elastic agent
         return None
-    used = next((number for number in range(ranks, 0, -1) if _fits(config, number)), ranks)
-    if used == ranks:
+    used = usable_ranks(config, ranks)
+    if used in (0, ranks):  # 0: the run raises its own error
         return None
     if rank_from_environment() >= used:
         return _wait_for_exit_code()
@@ -63,12 +61,13 @@ def end_spare_ranks(exit_code: int) -> None:
         time.sleep(0.05)  # the store ends with this process
 
 
-def _fits(config: TrainingConfig, ranks: int) -> bool:
-    try:
-        config.batch_layout(ranks)
-    except ConfigError:
-        return False
-    return True
+def usable_ranks(config: TrainingConfig, ranks: int) -> int:
+    """Return the largest number of ranks, up to `ranks`, that ds_config.json accepts; 0 if there is none."""
+    for number in range(ranks, 0, -1):
+        with contextlib.suppress(ConfigError):
+            config.batch_layout(number)
+            return number
+    return 0
 
 
 def _connect() -> TCPStore:
@@ -82,27 +81,13 @@ def _connect() -> TCPStore:
 
 
 def _wait_for_exit_code() -> int:
-    """Wait until the first rank has left its exit code, and return it.
-
-    Stop signals have no effect meanwhile: the run ends after its step. If the first rank is gone, return 128 + the
-    signal, or 1 if the launcher does not end this process.
-    """
-    received: list[int] = []
-
-    def record(number: int, _: FrameType | None) -> None:
-        received.append(number)
-
+    """Wait until the first rank has left its exit code, and return it. Return 1 if the first rank is gone."""
     with contextlib.suppress(DistNetworkError):
         store = _connect()
-        for number in STOP_SIGNALS:
-            signal.signal(number, record)
         while not store.check([_EXIT_CODE]):
             time.sleep(0.5)
         exit_code = int(store.get(_EXIT_CODE))
         store.add(_HAVE_READ, 1)
         return exit_code
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-    if not received:
-        time.sleep(_END_LIMIT_S)
-    return 128 + received[0] if received else 1
+    time.sleep(_END_LIMIT_S)
+    return 1

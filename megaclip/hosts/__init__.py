@@ -1,1 +1,5 @@
-"""Several hosts: the hostfile, restarts after a failure, and the checks before a run."""
+"""Several hosts: the agent of `megaclip launch`, and the check of hosts before a run.
+
+- `agent` adds rules to torch's elastic agent, and `pulse` watches which hosts are alive.
+- `facts` collects what a rank reports, `network` measures its connections, and `compare` finds problems in the reports.
+"""

@@ -1,177 +1,216 @@
-"""launch/multi_node.sh on two hosts: losses as on one host; the end of a rank or launcher ends all other processes."""
+"""Two hosts: losses as on one host, hosts that disappear and return under each launcher, and `megaclip check-hosts`."""
 
+import json
+import os
 import re
-import signal
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 
-from tests.end_to_end.training_runs import ROOT, flags, launcher_command, scalars
-from tests.end_to_end.two_hosts import TwoHosts, reason_to_skip, two_hosts
-from tests.end_to_end.two_hosts import environment as environment_of_a_user
+from tests.end_to_end.training_runs import DS_CONFIG, ROOT, flags, launcher_command, scalars
+from tests.end_to_end.two_hosts import ADDRESSES, Host, TwoHosts, environment, reason_to_skip, set_cable, two_hosts
 from tests.tolerances import RUN, assert_close
 
-MULTI_NODE = ROOT / "launch" / "multi_node.sh"
-STEPS = 3
 LIMIT_S = 600
-END_LIMIT_S = 120
-"""Time limit for processes to end. They take 3 to 5 s. gloo waits half an hour for a rank that does not answer."""
-RANK = r"train\.py --local_rank"
-"""Pattern of the command lines of ranks. It does not match their launcher."""
+RESTART_LIMIT_S = 120
+"""Time limit of a restart in seconds. docs/multi_node.md has measured times."""
+RANK, LAUNCHER = "-m megaclip train", "-m (megaclip launch|torch.distributed.run)"
+"""Patterns of command lines."""
 
 if _reason := reason_to_skip():
     pytest.skip(_reason, allow_module_level=True)
 
 
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
-    with two_hosts(tmp_path_factory.mktemp("two_hosts")) as pair:
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
+    with two_hosts(tmp_path) as pair:
         yield pair
 
 
-@pytest.fixture(scope="module")
-def environment(hosts: TwoHosts) -> dict[str, str]:
-    return environment_of_a_user(hosts)
-
-
-@pytest.fixture(scope="module")
-def losses_of_one_host(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    logs = tmp_path_factory.mktemp("one_host")
-    subprocess.run(launcher_command(training(tiny_run, logs)), cwd=tiny_run, check=True, timeout=LIMIT_S)
-    return losses(logs)
-
-
-def training(tiny_run: Path, logs: Path, steps: int = STEPS) -> list[str]:
-    """Return arguments of launch/train.py that a remote shell would change if it expanded or split them.
-
-    The path of the data is relative, so the ranks must run in the folder of the launcher.
-    """
-    data = "train/{00000..00003}.tar"
-    return flags(tiny_run, tiny_run / "zero3.json", logs, train_data=data, train_steps=steps, name="a run")
-
-
-def losses(logs: Path) -> list[float]:
-    """Return the loss of every step."""
-    return list(scalars(logs / "a run")["train/loss"].values())
-
-
-def test_losses_through_pdsh_equal_those_of_one_host(
-    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path, losses_of_one_host: list[float]
-) -> None:
-    launch = hosts.first.command(
-        MULTI_NODE, "--hostfile", hosts.hostfile, *training(tiny_run, tmp_path), folder=tiny_run
-    )
-    output = finished(launch, environment)
-    for host in (hosts.first, hosts.second):
-        assert re.search(rf"^{host.address}: .*process \d+ spawned", output, re.MULTILINE), output
-    assert len(losses_of_one_host) == STEPS
+def test_losses_through_pdsh_equal_those_of_one_host(hosts: TwoHosts, tiny_run: Path, tmp_path: Path) -> None:
+    """A remote shell would change the arguments if it expanded or split them. The path of the data is relative."""
+    losses = []
+    for logs, command in (
+        ("one host", launcher_command([])),
+        ("two", [*hosts.first.command(ROOT / "launch/multi_node.sh", "--hostfile", hosts.hostfile, folder=tiny_run)]),
+    ):
+        run = {"train_data": "train/{00000..00003}.tar", "train_steps": 3, "name": "a run"}
+        words = [*command, *flags(tiny_run, tiny_run / "zero3.json", tmp_path / logs, **run)]
+        own = {**os.environ, "DS_ACCELERATOR": "cpu"} if logs == "one host" else environment(hosts)
+        done = subprocess.run(words, cwd=tiny_run, env=own, capture_output=True, text=True, timeout=LIMIT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses.append(list(scalars(tmp_path / logs / "a run")["train/loss"].values()))
+    for address in ADDRESSES:
+        assert re.search(rf"^{address}: .*process \d+ spawned", done.stdout + done.stderr, re.MULTILINE)
+    assert len(losses[0]) == 3
     # Ranks that share memory add the same numbers in another order.
-    assert_close(losses(tmp_path), losses_of_one_host, RUN["loss"])
+    assert_close(losses[1], losses[0], RUN["loss"])
 
 
-@pytest.mark.long
-def test_losses_without_ssh_equal_those_of_one_host(
-    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path, losses_of_one_host: list[float]
-) -> None:
-    environment = environment | {"PDSH_SSH_ARGS_APPEND": "-F /nowhere"}
-    options = ("--no_ssh", "--hostfile", hosts.hostfile, "--node_rank")
-    launches = [
-        host.command(MULTI_NODE, *options, str(node_rank), *training(tiny_run, tmp_path), folder=tiny_run)
-        for node_rank, host in enumerate((hosts.first, hosts.second))
-    ]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(finished, launches, [environment] * 2))
-    # Ranks that share memory add the same numbers in another order.
-    assert_close(losses(tmp_path), losses_of_one_host, RUN["loss"])
+class Launch:
+    """Launchers on two hosts, which start ranks of the same training. Each appends to its own log."""
+
+    def __init__(self, hosts: TwoHosts, launcher: list[str], command: list[str], folder: Path) -> None:
+        self.hosts, self.words, self.command, self.folder = hosts, launcher, command, folder
+        self.processes: list[subprocess.Popen] = []
+        self.logs: list[Path] = []
+
+    def start(self, host: Host) -> None:
+        is_host = int(host.address == ADDRESSES[0])
+        own = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--local-addr", host.address]
+        own += ["--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--rdzv-conf", f"is_host={is_host},last_call_timeout=5"]
+        variables = environment(self.hosts) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        variables |= dict(line.split("=", 1) for line in Path(variables["DS_ENV_FILE"]).read_text().splitlines())
+        self.logs.append(self.folder / f"log {len(self.logs)}")
+        with open(self.logs[-1], "w") as log:
+            words = host.command(sys.executable, "-m", *self.words, *own, *self.command, folder=self.folder)
+            self.processes.append(subprocess.Popen(words, env=variables, stdout=log, stderr=log))
+
+    def text(self) -> str:
+        return "\n".join(log.read_text() for log in self.logs)
+
+    def starts(self) -> list[tuple[int, int]]:
+        """Return (first step, number of ranks) of each start of the training, by their time."""
+        found = re.findall(r"(\d\d:\d\d:\d\d) INFO training steps (\d+) to.* = (\d+) ranks", self.text())
+        return [(int(step), int(ranks)) for _, step, ranks in sorted(found)]
+
+    def steps(self) -> list[int]:
+        return [int(step) for step in re.findall(r" step (\d+)/", self.text())]
+
+    def wait(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.1)
+
+    def wait_for_start(self, number: int, steps: int, limit_s: float = LIMIT_S) -> None:
+        """Wait until start `number` of the training, from 1, has taken some steps."""
+        self.wait(lambda: len(self.starts()) >= number, limit_s)
+        first = self.starts()[number - 1][0]
+        self.wait(lambda: first + steps in self.steps())
+
+    def end(self) -> None:
+        for host in (self.hosts.first, self.hosts.second):
+            subprocess.run(host.command("pkill", "-KILL", "-f", "--", f"{RANK}|{LAUNCHER}"))
 
 
-def finished(launch: list[str], environment: dict[str, str]) -> str:
-    """Run a launch that must succeed, and return its output."""
-    done = subprocess.run(
-        launch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+@pytest.fixture
+def started(hosts: TwoHosts, tiny_run: Path, tmp_path: Path) -> Iterator[Callable[[list[str]], Launch]]:
+    """Return a function that starts a training under a launcher on both hosts, and waits until it has saved."""
+    launches = []
 
-
-@contextmanager
-def endless_run(
-    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, logs: Path
-) -> Iterator[tuple[subprocess.Popen, Path]]:
-    """Start a launch through pdsh that would train for hours. Yield the launch and the file with its output."""
-    arguments = training(tiny_run, logs, steps=1_000_000)
-    launch = hosts.first.command(MULTI_NODE, "--hostfile", hosts.hostfile, *arguments, folder=tiny_run)
-    log = logs / "log"
-    with open(log, "w") as output:
-        launcher = subprocess.Popen(launch, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        yield launcher, log
-    finally:
+    def start(launcher: list[str]) -> Launch:
+        settings: dict[str, Any] = DS_CONFIG | {"zero_optimization": {"stage": 1}}
+        del settings["gradient_accumulation_steps"]
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        launch = Launch(hosts, launcher, ["train", *training(tiny_run, tmp_path, "logs")], tmp_path)
+        if launcher[0] != "megaclip":
+            launch.command[:0] = ["-m", "--", "megaclip"]
+        launches.append(launch)
         for host in (hosts.first, hosts.second):
-            subprocess.run(host.command("pkill", "-KILL", "-f", "multi_node.sh|deepspeed|train.py"))
-        launcher.wait()
+            launch.start(host)
+        launch.wait_for_start(1, steps=6)
+        return launch
+
+    yield start
+    for launch in launches:
+        launch.end()
+
+
+def training(tiny_run: Path, folder: Path, logs: str, **changes: Any) -> list[str]:
+    run = {"train_steps": 100_000, "save_every_steps": 4, "keep_last": 1_000, "resume": "auto", "name": "run"}
+    return flags(tiny_run, folder / "config.json", folder / logs, **{**run, **changes})
 
 
 @pytest.mark.long
-def test_a_dead_rank_ends_the_others(
-    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path
+@pytest.mark.parametrize("launcher", [["megaclip", "launch"], ["torch.distributed.run", "--rdzv-backend", "c10d"]])
+def test_a_host_disappears_and_returns(
+    started: Callable[[list[str]], Launch],
+    launcher: list[str],
+    hosts: TwoHosts,
+    tiny_run: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    """The other rank is stopped by SIGSTOP, like a rank that waits in a collective for the dead one."""
-    with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, log):
-        wait_until(lambda: "step 2/" in log.read_text(), LIMIT_S)
-        subprocess.run(hosts.first.command("pkill", "-STOP", "-f", RANK), check=True)
-        subprocess.run(hosts.second.command("pkill", "-KILL", "-f", RANK), check=True)
-        assert launcher.wait(END_LIMIT_S) == 1, log.read_text()
-        subprocess.run(hosts.first.command("pkill", "-CONT", "-f", RANK))
-        wait_until(lambda: not hosts.first.processes(RANK), END_LIMIT_S)
-        assert "a rank failed" in log.read_text()
+    launch = started(launcher)
+    hosts.end_second()
+    lost_at = time.monotonic()
+    launch.wait_for_start(2, steps=1, limit_s=RESTART_LIMIT_S)
+    record_property("from the lost host to the next step, in seconds", time.monotonic() - lost_at)
+    hosts.start_second()
+    launch.start(hosts.second)
+    launch.wait_for_start(3, steps=3)
+    (_, ranks_1), (second, ranks_2), (third, ranks_3) = launch.starts()
+    assert (ranks_1, ranks_2, ranks_3) == (2, 1, 2)
+    if launcher[0] == "megaclip":
+        assert "host host-2 is lost" in launch.logs[0].read_text()
+        subprocess.run(hosts.second.command("pkill", "-USR1", "-f", "--", LAUNCHER), check=True)
+        assert [launch.processes[number].wait(LIMIT_S) for number in (0, 2)] == [138, 138], launch.text()
+    else:
+        subprocess.run(hosts.second.command("pkill", "-TERM", "-f", "--", RANK), check=True)
+        launch.wait_for_start(4, steps=1)  # torchrun restarts a run that was stopped
+    launch.end()
+    losses = scalars(tmp_path / "logs" / "run")["train/loss"]
+    assert sorted(losses) == list(range(1, max(losses) + 1))
+    # Reference: resume by hand from the checkpoint of each restart, on the same number of ranks.
+    for first, last, ranks in ((second, min(third, second + 10), 1), (third, third + 3, 2)):
+        run = tmp_path / f"by hand {first}" / "run"
+        shutil.copytree(tmp_path / "logs/run/checkpoints" / f"step_{first:08d}", run / f"checkpoints/step_{first:08d}")
+        (run / "checkpoints" / "latest").write_text(f"step_{first:08d}")
+        words = training(tiny_run, tmp_path, run.parent.name, stop_after_steps=last)
+        subprocess.run(launcher_command(words, ranks), cwd=tiny_run, check=True, timeout=LIMIT_S)
+        again = scalars(run)["train/loss"]
+        assert sorted(again) == list(range(first + 1, last + 1))
+        if ranks == 1:
+            assert [losses[step] for step in again] == list(again.values())
+        assert_close([losses[step] for step in again], list(again.values()), RUN["loss"])
 
 
 @pytest.mark.long
-def test_ending_the_launcher_ends_the_ranks(
-    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path
-) -> None:
-    with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, log):
-        wait_until(lambda: hosts.first.processes(RANK) and hosts.second.processes(RANK), LIMIT_S)
-        send_to_script(launcher, signal.SIGTERM)
-        code = launcher.wait(END_LIMIT_S)
-        assert code in (1, 128 + signal.SIGTERM), (
-            log.read_text()
-        )  # 143: training had started, so the ranks saved and exited
-        wait_until(lambda: not (hosts.first.processes(RANK) or hosts.second.processes(RANK)), END_LIMIT_S)
+def test_a_pulled_cable_and_a_killed_launcher(started: Callable[[list[str]], Launch], hosts: TwoHosts) -> None:
+    """The first host resumes alone both times. After the cable the second launcher comes back by itself."""
+    launch = started(["megaclip", "launch"])
+    set_cable(hosts.first, "down")
+    launch.wait_for_start(2, steps=6, limit_s=RESTART_LIMIT_S)
+    launch.wait(lambda: not hosts.second.processes(RANK))  # ranks that wait for the others were ended
+    set_cable(hosts.first, "up")
+    launch.wait_for_start(3, steps=6)
+    subprocess.run(hosts.second.command("pkill", "-KILL", "-f", "--", LAUNCHER), check=True)
+    launch.wait_for_start(4, steps=1, limit_s=RESTART_LIMIT_S)
+    launch.start(hosts.second)
+    launch.wait_for_start(5, steps=1)
+    assert [ranks for _, ranks in launch.starts()] == [2, 1, 2, 1, 2]
+    steps = launch.steps()
+    # The ranks have saved before they have ended without their launcher.
+    assert steps.count(launch.starts()[3][0]) == 1
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_the_launcher_lets_the_ranks_save(
-    hosts: TwoHosts, environment: dict[str, str], tiny_run: Path, tmp_path: Path, sent: signal.Signals
-) -> None:
-    with endless_run(hosts, environment, tiny_run, tmp_path) as (launcher, log):
-        wait_until(lambda: "step 2/" in log.read_text(), LIMIT_S)
-        send_to_script(launcher, sent)
-        assert launcher.wait(END_LIMIT_S) == 128 + sent, log.read_text()
-        stopped = re.search(rf"stopped by {sent.name} after step (\d+);", log.read_text())
-        assert stopped, log.read_text()
-        latest = tmp_path / "a run" / "checkpoints" / "latest"
-        assert latest.read_text() == f"step_{int(stopped[1]):08d}"
-        assert "a rank failed" not in log.read_text()
-        wait_until(lambda: not (hosts.first.processes(RANK) or hosts.second.processes(RANK)), END_LIMIT_S)
+def test_faults_of_the_second_host_are_found(hosts: TwoHosts, tiny_run: Path, tmp_path: Path) -> None:
+    logs, data = tmp_path / "logs", tiny_run / "train"
+    check = ["check-hosts", "--min-free-gib", "0", "--logs", str(logs), "--train-data", f"{data}/*.tar"]
 
+    def found() -> tuple[list[int | None], list[str]]:
+        """Return the exit codes of the launchers, and the problems except those of speed: this machine is busy."""
+        launch = Launch(hosts, ["megaclip", "launch", "--nnodes", "2"], check, tmp_path)
+        for host in (hosts.first, hosts.second):
+            launch.start(host)
+        codes = [process.wait(LIMIT_S) for process in launch.processes]
+        lines = launch.text().splitlines()
+        assert any(line.startswith("host-2 ") for line in lines), launch.text()
+        return codes, [line for line in lines if re.match(r"host-\d: (?!slow)", line)]
 
-def send_to_script(launcher: subprocess.Popen, number: signal.Signals) -> None:
-    """Send a signal to multi_node.sh, the only child of `nsenter`. Its subshells have the same command line."""
-    (script,) = psutil.Process(launcher.pid).children()
-    script.send_signal(number)
-
-
-def wait_until(condition: Callable[[], object], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"the condition was not met within {limit_s} s"
-        time.sleep(0.2)
+    assert found()[1] == []
+    assert list(logs.iterdir()) == []  # the token file has been deleted
+    for folder in (logs, data):  # on the second host these folders are empty
+        subprocess.run(hosts.second.command("mount", "-t", "tmpfs", "none", folder), check=True)
+    codes, problems = found()
+    assert codes == [1, 1] and len(problems) == 2, problems
+    assert problems[0].startswith("host-2: does not see a file that the first host has written to --logs")
+    assert problems[1].startswith("host-2: ") and "mount the data under the same path" in problems[1]

@@ -57,7 +57,7 @@ class Host:
 
     def processes(self, pattern: str) -> list[int]:
         """Return the process ids, as seen from the host, of its processes whose command line matches `pattern`."""
-        done = subprocess.run(self.command("pgrep", "-f", pattern), capture_output=True, text=True)
+        done = subprocess.run(self.command("pgrep", "-f", "--", pattern), capture_output=True, text=True)
         return [int(process) for process in done.stdout.split()]
 
 

@@ -18,6 +18,7 @@ import docs_configuration
 import docs_site
 import pytest
 import yaml
+from torch.distributed.run import get_args_parser
 
 from megaclip.commands import COMMANDS, show
 from megaclip.config.command_line import build_parser
@@ -49,6 +50,9 @@ def options_of(script: str) -> str:
     """Return the text that must contain every flag of `script`."""
     if script in ("launch/train.py", "megaclip train"):
         return "\n".join(option for action in build_parser()._actions for option in action.option_strings)
+    if script == "megaclip launch":  # options of torchrun, and those of a command that it starts
+        torchrun = [option for action in get_args_parser()._actions for option in action.option_strings]
+        return "\n".join([*torchrun, options_of("megaclip train"), options_of("megaclip check-hosts")])
     if script.startswith("megaclip "):
         return (ROOT / "megaclip/commands" / f"{COMMANDS[script.split()[1]].module}.py").read_text()
     source = (ROOT / script).read_text()

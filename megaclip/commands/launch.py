@@ -1,0 +1,120 @@
+"""Start a command of megaclip on the ranks of this host, and restart it after failures. Run it once on every host.
+
+    megaclip launch --nnodes 1:4 --nproc-per-node 8 --max-restarts 5 --rdzv-endpoint node-0:29400 train ...
+
+The options are those of torchrun, with other defaults: --rdzv-backend c10d, --signals-to-handle with SIGUSR1, and an
+hour of --shutdown-timeout, in which ranks save. docs/multi_node.md describes when a run is not restarted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, get_args_parser
+
+from megaclip.checkpoint import search
+from megaclip.config import load_training_config, parse_arguments
+from megaclip.engine.spare_ranks import usable_ranks
+from megaclip.errors import ConfigError, MegaclipError, first_line
+from megaclip.hosts.agent import Agent
+
+# Seconds, except for the number of attempts. read_timeout is how long this host waits for the store.
+RENDEZVOUS = {"last_call_timeout": 5, "keep_alive_interval": 3, "keep_alive_max_attempt": 5, "read_timeout": 600}
+_READ_TIMEOUT_S = 60
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = argument_parser().parse_args(argv)
+    command = [arguments.training_script, *arguments.training_script_args]
+    arguments.training_script, arguments.training_script_args, arguments.module = "megaclip", command, True
+    try:
+        return launch(arguments, command)
+    except MegaclipError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except RendezvousError as error:
+        where, reason = f"--rdzv-endpoint {arguments.rdzv_endpoint}", first_line(error.__cause__ or error)
+        print(f"error: {arguments.nnodes} hosts have not met at {where}: {reason}", file=sys.stderr)
+    return 1
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """Return torchrun's parser, for a command of megaclip instead of a script."""
+    parser = get_args_parser()
+    parser.prog, parser.usage = "megaclip launch", "megaclip launch [OPTIONS] COMMAND ..."
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False  # --logs of the command is no short form of --logs-specs
+    parser.set_defaults(rdzv_backend="c10d", shutdown_timeout=3600, signals_to_handle="SIGTERM,SIGINT,SIGUSR1")
+    return parser
+
+
+def launch(arguments: argparse.Namespace, command: list[str]) -> int:
+    """Run this host's agent to the end of the run; return the exit code.
+
+    Raises:
+        ConfigError: an argument is refused.
+        RendezvousError: too few hosts have come, or the store cannot be reached.
+    """
+    try:
+        config, program, words = config_from_args(arguments)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        raise ConfigError(f"{first_line(error)}; see megaclip launch --help") from None
+    if config.rdzv_backend != "c10d" or not (config.rdzv_endpoint or config.max_nodes == 1):
+        raise ConfigError("--rdzv-endpoint HOST:PORT, and no --rdzv-backend but c10d, is required for several hosts")
+    newest_step = checked_training(config, command[1:]) if command[0] == "train" else lambda: None
+    config.max_restarts = config.max_restarts if command[0] == "train" else 0
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
+    # In a shared store, hosts that come would wait for an address that is not written again (torch 2.13).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=config.rdzv_endpoint or "localhost:0",
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr or (None if config.rdzv_endpoint else "localhost"),
+        **{**RENDEZVOUS, **config.rdzv_configs},
+    )
+    backend, store = create_backend(parameters)
+    store.set_timeout(timedelta(seconds=_READ_TIMEOUT_S))
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=program,
+        args=tuple(word.replace("$", "$$") for word in words),  # torch replaces ${local_rank} and $$
+        rdzv_handler=create_handler(store, backend, parameters),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        local_addr=config.local_addr,
+        numa_options=config.numa_options,
+    )
+    assert config.logs_specs is not None and config.shutdown_timeout is not None  # torch sets them
+    return Agent(spec, config.logs_specs, store, newest_step, config.shutdown_timeout).run_to_end()
+
+
+def checked_training(config: LaunchConfig, training: list[str]) -> Callable[[], int]:
+    """Return the function that returns the step of the newest whole checkpoint of a training, 0 without one.
+
+    Raises:
+        ConfigError: an argument of the training is refused, or a restart could not resume it.
+    """
+    run = parse_arguments(training)
+    settings, fewer = load_training_config(run.deepspeed_config), config.max_nodes > config.min_nodes
+    if (config.max_restarts or fewer) and not (run.resume == "auto" and run.name):
+        raise ConfigError("--max-restarts and --nnodes MIN:MAX require --resume auto and --name NAME of the training")
+    ranks = config.min_nodes * config.nproc_per_node
+    if fewer and not (settings.deepspeed.get("train_batch_size") and usable_ranks(settings, ranks)):
+        raise ConfigError(
+            f"{settings.path}: --nnodes {config.min_nodes}:{config.max_nodes} requires a train_batch_size for "
+            f"{ranks} or fewer ranks; set it, and leave out gradient_accumulation_steps"
+        )
+    checkpoints = Path(run.logs) / (run.name or "") / "checkpoints"
+    return lambda: search.step_of(search.latest_tag(checkpoints) or search.tag_of(0))

@@ -1,0 +1,96 @@
+"""The rules of `megaclip launch`, with two launchers on this machine whose ranks are shell scripts."""
+
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.harness import run_ranks
+from tests.end_to_end.training_runs import free_port
+
+# Each start of a rank appends its number and the number of ranks to the file `starts`. RANK 1 is on the second host.
+SCRIPTS = {
+    "complete": "exit 0",
+    "one host refuses a setting": "((RANK)) && exit 78; sleep 60",
+    "a rank of the second host fails twice at the same step": "((RANK)) && exit 3; exec sleep 60",
+    "each attempt saves and fails": "((RANK)) && echo $((10#$(cat step) + 1)) >step && kill -KILL $$; exec sleep 60",
+    "a rank was stopped, and all have saved": "exit 143",
+    "one launcher was stopped, and all ranks have saved": (
+        "((RANK)) && until [[ -e stopped ]]; do sleep 0.1; done && exit 138;"
+        "trap 'touch stopped; exit 138' USR1; kill -USR1 $PPID; sleep 60 & wait"
+    ),
+    "one launcher was stopped before any rank has saved": (
+        "rm -f step; ((RANK)) && exec sleep 60; kill -TERM $PPID; exec sleep 60"
+    ),
+    "the second host comes later": (
+        "((WORLD_SIZE == 2)) && exit 0; trap 'exit 143' TERM; touch running; sleep 60 & wait"
+    ),
+}
+
+
+def launch(folder: Path, ports: dict[str, int]) -> dict[str, tuple[int, list[str]]]:
+    """Run the launcher of one host for each script; return its exit code and its log."""
+    from megaclip.commands import launch as command
+    from megaclip.hosts import pulse
+
+    pulse.SILENCE_S = 3
+    own_rank, results, records = int(os.environ["RANK"]), {}, []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megaclip").addHandler(handler)
+    logging.getLogger("megaclip").setLevel(logging.INFO)
+    parse = command.config_from_args
+    for name, script in SCRIPTS.items():
+        own = folder / name
+        own.mkdir(exist_ok=True)
+        (own / "step").write_text("4")
+        records.clear()
+
+        def newest_step(own: Path = own) -> int:
+            return int((own / "step").read_text()) if (own / "step").exists() else 0
+
+        def with_script(arguments: Any, script: str = script, own: Path = own) -> tuple[Any, str, list[str]]:
+            return parse(arguments)[0], "bash", ["-c", f'cd "{own}"; echo $RANK $WORLD_SIZE >>starts; {script}']
+
+        command.config_from_args = with_script  # type: ignore[assignment]
+        command.checked_training = lambda *_, newest_step=newest_step: newest_step  # type: ignore[assignment]
+        later = "later" in name
+        while later and own_rank and not (own / "running").exists():
+            time.sleep(0.1)
+        words = ["--nnodes", "1:2" if later else "2", "--max-restarts", "2", "--shutdown-timeout", "20"]
+        words += ["--local-addr", "localhost", "--rdzv-endpoint", f"localhost:{ports[name]}"]
+        words += ["--rdzv-conf", f"is_host={1 - own_rank},last_call_timeout=1", "train"]
+        results[name] = command.main(words), list(records)
+    return results
+
+
+def test_when_a_run_ends_and_when_it_starts_again(tmp_path: Path) -> None:
+    first, second = run_ranks(launch, 2, tmp_path, {name: free_port() for name in SCRIPTS})
+    host = socket.gethostname()
+
+    def starts(name: str) -> list[str]:
+        return sorted((tmp_path / name / "starts").read_text().splitlines())
+
+    expected = {
+        "complete": (0, 1, ""),
+        "one host refuses a setting": (78, 1, f"host {host} has refused a setting"),
+        "a rank of the second host fails twice at the same step": (1, 2, f"host {host}: rank 1 ended with exit code 3"),
+        "each attempt saves and fails": (1, 3, f"host {host}: rank 1 was ended by SIGKILL"),
+        "a rank was stopped, and all have saved": (143, 1, "a signal to a rank"),
+        "one launcher was stopped, and all ranks have saved": (138, 1, "stopped by SIGUSR1"),
+        "one launcher was stopped before any rank has saved": (1, 1, "stopped by SIGTERM, without a checkpoint"),
+    }
+    for name, (code, attempts, message) in expected.items():
+        for own_code, log in (first[name], second[name]):
+            assert own_code == code, (name, first[name], second[name])
+            assert any(message in line for line in log) or not message, (name, log)
+        # The second host may start its rank once more before it is told that the run has ended.
+        assert starts(name).count("0 2") == attempts and starts(name).count("1 2") - attempts in (0, 1), name
+    later = "the second host comes later"
+    assert (first[later][0], second[later][0]) == (0, 0), (first[later], second[later])
+    assert starts(later) == ["0 1", "0 2", "1 2"]
+    fails_twice = first["a rank of the second host fails twice at the same step"]
+    assert "failed twice without a checkpoint after step 4" in fails_twice[1][-1]
+    assert "--max-restarts 2 allows no further restart" in first["each attempt saves and fails"][1][-1]
