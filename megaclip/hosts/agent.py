@@ -157,9 +157,9 @@ class Agent(LocalElasticAgent):
         return None
 
     def _note_failure(self, text: str) -> None:
-        """Log why this attempt has failed, and note it unless the agent of another host has done so."""
-        logger.error("%s", text)
-        self._notes.compare_set("failure", "", json.dumps([text, self._newest_step(), self._pulse.hosts]))
+        """Note why this attempt has failed, unless another host has done so, and log the note."""
+        note = json.dumps([text, self._newest_step(), self._pulse.hosts])
+        logger.error("%s", json.loads(self._notes.compare_set("failure", "", note))[0])
 
     def _judge_last_failure(self) -> None:
         """End the run if two attempts have failed without a new checkpoint in between. Lost hosts do not count."""

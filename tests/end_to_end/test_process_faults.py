@@ -194,7 +194,7 @@ def full_disk_after_training(command: list[str], store: str) -> Finished:
 
 
 def test_a_full_disk_does_not_count_as_a_refused_setting(tiny_run, tmp_path):
-    """After exit code 78, `multi_node.sh --restarts` would not start the run again."""
+    """After exit code 78, `megaclip launch` does not start the run again."""
     command = flags(tiny_run, tiny_run / "zero1.json", tmp_path, train_steps=1, warmup=0)
     ends = run_ranks(full_disk_after_training, WORLD_SIZE, command, str(tmp_path / "store"))
     assert [end.exit_code for end in ends] == [1] * WORLD_SIZE, ends[0].output
