@@ -1,19 +1,20 @@
 """The command line of launch/train.py: data, model, schedule, evaluation and paths.
 
 Flags have open_clip's names if open_clip has such a flag. The other flags of open_clip are refused, and the message
-names the replacement (`open_clip_flags.py`). Batches, precision, optimizer and ZeRO are set in ds_config.json only.
+names the replacement (`open_clip_flags.json`; docs/from_open_clip.md documents the usual ones). Batches, precision,
+optimizer and ZeRO are set in ds_config.json only.
 """
 
 import argparse
+import json
 import re
 import sys
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
 from megaclip.errors import ConfigError, config_error, nearest
 
 DEFAULT_EPOCHS = 32
@@ -32,6 +33,11 @@ _LARGEST_SEED = 2**64 - 1
 DatasetType = Literal["auto", "webdataset", "parquet", "csv", "json", "imagefolder", "saved", "hub"]
 DATASET_TYPES = get_args(DatasetType)
 """Values of --dataset-type, also in other commands."""
+
+_OF_OPEN_CLIP = json.loads(Path(__file__).with_name("open_clip_flags.json").read_text(encoding="utf-8"))
+OPEN_CLIP_FLAGS = {flag: f"is set in ds_config.json: {key}" for flag, key in _OF_OPEN_CLIP["in ds_config.json"].items()}
+OPEN_CLIP_FLAGS |= {flag: f"is not a flag here; {advice}" for flag, advice in _OF_OPEN_CLIP["elsewhere"].items()}
+"""Each flag of open_clip's trainer that is refused -> the rest of the error message, which begins with the flag."""
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]

@@ -21,8 +21,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from megaclip.commands import COMMANDS, show
-from megaclip.config.command_line import build_parser
-from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
+from megaclip.config.command_line import OPEN_CLIP_FLAGS, build_parser
 from megaclip.engine.metrics import StepMetrics
 from megaclip.losses.estimators import SampleIndex
 from megaclip.losses.fastclip import FastClipLoss

@@ -24,7 +24,7 @@ from hypothesis.internal.conjecture import providers
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.model_card import CARD_NAME, OPENAI_PREPROCESS, read_model_card, write_model_card
 from megaclip.config import TrainArguments, load_training_config, parse_arguments
-from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
+from megaclip.config.command_line import OPEN_CLIP_FLAGS
 from megaclip.data import ImageTransform, open_pairs
 from megaclip.data.batch import BadSample
 from megaclip.data.tar_walk import walk_shard

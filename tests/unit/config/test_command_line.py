@@ -13,8 +13,7 @@ import torch
 
 from megaclip.commands import demo
 from megaclip.config import MegaclipSection
-from megaclip.config.command_line import TrainArguments, build_parser, parse_arguments
-from megaclip.config.open_clip_flags import OPEN_CLIP_FLAGS
+from megaclip.config.command_line import OPEN_CLIP_FLAGS, TrainArguments, build_parser, parse_arguments
 from megaclip.data import DATASET_TYPES
 from megaclip.data.tables import _separator
 from megaclip.engine.run import main
