@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaclip.commands.plan import add_machine_flags, described_cluster
+from megaclip.commands.plan import add_machine_flags
+from megaclip.commands.planned_run import described_cluster
 from megaclip.config import MegaclipSection, TrainingConfig
 from megaclip.errors import ConfigError, MegaclipError, first_line
 from megaclip.logging import format_bytes

@@ -15,7 +15,8 @@ from typing import Any
 from peers import PEERS, peer_gpu_bytes, peer_step_seconds
 
 from megaclip.checkpoint.output import prepare_file, writing
-from megaclip.commands.plan import described_run, plan_parser
+from megaclip.commands.plan import plan_parser
+from megaclip.commands.planned_run import described_run
 from megaclip.errors import ConfigError, MegaclipError
 from megaclip.logging import format_bytes
 from megaclip.models import ModelConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megaclip.commands import plan
+from megaclip.commands import plan, planned_run
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
 from megaclip.planner import Cluster
@@ -107,7 +107,7 @@ def test_a_plan_prints_its_figures_and_what_would_be_faster(
 def plan_here(*flags: str) -> Cluster:
     """Return the cluster that `megaclip plan --here` plans for."""
     command = ["--here", "--deepspeed_config", str(SHIPPED / "zero3.json"), "--model", "ViT-B-32", *flags]
-    return plan._cluster(plan.plan_parser().parse_args(command))
+    return planned_run._cluster(plan.plan_parser().parse_args(command))
 
 
 def test_hosts_like_this_one_are_planned_with_what_is_free_here() -> None:
