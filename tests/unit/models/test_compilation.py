@@ -191,10 +191,12 @@ def test_blocks_are_compiled_where_they_are_called_one_by_one() -> None:
 def test_a_plan_compiles_a_long_run_and_counts_what_it_saves(tmp_path: Path) -> None:
     auto = workload(tmp_path, ranks=1, megaclip={"compile": "auto", "coalesce_gradient_reduction": True})
     machine = describe(gpus=1)
-    estimate = compile_estimate(replace(auto, steps=1000), machine)
-    step = estimate.saved / 1000
-    plain, compiled = (plan_time(auto.with_megaclip(compile=setting), machine) for setting in (False, True))
-    assert plain.backward + plain.forward_again - compiled.backward - compiled.forward_again == pytest.approx(step)
+    for checkpointing in ("gpu", ""):
+        job = replace(auto, steps=1000, checkpointing=checkpointing)
+        estimate = compile_estimate(job, machine)
+        step = estimate.saved / 1000
+        plain, compiled = (plan_time(job.with_megaclip(compile=setting), machine) for setting in (False, True))
+        assert plain.backward + plain.forward_again - compiled.backward - compiled.forward_again == pytest.approx(step)
     enough = math.ceil(estimate.startup / step) + 1
     for steps, expected in ((None, True), (enough, True), (enough // 2, False)):
         job = replace(auto, steps=steps)
