@@ -12,6 +12,7 @@ from megaclip.models import ModelDescription, build_model
 from megaclip.planner import describe, plan_memory, plan_time
 from megaclip.planner.phases import graph_bytes
 from megaclip.planner.towers import TowerWork, tower_work
+from megaclip.planner.traced_towers import _fused_attention, _LiveBytes
 from megaclip.planner.traffic import offload_traffic, parameter_traffic, tensor_traffic
 from megaclip.planner.workload import Workload
 from tests.open_clip_families import CONTEXT_LENGTH, IMAGE_SIZE, VOCAB_SIZE, family
@@ -82,6 +83,14 @@ def test_a_trace_counts_the_operations_of_the_trained_part(tmp_path: Path) -> No
     whole, part = work.passes
     assert part.products == pytest.approx(block, rel=0.02)
     assert whole.products == pytest.approx(2 * block + 2 * 3 * IMAGE_SIZE**2 * 32, rel=0.02)
+
+
+def test_traced_attention_keeps_its_output_and_a_log_sum_exp_per_query() -> None:
+    queries = torch.empty(2, 3, 5, 8, device="meta", requires_grad=True)
+    with _fused_attention() as counted, _LiveBytes() as live:
+        output = torch.nn.functional.scaled_dot_product_attention(queries, queries, queries)
+    assert live.now == output.nbytes + 4 * 2 * 3 * 5
+    assert counted.operations == 2 * (2 * 3 * 5 * 5 * 8) * 2  # scores and their products with the values
 
 
 def run_of(groups: int | None, tmp_path: Path, checkpointing: bool = False, **zero: Any) -> Workload:
