@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megaclip.comm.collectives import gather_integers, gather_rows
+from megaclip.comm.collectives import gather_integers, gather_rows, raise_on_all_ranks
 from megaclip.comm.groups import RankGroup
+from megaclip.errors import ConfigError
 
 _PROBE_MIB = 32
 """Size of the message that each rank sends to every other rank, in MiB."""
@@ -47,7 +48,17 @@ def machine_of(ranks: RankGroup, device: torch.device) -> Machine:
 
 @functools.cache
 def _measured(world: Any, ranks: RankGroup, device: torch.device) -> Machine:
-    """Measure this group. world: the default process group, a part of the cache key: a new job measures again."""
+    """Measure this group. world: the default process group, a part of the cache key: a new job measures again.
+
+    Raises:
+        ConfigError: on every rank, if another program fills the device of one of them.
+    """
+    needed, free = _PROBE_MIB * 2**20 * (ranks.size + 1) + 6 * _PROBE_SIDE**2, get_accelerator().available_memory()
+    with raise_on_all_ranks(group=ranks):
+        if free < needed:
+            raise ConfigError(
+                f"{device} has {free / 2**20:.0f} MiB of free memory, too little to start; end the programs that use it"
+            )
     factor = torch.zeros(_PROBE_SIDE, _PROBE_SIDE, device=device, dtype=torch.bfloat16)
     own = Machine(
         link_bytes_per_s=_link_bytes_per_s(ranks, device),

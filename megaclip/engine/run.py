@@ -160,12 +160,12 @@ class Run:
 
         The record of the best checkpoint is read or, if it does not apply to this run, deleted.
         """
-        resumed_from = None
-        if self.step > 0:
-            wanted = self.arguments.resume or "auto"
-            resumed_from = self.folder if wanted == "auto" else locate(Path(wanted))[0].parent
         with report_write_errors():
             if self._is_first_rank:
+                resumed_from = None
+                if self.step > 0:
+                    wanted = self.arguments.resume or "auto"
+                    resumed_from = self.folder if wanted == "auto" else locate(Path(wanted))[0].parent
                 write_model_folder(self.checkpoints.folder / MODEL_CARD, self.inputs)
                 write_settings(self.folder, self.settings, resumed_from)
                 self.checkpoints.best.resume(self.step, self.checkpoints.run_id)

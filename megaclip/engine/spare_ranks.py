@@ -35,6 +35,9 @@ def wait_if_spare(config: TrainingConfig) -> int | None:
 
     On a rank that takes part, set WORLD_SIZE to the number of such ranks and return None. On a spare rank, wait for the
     end of the run and return its exit code.
+
+    Raises:
+        ConfigError: torchrun would show the spare ranks of a restart the exit code of the attempt before.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # set by torch's elastic agent
@@ -42,6 +45,11 @@ def wait_if_spare(config: TrainingConfig) -> int | None:
     used = usable_ranks(config, ranks)
     if used in (0, ranks):  # 0: the run raises its own error
         return None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
+        raise ConfigError(
+            f"{config.path} can use {used} of {ranks} ranks, and torchrun keeps what the others read over a restart; "
+            "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or use megaclip launch"
+        )
     if rank_from_environment() >= used:
         return _wait_for_exit_code()
     if rank_from_environment() == 0:

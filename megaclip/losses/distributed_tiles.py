@@ -211,7 +211,7 @@ def _gathered_scalar(
     offset = way.ranks.rank * len(x)
     y_all = gather_columns(y, way) if y_all is None else y_all
     dx, _, row_sums, _ = tile(x, y_all, rows.values, cols.gathered(way), diagonal=offset, need_dy=False)
-    del y_all  # before the rows are gathered
+    del y_all  # frees it before the rows are gathered, if no other pass needs it
     x_all = gather_rows(x, **_transfer(way))
     _, dy, _, col_sums = tile(x_all, y, rows.gathered(way), cols.values, diagonal=-offset, need_dx=False)
     return dx, dy, row_sums, col_sums
