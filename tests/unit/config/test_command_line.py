@@ -211,7 +211,7 @@ EVERY_HELP = """
 import sys
 from megaclip.commands import COMMANDS, main
 
-for name in set(COMMANDS) - {"check-hosts", "supervise"}:
+for name in set(COMMANDS) - {"check-hosts", "launch"}:
     sys.argv = ["megaclip", name, "--help"]
     try:
         main()
