@@ -322,6 +322,13 @@ def test_the_image_towers_graph_is_kept_during_the_text_towers_backward_pass(tmp
     assert at_the_loss > 512 * 12 * 50 * 768 * 2  # at least every block's input, 50 tokens of 768 in bf16
 
 
+def test_the_first_text_graph_counts_the_gradients_of_its_tower(tmp_path: Path) -> None:
+    """It is back-propagated before the images, so the text tower's gradients exist beside the images' graphs."""
+    job = workload(tmp_path, 1, zero_optimization={"stage": 1}, data_types={}).with_megaclip(keep_graphs="auto")
+    first, second = plan_memory(job, H200).graph_bytes[8:10]  # after those of eight image chunks
+    assert first - second == job.gradient_bytes * job.parameters[1].trained
+
+
 def test_offloaded_embeddings_and_their_gradients_are_in_host_memory(tmp_path: Path) -> None:
     on_gpu, on_host = (
         plan_memory(workload(tmp_path, ranks=16, megaclip={"embeddings_offload": where}), describe(gpus=8, hosts=2))
