@@ -2,14 +2,15 @@
 
     megaclip launch --nnodes 1:4 --nproc-per-node 8 --max-restarts 5 --rdzv-endpoint node-0:29400 train ...
 
-The options are those of torchrun, with other defaults: --rdzv-backend c10d, --signals-to-handle with SIGUSR1, and an
-hour of --shutdown-timeout, in which ranks save. docs/multi_node.md describes when a run is not restarted.
+The options are those of torchrun, with other defaults: --rdzv-backend c10d, and an hour of --shutdown-timeout, in which
+ranks save. docs/multi_node.md describes when a run is not restarted.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.prog, parser.usage = "megaclip launch", "megaclip launch [OPTIONS] COMMAND ..."
     parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.allow_abbrev = False  # --logs of the command is no short form of --logs-specs
-    parser.set_defaults(rdzv_backend="c10d", shutdown_timeout=3600, signals_to_handle="SIGTERM,SIGINT,SIGUSR1")
+    parser.set_defaults(rdzv_backend="c10d", shutdown_timeout=3600)
     return parser
 
 
@@ -71,8 +72,7 @@ def launch(arguments: argparse.Namespace, command: list[str]) -> int:
         raise ConfigError("--rdzv-endpoint HOST:PORT, and no --rdzv-backend but c10d, is required for several hosts")
     newest_step = checked_training(config, command[1:]) if command[0] == "train" else lambda: None
     config.max_restarts = config.max_restarts if command[0] == "train" else 0
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
-    # In a shared store, hosts that come would wait for an address that is not written again (torch 2.13).
+    # Otherwise hosts that come wait for an address that is not written again (torch 2.8 to 2.14).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     parameters = RendezvousParameters(
         backend="c10d",
@@ -85,19 +85,16 @@ def launch(arguments: argparse.Namespace, command: list[str]) -> int:
     )
     backend, store = create_backend(parameters)
     store.set_timeout(timedelta(seconds=_READ_TIMEOUT_S))
+    options = {field.name for field in fields(WorkerSpec)} & {field.name for field in fields(config)}
     spec = WorkerSpec(
-        role=config.role,
+        **{name: getattr(config, name) for name in options},
         local_world_size=config.nproc_per_node,
         entrypoint=program,
         args=tuple(word.replace("$", "$$") for word in words),  # torch replaces ${local_rank} and $$
         rdzv_handler=create_handler(store, backend, parameters),
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
-        local_addr=config.local_addr,
-        numa_options=config.numa_options,
     )
-    assert config.logs_specs is not None and config.shutdown_timeout is not None  # torch sets them
-    return Agent(spec, config.logs_specs, store, newest_step, config.shutdown_timeout).run_to_end()
+    assert config.logs_specs is not None  # torch sets it
+    return Agent(spec, config.logs_specs, store, newest_step, arguments.shutdown_timeout).run_to_end()
 
 
 def checked_training(config: LaunchConfig, training: list[str]) -> Callable[[], int]:

@@ -38,6 +38,10 @@ class RunEnded(Exception):
     """The run ends. Arguments: the exit code of the launcher, and the reason for the log."""
 
 
+def _raise_signal(number: int, _: Any) -> NoReturn:
+    raise SignalException(f"{signal.Signals(number).name} received", sigval=signal.Signals(number))
+
+
 class Agent(LocalElasticAgent):
     """The agent of this host. Call `run_to_end`.
 
@@ -50,7 +54,7 @@ class Agent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, logs: LogsSpecs, store: Any, newest_step: Callable[[], int | None], save_limit_s: int
     ) -> None:
-        super().__init__(spec, logs, shutdown_timeout=_FAILED_LIMIT_S)
+        super().__init__(spec, logs)
         prefix = f"megaclip.{self._rdzv_handler.get_run_id()}"
         self._notes, self._newest_step, self._save_limit_s = PrefixStore(prefix, store), newest_step, save_limit_s
         self._pulse = Pulse(store, self._rdzv_handler.get_run_id(), self._start_anew)
@@ -58,6 +62,8 @@ class Agent(LocalElasticAgent):
 
     def run_to_end(self) -> int:
         """Run the ranks, with restarts; return the exit code. Raises RendezvousError if the hosts do not meet."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, _raise_signal)
         result, code = None, 0
         try:
             with suppress(RendezvousClosedError):
@@ -132,7 +138,8 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals | None = None, timeout: int = _FAILED_LIMIT_S) -> None:
         """End the ranks of this host. With a signal they have the time to save; without one they are soon killed."""
         with self._ending:  # a second signal would end ranks that save
-            super()._shutdown(death_sig or signal.SIGTERM, self._save_limit_s if death_sig else timeout)
+            if self._pcontext is not None:
+                self._pcontext.close(death_sig or signal.SIGTERM, self._save_limit_s if death_sig else timeout)
 
     def _after_exit(self, codes: dict[int, int]) -> RunResult | None:
         """Return HEALTHY if ranks of this host have ended because hosts come, None after a failure."""

@@ -44,6 +44,7 @@ class Pulse:
         attempt: the store of the attempt. number, count: index of this host, and number of hosts.
         """
         if not self.hosts:
+            self._store.add(self._own, 1)  # the others read it from now on
             threading.Thread(target=self._run, name="beats", daemon=True).start()
         attempt.set(f"host/{number}", json.dumps([self._own, socket.gethostname()]))
         names = attempt.multi_get([f"host/{other}" for other in range(count)])

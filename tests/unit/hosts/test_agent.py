@@ -59,7 +59,7 @@ def launch(folder: Path, ports: dict[str, int]) -> dict[str, tuple[int, list[str
         later = "later" in name
         while later and own_rank and not (own / "running").exists():
             time.sleep(0.1)
-        words = ["--nnodes", "1:2" if later else "2", "--max-restarts", "2", "--shutdown-timeout", "20"]
+        words = ["--nnodes", "1:2" if later else "2", "--max-restarts", "2"]
         words += ["--local-addr", "localhost", "--rdzv-endpoint", f"localhost:{ports[name]}"]
         words += ["--rdzv-conf", f"is_host={1 - own_rank},last_call_timeout=1", "train"]
         results[name] = command.main(words), list(records)
