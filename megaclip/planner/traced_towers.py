@@ -226,7 +226,7 @@ class _LiveBytes(TorchDispatchMode):
         self._seen: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool and args[0].is_meta:
             return True  # transformers asks whether a caption has no padding
         outputs = func(*args, **(kwargs or {}))
         known = {id(x.untyped_storage()) for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
