@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -28,8 +27,9 @@ from megaclip.engine.process_group import quiet_deepspeed
 from megaclip.errors import ConfigError, MegaclipError, first_line
 from megaclip.files import write_atomically
 from megaclip.hosts import compare, network
-from megaclip.hosts.facts import Report, needed_ops, report
+from megaclip.hosts.facts import Report, report
 from megaclip.logging import rank_from_environment
+from megaclip.zero.optimizers import needed_ops
 
 _LIMIT_S = 300.0
 """Seconds to wait for other ranks; they import PyTorch from a shared file system."""
@@ -79,7 +79,7 @@ def check(arguments: argparse.Namespace) -> int:
             if rank == 0:
                 print(f"ranks {not_ready} have not started within {_LIMIT_S:.0f} s; see the output of their launchers")
             return leave(store, rank, ranks, 1)
-        own = report(time.time(), shared=logs, token=name, data=data, ops=ops)
+        own = report(shared=logs, token=name, data=data, ops=ops)
         store.set(f"facts/{rank}", own.model_dump_json())
         absent(store, "facts", ranks)
     reports = [_read(store.get(f"facts/{other}")) for other in range(ranks)]

@@ -29,7 +29,8 @@ def find_problems(reports: Sequence[Report], *, token: str, min_free_gib: float)
         found += [(name, text) for text in _own_problems(facts, token, min_free_gib)]
     found += [(report.host, text) for report in reports for text in _device_problems(report)]
     found += _slow_devices(reports)
-    for name, count, usual in _unusual({name: _files(facts) for name, facts in hosts.items() if not _unseen(facts)}):
+    counts = {name: ", ".join(facts.data.values()) for name, facts in hosts.items() if not _unseen(facts)}
+    for name, count, usual in _unusual(counts):
         found.append((name, f"sees {count} of the data, and most hosts see {usual}; mount the same data there"))
     middle_s = statistics.median_low(report.time_s for report in first)
     for report in first:
@@ -115,10 +116,6 @@ def _slow_networks(reports: Sequence[Report]) -> Iterator[tuple[str, str]]:
             if rate * SLOW_LINK_FACTOR < middle:
                 text = f"{rate:.0f} MiB/s, most hosts {middle:.0f}; check its cable, switch and interface"
                 yield host, f"slow network: {text}"
-
-
-def _files(facts: HostFacts) -> str:
-    return ", ".join(facts.data.values())
 
 
 def _unseen(facts: HostFacts) -> list[str]:

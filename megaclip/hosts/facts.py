@@ -5,7 +5,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -14,8 +15,6 @@ from deepspeed.accelerator import get_accelerator
 from pydantic import BaseModel, ConfigDict
 
 import megaclip
-from megaclip.config import TrainingConfig
-from megaclip.config.optimizers import AdamParams
 from megaclip.data.patterns import expand_pattern
 from megaclip.errors import DataError, first_line
 from megaclip.logging import local_rank_from_environment
@@ -67,7 +66,7 @@ class Report(BaseModel):
     matmul_is_right: bool
     """True if a product of integers is exact."""
     time_s: float
-    """Seconds since 1970 by the host's clock, when the first rank gave a sign."""
+    """Seconds since 1970 by the host's clock."""
     facts: HostFacts | None
     """None on the ranks of a host that are not its first one."""
     network: str = ""
@@ -76,17 +75,16 @@ class Report(BaseModel):
     """Rate of messages to the first rank and back. None: not measured."""
 
 
-def report(time_s: float, *, shared: Path | None, token: str, data: Sequence[str], ops: Sequence[str]) -> Report:
-    """Return the report of this rank, without the network.
+def report(*, shared: Path | None, token: str, data: Sequence[str], ops: Sequence[str]) -> Report:
+    """Return the report of this rank, without the network. All ranks call it at the same moment, to compare clocks.
 
     Args:
-        time_s: this host's clock, read at the first rank's sign.
         shared: folder that all hosts should share. None: not checked.
         token: name of the file in it whose content is returned.
         data: paths and patterns that should exist.
         ops: DeepSpeed's ops that should be compiled.
     """
-    local_rank = local_rank_from_environment()
+    time_s, local_rank = time.time(), local_rank_from_environment()
     product_ms, is_right = _matrix_product(local_rank)
     return Report(
         host=socket.gethostname(),
@@ -98,21 +96,12 @@ def report(time_s: float, *, shared: Path | None, token: str, data: Sequence[str
     )
 
 
-def needed_ops(config: TrainingConfig) -> list[str]:
-    """Return the ops that DeepSpeed's optimizer compiles in a run with this ds_config.json."""
-    params, offload = config.optimizer.params, config.zero.offload_optimizer
-    if not isinstance(params, AdamParams) or params.torch_adam:
-        return []
-    on_cpu = get_accelerator().device_name() == "cpu" or (offload is not None and offload.device != "none")
-    return ["cpu_adam" if on_cpu else "fused_adam"]
-
-
 def _host_facts(shared: Path | None, token: str, data: Sequence[str], ops: Sequence[str]) -> HostFacts:
     is_gpu = get_accelerator().device_name() == "cuda"
     gpus = torch.cuda.device_count() if is_gpu else 0
     return HostFacts(
         python=platform.python_version(),
-        packages=dict(_versions()),
+        packages={package: _version(package) for package in PACKAGES},
         commit=_commit(),
         accelerators=f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "cpu",
         driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if is_gpu else "",
@@ -124,12 +113,11 @@ def _host_facts(shared: Path | None, token: str, data: Sequence[str], ops: Seque
     )
 
 
-def _versions() -> Iterator[tuple[str, str]]:
-    for package in PACKAGES:
-        try:
-            yield package, metadata.version(package)
-        except metadata.PackageNotFoundError:
-            yield package, "missing"
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
 
 
 def _output(*command: str) -> str:
@@ -152,17 +140,15 @@ def _commit() -> str:
 
 
 def _free_gib(folder: Path) -> float:
-    try:
+    with suppress(OSError):
         return round(shutil.disk_usage(folder).free / 2**30, 1)
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def _read(path: Path) -> str:
-    try:
+    with suppress(OSError, UnicodeDecodeError):
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
+    return ""
 
 
 def _visible(pattern: str) -> str:

@@ -12,9 +12,8 @@ from megaclip.logging import local_rank_from_environment
 
 LIMIT_S = 60.0
 """Seconds within which the ranks must have exchanged their messages."""
-_MIB = 16
-"""Size of a message in MiB."""
-_MESSAGES = 4
+_MIB, _MESSAGES = 16, 4
+"""Size of a message in MiB, and number of messages."""
 
 
 def measure(store: Store, rank: int, world_size: int, others: list[int]) -> tuple[str, float | None]:

@@ -12,16 +12,27 @@ from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import Tensor
 
 from megaclip.comm.collectives import sum_over_ranks
-from megaclip.config.optimizers import Optimizer
+from megaclip.config import TrainingConfig
+from megaclip.config.optimizers import AdamParams, Optimizer
 from megaclip.errors import ConfigError, NonFiniteError
 from megaclip.models import DualEncoder
 from megaclip.models.layers import split_dim
 from megaclip.open_clip_package import import_torchvision
 from megaclip.zero.parameter_groups import LR_SCALE
+
+
+def needed_ops(config: TrainingConfig) -> list[str]:
+    """Return the names of the ops that DeepSpeed compiles for the optimizer of ds_config.json."""
+    params, offload = config.optimizer.params, config.zero.offload_optimizer
+    if not isinstance(params, AdamParams) or params.torch_adam:
+        return []
+    on_cpu = get_accelerator().device_name() == "cpu" or (offload is not None and offload.device != "none")
+    return ["cpu_adam" if on_cpu else "fused_adam"]
 
 
 def timm_optimizer(settings: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "guards": FOUNDATION | {"comm", "data"},
     "zero": FOUNDATION | {"config", "comm", "ops", "models", "checkpoint"},
     "step": FOUNDATION | {"comm", "data", "models", "zero"},
-    "hosts": FOUNDATION | {"zero", "config", "data"},
+    "hosts": FOUNDATION | {"zero", "data"},
     "engine": ENGINE,
     "commands": ENGINE | {"engine"},
     "__main__": {"commands"},
