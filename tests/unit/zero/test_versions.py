@@ -55,7 +55,7 @@ def test_commands_print_one_line_and_end_with_the_exit_code_of_refused_settings(
 
 
 @pytest.mark.parametrize(
-    "module", ["losses", "models", "config", "zero.build", "step.gradient_cache", "checkpoint.store"]
+    "module", ["losses", "models", "config.training", "zero.build", "step.gradient_cache", "checkpoint.store"]
 )
 def test_packages_raise_the_same_line_as_an_import_error(environment, module):
     code = f"try:\n    import megaclip.{module}\nexcept ImportError as error:\n    print(type(error).__name__, error)"
