@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megaclip.ops import torch_library  # noqa: F401  (registers the operations)
 from tests.tile_cases import (
     SIDES_CASES,
     SMALL_CASES,
