@@ -33,6 +33,9 @@ STOP_CODES = frozenset(128 + number for number in STOP_SIGNALS)
 _FAILED_LIMIT_S = 8
 """Seconds for which ranks may report their errors when other ranks have failed. They cannot save."""
 
+_POLL_S = 2.0
+"""Seconds within which a spare host reads the end of the run."""
+
 
 class RunEnded(Exception):
     """The run ends. Arguments: the exit code of the launcher, and the reason for the log."""
@@ -81,12 +84,15 @@ class Agent(LocalElasticAgent):
             self._start_anew()
         self._pulse.end()
         with suppress(DistError):
-            if code == 0 or self._note("end"):
+            if code == 0:  # all hosts with ranks have ended; this note is for spare hosts
+                self._notes.set("end", json.dumps([0, "the run is complete"]))
+            if self._note("end"):
                 self._rdzv_handler.shutdown()
                 self._notes.add("farewell", 1)
                 deadline = time.monotonic() + 2 * _FAILED_LIMIT_S  # the store may be in this process
                 while self._notes.add("farewell", 0) < len(self._pulse.hosts) and time.monotonic() < deadline:
                     time.sleep(0.2)
+                time.sleep(_POLL_S)
         return code
 
     def _exit_code(self, end: RunEnded | SignalException) -> int:
@@ -102,7 +108,7 @@ class Agent(LocalElasticAgent):
                 with suppress(RunEnded):
                     self._end(*end.args)
         code, reason = end.args
-        (logger.info if code in STOP_CODES else logger.error)("exit code %d: %s", code, reason)
+        (logger.info if code in {0, *STOP_CODES} else logger.error)("exit code %d: %s", code, reason)
         return code
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
