@@ -15,7 +15,9 @@ SCRIPTS = {
     "complete": "exit 0",
     "one host refuses a setting": "((RANK)) && exit 78; sleep 60",
     "a rank of the second host fails twice at the same step": "((RANK)) && exit 3; exec sleep 60",
-    "each attempt saves and fails": "((RANK)) && echo $((10#$(cat step) + 1)) >step && kill -KILL $$; exec sleep 60",
+    "each attempt saves and fails": (
+        "((RANK)) && echo $(($(cat step) + 1)) >next && mv next step && kill -KILL $$; exec sleep 60"
+    ),
     "a rank was stopped, and all have saved": "exit 143",
     "one launcher was stopped, and all ranks have saved": (
         "((RANK)) && until [[ -e stopped ]]; do sleep 0.1; done && exit 138;"
