@@ -8,6 +8,7 @@ ranks, and a number that does not fit the batch is refused.
 
 import contextlib
 import os
+import signal
 import time
 from datetime import timedelta
 
@@ -89,7 +90,11 @@ def _connect() -> TCPStore:
 
 
 def _wait_for_exit_code() -> int:
-    """Wait until the first rank has left its exit code, and return it. Return 1 if the first rank is gone."""
+    """Wait until the first rank has left its exit code, and return it. Return 1 if the first rank is gone.
+
+    SIGUSR1 has no effect meanwhile: Slurm sends it to every process, and the run ends after its step.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     with contextlib.suppress(DistNetworkError):
         store = _connect()
         while not store.check([_EXIT_CODE]):

@@ -1,4 +1,4 @@
-"""What ends a run that must not continue.
+"""Guards that end a run: at a hang, for a second run in its folder, at a signal, or without its launcher.
 
 - `watchdog`: ends a run that hangs, with the `stacks` of all threads.
 - `lock`: one run per folder.

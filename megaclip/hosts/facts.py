@@ -1,4 +1,6 @@
-"""What one rank reports to `megaclip check-hosts`: its host's software, disks and data, and its device's speed."""
+"""Collect the facts that a rank sends to `megaclip check-hosts`: software, disks and data of its host, speed of its
+device.
+"""
 
 import platform
 import shutil
@@ -55,7 +57,7 @@ class HostFacts(BaseModel):
 
 
 class Report(BaseModel):
-    """What one rank reports."""
+    """Facts about one rank and its host."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

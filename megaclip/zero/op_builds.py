@@ -57,8 +57,6 @@ def register_builder(builder: type[OpBuilder]) -> None:
         accelerator.get_op_builder = lambda class_name: builder if class_name == name else look_up(class_name)
     setattr(op_builder, name, builder)
     ALL_OPS[builder.NAME] = builder()
-    if "__compatible_ops__" in vars(deepspeed.ops):  # DeepSpeed has probed its ops already
-        deepspeed.ops.__compatible_ops__[builder.NAME] = ALL_OPS[builder.NAME].is_compatible()
 
 
 def leave_out_shared_memory() -> None:

@@ -6,6 +6,7 @@ import torch
 
 from megaclip.comm import machine
 from megaclip.comm.groups import resolve
+from megaclip.errors import ConfigError
 from tests.distributed.harness import run_ranks
 
 
@@ -28,3 +29,19 @@ def test_all_ranks_get_the_slowest_ones_figures() -> None:
         assert figure > 1e4 and math.log2(figure).is_integer()
     assert rounded.link_bytes_per_s < 1e12 and rounded.flops_per_s < 1e15
     assert 1e4 < link < 1e12
+
+
+def refused() -> str:
+    """Return the error on a rank if another program fills the device of rank 1."""
+    ranks = resolve()
+    machine.get_accelerator().available_memory = lambda: 2**40 if ranks.rank == 0 else 2**20
+    try:
+        machine._measured(torch.distributed.group.WORLD, ranks, torch.device("cpu"))
+    except ConfigError as error:
+        return str(error)
+    return "measured"
+
+
+def test_a_full_device_is_refused_on_every_rank() -> None:
+    first, second = run_ranks(refused, 2)
+    assert first == second and "has 1 MiB of free memory" in first

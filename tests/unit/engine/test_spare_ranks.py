@@ -1,6 +1,9 @@
 """Ranks that the batch cannot use: how many take part, and how the others learn the end of the run."""
 
+import os
+import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -43,17 +46,24 @@ def test_a_store_that_survives_restarts_is_refused(monkeypatch):
         spare_ranks.wait_if_spare(Config())
 
 
-def test_a_spare_rank_ends_with_the_exit_code_of_the_first_rank(monkeypatch):
+def test_a_spare_rank_ends_with_the_exit_code_of_the_first_rank_and_not_with_sigusr1(monkeypatch):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    set_ranks(monkeypatch, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
-    codes = []
-    waiting = threading.Thread(target=lambda: codes.append(spare_ranks.wait_if_spare(Config())))
-    waiting.start()
-    waiting.join(1.0)
-    assert codes == []  # the run has not ended
-    monkeypatch.setattr(spare_ranks, "rank_from_environment", lambda: 0)
-    monkeypatch.setattr(spare_ranks.torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setenv("MEGACLIP_SPARE_RANKS", "1")
-    spare_ranks.end_spare_ranks(75)
-    waiting.join(10.0)
-    assert codes == [75]
+    set_ranks(monkeypatch, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), MEGACLIP_SPARE_RANKS="1")
+    ended = []
+
+    def end_the_run() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)  # as Slurm does before the time limit
+        monkeypatch.setattr(spare_ranks, "rank_from_environment", lambda: 0)
+        monkeypatch.setattr(spare_ranks.torch.distributed, "is_initialized", lambda: True)
+        ended.append(time.monotonic())
+        spare_ranks.end_spare_ranks(75)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    first_rank = threading.Timer(1.0, end_the_run)
+    first_rank.start()
+    try:
+        assert spare_ranks.wait_if_spare(Config()) == 75
+        assert ended and time.monotonic() >= ended[0]  # it has waited for the run
+    finally:
+        first_rank.join()
+        signal.signal(signal.SIGUSR1, before)

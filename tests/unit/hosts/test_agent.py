@@ -88,7 +88,7 @@ def test_when_a_run_ends_and_when_it_starts_again(tmp_path: Path) -> None:
         for own_code, log in (first[name], second[name]):
             assert own_code == code, (name, first[name], second[name])
             assert any(message in line for line in log) or not message, (name, log)
-        # The second host may start its rank once more before it is told that the run has ended.
+        # The second host may start its rank once more before it reads that the run has ended.
         assert starts(name).count("0 2") == attempts and starts(name).count("1 2") - attempts in (0, 1), name
     later = "the second host comes later"
     assert (first[later][0], second[later][0]) == (0, 0), (first[later], second[later])
