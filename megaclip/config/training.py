@@ -188,6 +188,11 @@ class TrainingConfig:
         elif accumulation is None:
             accumulation = total // (micro * replicas) if total else 1
         total = total or micro * accumulation * replicas
+        if total == 1:
+            raise ConfigError(
+                f"{self.path}: train_batch_size is 1, a batch without negatives, from which a contrastive loss learns "
+                "nothing; use 2 or more samples over all ranks"
+            )
         if micro * accumulation * replicas != total:
             given = {
                 "train_micro_batch_size_per_gpu": self._settings.train_micro_batch_size_per_gpu,

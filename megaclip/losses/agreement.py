@@ -80,10 +80,10 @@ def _check_own(
             raise DataError(f"{name} is a {type(features).__name__} {where}; expected a tensor (b, D)")
         if features.layout != torch.strided or features.is_meta:
             raise DataError(f"{name} is {features.layout} on {features.device} {where}; expected a dense tensor (b, D)")
-    if image_features.dim() != 2 or image_features.shape != text_features.shape or not len(image_features):
+    if image_features.dim() != 2 or image_features.shape != text_features.shape or 0 in image_features.shape:
         raise DataError(
             f"image_features and text_features have shapes {tuple(image_features.shape)} and "
-            f"{tuple(text_features.shape)} {where}; expected one shape (b, D) with b >= 1"
+            f"{tuple(text_features.shape)} {where}; expected one shape (b, D) with b >= 1 and D >= 1"
         )
     if image_features.dtype != text_features.dtype or image_features.device != text_features.device:
         raise DataError(

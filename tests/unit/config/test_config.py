@@ -501,6 +501,13 @@ def test_a_world_size_that_does_not_divide_the_batch_is_refused(tmp_path, world_
         config.batch_layout(world_size)
 
 
+@pytest.mark.parametrize("name", ["train_batch_size", "train_micro_batch_size_per_gpu"])
+def test_a_batch_without_negatives_is_refused(tmp_path, name):
+    path = write(tmp_path, **{"train_batch_size": ..., "train_micro_batch_size_per_gpu": ...} | {name: 1})
+    with pytest.raises(ConfigError, match="use 2 or more samples over all ranks"):
+        load_training_config(path).batch_layout(1)
+
+
 @pytest.mark.parametrize("path", sorted((Path(__file__).resolve().parents[3] / "ds_configs").rglob("*.json")), ids=str)
 def test_every_example_is_valid(path):
     load_training_config(path)
