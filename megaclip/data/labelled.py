@@ -3,10 +3,12 @@
 CLIP_benchmark's layout: tar shards with an image and a `.cls` file per sample, in the folder itself or its `test`
 folder. `classnames.txt` and `zeroshot_classification_templates.txt` ("a photo of a {c}.") lie in the folder. With one
 image folder per class the two text files are optional: the classes are the sorted sub-folders, named as these are.
+Folders whose names differ only in their numbers ("0", "class_11") are sorted by these numbers.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -26,6 +28,7 @@ DEFAULT_TEMPLATES = ["a photo of a {c}."]
 _SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test"}
 """Names of folders that hold the classes of a split."""
 _WORDNET_ID = re.compile(r"n\d{8}")
+_NUMBER = re.compile(r"([0-9]+)")
 
 _logger = get_logger(__name__)
 
@@ -59,13 +62,26 @@ class LabelledDataset:
 
 class _ImageFolder:
     def __init__(self, folder: Path) -> None:
-        self.classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
-        self._files = [
-            (path, label)
-            for label, name in enumerate(self.classes)
-            for path in sorted(Path(place, file) for place, files in walk_folder(str(folder / name)) for file in files)
-            if path.suffix.lower().lstrip(".") in IMAGE_EXTENSIONS and path.name[0] != "."
-        ]
+        entries = sorted(entry for entry in folder.iterdir() if entry.name[0] != ".")
+        names = [entry.name for entry in entries if entry.is_dir()]
+        by_number = sorted(names, key=_parts)
+        self.is_by_number = len({_NUMBER.sub("0", name) for name in names}) == 1
+        """True if the names of the classes differ only in their numbers, which sort them."""
+        self.is_order_clear = self.is_by_number or by_number == names
+        """False if another program might sort the classes in another order."""
+        self.classes = by_number if self.is_by_number else names
+        self.beside = [entry.name for entry in entries if _is_image(entry.name) and not entry.is_dir()]
+        """Names of the images outside of the class folders."""
+        self.tops: dict[str, str] = {}
+        """Folders that hold images and are not inside another one, by their path inside of the folder of their class.
+        There is one path, such as "." or "images", unless classes are nested."""
+        self._files: list[tuple[Path, int]] = []
+        for label, name in enumerate(self.classes):
+            for place, files in walk_folder(str(folder / name)):
+                if images := sorted(filter(_is_image, files)):
+                    self._files += [(Path(place, image), label) for image in images]
+                    if not any(place.startswith(top + os.sep) for top in self.tops.values()):
+                        self.tops[os.path.relpath(place, folder / name)] = place
 
     @property
     def empty_classes(self) -> list[str]:
@@ -100,6 +116,15 @@ def open_labelled(path: str | Path) -> LabelledDataset:
     return dataset
 
 
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower().lstrip(".") in IMAGE_EXTENSIONS and name[0] != "."
+
+
+def _parts(name: str) -> list[str | int]:
+    """Return the texts and the numbers of a name, in turn: "class_3" gives ["class_", 3, ""]."""
+    return [int(part) if place % 2 else part for place, part in enumerate(_NUMBER.split(name))]
+
+
 def _warn_of_equal_names(folder: Path, names: list[str]) -> None:
     """Warn of classes that share a name. Their prompts are equal, and ties count against the model."""
     counts = {name: count for name, count in Counter(names).items() if count > 1}
@@ -117,7 +142,7 @@ def _warn_of_equal_names(folder: Path, names: list[str]) -> None:
 
 def _open_folder(folder: Path) -> LabelledDataset:
     shards = sorted(folder.glob("[!.]*.tar"), key=_by_number) or sorted(folder.glob("test/[!.]*.tar"), key=_by_number)
-    templates = _lines(folder / TEMPLATES_FILE) or DEFAULT_TEMPLATES
+    templates = list(filter(None, _lines(folder / TEMPLATES_FILE))) or DEFAULT_TEMPLATES
     wrong = [template for template in templates if "{c}" not in template]
     if wrong:
         raise DataError(
@@ -125,36 +150,23 @@ def _open_folder(folder: Path) -> LabelledDataset:
         )
     names = _lines(folder / CLASS_NAMES_FILE)
     if shards:
-        if not names:
-            raise DataError(
-                f"zero-shot data {folder}: tar shards require the file {CLASS_NAMES_FILE}; write one name per line"
-            )
-        return LabelledDataset(TarShards(shards, caption_keys=CaptionKeys(("cls",), flag="")), names, templates)
+        return LabelledDataset(
+            TarShards(shards, caption_keys=CaptionKeys(("cls",), flag="")), _names_of_labels(folder, names), templates
+        )
+    names = list(filter(None, names))
     images = _ImageFolder(folder)
-    if len(images) == 0:
-        raise DataError(
-            f"zero-shot data {folder}: no data found; expected *.tar, test/*.tar or one folder of images per class"
+    if problem := _reason_to_refuse(folder, images, names):
+        raise DataError(f"zero-shot data {folder}: {problem}")
+    if names:
+        _logger.info(
+            "zero-shot data %s: the %d lines of %s are the classes of the folders, sorted %s: %s, ...",
+            folder,
+            len(names),
+            CLASS_NAMES_FILE,
+            "by number" if images.is_by_number else "by name",
+            ", ".join(f"{name!r} for {place!r}" for name, place in list(zip(names, images.classes, strict=True))[:3]),
         )
-    if len(images.classes) == 1:
-        raise DataError(
-            f"zero-shot data {folder}: only one class, {images.classes[0]!r}; expected one folder of images per class"
-        )
-    if names and len(names) != len(images.classes):
-        raise DataError(
-            f"zero-shot data {folder}: {len(names)} class names for {len(images.classes)} folders of images; write one "
-            f"name per folder to {CLASS_NAMES_FILE}"
-        )
-    if not names and {name.lower() for name in images.classes} <= _SPLITS:
-        raise DataError(
-            f"zero-shot data {folder}: the folders {_listed(images.classes)} are splits; expected one folder of images "
-            f"per class: give one split, such as {folder / images.classes[-1]}"
-        )
-    if not names and any(_WORDNET_ID.fullmatch(name) for name in images.classes):
-        raise DataError(
-            f"zero-shot data {folder}: the folders are named by WordNet ids (as ImageNet's); write the class names to "
-            f"{CLASS_NAMES_FILE} in it, one per line, in the order of the sorted folders"
-        )
-    if not names and (empty := images.empty_classes):
+    elif empty := images.empty_classes:
         _logger.warning(
             "zero-shot data %s: %d of %d folders have no images (%s) and count as classes: delete folders that are no "
             "classes",
@@ -164,6 +176,63 @@ def _open_folder(folder: Path) -> LabelledDataset:
             _listed(empty),
         )
     return LabelledDataset(images, names or [name.replace("_", " ") for name in images.classes], templates)
+
+
+def _names_of_labels(folder: Path, names: list[str]) -> list[str]:
+    """Return the class names of tar shards, whose labels are numbers of lines. Raises DataError for a missing line."""
+    if len(names) < 2:
+        raise DataError(
+            f"zero-shot data {folder}: tar shards require the file {CLASS_NAMES_FILE} with 2 classes or more, got "
+            f"{len(names)}; write one name per line"
+        )
+    if "" in names:
+        raise DataError(
+            f"{folder / CLASS_NAMES_FILE}: line {names.index('') + 1} is empty, and label n is the name in line n + 1; "
+            "write a name to every line"
+        )
+    return names
+
+
+def _reason_to_refuse(folder: Path, images: _ImageFolder, names: list[str]) -> str:
+    """Return the reason why folders of images cannot be classes with these names, or an empty string."""
+    classes = images.classes
+    if not names and classes and {name.lower() for name in classes} <= _SPLITS:
+        return (
+            f"the folders {_listed(classes)} are splits; expected one folder of images per class: give one split, such "
+            f"as {folder / classes[-1]}"
+        )
+    if len(images) == 0:
+        return "no data found; expected *.tar, test/*.tar or one folder of images per class"
+    if len(classes) == 1:
+        return f"only one class, {classes[0]!r}; expected one folder of images per class"
+    if images.beside:
+        return (
+            f"{len(images.beside)} images ({_listed(images.beside)}) lie beside the folders of the classes; move each "
+            "into the folder of its class, or out of this folder"
+        )
+    if len(images.tops) > 1:
+        first, second = list(images.tops.values())[:2]
+        return (
+            f"images lie in {first} and in {second}, so folders of classes are nested in other folders; expected the "
+            f"images of a class in a folder of {folder}: move or link the folders of all classes there"
+        )
+    if names and len(names) != len(classes):
+        return (
+            f"{len(names)} class names for {len(classes)} folders of images; write one name per folder to "
+            f"{CLASS_NAMES_FILE}"
+        )
+    if names and not images.is_order_clear:
+        return (
+            f"the order of the folders, and so their lines in {CLASS_NAMES_FILE}, depends on whether numbers in names "
+            "are compared as text (10 before 9) or as numbers; rename the folders so that all numbers have as many "
+            "digits, or so that names differ only in their numbers"
+        )
+    if not names and any(_WORDNET_ID.fullmatch(name) for name in classes):
+        return (
+            "the folders are named by WordNet ids (as ImageNet's); write the class names to "
+            f"{CLASS_NAMES_FILE} in it, one per line, in the order of the sorted folders"
+        )
+    return ""
 
 
 def _listed(names: list[str]) -> str:
@@ -178,7 +247,7 @@ def _lines(path: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 ({error.reason} at byte {error.start}); convert it to UTF-8") from error
-    return [line.strip() for line in text.splitlines() if line.strip()]
+    return [line.strip() for line in text.rstrip().splitlines()]

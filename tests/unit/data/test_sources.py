@@ -552,7 +552,15 @@ def test_labelled_datasets_in_both_layouts(tmp_path):
     write_tar(shards / "test" / "2.tar", members[:4])
     with pytest.raises(DataError, match=r"classnames\.txt"):
         open_labelled(shards)
-    (shards / "classnames.txt").write_text("tabby cat\nbig dog\n")
+    for text, message in (
+        ("tabby cat\n", "2 classes or more, got 1"),
+        ("\ncat\ndog\n", "line 1 is empty"),
+        ("a\n\nb", "line 2"),
+    ):
+        (shards / "classnames.txt").write_text(text)
+        with pytest.raises(DataError, match=message):
+            open_labelled(shards)
+    (shards / "classnames.txt").write_text("\ufefftabby cat\r\nbig dog\r\n\r\n")
     (shards / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n{c}\n")
     folder = tmp_path / "folder"
     for number in range(4):
@@ -567,13 +575,11 @@ def test_labelled_datasets_in_both_layouts(tmp_path):
     assert [by_shard.read(n).caption for n in range(4)] == ["0", "1", "0", "1"]
     assert images(by_shard) == [picture(n) for n in range(4)]
     assert [by_folder.read(n).caption for n in range(4)] == ["0", "0", "1", "1"]
-    (shards / "classnames.txt").write_text("tabby cat\n")
-    with pytest.raises(BadSample, match="outside"):
-        open_labelled(shards).read(1)
-    # int() raises a ValueError for both labels
-    write_tar(shards / "test" / "²0.tar", [("0.png", picture(0)), ("0.cls", b"9" * 5000)])
-    with pytest.raises(BadSample, match="outside"):
-        open_labelled(shards).read(0)
+    # int() raises a ValueError for the first two labels
+    for label in (b"9" * 5000, "²".encode(), b"2"):
+        write_tar(shards / "test" / "²0.tar", [("0.png", picture(0)), ("0.cls", label)])
+        with pytest.raises(BadSample, match="outside"):
+            open_labelled(shards).read(0)
     (folder / "classnames.txt").write_text("one\n")
     with pytest.raises(DataError, match="1 class names for 2 folders"):
         open_labelled(folder)
@@ -673,7 +679,16 @@ def test_names_of_hub_datasets(spec, expected):
         # imagenet/ in place of imagenet/val must not be evaluated with the two classes "train" and "val"
         ({"train/cat/0.png": 0, "val/cat/0.png": 0},
          r"the folders 'train', 'val' are splits; .* give one split, such as .*/val$",
-         {"boat/0.png": 0}, ["boat", "train", "val"]),
+         None, None),
+        # a vehicle and a split may have the same name; the images decide
+        ({"train/cat/0.png": 0, "train/dog/0.png": 0, "cat/0.png": 0, "dog/0.png": 0},
+         "images lie in .*/dog and in .*/train/cat, so folders of classes are nested", None, None),
+        ({"train/0.png": 0, "boat/0.png": 0, "preview.PNG": 0}, r"1 images \('preview\.PNG'\) lie beside the folders",
+         None, None),
+        # SUN397, and two folds of equal classes
+        ({"a/abbey/0.png": 0, "o/oasis/indoor/0.png": 0}, "images lie in .*/abbey and in .*/indoor, so", None, None),
+        ({"fold1/cat/0.png": 0, "fold1/dog/0.png": 0, "fold2/cat/0.png": 0, "fold2/dog/0.png": 0},
+         "move or link the folders of all classes there", None, None),
         # an unrelated folder must not make the ids acceptable
         ({"n01440764/1.png": 1, "n01443537/1.png": 1, "lost+found/.x": ""}, r"WordNet ids .* to classnames\.txt",
          {"classnames.txt": "lost\ntench\ngoldfish\n"}, ["lost", "tench", "goldfish"]),
@@ -687,6 +702,39 @@ def test_folders_that_are_no_classes_are_refused(tmp_path, files, message, more,
         open_labelled(fill(tmp_path, files))
     if more is not None:
         assert open_labelled(fill(tmp_path, more)).class_names == names
+
+
+@pytest.mark.parametrize(
+    ("names", "how"),
+    [
+        ([f"{number}" for number in range(12)], "number"),
+        ([f"{number:02}" for number in range(12)], "number"),
+        (["0", "1", "002", "10", "0011"], "number"),
+        ([f"class_{number}" for number in range(12)], "number"),
+        (["Class 2", "a", "b10"], "name"),
+        (["2", "10", "background"], None),
+        (["cat", "dog9", "dog10", "owl"], None),
+    ],
+)
+@pytest.mark.parametrize("inside", ["", "images/"])
+def test_the_lines_of_class_names_belong_to_the_numbers_of_folders(tmp_path, caplog, monkeypatch, names, how, inside):
+    """`names` are in the order of their numbers. If they could also be in another one, they are refused."""
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    fill(tmp_path, {f"{name}/{inside}0.png": number for number, name in enumerate(names)})
+    assert len(open_labelled(tmp_path)) == len(names)  # without names in a file, the order has no effect
+    (tmp_path / "classnames.txt").write_text("".join(f"no. {number}\n" for number in range(len(names))))
+    if how is None:
+        with pytest.raises(DataError, match=r"the order of the folders, .*, depends on"):
+            open_labelled(tmp_path)
+        return
+    with caplog.at_level(logging.INFO, "megaclip"):
+        labelled = open_labelled(tmp_path)
+    found = {labelled.read(row).key: labelled.class_names[int(labelled.read(row).caption)] for row in range(len(names))}
+    assert found == {f"{tmp_path}/{name}/{inside}0.png": f"no. {number}" for number, name in enumerate(names)}
+    assert (
+        f"sorted by {how}: 'no. 0' for {names[0]!r}, 'no. 1' for {names[1]!r}, 'no. 2' for {names[2]!r}, ..."
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
