@@ -1,14 +1,16 @@
 """The command line: `megaclip train`, `megaclip evaluate`, ...; `python -m megaclip` is the same.
 
-Each command is a module of this package with a function `main()`, which reads `sys.argv`. On several ranks a command is
-started by a launcher: `deepspeed --module megaclip train ...`.
+Each command is a module of this package with a function `main()`, which reads `sys.argv`, or a file of examples/, which
+runs as a script. On several ranks a command is started by a launcher: `deepspeed --module megaclip train ...`.
 """
 
 import importlib
 import io
 import os
+import runpy
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import megaclip
 from megaclip.errors import VersionError
@@ -20,7 +22,7 @@ class Command:
     """A command and the module that runs it."""
 
     module: str
-    """Name of the module in `megaclip.commands`."""
+    """Name of the module in `megaclip.commands`, or path of the script in the package."""
     summary: str
 
 
@@ -39,8 +41,10 @@ COMMANDS = {
     "build-ops": Command("build_ops", "compile DeepSpeed's CPU ops before the first run"),
     "launch": Command("launch", "start a command on several hosts, with restarts: megaclip launch ... train"),
     "check-hosts": Command("check_hosts", "check the hosts of a run before it: megaclip launch ... check-hosts"),
-    "demo-data": Command("make_digit_scenes", "draw the captioned images of the demo"),
-    "demo": Command("demo", "train, evaluate and export a small model on two CPU cores, in about six minutes"),
+    "demo-data": Command("examples/digits/make_scenes.py", "draw the captioned images of the demo"),
+    "demo": Command(
+        "examples/digits/demo.py", "train, evaluate and export a small model on two CPU cores in six minutes"
+    ),
 }
 
 
@@ -89,7 +93,11 @@ def _run() -> int | str | None:
         if local_rank_from_environment() == 0:
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    return importlib.import_module(f"megaclip.commands.{COMMANDS[name].module}").main()
+    module = COMMANDS[name].module
+    if module.endswith(".py"):
+        runpy.run_path(str(Path(megaclip.__file__).parent / module), run_name="__main__")
+        return 0
+    return importlib.import_module(f"megaclip.commands.{module}").main()
 
 
 def _stdout_has_reader() -> bool:

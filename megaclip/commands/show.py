@@ -1,4 +1,4 @@
-"""Print a page of the documentation, or a file to start from: a ds_config, a hostfile or a job of Slurm.
+"""Print a page of the documentation, or a file to start from: a ds_config, a hostfile, a job of Slurm, an example.
 
     megaclip show                                     # the names
     megaclip show training                            # a page of the documentation
@@ -32,7 +32,9 @@ def files() -> dict[str, Path]:
     pages = {path.stem: path for path in sorted((PACKAGE / "docs").glob("*.md"))}
     scripts = {path.name: path for path in sorted((PACKAGE / "launch").iterdir())}
     configs = PACKAGE / "ds_configs"
-    return pages | scripts | {str(path.relative_to(configs)): path for path in sorted(configs.rglob("*.json"))}
+    configs_by_name = {str(path.relative_to(configs)): path for path in sorted(configs.rglob("*.json"))}
+    examples = {str(path.relative_to(PACKAGE)): path for path in sorted((PACKAGE / "examples").glob("*/*.*"))}
+    return pages | scripts | configs_by_name | examples
 
 
 def file(name: str) -> Path:

@@ -30,7 +30,8 @@ def test_the_wheel_has_the_trainer_its_configurations_and_the_command(wheel):
     configs = {f"megaclip/{path.relative_to(ROOT)}" for path in (ROOT / "ds_configs").rglob("*.json")}
     pages = {f"megaclip/{path.relative_to(ROOT)}" for path in (ROOT / "docs").glob("*.md")}
     assert configs and configs <= names
-    assert pages <= names and "megaclip/launch/slurm.sbatch" in names
+    examples = {f"megaclip/{path.relative_to(ROOT)}" for path in (ROOT / "examples").glob("*/*.*")}
+    assert pages | examples | {"megaclip/launch/slurm.sbatch"} <= names
     assert {"megaclip/commands/train.py", "megaclip/__main__.py", "megaclip/models/presets/ViT-B-32.json"} <= names
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
     assert "megaclip = megaclip.commands:main" in zipfile.ZipFile(wheel).read(entry_points).decode()

@@ -53,7 +53,8 @@ def options_of(script: str) -> str:
         torchrun = [option for action in get_args_parser()._actions for option in action.option_strings]
         return "\n".join([*torchrun, options_of("megaclip train"), options_of("megaclip check-hosts")])
     if script.startswith("megaclip "):
-        return (ROOT / "megaclip/commands" / f"{COMMANDS[script.split()[1]].module}.py").read_text()
+        module = COMMANDS[script.split()[1]].module
+        return (ROOT / (module if module.endswith(".py") else f"megaclip/commands/{module}.py")).read_text()
     source = (ROOT / script).read_text()
     if "megaclip.commands.plan" in source:
         source += options_of("megaclip plan")

@@ -1,6 +1,6 @@
 """Run the demo: train, evaluate and export a small CLIP model on two CPU cores.
 
-    megaclip demo [--seed N] [--steps N] [--name NAME]
+    python demo.py [--seed N] [--steps N] [--name NAME]
 
 It draws scenes of real handwritten digits and trains a tokenizer on their captions. It trains a small CLIP model under
 the deepspeed launcher: two ranks, ZeRO-3 with optimizer offload, activation checkpointing, a gradient cache of 4 chunks
@@ -80,7 +80,8 @@ def megaclip(*command: str | Path, capture: bool = False) -> str:
 
 def make_data(data: Path, steps: int) -> None:
     """Make the scenes for one pass of the curriculum and a tokenizer, unless an earlier call has made them."""
-    megaclip("demo-data", data, "--train", str(steps * BATCH))
+    scenes = Path(__file__).with_name("make_scenes.py")
+    subprocess.run([sys.executable, scenes, data, "--train", str(steps * BATCH)], check=True)
     tokenizer = data / "tokenizer.model"
     if not tokenizer.exists():
         megaclip("tokenizer", data / "train/*.tar", "--out", tokenizer, "--vocab-size", "192")
@@ -129,3 +130,7 @@ def print_table(metrics: dict[str, float], run: Path) -> None:
     print(f"\nmetrics      {run / 'metrics.json'}")
     print(f"open_clip    {run / 'open_clip'}   (a complete local-dir: export)")
     print(f"pictures     tensorboard --logdir {run / 'tensorboard'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megaclip.commands import inspect_data, make_digit_scenes, train_tokenizer
+from examples.digits import make_scenes
+from megaclip.commands import inspect_data, train_tokenizer
 from megaclip.data import open_labelled, open_pairs
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +30,7 @@ def run(module, *arguments):
 
 def make(folder, *options):
     sizes = ("--train", "600", "--held-out", "120", "--zero-shot", "50")
-    return run(make_digit_scenes, folder, *sizes, *options)
+    return run(make_scenes, folder, *sizes, *options)
 
 
 @pytest.fixture(scope="module")
@@ -67,38 +68,38 @@ def test_train_and_held_out_scenes_share_no_handwritten_digit(scenes):
 
 def test_held_out_captions_are_distinct():
     """Otherwise retrieval would be ambiguous. Of so many scenes, some would be equal by chance."""
-    samples = make_digit_scenes.held_out_samples(Namespace(seed=0, held_out=600))
+    samples = make_scenes.held_out_samples(Namespace(seed=0, held_out=600))
     captions = [content for files in samples for name, content in files.items() if name.endswith(".txt")]
     assert len(set(captions)) == len(captions) == 600
 
 
 def test_captions_name_the_digits_of_scikit_learns_labels(scenes):
-    labels = make_digit_scenes.load_handwriting()[1]
+    labels = make_scenes.load_handwriting()[1]
     for split in ("train", "held_out"):
         for record, caption in zip(members(scenes / split, "json"), members(scenes / split, "txt"), strict=True):
             words = [word.strip(",") for word in caption.decode().split()]
-            named_digits = Counter(word for word in words if word in make_digit_scenes.DIGITS)
+            named_digits = Counter(word for word in words if word in make_scenes.DIGITS)
             assert named_digits == Counter(
-                make_digit_scenes.DIGITS[labels[source]] for source in json.loads(record)["sources"]
+                make_scenes.DIGITS[labels[source]] for source in json.loads(record)["sources"]
             )
 
 
 def test_positions_and_colours_match_the_caption():
     """The reference is the position of each colour's pixels in the image."""
     generator = np.random.default_rng(0)
-    rows = make_digit_scenes.sources_by_digit("train", 0)
-    shares = make_digit_scenes.Shares(single=0.0, colours_named=1.0, ground_named=1.0)
+    rows = make_scenes.sources_by_digit("train", 0)
+    shares = make_scenes.Shares(single=0.0, colours_named=1.0, ground_named=1.0)
     checked = Counter()
     for _ in range(200):
-        scene = make_digit_scenes.invent(generator, rows, 0.0)
+        scene = make_scenes.invent(generator, rows, 0.0)
         if len(scene.digits) != 2 or scene.ground != "black":
             continue
-        pixels = np.asarray(Image.open(io.BytesIO(make_digit_scenes.draw(scene, generator))), dtype=float)
-        words = make_digit_scenes.describe(scene, shares, generator).split()
-        first, second = (colour for colour in words if colour in make_digit_scenes.COLOURS)
+        pixels = np.asarray(Image.open(io.BytesIO(make_scenes.draw(scene, generator))), dtype=float)
+        words = make_scenes.describe(scene, shares, generator).split()
+        first, second = (colour for colour in words if colour in make_scenes.COLOURS)
         centres = []
         for colour in (first, second):
-            direction = np.array(make_digit_scenes.COLOURS[colour]) / np.linalg.norm(make_digit_scenes.COLOURS[colour])
+            direction = np.array(make_scenes.COLOURS[colour]) / np.linalg.norm(make_scenes.COLOURS[colour])
             length = np.linalg.norm(pixels, axis=2)
             likeness = (pixels @ direction) / np.maximum(length, 1)
             y, x = np.nonzero((likeness > 0.99) & (length > 100))
@@ -116,7 +117,7 @@ def test_captions_name_digits_first_and_colours_later(scenes):
         return np.mean([bool(words & set(caption.decode().split())) for caption in captions])
 
     captions = members(scenes / "train", "txt")
-    colours = set(make_digit_scenes.COLOURS)
+    colours = set(make_scenes.COLOURS)
     assert share(captions[:100], colours) < 0.25 and share(captions[-100:], colours) > 0.75
     single = [len(json.loads(record)["digits"]) == 1 for record in members(scenes / "train", "json")]
     assert np.mean(single[:100]) > 0.75 > 0.55 > np.mean(single[-100:])
@@ -126,7 +127,7 @@ def test_the_written_files_open_as_pairs_and_as_labelled_images(scenes):
     pairs = open_pairs([str(scenes / "train" / "*.tar")])
     assert len(pairs) == 600 and pairs.shard_sizes.tolist() == [200] * 3
     labelled = open_labelled(scenes / "zero_shot")
-    assert labelled.class_names == list(make_digit_scenes.DIGITS) and len(labelled) == 50
+    assert labelled.class_names == list(make_scenes.DIGITS) and len(labelled) == 50
     assert all("{c}" in template for template in labelled.templates)
     image = Image.open(io.BytesIO(labelled.read(0).image))
     assert image.size == (24, 24) and image.format == "JPEG"

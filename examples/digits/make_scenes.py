@@ -4,7 +4,7 @@ A scene shows one to three coloured handwritten digits on a dark background, and
 to the left of a blue seven on a navy ground". The handwriting is real (1,797 digits of the UCI test set, scikit-learn's
 `load_digits`). It is split by source image: no digit of a training scene occurs in a held-out scene.
 
-    megaclip demo-data data/digit_scenes --train 76800 --held-out 1000
+    python make_scenes.py data/digit_scenes --train 76800 --held-out 1000
 
 writes webdataset tar shards and a zero-shot set in CLIP_benchmark's layout:
 
@@ -37,7 +37,6 @@ from PIL import Image
 from tqdm import tqdm
 
 from megaclip.commands.argument_types import integer
-from megaclip.files import replacing
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Bright digits on few dark backgrounds. With arbitrary colours for both, a model learns colours but not digits
@@ -232,10 +231,10 @@ def scene_files(
 
 
 def write_tar(job: tuple[Path, Callable[[], Samples]]) -> int:
-    """Write samples to a tar file and return their number. The file gets its name when it is complete."""
+    """Write samples to a tar file and return their number."""
     path, samples = job
     count = 0
-    with replacing(path, durable=False) as new, tarfile.open(new, "w", format=tarfile.USTAR_FORMAT) as tar:
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for files in samples():
             for name, content in files.items():
                 member = tarfile.TarInfo(name)
@@ -293,3 +292,7 @@ def main() -> None:
     write_all(options)
     record.write_text(json.dumps(settings) + "\n")
     print(f"wrote {options.train} training, {options.held_out} held-out and {options.zero_shot} zero-shot images")
+
+
+if __name__ == "__main__":
+    main()
