@@ -4,10 +4,9 @@
     deepspeed --module megaclip evaluate runs/NAME --val-data 'val/{00..09}.tar'
 
 MODEL is an exported open_clip directory, a run (runs/NAME) or its checkpoints folder; --tag selects the step of a run.
-Ties count against the model, so repeated images lower the recall. COCO and Flickr have several captions per image and
-need --group-captions: equal images then count as one image, and every line of a caption is one caption. Without it,
-only the first caption of a list is used. --pictures writes the similarity heat map and the retrieved images that
-training shows in TensorBoard.
+Ties count against the model. Pairs with equal images count as one image with several captions. --group-captions also
+uses all captions of a list, and takes every line of a caption as one caption. --pictures writes the similarity heat map
+and the retrieved images that training shows in TensorBoard.
 """
 
 from __future__ import annotations
@@ -106,7 +105,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dataset-type", default="auto", choices=DATASET_TYPES, help="format of --val-data")
     parser.add_argument("--image-key", help="column or extension of the image")
     parser.add_argument("--caption-key", help="column, extension or JSON field of the captions")
-    parser.add_argument("--group-captions", action="store_true", help="use all captions of each image (COCO, Flickr)")
+    parser.add_argument(
+        "--group-captions", action="store_true", help="use all captions in a list or on lines (COCO, Flickr)"
+    )
     parser.add_argument("--zeroshot-data", metavar="FOLDER", help="labelled images for zero-shot classification")
     parser.add_argument(
         "--tokenizer",
@@ -177,7 +178,8 @@ def report(
         print_row("", "top-1", "top-5")
         print_row("accuracy", *(metrics[f"zero_shot_top{k}"] for k in (1, 5)))
     if pairs is not None:
-        print(f"\nretrieval, {len(pairs)} pairs")
+        images = "" if result.examples is None else f", {result.examples.candidates} images"
+        print(f"\nretrieval, {len(pairs)} pairs{images}")
         print_row("", "R@1", "R@5", "R@10")
         for name, way in (("image to text", "i2t"), ("text to image", "t2i")):
             print_row(name, *(metrics[f"retrieval_r{k}_{way}"] for k in (1, 5, 10)))

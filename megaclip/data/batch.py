@@ -6,6 +6,7 @@ Shapes: b samples of this rank, H x W pixels, L tokens.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 import torch
 
@@ -38,6 +39,16 @@ class RawSample:
     alternatives: tuple[str, ...] = ()
     """Single captions, if the source has several per image. Training takes one of them at a time. An evaluation takes
     the first one, or with --group-captions all of them."""
+
+    @property
+    def lines(self) -> list[str]:
+        """Captions on the lines of `caption`, without empty ones."""
+        return [line.strip() for line in self.caption.splitlines() if line.strip()]
+
+    @property
+    def image_digest(self) -> int:
+        """Signed 64-bit digest of the image file. Equal files are equal images."""
+        return int.from_bytes(hashlib.blake2b(self.image, digest_size=8).digest(), "little", signed=True)
 
     @classmethod
     def of(cls, image: bytes, captions: tuple[str, ...], key: str) -> RawSample:
@@ -76,6 +87,10 @@ class EvaluationBatch(Batch):
 
     ids: torch.Tensor
     """Rows in the dataset (b,) int64, dense and stable. PADDING_ID marks padding."""
+    image_digests: torch.Tensor
+    """Digest of each image's file (b,) int64, by which equal images are recognised; 0 where the id is PADDING_ID."""
+    caption_counts: torch.Tensor
+    """Number of captions of each image in its list or on lines (b,) int64, of which `tokens` has one."""
 
 
 @dataclasses.dataclass

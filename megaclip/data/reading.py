@@ -176,6 +176,7 @@ class EvaluationReader:
         size = self._transform.size
         images = torch.zeros(len(ids), 3, size, size, dtype=torch.uint8)
         captions, kept = [""] * len(ids), np.full_like(ids, PADDING_ID)
+        digests, counts = torch.zeros(2, len(ids), dtype=torch.int64)
         bad_samples = list[BadSampleReport]()
         for row, sample_id in enumerate(ids.tolist()):
             if sample_id == PADDING_ID:
@@ -186,6 +187,7 @@ class EvaluationReader:
                 check_caption(raw)
                 images[row] = decode_image(self._transform, raw, (0, 0, 0))
                 captions[row], kept[row] = _one_caption(raw, 0), sample_id
+                digests[row], counts[row] = raw.image_digest, len(raw.lines)
             except BadSample as bad:
                 bad_samples.append(BadSampleReport(bad.kind, bad.detail, self._dataset.shard_name(sample_id)))
             except Exception as error:  # as in training
@@ -193,7 +195,8 @@ class EvaluationReader:
                 return Loaded(None, bad_samples, fatal=_unreadable(self._dataset, sample_id, error, what))
         kept_ids, reads = torch.from_numpy(kept), int((ids != PADDING_ID).sum())
         if self._tokenizer is not None:
-            return Loaded(EvaluationBatch(images, self._tokenizer(captions), kept_ids), bad_samples, reads)
+            batch = EvaluationBatch(images, self._tokenizer(captions), kept_ids, digests, counts)
+            return Loaded(batch, bad_samples, reads)
         labels = torch.tensor([int(caption) if caption else PADDING_ID for caption in captions])
         return Loaded(LabelledBatch(images, labels, kept_ids), bad_samples, reads)
 

@@ -1,11 +1,11 @@
 """Group the captions of image-caption pairs by image, for datasets with several captions per image.
 
 Two layouts of COCO and Flickr are supported. Either there is one pair per caption, and the image is repeated (equal
-bytes are one image). Or there is one pair per image, with one caption per line (CLIP_benchmark's tar shards). Every
-rank reads its share of the pairs once and keeps their captions. Ranks exchange only a 64-bit digest per pair.
+bytes are one image): every evaluation groups these (`first_equal_image`). Or there is one pair per image, with one
+caption per line (CLIP_benchmark's tar shards) or a list of captions. For all of these captions, `group_captions` lets
+every rank read its share of the pairs once and keep their captions. Ranks exchange only a 64-bit digest per pair.
 """
 
-import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megaclip.comm.collectives import gather_integers, raise_on_all_ranks
+from megaclip.comm.collectives import gather_integers, gather_rows, raise_on_all_ranks
 from megaclip.comm.groups import group_rank, group_size
 from megaclip.data.batch import PADDING_ID, BadSample
 from megaclip.data.reading import check_caption
@@ -73,10 +73,10 @@ def group_captions(dataset: PairSource, *, group: Any = None) -> CaptionGroups:
                 sample = dataset.read(pair)
                 check_caption(sample)
             except BadSample:  # counted here as a separate image without captions; the loader reports it
-                digests.append(_digest(b"unreadable", pair))
+                digests.append(pair)
                 continue
-            digests.append(_digest(sample.image))
-            captions[pair] = [line.strip() for line in sample.caption.splitlines() if line.strip()] or [""]
+            digests.append(sample.image_digest)
+            captions[pair] = sample.lines or [""]
     image_of_pair = _first_equal(_interleave(digests, len(dataset), group))
     texts, image_ids, leading_ids = [], [], []
     for pair, lines in captions.items():
@@ -117,10 +117,19 @@ def encode_captions(
     return in_order[torch.tensor(by_length, dtype=torch.int64, device=in_order.device).argsort()]
 
 
-def _digest(content: bytes, number: int = 0) -> int:
-    """Return a signed 64-bit digest of `content` and `number`."""
-    digest = hashlib.blake2b(content, digest_size=8, salt=number.to_bytes(8, "little")).digest()
-    return int.from_bytes(digest, "little", signed=True)
+def first_equal_image(pair_ids: torch.Tensor, digests: torch.Tensor, *, group: Any = None) -> torch.Tensor:
+    """Return the id of each pair's image, the smallest id of all pairs with an equal image, (n,) int64.
+
+    Every rank must call it, with equally many rows.
+
+    pair_ids: (n,) int64, unique over all ranks; padding has PADDING_ID and keeps it. digests: (n,) int64.
+    """
+    gathered = gather_rows(torch.stack([pair_ids, digests], dim=1), group=group)
+    all_ids, all_digests = gathered[gathered[:, 0] != PADDING_ID].unbind(1)
+    order = all_ids.argsort()
+    places = torch.searchsorted(all_ids[order], pair_ids).clamp(max=len(order) - 1)
+    image_ids = all_ids[order][_first_equal(all_digests[order])]
+    return torch.where(pair_ids == PADDING_ID, PADDING_ID, image_ids[places]) if len(order) else pair_ids
 
 
 def _interleave(values: list[int], count: int, group: Any) -> torch.Tensor:

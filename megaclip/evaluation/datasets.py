@@ -38,7 +38,7 @@ def evaluate_datasets(
     Args:
         pairs: dataset for retrieval, or None.
         labelled: dataset for zero-shot classification, or None. At least one dataset is required.
-        captions: groups of the captions of `pairs`, or None if every image has one caption.
+        captions: groups of all captions of `pairs`, or None for one caption per pair.
         batch_size: number of images that a rank encodes at once.
         num_workers: number of data worker processes per rank.
         text_batch_size: number of prompts, or of captions in `captions`, that a rank encodes at once.

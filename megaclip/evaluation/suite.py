@@ -14,11 +14,14 @@ import torch
 from megaclip.comm.collectives import gather_integers, sum_over_ranks
 from megaclip.data.batch import PADDING_ID
 from megaclip.errors import DataError
-from megaclip.evaluation.caption_groups import CaptionGroups, encode_captions
+from megaclip.evaluation.caption_groups import CaptionGroups, encode_captions, first_equal_image
 from megaclip.evaluation.encoder import Encode, in_step
 from megaclip.evaluation.examples import RetrievalExamples, retrieval_examples, spread
 from megaclip.evaluation.retrieval import NO_PAIRS, retrieval
 from megaclip.evaluation.zero_shot import zero_shot
+from megaclip.logging import get_logger, log_once
+
+_logger = get_logger(__name__)
 
 Tokenize = Callable[[list[str]], torch.Tensor]
 
@@ -59,8 +62,8 @@ def evaluate(
 
     Args:
         pairs: this rank's `Batch`es of held-out image-caption pairs, or None.
-        captions: result of `group_captions` if images have several captions; the tokens of `pairs` are then not used.
-            None: every image has one caption.
+        captions: result of `group_captions`, for all captions in lists and on lines; the tokens of `pairs` are then
+            not used. None: one caption per pair. Pairs with equal images are one image with several captions.
         labelled: images and classes for zero-shot classification, or None.
         example_count: number of images and captions in the similarity picture.
         text_batch_size: number of prompts, or of captions in `captions`, that a rank encodes at once.
@@ -111,18 +114,22 @@ def _encode_pairs(
     encode: Encode, pairs: Iterable[Any], captions: CaptionGroups | None, tokenizer: Tokenize, text_batch_size: int
 ) -> _PairFeatures:
     """Encode images and captions batch by batch; with `captions` first all images, then this rank's captions."""
-    images, texts, ids = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
+    images, texts, columns = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     for batch in in_step(pairs):
         image_features, text_features = encode(images=batch.images, tokens=batch.tokens if captions is None else None)
         assert image_features is not None, "encode returns features for every given input"
         images.append(image_features)
         texts += [] if text_features is None else [text_features]
-        ids.append((batch.ids if captions is None else captions.image_ids_of(batch.ids)).to(image_features.device))
-    if not ids:
+        columns.append(torch.stack([batch.ids, batch.image_digests, batch.caption_counts]).to(image_features.device))
+    if not columns:
         raise DataError("retrieval requires at least one batch of image-caption pairs on every rank, got none")
-    image_ids = torch.cat(ids)
+    pair_ids, digests, caption_counts = torch.cat(columns, dim=1)
     if captions is None:
-        return _PairFeatures(torch.cat(images), torch.cat(texts), image_ids, image_ids, image_ids)
+        _warn_of_several_captions(caption_counts)
+        text_image_ids = first_equal_image(pair_ids, digests)
+        image_ids = pair_ids.masked_fill(text_image_ids != pair_ids, PADDING_ID)  # a repeated image counts once
+        return _PairFeatures(torch.cat(images), torch.cat(texts), image_ids, text_image_ids, image_ids)
+    image_ids = captions.image_ids_of(pair_ids)
     present = _present(image_ids).cpu()
     if not present.any():
         raise DataError(NO_PAIRS)
@@ -130,6 +137,17 @@ def _encode_pairs(
     text_features = encode_captions(encode, captions.texts, tokenizer, batch_size=text_batch_size)
     caption_ids = (captions.image_ids.to(image_ids.device), captions.leading_ids.to(image_ids.device))
     return _PairFeatures(torch.cat(images), text_features, image_ids, *caption_ids)
+
+
+def _warn_of_several_captions(caption_counts: torch.Tensor) -> None:
+    """Warn once if images have several captions, of which only one is evaluated. caption_counts: those of this rank."""
+    several = int(sum_over_ranks((caption_counts > 1).sum()))
+    if several:
+        log_once(
+            _logger.warning,
+            f"{several} images of --val-data have several captions, and retrieval takes the first caption of a list "
+            "and all lines of a file as one caption; --group-captions makes each a caption of its own",
+        )
 
 
 def _present(ids: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from megaclip.comm.collectives import gather_objects
 from megaclip.comm.groups import group_rank, group_size
+from megaclip.data import RawSample
 from megaclip.errors import DataError
 from megaclip.evaluation import ModelEncoder, ZeroShotTask, evaluate, group_captions, retrieval_examples, zero_shot
 from megaclip.evaluation.retrieval import retrieval, retrieval_ranks
@@ -21,8 +22,10 @@ from tests.distributed.checks import Outcome, assert_passed, run_checks
 from tests.distributed.harness import run_ranks
 from tests.evaluation_oracle import (
     coarse_features,
+    image_facts,
     paired_features,
     ranks_by_sorting,
+    raw_pair,
     recall,
     retrieval_by_sorting,
     unit_features,
@@ -158,8 +161,8 @@ class Pairs:
     def __len__(self) -> int:
         return len(self._captions)
 
-    def read(self, sample_id: int) -> SimpleNamespace:
-        return SimpleNamespace(image=self._features[sample_id].tobytes(), caption=self._captions[sample_id])
+    def read(self, sample_id: int) -> RawSample:
+        return raw_pair(self._features[sample_id], self._captions[sample_id])
 
 
 def tokenizer(texts: list[str]) -> torch.Tensor:
@@ -179,7 +182,10 @@ def local_batches(features: np.ndarray, labels: np.ndarray, size: int = 4) -> li
         columns.append(torch.from_numpy(np.concatenate([column, np.full(missing, -1)])))
     columns[1] = columns[1].clamp(min=0)[:, None]
     parts = [column.split(size) for column in columns]
-    return [SimpleNamespace(images=i, tokens=t, labels=c, ids=d) for i, t, c, d in zip(*parts, strict=True)]
+    return [
+        SimpleNamespace(images=i, tokens=t, labels=c, ids=d, **image_facts(i.numpy()))
+        for i, t, c, d in zip(*parts, strict=True)
+    ]
 
 
 def check_zero_shot(class_count: int, image_count: int) -> None:
@@ -216,9 +222,10 @@ def check_suite(layout: str) -> None:
     if layout == "captions on lines":
         captions = ["\n".join(f"word {word}" for word in words[owner == image]) for image in numbers]
         groups = group_captions(Pairs(features, captions))
-    elif layout == "image repeated":
-        groups = group_captions(Pairs(features[owner], [f"word {word}" for word in words]))
+    elif layout != "one caption":
         pairs = local_batches(features[owner], words)
+    if layout == "image repeated, read before":
+        groups = group_captions(Pairs(features[owner], [f"word {word}" for word in words]))
     result = evaluate(
         model,
         tokenizer=tokenizer,
@@ -257,7 +264,7 @@ def check_loader_errors() -> None:
 class Unreadable(Pairs):
     """Pairs whose share on the last rank cannot be read."""
 
-    def read(self, pair: int) -> SimpleNamespace:
+    def read(self, pair: int) -> RawSample:
         if group_rank() == group_size() - 1:
             raise DataError("cannot read the tar shard")
         return super().read(pair)
@@ -323,7 +330,10 @@ def check_zero_3(pool_type: str) -> None:
     mine = torch.arange(group_rank(), 12, group_size())
     mine[mine == 11] = -1
     batches = [
-        SimpleNamespace(images=images[i], tokens=tokens[i], labels=i.clamp(min=0) % 3, ids=i) for i in mine.split(2)
+        SimpleNamespace(
+            images=images[i], tokens=tokens[i], labels=i.clamp(min=0) % 3, ids=i, **image_facts(images[i].numpy())
+        )
+        for i in mine.split(2)
     ]
     read: list[int] = []
     model.text.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))
@@ -350,7 +360,7 @@ def checks(world_size: int) -> dict[str, Callable[[], None]]:
     for class_count, image_count in ((1, 1), (2, 3), (7, 40), (23, 101)):
         name = f"zero-shot, {class_count} classes, {image_count} images"
         result[name] = partial(check_zero_shot, class_count, image_count)
-    for layout in ("one caption", "captions on lines", "image repeated"):
+    for layout in ("one caption", "captions on lines", "image repeated", "image repeated, read before"):
         result[f"retrieval and zero-shot, {layout}"] = partial(check_suite, layout)
     result["loader errors on every rank"] = check_loader_errors
     result["errors of grouped captions on every rank"] = check_grouping_errors

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megaclip.comm.groups import group_rank, group_size
+from megaclip.data import RawSample
 from megaclip.evaluation import ModelEncoder, evaluate, group_captions
 from megaclip.models import build_model
 from megaclip.zero.optimizers import set_learning_rate, update
@@ -19,7 +20,7 @@ from tests.distributed.engine_cases import MODEL, TRANSFORM, Case, backpropagate
 from tests.distributed.harness import run_ranks
 from tests.distributed.megatron_mark import MEGATRON
 from tests.distributed.test_tensor_parallel import split
-from tests.evaluation_oracle import retrieval_by_sorting
+from tests.evaluation_oracle import image_facts, raw_pair, retrieval_by_sorting
 
 pytestmark = MEGATRON
 
@@ -55,8 +56,8 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def read(self, sample_id: int) -> SimpleNamespace:
-        return SimpleNamespace(image=self.images[sample_id].numpy().tobytes(), caption=self.texts[sample_id])
+    def read(self, sample_id: int) -> RawSample:
+        return raw_pair(self.images[sample_id].numpy(), self.texts[sample_id])
 
     def batches(self) -> list[SimpleNamespace]:
         """Return this rank's batches of ROWS rows, padded to equal numbers of batches on all ranks."""
@@ -66,7 +67,9 @@ class Pairs:
         ids = ids.masked_fill(ids >= len(self), -1)
         tokens = tokenize([self.texts[index].split("\n")[0] for index in inside.tolist()])
         parts = (self.images[inside].split(ROWS), tokens.split(ROWS), ids.split(ROWS))
-        return [SimpleNamespace(images=i, tokens=t, ids=d) for i, t, d in zip(*parts, strict=True)]
+        return [
+            SimpleNamespace(images=i, tokens=t, ids=d, **image_facts(i.numpy())) for i, t, d in zip(*parts, strict=True)
+        ]
 
 
 def dataset(layout: str) -> Pairs:
@@ -92,7 +95,7 @@ def evaluate_all(size: int) -> tuple[Scores, dict[int, dict[str, np.ndarray]]]:
         encode = ModelEncoder(engine, TRANSFORM.normalise, device=torch.device("cpu"))
         for layout in LAYOUTS:
             pairs = dataset(layout)
-            groups = None if layout == "one caption" else group_captions(pairs)
+            groups = group_captions(pairs) if layout == "captions on lines" else None
             result = evaluate(
                 encode, tokenizer=tokenize, pairs=pairs.batches(), captions=groups, example_count=3, text_batch_size=2
             )

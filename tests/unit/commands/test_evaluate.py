@@ -205,6 +205,37 @@ def test_captions_without_a_readable_image_are_one_error(
             run(monkeypatch, folder / "model", "--val-data", tmp_path / "bad.tar", "--workers", 0, *flags)
 
 
+def test_equal_images_are_one_image_in_every_format(
+    folder: Path, tmp_path: Path, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three captions per image. Otherwise text to image would have a recall of 0 at 1, because equal images tie."""
+    captions = [[f"{text}, view {view}" for view in range(3)] for text in CAPTIONS]
+    for index in range(COUNT):
+        (tmp_path / f"{index}.png").write_bytes(encoded(index))
+    rows = [(index, captions[index][view]) for view in range(3) for index in range(COUNT)]
+    (tmp_path / "rows.csv").write_text("filepath,title\n" + "".join(f'{i}.png,"{text}"\n' for i, text in rows))
+    records = [json.dumps({"image": f"{i}.png", "caption": texts}) for i, texts in enumerate(captions)]
+    (tmp_path / "lists.jsonl").write_text("\n".join(records))
+    lines = [m for i, t in enumerate(captions) for m in ((f"{i}.png", encoded(i)), (f"{i}.txt", "\n".join(t).encode()))]
+    write_tar(tmp_path / "lines.tar", lines)
+    found = {}
+    for flags in (
+        "rows.csv",
+        "rows.csv --group-captions",
+        "lists.jsonl --group-captions",
+        "lines.tar --group-captions",
+    ):
+        name, *flag = flags.split()
+        arguments = ["--val-data", tmp_path / name, "--workers", 0, "--json", tmp_path / "scores.json", *flag]
+        run(monkeypatch, folder / "model", *arguments)
+        found[flags] = json.loads((tmp_path / "scores.json").read_text())["metrics"]
+    assert 0 < found["rows.csv"]["retrieval_r10_t2i"] < 1, "the data must not be trivial"
+    assert all(metrics == pytest.approx(found["rows.csv"]) for metrics in found.values())
+    assert warnings.messages == []
+    run(monkeypatch, folder / "model", "--val-data", tmp_path / "lists.jsonl", "--workers", 0)
+    assert f"{COUNT} images of --val-data have several captions, and retrieval takes" in warnings.text
+
+
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megaclip.data.batch import BadSample
+from megaclip.data.batch import BadSample, RawSample
 from megaclip.errors import DataError
 from megaclip.evaluation import ModelEncoder, evaluate, group_captions
 from megaclip.evaluation.caption_groups import CaptionGroups, encode_captions
-from tests.evaluation_oracle import retrieval_by_sorting, unit_features
+from tests.evaluation_oracle import image_facts, raw_pair, retrieval_by_sorting, unit_features
 
 DIM, BATCH = 8, 4
 WORDS = torch.from_numpy(unit_features(np.random.default_rng(0), 500, DIM))
@@ -36,10 +36,8 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.captions)
 
-    def read(self, sample_id: int) -> SimpleNamespace:
-        return SimpleNamespace(
-            image=self.features[sample_id].tobytes(), caption=self.captions[sample_id], key=str(sample_id)
-        )
+    def read(self, sample_id: int) -> RawSample:
+        return raw_pair(self.features[sample_id], self.captions[sample_id], sample_id)
 
     def batches(self) -> list[SimpleNamespace]:
         padding = -len(self) % BATCH
@@ -48,7 +46,9 @@ class Pairs:
         tokens = torch.cat([tokenizer(self.captions), torch.zeros(padding, 1, dtype=torch.int64)])
         ids = torch.cat([torch.arange(len(self)), torch.full((padding,), -1)])
         parts = [part.split(BATCH) for part in (images, tokens, ids)]
-        return [SimpleNamespace(images=i, tokens=t, ids=d) for i, t, d in zip(*parts, strict=True)]
+        return [
+            SimpleNamespace(images=i, tokens=t, ids=d, **image_facts(i.numpy())) for i, t, d in zip(*parts, strict=True)
+        ]
 
 
 def noisy_images(words: np.ndarray) -> np.ndarray:
@@ -85,7 +85,7 @@ def test_bad_samples_are_left_out(several_captions: bool) -> None:
     if several_captions:
         good_read = pairs.read
 
-        def read(sample_id: int) -> SimpleNamespace:
+        def read(sample_id: int) -> RawSample:
             if sample_id == 3:
                 raise BadSample("damaged", "3")
             return good_read(sample_id)

@@ -148,8 +148,8 @@ def test_retrieval_takes_the_planned_bytes(tmp_path: Path, monkeypatch: pytest.M
         return torch.randn(len(images), dimensions), torch.randn(len(tokens), dimensions)
 
     batches = (
-        EvaluationBatch(torch.zeros(rows, 1), torch.zeros(rows, 1), torch.arange(start, start + rows))
-        for start in range(0, pairs, rows)
+        EvaluationBatch(*torch.zeros(2, rows, 1), ids, image_digests=ids, caption_counts=torch.ones_like(ids))
+        for ids in torch.arange(pairs).split(rows)
     )
     monkeypatch.setattr(suite, "retrieval", partial(suite.retrieval, tile_budget_mib=2))
     with _PeakBytes() as measured:
