@@ -52,7 +52,7 @@ def closest(word: str, known: set[str], *, cutoff: float) -> str | None:
 
 
 def _plain(word: str) -> str:
-    return word.lower().replace("_", "-").replace("/", "-")
+    return word.lower().replace("_", "-").replace("/", "-").lstrip("-")
 
 
 class MegaclipError(Exception):

@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from megaclip.commands.argument_types import integer
+from megaclip.commands.argument_types import CommandParser, integer
 
 DATA = Path("data/digit_scenes")
 RUNS = Path("runs")
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of the training run (default: %(default)s)")
     parser.add_argument(
         "--steps", type=integer(1), default=STEPS, help=f"steps of batch {BATCH} (default: %(default)s)"

@@ -36,7 +36,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from megaclip.commands.argument_types import integer
+from megaclip.commands.argument_types import CommandParser, integer
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Bright digits on few dark backgrounds. With arbitrary colours for both, a model learns colours but not digits
@@ -268,7 +268,7 @@ def write_all(options: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("directory", type=Path, help="folder to write to")
     for flag, default, meaning in (
         ("--train", 76_800, "number of training scenes"),

@@ -1,8 +1,28 @@
-"""Types for argparse in tools: numbers with a lower bound. An error is one line that names the flag."""
+"""The parser of commands, and its types: numbers with a lower bound. An error is one line that names the flag."""
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
+from itertools import takewhile
+
+from megaclip.errors import nearest
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a command, with its module's docstring as help text. An unknown flag is an error with the nearest
+    known one."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        words, known = sys.argv[1:] if args is None else args, set(self._option_string_actions)
+        for word in takewhile(lambda word: word != "--", words):
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and not any(name.startswith(flag) for name in known):
+                self.error(f"unknown argument {flag!r}{nearest(flag, known)}")
+        return super().parse_known_args(args, namespace)
 
 
 def integer(least: int) -> Callable[[str], int]:

@@ -3,13 +3,14 @@
 The compiled op is stored in TORCH_EXTENSIONS_DIR (default: ~/.cache/torch_extensions). It takes minutes.
 """
 
-import argparse
 import sys
 import time
 
+from megaclip.commands.argument_types import CommandParser
+
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    CommandParser(__doc__).parse_args()
     from deepspeed.accelerator import get_accelerator  # torch is imported after the flags are read
 
     from megaclip.zero.op_builds import prepare_ops

@@ -10,11 +10,11 @@ interrupted is incomplete. It is listed, and is not an error if the run has a wh
 nothing in them is executed.
 """
 
-import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaclip.commands.argument_types import CommandParser
 from megaclip.errors import CheckpointError
 
 
@@ -33,7 +33,7 @@ class Row:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="run, its checkpoints, one checkpoint or an export")
     folder = parser.parse_args(argv).folder
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from torch.distributed import DistError, TCPStore
 
-from megaclip.commands.argument_types import number
+from megaclip.commands.argument_types import CommandParser, number
 from megaclip.config import load_training_config, parse_arguments
 from megaclip.engine.process_group import quiet_deepspeed
 from megaclip.errors import ConfigError, MegaclipError, first_line
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def argument_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--logs", type=Path, help="folder that all hosts must share")
     parser.add_argument("--train-data", nargs="*", default=[], metavar="DATA", help="data that all hosts must see")
     parser.add_argument(
@@ -66,7 +66,7 @@ def check(arguments: argparse.Namespace) -> int:
     if arguments.training:
         run = parse_arguments(arguments.training[arguments.training[0] == "--" :])
         logs, data = Path(run.logs), [*run.train_data, *run.val_data]
-        ops = needed_ops(load_training_config(run.deepspeed_config))
+        ops = needed_ops(load_training_config(run.deepspeed_config, run.set))
     logs = logs.absolute() if logs is not None else None
     rank, ranks = rank_from_environment(), int(os.environ.get("WORLD_SIZE", "1"))
     store = connect(rank)

@@ -3,15 +3,15 @@
 DeepSpeed's own `ds_report` does not import MegaCLIP's losses, so it cannot list the op that they register.
 """
 
-import argparse
 from importlib import metadata
 
+from megaclip.commands.argument_types import CommandParser
 from megaclip.errors import ConfigError
 
 
 def main() -> None:
     """Print both reports."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--hide_operator_status", action="store_true", help="leave out the table of DeepSpeed's ops")
     parser.add_argument("--hide_errors_and_warnings", action="store_true", help="leave out why ops cannot be built")
     parser.parse_args()  # DeepSpeed's report reads the same flags

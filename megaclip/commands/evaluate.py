@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaclip.commands.argument_types import integer
+from megaclip.commands.argument_types import CommandParser, integer
 from megaclip.config.command_line import DATASET_TYPES, DEFAULT_WORKERS
 from megaclip.errors import MegaclipError
 
@@ -95,7 +95,7 @@ def evaluate_saved(arguments: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="exported directory, run, its checkpoints or one of them"
     )

@@ -14,6 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from megaclip.commands.argument_types import CommandParser
 from megaclip.errors import MegaclipError
 
 
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument(
         "run", type=Path, metavar="RUN", help="run (runs/NAME), its checkpoints folder or one checkpoint"
     )

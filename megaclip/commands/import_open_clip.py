@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megaclip.commands.argument_types import CommandParser
 from megaclip.errors import MegaclipError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("source", type=Path, metavar="SOURCE", help="open_clip directory or weights file")
     parser.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="directory to write")
     parser.add_argument("--model", help="preset or model JSON (default: the model card of SOURCE)")

@@ -15,7 +15,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from megaclip.commands.argument_types import integer, number
+from megaclip.commands.argument_types import CommandParser, integer, number
 from megaclip.config import TrainArguments
 from megaclip.config.command_line import DATASET_TYPES
 from megaclip.errors import ConfigError, DataError, MegaclipError
@@ -54,7 +54,7 @@ def _on_one_line(value: Any) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     limit = TrainArguments.model_fields["max_bad_fraction"].default
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("data", nargs="+", help="patterns, folders or hf:NAME, as for --train-data")
     parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
     parser.add_argument("--image-key", help="column of the images, or their extension in tar shards and folders")

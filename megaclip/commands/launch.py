@@ -104,7 +104,7 @@ def checked_training(config: LaunchConfig, training: list[str]) -> Callable[[], 
         ConfigError: an argument of the training is refused, or a restart could not resume it.
     """
     run = parse_arguments(training)
-    settings, fewer = load_training_config(run.deepspeed_config), config.max_nodes > config.min_nodes
+    settings, fewer = load_training_config(run.deepspeed_config, run.set), config.max_nodes > config.min_nodes
     if (config.max_restarts or fewer) and not (run.resume == "auto" and run.name):
         raise ConfigError("--max-restarts and --nnodes MIN:MAX require --resume auto and --name NAME of the training")
     ranks = config.min_nodes * config.nproc_per_node

@@ -12,6 +12,7 @@ import logging
 import sys
 from importlib import metadata
 
+from megaclip.commands.argument_types import CommandParser
 from megaclip.errors import ConfigError, MegaclipError
 
 HEADER = "| model | towers | parameters, M | text length | tokenizer |\n| --- | --- | --- | --- | --- |\n"
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="models (default: all of open_clip's)")
     return parser.parse_args()
 

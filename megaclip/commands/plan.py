@@ -3,6 +3,7 @@
     megaclip plan --deepspeed_config ds_configs/zero3.json --model ViT-L-14 --gpu h200 --gpus 8 --hosts 4
     megaclip plan ... --here                                 # this machine, with its free memory
     megaclip plan ... --batch 1048576 --micro-batch 256      # with another batch size
+    megaclip plan ... --train-num-samples 400000000 --epochs 32                # with the hours of the run
     megaclip plan ... --gpu-memory 80GiB --host-memory 900GiB --disk 2TB --link 200GB --network 25GB
     megaclip plan ... --rates rates.json                     # with rates measured by tools/measure_rates.py
 
@@ -12,9 +13,16 @@ It needs no GPU and starts nothing.
 import argparse
 import sys
 
-from megaclip.commands.argument_types import integer
-from megaclip.config.command_line import DEFAULT_WORKERS
+from megaclip.commands.argument_types import CommandParser, integer
+from megaclip.config.command_line import DEFAULT_EPOCHS, DEFAULT_WORKERS
 from megaclip.errors import MegaclipError
+
+SETTINGS = {
+    "--batch": "train_batch_size",
+    "--micro-batch": "train_micro_batch_size_per_gpu",
+    "--tensor-parallel": "megaclip.tensor_parallel_size",
+}
+"""Flags that are short for --set -> setting of ds_config.json."""
 
 
 def main() -> int:
@@ -30,19 +38,23 @@ def main() -> int:
 
 def plan_parser(description: str | None = __doc__) -> argparse.ArgumentParser:
     """Return the parser of the flags that describe a run and its machines."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description)
     what = parser.add_argument_group("run")
     what.add_argument("--deepspeed_config", "--deepspeed-config", required=True, help="ds_config.json")
     what.add_argument("--model", required=True, help="as in training: a name, the path of a model JSON, or a directory")
-    what.add_argument("--batch", type=integer(1), help="contrastive batch, instead of train_batch_size")
-    what.add_argument("--micro-batch", type=integer(1), help="instead of train_micro_batch_size_per_gpu")
-    what.add_argument("--tensor-parallel", type=integer(1), help="instead of megaclip.tensor_parallel_size")
+    what.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="as in training")
+    for flag, setting in SETTINGS.items():
+        what.add_argument(flag, type=integer(1), help=f"short for --set {setting}=N")
     what.add_argument(
         "--workers", type=integer(0), default=DEFAULT_WORKERS, help="loader processes per rank (default %(default)s)"
     )
     what.add_argument(
-        "--train-num-samples", type=integer(0), default=0, help="samples of the dataset, for the FastCLIP losses' state"
+        "--train-num-samples",
+        type=integer(0),
+        default=0,
+        help="samples of the dataset, for the hours of the run and the FastCLIP losses' state",
     )
+    what.add_argument("--epochs", type=integer(1), help=f"with --train-num-samples (default {DEFAULT_EPOCHS})")
     what.add_argument(
         "--text-positions-saved",
         type=float,
@@ -51,7 +63,7 @@ def plan_parser(description: str | None = __doc__) -> argparse.ArgumentParser:
         "77 tokens, memory for captions of full length, `megaclip show planning`)",
     )
     what.add_argument(
-        "--train-steps", type=integer(1), help='steps of the run, for megaclip.compile "auto" (default: many)'
+        "--train-steps", type=integer(1), help="steps of the run, instead of --epochs (without both: many)"
     )
     what.add_argument(
         "--val-num-samples", type=integer(0), default=0, help="number of image-caption pairs of the evaluation"
@@ -68,7 +80,7 @@ def plan_parser(description: str | None = __doc__) -> argparse.ArgumentParser:
     where.add_argument(
         "--gpus", type=integer(1), help="GPUs per host (default 8; with --here all of them, one rank on a CPU)"
     )
-    where.add_argument("--hosts", type=integer(1), default=1, help="hosts, all alike (default 1)")
+    where.add_argument("--hosts", type=integer(1), help="hosts, all alike (default 1)")
     add_machine_flags(where)
     return parser
 

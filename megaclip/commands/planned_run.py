@@ -1,14 +1,17 @@
 """The run and the machines that the flags of `megaclip plan` describe, and their plan."""
 
 import argparse
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megaclip.commands.plan import SETTINGS
 from megaclip.config import TrainArguments, TrainingConfig, load_training_config
-from megaclip.config.checks import check_ds_config
+from megaclip.config.command_line import DEFAULT_EPOCHS
+from megaclip.engine.schedule import RunLength
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
 from megaclip.planner import (
@@ -26,10 +29,14 @@ from megaclip.planner import (
 )
 from megaclip.planner.cluster import gpu_preset, parse_size
 from megaclip.planner.compile_estimate import check_recomputation, compile_estimate
-from megaclip.planner.report import graphs_text, loss_table, memory_table, time_table
+from megaclip.planner.report import graphs_text, loss_table, memory_table, micro_batch_table, time_table
+from megaclip.planner.search import micro_batches
 from megaclip.planner.tensor_parallel import fastest_without
 from megaclip.planner.workload import EvaluationSets, nvme_paths
 from megaclip.step.layout import cuts_captions
+
+_MOST_GPUS = 16
+"""Number of GPUs above which --gpus is probably the number of a whole job, without --hosts."""
 
 
 def described_run(arguments: argparse.Namespace) -> tuple[Workload, Cluster]:
@@ -38,8 +45,11 @@ def described_run(arguments: argparse.Namespace) -> tuple[Workload, Cluster]:
     Raises:
         ConfigError: the run would refuse its settings, or a flag is missing or has no effect.
     """
-    cluster = _cluster(arguments)
-    workload = _workload(arguments, cluster)
+    short = ((setting, getattr(arguments, flag[2:].replace("-", "_"))) for flag, setting in SETTINGS.items())
+    changes = [*arguments.set, *(f"{setting}={value}" for setting, value in short if value is not None)]
+    config = load_training_config(arguments.deepspeed_config, changes)
+    cluster = _cluster(arguments, config)
+    workload = _workload(arguments, config, cluster)
     if workload.sample_columns and not workload.samples:
         raise ConfigError(
             f"megaclip.loss {workload.megaclip.loss!r} keeps state of every sample; give --train-num-samples, "
@@ -50,10 +60,15 @@ def described_run(arguments: argparse.Namespace) -> tuple[Workload, Cluster]:
     return workload, cluster
 
 
-def _cluster(arguments: argparse.Namespace) -> Cluster:
+def _cluster(arguments: argparse.Namespace, config: TrainingConfig) -> Cluster:
     if arguments.here:
-        return _clusters_like_this(arguments)
-    counts = {"hosts": arguments.hosts} | ({} if arguments.gpus is None else {"gpus": arguments.gpus})
+        return _clusters_like_this(arguments, config)
+    counts = {name: count for name in ("gpus", "hosts") if (count := getattr(arguments, name)) is not None}
+    if counts.get("gpus", 0) > _MOST_GPUS and "hosts" not in counts:
+        raise ConfigError(
+            f"--gpus {arguments.gpus} is the number per host; give the number of hosts too, for example --gpus 8 "
+            f"--hosts {math.ceil(arguments.gpus / 8)}, or --hosts 1 for one host"
+        )
     return described_cluster(arguments, **counts)
 
 
@@ -65,7 +80,7 @@ def described_cluster(arguments: argparse.Namespace, **counts: Any) -> Cluster:
     return describe(rates=rates, **described, **counts)
 
 
-def _clusters_like_this(arguments: argparse.Namespace) -> Cluster:
+def _clusters_like_this(arguments: argparse.Namespace, config: TrainingConfig) -> Cluster:
     """Return hosts like this machine, with the memory that is free on it now."""
     from megaclip.engine.this_machine import this_machine
 
@@ -74,21 +89,20 @@ def _clusters_like_this(arguments: argparse.Namespace) -> Cluster:
     here = torch.cuda.device_count()
     if here and (arguments.gpus or 0) > here:
         raise ConfigError(f"--gpus {arguments.gpus}: this machine has {here}; use --gpu instead of --here for another")
-    nvme = nvme_paths(load_training_config(arguments.deepspeed_config).zero)
-    cluster = this_machine(arguments.gpus or max(1, here), Path.cwd(), nvme)
+    cluster = this_machine(arguments.gpus or max(1, here), Path.cwd(), nvme_paths(config.zero))
     rates = Rates.read(arguments.rates, cluster.rates) if arguments.rates else cluster.rates
     links = ("link", "network")
     given = {name: parse_size(value, f"--{name}") for name in links if (value := getattr(arguments, name)) is not None}
-    return replace(cluster, hosts=arguments.hosts, rates=replace(rates, **given))
+    return replace(cluster, hosts=arguments.hosts or 1, rates=replace(rates, **given))
 
 
-def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
-    config = load_training_config(arguments.deepspeed_config)
-    if arguments.tensor_parallel is not None:
-        config = _with_tensor_parallel(config, arguments.tensor_parallel)
-    if arguments.batch or arguments.micro_batch:
-        replicas = max(1, cluster.gpus // config.megaclip.tensor_parallel_size)
-        config = _with_batch(config, arguments.batch, arguments.micro_batch, replicas)
+def _workload(arguments: argparse.Namespace, config: TrainingConfig, cluster: Cluster) -> Workload:
+    if arguments.epochs and (arguments.train_steps or not arguments.train_num_samples):
+        raise ConfigError(f"--epochs {arguments.epochs} requires --train-num-samples, without --train-steps; set it")
+    steps = arguments.train_steps
+    if arguments.train_num_samples and not steps:
+        length = RunLength(arguments.train_num_samples, config.batch_layout(cluster.gpus).global_batch, total_steps=0)
+        steps = length.steps_in(arguments.epochs or DEFAULT_EPOCHS)
     rows = TrainArguments.model_fields["eval_batch_size"].default
     evaluation = EvaluationSets(rows, pairs=arguments.val_num_samples) if arguments.val_num_samples else None
     workload = Workload.of(
@@ -100,7 +114,7 @@ def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
         workers=arguments.workers,
         samples=arguments.train_num_samples,
         evaluation=evaluation,
-        steps=arguments.train_steps,
+        steps=steps,
         async_save=arguments.async_save,
     )
     saved = arguments.text_positions_saved
@@ -109,28 +123,6 @@ def _workload(arguments: argparse.Namespace, cluster: Cluster) -> Workload:
     if saved is not None and not cuts_captions(workload.megaclip.cut_captions, workload.model.text_cfg):
         raise ConfigError(f"--text-positions-saved {saved} has no effect: this run cuts no captions; leave it out")
     return replace(workload, text_positions_saved=saved)
-
-
-def _with_tensor_parallel(config: TrainingConfig, size: int) -> TrainingConfig:
-    """Return the settings with another tensor-parallel size, checked again. Batch sizes stay those of a replica."""
-    changed = dict(config.deepspeed, megaclip={**config.deepspeed.get("megaclip", {}), "tensor_parallel_size": size})
-    return replace(config, deepspeed=changed, megaclip=check_ds_config(changed).megaclip)
-
-
-def _with_batch(config: TrainingConfig, batch: int | None, micro_batch: int | None, replicas: int) -> TrainingConfig:
-    """Return the settings with another batch size or micro-batch size; the number of chunks follows."""
-    triple = {name: config.deepspeed.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu")}
-    accumulation = config.deepspeed.get("gradient_accumulation_steps")
-    total = batch or triple["train_batch_size"]
-    micro = micro_batch or triple["train_micro_batch_size_per_gpu"]
-    if micro is None and triple["train_batch_size"] and accumulation:
-        micro = max(1, triple["train_batch_size"] // (accumulation * replicas))
-    changed = {key: value for key, value in config.deepspeed.items() if key != "gradient_accumulation_steps"}
-    changed.update({"train_batch_size": total, "train_micro_batch_size_per_gpu": micro})
-    if total is None:
-        del changed["train_batch_size"]
-        changed["gradient_accumulation_steps"] = accumulation or 1
-    return replace(config, deepspeed=changed)
 
 
 def print_plan(workload: Workload, cluster: Cluster) -> int:
@@ -150,6 +142,10 @@ def print_plan(workload: Workload, cluster: Cluster) -> int:
     )
     tables = memory_table(plan, cluster), graphs_text(plan.workload), loss_table(plan.workload)
     print(*tables, time_table(step, cluster), sep="\n\n")
+    if workload.steps is not None:
+        hours, samples = workload.steps * step.total / 3600, workload.steps * batch.global_batch
+        print(f"RUN: {workload.steps:,} steps, {samples:,} samples: {hours:,.1f} hours, without evaluations and saves")
+    print(f"\n{micro_batch_table(micro_batches(workload, cluster), batch.micro_batch)}")
     print(f"\nlargest batch that fits, all else the same: {_largest_batch(workload, cluster)}")
     verdict = tensor_parallel_verdict(workload, cluster)
     if not plan.refusals:

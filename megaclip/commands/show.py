@@ -8,17 +8,17 @@
 The files belong to the installed version.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
+from megaclip.commands.argument_types import CommandParser
 from megaclip.errors import ConfigError, nearest
 
 PACKAGE = Path(__file__).parents[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="page or file (default: list all)")
     name = parser.parse_args().name
     try:

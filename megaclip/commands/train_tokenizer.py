@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaclip.commands.argument_types import integer
+from megaclip.commands.argument_types import CommandParser, integer
 from megaclip.config.command_line import DATASET_TYPES
 from megaclip.errors import MegaclipError
 
@@ -42,7 +42,7 @@ def read_captions(dataset: PairDataset, limit: int) -> Iterator[str]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("data", nargs="+", help="patterns, folders or hf:NAME, as for --train-data")
     parser.add_argument("--dataset-type", choices=DATASET_TYPES, default="auto")
     parser.add_argument("--image-key", help="column of the images, or their extension; only to recognise the samples")

@@ -34,10 +34,18 @@ DatasetType = Literal["auto", "webdataset", "parquet", "csv", "json", "imagefold
 DATASET_TYPES = get_args(DatasetType)
 """Values of --dataset-type, also in other commands."""
 
-_OF_OPEN_CLIP = json.loads(Path(__file__).with_name("open_clip_flags.json").read_text(encoding="utf-8"))
-OPEN_CLIP_FLAGS = {flag: f"is set in ds_config.json: {key}" for flag, key in _OF_OPEN_CLIP["in ds_config.json"].items()}
-OPEN_CLIP_FLAGS |= {flag: f"is not a flag here; {advice}" for flag, advice in _OF_OPEN_CLIP["elsewhere"].items()}
-"""Each flag of open_clip's trainer that is refused -> the rest of the error message, which begins with the flag."""
+
+def _replacements(trainer: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Return each refused flag of another trainer -> the rest of the error message, which begins with the flag."""
+    return {flag: f"is set in ds_config.json: {key}" for flag, key in trainer["in ds_config.json"].items()} | {
+        flag: f"is not a flag here; {advice}" for flag, advice in trainer["elsewhere"].items()
+    }
+
+
+OTHER_TRAINERS = json.loads(Path(__file__).with_name("open_clip_flags.json").read_text(encoding="utf-8"))
+"""Flags of open_clip's and FastCLIP's trainers, and their equivalents."""
+OPEN_CLIP_FLAGS, FASTCLIP_FLAGS = (_replacements(OTHER_TRAINERS[trainer]) for trainer in ("open_clip", "FastCLIP"))
+"""Flags that are refused. FastCLIP's trainer has those of open_clip too."""
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -46,6 +54,7 @@ NotNegativeFloat = Annotated[float, Field(ge=0)]
 
 _GROUPS = {
     "deepspeed_config": "Required",
+    "set": "Settings of ds_config.json",
     "train_data_weights": "Data",
     "aug_scale": "Image preprocessing",
     "pretrained": "Model",
@@ -74,6 +83,12 @@ class TrainArguments(BaseModel):
         min_length=1,
         description="training data: tar shards (as brace patterns or globs), parquet, CSV, JSON lines, image folders, "
         "saved or hub datasets; several entries make a mixture",
+    )
+
+    set: list[str] = Field(
+        default=[],
+        description="settings of ds_config.json for this run, instead of the file's: KEY=VALUE with dots in KEY and a "
+        "JSON value, such as megaclip.loss=siglip or optimizer.params.lr=1e-4; KEY=null leaves a setting out",
     )
 
     train_data_weights: list[Annotated[float, Field(gt=0)]] = Field(
@@ -350,7 +365,8 @@ def _add_flag(parser: argparse._ActionsContainer, name: str, field: FieldInfo) -
     elif any(get_origin(choice) is tuple for choice in get_args(annotation)):
         nargs = 3
     metavar = name.rpartition("_")[2].upper()
-    parser.add_argument(*names, nargs=nargs, default=argparse.SUPPRESS, help=help_text, metavar=metavar)
+    action = "extend" if nargs == "+" else "store"
+    parser.add_argument(*names, action=action, nargs=nargs, default=argparse.SUPPRESS, help=help_text, metavar=metavar)
 
 
 def _help(field: FieldInfo) -> str:
@@ -405,7 +421,7 @@ def _flag(path: str) -> str:
 
 
 def _describe_unknown(word: str, known: set[str]) -> str:
-    """Return one sentence that names the replacement for a flag of open_clip, or the nearest known flag."""
-    if replacement := OPEN_CLIP_FLAGS.get(word.replace("_", "-")):
+    """Return one sentence that names the replacement for a flag of another trainer, or the nearest known flag."""
+    if replacement := (OPEN_CLIP_FLAGS | FASTCLIP_FLAGS).get(word.replace("_", "-")):
         return f"{word} {replacement}"
     return f"unknown argument {word!r}{nearest(word, known)}"

@@ -5,7 +5,9 @@ receives the file's contents, with `DEEPSPEED_DEFAULTS` for missing settings. It
 `megaclip.config.checks` decides which settings are accepted.
 """
 
+import copy
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +17,11 @@ from megaclip.config.checks import check_ds_config
 from megaclip.config.ds_config import DsConfig
 from megaclip.config.optimizers import Optimizer
 from megaclip.config.section import MegaclipSection
-from megaclip.errors import ConfigError
+from megaclip.errors import ConfigError, closest
+from megaclip.logging import get_logger
 from megaclip.zero.settings import DeepSpeedZeroConfig
+
+logger = get_logger(__name__)
 
 DEEPSPEED_DEFAULTS: dict[str, dict[str, Any]] = {
     # A check of every gradient, at ZeRO-1 and 2 only. The run itself refuses an update whose gradient norm is not
@@ -84,7 +89,7 @@ def default_text_micro_batch(micro_batch: int, accumulation: int, text_chunks: T
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """A checked ds_config.json. `deepspeed` is its contents as read."""
+    """A checked ds_config.json. `deepspeed` is its contents as read, with the changes of --set."""
 
     path: Path
     deepspeed: dict[str, Any]
@@ -234,8 +239,14 @@ SHIPPED = Path(__file__).parents[1] / "ds_configs"
 """Folder of the shipped ds_config.json files, in a checkout and in an installed package."""
 
 
-def load_training_config(name_or_path: str | Path) -> TrainingConfig:
+_BATCH_SETTINGS = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
+"""Two of these determine the third. If --set changes one, the first unchanged one is left out of three."""
+
+
+def load_training_config(name_or_path: str | Path, changes: Sequence[str] = ()) -> TrainingConfig:
     """Read and check ds_config.json: a file, or one of the shipped files by name, such as "zero3_offload".
+
+    changes: values of --set, each KEY=VALUE. They replace settings of the file before the checks, and are logged.
 
     Raises ConfigError with one line that names the file and the setting.
     """
@@ -246,7 +257,7 @@ def load_training_config(name_or_path: str | Path) -> TrainingConfig:
         if name not in shipped:
             raise ConfigError(
                 f"--deepspeed_config {str(path)!r} is neither a file nor a shipped configuration; expected the path of "
-                f"a ds_config.json, or one of {', '.join(sorted(shipped))}"
+                f"a ds_config.json, or one of {', '.join(sorted(shipped))}{_nearest_file(path, set(shipped))}"
             )
         path = shipped[name]
     try:
@@ -257,9 +268,12 @@ def load_training_config(name_or_path: str | Path) -> TrainingConfig:
         config = json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
         if not isinstance(config, dict):
             raise ConfigError(f"the file contains a {type(config).__name__}; write one JSON object")
+        if changes:
+            config, replaced = _changed(config, changes)
+            logger.info("--set replaces settings of %s: %s", path, ", ".join(replaced))
         return TrainingConfig(path=path, deepspeed=config, megaclip=check_ds_config(config).megaclip)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{' '.join([str(path), *(f'--set {change}' for change in changes)])}: {error}") from None
     except (ValueError, RecursionError) as error:  # also integers of 5,000 digits, and thousands of nested brackets
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
 
@@ -270,3 +284,46 @@ def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if keys.count(key) > 1:
             raise ConfigError(f"the key {key!r} is written twice; remove one of them")
     return dict(pairs)
+
+
+def _nearest_file(path: Path, shipped: set[str]) -> str:
+    """Return "; did you mean ...?" with a shipped name, or with a JSON file beside `path` or in ds_configs/."""
+    files = {Path(name).stem: name for name in shipped}
+    files |= {file.stem: str(file) for folder in (path.parent, Path("ds_configs")) for file in folder.glob("*.json")}
+    close = closest(path.stem, set(files), cutoff=0.6)
+    return "" if close is None else f"; did you mean {files[close]!r}?"
+
+
+def _changed(config: dict[str, Any], changes: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings with `changes`, the values of --set, and a text for each setting that they replace."""
+    config, replaced = copy.deepcopy(config), dict[str, str]()
+    for change in changes:
+        key, _, text = change.partition("=")
+        if not key or not text:
+            raise ConfigError(f"{change!r} is not KEY=VALUE; write for example optimizer.params.lr=1e-4")
+        if key in replaced:
+            raise ConfigError(f"{key} is set twice; leave one of them out")
+        *sections, name = key.split(".")
+        section = config
+        for part in sections:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"{key} cannot be set: {part} is {json.dumps(section)}, which has no settings")
+        value, before = _json_or_text(text), section.pop(name, None)
+        if value is None and before is None:
+            raise ConfigError(f"{key} is not in the file; leave --set {change} out")
+        if value is not None:
+            section[name] = value
+        replaced[key] = f"{key} {json.dumps(value)} ({'not' if before is None else json.dumps(before)} in the file)"
+    unchanged = [key for key in _BATCH_SETTINGS if key not in replaced]
+    if set(_BATCH_SETTINGS) <= config.keys() and len(unchanged) in (1, 2):
+        left_out = config.pop(unchanged[0])
+        replaced[unchanged[0]] = f"{unchanged[0]} follows from the other two ({left_out} in the file)"
+    return config, list(replaced.values())
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

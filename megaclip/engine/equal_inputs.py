@@ -31,8 +31,8 @@ _PATHS = {
     "resume",
 }
 """Flags with paths, which may differ between hosts. Content that must be equal is compared instead."""
-_PER_RANK = {"name", "workers", "local_rank", "debug_traceback"}
-"""Other flags that may differ. Only the first rank's --name is used."""
+_PER_RANK = {"set", "name", "workers", "local_rank", "debug_traceback"}
+"""Other flags that may differ. Only the first rank's --name is used. ds_config.json is compared with --set."""
 
 
 def require_equal_inputs(arguments: TrainArguments, inputs: Inputs) -> None:
@@ -40,7 +40,7 @@ def require_equal_inputs(arguments: TrainArguments, inputs: Inputs) -> None:
     flags = arguments.model_dump(mode="json", exclude=_PATHS | _PER_RANK)
     require_equal(
         {
-            "--deepspeed_config": f"a file with {_checksum(inputs.config.deepspeed)}",
+            "--deepspeed_config": f"settings with {_checksum(inputs.config.deepspeed)}",
             **{f"--{name.replace('_', '-')}": json.dumps(value) for name, value in flags.items()},
             "--resume": "a path" if arguments.resume not in (None, "auto") else json.dumps(arguments.resume),
             "--model": f"a description with {_checksum(inputs.model_config.to_open_clip())}",

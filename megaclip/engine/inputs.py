@@ -80,7 +80,7 @@ class Inputs:
 
 def read_inputs(arguments: TrainArguments) -> Inputs:
     """Read and check everything that the command line names. Raises MegaclipError."""
-    config = load_training_config(arguments.deepspeed_config)
+    config = load_training_config(arguments.deepspeed_config, arguments.set)
     _check_that_weights_exist(arguments)
     towers = config.megaclip.towers
     card = _find_model_card(arguments, towers)

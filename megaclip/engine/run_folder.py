@@ -29,6 +29,7 @@ SUMMARY = "metrics.json"
 
 _NOT_OF_THE_TRAINING = {
     "deepspeed_config",
+    "set",
     "name",
     "logs",
     "resume",
@@ -37,7 +38,8 @@ _NOT_OF_THE_TRAINING = {
     "debug_traceback",
     "local_rank",
 }
-"""Command-line settings that do not change any step: paths, and how a run starts and ends."""
+"""Command-line settings that do not change any step: paths, and how a run starts and ends. ds_config has those of
+--set."""
 _DEFAULTS: dict[str, Any] = {
     name: json.loads(json.dumps(field.default))
     for name, field in TrainArguments.model_fields.items()

@@ -7,6 +7,7 @@ from megaclip.logging import format_bytes
 from megaclip.planner.cluster import GPUS, Cluster
 from megaclip.planner.memory import MemoryPlan
 from megaclip.planner.phases import loss_bytes
+from megaclip.planner.search import MicroBatch
 from megaclip.planner.step_time import StepTime
 from megaclip.planner.workload import Workload
 
@@ -89,6 +90,22 @@ def time_table(step: StepTime, cluster: Cluster) -> str:
     lines.append(
         f"{'STEP':46}{_seconds(step.total):>12}   {step.samples_per_s:,.0f} samples/s; most goes to {step.dominant}"
     )
+    return "\n".join(lines)
+
+
+def micro_batch_table(choices: list[MicroBatch], own: int) -> str:
+    """Return one line per micro-batch. own: samples per chunk and rank of the run itself."""
+    lines = [f"{'train_micro_batch_size_per_gpu':40}{'peak':>12}{'seconds per step':>20}"]
+    fitting = [one for one in choices if not one.plan.refusals]
+    best = 1.01 * min((one.seconds for one in fitting), default=0.0)
+    fastest = next((one for one in fitting if one.seconds <= best), None)  # the largest of those within a percent
+    for one in choices:
+        workload, plan, seconds = one
+        size = workload.batch.micro_batch
+        marks = ["does not fit"] if plan.refusals else ["fastest"] if one is fastest else []
+        peak, marks = format_bytes(plan.gpu_peak or plan.cpu_peak), marks + ["this run"] * (size == own)
+        setting = workload.tensor_ranks * size
+        lines.append(f"  {setting:<38,}{peak:>12}{_seconds(seconds):>20}   {', '.join(marks)}".rstrip())
     return "\n".join(lines)
 
 

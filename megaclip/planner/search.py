@@ -4,10 +4,11 @@ stage."""
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from megaclip.config.optimizers import NEED_WHOLE_TENSORS, can_be_offloaded, needs_permission
 from megaclip.planner.cluster import Cluster
-from megaclip.planner.memory import plan_memory
+from megaclip.planner.memory import MemoryPlan, plan_memory
 from megaclip.planner.step_time import plan_time
 from megaclip.planner.workload import Workload
 from megaclip.zero.settings import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
@@ -46,6 +47,28 @@ def largest_batch(workload: Workload, cluster: Cluster) -> int:
         middle = (least + beyond) // 2
         least, beyond = (middle, beyond) if holds(middle) else (least, middle)
     return quantum * least * workload.world_size
+
+
+class MicroBatch(NamedTuple):
+    """A run with one of several micro-batch sizes."""
+
+    workload: Workload
+    plan: MemoryPlan
+    seconds: float
+    """Planned seconds of a step."""
+
+
+def micro_batches(workload: Workload, cluster: Cluster) -> list[MicroBatch]:
+    """Return the run with its own micro-batch, with the smallest that does not fit and with the five largest that fit:
+    of the local batch, its half, its quarter, ... From large to small."""
+    rows, own = workload.batch.local_batch, workload.batch.micro_batch
+    planned = []
+    for size in sorted({rows, own, *_halves(rows, rows)}, reverse=True):
+        changed = workload.with_batch(micro_batch=size)
+        planned.append(MicroBatch(changed, plan_memory(changed, cluster), plan_time(changed, cluster).total))
+    too_large = [one for one in planned if one.plan.refusals]
+    shown = [*too_large[-1:], *[one for one in planned if not one.plan.refusals][:5]]
+    return [one for one in planned if one in shown or one.workload.batch.micro_batch == own]
 
 
 def advice(workload: Workload, cluster: Cluster) -> list[str]:

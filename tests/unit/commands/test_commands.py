@@ -203,3 +203,21 @@ def test_a_file_is_preferred_to_a_shipped_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "zero1").write_text((SHIPPED / "zero2.json").read_text())
     assert load_training_config("zero1").zero_stage == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("plan --deepspeed-confg x", "unknown argument '--deepspeed-confg'; did you mean '--deepspeed-config'?"),
+        ("plan --train_num_samples=9", "unknown argument '--train_num_samples'; did you mean '--train-num-samples'?"),
+        ("evaluate --zero-shot-data x", "unknown argument '--zero-shot-data'; did you mean '--zeroshot-data'?"),
+        ("tokenizer --vocabsize 9", "unknown argument '--vocabsize'; did you mean '--vocab-size'?"),
+        ("check-hosts --logz x", "unknown argument '--logz'; did you mean '--logs'?"),
+        ("models --quite-different", "unknown argument '--quite-different'\n"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_nearest_one(command, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["megaclip", *command.split()])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2 and message in capsys.readouterr().err

@@ -10,9 +10,10 @@ import psutil
 import pytest
 
 from megaclip.commands import plan, planned_run
+from megaclip.config import load_training_config
 from megaclip.errors import ConfigError
 from megaclip.models import load_model_config
-from megaclip.planner import Cluster
+from megaclip.planner import Cluster, Workload
 from megaclip.planner.cluster import GPUS
 
 SHIPPED = Path(__file__).parents[3] / "ds_configs"
@@ -51,6 +52,18 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("ViT-B-32", "--gpu H100 --rates list.json", "--rates 'list.json' is not a file of tools/measure_rates.py"),
         ("ViT-B-32", "--lock-image 100", "--lock-image with 100 unlocked groups trains every parameter of the image"),
         ("RN50", "--lock-text 100", "--lock-text with 100 unlocked groups trains every parameter"),
+        ("ViT-B-32", "--epochs 2", "--epochs 2 requires --train-num-samples, without --train-steps; set it"),
+        (
+            "ViT-B-32",
+            "--set megaclip.los=clip",
+            "ds.json --set megaclip.los=clip: unknown key megaclip.los; did you me",
+        ),
+        ("ViT-B-32", "--batch 8 --set train_batch_size=8", "train_batch_size is set twice"),
+        (
+            "ViT-B-32",
+            "--gpus 64",
+            "--gpus 64 is the number per host; give the number of hosts too, for example --gpus 8 ",
+        ),
         ("ViT-B-32", "--text-positions-saved 1", "--text-positions-saved 1.0 is not a share; use a number from 0 to"),
         ("last.json", "--text-positions-saved 0.25", "--text-positions-saved 0.25 has no effect: this run cuts no"),
         ("ViT-B-32", "--deepspeed_config recompute.json", "selective_recompute true requires torch.compile"),
@@ -61,6 +74,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_a_mistake_is_one_line(run: Run, model: str, flags: str, message: str) -> None:
     gpus = ["--gpus", "8" if "tensor" in flags else "1"]
     code, error = run(*gpus, *flags.split(), model=model)
+    error = error.rpartition("in the file)\n")[2]  # the log line of --set
     assert code == 1 and error.startswith("error: ") and error.count("\n") == 1 and message in error
 
 
@@ -107,7 +121,8 @@ def test_a_plan_prints_its_figures_and_what_would_be_faster(
 def plan_here(*flags: str) -> Cluster:
     """Return the cluster that `megaclip plan --here` plans for."""
     command = ["--here", "--deepspeed_config", str(SHIPPED / "zero3.json"), "--model", "ViT-B-32", *flags]
-    return planned_run._cluster(plan.plan_parser().parse_args(command))
+    arguments = plan.plan_parser().parse_args(command)
+    return planned_run._cluster(arguments, load_training_config(arguments.deepspeed_config))
 
 
 def test_hosts_like_this_one_are_planned_with_what_is_free_here() -> None:
@@ -121,3 +136,35 @@ def test_hosts_like_this_one_are_planned_with_what_is_free_here() -> None:
 def test_flags_that_describe_another_machine_are_refused_with_here(flag: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag} describes another machine"):
         plan_here(flag, "h100" if flag == "--gpu" else "1GiB")
+
+
+def test_settings_of_the_command_line_plan_what_a_file_with_them_plans(run: Run, tmp_path: Path) -> None:
+    changed = {**CONFIG, "train_batch_size": 512, "megaclip": {"loss": "siglip", "keep_graphs": 0}}
+    (tmp_path / "changed.json").write_text(json.dumps(changed))
+
+    def planned(*flags: str) -> Workload:
+        command = ["--model", "ViT-B-32", "--gpus", "2", *flags]
+        return planned_run.described_run(plan.plan_parser().parse_args(command))[0]
+
+    flags = ["--deepspeed_config=ds.json", "--set", "megaclip.loss=siglip", "megaclip.keep_graphs=0"]
+    expected = planned("--deepspeed_config=changed.json")
+    assert expected == planned(*flags, "--set=train_batch_size=512") == planned(*flags, "--batch", "512")
+    assert expected != planned(*flags)
+
+
+def test_a_plan_has_the_hours_of_the_run_and_a_row_per_micro_batch(run: Run) -> None:
+    flags = ["--gpus=2", "--batch=8192", "--gpu-memory=24GiB", "--train-num-samples=100000", "--epochs=41"]
+    _, output = run(*flags, "--micro-batch=64")
+    seconds = float(re.search(r"^STEP +(\S+)", output, re.MULTILINE)[1])
+    steps, hours = re.search(r"^RUN: (\d+) steps, 4,096,000 samples: (\S+) hours", output, re.MULTILINE).groups()
+    assert int(steps) == 500 and float(hours) == pytest.approx(500 * seconds / 3600, abs=0.06)
+    row = re.compile(r"^  ([\d,]+) +(\S+ [GM]iB) +(\S+)(?:   (.*))?$", re.MULTILINE)
+    rows = row.findall(output.split("seconds per step\n")[1])
+    sizes = [int(row[0].replace(",", "")) for row in rows]
+    assert sizes == sorted(sizes, reverse=True) and 64 in sizes and all(4096 % size == 0 for size in sizes)
+    assert sum("fastest" in row[3] for row in rows) == 1
+    for size, peak, row_seconds, marks in rows:  # each row is the plan with that --micro-batch
+        code, output = run(*flags, f"--micro-batch={size.replace(',', '')}")
+        assert code == (2 if "does not fit" in marks else 0)
+        assert re.search(rf"^PEAK per GPU +{peak}$", output, re.MULTILINE) and f"STEP {row_seconds:>53}" in output
+        assert ("this run" in marks) == (size == "64")

@@ -13,11 +13,18 @@ import torch
 
 from megaclip.commands import demo
 from megaclip.config import MegaclipSection
-from megaclip.config.command_line import OPEN_CLIP_FLAGS, TrainArguments, build_parser, parse_arguments
+from megaclip.config.command_line import (
+    FASTCLIP_FLAGS,
+    OPEN_CLIP_FLAGS,
+    TrainArguments,
+    build_parser,
+    parse_arguments,
+)
 from megaclip.data import DATASET_TYPES
 from megaclip.data.tables import _separator
 from megaclip.engine.run import main
 from megaclip.errors import ConfigError
+from megaclip.losses.settings import FastClipSettings
 
 REQUIRED = ["--deepspeed_config", "c.json", "--model", "ViT-B-32", "--train-data", "a.tar", "b.tar"]
 
@@ -51,6 +58,11 @@ def test_resume_latest_means_auto_as_in_open_clip():
         (["--warmpu", "5"], "unknown argument '--warmpu'; did you mean '--warmup'?"),
         (["--batch-size", "64"], "--batch-size is set in ds_config.json: train_micro_batch_size_per_gpu"),
         (["--batch_size", "64"], "--batch_size is set in ds_config.json: train_micro_batch_size_per_gpu"),
+        (["--lr_tau", "1"], "--lr_tau is set in ds_config.json: megaclip.fastclip.temperature_learning_rate"),
+        (["--multiply_tau"], "--multiply_tau is set in ds_config.json: megaclip.loss (fastclip_v3 with the flag"),
+        (["--train_dta", "x"], "unknown argument '--train_dta'; did you mean '--train-data'?"),
+        (["--warm_up", "x"], "unknown argument '--warm_up'; did you mean '--warmup'?"),
+        (["--lr-tua", "x"], "unknown argument '--lr-tua'"),
         (["--imagenet-val", "x"], "--imagenet-val is not a flag here; use --zeroshot-data"),
         (["surplus", "--seed", "1", "more"], "unknown argument 'more'"),
         (["--lr=1"], "--lr is set in ds_config.json"),
@@ -154,10 +166,10 @@ def test_every_flag_of_open_clips_trainer_is_accepted_or_explained():
     theirs = set(re.findall(r"""['"](--[a-z0-9-]+)['"],""", source))
     ours = {option for action in build_parser()._actions for option in action.option_strings}
     assert len(theirs) > 80 and OPEN_CLIP_FLAGS.keys() == (theirs | NEWER_FLAGS) - ours
-    for flag, advice in OPEN_CLIP_FLAGS.items():
+    for flag, advice in (FASTCLIP_FLAGS | OPEN_CLIP_FLAGS).items():
         assert set(re.findall(r"--[a-z-]+", advice)) <= ours, flag
-        for key in re.findall(r"\bmegaclip\.(\w+)", advice):
-            assert key in MegaclipSection.model_fields, flag
+        for key, inner in re.findall(r"\bmegaclip\.(\w+)(?:\.(\w+))?", advice):
+            assert key in MegaclipSection.model_fields and (not inner or inner in FastClipSettings.model_fields), flag
 
 
 def test_the_help_names_required_flags_and_every_default_even_zero():

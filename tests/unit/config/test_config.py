@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import math
 import sys
 from dataclasses import replace
@@ -569,3 +570,107 @@ def test_a_batch_that_cannot_be_divided_is_explained_by_what_was_written(tmp_pat
     config = load_training_config(write(tmp_path, train_batch_size=7, **given))
     with pytest.raises(ConfigError, match=expected):
         config.batch_layout(1)
+
+
+def changed(tmp_path, *changes, **content):
+    return load_training_config(write(tmp_path, **content), changes)
+
+
+def test_set_replaces_adds_and_removes_settings(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megaclip"), "propagate", True)
+    changes = [
+        "optimizer.params.betas=[0.8, 0.9]",
+        "optimizer.params.lr=1e-4",
+        "megaclip.loss=siglip",
+        "bf16.enabled=true",
+        "zero_optimization.stage=2",
+        "gradient_clipping=0.5",
+        "zero_optimization.offload_optimizer=null",
+    ]
+    section = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+    config = changed(tmp_path, *changes, **section)
+    params = config.optimizer.params
+    assert (params.betas, params.lr, config.megaclip.loss, config.bf16) == ([0.8, 0.9], 1e-4, "siglip", True)
+    assert config.zero_stage == 2 and config.zero.offload_optimizer is None and config.gradient_clipping == 0.5
+    assert config.deepspeed["optimizer"]["params"]["lr"] == 1e-4, "settings.json and DeepSpeed receive it"
+    assert "zero_optimization.stage 2 (1 in the file)" in caplog.text
+    assert 'megaclip.loss "siglip" (not in the file)' in caplog.text
+
+
+TOTAL, MICRO, CHUNKS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "batch"),
+    [
+        ((64, 8, 4), {TOTAL: 128}, (128, 8, 8)),
+        ((64, 8, 4), {MICRO: 4}, (64, 4, 8)),
+        ((64, 8, 4), {CHUNKS: 8}, (64, 4, 8)),  # the contrastive batch stays
+        ((64, None, 4), {TOTAL: 128}, (128, 16, 4)),
+        ((64, None, 4), {MICRO: 4}, (64, 4, 8)),
+        ((None, 8, 4), {TOTAL: 128}, (128, 8, 8)),
+        ((None, 8, None), {TOTAL: 128}, (128, 8, 8)),
+        ((64, 8, 4), {MICRO: 4, CHUNKS: 2}, (16, 4, 2)),
+        ((64, 8, 4), {TOTAL: 256, CHUNKS: 2}, (256, 64, 2)),
+    ],
+)
+def test_a_batch_size_of_set_wins_over_those_of_the_file(tmp_path, file, changes, batch):
+    content = {key: value for key, value in zip((TOTAL, MICRO, CHUNKS), file, strict=True) if value is not None}
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({**content, "gradient_clipping": 1.0, "optimizer": VALID["optimizer"]}))
+    layout = load_training_config(path, [f"{key}={value}" for key, value in changes.items()]).batch_layout(2)
+    assert (layout.global_batch, layout.micro_batch, layout.accumulation) == batch
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("megaclip.los=siglip", "unknown key megaclip.los; did you mean 'loss'?"),
+        ("megaclip.keep-graphs=0", "unknown key megaclip.keep-graphs; did you mean 'keep_graphs'?"),
+        ("megclip.loss=siglip", "unknown key megclip; did you mean 'megaclip'?"),
+        ("lr=1e-4", "lr is misplaced; write it in the section optimizer.params"),
+        ("loss=siglip", "loss is misplaced; write it in the section megaclip"),
+        ("megaclip.loss=siglp", "megaclip.loss: Input should be 'clip', 'siglip'"),
+        ("optimizer.params.lr=fast", "optimizer.params.lr: Input should be a valid number, got 'fast'"),
+        ("optimizer.params.betas=[0.9,", "optimizer.params.betas: Input should be a valid list"),
+        ("optimizer.type.name=x", 'optimizer.type.name cannot be set: type is "AdamW", which has no settings'),
+        ("megaclip.loss=null", "megaclip.loss is not in the file; leave --set megaclip.loss=null out"),
+        ("gradient_clipping=null", "gradient_clipping is missing"),
+        ("gradient_clipping", "'gradient_clipping' is not KEY=VALUE"),
+        ("gradient_clipping=", "'gradient_clipping=' is not KEY=VALUE"),
+        ("=1", "'=1' is not KEY=VALUE"),
+        ("a..b=1", "unknown key a"),
+        ("optimizer.params.lr=" + "[" * 9999, "optimizer.params.lr: Input should be a valid number"),
+    ],
+)
+def test_a_wrong_set_is_one_line_that_names_the_file_and_the_flag(tmp_path, change, message):
+    with pytest.raises(ConfigError) as error:
+        changed(tmp_path, change)
+    text = str(error.value)
+    assert message in text and "\n" not in text and f"ds_config.json --set {change[:100]}" in text
+
+
+def test_a_setting_is_set_once(tmp_path):
+    with pytest.raises(ConfigError, match=r"gradient_clipping is set twice; leave one of them out"):
+        changed(tmp_path, "gradient_clipping=1", "gradient_clipping=2")
+
+
+def test_the_nearest_file_is_suggested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds_configs").mkdir()
+    for name in ("small.json", "ds_configs/large2.json"):
+        (tmp_path / name).write_text("{}")
+    nearest_files = {
+        "small2": "small.json",
+        "small": "small.json",
+        "Small.jsn": "small.json",
+        "large2": "ds_configs/large2.json",
+        "ds_configs/large": "ds_configs/large2.json",
+        "zero-3": "zero3",
+        "fastclip-v2": "fastclip/fastclip_v2",
+    }
+    for given, nearest_file in nearest_files.items():
+        with pytest.raises(ConfigError, match=rf"did you mean '{nearest_file}'\?"):
+            load_training_config(given)
+    with pytest.raises(ConfigError, match=r"zero3_offload$"):
+        load_training_config("quite-different")

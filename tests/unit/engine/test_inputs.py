@@ -48,10 +48,10 @@ def ds_config(folder: Path, micro_batch: int = 4, **megaclip: str | bool | int) 
 
 
 def test_sigmoid_loss_requires_a_model_with_a_bias(tmp_path: Path) -> None:
-    path = ds_config(tmp_path, loss="siglip")
+    path = ds_config(tmp_path, loss="clip")
     flags = ["--deepspeed_config", str(path), "--model", "demo-tiny", "--train-data", "nowhere"]
     with pytest.raises(ConfigError, match="has no init_logit_bias"):
-        read_inputs(parse_arguments(flags))
+        read_inputs(parse_arguments([*flags, "--set", "megaclip.loss=siglip"]))
 
 
 @pytest.mark.parametrize(

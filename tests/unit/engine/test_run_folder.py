@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_equal_settings_and_settings_of_the_start_are_not_reported(path, caplog, monkeypatch):
     now = json.loads(json.dumps(SETTINGS))
-    now["arguments"] |= {"name": "b", "resume": "auto", "aug_scale": (0.9, 1.0)}
+    now["arguments"] |= {"name": "b", "resume": "auto", "aug_scale": (0.9, 1.0), "set": ["optimizer.params.lr=0.001"]}
     assert lines(caplog, monkeypatch, path, now) == ""
 
 
