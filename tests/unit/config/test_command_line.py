@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 import torch
 
-from megaclip.commands import demo
+from examples.digits import demo
 from megaclip.config import MegaclipSection
 from megaclip.config.command_line import (
     FASTCLIP_FLAGS,
