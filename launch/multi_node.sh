@@ -12,7 +12,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 fail() {
   echo "multi_node.sh: $*" >&2
-  exit 2
+  exit 78 # as every refused setting: docs/operations.md
 }
 
 hostfile=$root/launch/hostfile master_addr='' master_port=29500
@@ -37,10 +37,13 @@ if line=$(grep -anEv "^[[:space:]]*($host_line[[:space:]]*)?(#|\$)" "$hostfile" 
 fi
 first=$(awk '!/^[[:space:]]*(#|$)/ { print $1; exit }' "$hostfile")
 [[ $first ]] || fail "$hostfile lists no host: add lines HOST slots=RANKS"
+twice=$(awk '!/^[[:space:]]*(#|$)/ { sub(/.*@/, "", $1); if (seen[$1]++) { print $1; exit } }' "$hostfile")
+[[ ! $twice ]] || fail "$hostfile lists $twice twice: write one line per host, with all its slots"
 master_addr=${master_addr:-${first##*@}}
 [[ $master_addr =~ ^[A-Za-z0-9_][A-Za-z0-9_.:-]*$ ]] ||
   fail "--master_addr '$master_addr': expected a host name or an address of letters, digits and . : _ -"
-[[ $master_port =~ ^[1-9][0-9]{0,4}$ ]] || fail "--master_port '$master_port': expected a number from 1 to 65535"
+[[ $master_port =~ ^[1-9][0-9]{0,4}$ ]] && ((master_port < 65536)) ||
+  fail "--master_port '$master_port': expected a number from 1 to 65535"
 
 # A blank line ends DeepSpeed with "not enough values to unpack".
 env_name=${DS_ENV_FILE:-.deepspeed_env}

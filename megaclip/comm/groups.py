@@ -16,7 +16,6 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from megaclip.errors import BusyError
 from megaclip.logging import get_logger
 from megaclip.zero.op_builds import leave_out_shared_memory
 
@@ -67,20 +66,9 @@ def init_distributed(backend: str | None = None) -> None:
     """Call deepspeed.init_distributed, without the shared-memory all-reduce that it starts on CPUs.
 
     backend: name of the communication backend. None: the accelerator's default.
-
-    Raises:
-        BusyError: another program uses the launcher's port.
     """
     leave_out_shared_memory()
-    try:
-        dist.init_distributed(backend or get_accelerator().communication_backend_name(), verbose=False)
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise BusyError(
-            f"port {os.environ.get('MASTER_PORT')} is in use, possibly by another run; pass a free port to the "
-            "launcher: deepspeed --master_port 29501 ..."
-        ) from None
+    dist.init_distributed(backend or get_accelerator().communication_backend_name(), verbose=False)
 
 
 def resolve(group: Any = None) -> RankGroup:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megaclip
-from megaclip.errors import VersionError
-from megaclip.logging import local_rank_from_environment
+from megaclip.environment import check_environment
+from megaclip.errors import MegaclipError
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,15 @@ class Command:
     module: str
     """Name of the module in `megaclip.commands`, or path of the script in the package."""
     summary: str
+    joins_ranks: bool = False
+    """True if a launcher may start it on several ranks, which form a group."""
 
 
 COMMANDS = {
-    "train": Command("train", "train a model; on several GPUs: deepspeed --module megaclip train ..."),
-    "evaluate": Command("evaluate", "evaluate a run or an exported model: zero-shot classification and retrieval"),
+    "train": Command("train", "train a model; on several GPUs: deepspeed --module megaclip train ...", True),
+    "evaluate": Command(
+        "evaluate", "evaluate a run or an exported model: zero-shot classification and retrieval", True
+    ),
     "export": Command("export_open_clip", "write a checkpoint in open_clip's format"),
     "check": Command("check_checkpoint", "check that checkpoints or an export are whole"),
     "import": Command("import_open_clip", "convert open_clip's weights to a directory for --pretrained"),
@@ -40,7 +44,7 @@ COMMANDS = {
     "report": Command("ds_report", "print DeepSpeed's environment report with MegaCLIP's op and optional packages"),
     "build-ops": Command("build_ops", "compile DeepSpeed's CPU ops before the first run"),
     "launch": Command("launch", "start a command on several hosts, with restarts: megaclip launch ... train"),
-    "check-hosts": Command("check_hosts", "check the hosts of a run before it: megaclip launch ... check-hosts"),
+    "check-hosts": Command("check_hosts", "check the hosts of a run before it: megaclip launch ... check-hosts", True),
     "demo-data": Command("examples/digits/make_scenes.py", "draw the captioned images of the demo"),
     "demo": Command(
         "examples/digits/demo.py", "train, evaluate and export a small model on two CPU cores in six minutes"
@@ -88,16 +92,18 @@ def _run() -> int | str | None:
     program = "launch/train.py" if sys.argv[0].endswith("train.py") else f"megaclip {name}"
     sys.argv = [program, *rest, *from_launcher]
     try:
+        if not {"-h", "--help"} & set(rest):
+            check_environment(joins_ranks=COMMANDS[name].joins_ranks)
         importlib.import_module("megaclip.zero")  # refuses other versions of DeepSpeed before their internals are used
-    except VersionError as error:
-        if local_rank_from_environment() == 0:
-            print(f"error: {error}", file=sys.stderr)
+        module = COMMANDS[name].module
+        if module.endswith(".py"):
+            runpy.run_path(str(Path(megaclip.__file__).parent / module), run_name="__main__")
+            return 0
+        return importlib.import_module(f"megaclip.commands.{module}").main()
+    except MegaclipError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0" or not {"LOCAL_SIZE", "LOCAL_WORLD_SIZE"} & set(os.environ):
+            print(f"error: {error}", file=sys.stderr)  # once per host, if a launcher has started this rank
         return error.exit_code
-    module = COMMANDS[name].module
-    if module.endswith(".py"):
-        runpy.run_path(str(Path(megaclip.__file__).parent / module), run_name="__main__")
-        return 0
-    return importlib.import_module(f"megaclip.commands.{module}").main()
 
 
 def _stdout_has_reader() -> bool:

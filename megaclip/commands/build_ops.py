@@ -13,9 +13,10 @@ def main() -> int:
     CommandParser(__doc__).parse_args()
     from deepspeed.accelerator import get_accelerator  # torch is imported after the flags are read
 
-    from megaclip.zero.op_builds import prepare_ops
+    from megaclip.zero.op_builds import prepare_ops, require_build_folder
 
     started = time.monotonic()
+    require_build_folder(["cpu_adam"])
     prepare_ops()
     try:
         get_accelerator().create_op_builder("CPUAdamBuilder").load(verbose=False)

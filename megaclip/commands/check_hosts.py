@@ -23,8 +23,8 @@ from torch.distributed import DistError, TCPStore
 
 from megaclip.commands.argument_types import CommandParser, number
 from megaclip.config import load_training_config, parse_arguments
-from megaclip.engine.process_group import quiet_deepspeed
-from megaclip.errors import ConfigError, MegaclipError, first_line
+from megaclip.engine.process_group import connect, quiet_deepspeed
+from megaclip.errors import ConfigError, MegaclipError
 from megaclip.files import write_atomically
 from megaclip.hosts import compare, network
 from megaclip.hosts.facts import Report, report
@@ -69,7 +69,7 @@ def check(arguments: argparse.Namespace) -> int:
         ops = needed_ops(load_training_config(run.deepspeed_config, run.set))
     logs = logs.absolute() if logs is not None else None
     rank, ranks = rank_from_environment(), int(os.environ.get("WORLD_SIZE", "1"))
-    store = connect(rank)
+    store = connect(2 * _LIMIT_S)  # the first rank waits as long before it gives its sign
     store.set(f"ready/{rank}", "")
     with token_file(logs) if rank == 0 and logs is not None else nullcontext(("", "")) as (name, token):
         if rank == 0:
@@ -93,22 +93,6 @@ def check(arguments: argparse.Namespace) -> int:
     problems = compare.find_problems(reports, token=token, min_free_gib=arguments.min_free_gib)
     print(compare.table(reports, problems))
     return leave(store, rank, ranks, int(bool(problems)))
-
-
-def connect(rank: int) -> TCPStore:
-    """Return the store of the launcher's ranks, which the first rank creates if its launcher has not done so.
-
-    Raises:
-        ConfigError: the port is in use on the first rank, or cannot be reached from another rank.
-    """
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
-    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    limit = timedelta(seconds=2 * _LIMIT_S)  # the first rank waits as long before it gives its sign
-    try:
-        return TCPStore(address, port, is_master=is_master, wait_for_workers=False, timeout=limit)
-    except DistError as error:
-        advice = "open the firewall between the hosts, or pass an address of the first host to the launcher"
-        raise ConfigError(f"cannot reach {address} at port {port} ({first_line(error)}); {advice}") from None
 
 
 def absent(store: TCPStore, key: str, ranks: int) -> list[int]:

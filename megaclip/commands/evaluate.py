@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,15 +34,14 @@ def main() -> None:
 
     from megaclip.engine.process_group import start_process_group
 
-    start_process_group()
-    problem = ""
     try:
+        start_process_group()
         evaluate_saved(arguments)
-    except MegaclipError as error:
-        problem = f"error: {error}"
+    except MegaclipError:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
-    if problem:
-        sys.exit(problem)
 
 
 def evaluate_saved(arguments: argparse.Namespace) -> None:

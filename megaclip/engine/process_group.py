@@ -1,16 +1,26 @@
-"""Start the process group. A run and every tool for several ranks do this first."""
+"""Start the process group. A run and every tool for several ranks do this first.
+
+The ranks meet at the store of the first rank before the group exists, and the log names those that have not come.
+"""
 
 import logging
 import os
 import re
+import socket
+import time
 import warnings
+from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.distributed import DistError, TCPStore
 
 from megaclip.comm.collectives import wait_for_all_ranks
 from megaclip.comm.groups import init_distributed
-from megaclip.logging import get_logger, local_rank_from_environment
+from megaclip.environment import ACCELERATOR, check_environment
+from megaclip.errors import BusyError, ConfigError, MegaclipError, first_line
+from megaclip.logging import get_logger, local_rank_from_environment, rank_from_environment
 
 logger = get_logger(__name__)
 
@@ -19,14 +29,31 @@ ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 _ARCHITECTURE = r"\d+\.\d+(\+PTX)?"
 
 
+_REPORT_S = 10.0
+"""Seconds between two reports of the ranks that have not come."""
+_LAST_WORD_S = 1.5
+"""Seconds in which the other ranks read the first rank's error."""
+
+
 def start_process_group() -> None:
-    """Join the process group of the launcher. Without a launcher, create a group of one rank on a free port."""
+    """Join the process group of the launcher. Without WORLD_SIZE, create a group of one rank on a free port.
+
+    Raises:
+        ConfigError: an environment variable is refused.
+        BusyError: another program uses the launcher's port.
+        MegaclipError: a rank has not come in time, or the group cannot start.
+    """
     quiet_deepspeed()
-    port = "29500" if "WORLD_SIZE" in os.environ else "0"
-    defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    is_met = torch.distributed.is_initialized()
+    if not is_met:
+        check_environment(joins_ranks=True)
+    if "WORLD_SIZE" not in os.environ:  # an earlier shell may have left an address
+        os.environ.update({"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    defaults = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     accelerator = get_accelerator()
+    _check_devices(accelerator.device_name(), accelerator.device_count())
     if accelerator.device_name() != "cpu":
         accelerator.set_device(local_rank_from_environment())
     if accelerator.device_name() == "cuda":
@@ -34,8 +61,134 @@ def start_process_group() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record the last collectives (`megaclip.guards.stacks`)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
         logger.warning("torchrun restarts ranks reliably only with  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
-    init_distributed()
-    wait_for_all_ranks()  # if a rank exited now, a peer that is still connecting would fail
+    try:
+        # Kept until the group exists, because it is the store of all ranks on the first one.
+        store = None if is_met else meet_all_ranks(60.0 * int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
+        init_distributed()
+        wait_for_all_ranks()  # if a rank exited now, a peer that is still connecting would fail
+    except RuntimeError as error:  # of PyTorch's backends
+        raise MegaclipError(
+            f"the process group does not start: {first_line(error)}; see the output of the first rank, and check the "
+            "network between the hosts, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME if it is set"
+        ) from error
+    del store
+
+
+def _check_devices(device: str, count: int) -> None:
+    """Raise ConfigError if this rank has no GPU of its own, or would train on the CPU although GPUs are requested."""
+    visible, rank = os.environ.get("CUDA_VISIBLE_DEVICES"), local_rank_from_environment()
+    if device == "cuda" and rank >= count:
+        raise ConfigError(
+            f"LOCAL_RANK is {rank}, but this process sees {count} GPUs (CUDA_VISIBLE_DEVICES is {visible!r}); start at "
+            f"most {count} ranks on this host, or let each rank see the GPUs of all"
+        )
+    hidden = visible in (None, "", "-1", "NoDevFiles")
+    if device == "cpu" and not hidden and torch.version.cuda and ACCELERATOR not in os.environ:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES is {visible!r}, but PyTorch finds no GPU; check nvidia-smi, or set {ACCELERATOR} to "
+            "cpu to train on CPUs"
+        )
+
+
+def connect(limit_s: float) -> TCPStore:
+    """Return the store of the launcher's ranks, which the first rank creates if its launcher has not done so.
+
+    A warning is logged at intervals while another rank cannot reach it.
+
+    Raises:
+        BusyError: the port is in use on the first rank.
+        ConfigError: the store cannot be created, or cannot be reached within `limit_s` seconds.
+    """
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
+    is_master = rank_from_environment() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    options: dict[str, Any] = {"is_master": is_master, "wait_for_workers": False, "multi_tenant": True}
+    options["timeout"] = timedelta(seconds=limit_s)
+    if is_master:
+        try:
+            listening = TCPStore("localhost", port, **options)
+        except DistError as error:
+            if "EADDRINUSE" not in str(error):
+                raise ConfigError(f"MASTER_PORT {port} cannot be used: {first_line(error)}; use another one") from None
+            raise BusyError(
+                f"port {port} is in use, possibly by another run; pass a free port to the launcher: "
+                "deepspeed --master_port 29501 ..."
+            ) from None
+        if port == 0:
+            return listening
+    patience, deadline = _Patience(), time.monotonic() + limit_s
+    while True:
+        try:  # PyTorch would print its own stacks
+            socket.create_connection((address, port), timeout=_REPORT_S).close()
+            return TCPStore(address, port, **options)
+        except (DistError, OSError, UnicodeError) as error:
+            reason = f"{address} at port {port} (MASTER_ADDR, MASTER_PORT): {first_line(error)}"
+        if os.environ.get("WORLD_SIZE", "1") == "1" or time.monotonic() >= deadline:
+            raise ConfigError(
+                f"cannot reach the first rank, {reason}; open the firewall between the hosts, or pass an address of "
+                "the first host to the launcher"
+            )
+        if patience.wait():
+            logger.warning("waiting for the first rank, %s", reason)
+
+
+def meet_all_ranks(limit_s: float) -> TCPStore:
+    """Return the store of all ranks when every rank has come. Meanwhile the log names those that have not come.
+
+    Raises:
+        ConfigError: two processes have the same rank, ranks disagree about their number, or as `connect`.
+        BusyError: as `connect`.
+        MegaclipError: a rank has not come within `limit_s` seconds, or another rank has raised an error here.
+    """
+    rank, ranks = rank_from_environment(), int(os.environ["WORLD_SIZE"])
+    store, deadline, patience = connect(limit_s), time.monotonic() + limit_s, _Patience()
+    attempt = f"megaclip/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    come, failed = f"{attempt}/come", f"{attempt}/failed"
+
+    def absent() -> str:
+        missing = [other for other in range(ranks) if not store.check([f"{come}/{other}"])]
+        names = ", ".join(map(str, missing[:20])) + ", ..." * (len(missing) > 20)
+        return f"{len(missing)} of {ranks} ranks: {names}" if missing else ""
+
+    def fail(error: MegaclipError) -> NoReturn:
+        store.set(failed, str(error))
+        time.sleep(_LAST_WORD_S if rank == 0 else 0.0)  # the store of the others may be in this process
+        raise error
+
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torch's agent numbers ranks itself, and may keep its store
+        if store.add(f"{attempt}/count/{rank}", 1) > 1:
+            fail(ConfigError(f"RANK is {rank} in two processes; give each process, or each host, its own rank"))
+        if (size := int(store.compare_set(f"{attempt}/size", "", str(ranks)))) != ranks:
+            fail(ConfigError(f"WORLD_SIZE is {ranks} on rank {rank}, but {size} on another one; set the same on all"))
+    store.set(f"{come}/{rank}", "")
+    store.add(come, 1)
+    while store.add(come, 0) < ranks:
+        if store.check([failed]):
+            raise MegaclipError(store.get(failed).decode())
+        if time.monotonic() >= deadline:
+            fail(
+                MegaclipError(
+                    f"the run does not start: after {limit_s:.0f} s it still waits for {absent()}; see the output of "
+                    "their launchers, or set DEEPSPEED_TIMEOUT to more minutes"
+                )
+            )
+        if patience.wait() and (missing := absent()):
+            logger.warning("waiting for %s", missing)
+    return store
+
+
+class _Patience:
+    """Pauses of a waiting rank, short at first, and the times at which the first rank of each host reports."""
+
+    def __init__(self) -> None:
+        self._pause_s, self._reported = 0.02, time.monotonic()
+
+    def wait(self) -> bool:
+        """Sleep; return whether a report is due."""
+        time.sleep(self._pause_s)
+        self._pause_s = min(0.5, 1.5 * self._pause_s)
+        is_due = time.monotonic() >= self._reported + _REPORT_S
+        self._reported += _REPORT_S * is_due
+        return is_due and local_rank_from_environment() == 0
 
 
 def architectures(requested: str, capability: tuple[int, int]) -> str:

@@ -31,8 +31,8 @@ from megaclip.models.weights import copy_weights
 from megaclip.ops.tiles import require_implementation
 from megaclip.zero.linear import use_linear_of_zero3
 from megaclip.zero.masters import write_masters
-from megaclip.zero.op_builds import prepare_ops
-from megaclip.zero.optimizers import guard_gradients, step_without_history, timm_optimizer
+from megaclip.zero.op_builds import prepare_ops, require_build_folder
+from megaclip.zero.optimizers import guard_gradients, needed_ops, step_without_history, timm_optimizer
 from megaclip.zero.parameter_groups import parameter_groups
 from megaclip.zero.parameters import is_partitioned
 from megaclip.zero.update import group_kernels
@@ -107,6 +107,7 @@ def build_engine(
 
 def _check_machine(config: TrainingConfig) -> None:
     """Raise ConfigError if a setting requires a device or a package that this rank does not have."""
+    require_build_folder(needed_ops(config))
     _check_offload_to_disk(config)
     _check_quantized_collectives(config)
     if config.megaclip.layer_norm == "apex":

@@ -7,6 +7,7 @@ delete its lock. Later versions use a lock that ends with its process, and leave
 """
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder, OpBuilder
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from filelock import FileLock
 
+from megaclip.errors import ConfigError, os_reason
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
@@ -92,6 +94,26 @@ def is_built(name: str) -> bool:
     from deepspeed.git_version_info import installed_ops
 
     return bool(installed_ops.get(name)) or any(op_builds_root().glob(f"**/{name}/{name}*.so"))
+
+
+def require_build_folder(names: list[str]) -> None:
+    """Raise ConfigError if ops must be compiled or loaded from PyTorch's folder, and it cannot be written.
+
+    names: names of the ops. Those that were installed with DeepSpeed need no folder.
+    """
+    from deepspeed.git_version_info import installed_ops
+
+    if all(installed_ops.get(name) for name in names):
+        return
+    folder = op_builds_root()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"DeepSpeed's op {names[0]} needs the folder {folder}, which cannot be written: {os_reason(error)}; set "
+            "TORCH_EXTENSIONS_DIR to a folder that can be written"
+        ) from None
 
 
 def _load_and_report(builder: OpBuilder, verbose: bool = True) -> Any:

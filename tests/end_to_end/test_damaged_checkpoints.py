@@ -176,7 +176,7 @@ def test_code_in_a_checkpoint_is_not_executed_by_a_tool(root, name, tmp_path, mo
     with pytest.raises(CheckpointError, match="contains objects other than tensors and numbers"):
         export_checkpoint(run, tmp_path / "out", None)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", str(run), "--val-data", "none.tar"])
-    with pytest.raises(SystemExit, match="contains objects other than tensors and numbers"):
+    with pytest.raises(CheckpointError, match="contains objects other than tensors and numbers"):
         evaluate.main()
     assert inspect_estimators.main([str(run), "--train-data", "none.tar"]) == 1
     assert check_checkpoint.main([str(run)]) == 0  # its files are as the manifest records them
@@ -193,7 +193,7 @@ def test_tools_refuse_a_damaged_checkpoint(root, damaged, tmp_path, monkeypatch)
     with pytest.raises(CheckpointError, match=expected):
         export_checkpoint(run, tmp_path / "out", None)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", str(run), "--val-data", "none.tar"])
-    with pytest.raises(SystemExit, match=expected):
+    with pytest.raises(CheckpointError, match=expected):
         evaluate.main()
 
 
@@ -204,7 +204,7 @@ def test_a_damaged_export_is_refused(root, tmp_path, monkeypatch):
     assert check_checkpoint.main([str(exported)]) == 0
     flip_a_bit(exported / "open_clip_model.safetensors")
     monkeypatch.setattr(sys, "argv", ["evaluate.py", str(exported), "--val-data", "none.tar"])
-    with pytest.raises(SystemExit, match=r"is damaged: open_clip_model\.safetensors has changed"):
+    with pytest.raises(CheckpointError, match=r"is damaged: open_clip_model\.safetensors has changed"):
         evaluate.main()
     with pytest.raises(CheckpointError, match=r"is damaged: open_clip_model\.safetensors has changed"):
         load_pretrained(build_model(ModelConfig.from_dict(MODEL)), exported)

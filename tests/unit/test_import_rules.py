@@ -16,11 +16,12 @@ PACKAGE = REPOSITORY / "megaclip"
 
 DOOR = {"zero.checkpointing", "zero.op_builds", "zero.parameters", "zero.settings", "zero.versions"}
 """Modules of `zero` that every package may import. They import nothing else of `zero`."""
-FOUNDATION = {"devices", "errors", "files", "logging", "open_clip_package"} | DOOR
+FOUNDATION = {"devices", "environment", "errors", "files", "logging", "open_clip_package"} | DOOR
 ENGINE = FOUNDATION | {"config", "ops", "comm", "data", "losses", "models", "checkpoint", "evaluation"}
 ENGINE |= {"planner", "hosts", "guards", "zero", "step"}
 MAY_IMPORT = {
     "devices": set(),
+    "environment": {"errors"},
     "errors": set(),
     "files": set(),
     "logging": set(),

@@ -24,7 +24,7 @@ from megaclip.data import ImageTransform, load_tokenizer
 from megaclip.data.sentencepiece_training import train_sentencepiece
 from megaclip.engine.saved_model import load_saved_model
 from megaclip.engine.tokenizer_choice import tokenizer_of
-from megaclip.errors import CheckpointError, ConfigError
+from megaclip.errors import CheckpointError, ConfigError, MegaclipError
 from megaclip.models import ClipModel, build_model, load_model_config
 from tests.evaluation_oracle import ranks_by_sorting, recall, retrieval_by_sorting
 from tests.unit.data.data_samples import write_tar
@@ -141,11 +141,11 @@ def test_scores_equal_those_of_the_sorted_matrix(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["model", "--tag", "step_00000007", "--val-data", "pairs.tar"], "error: --tag step_00000007 selects"),
-        (["model", "--ema", "--val-data", "pairs.tar"], "error: --ema selects the moving average of a run, but "),
+        (["model", "--tag", "step_00000007", "--val-data", "pairs.tar"], "--tag step_00000007 selects"),
+        (["model", "--ema", "--val-data", "pairs.tar"], "--ema selects the moving average of a run, but "),
         (["run", "--ema", "--val-data", "pairs.tar"], "has no moving averages of the weights .--ema., which a run"),
-        (["model", "--val-data", "missing.tar"], "error: "),
-        (["labelled", "--val-data", "pairs.tar"], "error: no checkpoint at"),
+        (["model", "--val-data", "missing.tar"], "missing.tar"),
+        (["labelled", "--val-data", "pairs.tar"], "no checkpoint at"),
         (
             ["nowhere", "--val-data", "pairs.tar"],
             "'nowhere' contains no checkpoint and no exported model; give an exported",
@@ -153,7 +153,7 @@ def test_scores_equal_those_of_the_sorted_matrix(
         (["pairs.tar", "--val-data", "pairs.tar"], "convert it to a directory with `megaclip import`"),
         (
             ["run", "--tag", "step_00000008", "--val-data", "pairs.tar"],
-            "error: no checkpoint .step_00000008. in",
+            "no checkpoint .step_00000008. in",
         ),
     ],
 )
@@ -161,7 +161,7 @@ def test_mistake_gives_an_error_of_one_line(
     folder: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    with pytest.raises(SystemExit, match=message) as exit_info:
+    with pytest.raises(MegaclipError, match=message) as exit_info:
         run(monkeypatch, *arguments)
     assert "\n" not in str(exit_info.value)
 
@@ -169,9 +169,9 @@ def test_mistake_gives_an_error_of_one_line(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--json", "pairs.tar/x.json"], "error: cannot write 'pairs.tar': "),
-        (["--pictures", "pairs.tar"], "error: cannot write 'pairs.tar': "),
-        (["--json", "model"], "error: cannot write 'model': it is a directory"),
+        (["--json", "pairs.tar/x.json"], "cannot write 'pairs.tar': "),
+        (["--pictures", "pairs.tar"], "cannot write 'pairs.tar': "),
+        (["--json", "model"], "cannot write 'model': it is a directory"),
     ],
 )
 def test_results_that_cannot_be_written_are_an_error_before_the_evaluation(
@@ -181,7 +181,7 @@ def test_results_that_cannot_be_written_are_an_error_before_the_evaluation(
     monkeypatch.setattr(
         "megaclip.engine.saved_model.load_saved_model", lambda *_, **__: pytest.fail("the model was loaded")
     )
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(MegaclipError, match=message):
         run(monkeypatch, "model", "--val-data", "pairs.tar", *flags)
 
 
@@ -201,7 +201,7 @@ def test_captions_without_a_readable_image_are_one_error(
 ) -> None:
     write_tar(tmp_path / "bad.tar", [("0.png", b"no picture"), ("0.txt", b"a cat")])
     for flags in ([], ["--group-captions"]):
-        with pytest.raises(SystemExit, match="error: retrieval requires at least one image with a caption"):
+        with pytest.raises(MegaclipError, match="retrieval requires at least one image with a caption"):
             run(monkeypatch, folder / "model", "--val-data", tmp_path / "bad.tar", "--workers", 0, *flags)
 
 

@@ -1,0 +1,89 @@
+"""Ranks meet before their process group exists, and those that do not come are named."""
+
+import logging
+import os
+import socket
+import time
+
+import pytest
+import torch
+
+from megaclip.engine import process_group
+from megaclip.errors import MegaclipError
+from tests.distributed.harness import run_ranks
+
+CASES = {  # WORLD_SIZE of the two ranks, RANK of the second one, its delay in seconds
+    "late": ((2, 2), 1, 0.6),
+    "absent": ((4, 4), 2, 0.0),
+    "two with one rank": ((3, 3), 0, 0.2),
+    "other sizes": ((2, 3), 1, 0.2),
+}
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def meet_in_every_case(ports: dict[str, int]) -> dict[str, tuple[str, list[str]]]:
+    """Return, for every case, the error of this process and its warnings."""
+    process_group._REPORT_S = 0.3
+    place = int(os.environ["RANK"])
+    results = {}
+    for name, (sizes, second, delay_s) in CASES.items():
+        rank = (0, second)[place]
+        numbers = {"RANK": rank, "WORLD_SIZE": sizes[place], "MASTER_PORT": ports[name], "LOCAL_RANK": 0}
+        os.environ.update({key: str(value) for key, value in numbers.items()})
+        if place == 1 and rank == 0:  # of another host: it does not create the store
+            os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign]
+        process_group.logger.addHandler(handler)
+        time.sleep(delay_s * place)
+        error, store = "", None
+        try:
+            store = process_group.meet_all_ranks(1.0)
+        except MegaclipError as problem:
+            error = str(problem)
+        torch.distributed.barrier()  # the first rank's store outlives the second rank
+        del store
+        process_group.logger.removeHandler(handler)
+        results[name] = (error, lines)
+    return results
+
+
+@pytest.fixture(scope="module")
+def meetings() -> dict[str, list[tuple[str, list[str]]]]:
+    ports = dict(zip(CASES, free_ports(len(CASES)), strict=True))
+    first, second = run_ranks(meet_in_every_case, 2, ports)
+    return {name: [first[name], second[name]] for name in CASES}
+
+
+def test_a_late_rank_is_named_until_it_comes(meetings):
+    (error, lines), (other, _) = meetings["late"]
+    assert (error, other) == ("", "")
+    assert lines and set(lines) == {"waiting for 1 of 2 ranks: 1"}
+
+
+def test_absent_ranks_are_named_in_one_error(meetings):
+    (error, lines), (other, _) = meetings["absent"]
+    assert error == other and "\n" not in error
+    assert error.startswith("the run does not start: after 1 s it still waits for 2 of 4 ranks: 1, 3; see the output")
+    assert lines[-1] == "waiting for 2 of 4 ranks: 1, 3"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("two with one rank", "RANK is 0 in two processes"),
+        ("other sizes", "WORLD_SIZE is 3 on rank 1, but 2 on another one"),
+    ],
+)
+def test_numbers_that_contradict_those_of_another_rank_end_both(meetings, case, message):
+    assert [message in error for error, _ in meetings[case]] == [True, True]
