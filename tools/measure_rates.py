@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,10 @@ from megaclip.commands.argument_types import integer
 from megaclip.data import ImageTransform
 from megaclip.engine.process_group import start_process_group
 from megaclip.errors import MegaclipError
-from megaclip.models import ModelConfig, load_model_config
+from megaclip.models import ModelConfig, VisionConfig, load_model_config
 from megaclip.ops.tiles import tile_grads, tile_stats
 from megaclip.ops.types import Terms
-from megaclip.planner.own_towers import TowerSizes, attention_operations, image_sizes
+from megaclip.planner.tower_costs import attention_operations
 
 _DECODED_IMAGES = 64
 _WRITTEN_BYTES = 2**29
@@ -86,7 +85,7 @@ def measure_rates(model_config: ModelConfig, micro_batch: int, folder: Path) -> 
     device = torch.device(get_accelerator().current_device_name())
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
-    tower = image_sizes(model_config)
+    tower = model_config.vision_cfg
     measured = dict(
         product_flops=_product(device, dtype, 8192 if gpu else 1024),
         attention_flops=_attention(tower, micro_batch, device, dtype),
@@ -113,9 +112,10 @@ def _product(device: torch.device, dtype: torch.dtype, side: int) -> float:
     return 2 * side**3 / _median_seconds(lambda: factor @ factor)
 
 
-def _attention(tower: TowerSizes, samples: int, device: torch.device, dtype: torch.dtype) -> float:
+def _attention(tower: VisionConfig, samples: int, device: torch.device, dtype: torch.dtype) -> float:
     """Return the operations per second of attention in one layer, forward and backward, by the planner's formula."""
-    shape = (samples, int(tower.tokens), tower.heads, tower.width // tower.heads)
+    tokens = 1 + tower.grid_size**2
+    shape = (samples, tokens, tower.heads, tower.head_width)
     query, key, value = (torch.randn(shape, device=device).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3))
     gradient = torch.ones_like(query)
 
@@ -123,12 +123,12 @@ def _attention(tower: TowerSizes, samples: int, device: torch.device, dtype: tor
         torch.autograd.grad(F.scaled_dot_product_attention(query, key, value), (query, key, value), gradient)
 
     taken = _median_seconds(forward_and_backward)
-    return 3 * samples * attention_operations(replace(tower, layers=1, pooled=False)) / taken
+    return 3 * samples * attention_operations(tokens, tokens, tower.heads, tower.head_width) / taken
 
 
-def _memory(tower: TowerSizes, samples: int, device: torch.device, dtype: torch.dtype) -> float:
+def _memory(tower: VisionConfig, samples: int, device: torch.device, dtype: torch.dtype) -> float:
     """Return the bytes per second of a layer norm, GELU and a residual sum over the tokens, forward and backward."""
-    x = torch.randn(samples, int(tower.tokens), tower.width, device=device).to(dtype).requires_grad_()
+    x = torch.randn(samples, 1 + tower.grid_size**2, tower.width, device=device).to(dtype).requires_grad_()
     gradient = torch.ones_like(x)
     taken = _median_seconds(lambda: torch.autograd.grad(x + F.gelu(F.layer_norm(x, x.shape[2:])), x, gradient))
     # Forward: norm 2, GELU 2, sum 3. Backward: norm 3, GELU 3, sum of both gradients of x 3.

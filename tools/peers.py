@@ -69,14 +69,14 @@ def peer_gpu_bytes(workload: Workload, method: str, *, autocast: bool = True) ->
 
     method: one of PEERS. autocast: open_clip's precision amp_bf16, else pure_bf16.
     """
-    image, text = (work.memory for work in tower_work(replace(_uncompiled(workload), bf16=True)))
+    image, text = (work.costs for work in tower_work(replace(_uncompiled(workload), bf16=True)))
     width = 4 if autocast else 2
     buckets = width if workload.world_size > 1 else 0
     parameters = workload.total * (4 * width + buckets + (2 if autocast else 0))
     batch = workload.local_batch
     micro_batch = batch if method == OPEN_CLIP else min(workload.batch.micro_batch, batch)
     sizes = LossSizes(batch, workload.model.embed_dim, workload.world_size, feature_bytes=width)
-    kept_text = text.block_inputs if workload.checkpointing else text.graph
+    kept_text = text.backward.block_inputs if workload.checkpointing else text.graph
     graph = micro_batch * (kept_text + image.backward_peak)
     graph *= ACTIVATIONS["amp_bf16" if autocast else "pure_bf16"]
     data = batch * (width * workload.image_bytes + 2 * workload.caption_bytes)  # numbers of images, int64 tokens
@@ -93,7 +93,7 @@ def peer_step_seconds(workload: Workload, cluster: Cluster, method: str) -> floa
     chunks = 1 if method == OPEN_CLIP else max(1, batch // workload.batch.micro_batch)
     forwards = (1 if chunks == 1 else 2) + (1 if workload.checkpointing else 0)
     with_padding = _uncompiled(workload).with_megaclip(cut_captions=False)  # no peer cuts captions
-    each = (work.seconds(cluster.rates)[0] for work in tower_work(with_padding))
+    each = (work.seconds(cluster.rates) for work in tower_work(with_padding))
     seconds = batch * sum(forwards * tower.forward + tower.backward for tower in each) / TOWER_SPEED
     sizes = LossSizes(batch, workload.model.embed_dim, workload.world_size)
     # The shares were measured for 8 b B D operations, independently of what a method computes.

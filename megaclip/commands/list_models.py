@@ -63,7 +63,7 @@ def row(name: str) -> str:
     import torch
 
     from megaclip.models import ModelConfig, load_model_config, meta_model
-    from megaclip.planner.traced_towers import trace_tower
+    from megaclip.planner.tower_costs import trace_tower
 
     try:
         config = load_model_config(name)

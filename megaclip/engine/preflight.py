@@ -203,10 +203,7 @@ def _log_compilation(plan: MemoryPlan, workload: Workload, cluster: Cluster) -> 
     if isinstance(workload.model, OpenClipConfig):
         default = "" if setting != "auto" else "; megaclip.compile true compiles open_clip's modules"
         logger.info("torch.compile: %s: megaclip.compile is %s%s", _on(plan), json.dumps(setting), default)
-        logger.info(
-            "plan: open_clip's towers are traced on the meta device; the workspaces of convolution kernels are not "
-            "planned, and the time of everything but matrix products and convolutions is a rough estimate"
-        )
+        logger.info("plan: the workspaces of convolution kernels are not planned")
         return
     if setting != "auto" or not cluster.gpu_memory:
         reason = f"megaclip.compile is {json.dumps(setting)}" + (" and training runs on the CPU" * (setting == "auto"))

@@ -6,9 +6,9 @@
 - `workload.py` describes the run, `cluster.py` the machines.
 - `places.py` decides where a step's images and embeddings are kept, `text_chunks.py` the sizes of text chunks, and
   `compile_estimate.py` whether torch.compile pays. A run follows these decisions.
-- `towers.py` has the costs of both towers: `own_towers.py` calculates and `traced_towers.py` traces the
-  `tower_costs.py` of one sample. `states.py`, `phases.py`, `losses.py` and `traffic.py` are the other formulas, and
-  `constants.py` has the measured numbers, with their sources.
+- `towers.py` has the work of both towers. `tower_costs.py` traces them for the costs of one sample. `states.py`,
+  `phases.py`, `losses.py` and `traffic.py` are formulas, and `constants.py` has the measured numbers, with their
+  sources.
 - `memory.py` and `step_time.py` combine them, `search.py` finds what fits, `tensor_parallel.py` decides whether tensor
   parallelism pays, and `report.py` prints the plan.
 """

@@ -38,10 +38,9 @@ def compile_estimate(workload: Workload, cluster: Cluster) -> CompileEstimate:
     step = 0.0
     for slow_tower, fast_tower in zip(plain, compiled, strict=True):
         if slow_tower.trained:
-            (slow, slow_graph), (fast, fast_graph) = (each.seconds(cluster.rates) for each in (slow_tower, fast_tower))
-            again = slow_graph.forward - fast_graph.forward if workload.checkpointing else 0.0
-            forward = slow.forward - fast.forward + again
-            step += workload.local_batch * (forward + slow_graph.backward - fast_graph.backward)
+            slow, fast = (each.seconds(cluster.rates) for each in (slow_tower, fast_tower))
+            again = slow.recomputed - fast.recomputed if workload.checkpointing else 0.0
+            step += workload.local_batch * (slow.forward - fast.forward + slow.backward - fast.backward + again)
     saved = math.inf if workload.steps is None else workload.steps * step
     image = COMPILE_BLOCKS_SECONDS
     if workload.compiles_image_tower:

@@ -312,7 +312,7 @@ def _host_parts(workload: Workload, cluster: Cluster, states: States) -> dict[st
         of_samples = _sample_state_bytes(workload) if workload.sample_columns else 0.0
         parts["copy of a checkpoint"] = ranks * (each + of_samples) + min(ranks, workload.tensor_ranks) * first
     if workload.checkpointing == "cpu":
-        chunks = [(work, work.micro_batch * work.memory.block_inputs) for work in tower_work(workload)]
+        chunks = [(work, work.micro_batch * work.costs.backward.block_inputs) for work in tower_work(workload)]
         again = max((size for work, size in chunks if work.encoded_again), default=0.0)
         parts["block inputs"] = ranks * max(again, sum(work.kept * size for work, size in chunks))
     if workload.megaclip.embeddings_offload:

@@ -113,7 +113,7 @@ def graph_bytes(workload: Workload) -> tuple[float, float]:
 
 
 def _graph_bytes(work: TowerWork) -> float:
-    tower = work.micro_batch * work.memory.graph * _positions_share(work)
+    tower = work.micro_batch * work.costs.graph * _positions_share(work)
     # Embeddings, and their float32 values before they are scaled to unit length.
     return tower + work.micro_batch * work.workload.model.embed_dim * (work.workload.compute_bytes + 4)
 
@@ -152,12 +152,12 @@ def _forward_phase(work: TowerWork, kept: float, number: int) -> Phase:
 
     kept: bytes of the kept graphs of the tower that is encoded before. number: 1 for the first tower, 2 for the second.
     """
-    workload, memory = work.workload, work.memory
+    workload, costs = work.workload, work.costs
     kept += work.kept * _graph_bytes(work)
-    activations = work.micro_batch * memory.forward_peak
+    activations = work.micro_batch * costs.forward_peak
     if work.kept == work.chunks and work.is_partly_locked:
-        activations = work.micro_batch * memory.forward_peak_with_graph
-        kept -= work.micro_batch * memory.graph
+        activations = work.micro_batch * costs.backward_peak
+        kept -= work.micro_batch * costs.graph
     embeddings = 0.0 if workload.megaclip.embeddings_offload else embedding_bytes(workload)
     return Phase(
         kept_graphs=kept,
@@ -180,12 +180,12 @@ def _backward_phase(work: TowerWork, states: States, kept: float) -> Phase | Non
 
     kept: bytes of the graphs that are held when the first of its kept graphs is back-propagated.
     """
-    workload, memory = work.workload, work.memory
+    workload = work.workload
     if not work.trained:
         return None
     image, text = tower_work(workload)
     several = workload.backward_passes > 1
-    activations = work.micro_batch * memory.backward_peak
+    activations = work.micro_batch * work.costs.backward_peak
     offloads = workload.megaclip.embeddings_offload
 
     def phase(other_done: bool) -> Phase:
@@ -209,11 +209,7 @@ def _backward_phase(work: TowerWork, states: States, kept: float) -> Phase | Non
         phases.append(replace(beside, kept_graphs=kept, activations=beyond_graph))
     if work.encoded_again:
         beside = phase(image.trained > 0 if work.is_text else text.kept > 0)
-        again = replace(beside, activations=activations, data_chunks=_data_chunks(work))
-        phases.append(again)
-        if work.is_partly_locked:  # the forward pass over the locked blocks may have the higher peak
-            forward = work.micro_batch * memory.forward_peak_with_graph
-            phases.append(replace(again, activations=forward, reduction=0.0))
+        phases.append(replace(beside, activations=activations, data_chunks=_data_chunks(work)))
     return max(phases, key=lambda phase: phase.total)
 
 
@@ -228,7 +224,7 @@ def with_evaluation(phases: Phases, workload: Workload, evaluation: EvaluationSe
         image_unlocked=None,
         text_unlocked=None,
     )
-    image, text = (work.memory.forward_peak for work in tower_work(evaluated))
+    image, text = (work.costs.forward_peak for work in tower_work(evaluated))
     dimensions = workload.model.embed_dim
     pairs = math.ceil(evaluation.pairs / workload.world_size)
     texts = max(EVALUATED_TEXTS if evaluation.labelled else 0, evaluation.batch if evaluation.pairs else 0)

@@ -131,10 +131,10 @@ def plan_time(workload: Workload, cluster: Cluster) -> StepTime:
     section, rates, batch = workload.megaclip, cluster.rates, workload.local_batch
     forward = again = backward = host = host_wait = 0.0
     for work in tower_work(workload):
-        whole, graph = work.seconds(rates)
-        first = batch * whole.forward
+        seconds = work.seconds(rates)
+        first = batch * seconds.forward
         second = first * work.encoded_again / work.chunks
-        last = batch * (work.trained > 0) * (graph.backward + graph.forward * bool(workload.checkpointing))
+        last = batch * (work.trained > 0) * (seconds.backward + seconds.recomputed * bool(workload.checkpointing))
         forward, again, backward = forward + first, again + second, backward + last
         hooks = _host_seconds(workload, work)
         host += hooks
@@ -179,8 +179,8 @@ def _host_seconds(workload: Workload, work: TowerWork) -> float:
         return 0.0
     backward = bool(work.trained) * (1 + bool(workload.checkpointing))
     seconds = ZERO_3_BLOCK_SECONDS + (ZERO_3_GATHER_SECONDS if workload.replicas > 1 else 0.0)
-    whole, graph = work.passes
-    blocks = (work.chunks + work.encoded_again) * whole.layers
+    forward, graph = work.passes
+    blocks = (work.chunks + work.encoded_again) * forward.layers
     return (blocks + work.chunks * backward * graph.layers) * seconds
 
 

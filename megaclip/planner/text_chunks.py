@@ -16,7 +16,7 @@ from megaclip.models import ModelDescription, OpenClipConfig, OpenClipText, Text
 from megaclip.models.packing import Pieces
 from megaclip.models.text import cut_length
 from megaclip.planner.constants import LEAST_CUT_CHUNKS
-from megaclip.planner.traced_towers import trace
+from megaclip.planner.tower_costs import tower_costs
 from megaclip.step.layout import cuts_captions, piece_rows
 
 _USUAL, _LONG = (8, 32), (33, 77)
@@ -31,7 +31,7 @@ def text_chunks_for(model: ModelDescription, compute_bytes: int, cut_captions: b
     megaclip.cut_captions.
     """
     if isinstance(model, OpenClipConfig):
-        image, text = (trace(model, tower, None, compute_bytes) for tower in ("image", "text"))
+        image, text = (tower_costs(model, tower, compute_bytes) for tower in ("image", "text"))
         least = LEAST_CUT_CHUNKS if cuts_captions(cut_captions, model.text_cfg) else 1
         return TextChunks(max(1, int(image.backward_peak / text.backward_peak)), least)
     tower, captions = model.vision_cfg, model.text_cfg

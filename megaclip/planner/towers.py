@@ -1,28 +1,31 @@
 """Both towers of a workload: their chunks per step, and the memory and time of their samples.
 
-The costs of one sample are formulas for MegaCLIP's towers (`planner.own_towers`), and traces for open_clip's
-(`planner.traced_towers`).
+Three kinds of kernels run one after the other: matrix products, attention, and kernels that only read and write memory
+(norms, activation functions, sums). Products grow with the square of the width, the others with the width, so a wide
+tower reaches a larger share of the GPU's product rate than a narrow one.
 """
 
 import functools
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from megaclip.models import ModelConfig, OpenClipConfig
-from megaclip.planner import own_towers
+from megaclip.models import OpenClipConfig
 from megaclip.planner.cluster import Rates
-from megaclip.planner.constants import COMPILED_TIME, PRODUCT_SHARE, RECOMPUTE_TIME, TEXT_FACTOR
-from megaclip.planner.own_towers import TowerSizes
-from megaclip.planner.tower_costs import PassCosts, TowerMemory
-from megaclip.planner.traced_towers import traced_memory, traced_pass_costs
+from megaclip.planner.constants import ATTENTION_TILE, COMPILED_TIME, PRODUCT_SHARE, RECOMPUTE_TIME, TEXT_FACTOR
+from megaclip.planner.tower_costs import Pass, TowerCosts, tower_costs
 from megaclip.planner.workload import Parameters, Workload
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one sample in each pass through a tower."""
+    """Seconds of one sample in the passes through a tower."""
 
     forward: float
+    """A forward pass through the whole tower."""
     backward: float
+    """The backward pass, through the part with a graph."""
+    recomputed: float
+    """The forward pass of activation checkpointing, through the blocks with a graph."""
 
 
 @dataclass(frozen=True)
@@ -55,44 +58,52 @@ class TowerWork:
         return self.unlocked_groups is not None
 
     @functools.cached_property
-    def memory(self) -> TowerMemory:
-        """Bytes of one of the rank's samples. Captions have the full length, as in a chunk with a long caption."""
-        model, width, checkpointing = self.workload.model, self.workload.compute_bytes, self.workload.checkpointing
-        if isinstance(model, OpenClipConfig):
-            return traced_memory(model, self.name, self.unlocked_groups, width, checkpointing)
-        return own_towers.tower_memory(*self._sizes(model), width, checkpointing)
+    def costs(self) -> TowerCosts:
+        """Costs of one of the rank's samples. Captions have the full length, as in a chunk with a long caption."""
+        workload, model = self.workload, self.workload.model
+        is_own, section = not isinstance(model, OpenClipConfig), workload.megaclip
+        if is_own and section.compile is True:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
+            model = model.replace(quick_gelu=False)
+        return tower_costs(
+            model,
+            self.name,
+            workload.compute_bytes,
+            unlocked_groups=self.unlocked_groups,
+            checkpointing=workload.checkpointing,
+            recomputes=is_own and section.compile is True and section.selective_recompute is True,
+            tensor_ranks=workload.tensor_ranks,
+        )
 
     @functools.cached_property
-    def passes(self) -> tuple[PassCosts, PassCosts]:
-        """Work of one of the rank's samples in the whole tower, and in its part with a graph. Captions have their mean
-        length after cutting."""
-        model, width = self.workload.model, self.workload.compute_bytes
-        if isinstance(model, OpenClipConfig):
-            share = self.workload.text_positions / model.text_cfg.context_length if self.is_text else 1.0
-            traced = (traced_pass_costs(model, self.name, groups, width) for groups in (None, self.unlocked_groups))
-            whole, part = (costs.times(share) for costs in traced)
-            return whole, part
-        sizes = self._sizes(model)
-        if self.is_text:
-            whole_sizes, part_sizes = (replace(each, tokens=self.workload.text_positions) for each in sizes)
-            sizes = whole_sizes, part_sizes
-        whole, part = (own_towers.pass_costs(each, width) for each in sizes)
-        return whole, part
+    def passes(self) -> tuple[Pass, Pass]:
+        """Work of one of the rank's samples in a forward and a backward pass. Captions have their mean length after
+        cutting."""
+        passes = self.costs.forward, self.costs.backward
+        if not self.is_text:
+            return passes
+        cut, whole = self.workload.text_positions, self.workload.model.text_cfg.context_length
+        tiles = (math.ceil(cut / ATTENTION_TILE) / math.ceil(whole / ATTENTION_TILE)) ** 2
+        forward, backward = (
+            Pass(each.layers, *(cut / whole * cost for cost in each[1:]))._replace(attention=tiles * each.attention)
+            for each in passes
+        )
+        return forward, backward
 
-    def seconds(self, rates: Rates) -> tuple[PassSeconds, PassSeconds]:
-        """Return the rank's seconds for one of its samples in the whole tower, and in its part with a graph. The
-        backward pass runs over the part only."""
+    @property
+    def blocks_share(self) -> float:
+        """Share of the tower's blocks that have a graph."""
+        forward, backward = self.passes
+        return backward.layers / max(1, forward.layers)
+
+    def seconds(self, rates: Rates) -> PassSeconds:
+        """Return the rank's seconds for one of its samples."""
         factor = _compiled_time(self.workload)[self.is_text] * (TEXT_FACTOR if self.is_text else 1.0)
-        whole, part = (_seconds(costs, rates, factor) for costs in self.passes)
-        return whole, part
-
-    def _sizes(self, model: ModelConfig) -> tuple[TowerSizes, TowerSizes]:
-        """Return the sizes of one of MegaCLIP's towers, and of its part with a graph."""
-        sizes_of = own_towers.text_sizes if self.is_text else own_towers.image_sizes
-        whole, section = sizes_of(model, self.workload.tensor_ranks), self.workload.megaclip
-        if section.compile is True:  # the compiler computes QuickGELU's sigmoid again instead of keeping it
-            whole = replace(whole, quick_gelu=False, recomputes=section.selective_recompute is True)
-        return whole, whole.part(self.unlocked_groups) if self.unlocked_groups else whole
+        forward, backward = (
+            factor * (work.products / (rates.product_flops * PRODUCT_SHARE) + work.attention / rates.attention_flops)
+            + factor * work.moved / rates.memory
+            for work in self.passes
+        )
+        return PassSeconds(forward, backward, self.blocks_share * forward)
 
 
 def tower_work(workload: Workload) -> tuple[TowerWork, TowerWork]:
@@ -120,14 +131,6 @@ def tower_work(workload: Workload) -> tuple[TowerWork, TowerWork]:
             kept=kept.text,
             encoded_again=again[1],
         ),
-    )
-
-
-def _seconds(costs: PassCosts, rates: Rates, factor: float) -> PassSeconds:
-    computing = costs.products / (rates.product_flops * PRODUCT_SHARE) + costs.attention / rates.attention_flops
-    return PassSeconds(
-        forward=factor * (computing + costs.forward_bytes / rates.memory),
-        backward=factor * (2 * computing + costs.backward_bytes / rates.memory),
     )
 
 

@@ -76,11 +76,11 @@ def tensor_traffic(workload: Workload) -> float:
     """
     ranks, numbers = workload.tensor_ranks, 0.0
     for work in tower_work(workload):
-        whole, part = work.passes
-        numbers += 2 * (1 + work.encoded_again / work.chunks) * whole.forward_sum
+        forward, backward = work.passes
+        numbers += (1 + work.encoded_again / work.chunks) * forward.sums
         if work.trained:
-            numbers += part.backward_sums + (part.forward_sum if workload.checkpointing else 0)
-    size = ranks * workload.local_batch * numbers * workload.compute_bytes
+            numbers += backward.sums + (work.blocks_share * forward.sums / 2 if workload.checkpointing else 0)
+    size = workload.local_batch * numbers * workload.compute_bytes
     return 2 * (ranks - 1) / ranks * size
 
 

@@ -22,7 +22,7 @@ from tests.unit.planner.planner_cases import GIB, H200, of_batch, workload
 
 def test_towers_run_twice_with_the_cache_and_forward_again_with_checkpointing(tmp_path: Path) -> None:
     job = workload(tmp_path, ranks=1, megaclip={"cut_captions": False})
-    image, text = (work.seconds(H200.rates)[0] for work in tower_work(job))
+    image, text = (work.seconds(H200.rates) for work in tower_work(job))
     forward, backward = image.forward + text.forward, image.backward + text.backward
     one = describe(gpus=1)
     step = plan_time(job, one)
@@ -99,7 +99,7 @@ def test_a_tower_waits_for_the_hooks_of_zero_3_that_take_longer(tmp_path: Path) 
     """Two forward passes and a backward pass of 8 chunks call the hooks of 24 image blocks and 12 text blocks."""
     job = workload(tmp_path, 1, "ViT-L-14", zero_optimization={"stage": 3}).with_batch(text_micro_batch=512)
     step = plan_time(job, describe(gpus=1))
-    image, text = (work.seconds(H200.rates)[0] for work in tower_work(job))
+    image, text = (work.seconds(H200.rates) for work in tower_work(job))
     images, texts = (4096 * (2 * seconds.forward + seconds.backward) for seconds in (image, text))
     image_hooks, text_hooks = 8 * 3 * 24 * 3.85e-3, 8 * 3 * 12 * 3.85e-3
     assert images > image_hooks and texts < text_hooks
@@ -119,7 +119,7 @@ def test_cut_captions_save_the_text_towers_time_and_no_planned_memory(tmp_path: 
     assert tokens == [(77 + 3 * 32 + 2 * 24 + 2 * 16) / 8, 77, 77 / 2, 77, 77 / 8 + 32 / 8 + 32 / 4 + 24 / 2]
     assert replace(half, megaclip=padded.megaclip).text_positions == 77
     seconds = [plan_time(each, describe(gpus=1)).towers for each in (job, padded, half, last)]
-    assert seconds[0] < seconds[2] < seconds[1] == seconds[3]
+    assert seconds[0] < seconds[2] < 0.95 * seconds[1] and seconds[3] == pytest.approx(seconds[1], rel=0.005)
     for other in (half, padded):
         assert plan_memory(other, H200).gpu_phases == plan_memory(job, H200).gpu_phases
 

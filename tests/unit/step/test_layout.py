@@ -20,8 +20,8 @@ from megaclip.planner import Cluster, MemoryPlan, describe, plan_memory
 from megaclip.planner.places import ImagePlace, place_images
 from megaclip.planner.step_time import plan_time
 from megaclip.planner.text_chunks import text_chunks_for
+from megaclip.planner.tower_costs import tower_costs
 from megaclip.planner.towers import tower_work
-from megaclip.planner.traced_towers import trace
 from megaclip.step.batch import DeviceFeed
 from megaclip.step.gradient_cache import RandomState, accumulate_gradients
 from tests.distributed.memory_batch import MemoryBatch, PlainEngine, cross_entropy
@@ -213,7 +213,7 @@ def test_captions_of_a_text_chunk_take_the_memory_of_an_image_chunk(tmp_path: Pa
     """Bytes per sample are computed by the formulas that other tests compare with autograd."""
     for model, number in (("ViT-B-16", 4), ("ViT-B-32", 1), ("ViT-L-14", 9), ("ViT-L-14-336", 20)):
         job = workload(tmp_path, 1, model)
-        image, text = (work.memory.graph for work in tower_work(job))
+        image, text = (work.costs.graph for work in tower_work(job))
         assert text_chunks_for(job.model, 2, True) == TextChunks(number)
         assert image / text == pytest.approx(number, rel=0.15)
     # Also for open_clip's modules, whose captions are cut (ViT-B-32, ConvNeXt) or keep their padding (SigLIP).
@@ -224,7 +224,7 @@ def test_captions_of_a_text_chunk_take_the_memory_of_an_image_chunk(tmp_path: Pa
     ):
         description = load_model_config(model, "open_clip")
         assert text_chunks_for(description, 2, "auto") == chunks
-        image, text = (trace(description, tower, None, 2).kept for tower in ("image", "text"))
+        image, text = (tower_costs(description, tower, 2).graph for tower in ("image", "text"))
         assert image / text == pytest.approx(chunks.captions_per_image, rel=0.15)
     assert text_chunks_for(load_model_config("ViT-B-32", "open_clip"), 2, False) == TextChunks(1)
     assert workload(tmp_path, 1, "ViT-B-16").chunks == (8, 2)
@@ -262,10 +262,10 @@ def test_open_clips_towers_in_a_plan_compile_on_request_and_their_captions_are_c
     job = replace(workload(tmp_path, 1), model=load_model_config("ViT-B-32", "open_clip"))
     machine = describe(gpus=1)
     padded = job.with_megaclip(cut_captions=False)
-    short, long = (tower_work(each)[1].seconds(machine.rates)[0] for each in (job, padded))
+    short, long = (tower_work(each)[1].seconds(machine.rates) for each in (job, padded))
     share = job.text_positions / 77
     assert 0.2 < share < 0.8
-    assert short.forward == pytest.approx(share * long.forward) and short.backward < long.backward
+    assert share * long.forward < short.forward < 1.2 * share * long.forward and short.backward < long.backward
     peaks = [plan_memory(each, machine).gpu_phases for each in (job, padded)]
     assert peaks[0] == peaks[1]  # a chunk may contain a caption of full length
     plans = {setting: plan_memory(job.with_megaclip(compile=setting), machine) for setting in (True, False, "auto")}
