@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "models": FOUNDATION | {"comm"},
     "checkpoint": FOUNDATION | {"models", "comm"},
     "evaluation": FOUNDATION | {"models", "data", "ops", "comm"},
-    "planner": FOUNDATION | {"config", "losses", "models", "step"},
+    "planner": FOUNDATION | {"comm", "config", "losses", "models", "step"},
     "guards": FOUNDATION | {"comm", "data"},
     "zero": FOUNDATION | {"config", "comm", "ops", "models", "checkpoint"},
     "step": FOUNDATION | {"comm", "data", "models", "zero"},
