@@ -4,8 +4,8 @@ import time
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch.distributed import Store
 
 from megaclip.errors import first_line
 from megaclip.logging import local_rank_from_environment
@@ -16,7 +16,7 @@ _MIB, _MESSAGES = 16, 4
 """Size of a message in MiB, and number of messages."""
 
 
-def measure(store: Store, rank: int, world_size: int, others: list[int]) -> tuple[str, float | None]:
+def measure(store: dist.Store, rank: int, world_size: int, others: list[int]) -> tuple[str, float | None]:
     """Exchange messages with the other ranks; every rank calls this function at the same time.
 
     Args:
@@ -26,28 +26,19 @@ def measure(store: Store, rank: int, world_size: int, others: list[int]) -> tupl
     Returns:
         The problem of this rank, "" without one, and its rate in MiB/s if it is one of `others`.
     """
-    is_gpu = get_accelerator().device_name() == "cuda"
-    device = torch.device("cuda", local_rank_from_environment()) if is_gpu else torch.device("cpu")
+    device = torch.device(get_accelerator().device_name(local_rank_from_environment()))
     try:
-        if is_gpu:
-            torch.cuda.set_device(device)
-        torch.distributed.init_process_group(
-            "nccl" if is_gpu else "gloo",
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=LIMIT_S),
-        )
+        get_accelerator().set_device(device)
+        limit = timedelta(seconds=LIMIT_S)
+        dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=limit)
         numbers = torch.arange(1000.0, device=device) * (rank + 1)
-        torch.distributed.all_reduce(numbers)
+        dist.all_reduce(numbers)
         if not torch.equal(numbers.cpu(), torch.arange(1000.0) * (world_size * (world_size + 1) // 2)):
             return "an all-reduce has a wrong result: the network or memory is broken", None
         return "", _rate(rank, others, device)
     except RuntimeError as error:
-        return (
-            f"cannot exchange data with the other hosts ({first_line(error)}); set NCCL_SOCKET_IFNAME or "
-            "GLOO_SOCKET_IFNAME to the interface that leads to them, and open all ports"
-        ), None
+        advice = "set NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME to the interface that leads to them, and open all ports"
+        return f"cannot exchange data with the other hosts ({first_line(error)}); {advice}", None
 
 
 def _rate(rank: int, others: list[int], device: torch.device) -> float | None:
@@ -55,20 +46,15 @@ def _rate(rank: int, others: list[int], device: torch.device) -> float | None:
     message = torch.zeros(_MIB * 2**18, device=device)
     rate = None
     for other in others:
-        torch.distributed.all_reduce(torch.zeros(1, device=device))
+        dist.all_reduce(torch.zeros(1, device=device))
         if rank not in (0, other):
             continue
         for number in range(_MESSAGES + 1):
             if number == 1:  # the first message connects
                 started = time.perf_counter()
-            if rank == 0:
-                torch.distributed.send(message, other)
-                torch.distributed.recv(message, other)
-            else:
-                torch.distributed.recv(message, 0)
-                torch.distributed.send(message, 0)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+            for transfer in (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send):
+                transfer(message, other if rank == 0 else 0)
+        get_accelerator().synchronize(device)
         if rank == other:
             rate = 2 * _MESSAGES * _MIB / (time.perf_counter() - started)
     return rate
