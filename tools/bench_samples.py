@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megaclip.data import ImageTransform
 from megaclip.data.batch import RawSample
+from megaclip.data.source import Account
 from megaclip.planner.text_chunks import assumed_length
 
 POOL = 512
@@ -29,7 +30,7 @@ class SyntheticSource:
     def __init__(self, samples: int, captions: list[str]) -> None:
         """captions: POOL captions."""
         self._captions = captions
-        self.problems: dict[str, int] = {}
+        self.account = Account("rows", samples, samples)
         self.columns = {"image": "memory", "caption": "memory"}
         self.shard_sizes = np.array([samples], dtype=np.int64)
 

@@ -30,13 +30,14 @@ CONTEXT_LENGTH, IMAGE_SIZE = 77, 224
 
 def print_report(report: dict[str, Any]) -> None:
     """Print the report. Dictionaries of numbers and text take one line each."""
+    from megaclip.data.source import Account
+
     for name, value in report.items():
         label = name.replace("_", " ")
         if isinstance(value, list):
             for index, entry in enumerate(value):
-                print(f"{label} {index}: {_on_one_line(entry)}")
-        elif name == "problems" and not value:
-            pass  # problems of the files; those of the samples follow
+                text = Account(**entry).sum() if name == "accounts" else _on_one_line(entry)
+                print(f"{label} {index}: {text}")
         elif name == "sample":
             print(f"{label}:")
             for part, content in value.items():
@@ -91,10 +92,16 @@ def main() -> int:
             dataset_type=arguments.dataset_type,
             image_key=arguments.image_key,
             caption_key=arguments.caption_key,
+            max_bad_fraction=1.0,  # the report shows what is left out
         )
         look = Look(dataset, tokenizer, ImageTransform(**pixels), arguments.samples)
         report = {**describe_dataset(dataset), "sample": look.report(), "shown": look.shown}
-        refused = look.reason_to_refuse(arguments.max_bad_fraction)
+        limit = arguments.max_bad_fraction
+        left_out = (
+            source.reason_to_refuse(entry["samples"], limit)
+            for source, entry in zip(dataset.accounts, report["datasets"], strict=True)
+        )
+        refused = next(filter(None, left_out), "") or look.reason_to_refuse(limit)
         try:
             report["loader"] = time_loader(
                 dataset, tokenizer, ImageTransform(**pixels, training=True), arguments.seconds

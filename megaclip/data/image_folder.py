@@ -7,6 +7,7 @@ sizes. A file is read when its sample is read.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,9 @@ from typing import Any
 
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import JSON, CaptionKeys, check_fields, json_record, text_fields
+from megaclip.data.images import HEAD_BYTES, IMAGE_EXTENSIONS, image_kind
 from megaclip.data.order import runs_of_rows
-from megaclip.data.source import counted, read_file
+from megaclip.data.source import ALONE, HIDDEN, OTHER, SPARE, UNREADABLE, Account, counted, read_file
 from megaclip.errors import DataError
 
 _JSON_CHECKED = 16
@@ -30,30 +32,31 @@ class ImageFolder:
         self,
         folder: str,
         *,
-        image_extensions: Sequence[str],
+        image_extensions: Sequence[str] = (),
         caption_keys: CaptionKeys,
     ) -> None:
-        self._image_extensions, self._keys = tuple(image_extensions), caption_keys
+        """image_extensions: extensions of the pictures. Default: IMAGE_EXTENSIONS, and others are read by content."""
+        self._image_extensions, self._keys = tuple(image_extensions or IMAGE_EXTENSIONS), caption_keys
+        self._by_content = not image_extensions
+        self.account = Account()
         self._rows: list[tuple[str, str | None]] = []
         """Paths of the picture and of its caption file."""
         self._manifest: list[list[Any]] = []
         for place, names in sorted(walk_folder(folder)):
-            rows = list(_pairs(place, names, self._image_extensions, caption_keys.extensions))
+            rows = self._pairs(place, names)
             if rows:
                 size = sum(os.stat(path).st_size for row in rows for path in row if path and os.path.exists(path))
                 self._manifest.append([os.path.relpath(place, folder), size, len(rows)])
                 self._rows += rows
         self.shard_sizes = runs_of_rows(len(self._rows))
+        if missing := sum(caption is None for _, caption in self._rows):
+            self.account.problems["missing caption"] = missing
         self._check(folder)
+        relative = "\n".join(os.path.relpath(path, folder) for path, _ in self._rows)
+        self.checksum = hashlib.sha256(relative.encode(errors="surrogateescape")).hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @property
-    def problems(self) -> dict[str, int]:
-        """Number of pictures without a caption file."""
-        missing = sum(caption is None for _, caption in self._rows)
-        return {"missing caption": missing} if missing else {}
 
     @property
     def columns(self) -> dict[str, str]:
@@ -82,6 +85,37 @@ class ImageFolder:
         if caption is None:
             raise BadSample("missing caption", path)
         return self._keys.decode(read_file(caption, "caption", caption), _extension(caption), caption)
+
+    def _pairs(self, place: str, names: list[str]) -> list[tuple[str, str | None]]:
+        """Return the paths of the pictures in one folder, each with that of its caption file."""
+        stems: dict[str, dict[str, str]] = {}
+        for name in self.account.see(sorted(names)):
+            path, files = os.path.join(place, name), stems.setdefault(os.path.splitext(name)[0], {})
+            if name.startswith("."):
+                self.account.leave_out(HIDDEN, path)
+            elif files.setdefault(_extension(name), path) != path:
+                self.account.leave_out(SPARE, path)
+        return [pair for files in stems.values() if files and (pair := self._pair(files)) is not None]
+
+    def _pair(self, files: dict[str, str]) -> tuple[str, str | None] | None:
+        """Return picture and caption among the files with one name, by extension, or None without a picture."""
+        captions, kinds = self._keys.extensions, dict[str, str]()
+        picture = next((files[extension] for extension in self._image_extensions if extension in files), None)
+        if picture is None and self._by_content:
+            kinds = {path: file_kind(path) for extension, path in files.items() if extension not in captions}
+            picture = next((path for path, kind in kinds.items() if kind == "readable"), None)
+        caption = next((files[extension] for extension in captions if extension in files), None)
+        self.account.in_samples += (picture is not None) * (1 + (caption is not None))
+        for extension, path in files.items():
+            if picture is None and kinds.get(path) == "unreadable":
+                self.account.leave_out(UNREADABLE, path, lost=True)
+            elif picture is None and path == caption:
+                other = any(extension not in (*captions, JSON) for extension in files)
+                self.account.leave_out(ALONE, path, lost=other and "unreadable" not in kinds.values())
+            elif picture is None or path not in (picture, caption):
+                is_spare = extension in self._image_extensions or extension in captions
+                self.account.leave_out(SPARE if is_spare else OTHER, path)
+        return None if picture is None else (picture, caption)
 
     def _check(self, folder: str) -> None:
         """Raise DataError if the folder contains no pictures, no captions, or JSON files without the fields."""
@@ -130,20 +164,15 @@ def _raise_data_error(error: OSError) -> None:
     raise DataError(f"cannot read the folder {error.filename}: {error.strerror}") from error
 
 
-def _pairs(
-    place: str, names: list[str], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...]
-) -> list[tuple[str, str | None]]:
-    """Return the paths of the pictures in one folder, each with that of its caption file."""
-    stems: dict[str, dict[str, str]] = {}
-    for name in sorted(names):
-        if not name.startswith("."):
-            stems.setdefault(os.path.splitext(name)[0], {}).setdefault(_extension(name), os.path.join(place, name))
-    pairs = []
-    for files in stems.values():
-        picture = next((files[extension] for extension in image_extensions if extension in files), None)
-        if picture is not None:
-            pairs.append((picture, next((files[e] for e in caption_extensions if e in files), None)))
-    return pairs
+def file_kind(path: str) -> str:
+    """Return `images.image_kind` of a file. Raises DataError if it cannot be read."""
+    if not os.path.isfile(path):  # a device or a pipe could block
+        return "no image"
+    try:
+        with open(path, "rb") as file:
+            return image_kind(file.read(HEAD_BYTES))
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _extension(path: str) -> str:

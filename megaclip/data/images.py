@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import io
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +33,19 @@ OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_PIXELS = 64 << 20
 """Largest number of pixels of an image file, and of an image after resizing: 67,108,864, as in 8,192 x 8,192. Decoding
 and resizing such a file takes about 0.5 GiB of a worker's memory and a few seconds."""
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+IMAGE_EXTENSIONS = (
+    *("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"),
+    *("avif", "jfif", "jpe", "apng", "ppm", "pgm", "pbm", "pnm"),
+)
+"""Extensions of images, lower-case, without a dot. The first one that a sample has is used."""
+HEAD_BYTES = 16
+"""Number of first bytes by which `image_kind` recognises a file."""
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM") + ("AVIF",) * bool(importlib.util.find_spec("PIL._avif"))
+_READABLE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|RIFF....WEBP|BM....\0\0\0\0|....ftypavi[fs]", re.DOTALL)
+_UNREADABLE = re.compile(
+    rb"....ftyp(hei|hev|mif|msf|crx)|\xff\x0a|\0\0\0\x0c(JXL|jP) |8BPS|II[*+RU]\0|MM\0[*+]|<svg", re.DOTALL
+)
+"""First bytes of HEIF, JPEG XL, JPEG 2000, Photoshop, SVG and TIFF files. Raw files of cameras resemble TIFF files."""
 _RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 _RATIO = (3 / 4, 4 / 3)
 
@@ -144,6 +157,11 @@ def _constants(
     """
     channels = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
     return *channels, torch.full((1,), 255.0, device=device)
+
+
+def image_kind(head: bytes) -> str:
+    """Return "readable", "unreadable" or "no image" for the first HEAD_BYTES of a file with an unknown extension."""
+    return "readable" if _READABLE.match(head) else "unreadable" if _UNREADABLE.match(head) else "no image"
 
 
 def open_image(content: bytes) -> Image.Image:

@@ -1,6 +1,7 @@
 """Decode samples of a dataset and time its loading, for `megaclip inspect`."""
 
 import contextlib
+import dataclasses
 import time
 from collections import Counter
 from typing import Any
@@ -34,7 +35,8 @@ def describe_dataset(dataset: PairDataset) -> dict[str, Any]:
         samples = sum(samples for _, _, samples in files)
         origin = {"images": columns["image"], "captions": columns["caption"]}
         sources.append({"type": source["type"], **sizes, "samples": samples, **origin})
-    return {"samples": len(dataset), "datasets": sources, "problems": dataset.problems}
+    accounts = [dataclasses.asdict(account) for account in dataset.accounts]
+    return {"samples": len(dataset), "datasets": sources, "accounts": accounts}
 
 
 class Look:
@@ -49,7 +51,7 @@ class Look:
         self._bad: Counter[str] = Counter()
         self._bad_examples: dict[str, str] = {}
         self._noted: Counter[str] = Counter({"exif_orientation_ignored": 0, "transparency_dropped": 0})
-        self._captions: set[str] = set()
+        self._captions, self._images = set[str](), set[int]()
         self.shown: list[dict[str, Any]] = []
         """The first, a middle and the last sample that can be used."""
         self.pictures: list[tuple[str, Image.Image]] = []
@@ -82,6 +84,7 @@ class Look:
         for name, values in zip(self._values, measured, strict=True):
             self._values[name] += values
         self._captions.update(captions)
+        self._images.add(hash(raw.image))
         with contextlib.suppress(Exception):  # damaged EXIF data raises almost anything, and is ignored in training
             self._noted["exif_orientation_ignored"] += image.getexif().get(EXIF_ORIENTATION, 1) != 1
         self._noted["transparency_dropped"] += image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
@@ -101,6 +104,7 @@ class Look:
             "bad": dict(self._bad),
             "bad_fraction": round(self.bad_fraction, 4),
             "bad_examples": self._bad_examples,
+            "distinct_images": len(self._images),
             "distinct_captions": len(self._captions),
             "captions_that_fill_the_context": truncated,
             **self._noted,

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import CaptionKeys
-from megaclip.data.image_folder import walk_folder
+from megaclip.data.image_folder import file_kind, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS
-from megaclip.data.source import read_file
+from megaclip.data.source import HIDDEN, OTHER, UNREADABLE, Account, read_file
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError, os_reason
 from megaclip.logging import get_logger
@@ -38,6 +38,7 @@ class LabelledDataset:
 
     def __init__(self, images: TarShards | _ImageFolder, class_names: list[str], templates: list[str]) -> None:
         self._images = images
+        self.account = images.account
         self.class_names = class_names
         self.templates = templates
 
@@ -75,13 +76,25 @@ class _ImageFolder:
         self.tops: dict[str, str] = {}
         """Folders that hold images and are not inside another one, by their path inside of the folder of their class.
         There is one path, such as "." or "images", unless classes are nested."""
+        self.account = Account()
         self._files: list[tuple[Path, int]] = []
         for label, name in enumerate(self.classes):
             for place, files in walk_folder(str(folder / name)):
-                if images := sorted(filter(_is_image, files)):
+                if images := [file for file in self.account.see(sorted(files)) if self._is_image(place, file)]:
                     self._files += [(Path(place, image), label) for image in images]
                     if not any(place.startswith(top + os.sep) for top in self.tops.values()):
                         self.tops[os.path.relpath(place, folder / name)] = place
+
+    def _is_image(self, place: str, name: str) -> bool:
+        """Return whether a file of a class is an image, by its extension or its content, and account for it."""
+        path = os.path.join(place, name)
+        kind = "readable" if _is_image(name) else "hidden" if name[0] == "." else file_kind(path)
+        if kind == "readable":
+            self.account.in_samples += 1
+        else:
+            reason = {"hidden": HIDDEN, "unreadable": UNREADABLE}.get(kind, OTHER)
+            self.account.leave_out(reason, path, lost=reason == UNREADABLE)
+        return kind == "readable"
 
     @property
     def empty_classes(self) -> list[str]:
@@ -100,8 +113,12 @@ class _ImageFolder:
         return str(self._files[row][0].parent)
 
 
-def open_labelled(path: str | Path) -> LabelledDataset:
-    """Open a labelled dataset. Raises DataError if the layout of the folder is neither of the two, or unreadable."""
+def open_labelled(path: str | Path, *, max_bad_fraction: float | None = None) -> LabelledDataset:
+    """Open a labelled dataset, and log how many files or members are in samples, and which are left out.
+
+    max_bad_fraction: as in `open_pairs`. Raises DataError if the layout of the folder is neither of the two, if it is
+    unreadable, or if too many images are left out.
+    """
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise DataError(
@@ -113,6 +130,7 @@ def open_labelled(path: str | Path) -> LabelledDataset:
     except OSError as error:
         raise DataError(f"cannot read zero-shot data {str(path)!r}: {os_reason(error)}") from error
     _warn_of_equal_names(folder, dataset.class_names)
+    dataset.account.report(f"zero-shot data {str(path)!r}", len(dataset), max_bad_fraction)
     return dataset
 
 

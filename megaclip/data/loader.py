@@ -22,13 +22,11 @@ from megaclip.data.batch import PADDING_ID, Batch, EvaluationBatch, LabelledBatc
 from megaclip.data.images import ImageTransform
 from megaclip.data.order import MixtureOrder, SampleOrder, rank_positions
 from megaclip.data.reading import INSPECT_ADVICE, BadSampleLog, EvaluationReader, Loaded, ReadableSet, TrainReader
+from megaclip.data.source import DEFAULT_MAX_BAD_FRACTION
 from megaclip.data.sources import PairDataset
 from megaclip.data.tokenizers import Tokenizer
 from megaclip.data.workers import map_in_workers
 from megaclip.errors import DataError
-
-DEFAULT_MAX_BAD_FRACTION = 0.01
-"""Largest fraction of bad samples in evaluations and in loaders outside a run. A run has --max-bad-fraction."""
 
 
 class TrainLoader:

@@ -2,18 +2,120 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from megaclip.data.batch import BadSample, RawSample
-from megaclip.errors import shortened
+from megaclip.errors import DataError, shortened
+from megaclip.logging import get_logger
 
+DEFAULT_MAX_BAD_FRACTION = 0.01
+"""Largest fraction of bad samples in evaluations and in loaders outside a run. A run has --max-bad-fraction."""
 MAX_BYTES = {"image": 256 << 20, "caption": 1 << 20}
 """Largest size of an image file, and of a text file, a JSON file or a caption in a table."""
+
+
+HIDDEN = "hidden files"
+DOTTED = "a dot before the extension (webdataset ends the name of a sample at its first dot; rename them)"
+LINK = "a link in a tar shard (write the shard with tar --dereference --hard-dereference)"
+REPEATED = "the name of an earlier member of the shard"
+SPARE = "another image or caption of a sample"
+UNREADABLE = "an image format that is not read (convert them to JPEG)"
+ALONE = "a caption without an image"
+OTHER = "neither an image nor a caption"
+"""Reasons to leave out a file, member or row."""
+
+_T = TypeVar("_T")
+_logger = get_logger(__name__)
+
+
+@dataclasses.dataclass
+class Account:
+    """Number of files, members or rows that a source has seen, and what became of them.
+
+    A source counts a part in `see`, and then either in `in_samples` or with `leave_out`. `report` requires the sum.
+    """
+
+    unit: str = "files"
+    """What is counted: files, members of tar shards, or rows."""
+    seen: int = 0
+    in_samples: int = 0
+    """Number of parts in samples, including samples that are known to be bad."""
+    left_out: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    """Reason -> [number of parts, number of possible samples among them, first of these or of the parts]."""
+    problems: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Number of problems that were found when the source was opened, by kind, such as samples without a caption."""
+
+    def see(self, parts: Iterable[_T]) -> Iterator[_T]:
+        """Yield the parts and count them."""
+        for part in parts:
+            self.seen += 1
+            yield part
+
+    def leave_out(self, reason: str, example: str, *, lost: bool = False) -> None:
+        """Count a part that is in no sample. lost: a sample is lost with it."""
+        self._add(reason, 1, int(lost), example)
+
+    def add(self, other: Account) -> None:
+        """Add the parts and problems of another account."""
+        self.seen += other.seen
+        self.in_samples += other.in_samples
+        for reason, entry in other.left_out.items():
+            self._add(reason, *entry)
+        for kind, count in other.problems.items():
+            self.problems[kind] = self.problems.get(kind, 0) + count
+
+    def _add(self, reason: str, count: int, lost: int, example: str) -> None:
+        entry = self.left_out.setdefault(reason, [0, 0, example])
+        if lost and not entry[1]:
+            entry[2] = example
+        entry[0] += count
+        entry[1] += lost
+
+    @property
+    def lost(self) -> int:
+        """Number of possible samples that are left out."""
+        return sum(lost for _, lost, _ in self.left_out.values())
+
+    def sum(self) -> str:
+        """Return the sum in one line: parts seen = parts in samples + parts left out, by reason with an example."""
+        return f"{self.seen:,} {self.unit} seen = {self.in_samples:,} in samples" + "".join(
+            f" + {count:,} left out: {reason}, first {shortened(repr(example))}"
+            for reason, (count, _, example) in self.left_out.items()
+        )
+
+    def reason_to_refuse(self, samples: int, limit: float) -> str:
+        """Return the reason why too many of the possible samples are left out, or "". limit: --max-bad-fraction."""
+        if self.lost <= limit * (samples + self.lost):
+            return ""
+        worst = max(self.left_out, key=lambda reason: self.left_out[reason][1])
+        return (
+            f"{self.lost:,} of {samples + self.lost:,} possible samples are left out, most for {worst}, first "
+            f"{shortened(repr(self.left_out[worst][2]))}"
+        )
+
+    def report(self, what: str, samples: int, limit: float | None) -> None:
+        """Log the sum. Raises DataError if the possible samples that are left out exceed `limit`.
+
+        what: the data, for the message. limit: --max-bad-fraction; None: there is no such flag.
+        """
+        assert self.seen == self.in_samples + sum(count for count, *_ in self.left_out.values()), (what, self)
+        bound = DEFAULT_MAX_BAD_FRACTION if limit is None else limit
+        if reason := self.reason_to_refuse(samples, bound):
+            setting = "the limit" if limit is None else "--max-bad-fraction"
+            raise DataError(
+                f"{what}: {reason}; that is more than {setting} {bound:g}: repair the data"
+                + ("" if limit is None else f", or set a larger {setting}")
+            )
+        bad = "".join(f", {count:,} {kind}" for kind, count in self.problems.items())
+        log = _logger.warning if self.lost or bad else _logger.info
+        log("%s: %s samples%s; %s", what, f"{samples:,}", bad, self.sum())
 
 
 class Source(Protocol):
@@ -22,6 +124,7 @@ class Source(Protocol):
     kind: str
     shard_sizes: np.ndarray
     """Number of samples per shard, (S,) int64. The order permutes shards, then windows of samples."""
+    account: Account
 
     def __len__(self) -> int: ...
 
@@ -40,10 +143,6 @@ class Source(Protocol):
     @property
     def columns(self) -> dict[str, str]:
         """Columns, extensions or fields that images ("image") and captions ("caption") come from, for a report."""
-
-    @property
-    def problems(self) -> dict[str, int]:
-        """Number of problems that were found when the source was opened, by kind."""
 
 
 def counted(names: Counter[str]) -> str:

@@ -22,7 +22,7 @@ from megaclip.data.image_folder import ImageFolder, walk_folder
 from megaclip.data.images import IMAGE_EXTENSIONS
 from megaclip.data.order import MixtureOrder, SampleOrder, block_quotas
 from megaclip.data.patterns import expand_pattern, refuse_special_files
-from megaclip.data.source import Source
+from megaclip.data.source import Account, Source
 from megaclip.data.tables import METADATA_FILES, TABLE_TYPES, HubTable, Table, open_table
 from megaclip.data.tar_shards import TarShards
 from megaclip.errors import DataError, os_reason
@@ -91,13 +91,9 @@ class PairDataset:
         return MixtureOrder(parts, self.weights, seed=seed)
 
     @property
-    def problems(self) -> dict[str, int]:
-        """Number of problems that were found when the sources were opened, by kind."""
-        totals: dict[str, int] = {}
-        for source in self._sources:
-            for kind, count in source.problems.items():
-                totals[kind] = totals.get(kind, 0) + count
-        return totals
+    def accounts(self) -> list[Account]:
+        """Number of files, members or rows of each source, and what became of them."""
+        return [source.account for source in self._sources]
 
     @property
     def columns(self) -> list[dict[str, str]]:
@@ -127,8 +123,9 @@ def open_pairs(
     dataset_type: str = "auto",
     image_key: str | None = None,
     caption_key: str | None = None,
+    max_bad_fraction: float | None = None,
 ) -> PairDataset:
-    """Open training or validation pairs.
+    """Open training or validation pairs, and log how much of each source is in samples, and what is left out.
 
     specs: each a brace or glob pattern of tar, parquet, CSV, TSV or JSON-lines files, a folder (of such files, of
     images with a metadata file, or saved by HF `datasets`), or `hf:NAME[:SPLIT[:CONFIG]]` for a hub dataset.
@@ -136,13 +133,17 @@ def open_pairs(
     dataset_type: one of DATASET_TYPES. "auto" recognises the type by file names.
     image_key, caption_key: column names, or member extensions of tar shards ("jpg;png"); captions.py describes how the
         captions of tar shards are found. Default: the usual names.
-    Raises DataError if files are missing or cannot be read.
+    max_bad_fraction: largest fraction of possible samples that are left out. Default: DEFAULT_MAX_BAD_FRACTION.
+    Raises DataError if files are missing or cannot be read, or if too many possible samples are left out.
     """
     if not specs:
         raise DataError("no data was given; give at least one pattern, folder or hf:NAME")
     if dataset_type not in DATASET_TYPES:
         raise DataError(f"--dataset-type is {dataset_type!r}; use one of {', '.join(DATASET_TYPES)}")
-    return PairDataset([_open_readable(spec, dataset_type, image_key, caption_key) for spec in specs], weights)
+    sources = [_open_readable(spec, dataset_type, image_key, caption_key) for spec in specs]
+    for spec, source in zip(specs, sources, strict=True):
+        source.account.report(f"data {spec!r}", len(source), max_bad_fraction)
+    return PairDataset(sources, weights)
 
 
 def check_manifest(saved: dict[str, Any], current: dict[str, Any]) -> None:
@@ -193,7 +194,7 @@ def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_ke
     if dataset_type == "webdataset":
         return TarShards(
             paths,
-            image_extensions=_extensions(image_key) or IMAGE_EXTENSIONS,
+            image_extensions=_extensions(image_key),
             caption_keys=CaptionKeys.parse(caption_key),
         )
     metadata = _metadata_of(paths[0]) if dataset_type == "imagefolder" else []
@@ -204,7 +205,7 @@ def _open_source(spec: str, dataset_type: str, image_key: str | None, caption_ke
     if dataset_type == "imagefolder" and not metadata:
         return ImageFolder(
             paths[0],
-            image_extensions=_extensions(image_key) or IMAGE_EXTENSIONS,
+            image_extensions=_extensions(image_key),
             caption_keys=CaptionKeys.parse(caption_key),
         )
     return open_table(paths, dataset_type, image_key, caption_key)

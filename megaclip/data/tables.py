@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import cleaned, decoded
 from megaclip.data.order import runs_of_rows
-from megaclip.data.source import MAX_BYTES, check_size, read_file
+from megaclip.data.source import MAX_BYTES, Account, check_size, read_file
 from megaclip.errors import DataError, first_line, shortened
 
 if TYPE_CHECKING:
@@ -87,14 +87,10 @@ class Table:
         if len(dataset) == 0:
             raise DataError(f"data {name!r} has no rows; check the file")
         self.shard_sizes = runs_of_rows(len(dataset))
+        self.account = Account("rows", len(dataset), len(dataset))
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @property
-    def problems(self) -> dict[str, int]:
-        """Return no problems, because a table that cannot be read completely is not opened."""
-        return {}
 
     @property
     def columns(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -32,14 +33,14 @@ from filelock import FileLock
 from megaclip.data.batch import BadSample, RawSample
 from megaclip.data.captions import JSON, TEXT_FILES, CaptionKeys, check_fields, json_record, text_fields
 from megaclip.data.images import IMAGE_EXTENSIONS
-from megaclip.data.source import check_size, counted
+from megaclip.data.source import Account, check_size, counted
 from megaclip.data.tar_walk import ENTRY, MISSING, ShardContents, walk_shard
 from megaclip.errors import DataError
 from megaclip.files import replacing
 from megaclip.logging import get_logger
 
 INDEX_FOLDER = ".megaclip"
-_FORMAT = 2
+_FORMAT = 3
 _ROWS_CHECKED, _JSON_CHECKED = 10_000, 16
 """Number of first samples that are searched for JSON members, and of members that are checked for the fields."""
 _OPEN_SHARDS = 64
@@ -57,16 +58,23 @@ class TarShards:
         self,
         paths: Sequence[str | Path],
         *,
-        image_extensions: Sequence[str] = IMAGE_EXTENSIONS,
+        image_extensions: Sequence[str] = (),
         caption_keys: CaptionKeys = TEXT_FILES,
     ) -> None:
+        """image_extensions: extensions of the images. Default: IMAGE_EXTENSIONS, and others are read by content."""
         self._paths = [Path(path).absolute() for path in paths]
-        self._image_extensions, self._caption_keys = tuple(image_extensions), caption_keys
-        self._index = _open_index(self._paths, self._image_extensions, caption_keys.extensions)
+        self._image_extensions, self._caption_keys = tuple(image_extensions or IMAGE_EXTENSIONS), caption_keys
+        by_content = not image_extensions
+        self._index = _open_index(self._paths, self._image_extensions, caption_keys.extensions, by_content)
         manifest = json.loads(self._index.with_suffix(".json").read_text())
         self.shards: list[dict[str, Any]] = manifest["shards"]
         self.shard_sizes = np.array([shard["samples"] for shard in self.shards], dtype=np.int64)
         self._ends = np.cumsum(self.shard_sizes)
+        self.account = Account("members")
+        for shard in self.shards:
+            self.account.add(Account(**shard["account"]))
+        if damaged := sum(bool(shard["damage"]) for shard in self.shards):
+            self.account.problems["damaged shard"] = damaged
         self._files: dict[int, int] = {}
         self._report_damage()
         self._check_members()
@@ -93,14 +101,6 @@ class TarShards:
     def _entries(self) -> np.ndarray:
         # np.load cannot map an empty file. __init__ raises an error for a set without samples.
         return np.load(self._index, mmap_mode="r")
-
-    @property
-    def problems(self) -> dict[str, int]:
-        """Number of problems that the walk found, by kind."""
-        found = {"damaged shard": sum(bool(shard["damage"]) for shard in self.shards)}
-        for what in ("image", "caption"):
-            found[f"missing {what}"] = len(self) - sum(sum(shard[f"{what}s"].values()) for shard in self.shards)
-        return {kind: count for kind, count in found.items() if count}
 
     @property
     def columns(self) -> dict[str, str]:
@@ -164,6 +164,7 @@ class TarShards:
         damaged = [shard for shard in self.shards if shard["damage"]]
         if len(self) == 0:
             reason = f"; {damaged[0]['name']}: {damaged[0]['damage']}" if damaged else ""
+            reason += f"; {self.account.sum()}" if self.account.left_out else ""
             images, captions = self._image_extensions, self._caption_keys.extensions
             flags = ": --image-key and --caption-key set these extensions" if self._caption_keys.flag else ""
             raise DataError(
@@ -219,10 +220,12 @@ class TarShards:
             return {}
 
 
-def _open_index(paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...]) -> Path:
+def _open_index(
+    paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...], by_content: bool
+) -> Path:
     """Return the path of the .npy file of these shards' index. Makes the index if there is none."""
     root = Path(os.path.commonpath([path.parent for path in paths]))
-    facts = [_FORMAT, image_extensions, caption_extensions]
+    facts: list[Any] = [_FORMAT, image_extensions, caption_extensions, by_content]
     stats = []
     for path in paths:
         with _reading(path):
@@ -243,7 +246,7 @@ def _open_index(paths: list[Path], image_extensions: tuple[str, ...], caption_ex
     index = writable / f"{fingerprint}.npy"
     with _locked(index.with_suffix(".lock")):
         if not _is_complete(index):  # another process may have made the index meanwhile
-            contents = _walk_all(paths, image_extensions, caption_extensions)
+            contents = _walk_all(paths, image_extensions, caption_extensions, by_content)
             _write_index(index, contents, names, [stat.st_size for stat in stats])
     return index
 
@@ -320,15 +323,14 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _walk_all(
-    paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...]
+    paths: list[Path], image_extensions: tuple[str, ...], caption_extensions: tuple[str, ...], by_content: bool
 ) -> list[ShardContents]:
     """Walk every shard, in threads, which hide the latency of remote disks. Parsing is not parallel."""
     began = time.monotonic()
-    extensions = {"image_extensions": image_extensions, "caption_extensions": caption_extensions}
 
     def walk(path: Path) -> ShardContents:
         with _reading(path):
-            return walk_shard(path, **extensions)
+            return walk_shard(path, image_extensions, caption_extensions, by_content=by_content)
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         contents = list(pool.map(walk, paths))
@@ -348,6 +350,8 @@ def _write_index(index: Path, contents: list[ShardContents], names: list[str], s
             "images": shard.images,
             "captions": shard.captions,
             "damage": shard.damage,
+            "account": dataclasses.asdict(shard.account),
+            "checksum": hashlib.sha256(shard.entries.tobytes()).hexdigest()[:16],
             "others": shard.others,
         }
         for name, size, shard in zip(names, sizes, contents, strict=True)

@@ -17,7 +17,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megaclip.errors import shortened
+from megaclip.data.images import HEAD_BYTES, image_kind
+from megaclip.data.source import DOTTED, HIDDEN, LINK, OTHER, REPEATED, SPARE, UNREADABLE, Account
 
 BLOCK = 512
 MISSING = -1
@@ -38,7 +39,9 @@ _MAX_EXTENSION_HEADER = 1 << 20
 _MAX_OTHERS = 16
 _CHECKED_AFTER_END = 1 << 16
 """Number of bytes after the end of an archive that must be zero. tar pads the last block of 10 KiB."""
-_REGULAR_FILE = (b"0", b"\0", b"7")
+_REGULAR_FILE, _FOLDER = (b"0", b"\0", b"7"), b"5"
+_RECOGNISED = "by content: "
+"""Prefix of the extension of a member that is an image by its first bytes."""
 _OCTAL = re.compile(rb"[0-7]{0,12}")
 _PAX_LENGTH = re.compile(rb"([0-9]{1,7}) ")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -54,6 +57,8 @@ class ShardContents:
     extensions that the caller gave."""
     damage: str
     """Reason why samples may be missing; empty for an undamaged shard."""
+    account: Account
+    """Number of members in samples, and of those that are left out."""
     images: Counter[str]
     """Number of samples whose image has an extension, by extension."""
     captions: Counter[str]
@@ -66,43 +71,79 @@ class _Damaged(Exception):
     """Raised if the rest of the shard cannot be read."""
 
 
-def walk_shard(path: Path | str, image_extensions: Sequence[str], caption_extensions: Sequence[str]) -> ShardContents:
+def walk_shard(
+    path: Path | str, image_extensions: Sequence[str], caption_extensions: Sequence[str], *, by_content: bool = False
+) -> ShardContents:
     """Index one shard.
 
     Extensions are lower-case and without a dot. The first one that a sample has is used.
+    by_content: recognise images with other extensions by their first bytes, in samples without an image.
     """
     samples: dict[bytes, dict[str, tuple[int, int]]] = {}
+    rest: dict[bytes, dict[str, tuple[int, int]]] = {}
     wanted = {*image_extensions, *caption_extensions}
     others: dict[str, tuple[int, int]] = {}
-    repeated: list[bytes] = []
-    damage = ""
-    try:
-        with open(path, "rb") as file:
-            for name, offset, size in _members(file):
+    account, damage = Account("members"), ""
+    with open(path, "rb") as file:
+        try:
+            for name, offset, size in account.see(_members(file)):
                 key, extension = _split_name(name)
-                if extension in wanted:
-                    members = samples.setdefault(key, {})
-                    if extension in members:
-                        repeated.append(name)
-                    else:
-                        members[extension] = (offset, size)
-                elif extension not in others and len(others) < _MAX_OTHERS:
-                    others[extension] = (offset, size)
-    except _Damaged as error:
-        damage = str(error)
-    if repeated and not damage:
-        first = shortened(repr(repeated[0].decode("utf-8", "replace")))
-        damage = f"{len(repeated)} members have the name of an earlier one and are left out, first {first}"
+                group = samples if extension in wanted else rest
+                if offset == MISSING:
+                    account.leave_out(LINK, _shown(name), lost=extension in image_extensions)
+                elif extension in group.setdefault(key, {}):
+                    account.leave_out(REPEATED, _shown(name), lost=extension in image_extensions)
+                else:
+                    group[key][extension] = (offset, size)
+                    if group is rest and len(others) < _MAX_OTHERS:
+                        others.setdefault(extension, (offset, size))
+        except _Damaged as error:
+            damage = str(error)
+        for key, members in rest.items():
+            has_image = any(extension in image_extensions for extension in samples.get(key, ()))
+            for extension, (offset, size) in members.items():
+                name, last = key + b"." + extension.encode(), extension.rpartition(".")[2]
+                if key.rpartition(b"/")[2] == b"":
+                    account.leave_out(HIDDEN, _shown(name))
+                elif last != extension and last in wanted:
+                    # 17.seg.png beside 17.png is no sample; 17.1.png is one if 17.1.txt or no 17.png exists.
+                    stem = extension.removesuffix(last)
+                    is_pair = all(
+                        any(stem + end in members for end in ends) for ends in (image_extensions, caption_extensions)
+                    )
+                    could_be = is_pair or not has_image
+                    lost = could_be and last in image_extensions
+                    account.leave_out(DOTTED if could_be else OTHER, _shown(name), lost=lost)
+                elif has_image or not by_content:
+                    account.leave_out(OTHER, _shown(name))
+                elif (kind := image_kind(os.pread(file.fileno(), min(size, HEAD_BYTES), offset))) == "readable":
+                    samples.setdefault(key, {})[_RECOGNISED + extension] = (offset, size)
+                    has_image = True
+                else:
+                    is_sample = key in samples  # its missing image makes it a bad sample
+                    reason = OTHER if kind == "no image" else UNREADABLE
+                    account.leave_out(reason, _shown(name), lost=reason == UNREADABLE and not is_sample)
     rows, images, captions = [], Counter[str](), Counter[str]()
     absent = (0, MISSING)
     for key, members in samples.items():
-        image = next((extension for extension in image_extensions if extension in members), "")
+        found = (extension for extension in members if extension.startswith(_RECOGNISED))
+        image = next((extension for extension in (*image_extensions, *found) if extension in members), "")
         caption = next((extension for extension in caption_extensions if extension in members), "")
-        images[image] += bool(image)
+        images[image.removeprefix(_RECOGNISED)] += bool(image)
         captions[caption] += bool(caption)
         number = caption_extensions.index(caption) if caption else -1
         rows.append((*members.get(image, absent), *members.get(caption, absent), number, key[-KEY_BYTES:]))
-    return ShardContents(np.array(rows, dtype=ENTRY), damage, +images, +captions, others)
+        for spare in members.keys() - {image, caption}:
+            account.leave_out(SPARE, _shown(key + b"." + spare.encode()))
+        account.in_samples += bool(image) + bool(caption)
+    for what, counts in (("image", images), ("caption", captions)):
+        if missing := len(rows) - counts.total():
+            account.problems[f"missing {what}"] = missing
+    return ShardContents(np.array(rows, dtype=ENTRY), damage, account, +images, +captions, others)
+
+
+def _shown(name: bytes) -> str:
+    return name.decode("utf-8", "replace")
 
 
 def _split_name(name: bytes) -> tuple[bytes, str]:
@@ -116,7 +157,7 @@ def _split_name(name: bytes) -> tuple[bytes, str]:
 
 
 def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
-    """Yield name, offset and size of every complete regular file.
+    """Yield name, offset and size of every complete regular file. The offset of links and devices is MISSING.
 
     The standard library's tarfile takes three times as long and raises an exception at the first bad header. Supported
     are ustar, GNU long names and sizes, and pax headers, which cover every common writer.
@@ -146,8 +187,9 @@ def _members(file: BinaryIO) -> Iterator[tuple[bytes, int, int]]:
             size = int(extended.get(b"size", size))
             if place + size > end:
                 raise _Damaged(f"cut off at byte {end}")
-            if kind in _REGULAR_FILE:
-                yield extended.get(b"path", _ustar_name(header)), place, size
+            name = extended.get(b"path", _ustar_name(header))
+            if kind != _FOLDER and not name.endswith(b"/"):
+                yield name, place if kind in _REGULAR_FILE else MISSING, size
             extended = {}
         place += -(-size // BLOCK) * BLOCK
     raise _Damaged(f"no end of the archive at byte {end}: samples after it may be missing")

@@ -106,6 +106,7 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         "dataset_type": arguments.dataset_type,
         "image_key": arguments.image_key,
         "caption_key": arguments.caption_key,
+        "max_bad_fraction": arguments.max_bad_fraction,
     }
     pixels: dict[str, Any] = {"size": model_config.vision_cfg.image_size, **preprocess}
     return Inputs(
@@ -115,7 +116,9 @@ def read_inputs(arguments: TrainArguments) -> Inputs:
         tokenizer=chosen.tokenizer,
         train=open_pairs(arguments.train_data, weights=arguments.train_data_weights or None, **keys),
         validation=open_pairs(arguments.val_data, **keys) if arguments.val_data else None,
-        labelled=open_labelled(arguments.zeroshot_data) if arguments.zeroshot_data else None,
+        labelled=open_labelled(arguments.zeroshot_data, max_bad_fraction=arguments.max_bad_fraction)
+        if arguments.zeroshot_data
+        else None,
         train_transform=_transform(image_card, training=True, scale=arguments.aug_scale, **pixels),
         evaluation_transform=_transform(image_card, **pixels),
     )

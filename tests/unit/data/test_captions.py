@@ -48,7 +48,7 @@ def test_captions_in_a_field_of_json_are_read(tmp_path, make, key):
     spec = make(tmp_path)
     dataset = open_pairs([spec], caption_key=key)
     assert captions(dataset) == texts() == [dataset.caption(number) for number in range(COUNT)]
-    assert images(dataset) == [picture(n) for n in range(COUNT)] and dataset.problems == {}
+    assert images(dataset) == [picture(n) for n in range(COUNT)] and dataset.accounts[0].problems == {}
 
 
 @pytest.mark.parametrize("make", [make_tars_with_json, make_folder_with_json])
@@ -74,7 +74,7 @@ def test_the_error_for_captions_in_json_names_the_fields(tmp_path, make, key, me
 
 
 def test_shards_without_captions_or_images_name_the_members_that_they_have(tmp_path):
-    path = write_tar(tmp_path / "shard.tar", [("0.foo", picture(0)), ("0.words", b"a"), ("0.txt", b"b")])
+    path = write_tar(tmp_path / "shard.tar", [("0.foo", b"raw"), ("0.words", b"a"), ("0.txt", b"b")])
     with pytest.raises(DataError, match=r"has an image .*they have \.foo, \.words members: set --image-key to one"):
         open_pairs([str(path)])
     with pytest.raises(DataError, match=r"has a caption .*they have \.txt, \.words members: set --caption-key to one"):
@@ -209,5 +209,6 @@ def test_a_picture_without_a_caption_is_counted(tmp_path):
     write_folder_of_pairs(tmp_path / "pairs")
     (tmp_path / "pairs" / "1.txt").unlink()
     write_tar(tmp_path / "shard.tar", [*pair_members([0]), ("1.png", picture(1)), ("2.txt", b"caption 2")])
-    assert open_pairs([str(tmp_path / "pairs")]).problems == {"missing caption": 1}
-    assert open_pairs([str(tmp_path / "shard.tar")]).problems == {"missing caption": 1, "missing image": 1}
+    assert open_pairs([str(tmp_path / "pairs")]).accounts[0].problems == {"missing caption": 1}
+    problems = open_pairs([str(tmp_path / "shard.tar")]).accounts[0].problems
+    assert problems == {"missing caption": 1, "missing image": 1}

@@ -17,6 +17,7 @@ import pytest
 
 from megaclip.data import tar_shards
 from megaclip.data.batch import BadSample
+from megaclip.data.source import REPEATED
 from megaclip.data.tar_shards import INDEX_FOLDER, TarShards
 from megaclip.data.tar_walk import walk_shard
 from megaclip.errors import DataError
@@ -119,7 +120,7 @@ def test_a_damaged_shard_yields_its_complete_samples_and_is_reported(tmp_path, c
     shards = TarShards([path, whole])
     expected = [*(f"caption {number}" for number in range(complete)), "caption 5"]
     assert [shards.read(row).caption for row in range(len(shards))] == expected
-    assert shards.problems == {"damaged shard": 1} and f"{path.name} ({damage}" in caplog.text
+    assert shards.account.problems["damaged shard"] == 1 and f"{path.name} ({damage}" in caplog.text
 
 
 def test_repeated_names_in_a_shard_are_reported(tmp_path):
@@ -130,8 +131,7 @@ def test_repeated_names_in_a_shard_are_reported(tmp_path):
     members = [("0.png", picture(0)), ("0.txt", b"first"), ("0.png", picture(1)), ("0.txt", b"second")]
     shards = TarShards([write_tar(tmp_path / "shard.tar", members)])
     assert [shards.read(row).caption for row in range(len(shards))] == ["first"]
-    assert shards.problems == {"damaged shard": 1}
-    assert shards.shards[0]["damage"] == "2 members have the name of an earlier one and are left out, first '0.png'"
+    assert shards.account.left_out == {REPEATED: [2, 1, "0.png"]} and shards.account.seen == 4
 
 
 def test_missing_members_are_bad_samples(tmp_path):
@@ -264,11 +264,11 @@ def _open_and_record_walks(job):
     paths, record = job
     real = tar_shards.walk_shard
 
-    def recorded(path, **extensions):
+    def recorded(path, *extensions, **options):
         with open(record, "a") as file:
             file.write(f"{path.name}\n")
         time.sleep(0.1)
-        return real(path, **extensions)
+        return real(path, *extensions, **options)
 
     tar_shards.walk_shard = recorded
     return len(TarShards(paths))

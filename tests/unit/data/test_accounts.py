@@ -1,0 +1,186 @@
+"""Everything that a source sees is in a sample or left out for a reason, for any content of folders and tar shards.
+
+The oracle counts files and members itself, by the rules of docs/data.md, without any code of megaclip.data.
+"""
+
+import dataclasses
+import io
+import tarfile
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megaclip.data import open_labelled, open_pairs
+from megaclip.data.batch import BadSample
+from megaclip.data.captions import CaptionKeys
+from megaclip.data.image_folder import ImageFolder
+from megaclip.data.tar_shards import TarShards
+from megaclip.errors import DataError
+from tests.unit.data.data_samples import picture
+
+CONTENTS = {
+    "jpeg": picture(0, kind="JPEG"),
+    "avif": picture(1, kind="AVIF"),
+    "heic": b"\0\0\0\x18ftypheic" + bytes(99),
+    "text": b"a cat",
+    "page": b"<html>not found</html>",
+}
+STEMS = ("a", "b", "b.1", "b.2", ".c", "d e")
+EXTENSIONS = ("jpg", "JPG", "jfif", "avif", "txt", "TXT", "json", "orig", "heic", "seg.png", "")
+FILES = st.dictionaries(
+    st.builds(lambda folder, stem, extension: f"{folder}{stem}{'.' * bool(extension)}{extension}",
+              st.sampled_from(("", "deep/")), st.sampled_from(STEMS), st.sampled_from(EXTENSIONS)),
+    st.sampled_from(sorted(CONTENTS)), max_size=14,
+)  # fmt: skip
+
+
+def write_members(path: Path, files: dict[str, str], links: list[str], repeated: list[str]) -> int:
+    """Write a tar shard with these members. Return their number."""
+    members = [(name, CONTENTS[kind]) for name, kind in files.items()] + [(name, b"again") for name in repeated]
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        for number, name in enumerate(links):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = (tarfile.SYMTYPE, tarfile.LNKTYPE)[number % 2], "a.jpg"
+            tar.addfile(member)
+    return len(members) + len(links)
+
+
+def parts_in_samples(source) -> int:
+    """Return how many files or members the samples have: two, or one if an image or caption is missing."""
+    count = 0
+    for row in range(len(source)):
+        try:
+            source.captions(row)
+            count += 1
+        except BadSample as bad:
+            count += bad.kind != "missing caption"
+        count += row_has_image(source, row)
+    return count
+
+
+def row_has_image(source, row) -> bool:
+    try:
+        source.read(row)
+    except BadSample as bad:
+        return bad.kind != "missing image"
+    return True
+
+
+def check_sum(source, seen: int) -> None:
+    account = source.account
+    left_out = sum(count for count, *_ in account.left_out.values())
+    assert account.seen == seen == account.in_samples + left_out
+    assert account.in_samples == parts_in_samples(source)
+
+
+@settings(max_examples=150, deadline=None)
+@example({"a.jpg": "jpeg", "a.txt": "text", "b.1.jpg": "jpeg", "b.1.txt": "text"}, [], [])
+@given(FILES, st.lists(st.sampled_from(("x.jpg", "y.txt", "a.jpg", "z.json")), max_size=3),
+       st.lists(st.sampled_from(("a.jpg", "a.txt", "q.jpg")), max_size=3))  # fmt: skip
+def test_the_sum_over_the_members_of_a_shard(files, links, repeated):
+    with tempfile.TemporaryDirectory() as folder:
+        seen = write_members(Path(folder) / "0.tar", files, links, repeated)
+        try:
+            source = TarShards([Path(folder) / "0.tar"])
+        except DataError as error:
+            assert "\n" not in str(error)
+        else:
+            check_sum(source, seen)
+
+
+@settings(max_examples=100, deadline=None)
+@example({"a.jfif": "jpeg", "a.txt": "text", "b.orig": "avif", "b.txt": "text", "d e.heic": "heic", "d e.txt": "text"})
+@given(FILES)
+def test_the_sum_over_the_files_of_a_folder(files):
+    with tempfile.TemporaryDirectory() as place:
+        for name, kind in files.items():
+            path = Path(place, name)
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(CONTENTS[kind])
+        try:
+            source = ImageFolder(place, caption_keys=CaptionKeys())
+        except DataError as error:
+            assert "\n" not in str(error)
+        else:
+            check_sum(source, len(files))
+        classes = [(Path(place, name), kind) for name, kind in files.items() if name.startswith("deep/")]
+        Path(place, "other").mkdir()
+        Path(place, "other", "0.jpg").write_bytes(CONTENTS["jpeg"])
+        for name in files:
+            if "/" not in name:
+                Path(place, name).unlink()
+        if not classes:
+            return
+        try:
+            labelled = open_labelled(place, max_bad_fraction=1.0)
+        except DataError as error:
+            assert "\n" not in str(error)
+        else:
+            images = sum(
+                not path.name.startswith(".")
+                and (path.suffix.lower() in (".jpg", ".jfif", ".avif", ".png") or kind in ("jpeg", "avif"))
+                for path, kind in classes
+            )
+            assert len(labelled) == labelled.account.in_samples == images + 1
+            assert labelled.account.seen == len(classes) + 1
+
+
+@pytest.mark.parametrize(
+    ("files", "samples", "lost", "reason"),
+    [
+        # webdataset's rule ends the name of a sample at its first dot
+        ({"a.jpg": "jpeg", "a.txt": "text", "b.1.jpg": "jpeg", "b.1.txt": "text"}, 1, 1, "a dot before"),
+        ({"b.jpg": "jpeg", "b.txt": "text", "b.1.jpg": "jpeg", "b.1.txt": "text"}, 1, 1, "a dot before"),
+        ({"b.jpg": "jpeg", "b.txt": "text", "b.seg.png": "jpeg"}, 1, 0, "neither an image"),
+        ({"a.orig": "jpeg", "a.txt": "text"}, 1, 0, ""),
+        ({"a.avif": "avif", "a.txt": "text"}, 1, 0, ""),
+        ({"a.jpg": "jpeg", "a.txt": "text", "b.heic": "heic"}, 1, 1, "format that is not read"),
+    ],
+)  # fmt: skip
+def test_members_that_could_have_been_samples(tmp_path, files, samples, lost, reason):
+    write_members(tmp_path / "0.tar", files, [], [])
+    source = TarShards([tmp_path / "0.tar"])
+    assert (len(source), source.account.lost) == (samples, lost)
+    assert any(found.startswith(reason) or reason in found for found in source.account.left_out) == bool(reason)
+
+
+@pytest.mark.parametrize("kind", ["shard", "folder", "classes"])
+def test_too_many_possible_samples_that_are_left_out_are_an_error(tmp_path, kind):
+    """6 of 30 must not disappear in a log. A larger --max-bad-fraction accepts them."""
+    if kind == "shard":
+        files = {f"{n}.{5 if n < 6 else ''}{'.' * (n < 6)}{end}": end for n in range(30) for end in ("jpg", "txt")}
+        files = {name: {"jpg": "jpeg", "txt": "text"}[end] for name, end in files.items()}
+        write_members(tmp_path / "0.tar", files, [], [])
+    else:
+        for n in range(30):
+            place = tmp_path / (f"class {n % 2}" if kind == "classes" else "")
+            place.mkdir(exist_ok=True)
+            name, content = (f"{n}.heic", "heic") if n < 6 else (f"{n}.jfif", "jpeg")
+            (place / name).write_bytes(CONTENTS[content])
+            if kind == "folder":
+                (place / f"{n}.txt").write_bytes(b"a cat")
+    spec = str(tmp_path / "0.tar" if kind == "shard" else tmp_path)
+
+    def open_them(**limit):
+        return open_labelled(spec, **limit) if kind == "classes" else open_pairs([spec], **limit)
+
+    with pytest.raises(DataError, match=r"6 of 30 possible samples are left out, .* more than the limit 0\.01: repair"):
+        open_them()
+    with pytest.raises(
+        DataError, match=r"more than --max-bad-fraction 0\.1: repair the data, or set a larger --max-bad"
+    ):
+        open_them(max_bad_fraction=0.1)
+    assert len(open_them(max_bad_fraction=0.2)) == 24
+
+
+def test_the_account_is_kept_in_the_index(tmp_path):
+    seen = write_members(tmp_path / "0.tar", {"a.jpg": "jpeg", "a.txt": "text", "a.json": "page"}, ["b.jpg"], [])
+    first, again = (TarShards([tmp_path / "0.tar"]).account for _ in range(2))
+    assert dataclasses.asdict(first) == dataclasses.asdict(again) and first.seen == seen and first.lost == 1
