@@ -1,9 +1,9 @@
 """DeepSpeed's ops: register MegaCLIP's, and watch those that DeepSpeed compiles at their first use in a process.
 
-A compilation takes minutes, once per environment, and DeepSpeed compiles without a message. PyTorch before 2.14 creates
-a file `lock` in an op's folder (torch/utils/file_baton.py), keeps it open during the compilation and deletes it
-afterwards. Every other process waits for the deletion, without a limit and without a message. A killed build does not
-delete its lock. Later versions use a lock that ends with its process, and leave the file.
+A compilation takes minutes, once per environment, and DeepSpeed compiles without a message. One process compiles, and
+the others wait for its lock, a file `lock` in the op's folder. PyTorch before 2.14 deletes this file after the
+compilation (torch/utils/file_baton.py). So a killed build leaves it, and every later process would wait for it for
+ever. `_Lock` replaces it by a lock that ends with its process, as in later versions of PyTorch.
 """
 
 import os
@@ -17,27 +17,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed.ops
-import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import op_builder
 from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder, OpBuilder
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from megaclip.errors import ConfigError, os_reason
 from megaclip.logging import get_logger
 
 logger = get_logger(__name__)
 
-PATIENCE_S = 120.0
-"""Seconds after which a lock that no process of this host has open counts as left by a killed build, if nothing else
-in its folder has changed. Where hosts share the folder, a build of another host changes it more often."""
 _REPORT_S = 10.0
 """Seconds until the first report of a compilation. Loading a compiled op takes less. Later intervals double."""
-_POLL_S = 0.2
-_CHECK = "lock.check"
-"""File in an op's folder that is locked while a rank deletes an abandoned lock."""
 
 _jit_load = OpBuilder.jit_load
 _created: set[int] = set()
@@ -72,7 +65,7 @@ def leave_out_shared_memory() -> None:
 
 
 def prepare_ops() -> None:
-    """Report every compilation of an op in this process, and delete the lock that a killed build of the op left.
+    """Report every compilation of an op in this process, which holds a lock that ends with its process.
 
     On CPUs FusedAdam takes its update from the op of DeepSpeedCPUAdam, so that runs with and without offload_optimizer
     compile one op. The code and so the results are the same. PyTorch's AdamW rounds differently.
@@ -120,9 +113,34 @@ def _load_and_report(builder: OpBuilder, verbose: bool = True) -> Any:
     from torch.utils import cpp_extension
 
     with _reported(builder.name):
-        if hasattr(cpp_extension, "FileBaton"):  # the lock of PyTorch before 2.14
-            _wait_for_lock(builder.name)
+        if hasattr(cpp_extension, "FileBaton"):  # PyTorch before 2.14
+            cpp_extension.FileBaton = _Lock  # type: ignore[misc, assignment]
         return _jit_load(builder, verbose)
+
+
+class _Lock(FileLock):
+    """Lock of an op's build with the methods of PyTorch's `FileBaton`."""
+
+    def __init__(self, path: str, **_: Any) -> None:
+        super().__init__(path)
+
+    def try_acquire(self) -> bool:
+        """Take the lock, if no other process holds it; return whether it was taken."""
+        try:
+            self.acquire(timeout=0)
+        except Timeout:
+            return False
+        return True
+
+    def wait(self) -> None:
+        """Wait until no other process holds the lock."""
+        self.acquire()
+        self.release()
+
+    def release(self, force: bool = False) -> None:
+        """Release the lock and delete its file, for which programs with PyTorch's own lock wait."""
+        Path(self.lock_file).unlink(missing_ok=True)
+        super().release(force)
 
 
 def _load_fused_adam_of_cpu(builder: OpBuilder, verbose: bool = False) -> SimpleNamespace:
@@ -177,48 +195,3 @@ def _reported(name: str) -> Iterator[None]:
     seconds = time.monotonic() - started
     if seconds > _REPORT_S:
         logger.info("compiled DeepSpeed's op %s in %.0f s", name, seconds)
-
-
-def _wait_for_lock(name: str) -> None:
-    """Wait for the end of another program's build of an op, or delete the lock of a killed one."""
-    root = op_builds_root()
-    for lock in (*root.glob(f"{name}/lock"), *root.glob(f"*/{name}/lock")):
-        while lock.exists() and not _delete_if_abandoned(lock):
-            time.sleep(_POLL_S)
-
-
-def _delete_if_abandoned(lock: Path) -> bool:
-    if not _is_abandoned(lock):
-        return False
-    with FileLock(lock.with_name(_CHECK)):  # another rank may have deleted it meanwhile, and build under a new one
-        if not _is_abandoned(lock):
-            return False
-        lock.unlink(missing_ok=True)
-    logger.warning("deleted %s: a killed build left it, and every later run would have waited for it", lock)
-    return True
-
-
-def _is_abandoned(lock: Path) -> bool:
-    """Return whether no process can still hold the lock."""
-    return _is_quiet(lock) and not _is_open_here(lock) and _is_quiet(lock)  # a new build may have started meanwhile
-
-
-def _is_quiet(lock: Path) -> bool:
-    """Return whether the lock exists and nothing in its folder has changed for `PATIENCE_S` seconds."""
-    try:
-        changes = [path.stat().st_mtime for path in lock.parent.iterdir() if path.name != _CHECK]
-    except FileNotFoundError:  # a file was deleted just now
-        return False
-    return lock.exists() and time.time() - max(changes, default=time.time()) >= PATIENCE_S
-
-
-def _is_open_here(lock: Path) -> bool:
-    """Return whether a process of this host, of the same user, has the file open."""
-    path = str(lock.resolve())
-    for process in psutil.process_iter():
-        try:
-            if any(file.path == path for file in process.open_files()):
-                return True
-        except (psutil.Error, OSError):  # of another user, or gone
-            continue
-    return False
