@@ -23,7 +23,7 @@ from megaclip.checkpoint.model_card import (
 from megaclip.checkpoint.open_clip_weights import read_weights, write_weights
 from megaclip.checkpoint.output import writing
 from megaclip.checkpoint.saved_states import consolidated_weights
-from megaclip.checkpoint.search import MODEL_CARD, locate, refuse_run, require_whole
+from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD, locate, refuse_run, require_whole
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import ModelDescription, load_model_config, meta_model
 from megaclip.models.config import CARD_NAME
@@ -90,7 +90,8 @@ def export_checkpoint(
     manifest.require_whole(folder / MODEL_CARD)
     card = read_model_card(folder / MODEL_CARD)
     weights = consolidated_weights(folder, tag, ema=ema)
-    names = [path.name for path in card.directory.iterdir() if path.is_file() and path.name != manifest.MANIFEST]
+    others = (manifest.MANIFEST, LOCKED_WEIGHTS)
+    names = [path.name for path in card.directory.iterdir() if path.is_file() and path.name not in others]
 
     def copy_files() -> None:
         for name in names:

@@ -82,17 +82,27 @@ def write_weights(directory: str | Path, state_dict: StateDict, config: ModelDes
     model = meta_model(config)
     compare_weights(model, state_dict).require_complete("the weights do not fit the model in the card")
     exact = {name: state_dict[name].to(weight.dtype) for name, weight in model.named_weights().items()}
-    tensors = {name: value.contiguous() for name, value in to_open_clip(exact, config).items()}
     path = Path(directory) / WEIGHTS_NAME
+    write_tensors(path, to_open_clip(exact, config))
+    return path
+
+
+def write_tensors(path: Path, tensors: StateDict) -> None:
+    """Write a safetensors file. The caller makes it survive a power cut.
+
+    Raises:
+        OSError: the file cannot be written; nothing of it is left.
+    """
     try:
-        with replacing(path, durable=False) as temporary:  # the caller syncs all files of the folder
+        with replacing(path, durable=False) as temporary:
             temporary.touch()
             mode = temporary.stat().st_mode  # the mode of the umask; safetensors lets only the owner read
-            save_file(tensors, temporary, metadata={"format": "pt"})
+            save_file(
+                {name: value.contiguous() for name, value in tensors.items()}, temporary, metadata={"format": "pt"}
+            )
             temporary.chmod(mode)
     except SafetensorError as error:
         raise OSError(first_line(error)) from None
-    return path
 
 
 def read_weights(path_or_dir: str | Path, config: ModelDescription | None = None) -> StateDict:

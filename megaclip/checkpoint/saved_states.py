@@ -4,6 +4,9 @@
 parameter or optimizer state. Values are copied, never computed, so the result is exact. `megaclip.zero.reshard`
 fills an engine from it, and `consolidated_weights` joins whole float32 weights.
 
+With bf16 a checkpoint holds locked parameters only as rounded working copies. Their float32 values never change, so all
+checkpoints of a run share one file with them (`search.LOCKED_WEIGHTS`). They are read like masters.
+
 With tensor parallelism, T groups of files hold one part each of the parameters that
 `megaclip.models.layers.split_dim` names, and equal copies of the others. The number of tensor-parallel ranks that
 read does not have to be the number that wrote.
@@ -13,6 +16,7 @@ Nothing in the files is executed (`megaclip.checkpoint.deepspeed_files`).
 
 import copy
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +24,12 @@ from typing import Any
 import torch
 
 from megaclip.checkpoint.deepspeed_files import read_file
+from megaclip.checkpoint.open_clip_weights import read_tensors
+from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD
 from megaclip.comm.groups import RankGroup
 from megaclip.comm.parallelism import ONE_RANK
 from megaclip.errors import CheckpointError, first_line
-from megaclip.models.layers import split_dim
+from megaclip.models.layers import own_part, split_dim
 from megaclip.models.open_clip_keys import StateDict
 
 FP32 = "fp32"
@@ -98,7 +104,14 @@ class SavedStates:
                 continue
             for rank, optimizer in enumerate(optimizers):
                 saved._add_stage_3(_map(model_files[tensor_rank, rank]), optimizer, tensor_rank, rank, ranks)
+        saved._add_locked(folder.parent / MODEL_CARD / LOCKED_WEIGHTS)
         return saved
+
+    def exact_weights(self, names: Iterable[str]) -> StateDict:
+        """Return the whole float32 values of those parameters of which the checkpoint has more than rounded copies."""
+        working = {name: self._pieces.get((name, WORKING, 0)) for name in names}
+        exact = [name for name, pieces in working.items() if pieces and pieces[0].flat.dtype == torch.float32]
+        return {name: _whole(self, name, False) for name in working if name in exact or self.has(name, FP32)}
 
     def state_kinds(self, name: str) -> list[str]:
         """Return the kinds of a parameter's optimizer state tensors, such as "exp_avg"."""
@@ -154,6 +167,13 @@ class SavedStates:
 
     def _add(self, name: str, kind: str, tensor_rank: int, piece: _Piece) -> None:
         self._pieces.setdefault((name, kind, tensor_rank), []).append(piece)
+
+    def _add_locked(self, path: Path) -> None:
+        """Add the float32 values of locked parameters, if the run has them."""
+        for name, whole in read_tensors(path).items() if path.is_file() else ():
+            for rank in range(self.tensor_ranks if self.has(name, WORKING) and not self.has(name, FP32) else 0):
+                part = own_part(name, whole, RankGroup(None, rank, self.tensor_ranks)).reshape(-1)
+                self._add(name, FP32, rank, _Piece(part, 0, part.numel()))
 
     def _add_trained(
         self, name: str, fp32: torch.Tensor, state: dict[str, Any], tensor_rank: int, start: int, numel: int
@@ -211,8 +231,9 @@ def consolidated_weights(folder: Path, tag: str, *, ema: bool = False) -> StateD
     """Return MegaCLIP's state dict of a checkpoint, parameters in float32, on the CPU.
 
     With ZeRO the weights are the float32 masters. Without ZeRO they are the weights of the forward pass, which are
-    float32 too, because bfloat16 training requires ZeRO. Frozen parameters have no masters, so their working copies are
-    converted to float32. A parameter that the run does not update has no moving average, so its value is used.
+    float32 too, because bfloat16 training requires ZeRO. Locked parameters have no masters, so they have the values of
+    the start of the run, or their working copies if the run started without weights for them. A parameter that the run
+    does not update has no moving average, so its value is used.
 
     Args:
         folder: RUN/checkpoints.

@@ -21,6 +21,9 @@ logger = get_logger(__name__)
 LATEST = "latest"
 STATE = "state.json"
 MODEL_CARD = "model"
+LOCKED_WEIGHTS = "locked_weights.safetensors"
+"""File in the folder `MODEL_CARD` with the float32 values of locked parameters, of which bf16 checkpoints have rounded
+copies."""
 TAG_PATTERN = r"step_\d{8,}"
 """Regular expression of a checkpoint's name, which `tag_of` writes."""
 _TAG = re.compile(TAG_PATTERN)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import deepspeed.comm as dist
 
-from megaclip.checkpoint.search import MODEL_CARD, locate
+from megaclip.checkpoint.search import MODEL_CARD, locate, tag_of
 from megaclip.comm.collectives import gather_objects, sum_counts, wait_for_all_ranks
 from megaclip.config import BatchLayout, TrainArguments, parse_arguments
 from megaclip.data import check_batch
@@ -35,7 +35,7 @@ from megaclip.engine.run_folder import (
     write_settings,
     write_summary,
 )
-from megaclip.engine.saved_model import write_model_folder
+from megaclip.engine.saved_model import locked_weights, write_model_folder
 from megaclip.engine.schedule import RunLength
 from megaclip.engine.spare_ranks import end_spare_ranks, wait_if_spare
 from megaclip.engine.trainer import Trainer
@@ -162,11 +162,16 @@ class Run:
         """
         with report_write_errors():
             if self._is_first_rank:
-                resumed_from = None
+                resumed_from, model = None, self.trainer.engine.module
                 if self.step > 0:
                     wanted = self.arguments.resume or "auto"
-                    resumed_from = self.folder if wanted == "auto" else locate(Path(wanted))[0].parent
-                write_model_folder(self.checkpoints.folder / MODEL_CARD, self.inputs)
+                    source = self.checkpoints.folder if wanted == "auto" else locate(Path(wanted))[0]
+                    resumed_from = source.parent
+                    locked = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+                    step = source / tag_of(self.step)
+                    model.locked_weights = locked_weights(step, locked, bf16=self.inputs.config.bf16)
+                write_model_folder(self.checkpoints.folder / MODEL_CARD, self.inputs, model.locked_weights)
+                model.locked_weights = {}
                 write_settings(self.folder, self.settings, resumed_from)
                 self.checkpoints.best.resume(self.step, self.checkpoints.run_id)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.model_card import read_model_card, remove_earlier_files, write_model_card
-from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights
-from megaclip.checkpoint.saved_states import consolidated_weights
-from megaclip.checkpoint.search import MODEL_CARD, locate, require_whole
+from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_tensors
+from megaclip.checkpoint.saved_states import SavedStates, consolidated_weights
+from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD, locate, require_whole
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.data import ImageTransform, Tokenizer
 from megaclip.engine.inputs import Inputs
@@ -20,6 +20,7 @@ from megaclip.engine.tokenizer_choice import choose_tokenizer
 from megaclip.errors import CheckpointError, ConfigError
 from megaclip.models import DualEncoder
 from megaclip.models.config import CARD_NAME
+from megaclip.models.open_clip_keys import StateDict
 
 
 @dataclass(frozen=True)
@@ -104,16 +105,40 @@ def _locate(source: Path, tag: str | None, ema: bool) -> tuple[Path, str] | None
     return locate(source, tag)
 
 
-def write_model_folder(folder: Path, inputs: Inputs) -> None:
+def locked_weights(step: Path, names: list[str], *, bf16: bool) -> StateDict:
+    """Return the locked parameters of a checkpoint in float32 that a resumed run must keep for its exports.
+
+    Those of which the checkpoint has only rounded copies are left out.
+
+    Args:
+        step: folder of the checkpoint.
+        names: the locked parameters.
+        bf16: whether the resumed run rounds its copies.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    card = step.parent / MODEL_CARD
+    if not names or not (bf16 or (card / LOCKED_WEIGHTS).exists()):
+        return {}
+    if damaged := [problem for problem in manifest.find_damage(card) if problem.startswith(LOCKED_WEIGHTS)]:
+        raise CheckpointError(f"{card} is damaged: {damaged[0]}; restore the file from a copy")
+    return SavedStates.open(step).exact_weights(names)
+
+
+def write_model_folder(folder: Path, inputs: Inputs, locked: StateDict) -> None:
     """Write the model card and the tokenizer of a run into its folder `MODEL_CARD`, from which an export copies them.
 
-    Files of an earlier tokenizer are deleted.
+    Files of an earlier tokenizer are deleted. locked: float32 values of locked parameters, for the exports of a run in
+    bf16.
     """
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as written:
         inputs.tokenizer.write_open_clip(written)
         names = [CARD_NAME, *os.listdir(written), *(file.name for file in inputs.tokenizer.files)]
     remove_earlier_files(folder, kept=names)
+    if locked:
+        write_tensors(folder / LOCKED_WEIGHTS, {name: value.float() for name, value in locked.items()})
     inputs.tokenizer.write_open_clip(folder)
     write_model_card(folder, inputs.saved_config, inputs.preprocess_cfg, inputs.tokenizer.files)
     manifest.write(folder)

@@ -52,6 +52,9 @@ class DualEncoder(nn.Module, abc.ABC):
     """Logarithm of the logit scale, (1,)."""
     logit_bias: nn.Parameter | None
     """Bias of the sigmoid loss's logits, (1,), or None."""
+    locked_weights: dict[str, torch.Tensor]
+    """Whole float32 values of the locked parameters as they were read, if the model holds them rounded to bfloat16. On
+    the first rank, until the run has written them."""
     before_text: Callable[[], None] | None = None
     """Function that `forward` calls between the towers if it encodes images and captions, or None. The gradient cache
     seeds the text tower's random numbers with it."""

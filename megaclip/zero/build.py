@@ -83,6 +83,9 @@ def build_engine(
         model.lock_image_tower(arguments.lock_image_unlocked_groups)
     if arguments.lock_text:
         model.lock_text_tower(arguments.lock_text_unlocked_layers)
+    locked = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    is_kept = config.bf16 and dist.get_rank() == 0
+    model.locked_weights = {name: pretrained[name] for name in locked & pretrained.keys() if is_kept}
     if config.zero_stage == 3:
         use_linear_of_zero3()
         _gather_whole_blocks(model)

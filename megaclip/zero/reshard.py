@@ -103,7 +103,8 @@ def _fill_frozen(engine: DeepSpeedEngine, saved: SavedStates) -> None:
         else:
             part, shape, start = parameter.data, parameter.shape, 0
         slot = Slot(name, shape, start, 0, max(0, min(part.numel(), shape.numel() - start)))
-        part.data.copy_(_gather(engine, saved, FlatGroup(part, [slot]), WORKING))
+        kind = FP32 if saved.has(name, FP32) else WORKING
+        part.data.copy_(_gather(engine, saved, FlatGroup(part, [slot]), kind))
 
 
 def _fill_buffers(engine: DeepSpeedEngine, saved: SavedStates) -> None:

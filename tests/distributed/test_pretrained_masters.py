@@ -3,15 +3,23 @@
 DeepSpeed copies a master from its parameter, which has been rounded to bfloat16.
 """
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from deepspeed import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_fp32_param
 
-from megaclip.checkpoint.open_clip_weights import write_weights
+from megaclip.checkpoint.open_clip_weights import write_tensors, write_weights
+from megaclip.checkpoint.saved_states import consolidated_weights
+from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD
+from megaclip.checkpoint.store import Target, save
+from megaclip.comm.groups import group_rank
+from megaclip.engine.saved_model import locked_weights
 from megaclip.models import build_model
+from megaclip.zero.reshard import load_resharded
 from tests.distributed.checks import assert_passed, run_checks
 from tests.distributed.engine_cases import MODEL, WORLD_SIZE, Case, start_engine, whole_parameters, whole_value
 from tests.distributed.harness import run_ranks
@@ -22,8 +30,10 @@ CASES = {
     "ZeRO-3": Case(3, bf16=True),
     "ZeRO-3, all in host memory": Case(3, bf16=True, offload="all"),
     "most parameters locked": Case(2, bf16=True, locked="most"),
+    "image tower locked, ZeRO-1": Case(1, bf16=True, locked="image"),
+    "both towers locked, ZeRO-3": Case(3, bf16=True, locked="both"),
     # Must be the last case: DeepSpeed keeps the groups of tensor parallelism until the process ends.
-    "two tensor-parallel ranks": Case(1, bf16=True, tensor_parallel=2),
+    "two tensor-parallel ranks": Case(1, bf16=True, tensor_parallel=2, locked="text"),
 }
 
 
@@ -32,7 +42,7 @@ def released(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn_like(value) for name, value in build_model(MODEL).state_dict().items()}
 
 
-def check(case: Case, folder: Path) -> None:
+def check(case: Case, folder: Path, case_name: str) -> None:
     """Check masters when the image tower comes from one file and the other weights from another file."""
     engine = start_engine(
         case, None, "--pretrained", str(folder / "whole"), "--pretrained-image", str(folder / "image")
@@ -41,16 +51,38 @@ def check(case: Case, folder: Path) -> None:
     expected = {name: image[name] if name.startswith("visual.") else rest[name] for name in rest}
     named = dict(engine.module.named_parameters())
     trained = [name for name, parameter in named.items() if parameter.requires_grad]
-    assert named.keys() == expected.keys() and ("visual.class_embedding" in trained) == (case.locked == "")
+    assert named.keys() == expected.keys()
+    assert ("visual.class_embedding" in trained) == (case.locked in ("", "text"))
     for name in trained:
         found = whole_value(name, safe_get_full_fp32_param(named[name]).detach().clone(), engine.module.tensor)
         assert torch.equal(found, expected[name]), name
     for name, found in whole_parameters(engine).items():
         assert torch.equal(torch.from_numpy(found), expected[name].bfloat16().float()), name
+    check_saved(engine, case, folder / "saved" / case_name, expected)
+
+
+def check_saved(engine: DeepSpeedEngine, case: Case, folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Check that an export has the exact weights, locked ones included, and so has a run that resumes in float32."""
+    locked = [name for name, parameter in engine.module.named_parameters() if not parameter.requires_grad]
+    if group_rank() == 0:
+        (folder / MODEL_CARD).mkdir(parents=True)
+        if locked:
+            write_tensors(folder / MODEL_CARD / LOCKED_WEIGHTS, engine.module.locked_weights)
+    tag = save(engine, Target(folder, step=1, state={}, keep_last=1))
+    exported = consolidated_weights(folder, tag)
+    for name, value in expected.items():
+        assert torch.equal(exported[name], value), name
+    if locked and case.tensor_parallel == 1:
+        resumed = start_engine(replace(case, stage=0, bf16=False))
+        load_resharded(resumed, folder / tag)
+        for name, found in whole_parameters(resumed).items():
+            assert torch.equal(torch.from_numpy(found), expected[name]), name
+        exact = locked_weights(folder / tag, locked, bf16=True)
+        assert exact.keys() == set(locked) and all(torch.equal(exact[name], expected[name]) for name in locked)
 
 
 def run_all(folder: Path) -> dict[str, str]:
-    return run_checks({name: partial(check, case, folder) for name, case in CASES.items()})
+    return run_checks({name: partial(check, case, folder, name) for name, case in CASES.items()})
 
 
 @pytest.fixture(scope="module")
