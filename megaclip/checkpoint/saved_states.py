@@ -107,11 +107,11 @@ class SavedStates:
         saved._add_locked(folder.parent / MODEL_CARD / LOCKED_WEIGHTS)
         return saved
 
-    def exact_weights(self, names: Iterable[str]) -> StateDict:
-        """Return the whole float32 values of those parameters of which the checkpoint has more than rounded copies."""
-        working = {name: self._pieces.get((name, WORKING, 0)) for name in names}
-        exact = [name for name, pieces in working.items() if pieces and pieces[0].flat.dtype == torch.float32]
-        return {name: _whole(self, name, False) for name in working if name in exact or self.has(name, FP32)}
+    def float32_weights(self, names: Iterable[str]) -> StateDict:
+        """Return those parameters, whole, whose working copies are float32."""
+        working = {name: self._pieces.get((name, WORKING, 0), []) for name in names}
+        exact = [name for name, pieces in working.items() if all(piece.flat.dtype == torch.float32 for piece in pieces)]
+        return {name: _whole(self, name, False) for name in exact}
 
     def state_kinds(self, name: str) -> list[str]:
         """Return the kinds of a parameter's optimizer state tensors, such as "exp_avg"."""

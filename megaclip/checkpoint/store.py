@@ -5,7 +5,7 @@
         step_00000100/      DeepSpeed's files of all ranks; loss_rank_*.pt if the loss has its own state; state.json;
                             and the manifest, which is written last
         model/              open_clip_config.json, the tokenizer and a manifest: everything of an export except the
-                            weights
+                            weights; with bf16 the float32 values of locked parameters
 
 A run that is killed during a save, or whose machine loses power, keeps its previous checkpoint. Files and folders are
 made to survive a power cut before the manifest names them, and the checkpoint is complete before `latest` names it.
@@ -51,7 +51,7 @@ logger = get_logger(__name__)
 LOSS_STATE = "loss_rank_"
 _STATE_FORMAT = 2
 """Value of "format" in state.json."""
-_OFFLOADED = "offloaded_tensors"
+OFFLOADED = "offloaded_tensors"
 """Folder in a checkpoint to which DeepSpeed copies optimizer states from NVMe, in one subfolder per rank."""
 
 
@@ -140,9 +140,9 @@ def finish_rank(target: Target, files: CheckedFiles) -> dict[str, FileRecord]:
         raise files.error
     checkpoint = target.folder / target.tag
     records = {path.relative_to(checkpoint).as_posix(): record for path, record in files.records.items()}
-    offloaded = checkpoint / _OFFLOADED
+    offloaded = checkpoint / OFFLOADED
     if offloaded.is_dir():
-        own_part = f"{_OFFLOADED}/rank{group_rank():02d}"
+        own_part = f"{OFFLOADED}/rank{group_rank():02d}"
         records |= {f"{own_part}/{name}": record for name, record in sync_files(checkpoint / own_part).items()}
         sync_folder(offloaded)
     sync_folder(checkpoint)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from megaclip.checkpoint import manifest
 from megaclip.checkpoint.model_card import read_model_card, remove_earlier_files, write_model_card
-from megaclip.checkpoint.open_clip_weights import assigned_model, read_weights, write_tensors
+from megaclip.checkpoint.open_clip_weights import assigned_model, read_tensors, read_weights, write_tensors
 from megaclip.checkpoint.saved_states import SavedStates, consolidated_weights
 from megaclip.checkpoint.search import LOCKED_WEIGHTS, MODEL_CARD, locate, require_whole
+from megaclip.checkpoint.store import OFFLOADED
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.data import ImageTransform, Tokenizer
 from megaclip.engine.inputs import Inputs
@@ -119,11 +120,15 @@ def locked_weights(step: Path, names: list[str], *, bf16: bool) -> StateDict:
         CheckpointError: a file is damaged.
     """
     card = step.parent / MODEL_CARD
-    if not names or not (bf16 or (card / LOCKED_WEIGHTS).exists()):
+    if not names:
         return {}
     if damaged := [problem for problem in manifest.find_damage(card) if problem.startswith(LOCKED_WEIGHTS)]:
         raise CheckpointError(f"{card} is damaged: {damaged[0]}; restore the file from a copy")
-    return SavedStates.open(step).exact_weights(names)
+    if (card / LOCKED_WEIGHTS).is_file():
+        return read_tensors(card / LOCKED_WEIGHTS)
+    if not bf16 or (step / OFFLOADED).exists():
+        return {}
+    return SavedStates.open(step).float32_weights(names)
 
 
 def write_model_folder(folder: Path, inputs: Inputs, locked: StateDict) -> None:

@@ -20,6 +20,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from megaclip.checkpoint.saved_states import FP32, WORKING, SavedStates
+from megaclip.checkpoint.store import OFFLOADED
 from megaclip.comm.collectives import raise_on_all_ranks
 from megaclip.errors import CheckpointError, first_line
 from megaclip.zero.masters import FlatGroup, Slot, flat_groups, publish_masters
@@ -59,7 +60,7 @@ def load_resharded(engine: DeepSpeedEngine, folder: Path) -> None:
 
 def _fill_partition(engine: DeepSpeedEngine, folder: Path) -> dict[str, int]:
     """Load the saved values of this rank's partition, without communication. Return the engine's saved counters."""
-    if engine.zero_nvme_offload_optimizer() or (folder / "offloaded_tensors").exists():
+    if engine.zero_nvme_offload_optimizer() or (folder / OFFLOADED).exists():
         raise CheckpointError(
             "optimizer state on NVMe can be resumed only with the number of ranks and the ZeRO stage that saved it; "
             "use those, or set offload_optimizer.device to 'cpu' from the start of the run"

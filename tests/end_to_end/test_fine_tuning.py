@@ -18,10 +18,10 @@ LAST = f"step_{STEPS:08d}"
 SECTION = {"image_layer_decay": 0.5, "image_lr": 0.001, "text_weight_decay": 0.3, "ema_decay": DECAY}
 
 
-def config(folder: Path, name: str, stage: int, section: dict) -> Path:
+def config(folder: Path, name: str, stage: int, section: dict, **others: dict) -> Path:
     path = folder / f"{name}.json"
     settings = {"zero_optimization": {"stage": stage}, "megaclip": DS_CONFIG["megaclip"] | section}
-    path.write_text(json.dumps(DS_CONFIG | settings))
+    path.write_text(json.dumps(DS_CONFIG | settings | others))
     return path
 
 
@@ -85,16 +85,26 @@ def test_fine_tuning_resumes_exports_its_average_and_supplies_a_tower(tiny_run, 
 
     command = flags(
         tiny_run,
-        config(tmp_path, "new_text", 3, {}),
+        config(tmp_path, "new_text", 3, {}, bf16={"enabled": True}),
         tmp_path,
         name="new_text",
         train_steps=2,
         pretrained_image=exported,
     )
-    ((end, _),) = run_in_ranks([[*command, "--lock-image"]])
-    assert end.exit_code == 0, end.output
-    trained = consolidated_weights(tmp_path / "new_text/checkpoints", "step_00000002")
+    # The locked tower is float32 in exports of the run, of its continuation, and of a run in another folder.
+    first = tmp_path / "new_text/checkpoints/step_00000001"
+    locked = [*command, "--lock-image", "--save-every-steps", "1"]
+    elsewhere = ["new_text_2" if flag == "new_text" else flag for flag in locked]
+    commands = [
+        [*locked, "--stop-after-steps", "1"],
+        [*locked, "--resume", "auto"],
+        [*elsewhere, "--resume", str(first)],
+    ]
+    for end, _ in run_in_ranks(commands):
+        assert end.exit_code == 0, end.output
+    trained = consolidated_weights(tmp_path / "new_text_2/checkpoints", "step_00000002")
+    other = consolidated_weights(tmp_path / "new_text/checkpoints", "step_00000002")
     for name, value in averages["whole"].items():
         if name.startswith("visual."):
-            assert torch.equal(trained[name], value), name
+            assert torch.equal(trained[name], value) and torch.equal(other[name], value), name
     assert not torch.equal(trained["text.text_projection"], averages["whole"]["text.text_projection"])
