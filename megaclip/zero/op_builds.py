@@ -139,7 +139,8 @@ class _Lock(FileLock):
 
     def release(self, force: bool = False) -> None:
         """Release the lock and delete its file, for which programs with PyTorch's own lock wait."""
-        Path(self.lock_file).unlink(missing_ok=True)
+        if self.is_locked:  # it is also called when an object that does not hold the lock is deleted
+            Path(self.lock_file).unlink(missing_ok=True)
         super().release(force)
 
 
