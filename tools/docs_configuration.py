@@ -1,9 +1,9 @@
-"""Write the tables of docs/configuration.md: the settings of ds_config.json and the flags of the command line.
+"""Write the tables of docs/configuration.md (settings and flags) and docs/from_open_clip.md (flags of other trainers).
 
     python tools/docs_configuration.py          # after a setting, its docstring or a flag has changed
 
-The page's text is written by hand, except between the markers. There the docstrings, types and defaults of the pydantic
-models are the source. A test compares the page with them.
+The text of the pages is written by hand, except between the markers. There the docstrings, types and defaults of the
+pydantic models and config/open_clip_flags.json are the source. A test compares the pages with them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megaclip.config.command_line import TrainArguments, build_parser
+from megaclip.config.command_line import OTHER_TRAINERS, TrainArguments, build_parser
 from megaclip.config.section import MegaclipSection
 from megaclip.losses.settings import FastClipSettings
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE = DOCS / "configuration.md"
+PAGES = (DOCS / "configuration.md", DOCS / "from_open_clip.md")
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 CODE = re.compile(
     r'"[\w.:]+"|(?<![\w/-])--[a-z][\w-]*|\boptimizer\.[\w.]+\w|(?<![\w/])(?!open_clip\b|ds_config\b)[a-z]+[\w.]*_\w+\b(?!\.md)'
@@ -34,15 +34,34 @@ CODE = re.compile(
 TYPES = {int: "integer", float: "number", str: "text", bool: "`true` or `false`"}
 
 
-def page() -> str:
-    """Return docs/configuration.md with newly made tables."""
-    text = PAGE.read_text(encoding="utf-8")
-    tables = {"megaclip": settings(MegaclipSection), "fastclip": settings(FastClipSettings), "flags": flags()}
+def page(path: Path) -> str:
+    """Return a page with newly made tables."""
+    text = path.read_text(encoding="utf-8")
+    tables = {
+        "megaclip": settings(MegaclipSection),
+        "fastclip": settings(FastClipSettings),
+        "flags": flags(),
+        "open_clip": flags_of("open_clip"),
+        "FastCLIP": flags_of("FastCLIP"),
+    }
     for name, part in tables.items():
         begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->\n"
-        before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{part}\n{end}{rest.partition(end)[2]}"
+        before, found, rest = text.partition(begin)
+        if found:
+            text = f"{before}{begin}\n{part}\n{end}{rest.partition(end)[2]}"
     return text
+
+
+def flags_of(trainer: str) -> str:
+    """Return a table of the flags of another trainer that are refused, with a row for each equivalent."""
+    rows: dict[str, list[str]] = {}
+    for kind, prefix in (("in ds_config.json", "ds_config.json: "), ("elsewhere", "")):
+        for flag, instead in OTHER_TRAINERS[trainer][kind].items():
+            text = linked(re.sub(r"\b(?:megaclip|bf16|wandb|comet)(?:\.\w+)+", r"`\g<0>`", instead))
+            shown = flag if trainer == "open_clip" else "--" + flag[2:].replace("-", "_")
+            rows.setdefault(prefix + text, []).append(f"`{shown}`")
+    lines = [f"| {', '.join(theirs)} | {instead} |" for instead, theirs in rows.items()]
+    return "\n".join([f"| {trainer} | MegaCLIP |", "| --- | --- |", *lines, ""])
 
 
 def settings(section: type[BaseModel]) -> str:
@@ -127,8 +146,9 @@ def flags() -> str:
 
 
 def main() -> None:
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    for path in PAGES:
+        path.write_text(page(path), encoding="utf-8")
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ COMMANDS = {
     "import": Command("import_open_clip", "convert open_clip's weights to a directory for --pretrained"),
     "inspect": Command("inspect_data", "report the contents, problems and loading speed of a dataset"),
     "plan": Command("plan", "plan a run: memory, largest batch and step time"),
+    "translate": Command("translate", "turn a command line of open_clip into ds_config.json and a command"),
     "models": Command("list_models", "list the models of the installed open_clip and the towers that run each"),
     "tokenizer": Command("train_tokenizer", "train a sentencepiece tokenizer on the captions of a dataset"),
     "show": Command("show", "print a page of the documentation, a ds_config or a job of Slurm"),

@@ -6,7 +6,7 @@ section.py           the section "megaclip"
 optimizers.py        the section "optimizer": supported optimizers and their parameters
 checks.py            the settings that are refused, each with the reason
 command_line.py      the flags of launch/train.py: `TrainArguments`
-open_clip_flags.json   open_clip's flags that launch/train.py does not accept, and what to use instead
+open_clip_flags.json   flags of open_clip's and FastCLIP's trainers, what to use instead, and their translation
 
 These modules check ds_config.json and the command line alone. Other packages check them against the rest of the run:
 

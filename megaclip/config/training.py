@@ -5,6 +5,7 @@ receives the file's contents, with `DEEPSPEED_DEFAULTS` for missing settings. It
 `megaclip.config.checks` decides which settings are accepted.
 """
 
+import contextlib
 import copy
 import json
 from collections.abc import Sequence
@@ -269,7 +270,7 @@ def load_training_config(name_or_path: str | Path, changes: Sequence[str] = ()) 
         if not isinstance(config, dict):
             raise ConfigError(f"the file contains a {type(config).__name__}; write one JSON object")
         if changes:
-            config, replaced = _changed(config, changes)
+            config, replaced = with_changes(config, changes)
             logger.info("--set replaces settings of %s: %s", path, ", ".join(replaced))
         return TrainingConfig(path=path, deepspeed=config, megaclip=check_ds_config(config).megaclip)
     except ConfigError as error:
@@ -294,7 +295,7 @@ def _nearest_file(path: Path, shipped: set[str]) -> str:
     return "" if close is None else f"; did you mean {files[close]!r}?"
 
 
-def _changed(config: dict[str, Any], changes: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def with_changes(config: dict[str, Any], changes: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the settings with `changes`, the values of --set, and a text for each setting that they replace."""
     config, replaced = copy.deepcopy(config), dict[str, str]()
     for change in changes:
@@ -323,7 +324,8 @@ def _changed(config: dict[str, Any], changes: Sequence[str]) -> tuple[dict[str, 
 
 
 def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    """Return `text` as JSON, as a number that JSON writes differently, such as .5, or as it is."""
+    for read in (json.loads, float):
+        with contextlib.suppress(ValueError, RecursionError):
+            return read(text)
+    return text
